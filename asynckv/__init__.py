@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from asynckv.observe.metrics import Metrics
     from asynckv.observe.observer import Observer, Reading
     from asynckv.observe.tracing import Tracing, trace_context
+    from asynckv.offload.found import Found
     from asynckv.results import LeaseEnd, Loaded, PullResult, Statistics, Stored
     from asynckv.scheduler import PrefillGroup
 
@@ -115,6 +116,7 @@ _HOMES = {
     "asynckv.observe.observer": "Observer Reading",
     "asynckv.observe.tracing": "Tracing trace_context",
     "asynckv.geometry.check": "Registration register_memory",
+    "asynckv.offload.found": "Found",
     "asynckv.results": "LeaseEnd Loaded PullResult Statistics Stored",
 }
 _RENAMED = {"configure_logging": "configure"}
@@ -139,6 +141,7 @@ __all__ = [
     "EngineThread",
     "Failed",
     "Finished",
+    "Found",
     "GeometryRefused",
     "Group",
     "HeldBlocks",
@@ -211,9 +214,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from asynckv.observe.release import release
 
-        return version("asynckv")
+        return release()
     if name not in _HOME:
         raise AttributeError(f"module 'asynckv' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), _RENAMED.get(name, name))

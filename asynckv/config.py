@@ -248,7 +248,8 @@ class LogConfig:
             empty. The name may have `{engine_id}`, `{rank}`, `{pid}` and `{host}`; no two processes may share a file.
         level: From which level on: `debug`, `info`, `warning` or `error`. (Of the application's logging it is the
             application that says so.)
-        max_bytes: When the file is as long as this, it is renamed and another begun (0: never).
+        max_bytes: When the file is as long as this, it is renamed and another begun (0: never). If it cannot be renamed
+            it goes on until it takes what all files together may.
         backups: How many of the renamed ones are kept; the oldest is removed.
     """
 

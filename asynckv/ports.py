@@ -353,7 +353,10 @@ class RecordPlane(Protocol):
         """
 
     def post(self, move_id: TransferId, op: CopyOp, records: Sequence[Record]) -> None:
-        """Take over a move; `poll` will tell. Reads go before writes. Never raises for what the back end does."""
+        """Take over a move; `poll` will tell. Reads go before writes. Never raises for what the back end does.
+
+        No two moves that have not ended may have a place in common, in memory or in the range.
+        """
 
     def forget(self, places: Iterable[int]) -> None:
         """Drop the records that begin at some places, before anything that is posted later; harmless if none does."""

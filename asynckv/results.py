@@ -63,7 +63,8 @@ class Statistics:
     Attributes:
         counters: What happened since the start, by name; they only grow, also over a sleep, so that the difference of
             two snapshots is what happened between. But those that begin with `control.` or `data.` are the planes' own:
-            some say how things are now, and those of `data.` begin again when an engine resumes.
+            some say how things are now, and those of `data.` begin again when an engine resumes; so do some of
+            `offload.`, which are its offload's.
         gauges: What is owed and held now.
         release_s: The last releases' durations in the background, oldest first.
         loop_lag_s: How late the engine's timer fired the last time, and so how long the event loop was away, doing

@@ -2,7 +2,7 @@
 
 Blocks of a model's layout are stored and loaded as a rank does it: planned from lists of blocks and slots
 (`asynckv.geometry.kept`), and carried out by the copy plane, over NIXL. Planning is in the time. Records go to files
-and back by the file tier, checksums and index included.
+and back by the file tier, checksums and index included. What is kept of a prompt is looked up in a catalogue.
 
 Beside each, the same bytes are moved raw in the same round: by `memcpy`, the same pieces in the same order; by `pwrite`
 and `pread`, the same records to a file in the same folder, past the page cache if the tier does so. What Python's loop
@@ -46,6 +46,8 @@ from asynckv.errors import AsyncKVError
 from asynckv.geometry.kept import kept_tables, plan_copies
 from asynckv.geometry.overlap import part_bytes
 from asynckv.geometry.packed import packed, record_sizes
+from asynckv.offload.catalogue import Catalogue
+from asynckv.offload.keys import StoredGroup
 from asynckv.ports import CopyOp, CopyPlane, Record, RecordNews, RecordPlane, RecordsEnded, RecordsLost
 from asynckv.tools.layouts import ORDERS, model_layout, with_addresses
 from asynckv.tools.models import Heads, Model
@@ -57,6 +59,9 @@ LEAST = 0.9
 
 MAX_DESCRIPTORS = 1 << 16
 """Of one transfer."""
+
+LOOKED_UP = 1000
+"""Blocks of a prompt that is looked up."""
 
 PATIENCE_S = 120.0
 FACTOR = 3
@@ -340,6 +345,24 @@ async def measured(
     return found
 
 
+def lookup_us(keys: int) -> Interval:
+    """Microseconds in which the catalogue says what is kept of a prompt of so many blocks, all of which are."""
+    hashes = [number.to_bytes(32, "little") for number in range(keys)]
+    catalogue = Catalogue([StoredGroup(name="bench", block_size=16, record_bytes=4096)], 16, 2 * keys * 4096)
+    catalogue.store("stored", hashes)
+    while moves := catalogue.moves(0.0):
+        for move in moves:
+            catalogue.ended(move.move_id, Ending.DONE)
+    took = []
+    for _ in range(101):
+        began = time.perf_counter()
+        found = catalogue.lookup(hashes)
+        took.append((time.perf_counter() - began) * 1e6)
+        if found.ready_tokens != 16 * keys:
+            raise AsyncKVError(f"{found.ready_tokens} of {16 * keys} tokens were found")
+    return median_of(took)
+
+
 def _interval(found: Interval, digits: int = 3) -> dict[str, Any]:
     return {name: round(value, digits) for name, value in msgspec.to_builtins(found).items()}
 
@@ -427,7 +450,7 @@ def measure(
             garbage.settle()
             found = asyncio.run(measured(rig, rounds, threads, within, is_run=runs, is_direct=not page_cache))
         ways = figures(found, rig.num_bytes)
-        report = {
+        report: dict[str, Any] = {
             "schema": SCHEMA,
             "order": order,
             "blocks": blocks,
@@ -440,6 +463,7 @@ def measure(
             "descriptors_per_block": round(rig.num_descriptors / blocks, 3),
             "tables_ms": round(rig.tables_s * 1e3, 3),
             "plan_us_per_block": round(float(np.median(rig.plan_s)) / blocks * 1e6, 3),
+            "lookup_us": _interval(lookup_us(LOOKED_UP)),
             "ways": ways,
         }
         if json_to:
@@ -450,7 +474,8 @@ def measure(
         console.print(_table(ways))
         console.print(
             f"{blocks} blocks of {rig.record.num_bytes:,} bytes, {report['descriptors_per_block']:g} descriptors and "
-            f"{report['plan_us_per_block']:g} us of planning per block; CPU tells more than time where others compute"
+            f"{report['plan_us_per_block']:g} us of planning per block; {LOOKED_UP:,} blocks are looked up in "
+            f"{report['lookup_us']['median']:.0f} us; CPU tells more than time where others compute"
         )
     return 1 if any(_met(each["of_raw"]) == "no" for each in ways.values()) else 0
 

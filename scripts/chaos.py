@@ -267,6 +267,10 @@ def restarts(counters: Mapping[str, int]) -> int:
     return sum(count for name, count in counters.items() if name.startswith("data.") and name.endswith("restarts"))
 
 
+SURVIVED = ("kill", "away_kill", "stop_kill", "restart", "stop")
+"""What happens to the other side of who survives: in some order, and in another one when all have happened."""
+
+
 async def survive(arena: Arena) -> None:
     """Kill, stop and restart one of two workers that lend to each other and pull; the other must go on, as it was."""
     left, right = arena.decode, await arena.start("prefill")
@@ -274,6 +278,7 @@ async def survive(arena: Arena) -> None:
     series: dict[str, list[dict[str, int]]] = {left.name: [], right.name: []}
     lost, faults, recovered = Counter[str](), Counter[str](), list[float]()
     planes_lost, unanswered, is_over = Counter[str](), 0, False
+    deck: list[str] = []
 
     async def client(owner: Worker, reader: Worker) -> None:
         nonlocal unanswered
@@ -305,7 +310,9 @@ async def survive(arena: Arena) -> None:
         await victim.start(victim.address)
 
     async def cycle(number: int, victim: Worker, survivor: Worker) -> None:
-        fault = arena.rng.choice(("kill", "away_kill", "stop_kill", "restart", "stop"))
+        if not deck:
+            deck.extend(arena.rng.sample(SURVIVED, len(SURVIVED)))
+        fault = deck.pop()
         faults[fault] += 1
         aborts = survivor.aborts
         await asyncio.gather(left.more(3), right.more(3))

@@ -306,6 +306,48 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
         ),
     ),
+    (
+        "Offload, where there is one",
+        (
+            Panel(
+                "Tokens looked up",
+                "short",
+                ((rate("offload_tokens_total", "what"), f"{ENGINE} {{{{what}}}}"),),
+                "What of the prompts was found in host memory or files, what was loaded of it, and what turned out "
+                "to be a miss: given up meanwhile, or not readable.",
+            ),
+            Panel(
+                "Moved",
+                "Bps",
+                (
+                    (rate("offload_bytes_moved_total", "move"), f"{ENGINE} {{{{move}}}}"),
+                    (rate("offload_blocks_moved_total", "move"), f"{ENGINE} {{{{move}}}}, blocks"),
+                ),
+                "Between the accelerator, host memory and files.",
+            ),
+            Panel(
+                "Kept, and given up",
+                "short",
+                (
+                    (gauge("offload_blocks"), f"{ENGINE} {{{{tier}}}}"),
+                    (rate("offload_evicted_total", "tier"), f"{ENGINE} {{{{tier}}}}, evicted per second"),
+                    (rate("offload_not_written_back_total", "reason"), f"{ENGINE} lost, {{{{reason}}}}"),
+                ),
+                "Blocks in each tier. What is evicted before it was written back is lost: the disk is too slow.",
+            ),
+            Panel(
+                "Ends, and trouble",
+                "ops",
+                (
+                    (rate("offload_stores_ended_total", "outcome"), f"{ENGINE} store {{{{outcome}}}}"),
+                    (rate("offload_loads_ended_total", "outcome"), f"{ENGINE} load {{{{outcome}}}}"),
+                    (rate("offload_moves_failed_total"), f"{ENGINE} moves failed"),
+                    (rate("offload_records_lost_total"), f"{ENGINE} records lost"),
+                ),
+                "Records are lost when their bytes are not what was stored: a torn write, or a rotten disk.",
+            ),
+        ),
+    ),
 )
 
 

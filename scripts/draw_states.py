@@ -1,4 +1,4 @@
-"""Write docs/states.md from the core's transition tables; a test compares."""
+"""Write docs/states.md from the transition tables of core and offload; a test compares."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from asynckv.core import attempts, lease, lifecycle, peer, pull
+from asynckv.offload import entry, job
 from scripts import command
 
 TARGET = Path(__file__).parents[1] / "docs" / "states.md"
 
 HEAD = """# States
 
-Drawn from the transition tables in `asynckv/core` by `scripts/draw_states.py`; a test fails when this page
-is stale. Words in capitals are events; words in *italics* are conditions that are acted upon at once,
+Drawn from the transition tables in `asynckv/core` and `asynckv/offload` by `scripts/draw_states.py`; a test fails when
+this page is stale. Words in capitals are events; words in *italics* are conditions that are acted upon at once,
 whatever event led there. Events that a state takes without leaving it stand below each table; an event that is named
 in neither raises before anything has changed.
 """
@@ -86,12 +87,26 @@ def page() -> str:
                 lifecycle.ON_EVENT,
                 {},
             ),
+            table(
+                "Stored block",
+                "One block in one tier of the offload: host memory, or files. In LEAVING it cannot be found any more; "
+                "its slot is free in GONE.",
+                entry.ON_EVENT,
+                entry.WHEN,
+            ),
+            table(
+                "Store or load",
+                "One request to store blocks in tiers, or to load them. The outcome is given on leaving RUNNING or "
+                "DRAINING; in HELD a transfer in doubt may still touch the caller's blocks.",
+                job.ON_EVENT,
+                job.WHEN,
+            ),
         )
     )
 
 
 def draw() -> None:
-    """Write docs/states.md from the core's transition tables.
+    """Write docs/states.md from the transition tables of core and offload.
 
     Run it after a table changes; a test compares the page.
     """

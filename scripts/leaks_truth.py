@@ -34,7 +34,8 @@ from typing import TextIO
 
 from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import join
-from asynckv.diagnose.leaks import Leak, find_leaks
+from asynckv.diagnose.leaks import find_leaks
+from asynckv.diagnose.leaks_values import Leak
 from asynckv.diagnose.records import read_logs
 from asynckv.observe.console import without_control
 from asynckv.testing.leaky import make_leaky
@@ -69,7 +70,7 @@ OF_A_LEASE: Mapping[CAUSE, Callable[[Whys], bool]] = {
     C.DIED_AFTER_CLAIM: _has("died_after_claim"),
     C.READER_CLOSED: _has("reader_closed"),
     C.NO_ATTEMPT_FOLLOWED: _has("retry_never"),
-    C.LEASE_TOO_SHORT: lambda whys: "claimed" in whys and bool(whys & {"still_pulling", "release_late"}),
+    C.LEASE_TOO_SHORT: lambda whys: "claimed" in whys and bool(whys & {"still_pulling", "release_late", "lapsed"}),
     C.MAX_LEASE: _has("max_lease"),
     C.DECODE_LOOP_AWAY: _has("reader_away"),
     C.READER_SILENT: _has("claimed"),

@@ -85,6 +85,7 @@ TESTS: dict[str, str] = {
     "asynckv/core/readers.py": "agents peers requests limits | machine lifecycle engine",
     "asynckv/core/outbox.py": "messages requests limits | machine lifecycle engine",
     "asynckv/core/watch.py": "held requests | machine races lifecycle engine",
+    "asynckv/offload": "offload_catalogue offload_parts | offload_machine +",
     "asynckv/core": "requests sources rows pairing admission held races pull | messages machine lifecycle engine",
     "asynckv/edges/zmq.py": "keys zmq_edge | conformance arguments",
     "asynckv/edges/sharing.py": "sharing",

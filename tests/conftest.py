@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,15 @@ from tests.engines import Bench
 # How long an example takes says what else the machine does.
 settings.register_profile("without deadlines", deadline=None)
 settings.load_profile("without deadlines")
+
+# Modules and tests are there to the end. The collector does not look through them as they are loaded, nor in any test.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from asynckv import Engine, EngineConfig, PrefillGroup, Registration, register_memory
+from asynckv import Engine, EngineConfig, NixlConfig, PrefillGroup, Registration, register_memory
 from asynckv.geometry.layout import Memory
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
 from tests.world import make_layout
@@ -50,6 +50,9 @@ class Bench:
 
     def side(self, engine_id: str, seed: int, **config: Any) -> Side:
         registration, arrays = memory(seed)
+        if self.real:
+            # What is read here is posted on the loop: agents of posting threads would only be made and closed.
+            config = {"nixl": NixlConfig(posting_threads=0), **config}
         settings = EngineConfig(engine_id=engine_id, **config)
         if self.real:
             return Side(Engine(settings, registration), arrays, None)

@@ -17,6 +17,9 @@ __all__ = ["LEASE_S", "Side"]
 
 LEASE_S = 2.0
 
+LEASES: dict[str, dict[str, Any]] = {"short": {"max_lease_s": LEASE_S + 0.5, "parked_s": 0.3}}
+"""How the leases of some engines differ."""
+
 
 class Side:
     """One process; its engines log to `FOLDER/ENGINE-PID.log`."""
@@ -26,7 +29,7 @@ class Side:
         for seed, name in enumerate(engines):
             config = EngineConfig(
                 engine_id=name,
-                lease=LeaseConfig(lease_s=LEASE_S, grant_s=LEASE_S),
+                lease=LeaseConfig(lease_s=LEASE_S, grant_s=LEASE_S, **LEASES.get(name, {})),
                 pull=PullConfig(handshake_s=1.0, release_timeout_s=LEASE_S, announce_s=3.0, timeout_s=5.0, gone_s=4.0),
                 # One warning of an absence in ten seconds: a slow start on a busy machine is not to take it.
                 log=LogConfig(file=str(Path(folder) / "{engine_id}-{pid}.log"), away_s=2.5),
@@ -88,6 +91,24 @@ class Side:
     async def idle(self, engine: str) -> None:
         """Wait until no pull is under way, releases included."""
         while self._engines[engine].requests():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)
+
+    async def discharge(self, engine: str, request_id: str, params: dict[str, Any]) -> None:
+        """Say that nothing of a request is needed, and wait until that was taken."""
+        self._engines[engine].discharge(f"D-{request_id}", params)
+        await self._done(engine, request_id)
+
+    async def forgotten(self, engine: str) -> None:
+        """Wait until nothing is remembered of requests that are not lent yet."""
+        while self._engines[engine].statistics().gauges["parked"]:  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)
+
+    async def close(self, engine: str) -> None:
+        """Close an engine without time for its promises."""
+        await self._engines[engine].aclose(0.0)
+
+    async def _done(self, engine: str, request_id: str) -> None:
+        while any(x.request_id == f"D-{request_id}" for x in self._engines[engine].requests()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     def address(self, engine: str) -> str:

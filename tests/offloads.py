@@ -16,8 +16,7 @@ from asynckv import Engine, EngineConfig, Offload, OffloadConfig, Registration, 
 from asynckv.engine.shelf import Shelf
 from asynckv.geometry.check import decode_layout
 from asynckv.geometry.layout import Group, Layout, Memory, View, dense_part
-from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
-from asynckv.testing.tiers import SimCopies, SimDisk, SimRecords
+from asynckv.testing import ManualClock, SimControl, SimCopies, SimData, SimDisk, SimNetwork, SimRecords
 from tests.engines import until
 from tests.world import make_layout
 
@@ -134,6 +133,13 @@ class Rank:
         n = self.layout.groups[0].num_blocks
         return b"".join(a.reshape(2, n, -1)[:, [i]].tobytes() for i in ids for a in self.arrays)
 
+    def fill(self, block: int, data: bytes) -> None:
+        """Put into a block what `block` has said of one."""
+        per, n = len(data) // len(self.arrays), self.layout.groups[0].num_blocks
+        for at, array in enumerate(self.arrays):
+            part = np.frombuffer(data[at * per : (at + 1) * per], np.uint8)
+            array.reshape(2, n, -1)[:, block] = part.reshape(2, -1)
+
     def scribble(self, ids: Sequence[int], seed: int = 99) -> None:
         """Use blocks for something else."""
         rng, n = np.random.default_rng(seed), self.layout.groups[0].num_blocks
@@ -147,7 +153,7 @@ class Rank:
         async with self.engine:
             await self.offload.start()
             yield self.offload
-            if not self.offload._cause:
+            if not self.offload._mover.cause:
                 self.offload.check_integrity()
                 self.engine.check_integrity()
             closing = asyncio.create_task(self.engine.aclose())

@@ -1,7 +1,8 @@
 """Runs the slow tests in two processes: `python -m tests.slow`, with pytest's options behind it.
 
-Those that only compute run beside the others. Of these one runs at a time, because they have processes, ports and
-deadlines of their own.
+Those that only compute, and those whose deadlines are so long that they do not mind what else runs, run beside the
+others. Of these one runs at a time: they break processes under load, or say how long something took. Both halves take
+about as long: whoever makes one much longer moves a file.
 """
 
 from __future__ import annotations
@@ -12,9 +13,16 @@ import tempfile
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-COMPUTES = [
+PATIENT = [
     str((TESTS / f"test_{name}.py").relative_to(TESTS.parent))
-    for name in ("fuzz", "geometry", "leaks_simulated", "machine", "real_models", "simulation")
+    for name in (
+        # These only compute.
+        *("fuzz", "geometry", "leaks_simulated", "machine", "offload_soak", "real_models", "simulation"),
+        # These have engines and processes as well, and wait for events within many seconds.
+        *("bench_compare", "bench_sweep", "bench_vs_vllm", "conformance", "docs", "doctor", "doctor_peer", "embed"),
+        *("embed_examples", "events", "families", "inspect_ask", "leaks", "leaks_join", "log_sink", "models"),
+        *("pd_proxy", "report_page", "simulated_logs", "timeline_real"),
+    )
 ]
 NOTHING_FOUND = 5
 """Pytest's status where no test was selected."""
@@ -24,12 +32,12 @@ def main() -> int:
     """Run both; the status is that of whichever failed."""
     pytest = [sys.executable, "-m", "pytest", "-m", "slow and not gpu", *sys.argv[1:]]
     with tempfile.TemporaryFile() as said:
-        computing = subprocess.Popen([*pytest, "-p", "no:cacheprovider", *COMPUTES], stdout=said, stderr=said)
+        patient = subprocess.Popen([*pytest, "-p", "no:cacheprovider", *PATIENT], stdout=said, stderr=said)
         try:
-            others = subprocess.run([*pytest, *(f"--ignore={path}" for path in COMPUTES), "tests"], check=False)
-            statuses = {others.returncode, computing.wait()}
+            others = subprocess.run([*pytest, *(f"--ignore={path}" for path in PATIENT), "tests"], check=False)
+            statuses = {others.returncode, patient.wait()}
         finally:
-            computing.kill()
+            patient.kill()
             said.seek(0)
             print(said.read().decode(errors="replace"), flush=True)
     return max(statuses - {NOTHING_FOUND}, default=NOTHING_FOUND)

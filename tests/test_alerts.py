@@ -226,6 +226,11 @@ async def test_rules_and_dashboard_ask_for_what_two_engines_show(sim: Bench) -> 
         for sample in family.samples:
             shown.setdefault(sample.name, set()).update(sample.labels)
     no_series = {"asynckv_connections_rejected_total", "asynckv_connections_refused_total"}  # without keys nobody is
+    no_series |= {
+        f"asynckv_{name}{'_total' * (each.kind == 'counter')}"
+        for name, each in FAMILIES.items()
+        if name.startswith("offload_")
+    }
     for name in no_series:
         shown[name] = {"engine_id", "rank", *FAMILIES[name.removeprefix("asynckv_").removesuffix("_total")].labels}
     exprs = [*queries(), *(rule(alert).partition("\n        labels:")[0] for alert in ALERTS)]

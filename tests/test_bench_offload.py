@@ -26,6 +26,7 @@ def test_every_way_is_measured(
         assert min(each[name]["low"] for name in ("gb_per_s", "raw_gb_per_s", "of_raw", "request_ms")) > 0
     assert report["block_bytes"] == 2 * 3 * 16 * 256
     assert report["descriptors_per_block"] == descriptors
+    assert 0 < report["lookup_us"]["low"] <= report["lookup_us"]["median"]
     assert list(tmp_path.iterdir()) == []
 
 

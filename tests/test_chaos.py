@@ -30,7 +30,7 @@ def children() -> set[str]:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("name", chaos.SCENARIOS)
+@pytest.mark.parametrize("name", sorted(chaos.SCENARIOS.keys() - {"survive"}))  # which is the next test
 async def test_what_is_published_is_right_whatever_breaks(name: str) -> None:
     before = children()
     async with asyncio.timeout(DEADLINE_S):
@@ -47,11 +47,12 @@ async def test_what_is_published_is_right_whatever_breaks(name: str) -> None:
 async def test_who_is_not_hurt_survives_whatever_happens_to_the_other_side(transport: str) -> None:
     before = children()
     async with asyncio.timeout(180):
-        record = await chaos.run("survive", seed=2, transport=transport, cycles=14)
+        record = await chaos.run("survive", seed=2, transport=transport, cycles=2 * len(chaos.SURVIVED))
     assert record["problems"] == []
     assert record["survivors_lost"] == 0
-    # Both sides were hurt, and each was read meanwhile.
-    assert {name: len(seen["fds"]) for name, seen in record["usage"].items()} == {"decode": 7, "prefill": 7}
+    # Both sides were hurt in every way, and each was read meanwhile.
+    assert record["faults"] == dict.fromkeys(chaos.SURVIVED, 2)
+    assert {name: len(seen["fds"]) for name, seen in record["usage"].items()} == {"decode": 5, "prefill": 5}
     assert min(record["pulls"]["prefill"]["complete"], record["pulls_from_decode"]["complete"]) > 40
     assert record["pulls_from_decode"]["bytes_wrong"] == 0
     assert children() <= before

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -256,6 +259,24 @@ async def test_closing_ends_what_waits_and_another_start_works(make: Make, monke
         tiers.start()
     tiers.plane.post(TransferId(4), CopyOp.READ, "pool", [move(0)])
     assert await tiers.heard(1) == [TransferEnded(TransferId(4), Ending.DONE)]
+
+
+def sockets() -> set[str]:
+    found = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found.add(os.readlink(fd))
+    return {each for each in found if each.startswith("socket:")}
+
+
+async def test_what_is_set_for_the_network_is_not_for_copies(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    before = sockets()
+    tiers = make()
+    tiers.plane.post(TransferId(1), CopyOp.READ, "pool", [move(0)])
+    assert await tiers.heard(1) == [TransferEnded(TransferId(1), Ending.DONE)]
+    assert sockets() == before
+    assert os.environ["UCX_TLS"] == "tcp"
 
 
 async def test_memory_that_nixl_refuses_is_refused_at_the_start(anyio_backend: str) -> None:

@@ -311,6 +311,7 @@ def test_an_exception_that_ends_the_loop_is_told_once_and_by_name(thread: Engine
         thread.submit([Cancel("r")])
     with pytest.raises(EngineClosed, match="SystemExit: enough"):
         thread.call(asyncio.sleep(0), 1.0)
+    thread._thread.join(PATIENCE_S)
     assert not thread._thread.is_alive()
 
 

@@ -26,7 +26,7 @@ from asynckv import (
     RemoteProtocolError,
     RemoteTooShort,
 )
-from asynckv.config import PullConfig
+from asynckv.config import NixlConfig, PullConfig
 from asynckv.core.decode import DecodeSide
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.observe.log import configure
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_request_from_params_to_release(bench: Bench) -> None:
-    async with bench.pair() as (prefill, decode, group):
+    async with bench.pair(nixl=NixlConfig()) as (prefill, decode, group):
         params = group.make_params("req:1,\n", [(0, [3, 4, 9])], 40, written=True)
         lent = prefill.engine.lend(params)
         result = await decode.engine.pull("d1", [(0, [7, 5, 6])], params)
@@ -316,7 +316,7 @@ async def test_a_living_peer_that_was_idle_is_met_again_without_a_new_connection
     bench = Bench(True)
     async with bench.pair(pull=PullConfig(idle_s=0.02)) as (prefill, decode, group):
         fds = []
-        for i in range(8):
+        for i in range(5):
             params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
             lent = prefill.engine.lend(params)
             await decode.engine.pull(f"d{i}", [(0, [10 + i])], params)

@@ -16,6 +16,7 @@ from asynckv import (
     EngineConfig,
     GeometryRefused,
     Group,
+    NixlConfig,
     PrefillGroup,
     Registration,
     TensorPart,
@@ -47,6 +48,8 @@ MODELS = {
     )
 }
 TOKENS = 75
+# Reads this small are posted on the loop: agents of posting threads would only be made and closed.
+NIXL = NixlConfig(posting_threads=0)
 
 
 def lists(model: Model, block_size: int, cached: int, start: int) -> Lists:
@@ -88,7 +91,7 @@ async def move(
         engines: dict[str, list[Engine]] = {"prefill": [], "decode": []}
         for role, row in pools.items():
             for pool in row:
-                engine = Engine(EngineConfig(engine_id=role), pool.registration)
+                engine = Engine(EngineConfig(engine_id=role, nixl=NIXL), pool.registration)
                 engines[role].append(await stack.enter_async_context(engine))
         group = PrefillGroup("prefill", [e.endpoint for e in engines["prefill"]], pp_size=prefill[1])
         for number, hit in enumerate(cached):
@@ -199,7 +202,7 @@ async def test_pages_shared_by_groups_with_a_ratio_of_each_sides_own(prefill: in
     async with contextlib.AsyncExitStack() as stack:
         engines: list[list[Engine]] = []
         for role, sides in (("prefill", there), ("decode", here)):
-            made = [Engine(EngineConfig(engine_id=role), side.registration) for side in sides]
+            made = [Engine(EngineConfig(engine_id=role, nixl=NIXL), side.registration) for side in sides]
             engines.append([await stack.enter_async_context(engine) for engine in made])
         group = PrefillGroup("prefill", [e.endpoint for e in engines[0]], null_block=0)
         params = group.make_params("P", [(0, [3, 9, 4]), (0, [7])], 50, written=True)
@@ -238,8 +241,8 @@ def registration(**changes: Any) -> Registration:
 async def test_what_cannot_be_planned_is_refused_at_the_handshake(model: Model, message: str) -> None:
     there = Pool(model_layout(model, num_blocks=8), 1).registration
     sides: Sequence[Engine] = [
-        Engine(EngineConfig(engine_id="prefill"), there),
-        Engine(EngineConfig(engine_id="decode"), registration()),
+        Engine(EngineConfig(engine_id="prefill", nixl=NIXL), there),
+        Engine(EngineConfig(engine_id="decode", nixl=NIXL), registration()),
     ]
     async with sides[0] as prefill, sides[1] as decode:
         params = PrefillGroup("prefill", [prefill.endpoint]).make_params("P", [(0, [1])] * len(there.layout.groups), 5)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
+import random
 import signal
 import sqlite3
 import subprocess
@@ -23,7 +25,7 @@ import pytest
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges import file_tier
+from asynckv.edges import file_tier, file_worker
 from asynckv.edges.file_index import INDEX, checksum
 from asynckv.edges.file_io import Extent, PlainFiles
 from asynckv.edges.file_tier import FileTier
@@ -60,7 +62,7 @@ class Tier:
         self.plane: RecordPlane = FileTier(folder, num_bytes, **{"segment_bytes": SEGMENT} | options)
         self.news: list[RecordNews] = []
         self._event = asyncio.Event()
-        self._numbers = iter(range(1, 1000))
+        self._numbers = itertools.count(1)
 
     def start(self) -> Sequence[Stored]:
         return self.plane.start(self.pool.memory, self._poll)
@@ -408,6 +410,7 @@ def put_in_place(fd: int, path: str, flags: int) -> None:
     os.close(other)
 
 
+@pytest.mark.slow
 def test_no_room_is_said_with_the_numbers_and_leaves_nothing_behind(tmp_path: Path) -> None:
     # A limit on the size of files, because a file system of one's own needs root; Python ignores its signal.
     code = (
@@ -439,19 +442,20 @@ async def test_a_folder_that_cannot_be_written_is_refused(make: Make, tmp_path: 
             make(folder=folder).start()
 
 
-@both
-async def test_a_segment_that_is_cut_short_under_it_loses_what_was_in_it(
-    make: Make, tmp_path: Path, back_end: str
+@pytest.mark.parametrize("back_end", ["plain", pytest.param("nixl", marks=[pytest.mark.nixl, pytest.mark.slow])])
+async def test_segments_that_are_cut_short_under_it_lose_what_was_in_them(
+    make: Make, tmp_path: Path, back_end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(file_worker, "BATCH_BYTES", SIZE)  # so that others are on their way
     tier, some = make(back_end=back_end, segment_bytes=4 * SIZE), records(*range(COUNT))
     tier.start()
     await tier.store(some)
-    os.truncate(tmp_path / "tier" / "segment-00007.kv", SIZE)
+    for number, size in ((7, SIZE), (9, 0), (10, 0)):
+        os.truncate(tmp_path / "tier" / f"segment-{number:05}.kv", size)
     ended = await tier.load(some)
-    lost = {some[i].far // SIZE for i in ended.lost}
-    assert lost == {29, 30, 31}
+    assert {some[i].far // SIZE for i in ended.lost} == {29, 30, 31, *range(36, 44)}
     assert "reading failed" in ended.cause
-    assert (tier.count("io_errors"), tier.count("is_off")) == (3, 0)
+    assert (tier.count("io_errors"), tier.count("is_off")) == (11, 0)
     assert (await tier.store(some)).ending is DONE
     assert (await tier.load(some)).ending is DONE
 
@@ -614,6 +618,80 @@ async def test_a_thread_that_breaks_switches_the_tier_off(make: Make, monkeypatc
     assert {each.ending for each in news if isinstance(each, RecordsEnded)} == {Ending.IN_DOUBT}
     tier.plane.close()
     assert [each.ending for each in tier.plane.poll() if isinstance(each, RecordsEnded)] == [Ending.FAILED]
+
+
+# -- anything, in any order --------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+async def test_what_is_served_is_what_a_dict_would_serve(
+    make: Make, tmp_path: Path, back_end: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stores, loads, cancellations, restarts and damage, many at a time; a place is in one move at a time."""
+    monkeypatch.setattr(file_worker, "BATCH_BYTES", 2 * SIZE)
+    chance, tier = random.Random(seed), make(back_end=back_end)
+    tier.start()
+    kept: dict[int, bytes] = {}
+    damaged: set[int] = set()
+    count = 0
+    for _ in range(20 if seed == 1 else 60):
+        free = chance.sample(range(COUNT), COUNT)  # of places, and of room in memory
+        wanted: dict[TransferId, list[Record]] = {}
+        stored: set[TransferId] = set()
+        cancelled: set[TransferId] = set()
+        tier.bytes[:] = 0
+        while len(free) > 4:
+            places, free = free[:4], free[4:]
+            some = [Record(kept.get(far, b"none"), far * SIZE, far * SIZE, SIZE) for far in places]
+            if is_store := chance.random() < 0.5:
+                some = [record._replace(key=f"{seed}-{count + i}".encode()) for i, record in enumerate(some)]
+                count += len(some)
+                tier.fill(some)
+            number = tier.post(WRITE if is_store else READ, some)
+            wanted[number] = some
+            stored |= {number} if is_store else set()
+            if chance.random() < 0.2:
+                tier.plane.cancel(number)
+                cancelled.add(number)
+        while wanted:
+            ended = await tier.ended()
+            some = wanted.pop(ended.move_id)
+            if ended.move_id in stored:
+                assert ended.ending is DONE or ended.move_id in cancelled
+                for record in some:
+                    damaged.discard(record.far // SIZE)
+                    kept.pop(record.far // SIZE, None)
+                    if ended.ending is DONE:
+                        kept[record.far // SIZE] = record.key
+                if ended.ending is not DONE:  # what was there before may be there still
+                    tier.plane.forget([record.far for record in some])
+                continue
+            if ended.ending is Ending.FAILED and not ended.lost:
+                assert ended.move_id in cancelled
+                continue
+            for i, record in enumerate(some):
+                place = record.far // SIZE
+                assert (i in ended.lost) == (place not in kept or place in damaged), ended
+                if i in ended.lost:
+                    kept.pop(place, None)
+                    damaged.discard(place)
+                else:
+                    found = tier.bytes[record.near : record.near + SIZE]
+                    assert np.array_equal(found, contents(record.key))
+        for place in chance.sample(sorted(kept), min(len(kept), 1)):
+            at = chance.randrange(SIZE)
+            overwrite(tmp_path / "tier", place * SIZE + at, bytes([contents(kept[place])[at] ^ 0xFF]))
+            damaged.add(place)
+        if gone := chance.sample(sorted(kept), min(len(kept), 2)):
+            tier.plane.forget([place * SIZE for place in gone])
+            for place in gone:
+                kept.pop(place)
+                damaged.discard(place)
+        if chance.random() < 0.2:
+            await tier.plane.quiesce()
+            tier.plane.close()
+            assert {(s.far // SIZE, s.key) for s in tier.start()} == set(kept.items())
 
 
 # -- processes that are killed -----------------------------------------------------------------------------

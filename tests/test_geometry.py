@@ -115,7 +115,7 @@ def is_covered(local: Rank, remotes: list[Rank]) -> bool:
 
 
 @given(data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_every_byte_is_where_it_belongs_and_no_other_is_touched(data: st.DataObject) -> None:
     layers = data.draw(models())
     tokens = data.draw(st.integers(0, 30), label="tokens")
@@ -145,7 +145,7 @@ def test_every_byte_is_where_it_belongs_and_no_other_is_touched(data: st.DataObj
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @given(data=st.data())
-@settings(max_examples=2000)
+@settings(max_examples=2100)
 def test_every_byte_is_where_it_belongs_and_no_other_is_touched_for_long(data: st.DataObject) -> None:
     test_every_byte_is_where_it_belongs_and_no_other_is_touched.hypothesis.inner_test(data)  # type: ignore[attr-defined]
 

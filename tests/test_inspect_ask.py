@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from asynckv import (
     BackendError,
@@ -27,9 +28,10 @@ from asynckv import (
     NixlConfig,
     PrefillGroup,
 )
-from asynckv.core.account import MAX_ACCOUNT, Account, encode_account
+from asynckv.core import survey
+from asynckv.core.account import MAX_ACCOUNT, Account, decode_account, encode_account
 from asynckv.core.types import Address, ReplyTo
-from asynckv.core.wire import MAJOR, Ping, Status, StatusRequest, decode_packet, encode_packet
+from asynckv.core.wire import MAJOR, MAX_TOLD, Ping, Status, StatusRequest, decode_packet, encode_packet
 from asynckv.diagnose import doctor_cli, inspect_cli
 from asynckv.diagnose.ask import Answer, Asker, ask_all, targets
 from asynckv.edges.local import MAX_GUESTS, LocalDoor, is_left_behind, rank_of, read_packet, socket_name, write_packet
@@ -407,11 +409,33 @@ async def test_an_engine_on_a_thread_answers_as_well(tmp_path: Path) -> None:
         targets([str(tmp_path)])
 
 
-async def test_one_asker_asks_again_and_again() -> None:
+async def test_one_asker_asks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "MAX_UNREAD", 2)
     async with pair() as (prefill, _, group), Asker() as asker:
-        for number in range(3):
+        for number in range(5):
             assert len((await asker.ask(prefill.endpoint.address, most=number + 1)).requests) == number
             prefill.lend(group.make_params(f"p{number}", [(0, [number])], 16))
+
+
+async def test_who_never_reads_holds_few_answers_and_keeps_nobody_else_from_his(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(survey, "MAX_UNREAD", 4)
+    async with pair() as (prefill, _, group):
+        lend(prefill, group, 20)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as silent:
+            silent.connect(prefill.endpoint.address)
+            for n in range(survey.BURST):
+                silent.send(encode_packet("x", "", [StatusRequest(n, MAX_TOLD)]))
+            said: list[Account] = []
+            async with asyncio.timeout(10):
+                while len(said) < survey.BURST:  # now it reads, what there is
+                    while silent.poll(0):
+                        messages = decode_packet(silent.recv()).messages
+                        said += [decode_account(x.account) for x in messages if isinstance(x, Status)]
+                    await asyncio.sleep(0)
+            assert sum(not x.refused for x in said) == 4
+        assert len((await one(prefill.endpoint.address)).requests) == 20
 
 
 # -- the command, with engines -------------------------------------------------------------------------------------

@@ -26,8 +26,11 @@ from asynckv.diagnose import causes, leaks_page
 from asynckv.diagnose.ask import Answer
 from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import join
-from asynckv.diagnose.leaks import Leak, aligned, early_ends, find_leaks
+from asynckv.diagnose.leaks import find_leaks
+from asynckv.diagnose.leaks_clocks import aligned
 from asynckv.diagnose.leaks_live import records_of
+from asynckv.diagnose.leaks_processes import early_ends
+from asynckv.diagnose.leaks_values import Leak
 from asynckv.diagnose.records import Logs, Record, read_logs
 from asynckv.errors import ConfigError
 from asynckv.observe.events import EVENT
@@ -106,6 +109,7 @@ DIED = [begun(P), begun(D), *met(), stopped(P)]
 
 READS_ELSEWHERE = {"peer_ranks": ["prefill/tp1@dddddddd", RANK[P]], "read_ranks": ["prefill/tp1@dddddddd"]}
 LAST = {**NAMES, "pull_id": f"{D[:16]}-2"}
+HIT = pull_ended(15, "complete", read_ranks=[], seconds=0.0)
 ANOTHER = [
     say(7, EVENT.PULL_ENDED, D, **{**NAMES, "prefill_request_id": "w", "sequence": 7}, cause="complete", seconds=0.1),
     say(200, EVENT.ENGINE_STOPPED, OTHER),
@@ -223,7 +227,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
             begun(D),
             *(stopped(x) for x in (P, D)),
             expired(False),
-            pull_ended(16, "engine_closed", failed_in="handshake", read_ranks=[], seconds=0.1),
+            pull_ended(16, "engine_closed", failed_in="handshake", peer_ranks=["prefill/tp0@99999999"], read_ranks=[]),
             say(16.1, EVENT.READER_REFUSED, P, reader=RANK[D], said="hello", cause="restarted", detail="asked for x"),
         ],
     ),
@@ -278,6 +282,46 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
             expired(False),
         ],
     ),
+    "renewed for as long as may be": (
+        C.MAX_LEASE,
+        [
+            say(0, EVENT.ENGINE_STARTED, P, host="h", lease_s=30.0, grant_s=10.0, max_lease_s=30.0),
+            *BOTH[1:],
+            expired(claims={RANK[D]: {"pull_id": PULL, "claimed_s": 0.1, "heard_s": 29.0}}),
+            pull_ended(41, "lease_lost", seconds=30.0),
+        ],
+    ),
+    "a retry was lost, and none followed": (
+        C.NO_ATTEMPT_FOLLOWED,
+        [
+            *BOTH,
+            expired(),
+            pull_ended(15, "peer_lost", unanswered=[RANK[P]]),
+            say(15, EVENT.PULL_RETRIED, D, **NAMES, cause="peer_lost", attempt=2, after_s=0.4),
+        ],
+    ),
+    "another attempt came too late": (
+        C.LEASE_TOO_SHORT,
+        [
+            *BOTH,
+            expired(),
+            pull_ended(15, "peer_lost", unanswered=[RANK[P]]),
+            say(15, EVENT.PULL_RETRIED, D, **NAMES, cause="peer_lost", attempt=2, after_s=0.4),
+            say(41, EVENT.PULL_ENDED, D, **LAST, cause="expired", peer_ranks=[RANK[P]], read_ranks=[RANK[P]]),
+        ],
+    ),
+    "a hit's release is lost, and nobody met": (
+        C.RELEASE_LOST,
+        [*(x(y) for x in (begun, stopped) for y in (P, D)), expired(False), HIT, unanswered()],
+    ),
+    "it lived on for longer than claims take": (
+        C.NEVER_CLAIMED,
+        [*DIED, ANOTHER[0], expired(False), say(20, "of_later", D)],
+    ),
+    "a rank lived on for longer than claims take": (
+        C.RANK_NEVER_SPOKE,
+        [*DIED, expired(False, owed=["decode/tp0"], readers={RANK[E]: "complete"}), say(20, "of_later", D)],
+    ),
     "owner died": (
         C.PREFILL_DIED,
         [begun(P), begun(D), *met(), stopped(D), say(10, EVENT.LEASE_LENT, P, **LEASE, lease_s=30.0)],
@@ -307,8 +351,11 @@ def test_who_lives_is_not_told_to_have_died() -> None:
     quiet = [begun(P), begun(D), *met(), begun(F), stopped(F, 50.5)]
     assert not found([*quiet, lent(50.0)])
     # Nobody would have told this one of the other's end.
-    [leak] = found([*quiet, expired(False, at=49.0)])
+    [leak] = found([*quiet, expired(False, at=49.0), say(56.0, "of_later")])
     assert leak.cause is C.NEVER_HEARD_OF
+    # The logs end soon after its lease: it may be on its way.
+    [leak] = found([*quiet, expired(False, at=49.0)])
+    assert leak.cause is C.NEVER_CLAIMED
     # Two services have one name, and run side by side.
     assert not found([begun(P), begun(P2, 5.0), lent(6.0, P2, sequence=1), lent(100.0)])
     # Its level leaves goodbyes out, and those who heard it do not.
@@ -385,6 +432,11 @@ def test_what_was_released_revoked_or_withdrawn_is_not_late() -> None:
         # Held for long, and released well, which was not logged.
         [*BOTH, say(20, EVENT.LEASE_HELD, state="lent", waits="", requests=1, oldest=[held]), say(90, "of_later")],
         [*BOTH, pull_ended(38, "peer_lost")],
+        # It has failed, and has no outcome yet.
+        [
+            *RUNNING,
+            say(20, EVENT.PULL_HELD, D, state="draining", waits="", requests=1, oldest=[{**NAMES, "state_s": 1}]),
+        ],
     ):
         assert not found(records)
 
@@ -546,6 +598,7 @@ def test_recorded_logs_of_real_processes() -> None:
     assert of() == {k: v.value for k, v in EXPECTED.items()}
     alone = of(*PREFILL)
     assert alone.pop("announced", "reader_silent") == "reader_silent"
+    assert alone.pop("killed", "prefill_died") == "prefill_died"  # if others go on for long
     assert alone == {k: v.value for k, v in PREFILL_ONLY.items()}
     assert of(*(everybody - set(PREFILL))) == {k: v.value for k, v in DECODE_ONLY.items()}
 

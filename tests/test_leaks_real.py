@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 
 from asynckv.diagnose.ask import ask_all
+from asynckv.diagnose.axis import make_axis
 from asynckv.diagnose.causes import CAUSE
 from asynckv.diagnose.join import join
-from asynckv.diagnose.leaks import Leak, find_leaks
+from asynckv.diagnose.leaks import find_leaks
 from asynckv.diagnose.leaks_live import records_of
+from asynckv.diagnose.leaks_values import Leak
 from asynckv.diagnose.records import read_logs
+from asynckv.diagnose.timeline_model import ground
 from asynckv.edges.zmq import make_pair
 from asynckv.keys import write_pair
 from asynckv.testing.fleet import Fleet, Process
@@ -27,7 +30,7 @@ from tests.leaky import LEASE_S
 pytestmark = [pytest.mark.anyio, pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(180)]
 
 C = CAUSE
-PREFILL = ("prefill", "other", "guarded")
+PREFILL = ("prefill", "other", "guarded", "short", "closing")
 
 EXPECTED = {
     "before": C.NEVER_CLAIMED,  # of several decode engines one had died, and no log tells for which it was
@@ -41,6 +44,11 @@ EXPECTED = {
     "retry": C.NO_ATTEMPT_FOLLOWED,
     "lost": C.NEVER_HEARD_OF,
     "late": C.CAME_TOO_LATE,
+    "elsewhere": C.WRONG_TARGET,
+    "stale": C.STALE_PARAMS,
+    "longest": C.MAX_LEASE,
+    "early": C.RELEASE_TOO_EARLY,
+    "closed": C.PREFILL_CLOSED,
 }
 PREFILL_ONLY = {
     "before": C.NEVER_CLAIMED,
@@ -52,12 +60,18 @@ PREFILL_ONLY = {
     "retry": C.NO_ATTEMPT_FOLLOWED,
     "lost": C.NEVER_CLAIMED,
     "late": C.NEVER_CLAIMED,
+    "elsewhere": C.NEVER_CLAIMED,
+    "stale": C.NEVER_CLAIMED,
+    "longest": C.MAX_LEASE,
+    "early": C.RELEASE_TOO_EARLY,
+    "closed": C.PREFILL_CLOSED,
 }
 DECODE_ONLY = {
     "announced": C.ANNOUNCED_AND_FORGOTTEN,
     "another": C.OTHER_REQUEST_ID,
     "unmet": C.NEVER_SHOOK_HANDS,
     "keys": C.KEYS_REFUSED,
+    "elsewhere": C.WRONG_TARGET,
 }
 
 
@@ -86,11 +100,11 @@ async def leak(fleet: Fleet, folder: Path, keys: dict[str, str]) -> None:
 
     async def lend(name: str, engine: str = "prefill") -> dict[str, Any]:
         owner = other if engine == "other" else prefill
-        params: dict[str, Any] = await owner.ask("lend", engine=engine, request_id=name)
+        params: dict[str, Any] = await owner.ask("lend", 60.0, engine=engine, request_id=name)  # once it has started
         return params
 
     prefill, other, alive, doomed, reading, away = await asyncio.gather(
-        start("p", "prefill", "guarded"),
+        start("p", "prefill", "guarded", "short", "closing"),
         start("q", "other"),
         start("a", "alive", "stranger"),
         start("b", "doomed"),
@@ -104,6 +118,7 @@ async def leak(fleet: Fleet, folder: Path, keys: dict[str, str]) -> None:
     before = await lend("before")
     assert before
     await doomed.kill()
+    again = asyncio.create_task(start("b", "doomed"))
     for process, engine, name in ((reading, "reading", "reading"), (away, "away", "away")):
         await process.ask("announce", engine=engine, request_id=name, params=await lend(name), wait_s=60.0)
         await process.ask("claimed", engine=engine, request_id=name)
@@ -115,21 +130,38 @@ async def leak(fleet: Fleet, folder: Path, keys: dict[str, str]) -> None:
     await alive.ask("claimed", engine="alive", request_id="killed")
     await written(folder, "other-*.log", "killed")
     await other.kill()
+    early = await prefill.ask("make", engine="short", request_id="early")
+    await alive.ask("discharge", engine="alive", request_id="early", params=early)
+    await prefill.ask("forgotten", engine="short")
+    await prefill.ask("lend", engine="short", request_id="early", params=early)
+    await alive.ask(
+        "announce", engine="alive", request_id="longest", params=await lend("longest", "short"), wait_s=60.0
+    )
+    await alive.ask(
+        "announce", engine="alive", request_id="closed", params=await lend("closed", "closing"), wait_s=60.0
+    )
+    await alive.ask("claimed", engine="alive", request_id="closed")
+    await prefill.ask("close", engine="closing")
     renamed = {**await lend("renamed"), "request_id": "another"}
     unmet = await lend("unmet")
     unmet["endpoints"] = [{**x, "address": "tcp://127.0.0.1:9"} for x in unmet["endpoints"]]
+    elsewhere, stale = await lend("elsewhere"), await lend("stale")
+    address = await prefill.ask("address", engine="short")
+    elsewhere["endpoints"] = [{**x, "address": address} for x in elsewhere["endpoints"]]
+    stale["endpoints"] = [{**x, "incarnation": x["incarnation"][::-1]} for x in stale["endpoints"]]
     foreign = await lend("keys", "guarded")
     retry = await prefill.ask("make", engine="prefill", request_id="retry")
     pulls = [
         alive.ask("pull", engine="alive", request_id="renamed", params=renamed),
         alive.ask("pull", engine="alive", request_id="unmet", params=unmet),
+        alive.ask("pull", engine="alive", request_id="elsewhere", params=elsewhere),
+        alive.ask("pull", engine="alive", request_id="stale", params=stale),
         alive.ask("pull", engine="stranger", request_id="keys", params=foreign),
         alive.ask("pull", engine="alive", request_id="retry", params=retry, timeout_s=0.1, is_last=False),
     ]
     assert "complete" not in await asyncio.gather(*pulls)
     await prefill.ask("lend", engine="prefill", request_id="retry", params=retry)
-    again = await start("b", "doomed")
-    await again.ask("idle", engine="doomed")  # it has started
+    await (await again).ask("idle", engine="doomed")  # it has started
     ended = [prefill.ask("ended", request_id=x) for x in ("before", "reading", "renamed", "unmet", "keys", "retry")]
     assert set(await asyncio.gather(*ended)) == {"expired"}
     await prefill.ask("ended", request_id="announced")  # expired or released: its promise and its time end at once
@@ -146,7 +178,25 @@ async def leak(fleet: Fleet, folder: Path, keys: dict[str, str]) -> None:
     assert await alive.ask("pull", engine="alive", request_id="well-patient", params=patient) == "complete"
     for process, engine in ((alive, "alive"), (alive, "stranger"), (away, "away")):
         await process.ask("idle", 60.0, engine=engine)
-    await asyncio.gather(*(x.end() for x in (prefill, alive, away, again)))  # what is killed loses its last lines
+    await asyncio.gather(*(x.end() for x in (prefill, alive, away, await again)))  # what is killed loses its last lines
+
+
+async def leak_one(fleet: Fleet, folder: Path) -> None:
+    """Kill the only reader that there is, before it knows of a request."""
+
+    async def start(name: str) -> Process:
+        return await fleet.start(name, "tests.leaky:Side", engines=[name], folder=str(folder), keys={})
+
+    prefill, doomed = await asyncio.gather(start("prefill"), start("doomed"))
+    well = await prefill.ask("lend", engine="prefill", request_id="well")
+    assert await doomed.ask("pull", engine="doomed", request_id="well", params=well) == "complete"
+    await doomed.ask("idle", engine="doomed")  # its release was heard
+    await prefill.ask("lend", engine="prefill", request_id="before")
+    await doomed.kill()
+    assert await prefill.ask("ended", request_id="before") == "expired"
+    again = await start("doomed")
+    await again.ask("idle", engine="doomed")  # it has started
+    await asyncio.gather(prefill.end(), again.end())
 
 
 @pytest.fixture
@@ -175,6 +225,18 @@ async def test_each_cause_is_named_and_nothing_else(folder: Path, keys: dict[str
     async with Fleet() as fleet:
         await leak(fleet, folder, keys)
     judge(folder)
+
+
+async def test_of_the_only_reader_it_is_known_that_it_died_before_its_claim(folder: Path) -> None:
+    async with Fleet() as fleet:
+        await leak_one(fleet, folder)
+    both, alone, theirs = (sorted(folder.glob(x)) for x in ("*.log", "prefill-*", "doomed-*"))  # noqa: ASYNC240
+    [leak] = find_leaks(join(read_logs(both)))
+    assert (leak.request_id, leak.cause) == ("before", C.DIED_BEFORE_CLAIM)
+    assert leak.reader.startswith("doomed/tp0@")
+    [leak] = find_leaks(join(read_logs(alone)))
+    assert (leak.request_id, leak.cause) == ("before", C.NEVER_CLAIMED)
+    assert not find_leaks(join(read_logs(theirs)))
 
 
 async def test_running_engines_say_what_they_hold_and_why(folder: Path) -> None:
@@ -223,7 +285,11 @@ def judge(folder: Path) -> None:
     mine = [x for x in logs if x.name.startswith(PREFILL)]
     theirs = [x for x in logs if x not in mine]
     assert named(find_leaks(join(read_logs(logs)))) == {k: v.value for k, v in EXPECTED.items()}
+    # A timeline marks those that were killed, and nobody else.
+    gone = [(x.process.engine_id, x.gone.is_death) for x in ground(make_axis(join(read_logs(logs)))) if x.gone]
+    assert sorted(gone) == [("doomed", True), ("other", True), ("reading", True)]
     alone = named(find_leaks(join(read_logs(mine))))
     assert alone.pop("announced", "reader_silent") == "reader_silent"
+    assert alone.pop("killed", "prefill_died") == "prefill_died"  # if others go on for long
     assert alone == {k: v.value for k, v in PREFILL_ONLY.items()}
     assert named(find_leaks(join(read_logs(theirs)))) == {k: v.value for k, v in DECODE_ONLY.items()}

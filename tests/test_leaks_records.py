@@ -78,6 +78,9 @@ def test_pieces_in_any_order_and_twice_are_one_log(tmp_path: Path) -> None:
         {**row(), "timestamp": None, "ts": 1795362402500},
         {**row(), "timestamp": None, "@timestamp": 1795362402500000},
         {**row(), "timestamp": 1795362402500000000},
+        {**row(), "timestamp": "1795362402.5"},
+        {**row(), "timestamp": "1795362402500"},
+        {**row(), "timestamp": "1795362402500.0"},
         {**row(), "timestamp": "2026-11-22T15:46:42.5"},
         {**row(), "timestamp": "2026-11-22T16:46:42.5+01:00"},
         {**row(), "timestamp": None, "asctime": "2026-11-22 15:46:42,500"},
@@ -89,6 +92,18 @@ def test_pieces_in_any_order_and_twice_are_one_log(tmp_path: Path) -> None:
         {"MESSAGE": json.dumps(row(at="2026-11-22T15:46:42.5Z")), "__REALTIME_TIMESTAMP": "1795362402500000"},
         {"MESSAGE": json.dumps({**row(), "timestamp": None}), "__REALTIME_TIMESTAMP": "1795362402500000"},
         "2026-11-22T15:46:43Z stderr F " + json.dumps(row(at="2026-11-22T15:46:42.5Z")),
+        {"log": row(at="2026-11-22T15:46:42.5Z"), "stream": "stderr", "time": "2026-11-22T15:46:50Z"},
+        {"log": {**row(), "timestamp": None}, "time": "2026-11-22T15:46:42.5Z"},
+        {"log": "as text, not decoded", "log_processed": row(at="2026-11-22T15:46:42.5Z")},
+        {"jsonPayload": {"message": {**row(), "timestamp": None}}, "timestamp": "2026-11-22T15:46:42.5Z", "labels": {}},
+        {"message": {"log": json.dumps(row(at="2026-11-22T15:46:42.5Z"))}, "resource": {"type": "k8s_container"}},
+        {
+            "body": "lease_ended",
+            "message": "lease_ended",
+            "severity": "INFO",
+            "timestamp": "2026-11-22T15:46:42.5Z",
+            "attributes": {k: v for k, v in row().items() if k not in ("event", "timestamp", "level")},
+        },
         {**row(at="2026-11-22T15:46:42.5Z"), "event": None, "message": "lease_ended engine_id=prefill cause=expired"},
     ],
 )
@@ -96,6 +111,30 @@ def test_other_configurations_say_the_same(tmp_path: Path, line: Any) -> None:
     logs = read_logs([write(tmp_path / "a.log", line)])
     [record] = logs.records
     assert (record.at, record.event, record.text("request_id")) == (1795362402.5, "lease_ended", "a")
+
+
+@pytest.mark.parametrize(
+    ("leap", "same"),
+    [
+        ("2016-12-31T23:59:60Z", "2017-01-01T00:00:00Z"),
+        ("2016-12-31 23:59:60,250", "2017-01-01T00:00:00.25"),
+        ("2017-01-01T00:59:60.5+01:00", "2017-01-01T00:00:00.5Z"),
+        ("20161231T235960Z", "2017-01-01T00:00:00Z"),
+    ],
+)
+def test_a_leap_second_is_the_one_that_follows(tmp_path: Path, leap: str, same: str) -> None:
+    logs = read_logs([write(tmp_path / "a.log", row(at=leap), row(at=same, request_id="b"))])
+    assert not logs.skipped
+    assert logs.records[0].at == logs.records[1].at
+
+
+@pytest.mark.parametrize(
+    "at", ["2016-12-31T23:60:00Z", "2016-12-31T23:59:61Z", "60", "1e9", "1.2.3", "", "-1.5", "٣.5"]
+)
+def test_a_time_that_is_none_is_told(tmp_path: Path, at: str) -> None:
+    logs = read_logs([write(tmp_path / "a.log", row(at=at))])
+    assert [x.at for x in logs.records] == ([60.0] if at == "60" else [])
+    assert len(logs.skipped) == (at != "60")
 
 
 def test_docker_cuts_long_lines(tmp_path: Path) -> None:

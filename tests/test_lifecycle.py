@@ -209,7 +209,8 @@ async def test_a_restarted_prefill_rank_is_read_again_with_new_params(bench: Ben
                 again.engine.lend(params)
                 return params
 
-            pull = decode.engine.pull("d", [(0, [6])], old, retries=1, renew_params=renew, timeout_s=3.0)
+            timeout_s = 2.0 if answer == "late" else 3.0
+            pull = decode.engine.pull("d", [(0, [6])], old, retries=1, renew_params=renew, timeout_s=timeout_s)
             task = asyncio.create_task(pull)
             if answer == "new":
                 result = await passing(bench, task)

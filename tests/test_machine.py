@@ -246,7 +246,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=100, stateful_step_count=60, suppress_health_check=list(HealthCheck))
+TestMachine.settings = settings(max_examples=60, stateful_step_count=60, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.slow
@@ -254,5 +254,5 @@ TestMachine.settings = settings(max_examples=100, stateful_step_count=60, suppre
 def test_the_invariants_hold_over_many_more_orders() -> None:
     run_state_machine_as_test(
         Machine,
-        settings=settings(max_examples=600, stateful_step_count=80, suppress_health_check=list(HealthCheck)),
+        settings=settings(max_examples=650, stateful_step_count=80, suppress_health_check=list(HealthCheck)),
     )

@@ -69,7 +69,7 @@ class Side:
     """A plane with two memories, polled whenever it asks to be."""
 
     def __init__(self, name: str, seed: int, config: NixlConfig | None = None, lent: Sequence[Bytes] = ()) -> None:
-        self.plane = NixlPlane(config or NixlConfig(), name)
+        self.plane = NixlPlane(config or NixlConfig(posting_threads=0), name)
         self.arrays: list[Bytes] = contents(seed)
         self.memories = [Memory(a.ctypes.data, a.nbytes) for a in (*self.arrays, *lent)]
         self.news: list[TransferEnded] = []

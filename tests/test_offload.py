@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 
 from asynckv import (
@@ -21,8 +23,14 @@ from asynckv import (
     PullError,
     ReadFailed,
 )
+from asynckv.core.account import decode_account
+from asynckv.core.wire import Status, StatusRequest
+from asynckv.edges.file_index import FileIndex
+from asynckv.edges.leftovers import left_in
+from asynckv.geometry.layout import Layout, fingerprint
+from asynckv.geometry.packed import record_form
 from asynckv.results import Loaded, Stored
-from asynckv.testing.tiers import SimDisk
+from asynckv.testing import SimCopies, SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, until
 
 pytestmark = pytest.mark.anyio
@@ -136,6 +144,27 @@ async def test_blocks_that_are_stored_are_lent_and_those_that_are_loaded_into_ar
         rank.copies.finish()
         await loading
         assert not rank.engine.holds()
+
+
+async def test_whoever_inspects_the_engine_hears_of_stores_and_loads() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        rank.copies.deferred = True
+        storing = asyncio.create_task(offload.store("a", [(0, [1, 2])], chain("p", 2)))
+        await until(lambda: rank.copies.moves)
+        answers: list[Status] = []
+        rank.engine._driver.on_question("me", StatusRequest(1, most=10), answers.append)
+        await until(lambda: answers)
+        account = decode_account(answers[0].account)
+        assert [(each.kind, each.phase, each.number) for each in account.counts] == [("store", "storing", 1)]
+        assert [(hold.request_id, hold.reason, hold.blocks) for hold in account.holds] == [
+            ("a", "storing", {0: (1, 2)})
+        ]
+        assert account.facts.counters["offload.store.done"] == 0
+        assert account.facts.planes["offload.copies"] == "simulated"
+        assert account.budgets["blocks_held"][0] == 2
+        rank.copies.finish()
+        await storing
 
 
 async def test_a_cancelled_load_keeps_its_blocks_until_nothing_writes_them() -> None:
@@ -283,10 +312,10 @@ async def test_a_load_that_takes_too_long_is_a_miss() -> None:
 async def store_in_files(rank: Rank, offload: Offload, name: str, blocks: list[int]) -> None:
     """Store blocks so that they are in files alone."""
     await offload.store(name, [(0, blocks)], chain(name, len(blocks)))
-    await until(lambda: offload.statistics().counters["write_back_blocks"] >= len(blocks))
+    await until(lambda: offload.statistics().counters["blocks.write_back"] >= len(blocks))
     for i in range(16):  # as much as the host tier holds
         await offload.store(f"{name}-other", [(0, [30])], [f"{name}-filler-{i}"])
-    await until(lambda: not offload.statistics().gauges["write_back_bytes_under_way"])
+    await until(lambda: not offload.statistics().gauges["bytes_under_way"])
 
 
 async def test_what_was_written_back_is_promoted_and_loaded() -> None:
@@ -355,7 +384,11 @@ async def test_windows_and_states_are_loaded_as_they_are_needed() -> None:
     rank = Rank(hybrid(), host_bytes=64 * 4096)
     pages = [array.reshape(BLOCKS, -1) for array in rank.arrays]
     async with rank.running() as offload:
-        ids = [list(range(1, 9)), list(range(11, 19)), [None, 22, None, 24]]  # states after 64 and 128 tokens
+        ids: list[list[int | None]] = [
+            [*range(1, 9)],
+            [*range(11, 19)],
+            [None, 22, None, 24],
+        ]  # after 64 and 128 tokens
         before = [page.copy() for page in pages]
         stored = await offload.store("a", [(0, ids[0]), (0, ids[1]), (0, ids[2])], chain("p", 8))
         assert (stored.num_blocks, stored.num_missed) == (18, 0)
@@ -363,8 +396,8 @@ async def test_windows_and_states_are_loaded_as_they_are_needed() -> None:
             page[:] = 0xAA
         assert [offload.lookup(chain("p", n)).tokens for n in (8, 7, 4, 3)] == [128, 64, 64, 0]
         assert offload.lookup(chain("p", 8), num_tokens=127).tokens == 64
-        groups = [(0, list(range(25, 29))), (0, [29, 30, 31, 20]), (0, [21, 23])]
-        loaded = await offload.load("b", groups, chain("p", 8), num_tokens=64)
+        others = [(0, [*range(25, 29)]), (0, [29, 30, 31, 20]), (0, [21, 23])]
+        loaded = await offload.load("b", others, chain("p", 8), num_tokens=64)
         assert loaded.num_tokens == 64
         assert (pages[0][25:29] == before[0][1:5]).all()
         assert (pages[1][[30, 31, 20]] == before[1][12:15]).all()  # the last 39 tokens
@@ -380,6 +413,37 @@ async def test_windows_and_states_are_loaded_as_they_are_needed() -> None:
         assert loaded.num_tokens == 128
 
 
+async def test_a_stage_without_layers_of_a_group_keeps_nothing_of_it() -> None:
+    whole = hybrid()
+    views = tuple(view for view in whole.views if view.group != 1)
+    rank = Rank(msgspec.structs.replace(whole, views=views, pp_size=2), host_bytes=64 * 4096, disk=SimDisk(64 * 4096))
+    pages = [array.reshape(BLOCKS, -1) for array in rank.arrays]
+    async with rank.running() as offload:
+        before = [page.copy() for page in pages]
+        groups = [(0, [1, 2, 3, 4]), (0, [5, 6, 7, 8]), (0, [9, 10])]
+        assert (await offload.store("a", groups, chain("p", 4))).num_blocks == 6
+        assert offload.lookup(chain("p", 4)).tokens == 64
+        others = [(0, [21, 22, 23, 24]), (0, [25, 26, 27, 28]), (0, [29, 30])]
+        assert (await offload.load("b", others, chain("p", 4), num_tokens=64)).num_tokens == 64
+        assert (pages[0][21:25] == before[0][1:5]).all()
+        assert (pages[2][30] == before[2][10]).all()
+        assert (pages[1] == before[1]).all()
+
+
+async def test_a_hybrid_models_blocks_are_lent_and_pulled() -> None:
+    rank = Rank(hybrid(), host_bytes=64 * 4096, network_=EngineConfig(engine_id="worker-host"))
+    decode = Rank(hybrid(), seed=50, network=rank.network, engine={"engine_id": "decode"})
+    pages, there = ([array.reshape(BLOCKS, -1) for array in each.arrays] for each in (rank, decode))
+    async with rank.running() as offload, decode.engine:
+        await offload.store("a", [(0, [1, 2, 3, 4]), (0, [5, 6, 7, 8]), (0, [None, 10])], chain("p", 4))
+        params = await offload.lend("a", chain("p", 4), num_tokens=64)
+        await decode.engine.pull("d", [(0, [21, 22, 23, 24]), (0, [None, 26, 27, 28]), (0, [None, 30])], params)
+        assert (there[0][21:25] == pages[0][1:5]).all()
+        assert (there[1][26:29] == pages[1][6:9]).all()
+        assert (there[2][30] == pages[2][10]).all()
+        await until(lambda: not offload.statistics().gauges["pins"])
+
+
 async def test_several_groups_share_a_disk_and_come_back() -> None:
     disk = SimDisk(64 * 4096)
     rank = Rank(hybrid(), host_bytes=64 * 4096, disk=disk)
@@ -388,7 +452,7 @@ async def test_several_groups_share_a_disk_and_come_back() -> None:
         before = [page.copy() for page in pages]
         groups = [(0, [1, 2, 3, 4]), (0, [5, 6, 7, 8]), (0, [9, 10])]
         await offload.store("a", groups, chain("p", 4))
-        await until(lambda: offload.statistics().counters["write_back_blocks"] == 10)
+        await until(lambda: offload.statistics().counters["blocks.write_back"] == 10)
     again = Rank(hybrid(), host_bytes=64 * 4096, disk=disk, seed=77)
     pages = [array.reshape(BLOCKS, -1) for array in again.arrays]
     async with again.running() as offload:
@@ -414,7 +478,7 @@ async def test_what_two_ranks_stored_is_loaded_by_one(size: int, order: tuple[st
             array.reshape(2, BLOCKS, SIZE, 2, 16)[:] = of[:, :, :, 2 * tp_rank : 2 * tp_rank + 2]
         async with rank.running() as offload:
             await offload.store("a", [(0, list(range(1, 9)))], chain("p", 8))
-            await until(lambda: offload.statistics().counters["write_back_blocks"] == 8)
+            await until(lambda: offload.statistics().counters["blocks.write_back"] == 8)
     one = Rank(layout_of(num_blocks=16, block_size=size, order=order), seed=4, left=disks, host_bytes=1 << 20)
     count = 128 // size
     async with one.running() as offload:
@@ -444,7 +508,7 @@ async def test_what_does_not_fit_is_left_alone() -> None:
     rank = Rank(layout_of(0, 2), disk=disk)
     async with rank.running() as offload:
         await offload.store("a", [(0, [1])], chain("p", 1))
-        await until(lambda: offload.statistics().counters["write_back_blocks"] == 1)
+        await until(lambda: offload.statistics().counters["blocks.write_back"] == 1)
     one = Rank(layout_of(), left=[disk])  # the other rank's heads are missing
     async with one.running() as offload:
         assert offload.lookup(chain("p", 1)).tokens == 0
@@ -569,6 +633,30 @@ async def test_closing_does_not_wait_for_ever() -> None:
         assert not rank.engine.holds()
 
 
+async def test_a_start_that_fails_leaves_nothing_behind() -> None:
+    rank = Rank(layout_of())
+    async with rank.engine:
+        rank.copies.start = None  # type: ignore[assignment, method-assign]
+        with pytest.raises(TypeError):
+            await rank.offload.start()
+        assert rank.engine.guests == ()
+        with pytest.raises(EngineClosed):
+            await rank.offload.store("a", [(0, [1])], chain("p", 1))
+        async with Offload(rank.offload.config, rank.engine, copies=SimCopies()) as offload:
+            assert (await offload.store("a", [(0, [1])], chain("p", 1))).num_new == 1
+
+
+async def test_an_offload_that_starts_while_its_engine_ends_does_not_start() -> None:
+    rank = Rank(layout_of())
+    await rank.engine.start()
+    starting = asyncio.create_task(rank.offload.start())
+    await asyncio.sleep(0)
+    await rank.engine.aclose()
+    with pytest.raises(EngineClosed, match="ended while its offload started"):
+        await starting
+    assert not rank.copies.is_open
+
+
 async def test_what_was_kept_survives_a_sleep_of_the_engine() -> None:
     rank = Rank(layout_of())
     async with rank.running() as offload:
@@ -617,3 +705,25 @@ def test_a_configuration_is_checked() -> None:
     with pytest.raises(ConfigError, match="policy"):
         OffloadConfig(model="m", hash_tokens=16, host_bytes=1 << 20, policy="mru")  # type: ignore[arg-type]
     assert (Stored("a", 1, 1, 0, 2, 0.1).num_new, Loaded("a", 1, 1, 2, 0, 0.1).num_tokens) == (1, 1)
+
+
+def test_a_rank_never_takes_what_its_siblings_are_to_open(tmp_path: Path) -> None:
+    def keep(form: Layout) -> None:
+        folder = tmp_path / f"{form.tp_rank}-{fingerprint(form)}"
+        folder.mkdir()
+        index = FileIndex(folder)
+        index.put_meta(num_bytes=1 << 20)
+        index.put_layout(fingerprint(form), msgspec.msgpack.encode(form))
+        index.close()
+
+    four, two = ([record_form(layout_of(rank, size)) for rank in range(size)] for size in (4, 2))
+    for form in (*four[:3], *two):
+        keep(form)
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "index.sqlite").write_bytes(b"no index")
+    assert [left.form.tp_rank for left in left_in(tmp_path, four[0])] == [0]  # of two, and not its siblings
+    assert [left.form.tp_rank for left in left_in(tmp_path, two[0])] == [0, 1]
+    assert left_in(tmp_path, two[1]) == ()  # one of four is missing
+    keep(four[3])
+    assert [left.form.tp_rank for left in left_in(tmp_path, two[1])] == [2, 3]
+    assert left_in(tmp_path / "nothing", two[0]) == ()

@@ -126,6 +126,7 @@ def test_bad_input_is_said_in_a_line(
     for words, says in (
         ("inspect /none", "is no directory"),
         ("verify /proc", "holds no stored blocks"),
+        ("inspect ABOVE", "name one of those in it: tier"),
         ("prune DIR", "give one of"),
         ("prune DIR --all --older-than 1d", "give one of"),
         ("prune DIR --older-than 7", "is no age"),
@@ -133,7 +134,7 @@ def test_bad_input_is_said_in_a_line(
         ("prune DIR --layout z", "there are layout"),
         ("inspect DIR --json /none/x", "cannot be written"),
     ):
-        argv = [str(folder) if word == "DIR" else word for word in words.split()]
+        argv = [{"DIR": str(folder), "ABOVE": str(folder.parent)}.get(word, word) for word in words.split()]
         assert says in complaint(["offload", *argv], monkeypatch, capsys)
 
 

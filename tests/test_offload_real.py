@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from pathlib import Path
@@ -26,15 +27,15 @@ MOST_S = 0.05
 async def written_back(offload: Offload, count: int) -> None:
     """Wait until so many blocks are in files."""
     with anyio.fail_after(GIVE_UP_S):
-        while offload.statistics().counters["write_back_blocks"] < count:  # noqa: ASYNC110 - it has no event
+        while offload.statistics().counters["blocks.write_back"] < count:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.001)
 
 
-def finished(thread: EngineThread, *kinds: str) -> Finished:
-    """Take what has ended until there is something of each kind."""
+def finished(thread: EngineThread, number: int) -> Finished:
+    """Take what has ended until that are so many things."""
     found, until = Finished(), time.monotonic() + GIVE_UP_S
-    while not all(getattr(found, kind) for kind in kinds):
-        assert thread.wait(max(until - time.monotonic(), 0.0)), f"no {kinds} within {GIVE_UP_S:g} s: {found}"
+    while sum(len(getattr(found, name)) for name in Finished.__slots__) < number:
+        assert thread.wait(max(until - time.monotonic(), 0.0)), f"not {number} within {GIVE_UP_S:g} s: {found}"
         news = thread.take_finished()
         for name in Finished.__slots__:
             getattr(found, name).extend(getattr(news, name))
@@ -47,14 +48,14 @@ def test_a_step_stores_and_loads_by_orders() -> None:
     registration = register_memory(rank.layout, tuple(rank.arrays))
     with EngineThread(EngineConfig(engine_id="worker"), registration) as thread:
         thread.submit([Store(request_id="x", groups=[(0, [1])], hashes=chain("p", 1))])
-        (refused,) = finished(thread, "refused").refused
+        (refused,) = finished(thread, 1).refused
         assert isinstance(refused.error, LocalProtocolError)
         assert "has no offload" in str(refused.error)
         offload = Offload(OffloadConfig(model="toy", hash_tokens=SIZE, host_bytes=64 * RECORD), thread.engine)
         thread.call(offload.start(), GIVE_UP_S)
         before = rank.block(3, 4, 9)
         thread.submit([Store(request_id="a", groups=[(0, [3, 4, 9])], hashes=chain("p", 3))])
-        (stored,) = finished(thread, "stored").stored
+        (stored,) = finished(thread, 1).stored
         assert (stored.request_id, stored.num_blocks) == ("a", 3)
         rank.scribble([3, 4, 9])
         thread.submit(
@@ -65,11 +66,7 @@ def test_a_step_stores_and_loads_by_orders() -> None:
                 Cancel("d"),
             ]
         )
-        told = finished(thread, "loaded", "failed")
-        while len(told.loaded) + len(told.failed) < 3:
-            more = finished(thread)
-            told.loaded += more.loaded
-            told.failed += more.failed
+        told = finished(thread, 3)
         assert [x.num_tokens for x in told.loaded if x.request_id == "b"] == [48]
         assert "block id 99" in str(next(x.error for x in told.failed if x.request_id == "c"))
         assert all(isinstance(x.error, PullCancelled) for x in told.failed if x.request_id == "d")
@@ -132,3 +129,81 @@ async def test_two_ranks_leave_files_that_one_rank_loads(tmp_path: Path, size: i
         assert offload._catalogue.lookup(chain("p", 8)).tokens == 128
         await offload.load("c", [(0, blocks)], chain("p", 8), num_tokens=128)
         assert again.block(*blocks) == one.block(*blocks)
+
+
+class Requests:
+    """Random requests on one process' tiers, and what every block of every prompt holds."""
+
+    def __init__(self, rng: random.Random, truth: dict[tuple[int, int], bytes], rank: Rank) -> None:
+        self.rng, self.truth, self.rank, self.free = rng, truth, rank, list(range(64))
+        self.loaded = self.from_files = 0
+
+    async def request(self, number: int) -> None:
+        """Load what is kept of a prompt, perhaps given up in the middle; then compute it, and store it."""
+        rng, rank, offload, prompt, count = self.rng, self.rank, self.rank.offload, self.rng.randrange(9), 8
+        blocks = [self.free.pop(rng.randrange(len(self.free))) for _ in range(count)]
+        hashes, groups = chain(f"p{prompt}", count), [(0, blocks)]
+        found = offload.lookup(hashes)
+        if found.tokens:
+            call = offload.load(f"l{number}", groups, hashes, num_tokens=found.tokens, timeout_s=GIVE_UP_S)
+            load = asyncio.create_task(call)
+            if rng.random() < 0.2:
+                await asyncio.sleep(rng.random() * 0.002)
+                load.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                result = await load
+                for i in range(result.num_tokens // SIZE):
+                    is_right = rank.block(blocks[i]) == self.truth[prompt, i]
+                    assert is_right, f"block {i} of prompt {prompt} is not what was stored"
+                self.loaded += result.num_blocks
+                self.from_files += result.file_bytes > 0
+            await offload.returned(f"l{number}")
+        rank.scribble(blocks, number)
+        for i, block in enumerate(blocks):
+            rank.fill(block, self.truth.setdefault((prompt, i), rank.block(block)))
+        await offload.store(f"s{number}", groups, hashes)
+        rank.scribble(blocks, number + 1)
+        if rng.random() < 0.05:
+            offload.evict(hashes)
+        self.free.extend(blocks)
+
+
+@pytest.mark.slow
+async def test_random_requests_on_real_tiers_are_right_to_the_byte(tmp_path: Path) -> None:
+    """Stores, loads, evictions and cancellations at once, over restarts; the host tier holds a third of it all."""
+    rng, truth = random.Random(11), dict[tuple[int, int], bytes]()
+    loaded = from_files = 0
+    for _ in range(3):
+        config: dict[str, Any] = {"directory": tmp_path, "file_bytes": 60 * RECORD, "max_post_bytes": 4096}
+        rank = Rank(layout_of(num_blocks=64), seed=rng.randrange(1 << 20), real=True, host_bytes=24 * RECORD, **config)
+        requests = Requests(rng, truth, rank)
+        async with rank.engine, rank.offload as offload:
+            with anyio.fail_after(2 * GIVE_UP_S):
+                for at in range(0, 120, 6):
+                    async with anyio.create_task_group() as tasks:
+                        for number in range(at, at + 6):
+                            tasks.start_soon(requests.request, number)
+                    offload.check_integrity()
+            assert not rank.engine.holds()
+            rank.engine.check_integrity()
+        loaded, from_files = loaded + requests.loaded, from_files + requests.from_files
+    assert loaded > 500
+    assert from_files > 0
+
+
+@pytest.mark.slow
+async def test_stored_blocks_are_pulled_over_the_network(tmp_path: Path) -> None:
+    files: dict[str, Any] = {"directory": tmp_path, "file_bytes": 64 * RECORD}
+    rank = Rank(layout_of(), real=True, network_=EngineConfig(engine_id="worker-host"), **files)
+    decode = Rank(layout_of(num_blocks=8, block_size=32), seed=50, real=True, engine={"engine_id": "decode"})
+    async with rank.engine, rank.offload as offload, decode.engine:
+        await offload.store("a", [(0, [3, 4, 9, 11])], chain("p", 4))
+        params = await offload.lend("a", chain("p", 4), num_tokens=64)
+        rank.scribble(range(32))
+        result = await decode.engine.pull("d", [(0, [5, 2])], params, hashes=chain("p", 4))
+        assert result.num_tokens == 64
+        await offload.load("b", [(0, [0, 1, 2, 3])], chain("p", 4), num_tokens=64)
+        assert sorted(decode.block(5, 2)) == sorted(rank.block(0, 1, 2, 3))
+        with anyio.fail_after(GIVE_UP_S):
+            while offload.statistics().gauges["pins"]:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.001)

@@ -11,7 +11,7 @@ import pytest
 
 from asynckv import EngineConfig, PullError
 from asynckv.errors import LocalProtocolError
-from asynckv.testing.tiers import SimDisk
+from asynckv.testing import SimDisk
 from tests.offloads import RECORD, SIZE, Rank, chain, layout_of
 
 pytestmark = pytest.mark.anyio
@@ -55,12 +55,7 @@ class Soak:
     async def store(self, prompt: int, count: int, blocks: list[int], is_cancelled: bool) -> None:
         """A request that has computed a prompt's blocks: its cache is the same whoever computes it."""
         for i, block in enumerate(blocks):
-            n = self.rank.layout.groups[0].num_blocks
-            known = self.truth.setdefault((prompt, i), self.rank.block(block))
-            per = len(known) // len(self.rank.arrays)
-            for at, array in enumerate(self.rank.arrays):
-                part = bytearray(known[at * per : (at + 1) * per])
-                array.reshape(2, n, -1)[:, block] = memoryview(part).cast("B", (2, len(part) // 2))
+            self.rank.fill(block, self.truth.setdefault((prompt, i), self.rank.block(block)))
         offload = self.rank.offload
         await self.waited(
             f"s{prompt}", offload.store(f"s{prompt}", [(0, blocks)], chain(f"p{prompt}", count)), is_cancelled
@@ -89,7 +84,7 @@ class Soak:
         """Wait for a call, which somebody may cancel in the middle."""
         task = asyncio.ensure_future(call)
         if is_cancelled:
-            for _ in range(self.rng.randrange(6)):
+            for _ in range(self.rng.randrange(4)):
                 await asyncio.sleep(0)
             if self.rng.random() < 0.5:
                 task.cancel()
@@ -209,7 +204,7 @@ async def soak(seed: int, processes: int, steps: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 async def test_every_byte_is_what_was_stored(seed: int) -> None:
     loaded, missed, failed = await soak(seed, 3, 400)
     assert loaded > 100, f"{loaded} blocks loaded, {missed} missed, {failed} given up"

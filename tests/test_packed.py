@@ -16,6 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import asynckv
+from asynckv import EngineConfig, PrefillGroup, register_memory
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.copies import NixlCopies
@@ -28,7 +30,11 @@ from asynckv.geometry.overlap import pools
 from asynckv.geometry.packed import packed, placed, record_form, record_sizes
 from asynckv.geometry.plan import PeerTables, Plan
 from asynckv.ports import CopyOp
+from asynckv.testing import SimControl, SimData
+from asynckv.tools.layouts import model_layout, with_addresses
+from asynckv.tools.models import PRESETS, preset
 from tests import oracle
+from tests.engines import Bench
 from tests.oracle import Cache, Engine, GroupSpec, Kept, LayerSpec, PartSpec, Rank
 from tests.test_geometry import allocate, attention, engine, engines, latent, mamba2, models
 
@@ -77,12 +83,25 @@ def test_a_form_does_not_say_where_nor_how_many() -> None:
     assert fingerprint(record_form(small)) != fingerprint(record_form(other))
 
 
+def test_where_memories_lie_and_how_they_are_counted_is_no_matter() -> None:
+    layout = Rank(engine((attention(4, "a"), attention(2, "b"), latent("c"))), 0).layout
+    counted = {0: 2, 1: 0, 2: 1}
+    other = msgspec.structs.replace(
+        layout,
+        memories=tuple(msgspec.structs.replace(layout.memories[i], base=(9 - i) << 41) for i in (1, 2, 0)),
+        views=tuple(msgspec.structs.replace(v, memory=counted[v.memory]) for v in layout.views),
+    )
+    check_layout(other)
+    assert record_form(other) == record_form(layout)
+
+
 def test_how_many_blocks_there_are_is_as_declared_and_no_matter_to_what_keeps_them() -> None:
     layout = Rank(HYBRID, 0).layout
     fewer = msgspec.structs.replace(
         layout, groups=tuple(msgspec.structs.replace(g, num_blocks=3, null_block=0) for g in layout.groups)
     )
     assert packed(fewer, 1 << 20) == packed(layout, 1 << 20)
+    assert packed(layout, 1 << 20).memories == (Memory(0, 1 << 20),)
 
 
 @pytest.mark.parametrize("style", ["layers", "split", "cross", "pages"])
@@ -141,8 +160,9 @@ def test_ranks_of_different_sizes_may_have_the_same_slots() -> None:
     assert [record_sizes(k)[0].num_slots for k in kept] == [85, 85]
     two = Rank(engine((latent(),), sizes=[(8, 2)]), 0).layout
     assert record_sizes(packed(two, 1 << 20, strides=[12288]))[0] == (80, 12288, 85)
-    with pytest.raises(LayoutError, match="takes 4096 bytes; give a multiple of 4096"):
-        packed(two, 1 << 20, strides=[2048])
+    for few in (2048, 9216):
+        with pytest.raises(LayoutError, match="takes 4096 bytes; give a multiple of 4096"):
+            packed(two, 1 << 20, strides=[few])
     for wrong, message in (
         ([4096], "strides.0. is 4096, but a record of group 'g0' takes 12288 bytes; give a multiple of 4096"),
         ([12289], "give a multiple of 4096"),
@@ -182,6 +202,17 @@ def test_a_form_that_was_tampered_with_is_refused() -> None:
     slower = msgspec.structs.replace(two.views[0], stride=8192)
     with pytest.raises(LayoutError, match=r"stride 8192 .* is no record of group 'g0'"):
         placed(msgspec.structs.replace(two, views=(slower, two.views[1])), 0, 1 << 20)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_blocks_of_every_known_model_are_kept_in_a_tebibyte_per_rank(name: str) -> None:
+    device = model_layout(preset(name), num_blocks=64, tp_size=8)
+    kept = packed(device, 1 << 40)
+    parts = [sum(len(view.parts) for view in device.views if view.group == g) for g in range(len(kept.groups))]
+    # A descriptor per part at most; those of a state follow each other.
+    assert all(mine <= most for mine, most in zip(rows(device, kept), parts, strict=True))
+    # At most one page in each record is padding.
+    assert all(r.stride - r.num_bytes < 4096 for r in record_sizes(kept))
 
 
 @given(data=st.data())
@@ -356,6 +387,7 @@ SCALED = (
 SIX = tuple(attention(4, f"l{i}") for i in range(6))
 
 
+OPAQUE = (LayerSpec("a", (PartSpec("bytes", (("rank", 2), ("byte", 37)), "rank", 1, 0),)), attention(4, "b"))
 PAGED = attention(4, "a"), attention(2, "b", dim=3), latent("c")
 STAGES = (GroupSpec((0, 1, 2, 3, 4, 5), 4, 1, 64),), (GroupSpec((0, 1, 2), 8, 1, 64), GroupSpec((3, 4, 5), 4, 1, 64))
 WAYS: dict[str, tuple[Engine, Engine]] = {
@@ -380,6 +412,7 @@ WAYS: dict[str, tuple[Engine, Engine]] = {
     ),
     "windows": (engine(WINDOWED, 2, sizes=16), engine(WINDOWED, 4, sizes=[16, 8])),
     "scales of kernel blocks": (engine(SCALED, 2, sizes=[(16, 2)]), engine(SCALED, 4, sizes=[8])),
+    "bytes that nobody described": (engine(OPAQUE, 2, sizes=8), engine(OPAQUE, 2, sizes=8, style="cross")),
     "stages": (Engine(SIX, STAGES[0], 2, 3), Engine(SIX, STAGES[1], 1, 2)),
 }
 
@@ -425,6 +458,12 @@ def test_copies_of_blocks_that_there_are_not_are_refused(blocks: Any, message: s
     both = engine((attention(2), latent()))
     with pytest.raises(PlanRefused, match=message):
         plan_copies(tables_of(both, both), blocks)
+
+
+def test_a_range_of_too_many_slots_is_refused_with_both_numbers() -> None:
+    device = Rank(engine((attention(12),), style="split"), 0).layout
+    with pytest.raises(LayoutError, match=r"2 pieces per kernel block x 1073741824 blocks .* or declare fewer blocks"):
+        kept_tables(device, [packed(device, 1 << 42)], itertools.count())
 
 
 def test_nothing_to_copy_is_an_empty_plan() -> None:
@@ -524,3 +563,42 @@ async def test_nixl_stores_and_loads_what_the_oracle_does(way: str) -> None:
         wanted,
     )
     await copy(local, ranges, CopyOp.READ, loads)
+
+
+# -- lent over the network -----------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+async def test_what_is_kept_is_lent_as_any_block_is(sim: Bench) -> None:
+    stored, loading = engine(WINDOWED, sizes=[16, 8]), engine(WINDOWED, sizes=[4, 16])
+    rng, cache, tokens = np.random.default_rng(3), Cache(WINDOWED, 7), 48
+    [rank], [local] = ranks_of(stored, 100), ranks_of(loading)
+    lists = allocate(stored, tokens, rng, [0, 0], lean=False)
+    oracle.fill(rank, lists, cache, tokens)
+    kept, pairs = store(rank, [[b for b in ids if b is not None] for _, ids in lists], rng, 1 << 50)
+    assert kept.layout.slotted is True
+
+    def made(name: str, side: Rank) -> asynckv.Engine:
+        layout = with_addresses(side.layout, [array.ctypes.data for array in side.arrays])
+        planes: dict[str, Any] = {"data": SimData(sim.network, name), "control": SimControl(sim.network)}
+        return asynckv.Engine(
+            EngineConfig(engine_id=name), register_memory(layout, tuple(side.arrays)), clock=sim.clock, **planes
+        )
+
+    async with made("prefill-host", kept) as host, made("decode", local) as decode:
+        group = PrefillGroup("prefill-host", [host.endpoint])
+        params = group.make_params("r", [(0, [slot for _, slot in each]) for each in pairs], tokens, written=True)
+        lent = host.lend(params)
+        mine = allocate(loading, tokens, rng, [0, 0], lean=True)
+        await decode.pull("d", mine, params)
+        with anyio.fail_after(10):
+            assert (await lent.wait_released()).cause == "released"
+        for memory, places, data, must in oracle.cells(local, mine, cache, tokens, tokens):
+            at = places[..., None] + np.arange(data.shape[-1])
+            assert not must or (local.arrays[memory][at] == data).all()
+        host.check_integrity()
+        decode.check_integrity()
+        closing = [asyncio.create_task(each.aclose()) for each in (decode, host)]
+        while not all(task.done() for task in closing):
+            await asyncio.sleep(0)
+            sim.clock.advance(0.01)

@@ -30,6 +30,7 @@ from asynckv.core.types import TransferId
 from asynckv.edges import nixl, posters
 from asynckv.edges.agent import Agent
 from asynckv.edges.posters import Poster
+from asynckv.engine import ending
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
@@ -572,6 +573,7 @@ async def stuck_pull(gate: Gate) -> AsyncIterator[tuple[Engine, Poster, asyncio.
 @pytest.mark.parametrize("how", ["aclose", "suspend"])
 async def test_the_loop_turns_while_an_engine_waits_for_its_threads(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     gate = Gate(monkeypatch)
+    monkeypatch.setattr(ending, "GRACE_S", 0.1)
     async with stuck_pull(gate) as (engine, poster, decode):
         closing = asyncio.create_task(getattr(engine, how)())
         with pytest.raises(PullError):
@@ -590,6 +592,7 @@ async def test_an_engine_whose_thread_is_inside_nixl_returns_nothing_until_it_is
     monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     gate = Gate(monkeypatch)
+    monkeypatch.setattr(ending, "GRACE_S", 0.1)
     async with stuck_pull(gate) as (engine, _, decode):
         monkeypatch.setattr(nixl, "CLOSE_S", 0.05)
         with pytest.raises(BackendError, match="may still be written"):

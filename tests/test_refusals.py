@@ -14,10 +14,17 @@ import pytest
 
 from asynckv import KeysConfig, PeerUnreachable, PrefillGroup, PullConfig
 from asynckv.edges.zmq import make_pair
+from asynckv.engine import ending
 from asynckv.keys import write_pair
 from tests.engines import Bench, Side
 
 pytestmark = [pytest.mark.anyio, pytest.mark.nixl]
+
+
+@pytest.fixture(autouse=True)
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is refused is not answered: a closing engine need not wait for it."""
+    monkeypatch.setattr(ending, "GRACE_S", 0.1)
 
 
 @contextlib.asynccontextmanager
@@ -33,7 +40,8 @@ async def pair(tmp_path: Path, *, there: bool = True, here: bool = True) -> Asyn
         (tmp_path / name).mkdir()
         for each in listed:
             (tmp_path / name / f"{each}.key").write_bytes((tmp_path / "secret" / f"{each}.key").read_bytes())
-    quick = PullConfig(handshake_s=3.0)
+    # Who is turned away has so long for it; who is not is answered within milliseconds.
+    quick = PullConfig(handshake_s=3.0 if there else 1.5)
     sides = [
         Bench(True).side(
             name,
@@ -84,7 +92,9 @@ async def test_a_reader_that_is_not_listed_there_is_named_by_both(
 ) -> None:
     caplog.set_level(logging.WARNING, "asynckv")
     async with pair(tmp_path, there=False) as (prefill, decode):
-        with pytest.raises(PeerUnreachable, match="did not answer within 3 s; it seems to turn our connection away"):
+        with pytest.raises(
+            PeerUnreachable, match=r"did not answer within 1\.5 s; it seems to turn our connection away"
+        ):
             await decode.engine.pull("d", [(0, [6])], params(prefill), timeout_s=12.0)
         key = decode.engine.endpoint.address.partition("#")[2]
     said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("refused")]

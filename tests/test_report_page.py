@@ -128,6 +128,17 @@ def test_nothing_is_shown_where_nothing_is_known_and_the_page_says_why() -> None
     assert "There is no event of asynckv's" in text_of(report_page.make(summarise(Logs()), "nothing"))
 
 
+def test_a_page_with_late_blocks_and_no_failure_says_that_these_are_two_things() -> None:
+    said = "Failed is a pull, for its reader; late are blocks, for their owner."
+    records = [say(0.0, "engine_started", PREFILL), lent(1.0, 1, 10), *(ended(1.0 + i) for i in range(3))]
+    assert said not in text_of(report_page.make(summarise(Logs(records)), "well"))
+    records.append(lease_ended(31.0, 1, 10, 30.0, "expired", owed=["*"]))
+    text = text_of(report_page.make(summarise(Logs(records)), "late"))
+    assert "none failed" in text
+    assert "came back late:" in text
+    assert said in text
+
+
 def test_logs_of_warnings_alone_are_said_to_know_nothing_of_what_went_well() -> None:
     text = text_of(report_page.make(summed(ended(0.0, "timeout"), ended(1.0, "peer_lost")), "bad"))
     assert "These logs hold warnings and errors only" in text

@@ -17,7 +17,7 @@ from tests.rigged import Rank, Rigged
 
 
 def test_hundreds_of_services_keep_every_promise() -> None:
-    found = simulate_many(range(140))
+    found = simulate_many(range(100))
     assert found.violations == {}
     # It was no walk in the park.
     for what in (
@@ -116,7 +116,7 @@ SEEN = {
     "old_references_are_served_after_sleep": 9,
     "one_handshake_at_a_time": 287,
     "peers_outlive_the_agent_that_loaded_them": 14,
-    "rates_are_equal": 17,
+    "rates_are_equal": 22,
     "release_by_count": 5,
     "request_ids_are_not_compared": 4,
     "retries_do_not_wait_for_their_blocks": 11,
@@ -189,8 +189,8 @@ def test_a_planted_bug_is_caught_sooner_or_later(name: str, monkeypatch: pytest.
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_thousands_of_services_keep_every_promise() -> None:
-    found = simulate_many(range(100_000, 102_000), jobs=os.cpu_count() or 1)
-    assert found.seeds == 2_000
+    found = simulate_many([*range(100, 140), *range(100_000, 102_000)], jobs=os.cpu_count() or 1)
+    assert found.seeds == 2_040
     assert found.violations == {}
 
 

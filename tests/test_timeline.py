@@ -19,6 +19,7 @@ from asynckv.diagnose import timeline_cli, timeline_text
 from asynckv.diagnose.axis import Axis, make_axis, shown_offset, shown_seconds
 from asynckv.diagnose.clocks import Offset
 from asynckv.diagnose.join import join
+from asynckv.diagnose.leaks_values import moment
 from asynckv.diagnose.perfetto import trace
 from asynckv.diagnose.records import read_logs
 from asynckv.diagnose.timeline_json import report
@@ -185,6 +186,60 @@ def test_a_reader_whose_log_ends_has_a_lane_of_what_the_prefill_side_knows(tmp_p
     written.lines = [(at, text) for at, text in written.lines if f'"rank": "{D[1]}' not in text]
     (story,) = stories(axis_of(written, tmp_path))
     assert f"no log of {D[1]} is given" in [x.text for x in story.marks]
+
+
+def test_a_process_that_died_is_marked_where_its_log_ends_with_who_noticed_when(tmp_path: Path) -> None:
+    written = Written()
+    written.begin()
+    written.complete(1, 2.0)
+    lost: dict[str, Any] = {"peer": P, "peer_incarnation": PREFILL, "before": "ready", "state": "gone"}
+    lost |= {"cause": "peer_lost", "detail": "\x1b[31mthe remote process is gone"}
+    for at, rank in ((3.0, D[0]), (17.0, D[1])):
+        written.line("peer_changed", at, rank, "warning", **lost)
+    written.line("engine_stopped", 34.0, D[0])
+    written.line("engine_stopped", 34.0, D[1])
+    axis = axis_of(written, tmp_path)
+    prefill, *readers = grounds = ground(axis)
+    assert [x.gone for x in readers] == [None, None], "an end in order is no death"
+    gone = prefill.gone
+    assert gone is not None
+    assert (gone.how, gone.is_death, gone.at) == ("died", True, prefill.end)
+    # Its last line was written at 2.012, and who lost it first did at 3.0, by a clock that is as sure as this.
+    assert gone.by - gone.at == pytest.approx(0.988, abs=2 * readers[0].within_s)
+    assert gone.by >= BEGIN + 3.0
+    assert [(x.process.rank, round(x.at - BEGIN)) for x in gone.noticed] == [(D[0], 3), (D[1], 17)]
+    check_outputs(axis, stories(axis))
+    narrow = Console(file=io.StringIO(), width=80)
+    timeline_text.show_ends(grounds, narrow)
+    said = narrow.file.getvalue()  # type: ignore[attr-defined]
+    assert said.startswith(f"{P} died: its log ends at ")
+    assert "after its last line " + D[0] + " lost it: \\x1b[31mthe remote process is gone\n" in said
+    assert "\x1b" not in said
+    (found,) = [x["gone"] for x in report(axis, [], grounds)["processes"] if x["rank"] == P]
+    assert (found["how"], len(found["noticed"])) == ("died", 2)
+    page = make(axis, stories(axis), grounds, ["x.log"])
+    assert f'role="note">{P} died: ' in page
+    assert [x[8] and (x[8][2], len(x[8][4])) for x in page_data(page)["processes"]] == [(1, 2), None, None]
+    (slice_,) = [x for x in json.loads(trace(axis, [], grounds))["traceEvents"] if x["name"].startswith("died, at")]
+    assert slice_["dur"] == round((gone.by - gone.at) * 1e6)
+
+
+def test_a_log_that_only_ends_early_is_no_death(tmp_path: Path) -> None:
+    written = Written()
+    written.begin()
+    written.complete(1, 2.0, D[1])
+    written.complete(2, 60.0)
+    axis = axis_of(written, tmp_path)
+    gone = {x.process.rank: x.gone for x in ground(axis)}
+    assert gone[P] is gone[D[0]] is None, "all logs end at some time"
+    early = gone[D[1]]
+    assert early is not None
+    assert (early.how, early.is_death) == ("silent", False)
+    # By the axis's clock: its own is five seconds ahead.
+    assert early.text.startswith(f"its log ends at {moment(BEGIN + 2.011)[:-1]}"), early.text
+    assert "it may live and have nothing to say" in early.text
+    check_outputs(axis, stories(axis))
+    assert 'role="note"' not in make(axis, stories(axis), ground(axis), ["x.log"])
 
 
 def test_the_slowest_are_slow_on_either_side(axis: Axis) -> None:

@@ -98,6 +98,7 @@ async def test_one_trace_over_both_sides_with_right_parents_and_times(bench: Ben
         assert attributes(pull)["asynckv.bytes"] == len(decode.blocks([1]))
         assert attributes(pull)["asynckv.prefill_request_id"] == "r"
         assert attributes(lease)["asynckv.sequence"] == attributes(pull)["asynckv.sequence"]
+        assert attributes(lease)["asynckv.engine_id"] == "prefill"
 
 
 async def test_a_lease_that_is_cut_short_has_its_span_and_is_counted(sim: Bench, spans: Spans) -> None:

@@ -8,6 +8,8 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
+from asynckv.observe.release import release
+
 __all__ = ["environment"]
 
 
@@ -20,7 +22,8 @@ def environment() -> dict[str, str]:
         "memory": _field("/proc/meminfo", "MemTotal"),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("asynckv", "nixl", "numpy", "pyzmq")},
+        "asynckv": release(),
+        **{name: version(name) for name in ("nixl", "numpy", "pyzmq")},
         "asynckv_source": _source(),
     }
 

@@ -21,7 +21,6 @@ import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -35,6 +34,7 @@ from asynckv.bench.schedule import Place
 from asynckv.bench.workers import Host, Worker, Workers, setups
 from asynckv.core.types import Address, ReplyTo
 from asynckv.errors import AsyncKVError, ConfigError
+from asynckv.observe.release import release
 from asynckv.testing.fleet import LIMIT
 
 __all__ = ["Half", "Leader", "Link", "facts", "lead", "serve"]
@@ -203,7 +203,7 @@ def facts(experiment: Experiment) -> dict[str, str]:
     digest = hashlib.sha256(repr((work.prompt_tokens, work.chunks, work.arrivals_s)).encode()).hexdigest()[:12]
     layers = hashlib.sha256(msgspec.json.encode(model)).hexdigest()[:12]
     found = {
-        "version": version("asynckv"),
+        "version": release(),
         # First of all, because it makes other workloads of the same options.
         "--seed": str(options.seed),
         "model": f"{model.name}, {len(model.layers)} layers, {model.dtype} ({layers})",

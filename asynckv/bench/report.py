@@ -19,6 +19,7 @@ from asynckv.bench.experiment import Experiment
 from asynckv.bench.schedule import Engines, Request
 from asynckv.bench.workload import Workload
 from asynckv.observe.console import printable
+from asynckv.observe.release import release
 from asynckv.tools.layouts import model_groups
 
 __all__ = ["SCHEMA", "is_good", "make", "rows", "show", "status"]
@@ -61,7 +62,7 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
         "interrupted": found.interrupted,
         "config": _config(experiment, schedule),
         "environment": {
-            "asynckv": version("asynckv"),
+            "asynckv": release(),
             "python": platform.python_version(),
             "pyzmq": version("pyzmq"),
             "numpy": version("numpy"),

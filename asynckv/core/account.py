@@ -8,6 +8,7 @@ believes nothing of it but its types: `decode_account` looks at the length first
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from msgspec import Meta, Struct
 from asynckv.core.inspect import HeldBlocks, RequestStatus
 from asynckv.errors import RemoteProtocolError
 
-__all__ = ["Account", "Facts", "Lag", "PeerStatus", "PhaseCount", "decode_account", "encode_account"]
+__all__ = ["Account", "Facts", "Lag", "PeerStatus", "PhaseCount", "decode_account", "encode_account", "receipt"]
 
 MAX_ACCOUNT = 4 * 1024 * 1024
 """Bytes; whoever asks takes no more of an answer."""
@@ -29,10 +30,11 @@ class PhaseCount(Struct, frozen=True, kw_only=True):
     """How many requests are at the same.
 
     Attributes:
-        kind: `lease`, `announced`, `pull` or `retrying`.
+        kind: `lease`, `announced`, `pull` or `retrying`; of an offload `store` or `load`.
         phase: Of a lease `unclaimed` (no reader has spoken up), `granted` (a promise runs), `lapsed` (a reader has
             spoken up, no promise runs) or `ending`; of others the state, see `docs/states.md`. A pull that has failed
-            and whose blocks something may still write is `quarantined`, and `retired` if they were given up.
+            and whose blocks something may still write is `quarantined`, and `retired` if they were given up. Of a
+            store or load the same, and before that `storing` or `loading`.
         number: Of them all, not only of those that are told.
         oldest_s: For how long the oldest is there.
     """
@@ -159,6 +161,11 @@ class Account(Struct, frozen=True, kw_only=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Account] = msgspec.msgpack.Decoder(Account)
+
+
+def receipt(account: bytes) -> bytes:
+    """Return what only somebody knows who has read an encoded account."""
+    return hashlib.blake2b(account, digest_size=8).digest()
 
 
 def encode_account(account: Account) -> bytes:

@@ -145,6 +145,14 @@ class Guest(Protocol):
     """Somebody beside leases and pulls who holds blocks: an offload's store or load."""
 
     @property
+    def what(self) -> str:
+        """What it is: `store` or `load`."""
+
+    @property
+    def begun_at(self) -> float:
+        """Since when it is there."""
+
+    @property
     def held_as(self) -> tuple[str, float]:
         """Why it holds them, and until when at most."""
 
@@ -194,6 +202,11 @@ class Inspector:
             )
             for hold in sorted(self._ledger, key=lambda h: h.since)
         )
+
+    def guest_holds(self, most: int, num_ids: int, now: float) -> tuple[HeldBlocks, ...]:
+        """Say which blocks the first guests hold, with so many ids of each group."""
+        some = [(self._ledger.get(holder), guest) for holder, guest in list(self.guests.items())[:most]]
+        return tuple(self._hold(hold, guest, now, num_ids) for hold, guest in some if hold is not None)
 
     def hold(self, request: Lease | Pull, most: int, now: float) -> HeldBlocks | None:
         """Say which blocks one of them holds, with so many ids of each group; None if none."""

@@ -30,7 +30,7 @@ import msgspec
 
 from asynckv.arguments import number
 from asynckv.config import KeysConfig
-from asynckv.core.account import MAX_ACCOUNT, Account, decode_account
+from asynckv.core.account import MAX_ACCOUNT, Account, decode_account, receipt
 from asynckv.core.inspect import HeldBlocks, RequestStatus
 from asynckv.core.types import MAX_ID, Address, ReplyTo
 from asynckv.core.wire import MAX_TOLD, Status, StatusRequest, decode_packet, encode_packet
@@ -185,6 +185,8 @@ class Asker:
         self._plane = ZmqPlane(None, keys=keys)
         self._name = secrets.token_hex(16)
         self._asked: dict[int, tuple[str, asyncio.Future[Status]]] = {}
+        self._read: dict[str, bytes] = {}
+        """What was read last of each address: engines do not pile up answers for who does not say so."""
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def __aenter__(self) -> Self:
@@ -239,9 +241,10 @@ class Asker:
         patience = loop.time() + self._timeout_s
         while True:
             async with asyncio.timeout(self._timeout_s):
-                status = await line.ask(min(most - told, MAX_TOLD), after, request_id)
+                status = await line.ask(min(most - told, MAX_TOLD), after, request_id, self._read.get(address, b""))
             if not status.account:
                 return _of(status, address, is_older=True)
+            self._read[address] = receipt(status.account)
             try:
                 account = decode_account(status.account)
             except RemoteProtocolError as exc:
@@ -381,10 +384,10 @@ class _NetworkLine:
     ) -> None:
         self._plane, self._address, self._name, self._asked = plane, Address(address), name, asked
 
-    async def ask(self, most: int, after: str, request_id: str) -> Status:
+    async def ask(self, most: int, after: str, request_id: str, read: bytes) -> Status:
         """Ask until there is an answer."""
         nonce = secrets.randbits(62)
-        packet = encode_packet(self._name, "", [StatusRequest(nonce, most, after, request_id)])
+        packet = encode_packet(self._name, "", [StatusRequest(nonce, most, after, request_id, read)])
         answered: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
         self._asked[nonce] = self._address, answered
         try:
@@ -404,10 +407,10 @@ class _SocketLine:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str) -> None:
         self._reader, self._writer, self._name = reader, writer, name
 
-    async def ask(self, most: int, after: str, request_id: str) -> Status:
+    async def ask(self, most: int, after: str, request_id: str, read: bytes) -> Status:
         """Ask once; what is asked over a socket is not lost."""
         nonce = secrets.randbits(62)
-        write_packet(self._writer, encode_packet(self._name, "", [StatusRequest(nonce, most, after, request_id)]))
+        write_packet(self._writer, encode_packet(self._name, "", [StatusRequest(nonce, most, after, request_id, read)]))
         try:
             await self._writer.drain()
             for message in decode_packet(await read_packet(self._reader, 2 * MAX_ACCOUNT)).messages:

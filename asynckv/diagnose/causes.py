@@ -120,7 +120,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
         "{reader} asked at an address where somebody else answers: {why}",
         "expired, and this reader is owed without a claim",
         "its pull failed with `wrong_target`",
-        _SAID_BY_PREFILL,
+        f"{_SAID_BY_PREFILL}; the same without the prefill side's",
         "The endpoints in the params are another engine's or rank's: mend the PrefillGroup, or the advertised address.",
     ),
     C.STALE_PARAMS: Entry(
@@ -137,7 +137,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
         "expired, and this reader is owed without a claim",
         "its process ended without a goodbye while the request was lent (by aligned clocks it may have lived then; one "
         "that only fell silent wrote a line not long before), no other speaks of it, and it can have been for no "
-        "other decode engine (else it is `never_claimed`)",
+        "other decode engine, nor did it live on for longer than claims take (else it is `never_claimed`)",
         _SAID_BY_PREFILL,
         "Find out why the process died. Its blocks came back as the lease ran out: lease_s is what a death costs.",
     ),
@@ -224,7 +224,8 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     C.MAX_LEASE: Entry(
         "max_lease_s was reached",
         "{reader} renewed it until max_lease_s was reached: {why}",
-        "expired; a renewal was refused because of `max_lease_s`",
+        "expired at `max_lease_s` (`engine_started` names it), and this reader had renewed it until then; or a renewal "
+        "was refused because of it",
         "",
         "the same",
         "Find out why the reader needs so long (announced and never pulled?), or raise `lease.max_lease_s`.",

@@ -45,7 +45,16 @@ __all__ = [
 PULL_PREFIX = 16
 """Letters of the reader's incarnation in a pull id."""
 
-DURATIONS = ("lease_s", "grant_s", "max_lease_s", "timeout_s", "announce_s", "held_s", "release_timeout_s")
+DURATIONS = (
+    "lease_s",
+    "grant_s",
+    "max_lease_s",
+    "parked_s",
+    "timeout_s",
+    "announce_s",
+    "held_s",
+    "release_timeout_s",
+)
 _RANK = re.compile(r"(?P<base>.+?/tp\d+)(?:@(?P<start>[0-9a-f]{1,64}))?(?: \(.*\))?\Z", re.DOTALL)
 
 
@@ -173,10 +182,11 @@ class Lease:
     @property
     def lent_at(self) -> float:
         """When it was lent, by its process's clock."""
+        said = self.lent.at if self.lent is not None else math.inf
         if self.ended is not None and not math.isnan(seconds := self.ended.number("seconds")):
-            return self.ended.at - seconds
+            return min(self.ended.at - seconds, said)  # a line may be late
         if self.lent is not None:
-            return self.lent.at
+            return said
         for record, entry in self.held:
             if not math.isnan(seconds := number(entry.get("lent_s"))):
                 return record.at - seconds

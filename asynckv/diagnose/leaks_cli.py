@@ -86,7 +86,9 @@ def leaks(
 
     from asynckv.diagnose import leaks_live, leaks_page, leaks_request
     from asynckv.diagnose.join import join
-    from asynckv.diagnose.leaks import aligned, early_ends, find_leaks
+    from asynckv.diagnose.leaks import find_leaks
+    from asynckv.diagnose.leaks_clocks import aligned
+    from asynckv.diagnose.leaks_processes import early_ends
     from asynckv.diagnose.reading import read_with_progress
     from asynckv.diagnose.records import Logs
     from asynckv.observe.output import check_writable, write_json

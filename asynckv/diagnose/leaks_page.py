@@ -19,7 +19,7 @@ from rich.text import Text
 
 from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import Service
-from asynckv.diagnose.leaks import Early, Leak, moment
+from asynckv.diagnose.leaks_values import Early, Leak, moment
 from asynckv.diagnose.records import Logs
 from asynckv.observe.console import printable, without_control
 

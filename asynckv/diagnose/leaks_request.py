@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from asynckv.diagnose.join import Lease, Pull, Request, Service
-from asynckv.diagnose.leaks import moment
+from asynckv.diagnose.leaks_values import moment
 from asynckv.diagnose.timeline_model import handles, names
 from asynckv.errors import ConfigError
 from asynckv.observe.console import without_control

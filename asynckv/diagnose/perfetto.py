@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -148,10 +149,10 @@ class _Writer:
             came = max(arrow.came - 1e-6 * (arrow.name == "release"), arrow.left)
             yield from self._arrow(arrow.name, sender, arrow.left, receiver, came)
 
-    def _instant(self, mark: Mark, tid: int) -> dict[str, Any]:
+    def _instant(self, mark: Mark, tid: int, **args: Any) -> dict[str, Any]:
         pid = self._pids[mark.process.incarnation]
         where = {"ph": "i", "name": mark.text[:200], "cat": "asynckv", "pid": pid, "tid": tid}
-        return {**where, "ts": self._us(mark.at), "s": "t"}
+        return {**where, "ts": self._us(mark.at), "s": "t"} | ({"args": args} if args else {})
 
     def _arrow(self, name: str, one: Lane, left: float, other: Lane, came: float) -> Iterator[dict[str, Any]]:
         number = next(self._arrows)
@@ -166,6 +167,12 @@ class _Writer:
             yield self._slice("loop was away", pid, GROUND, max(bar.start, each.start), bar.end)
         for mark in each.marks:
             yield self._instant(mark, GROUND)
+        if (gone := each.gone) is not None:
+            noticed = {f"noticed {i + 1}": f"{x.process.rank} {x.text}" for i, x in enumerate(gone.noticed)}
+            if math.isfinite(gone.by):
+                said = f"{gone.how}, at some time in here"
+                yield self._slice(said, pid, GROUND, gone.at, gone.by, how=gone.text, **noticed)
+            yield self._instant(Mark(gone.at, each.process, gone.text, "warning"), GROUND, **noticed)
 
     def _counters(self, lanes: Sequence[Lane]) -> Iterator[dict[str, Any]]:
         """Count, for every process, what is under way."""

@@ -57,12 +57,14 @@ SHOWN = 160
 TIMES = ("timestamp", "time", "ts", "@timestamp", "asctime", "__REALTIME_TIMESTAMP")
 EVENTS = ("event", "message", "msg")
 LEVELS = ("level", "levelname", "severity", "log_level")
-WRAPS = ("log", "MESSAGE", "message", "msg")
+WRAPS = ("log", "MESSAGE", "message", "msg", "jsonPayload")
 BOUND = ("engine_id", "rank", "incarnation", "timestamp", "level", "event")
 MOST = 1e24
 """What no number of a log exceeds, so that sums of millions are finite: of nanoseconds since 1970, 1e18 are enough."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{2,63}\Z")
+_EPOCH = re.compile(r"([0-9]{1,20})(?:[.,]([0-9]{1,20}))?\Z")
+_LEAP = re.compile(r"([T ][0-9]{2}(:?)[0-9]{2}\2)60(?![0-9])")
 _LEVEL = {"warn": "warning", "critical": "error", "fatal": "error", "err": "error"}
 
 _decode = msgspec.json.Decoder().decode
@@ -377,11 +379,14 @@ class _Reader:
         for _ in range(MAX_WRAPPED):
             if "incarnation" in fields:
                 break
+            if (within := _within(fields)) is not None:
+                outer, fields = {**outer, **fields}, within
+                continue
             inner = next((x for key in WRAPS if isinstance(x := fields.get(key), str) and ("{" in x or pending)), None)
             if inner is None:
                 self._other(line)
                 return ""
-            outer, inner, pending = fields, pending + inner, ""
+            outer, inner, pending = {**outer, **fields}, pending + inner, ""
             # Docker's runtime cuts lines at 16 KB, and only the last piece ends with a newline.
             if "log" in fields and not inner.endswith("\n") and len(inner) < MAX_LINE and not _is_whole(inner):
                 return inner
@@ -398,7 +403,7 @@ class _Reader:
     def _take(self, fields: dict[str, Any], outer: Mapping[str, Any], line: bytes, where: str) -> None:
         """Make a record of what a line says."""
         incarnation, engine_id = fields.get("incarnation"), fields.get("engine_id")
-        event = _first_text(fields, EVENTS)
+        event = _first_text(fields, EVENTS) or _first_text(outer, EVENTS)
         # In the standard logger's message the fields follow the name.
         event = event.split(" ", 1)[0]
         if not (isinstance(incarnation, str) and incarnation and isinstance(engine_id, str) and _NAME.match(event)):
@@ -418,7 +423,7 @@ class _Reader:
             self._skip(f"beyond the first {MAX_RECORDS:,} events; give fewer logs at once", where, line)
             return
         self._seen.add(identity)
-        level = _first_text(fields, LEVELS).lower()
+        level = (_first_text(fields, LEVELS) or _first_text(outer, LEVELS)).lower()
         rank = fields.get("rank")
         for key in BOUND:
             fields.pop(key, None)
@@ -547,6 +552,13 @@ def _is_whole(text: str) -> bool:
     return text.rstrip().endswith("}") and "{" in text
 
 
+def _within(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the object in which an event lies, where a collector has decoded lines: under any name, or deeper."""
+    found = [x for x in fields.values() if isinstance(x, dict)]
+    named = (x for key in WRAPS if isinstance(x := fields.get(key), dict))
+    return next((x for x in found if "incarnation" in x), None) or next(named, None)
+
+
 def _first_text(fields: Mapping[str, Any], names: Sequence[str]) -> str:
     for name in names:
         if isinstance(value := fields.get(name), str):
@@ -562,14 +574,20 @@ def _time_of(fields: Mapping[str, Any]) -> float | None:
 
 
 def _time(value: object) -> float | None:
-    """Read a time: ISO, taken for UTC where it names no zone, or a number of s, ms, us or ns since 1970."""
+    """Read a time: ISO, taken for UTC where it names no zone, or a number of s, ms, us or ns since 1970.
+
+    A leap second is the one that follows, as clocks count that know none.
+    """
     if isinstance(value, str):
         try:
             when = datetime.fromisoformat(value)
         except ValueError:
-            if not value.isdecimal() or len(value) > 20:  # journald's numbers are text
+            if (epoch := _EPOCH.match(value)) is not None:  # journald's numbers are text
+                value = float(f"{epoch[1]}.{epoch[2]}") if epoch[2] else int(epoch[1])
+            elif (text := _LEAP.sub(r"\g<1>59", value, count=1)) != value and (before := _time(text)) is not None:
+                return before + 1.0
+            else:
                 return None
-            value = int(value)
         else:
             try:
                 return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()

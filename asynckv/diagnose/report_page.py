@@ -109,6 +109,8 @@ def _cards(summary: Summary) -> list[Card]:
 def _notes(summary: Summary) -> Iterable[str]:
     """What limits the report."""
     read = summary.read
+    if summary.late.requests:
+        yield "Failed is a pull, for its reader; late are blocks, for their owner. Either can be without the other."
     if summary.engines and not any(x.events > x.warnings + x.errors for x in summary.engines):
         yield (
             "These logs hold warnings and errors only: of what went well nothing is known, so throughput, latency and "

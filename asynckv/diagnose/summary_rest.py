@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from asynckv.diagnose import leaks_page
 from asynckv.diagnose.join import Lease, Request, Service, start_of
-from asynckv.diagnose.leaks import Leak, find_leaks
+from asynckv.diagnose.leaks import find_leaks
+from asynckv.diagnose.leaks_values import Leak
 from asynckv.diagnose.records import Logs, Record, number
 from asynckv.diagnose.summary_model import Away, Engine, Held, Late, Pair, Unseen, Warned
 from asynckv.diagnose.summary_samples import bounded

@@ -102,6 +102,7 @@ def timeline(
     console = Console(stderr=bool(piped))
     # Of a million requests one is wanted at times.
     together = list(families(service.requests))
+    grounds = ground(axis)
     every = stories(axis, _named(together, request) if request is not None else together)
     if request is not None:
         chosen = every
@@ -113,7 +114,7 @@ def timeline(
         if len(chosen) > 1:
             timeline_text.show_matches(chosen, request, console)
             raise typer.Exit(1)
-        timeline_text.show_one(axis, chosen[0], ground(axis), console)
+        timeline_text.show_one(axis, chosen[0], grounds, console)
     elif slowest is not None:
         chosen = sorted(every, key=lambda x: -x.seconds)[:slowest]
         timeline_text.show_slowest(axis, every, slowest, console)
@@ -122,22 +123,24 @@ def timeline(
         if all:
             timeline_text.show_list(axis, every, console)
         else:
-            timeline_text.show_all(axis, every, ground(axis), console)
+            timeline_text.show_all(axis, every, grounds, console)
+    if request is None:
+        timeline_text.show_ends(grounds, console)
     timeline_text.show_read(found, service, console)
     if any(outputs.values()):
         shown = _most(chosen, errors)
         if json is not None:
             from asynckv.diagnose.timeline_json import report
 
-            write_json(json, report(axis, shown, ground(axis)))
+            write_json(json, report(axis, shown, grounds))
         if html is not None:
             from asynckv.diagnose.timeline_page import make
 
-            write("--html", html, make(axis, shown, ground(axis), logs))
+            write("--html", html, make(axis, shown, grounds, logs))
         if perfetto is not None:
             from asynckv.diagnose.perfetto import trace
 
-            write("--perfetto", perfetto, trace(axis, shown, ground(axis)))
+            write("--perfetto", perfetto, trace(axis, shown, grounds))
 
 
 def _named(every: Sequence[Sequence[Request]], wanted: str) -> list[Sequence[Request]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asynckv.diagnose.axis import Axis
+from asynckv.diagnose.timeline_ends import End
 from asynckv.diagnose.timeline_model import Bar, Ground, Lane, Mark, Story
 
 __all__ = ["report"]
@@ -54,6 +55,17 @@ def _process(axis: Axis, each: Ground) -> Mapping[str, Any]:
         "end": _finite(each.end),
         "away": [_bar(x) for x in each.away],
         "events": [_mark(x) for x in each.marks],
+        "gone": _end(each.gone) if each.gone is not None else None,
+    }
+
+
+def _end(end: End) -> Mapping[str, Any]:
+    return {
+        "how": end.how,
+        "last": _finite(end.at),
+        "by": _finite(end.by),
+        "text": end.text,
+        "noticed": [{"at": _finite(x.at), "rank": x.process.rank, "text": x.text} for x in end.noticed],
     }
 
 

@@ -33,6 +33,7 @@ from asynckv.diagnose.axis import (
 from asynckv.diagnose.colours import Colour
 from asynckv.diagnose.join import Lease, Process, Pull, Request, start_of
 from asynckv.diagnose.records import Record, number
+from asynckv.diagnose.timeline_ends import End, ends
 from asynckv.observe.events import EVENT
 
 __all__ = [
@@ -259,7 +260,7 @@ class Story:
 
 @dataclass(slots=True)
 class Ground:
-    """What a process was up to apart from requests: when it ran, when its loop was away, whom it met."""
+    """What a process was up to apart from requests: when it ran, when its loop was away, whom it met, how it went."""
 
     process: Process
     start: float
@@ -269,6 +270,7 @@ class Ground:
     compared: str
     within_s: float
     group: int
+    gone: End | None
 
 
 def stories(axis: Axis, of: Iterable[Sequence[Request]] | None = None) -> list[Story]:
@@ -702,6 +704,7 @@ def _placing(axis: Axis, process: Process, start: float, end: float) -> Callable
 def ground(axis: Axis) -> list[Ground]:
     """Say of every process when it ran, and what befell it."""
     out = []
+    gone = ends(axis)
     for process in sorted(axis.service.processes.values(), key=lambda x: (not x.lends, x.rank)):
         away: list[Bar] = []
         marks: list[Mark] = []
@@ -715,7 +718,8 @@ def ground(axis: Axis) -> list[Ground]:
         start, end = axis.at(process, process.first_at), axis.at(process, process.last_at)
         within = axis.offset(process, (process.first_at + process.last_at) / 2).within_s
         compared = axis.compared(process, (process.first_at + process.last_at) / 2)
-        out.append(Ground(process, start, end, away, marks, compared, within, axis.group(process)))
+        group, ended = axis.group(process), gone.get(process.incarnation)
+        out.append(Ground(process, start, end, away, marks, compared, within, group, ended))
     return out
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from asynckv.diagnose.axis import Axis, clock_time, shown_seconds
+from asynckv.diagnose.axis import Axis, clock_time, counted, shown_seconds
+from asynckv.diagnose.timeline_ends import End
 from asynckv.diagnose.timeline_model import COLORS, PHASES, SUMS, Ground, Lane, Mark, Story
 from asynckv.observe.console import without_control
 
@@ -23,6 +24,8 @@ __all__ = ["make"]
 MAX_MARKS = 100_000
 """In one page; of more, those of requests that went well are left out."""
 IN_TABLE = 20
+MAX_TOLD = 2
+"""Deaths that are told above everything else."""
 NAMES = list(PHASES)
 
 
@@ -40,10 +43,14 @@ def make(axis: Axis, stories: Sequence[Story], grounds: Sequence[Ground], logs: 
     parts = {
         "title": escape(without_control(f"Timeline of {named}")),
         "about": escape(_about(axis, stories)),
-        "notes": "".join(f'<p class="note" role="note">Clocks: {escape(x)}.</p>' for x in axis.notes()),
+        "notes": "".join(
+            f'<p class="note" role="note">{escape(without_control(x))}.</p>'
+            for x in (*_ends(grounds), *(f"Clocks: {x}" for x in axis.notes()))
+        ),
         "table": _table(stories),
         "clocks": "".join(
-            f"<tr><th>{escape(without_control(x.process.rank))}</th><td>{escape(without_control(x.compared))}</td></tr>"
+            f"<tr><th>{escape(without_control(x.process.rank))}</th><td>{escape(without_control(x.compared))}</td>"
+            f"<td>{escape(without_control(x.gone.text)) if x.gone is not None else ''}</td></tr>"
             for x in grounds[:256]
         ),
         # A "</script" inside a string must not end the script.
@@ -65,6 +72,14 @@ def _about(axis: Axis, stories: Sequence[Story]) -> str:
         said += "; something went wrong" + (f" with {wrong:,} of them" if len(stories) > 1 else "")
         said += " (an attempt failed, a lease was not released, or a message was refused or never answered)"
     return f"{said}. Times are by the clock of {', '.join(without_control(x.rank) for x in axis.references[:3])}."
+
+
+def _ends(grounds: Sequence[Ground]) -> list[str]:
+    """Say who died; a log that only ends early is said where its process is."""
+    found = sorted((x.gone for x in grounds if x.gone is not None and x.gone.is_death), key=lambda x: x.at)
+    said = [f"{x.process.rank} {x.text}" for x in found[:MAX_TOLD]]
+    more = len(found) - len(said)
+    return said + ([f"{counted(more, 'more process')} died or fell silent: see the table below"] if more > 0 else [])
 
 
 def _table(stories: Sequence[Story]) -> str:
@@ -122,7 +137,13 @@ class _Writer:
             [[self._us(x.start), self._us(x.end)] for x in each.away],
             [self._mark(x) for x in each.marks],
             each.group,
+            self._end(each.gone) if each.gone is not None else None,
         ]
+
+    def _end(self, end: End) -> list[Any]:
+        by = self._us(end.by) if math.isfinite(end.by) else None
+        noticed = [[self._us(x.at), self._processes[x.process.incarnation], self._text(x.text)] for x in end.noticed]
+        return [self._us(end.at), by, int(end.is_death), self._text(end.text), noticed]
 
     def _request(self, story: Story) -> list[Any]:
         marks = story.marks if self._can_mark or story.level != "info" else []

@@ -22,7 +22,7 @@ from asynckv.diagnose.records import Logs
 from asynckv.diagnose.timeline_model import COLORS, PHASES, Bar, Ground, Lane, Mark, Story
 from asynckv.observe.console import without_control
 
-__all__ = ["show_all", "show_list", "show_matches", "show_one", "show_read", "show_slowest"]
+__all__ = ["show_all", "show_ends", "show_list", "show_matches", "show_one", "show_read", "show_slowest"]
 
 LETTERS: Mapping[str, str] = {
     "lent": "-",
@@ -42,7 +42,7 @@ LETTERS: Mapping[str, str] = {
     "unlogged": "?",
 }
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES, MAX_NAMES = 64, 60, 8, 32, 8
+MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES, MAX_NAMES, MAX_NOTICES = 64, 60, 8, 32, 8, 3
 MAX_LISTED = 1000
 """Requests that are listed one by one."""
 MOST_WIDE = 4096
@@ -205,6 +205,8 @@ def _meanwhile(story: Story, grounds: Sequence[Ground]) -> list[Mark]:
             if bar.start <= story.end and bar.end >= story.start:
                 text = f"its event loop was away for {shown_seconds(bar.seconds)} from then on"
                 out.append(Mark(bar.start, each.process, text, "warning"))
+        if each.gone is not None and story.start <= each.gone.at <= story.end:
+            out.append(Mark(each.gone.at, each.process, each.gone.text, "warning"))
     return out
 
 
@@ -316,6 +318,19 @@ def _outcomes(found: Sequence[Story], console: Console) -> None:
         if missing := outcomes.count(""):
             said.append(f"{missing:,} not in these logs")
         _line(console, f"  {side} side: {', '.join(said)}")
+
+
+def show_ends(grounds: Sequence[Ground], console: Console) -> None:
+    """Say whose logs end without a goodbye, and who noticed."""
+    found = [x.gone for x in grounds if x.gone is not None]
+    found.sort(key=lambda x: (not x.is_death, x.at))
+    for end in found[:MAX_NAMES]:
+        _line(console, f"{end.process.rank} {end.text}", "yellow")
+        for notice in end.noticed[:MAX_NOTICES]:
+            after = shown_seconds(notice.at - end.at)
+            _line(console, f"  {after} after its last line {notice.process.rank} {notice.text}", "dim")
+    if len(found) > MAX_NAMES:
+        _line(console, f"... and {len(found) - MAX_NAMES:,} more logs end without a goodbye; --json has all", "dim")
 
 
 def show_read(logs: Logs, service: Service, console: Console) -> None:

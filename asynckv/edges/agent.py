@@ -25,8 +25,8 @@ import select
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,6 +104,16 @@ def _own(found: set[int]) -> tuple[int, ...]:
     return tuple(own or sorted(found))
 
 
+@contextmanager
+def _without(names: Sequence[str]) -> Iterator[None]:
+    """Take variables out of the environment for a moment; agents are made one at a time."""
+    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
 def make_epoll() -> select.epoll:
     """Make an epoll descriptor that no agent takes for one of UCX's."""
     with _creating:
@@ -150,12 +160,15 @@ class Agent:
         name: Unique in this process and all others.
         backend: NIXL back end.
         params: Its parameters.
+        unheeded: Variables of the environment that are meant for other agents, and would go before the parameters.
 
     Raises:
         BackendError: The back end cannot be created.
     """
 
-    def __init__(self, api: Any, name: str, backend: str, params: Mapping[str, str]) -> None:
+    def __init__(
+        self, api: Any, name: str, backend: str, params: Mapping[str, str], unheeded: Sequence[str] = ()
+    ) -> None:
         self.name = name
         config = api.nixl_agent_config(
             enable_prog_thread=False,
@@ -168,7 +181,8 @@ class Agent:
             try:
                 agent = api.nixl_agent(name, config)
                 before = _descriptors()
-                agent.create_backend(backend, dict(params))
+                with _without(unheeded):
+                    agent.create_backend(backend, dict(params))
             except Exception as exc:
                 plugins = ", ".join(getattr(agent, "plugin_list", [])) or "none"
                 refused = f"NIXL back end {backend!r} cannot be created: {exc!r}; plug-ins found: {plugins}"

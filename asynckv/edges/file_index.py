@@ -65,6 +65,15 @@ def _damaged(how: str) -> sqlite3.DatabaseError:
     return exc
 
 
+FROM = "FROM records LEFT JOIN kinds ON kind = id"
+SENSIBLE = (
+    " AND ".join(f"typeof({x}) = 'integer'" for x in ("size", "checksum", "stored_at"))
+    + " AND typeof(key) = 'blob' AND typeof(layout) = 'text' AND typeof(tag) = 'text'"
+    + f" AND length(key) <= {MAX_KEY} AND far >= 0 AND size > 0 AND far % {ALIGN} = 0 AND size % {ALIGN} = 0"
+)
+"""What a row has to be like: asked of sqlite, which takes any value in any column."""
+
+
 class Entry(NamedTuple):
     """What is known of one stored record."""
 
@@ -119,24 +128,9 @@ def open_index(path: Path, *, mode: str = "rwc", immutable: bool = False) -> sql
 
 def read_entries(db: sqlite3.Connection, malformed: list[int]) -> Iterator[Entry]:
     """Return all records, by place; of those of no sensible shape the places are noted."""
-    rows = db.execute(
-        "SELECT far, size, key, checksum, layout, tag, stored_at FROM records LEFT JOIN kinds ON kind = id ORDER BY far"
-    )
-    for row in rows:
-        entry = Entry(*row)
-        numbers = (entry.far, entry.size, entry.checksum, entry.stored_at)
-        if (
-            all(type(number) is int for number in numbers)
-            and isinstance(entry.key, bytes)
-            and isinstance(entry.layout, str)
-            and isinstance(entry.tag, str)
-            and len(entry.key) <= MAX_KEY
-            and entry.far >= 0 < entry.size
-            and entry.far % ALIGN == entry.size % ALIGN == 0
-        ):
-            yield entry
-        else:
-            malformed.append(entry.far)
+    malformed += [far for (far,) in db.execute(f"SELECT far {FROM} WHERE NOT ({SENSIBLE})")]
+    columns = "far, size, key, checksum, layout, tag, stored_at"
+    yield from map(Entry._make, db.execute(f"SELECT {columns} {FROM} WHERE {SENSIBLE} ORDER BY far"))
 
 
 class FileIndex:

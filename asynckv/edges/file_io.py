@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 from asynckv.geometry.layout import Memory
 
-__all__ = ["Extent", "FileIO", "PlainFiles", "transfer", "view_of"]
+__all__ = ["Extent", "FileIO", "FileTooShort", "PlainFiles", "transfer", "view_of"]
 
 
 class Extent(NamedTuple):
@@ -31,6 +31,10 @@ class Extent(NamedTuple):
     offset: int
     """In the file."""
     size: int
+
+
+class FileTooShort(OSError):
+    """A file ends before an extent does: somebody cut it, and the disk may be well."""
 
 
 class FileIO(Protocol):
@@ -66,7 +70,8 @@ def transfer(view: memoryview, extent: Extent, is_write: bool) -> None:
     """Move one extent by system calls.
 
     Raises:
-        OSError: It is not in place; a file that ends early is `EIO`.
+        FileTooShort: The file ends before it does.
+        OSError: It is not in place.
     """
     near, offset, end = extent.near, extent.offset, extent.near + extent.size
     while near < end:
@@ -75,7 +80,7 @@ def transfer(view: memoryview, extent: Extent, is_write: bool) -> None:
         else:
             moved = os.preadv(extent.fd, [view[near:end]], offset)
         if moved <= 0:
-            raise OSError(errno.EIO, f"the file ends {end - near} bytes early")
+            raise FileTooShort(errno.EIO, f"the file ends {end - near} bytes early")
         near, offset = near + moved, offset + moved
 
 

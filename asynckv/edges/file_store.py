@@ -223,8 +223,8 @@ class Segments:
 
     def has_kept(self, far: int, size: int) -> bool:
         """Whether all of a stretch was there when the files were opened."""
-        if far + size > self.num_bytes:
-            return False
+        if far + size > self.num_bytes or self.kept == self.lengths:
+            return far + size <= self.num_bytes
         parts = segment_extents(far, size, self.segment_bytes)
         return all(extent.offset + extent.size <= self.kept[number] for number, extent in parts)
 

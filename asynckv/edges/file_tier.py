@@ -1,8 +1,8 @@
 """The record plane on files: blocks that outlive the process, in a directory of its own.
 
-A thread does the work: it writes and reads records (`file_io`), makes and checks their checksums while the bytes are
-still in the processor's caches, and keeps the index (`file_index`). Reads go before writes. What is asked of it, and
-what it tells, goes through one lock; the loop holds it for moments only, and never waits for the disk.
+A thread does the work (`file_worker`): it writes and reads records (`file_io`), makes and checks their checksums while
+the bytes are still in the processor's caches, and keeps the index (`file_index`). Reads go before writes. What is asked
+of it, and what it tells, goes through one lock; the loop holds it for moments only, and never waits for the disk.
 
 What may be believed: a record is served if a checksum over its bytes and its key matches, and in no other case. So
 nothing depends on the order in which bytes and index reach the disk. A slot is simply written over; if the process dies
@@ -17,14 +17,13 @@ posted from then on fails at once. A move that waits for longer than `slow_s` is
 from __future__ import annotations
 
 import asyncio
-import errno
+import gc
 import os
 import sqlite3
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -34,86 +33,30 @@ import anyio.to_thread
 from asynckv.arguments import MAX_INTEGER, integer
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges.file_index import ALIGN, MAX_KEY, Entry, FileIndex, checksum, now
-from asynckv.edges.file_io import Extent, FileIO, PlainFiles, transfer, view_of
+from asynckv.edges.file_index import ALIGN, Entry, FileIndex
+from asynckv.edges.file_io import FileIO, PlainFiles
 from asynckv.edges.file_store import SEGMENT_BYTES, OwnerLock, Segments
+from asynckv.edges.file_worker import Worker
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
-from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, RecordsLost, Stored
+from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, Stored
 
 __all__ = ["FileTier"]
 
-BATCH_BYTES = 2 << 20
-"""What is moved at a time, unless one record is larger: little enough to be in the caches when it is checked."""
-
-IN_FLIGHT = 8
-"""Batches at a time, where the back end queues them."""
-
 SLOW_S = 10.0
-MAX_PENDING = 256
-"""Changes of the index that one transaction takes."""
-
-COMMIT_S = 0.02
-"""How long a change of the index waits for others."""
-
-MAX_ERRORS = 8
-"""Failed records, one after another, after which a tier is given up."""
-
-NAP_S = 0.0001
-"""How often queued batches are asked for."""
-
 CLOSE_S = 10.0
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-"""What says that no later write will do better."""
 
 
-class _Move:
-    """One that has not ended."""
-
-    __slots__ = (
-        "cause",
-        "is_told_doubt",
-        "is_void",
-        "is_write",
-        "lost",
-        "move_id",
-        "next",
-        "posted_at",
-        "records",
-        "running",
-        "written",
-    )
-
-    def __init__(self, move_id: TransferId, is_write: bool, records: Sequence[Record], posted_at: float) -> None:
-        self.move_id, self.is_write, self.records, self.posted_at = move_id, is_write, records, posted_at
-        self.next = 0
-        """The first record that no batch has."""
-        self.running = 0
-        """Batches."""
-        self.lost: list[int] = []
-        self.written: list[int] = []
-        """Where records were put."""
-        self.cause = ""
-        self.is_void = False
-        """Cancelled or too late: nothing of it counts."""
-        self.is_told_doubt = False
-
-    def void(self, cause: str) -> None:
-        self.is_void, self.next, self.cause = True, len(self.records), cause
-
-    @property
-    def is_over(self) -> bool:
-        return not self.running and self.next == len(self.records)
-
-
-class _Batch:
-    """Some records of one move, on their way."""
-
-    __slots__ = ("first", "move", "positions", "sums")
-
-    def __init__(self, move: _Move, positions: list[int]) -> None:
-        self.move, self.positions = move, positions
-        self.sums: list[int] = []
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Make many tuples at once: Python's collector would look through all of them again and again, half of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class FileTier:
@@ -153,7 +96,9 @@ class FileTier:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_ready: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
-        self._worker: _Worker | None = None
+        self._close_by: float | None = None
+        """Until when `close` may still wait, if the waiting was begun off the loop."""
+        self._worker: Worker | None = None
         self._lock: OwnerLock | None = None
         self._news: list[RecordNews] = []
         self._is_due = False
@@ -204,16 +149,17 @@ class FileTier:
             if isinstance(exc, sqlite3.Error):
                 raise BackendError(f"the index of {self._folder} cannot be written: {exc}; free some space") from None
             raise
-        self._worker = _Worker(self._name, memory, segments, index, io, entries, self._slow_s, self._wake)
-        return [Stored(e.key, e.far, e.size, e.layout, e.tag) for e in entries.values()]
+        self._worker = Worker(self._name, memory, segments, index, io, entries, self._slow_s, self._wake)
+        with _no_collection():
+            return [Stored(e.key, e.far, e.size, e.layout, e.tag) for e in entries.values()]
 
     def _recover(self, index: FileIndex, segments: Segments) -> dict[int, Entry]:
         """Return what can still be there; the newest of what overlaps. All else is dropped, and counted."""
         malformed: list[int] = []
-        entries = list(index.entries(malformed))
+        with _no_collection():
+            entries = list(index.entries(malformed))
         self.found["malformed"] = len(malformed)
-        if index.dropped:
-            self.found["index_damaged"] = 1
+        self.found["index_damaged"] = int(bool(index.dropped))
         kept = [entry for entry in entries if segments.has_kept(entry.far, entry.size)]
         self.found["missing"] = len(entries) - len(kept)
         doubled = {
@@ -231,6 +177,7 @@ class FileTier:
         """Stop the thread, and wait for it off the loop, at most `CLOSE_S`."""
         if self._worker is not None:
             self._worker.stop()
+            self._close_by = time.monotonic() + CLOSE_S
             await anyio.to_thread.run_sync(self._worker.wait, CLOSE_S)
 
     def close(self) -> None:
@@ -244,7 +191,9 @@ class FileTier:
             self._timer = None
         if self._worker is not None:
             self._worker.stop()
-            self._worker.join(CLOSE_S)
+            deadline = self._close_by if self._close_by is not None else time.monotonic() + CLOSE_S
+            self._close_by = None
+            self._worker.join(max(0.0, deadline - time.monotonic()))
             self._news += self._worker.take_news()
             self._worker = None
         self._let_go()
@@ -323,7 +272,8 @@ class FileTier:
 
     def statistics(self) -> dict[str, int]:
         """Count moves, records and troubles."""
-        return self._worker.statistics() if self._worker is not None else {}
+        found = {f"found_{name}": number for name, number in self.found.items()}
+        return found | (self._worker.statistics() if self._worker is not None else {})
 
     def describe(self) -> dict[str, str]:
         """Name the directory and how it is read and written."""
@@ -333,414 +283,3 @@ class FileTier:
             "back_end": "NIXL POSIX" if self._back_end == "nixl" else "system calls",
             "page_cache": "bypassed" if is_direct else "used",
         }
-
-
-class _Worker:
-    """The thread, and what it shares with the loop under `_gate`."""
-
-    def __init__(
-        self,
-        name: str,
-        memory: Memory,
-        segments: Segments,
-        index: FileIndex,
-        io: FileIO,
-        entries: dict[int, Entry],
-        slow_s: float,
-        wake: Callable[[], None],
-    ) -> None:
-        self._memory, self._view, self._segments = memory, view_of(memory), segments
-        self._index, self._io, self._slow_s, self._wake = index, io, slow_s, wake
-        self._entries = entries
-        """By place; the thread's own."""
-        self.layouts = index.layouts()
-        self._gate = threading.Condition()
-        self._moves: dict[TransferId, _Move] = {}
-        self._queues: dict[bool, deque[_Move]] = {False: deque(), True: deque()}
-        self._forgotten: list[int] = []
-        self._new_layouts: dict[str, bytes] = {}
-        self._news: list[RecordNews] = []
-        self._off = ""
-        """Why nothing is taken any more."""
-        self._read_only = ""
-        """Why no writes are taken any more."""
-        self._is_stopping = False
-        self._busy_since: float | None = None
-        """Since when the thread has been in one call to the system, or since the oldest batch in flight moved."""
-        # The thread's own.
-        self._batches: dict[int, _Batch] = {}
-        self._number = 0
-        self._stored: dict[int, Entry] = {}
-        self._dropped: set[int] = set()
-        """What the index has not been told yet, and since when."""
-        self._pending_since = 0.0
-        self._errors = 0
-        """Records in a row that failed."""
-        self._counts: Counter[str] = Counter()
-        self._thread = threading.Thread(target=self._run, name=f"{name}-files", daemon=True)
-        self._thread.start()
-
-    # -- called by the loop --------------------------------------------------------------------------
-
-    @property
-    def is_direct(self) -> bool:
-        return self._segments.is_direct
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self._news)
-
-    def take_news(self) -> list[RecordNews]:
-        with self._gate:
-            news, self._news = self._news, []
-        return news
-
-    def post(self, move_id: TransferId, is_write: bool, records: Sequence[Record]) -> None:
-        wrong = next((cause for cause in map(self._wrong, records) if cause), "")
-        with self._gate:
-            assert move_id not in self._moves, f"move {move_id} has not ended"
-            move = self._moves[move_id] = _Move(move_id, is_write, tuple(records), time.monotonic())
-            self._counts["moves"] += 1
-            if cause := wrong or self._off or (is_write and self._read_only) or (self._is_stopping and "closed"):
-                move.void(str(cause))
-                self._settle(move)
-            else:
-                self._queues[is_write].append(move)
-                self._gate.notify()
-
-    def _wrong(self, record: Record) -> str:
-        """Say why a record cannot be moved."""
-        key, near, far, size = record[:4]
-        if size <= 0 or near % ALIGN or far % ALIGN or size % ALIGN:
-            return f"a record of {size} bytes at {near} and {far}: all must be multiples of {ALIGN}"
-        if near < 0 or near + size > self._memory.length or far < 0 or far + size > self._segments.num_bytes:
-            return f"a record of {size} bytes at {near} and {far} is outside of the memory or the files"
-        return f"a key of {len(key)} bytes; {MAX_KEY} at most" if len(key) > MAX_KEY else ""
-
-    def forget(self, places: Iterable[int]) -> None:
-        with self._gate:
-            self._forgotten += places
-            self._gate.notify()
-
-    def keep_layout(self, fingerprint: str, body: bytes) -> None:
-        with self._gate:
-            self.layouts[fingerprint] = self._new_layouts[fingerprint] = body
-            self._gate.notify()
-
-    def cancel(self, move_id: TransferId) -> None:
-        with self._gate:
-            if (move := self._moves.get(move_id)) is not None and not move.is_void:
-                move.void("cancelled")
-                self._settle(move)
-
-    def look(self) -> bool:
-        """Give up what takes too long; whether to look again."""
-        at = time.monotonic()
-        with self._gate:
-            if self._busy_since is not None and at - self._busy_since >= self._slow_s and not self._off:
-                self._switch_off(
-                    f"the disk under {self._segments.path(0).parent} has not answered for {self._slow_s:g} s"
-                )
-            for move in list(self._moves.values()):
-                waited = at - move.posted_at
-                if waited >= self._slow_s or self._off:
-                    if not move.is_void:
-                        move.void(self._off or f"it took more than {self._slow_s:g} s")
-                        self._counts["late"] += 1
-                    if move.running and not move.is_told_doubt:
-                        move.is_told_doubt = True
-                        self._news.append(RecordsEnded(move.move_id, Ending.IN_DOUBT, move.cause))
-                        self._wake()
-                    self._settle(move)
-            return bool(self._moves)
-
-    def stop(self) -> None:
-        with self._gate:
-            self._is_stopping = True
-            self._gate.notify()
-
-    def wait(self, timeout_s: float) -> bool:
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def join(self, timeout_s: float) -> None:
-        if not self.wait(timeout_s):
-            raise BackendError(
-                f"the disk under {self._segments.path(0).parent} has not answered for {timeout_s:g} s: memory that it "
-                f"reads into may still be written; keep it, and call close() again"
-            )
-        self._io.close()
-        with self._gate:
-            for move in list(self._moves.values()):
-                move.void(move.cause or "the file tier was closed")
-                move.running = 0
-                self._settle(move)
-        self._segments.close()
-        with suppress(sqlite3.Error):
-            self._index.close()
-
-    def statistics(self) -> dict[str, int]:
-        with self._gate:
-            return {
-                **self._counts,
-                "running": len(self._moves),
-                "records": len(self._entries),
-                "is_read_only": bool(self._read_only or self._off),
-                "is_off": bool(self._off),
-            }
-
-    # -- under the lock, on either side --------------------------------------------------------------
-
-    def _settle(self, move: _Move) -> None:
-        """End a move that is over."""
-        if not move.is_over or self._moves.pop(move.move_id, None) is None:
-            return
-        if move.is_void:
-            self._forgotten += move.written
-            self._news.append(RecordsEnded(move.move_id, Ending.FAILED, move.cause))
-        elif move.lost:
-            self._news.append(RecordsEnded(move.move_id, Ending.FAILED, move.cause, tuple(sorted(move.lost))))
-        else:
-            self._news.append(RecordsEnded(move.move_id, Ending.DONE))
-        self._wake()
-
-    def _switch_off(self, cause: str, *, reads: bool = True) -> None:
-        """Take nothing more, or no writes, and say so once."""
-        if self._off or (self._read_only and not reads):
-            return
-        self._read_only = self._read_only or cause
-        if reads:
-            self._off = cause
-        self._news.append(RecordsLost(cause, reads))
-        for is_write in (True, False) if reads else (True,):
-            for move in self._queues[is_write]:
-                if not move.is_void:
-                    move.void(cause)
-                    self._settle(move)
-            self._queues[is_write].clear()
-        self._wake()
-
-    # -- the thread ----------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as exc:  # whatever it is, moves must hear of it
-            with self._gate:
-                self._switch_off(f"the thread of the file tier broke: {exc!r}")
-        for far in self._forgotten:
-            self._drop(far)
-        self._write_layouts(self._new_layouts)
-        self._commit()
-
-    def _work(self) -> None:
-        while True:
-            with self._gate:
-                if not self._wait():
-                    return
-                forgotten, self._forgotten = self._forgotten, []
-                layouts, self._new_layouts = self._new_layouts, {}
-                batch = self._next_batch() if len(self._batches) < IN_FLIGHT else None
-                if batch is not None or self._batches:
-                    self._busy_since = self._busy_since or time.monotonic()
-            for far in forgotten:
-                self._drop(far)
-            if layouts:
-                self._write_layouts(layouts)
-            if batch is not None:
-                self._begin(batch)
-            self._collect()
-            if self._is_due():
-                self._commit()
-
-    def _wait(self) -> bool:
-        """Wait for something to do; False when there is nothing more to be done, ever. The lock is held."""
-        if self._is_stopping and not self._batches:
-            return False
-        if self._forgotten or self._new_layouts or (len(self._batches) < IN_FLIGHT and any(self._queues.values())):
-            return True
-        if self._batches:
-            self._gate.wait(NAP_S)
-        else:
-            self._busy_since = None
-            self._gate.wait(COMMIT_S if self._stored or self._dropped else None)
-        return True
-
-    def _next_batch(self) -> _Batch | None:
-        """Take some records of the oldest move that reads, else of the oldest that writes. The lock is held."""
-        if self._is_stopping:
-            return None
-        for queue in self._queues.values():
-            while queue:
-                move = queue[0]
-                positions: list[int] = []
-                size = 0
-                while move.next < len(move.records):
-                    size += move.records[move.next].size
-                    if positions and size > BATCH_BYTES:
-                        break
-                    positions.append(move.next)
-                    move.next += 1
-                if move.next == len(move.records):
-                    queue.popleft()
-                if positions:
-                    move.running += 1
-                    return _Batch(move, positions)
-                self._settle(move)
-        return None
-
-    def _begin(self, batch: _Batch) -> None:
-        move = batch.move
-        if move.is_write:
-            for i in batch.positions:
-                record = move.records[i]
-                self._drop(record.far)
-                batch.sums.append(checksum(record.key, self._view[record.near : record.near + record.size]))
-        else:
-            known = []
-            for i in batch.positions:
-                record = move.records[i]
-                entry = self._entries.get(record.far)
-                if entry is not None and (entry.key, entry.size) == (record.key, record.size):
-                    known.append(i)
-                    batch.sums.append(entry.checksum)
-                else:
-                    self._lose(move, i, "it is not stored there", "missing")
-            batch.positions = known
-        if not batch.positions:
-            self._end(batch)
-            return
-        extents = [extent for i in batch.positions for extent in self._extents(move.records[i])]
-        self._number += 1
-        self._batches[self._number] = batch
-        self._io.submit(self._number, extents, move.is_write)
-
-    def _extents(self, record: Record) -> Iterable[Extent]:
-        return self._segments.extents(record.near, record.far, record.size)
-
-    def _collect(self) -> None:
-        """Finish what has ended; if something failed, all that runs is ended, and done again with system calls."""
-        failed = False
-        for number, is_good in self._io.collect():
-            if is_good:
-                self._finish(self._batches.pop(number))
-            failed = failed or not is_good
-        if not failed:
-            return
-        self._counts["resets"] += 1
-        try:
-            self._io.reset()
-            for number, is_good in self._io.collect():
-                if is_good:
-                    self._finish(self._batches.pop(number))
-        except BackendError as exc:
-            # What runs may still write: it stays with its moves, which are in doubt.
-            with self._gate:
-                self._switch_off(str(exc))
-            raise
-        while self._batches:
-            self._retry(self._batches.pop(min(self._batches)))
-
-    def _retry(self, batch: _Batch) -> None:
-        """Move records one by one, so that each has its own end."""
-        move, good, sums = batch.move, [], []
-        for i, found in zip(batch.positions, batch.sums, strict=True):
-            with self._gate:
-                self._busy_since = time.monotonic()
-            try:
-                for extent in self._extents(move.records[i]):
-                    transfer(self._view, extent, move.is_write)
-            except OSError as exc:
-                self._trouble(move, i, exc)
-            else:
-                good.append(i)
-                sums.append(found)
-        batch.positions, batch.sums = good, sums
-        self._finish(batch)
-
-    def _finish(self, batch: _Batch) -> None:
-        """All its bytes are in place."""
-        move, at = batch.move, now()
-        for i, expected in zip(batch.positions, batch.sums, strict=True):
-            record = move.records[i]
-            if move.is_write:
-                entry = Entry(record.far, record.size, record.key, expected, record.layout, record.tag, at)
-                self._entries[record.far] = self._stored[record.far] = entry
-                self._dropped.discard(record.far)
-                self._pending_since = self._pending_since or time.monotonic()
-                move.written.append(record.far)
-            elif checksum(record.key, self._view[record.near : record.near + record.size]) != expected:
-                self._lose(move, i, "its bytes are not what was stored", "corrupted")
-                continue
-            self._errors = 0
-            self._counts["records_written" if move.is_write else "records_read"] += 1
-            self._counts["bytes_written" if move.is_write else "bytes_read"] += record.size
-        self._end(batch)
-
-    def _end(self, batch: _Batch) -> None:
-        with self._gate:
-            batch.move.running -= 1
-            self._busy_since = None
-            self._settle(batch.move)
-
-    def _lose(self, move: _Move, i: int, cause: str, counted: str) -> None:
-        """A record is not there, and will not be."""
-        self._counts[counted] += 1
-        record = move.records[i]
-        move.lost.append(i)
-        move.cause = move.cause or f"record {i}: {cause}"
-        if not move.is_write and (entry := self._entries.get(record.far)) is not None and entry.key == record.key:
-            self._drop(record.far)
-
-    def _trouble(self, move: _Move, i: int, exc: OSError) -> None:
-        """The system refuses to move a record."""
-        word = exc.strerror or str(exc)
-        self._lose(move, i, f"{'writing' if move.is_write else 'reading'} failed: {word}", "io_errors")
-        self._errors += 1
-        folder = self._segments.path(0).parent
-        if move.is_write and exc.errno in FULL:
-            with self._gate:
-                self._switch_off(f"{folder} takes no more writes: {word}", reads=False)
-        elif self._errors >= MAX_ERRORS:
-            with self._gate:
-                self._switch_off(f"{folder}: {self._errors} records in a row failed, the last one: {word}")
-
-    # -- the index -----------------------------------------------------------------------------------
-
-    def _drop(self, far: int) -> None:
-        """Forget what begins at some place."""
-        if self._entries.pop(far, None) is not None:
-            self._stored.pop(far, None)
-            self._dropped.add(far)
-            self._pending_since = self._pending_since or time.monotonic()
-
-    def _is_due(self) -> bool:
-        """Whether the index should be told now."""
-        if not (self._stored or self._dropped):
-            return False
-        return (
-            len(self._stored) + len(self._dropped) >= MAX_PENDING or time.monotonic() - self._pending_since >= COMMIT_S
-        )
-
-    def _commit(self) -> None:
-        """Tell the index. If that fails, what is stored is known to this process only, and no more is taken."""
-        stored, dropped = self._stored, self._dropped
-        self._stored, self._dropped, self._pending_since = {}, set(), 0.0
-        if not stored and not dropped:
-            return
-        with self._gate:
-            self._busy_since = self._busy_since or time.monotonic()
-        try:
-            self._index.change(stored, dropped)
-            self._counts["commits"] += 1
-        except sqlite3.Error as exc:
-            with self._gate:
-                self._switch_off(f"the index of {self._segments.path(0).parent} cannot be written: {exc}", reads=False)
-
-    def _write_layouts(self, layouts: Mapping[str, bytes]) -> None:
-        try:
-            for fingerprint, body in layouts.items():
-                self._index.put_layout(fingerprint, body)
-        except sqlite3.Error as exc:
-            with self._gate:
-                self._switch_off(f"the index of {self._segments.path(0).parent} cannot be written: {exc}", reads=False)

@@ -99,6 +99,7 @@ class Poster:
         tell: Called on the thread with news, in batches.
         broke: Called on the thread when it ends by an exception. Everything it had is told before or after:
             what was not posted `FAILED`, the rest `IN_DOUBT`, and `FAILED` once its agent is seen to be gone.
+        tell_s: How long news may wait for more while there is more to post.
     """
 
     def __init__(
@@ -107,9 +108,11 @@ class Poster:
         agent: Agent,
         tell: Callable[[list[TransferEnded]], None],
         broke: Callable[[BaseException], None],
+        *,
+        tell_s: float = TELL_S,
     ) -> None:
         self.name = name
-        self.agent, self._tell, self._broke = agent, tell, broke
+        self.agent, self._tell, self._broke, self._tell_s = agent, tell, broke, tell_s
         self._orders: deque[_Order] = deque()
         self._gate = threading.Lock()
         """Held to order, and to end: what is ordered is either obeyed or refused."""
@@ -289,7 +292,7 @@ class Poster:
             if agent.running and now - self._swept_at > POLL_S:
                 self._swept_at = now
                 self._news += agent.sweep()
-            if self._news and now - self._told_at > TELL_S:
+            if self._news and now - self._told_at > self._tell_s:
                 self._flush()
 
     def _load(self, agent: Agent, remote: AgentInfo, memories: Sequence[Memory], loaded: Future[None]) -> None:

@@ -117,6 +117,9 @@ class Guest(Protocol):
     def counters(self) -> dict[str, int]:
         """What is told with the engine's own."""
 
+    def describe(self) -> dict[str, str]:
+        """Versions, transports and modes in use."""
+
     async def let_go(self, timeout_s: float | None) -> tuple[HeldBlocks, ...]:
         """Use the memory no more; returns what had to be cut short.
 

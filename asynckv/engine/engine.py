@@ -7,7 +7,6 @@ core (`core/lifecycle.py`); how it starts and resumes is said here, and how it e
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import secrets
@@ -54,6 +53,7 @@ from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.observe.events import EVENT
 from asynckv.observe.log import Recorder, started
 from asynckv.observe.observer import Observer
+from asynckv.observe.release import release
 from asynckv.ports import Clock, ControlPlane, DataPlane
 from asynckv.results import PullResult, Statistics
 
@@ -650,13 +650,13 @@ class Engine:
         some = driver.core.inspect.between_attempts(between[:MAX_RETRYING], now)
         lag = driver.lag
         return Facts(
-            version=_version(),
+            version=release(),
             host=socket.gethostname(),
             pid=os.getpid(),
             address=driver.control.address or "",
             life=self._life.state.value,
             uptime_s=max(now - self._started_at, 0.0),
-            planes=self._planes,
+            planes=self._planes | {f"offload.{k}": v for guest in self.guests for k, v in guest.describe().items()},
             counters=driver.counters(),
             lag=Lag(last_s=lag.last_s, most_s=lag.most_s, was_away=lag.num_away, counts=lag.counts()),
             retrying=tuple(map(retry_status, some)),
@@ -714,17 +714,6 @@ def _zmq(config: EngineConfig) -> ControlPlane:
     from asynckv.edges.zmq import ZmqPlane
 
     return ZmqPlane(config.bind, config.advertise, config.allow_insecure, config.keys)
-
-
-@functools.cache
-def _version() -> str:
-    """Which release this is; looking costs a millisecond."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("asynckv")
-    except PackageNotFoundError:
-        return "unknown"  # run from a directory
 
 
 def _loop_clock() -> Clock:

@@ -63,6 +63,11 @@ class OffloadJob:
     # -- as the engine's inspector sees it -----------------------------------------------------------
 
     @property
+    def what(self) -> str:
+        """What it is."""
+        return self.kind.value
+
+    @property
     def held_as(self) -> tuple[str, float]:
         """Why it holds blocks, and until when at most."""
         if self.is_retired:

@@ -13,11 +13,8 @@ until nothing can read or write them any more.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,15 +26,14 @@ import numpy as np
 
 from asynckv.arguments import integer, number, seconds, shown, text
 from asynckv.config import EngineConfig, OffloadConfig
-from asynckv.core.events import Ending
 from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lifecycle import LifeState
 from asynckv.core.rank import RankCore
-from asynckv.core.types import TransferId
 from asynckv.engine.driver import Driver
 from asynckv.engine.engine import Engine, Groups
 from asynckv.engine.jobs import OffloadJob
 from asynckv.engine.lent import LentRequest
+from asynckv.engine.mover import Mover
 from asynckv.engine.shelf import Shelf, reading
 from asynckv.errors import (
     AsyncKVError,
@@ -53,11 +49,10 @@ from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.packed import record_form
 from asynckv.observe.events import EVENT
-from asynckv.observe.sampling import Rate
 from asynckv.offload.found import Found
-from asynckv.offload.job import JobEnded, JobKind, JobOutcome, JobReturned, Move, MoveKind
+from asynckv.offload.job import JobEnded, JobKind, JobOutcome, MoveKind
 from asynckv.offload.keys import as_hashes, needed
-from asynckv.ports import Clock, CopyOp, CopyPlane, RecordPlane, RecordsEnded, RecordsLost, TimerHandle
+from asynckv.ports import Clock, CopyPlane, RecordPlane
 from asynckv.results import Loaded, Statistics, Stored
 from asynckv.scheduler import PrefillGroup
 
@@ -69,36 +64,19 @@ HOST = "host"
 THROUGH_BYTES = 32 << 20
 """Of host memory through which the records of another geometry pass, per rank that has left some."""
 
-MAX_FAILURES = 10
-"""That are logged at once; then one per second."""
-
 GRACE_S = 1.0
 """How long closing waits for copies that run, unless it is told otherwise: they take milliseconds, or hang."""
 
 
-COUNTERS = (
-    *("stores", "loads", "lent", "lookup_tokens", "lookup_tokens_found", "loaded_tokens", "missed_tokens"),
-    *(f"{kind.value}_{what}" for kind in MoveKind for what in ("bytes", "blocks")),
-    *("moves_failed", "moves_doubted", "records_lost", "blocks_of_another_form", "jobs_retired"),
-)
-"""What is counted here; `stores_` and `loads_` with an outcome besides."""
+COUNTED = {
+    "host_evicted": "evicted.host",
+    "file_evicted": "evicted.file",
+    "lost_before_write_back": "not_written_back.evicted",
+    "write_backs_without_room": "not_written_back.no_room",
+}
+"""Which of the catalogue's figures only grow, and what they are called here."""
 
-COUNTED = frozenset(
-    (
-        *("lookups", "hits", "host_evicted", "file_evicted", "corrupt_or_unread"),
-        *("write_backs_without_room", "lost_before_write_back"),
-    )
-)
-"""Which of the catalogue's figures only grow."""
-
-
-@dataclass(slots=True)
-class _Posted:
-    """A move that has not ended."""
-
-    shelf: Shelf
-    move: Move
-    is_doubtful: bool = False
+GAUGES = ("host_blocks", "file_blocks", "to_write_back", "jobs", "pins", "moves", "moves_in_doubt")
 
 
 class Pin:
@@ -175,22 +153,9 @@ class Offload:
         """What ranks of another geometry have left: all of them are needed for a prefix."""
         self._catalogue, self._groups, self._kept = self._own.catalogue, self._own.groups, self._own.kept
         self._align, self._copies = self._own.align, copies
-        self._is_copying = False
         self._driver: Driver | None = None
-        self._cause = "it is not started; use `async with Offload(config, engine)`"
-        """Why nothing is taken; empty while something is."""
-        self._jobs: dict[str, OffloadJob] = {}
-        """Those that have not ended, or whose blocks something may still touch."""
-        self._posted: dict[TransferId, _Posted] = {}
-        """Moves that have not ended, those in doubt as well."""
-        self._ids = itertools.count(1)
-        self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self._timer: TimerHandle | None = None
-        self._is_due = False
         self._closing: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
-        self._idle = asyncio.Event()
         self._leases: set[asyncio.Task[None]] = set()
-        self._failures = Rate(1.0, MAX_FAILURES)
 
     # -- life ----------------------------------------------------------------------------------------
 
@@ -215,20 +180,25 @@ class Offload:
         if self._driver is not None:
             raise LocalProtocolError("the offload was started before; make a new one")
         driver = self._driver = engine.attach(self)
-        began = driver.clock.now()
+        self._mover, began = Mover(driver, config.held_s), driver.clock.now()
+        self._mover.shelves = (self._own,)
         try:
-            self._own.take_memory()
+            # It is taken page by page, which takes seconds where there is much of it.
+            await asyncio.get_running_loop().run_in_executor(None, self._own.take_memory)
             found = await self._open_files()
-            self._take(engine)
             if config.network is not None:
                 self.network = self._serve(config.network, Registration(self._own.layout, (self._own.memory,)))
                 await self.network.start()
+            if self._closing is not None or driver.life.state is not LifeState.RUNNING:
+                raise EngineClosed("the engine ended while its offload started")
+            self._take(engine)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self._let_go_of_planes(0.0)
-            driver.guests.remove(self)
+            if self in driver.guests:
+                driver.guests.remove(self)
             raise
-        self._cause = ""
+        self._mover.cause = ""
         driver.recorder.event(
             "info",
             EVENT.OFFLOAD_STARTED,
@@ -238,7 +208,7 @@ class Offload:
             seconds=round(driver.clock.now() - began, 6),
             tiers=self.describe(),
         )
-        self._pump()
+        self._mover.pump()
 
     def _take(self, engine: Engine) -> None:
         """Use the engine's memory, as it is registered now."""
@@ -252,9 +222,10 @@ class Offload:
             reading(layout, self._others)
         if self._copies is None:
             self._copies = _nixl_copies(f"{self._name}-{engine.memory_epoch}")
-        far = {shelf.far: [shelf.memory.memory] for shelf in self._shelves if shelf.memory is not None}
-        self._copies.start(layout.memories, far, self._on_copies)
-        self._is_copying = True
+        mover = self._mover
+        far = {shelf.far: [shelf.memory.memory] for shelf in mover.shelves if shelf.memory is not None}
+        self._copies.start(layout.memories, far, mover.on_copies)
+        mover.copies, mover.is_copying = self._copies, True
 
     @property
     def _name(self) -> str:
@@ -262,23 +233,20 @@ class Offload:
         layout = self._layout
         return f"{self.engine.config.engine_id}-tp{layout.tp_rank}-pp{layout.pp_stage}-{self.engine.incarnation[:16]}"
 
-    @property
-    def _shelves(self) -> tuple[Shelf, ...]:
-        return self._own, *self._others
-
     async def _open_files(self) -> int:
         """Open the files, this rank's own and what others have left; returns how many blocks they have."""
         own, config, layout = self._own, self.config, self._layout
         if own.records is None and config.directory:
             own.records = _files(config, own, self._name)
-        found = own.open_files(partial(self._on_records, own))
+        found = own.open_files(partial(self._mover.on_records, own))
         opened: list[Shelf] = []
         try:
             for shelf in self._leftovers(config, own, self._name):
                 opened.append(shelf)
                 shelf.take_memory()
-                found += shelf.open_files(partial(self._on_records, shelf))
+                found += shelf.open_files(partial(self._mover.on_records, shelf))
             self._others = reading(layout, opened) if opened else []
+            self._mover.shelves = (own, *self._others)
         except (BackendError, ConfigError) as exc:
             assert self._driver is not None
             self._driver.recorder.event("info", EVENT.OFFLOAD_LEFT_OUT, cause=str(exc))
@@ -315,60 +283,24 @@ class Offload:
     async def _close(self, timeout_s: float | None) -> tuple[HeldBlocks, ...]:
         driver = self._driver
         assert driver is not None
-        was_open, self._cause = not self._cause, self._cause or "it was closed"
-        left = await self._end_work(GRACE_S if timeout_s is None else timeout_s)
+        was_open, self._mover.cause = not self._mover.cause, self._mover.cause or "it was closed"
+        left = await self._mover.end_work(GRACE_S if timeout_s is None else timeout_s)
         await self._let_go_of_planes(timeout_s)
-        self._forsake()
+        self._mover.forsake()
         if self in driver.guests:
             driver.guests.remove(self)
-        if self._timer is not None:
-            self._timer.cancel()
         if was_open:
             driver.recorder.event("info", EVENT.OFFLOAD_STOPPED, counters=self._said())
         driver.soon()
         return left
 
-    async def _end_work(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
-        """Cancel what is asked for, and wait for what runs; returns who holds blocks still."""
-        driver = self._driver
-        assert driver is not None
-        for job in list(self._jobs.values()):
-            self._give_up(job)
-        until = driver.clock.now() + timeout_s
-        handle = driver.clock.call_at(until, self._idle.set)
-        try:
-            while any(not posted.is_doubtful for posted in self._posted.values()) and driver.clock.now() < until:
-                self._idle.clear()
-                await self._idle.wait()
-        finally:
-            handle.cancel()
-        now = driver.clock.now()
-        return tuple(hold for hold in driver.core.inspect.holds(now) if hold.pull_id in self._jobs)
-
     async def _let_go_of_planes(self, timeout_s: float | None) -> None:
         """End all planes; nothing touches any memory afterwards."""
         if self.network is not None:
             await self.network.aclose(timeout_s)
-        await self._let_go_of_device()
-        for shelf in self._shelves:
+        await self._mover.let_go_of_device()
+        for shelf in self._mover.shelves:
             await shelf.close()
-
-    async def _let_go_of_device(self) -> None:
-        if self._copies is not None and self._is_copying:
-            await self._copies.quiesce()
-            self._copies.close()
-            self._is_copying = False
-
-    def _forsake(self, kinds: Sequence[MoveKind] = tuple(MoveKind)) -> None:
-        """Moves whose plane is gone have ended: nothing touches their blocks any more."""
-        for transfer_id, posted in list(self._posted.items()):
-            if posted.move.kind in kinds:
-                self._ended(transfer_id, Ending.FAILED, "the plane was closed")
-        self._pump()
-        if self._cause:
-            for job in list(self._jobs.values()):
-                job.closed()
-                self._release(job)
 
     # -- what the engine asks of its guest -----------------------------------------------------------
 
@@ -378,10 +310,10 @@ class Offload:
         assert driver is not None
         if driver.life.state is not LifeState.SUSPENDING:
             return await self.aclose(timeout_s)
-        self._cause = "its engine is suspended"
-        left = await self._end_work(GRACE_S if timeout_s is None else timeout_s)
-        await self._let_go_of_device()
-        self._forsake((MoveKind.STORE, MoveKind.LOAD))
+        self._mover.cause = "its engine is suspended"
+        left = await self._mover.end_work(GRACE_S if timeout_s is None else timeout_s)
+        await self._mover.let_go_of_device()
+        self._mover.forsake((MoveKind.STORE, MoveKind.LOAD))
         return left
 
     def take_again(self) -> None:
@@ -389,16 +321,18 @@ class Offload:
         try:
             self._take(self.engine)
         except (LocalProtocolError, BackendError) as exc:
-            self._cause = str(exc)
+            self._mover.cause = str(exc)
             assert self._driver is not None
             self._driver.recorder.event("error", EVENT.OFFLOAD_BROKEN, cause=str(exc))
         else:
-            self._cause = ""
-            self._pump()
+            self._mover.cause = ""
+            self._mover.pump()
 
     def counters(self) -> dict[str, int]:
-        """What is told with the engine's own."""
-        return {f"offload.{name}": count for name, count in self._said().items()}
+        """What is told with the engine's own, which answers for it."""
+        said = self._catalogue.statistics()
+        now = {f"kept.{tier}": said.get(f"{tier}_blocks", 0) for tier in ("host", "file")}
+        return {f"offload.{name}": count for name, count in (self._said() | now).items()}
 
     # -- questions: answered at once -----------------------------------------------------------------
 
@@ -414,11 +348,12 @@ class Offload:
             LocalProtocolError: These are no hashes.
         """
         self._here(self.lookup)
-        self._counts["lookups"] += 1
+        self._mover.counts["lookups"] += 1
         chain = self._chain(hashes, num_tokens)
         found = self._found(chain)
-        self._counts["lookup_tokens"] += len(chain) * self.config.hash_tokens
-        self._counts["lookup_tokens_found"] += found.tokens
+        self._mover.counts["tokens.looked_up"] += len(chain) * self.config.hash_tokens
+        self._mover.counts["tokens.found"] += found.tokens
+        self._mover.counts["lookup_hits"] += found.tokens > 0
         return found
 
     def would_wait(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> bool:
@@ -444,19 +379,19 @@ class Offload:
     def pin(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> Pin:
         """Keep what is kept of a prompt, until the pin is released or left (`with offload.pin(hashes):`)."""
         self._here(self.pin)
-        name = f"pin-{next(self._ids)}"
+        name = f"pin-{next(self._mover.ids)}"
         self._catalogue.pin(name, self._chain(hashes, num_tokens))
         return Pin(lambda: self._unpin(name))
 
     def _unpin(self, name: str) -> None:
-        if self._catalogue.unpin(name) and not self._cause:
-            self._soon()
+        if self._catalogue.unpin(name) and not self._mover.cause:
+            self._mover.soon()
 
     def evict(self, hashes: Sequence[str | bytes] | None = None) -> int:
         """Give up what is kept of a prompt, or all that is kept, unless it is in use; returns how many blocks."""
         self._here(self.evict)
         count = self._catalogue.evict(None if hashes is None else self._chain(hashes, None))
-        self._soon()
+        self._mover.soon()
         return count
 
     # -- moves: awaited, and given up by cancelling --------------------------------------------------
@@ -531,7 +466,7 @@ class Offload:
         tokens = self._whole(num_tokens, chain)
         if len(set(chain)) < len(chain):
             raise LocalProtocolError("two of the hashes are the same; each has to cover all tokens before it as well")
-        if any(job.request_id == request_id and job.kind is JobKind.LOAD for job in self._jobs.values()):
+        if any(job.request_id == request_id and job.kind is JobKind.LOAD for job in self._mover.jobs.values()):
             raise LocalProtocolError(f"request {request_id[:200]!r} is being loaded already; cancel it first")
         blocks = check_block_ids(self.engine.registration.layout, groups, tokens)
         wanted = []
@@ -550,8 +485,8 @@ class Offload:
         if ended.is_held or ended.outcome is JobOutcome.CANCELLED:
             raise job.error()
         loaded = self._loaded_tokens(job, ended, tokens)
-        self._counts["loaded_tokens"] += loaded
-        self._counts["missed_tokens"] += tokens - loaded
+        self._mover.counts["tokens.loaded"] += loaded
+        self._mover.counts["tokens.missed"] += tokens - loaded
         seconds_ = self._clock.now() - job.begun_at
         return Loaded(request_id, loaded, ended.blocks, job.num_bytes, job.file_bytes, seconds_)
 
@@ -621,7 +556,7 @@ class Offload:
         except BaseException:
             self._unpin(pin)
             raise
-        self._counts["lent"] += 1
+        self._mover.counts["lent"] += 1
         task = asyncio.get_running_loop().create_task(self._keep(lent, pin))
         self._leases.add(task)
         task.add_done_callback(self._leases.discard)
@@ -635,9 +570,9 @@ class Offload:
     def cancel(self, request_id: str) -> bool:
         """Give up the stores and the load of a request; False if there are none."""
         self._here(self.cancel)
-        jobs = [job for job in self._jobs.values() if job.request_id == request_id and job.ended is None]
+        jobs = [job for job in self._mover.jobs.values() if job.request_id == request_id and job.ended is None]
         for job in jobs:
-            self._give_up(job)
+            self._mover.give_up(job)
         return bool(jobs)
 
     async def returned(self, request_id: str) -> None:
@@ -649,7 +584,7 @@ class Offload:
             BlocksRetired: A copy did not end within `held_s`; the blocks must never be used again.
         """
         self._here(self.returned)
-        for job in [job for job in self._jobs.values() if job.request_id == request_id]:
+        for job in [job for job in self._mover.jobs.values() if job.request_id == request_id]:
             await job.until_returned()
 
     def _whole(self, num_tokens: int, chain: list[bytes]) -> int:
@@ -673,8 +608,8 @@ class Offload:
         timeout_s: float | None,
     ) -> OffloadJob:
         """Take the blocks, and hand a job to the catalogue; without blocks it only brings them to the host tier."""
-        if self._cause:
-            raise EngineClosed(f"the offload takes nothing: {self._cause}")
+        if self._mover.cause:
+            raise EngineClosed(f"the offload takes nothing: {self._mover.cause}")
         ledger, now = self._core.ledger, self._clock.now()
         ids: dict[int, Int64s] = {}
         for index, places in zip(self._kept, wanted or (), strict=wanted is not None):
@@ -683,7 +618,7 @@ class Offload:
                 ids[index] = given[np.asarray(places) - first // self._layout.groups[index].block_size]
         held = ledger.check("lent" if kind is JobKind.STORE else "writing", ids)
         until = math.inf if timeout_s is None else now + timeout_s
-        job = OffloadJob(f"{kind.value}-{next(self._ids)}", request_id, kind, blocks, held, now, until)
+        job = OffloadJob(f"{kind.value}-{next(self._mover.ids)}", request_id, kind, blocks, held, now, until)
         if kind is JobKind.STORE:
             self._catalogue.store(job.job_id, chain, tokens, positions=wanted)
             job.parts[self._own.far] = None
@@ -694,9 +629,8 @@ class Offload:
                 job.parts[shelf.far] = None
         ledger.hold(job.job_id, "lent" if kind is JobKind.STORE else "writing", request_id, held, now)
         self._core.inspect.guests[job.job_id] = job
-        self._jobs[job.job_id] = job
-        self._counts[f"{kind.value}s"] += 1
-        self._pump()
+        self._mover.jobs[job.job_id] = job
+        self._mover.pump()
         return job
 
     def _sources(self, chain: list[bytes], tokens: int) -> Sequence[Shelf]:
@@ -712,19 +646,8 @@ class Offload:
             return await job.outcome
         except asyncio.CancelledError:
             if job.ended is None:
-                self._give_up(job)
+                self._mover.give_up(job)
             raise
-
-    def _give_up(self, job: OffloadJob) -> None:
-        """Begin nothing more of a job, and wait for what runs."""
-        for shelf in self._shelves:
-            shelf.catalogue.cancel(job.job_id)
-        if job.kind is JobKind.LOAD and self._copies is not None:
-            # A store's copies go on: others may wait for them.
-            for transfer_id, posted in self._posted.items():
-                if posted.move.job_id == job.job_id and posted.move.kind is MoveKind.LOAD:
-                    self._copies.cancel(transfer_id)
-        self._pump()
 
     def _loaded_tokens(self, job: OffloadJob, ended: JobEnded, tokens: int) -> int:
         """Say how long a prefix is in place in all groups: all, what precedes the first gap, or what was there."""
@@ -734,7 +657,7 @@ class Offload:
         if any(group.is_state or group.window for group in self._groups):
             return had  # a shorter prefix would need other blocks
         ends = [tokens]
-        for shelf in self._shelves:
+        for shelf in self._mover.shelves:
             if (part := job.parts.get(shelf.far)) is None:
                 continue
             if part.outcome is JobOutcome.MISSING and not part.blocks:
@@ -742,162 +665,21 @@ class Offload:
             ends += [min(m) * g.block_size for g, m in zip(shelf.groups, part.missing, strict=True) if m]
         return max(min(ends) // self._align * self._align, had)
 
-    # -- between the catalogue and the planes --------------------------------------------------------
-
-    def _soon(self) -> None:
-        """Look what is to be done, in the loop's next turn."""
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._pump_soon)
-
-    def _pump_soon(self) -> None:
-        self._is_due = False
-        self._pump()
-
-    def _pump(self) -> None:
-        """Do what the catalogue wants, and tell what became of jobs."""
-        now = self._clock.now()
-        for shelf in self._shelves:
-            shelf.forget()
-            if not self._cause:
-                for move in shelf.catalogue.moves(now):
-                    self._post(shelf, move)
-            for news in shelf.catalogue.news():
-                self._take_news(shelf, news, now)
-        self._retire(now)
-        self._arm(now)
-
-    def _take_news(self, shelf: Shelf, news: JobEnded | JobReturned, now: float) -> None:
-        """A part of a job has ended, or touches its caller's blocks no more."""
-        job = self._jobs[news.job_id]
-        if isinstance(news, JobReturned):
-            job.held_by.discard(shelf.far)
-        else:
-            job.parts[shelf.far] = news
-            if news.is_held:
-                job.held_by.add(shelf.far)
-            if news.outcome is not JobOutcome.DONE:
-                for other in self._shelves:  # a prefix needs all of them
-                    other.catalogue.cancel(job.job_id)
-        if job.ended is None and all(part is not None for part in job.parts.values()):
-            ended = job.end(now, self.config.held_s)
-            self._counts[f"{ended.kind.value}s_{ended.outcome.value}"] += 1
-            if ended.outcome in (JobOutcome.FAILED, JobOutcome.TIMEOUT, JobOutcome.NO_ROOM):
-                self._log_failed(job, ended)
-        if job.ended is not None and not job.held_by:
-            self._release(job)
-
-    def _retire(self, now: float) -> None:
-        """Give up blocks that something may have been touching for too long."""
-        for job in self._jobs.values():
-            if job.retired_at <= now and not job.is_retired:
-                job.retire()
-                self._counts["jobs_retired"] += 1
-                self._log_retired(job, now)
-
-    def _arm(self, now: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        held = [job.retired_at for job in self._jobs.values() if not job.is_retired]
-        when = min([*(shelf.catalogue.wake_at for shelf in self._shelves), *held])
-        if when < math.inf and self._is_copying:
-            self._timer = self._clock.call_at(max(when, now), self._soon)
-
-    def _release(self, job: OffloadJob) -> None:
-        """Nothing touches a job's blocks any more: they are the engine's."""
-        core = self._core
-        core.ledger.drop(job.job_id)
-        core.inspect.guests.pop(job.job_id, None)
-        self._jobs.pop(job.job_id, None)
-        job.is_free = True
-        job.is_returned.set()
-        assert self._driver is not None
-        self._driver.soon()  # somebody may wait until nothing is held
-
-    def _post(self, shelf: Shelf, move: Move) -> None:
-        """Hand a move to its plane."""
-        transfer_id = TransferId(next(self._ids))
-        self._posted[transfer_id] = _Posted(shelf, move)
-        match move.kind:
-            case MoveKind.LOAD if not self._jobs[move.job_id].blocks:
-                asyncio.get_running_loop().call_soon(self._arrived, transfer_id)  # it is where it was to be brought
-            case MoveKind.LOAD | MoveKind.STORE:
-                assert self._copies is not None
-                op = CopyOp.READ if move.kind is MoveKind.LOAD else CopyOp.WRITE
-                self._copies.post(transfer_id, op, shelf.far, shelf.pieces(move, self._jobs[move.job_id]))
-            case MoveKind.PROMOTION | MoveKind.WRITE_BACK:
-                assert shelf.records is not None
-                op = CopyOp.READ if move.kind is MoveKind.PROMOTION else CopyOp.WRITE
-                shelf.records.post(transfer_id, op, shelf.record_list(move))
-
-    def _arrived(self, transfer_id: TransferId) -> None:
-        self._ended(transfer_id, Ending.DONE, "")
-        self._pump()
-
-    def _on_copies(self) -> None:
-        assert self._copies is not None
-        for news in self._copies.poll():
-            self._ended(news.transfer_id, news.ending, news.cause)
-        self._pump()
-
-    def _on_records(self, shelf: Shelf) -> None:
-        assert shelf.records is not None
-        for news in shelf.records.poll():
-            if isinstance(news, RecordsEnded):
-                self._ended(news.move_id, news.ending, news.cause, news.lost)
-            else:
-                self._lose_files(shelf, news)
-        self._pump()
-
-    def _ended(self, transfer_id: TransferId, ending: Ending, cause: str, lost: Sequence[int] = ()) -> None:
-        """Tell the catalogue of a move, and count it."""
-        posted = self._posted.get(transfer_id)
-        if posted is None:
-            return
-        move = posted.move
-        if ending is Ending.IN_DOUBT:
-            posted.is_doubtful = True
-            self._counts["moves_doubted"] += 1
-        else:
-            del self._posted[transfer_id]
-            self._idle.set()
-        if ending is Ending.FAILED and lost:
-            ending = Ending.DONE  # but for those
-        if ending is Ending.DONE:
-            self._counts[f"{move.kind.value}_bytes"] += move.num_bytes
-            self._counts[f"{move.kind.value}_blocks"] += move.num_blocks - len(lost)
-            self._counts["records_lost"] += len(lost)
-            if (job := self._jobs.get(move.job_id)) is not None:
-                if move.kind is MoveKind.PROMOTION:
-                    job.file_bytes += move.num_bytes
-                else:
-                    job.num_bytes += move.num_bytes
-        elif ending is not Ending.IN_DOUBT:
-            self._counts["moves_failed"] += 1
-        posted.shelf.catalogue.ended(move.move_id, ending, cause, lost)
-
-    def _lose_files(self, shelf: Shelf, news: RecordsLost) -> None:
-        """The file tier takes no more writes, or nothing at all."""
-        assert self._driver is not None
-        if news.reads:
-            shelf.catalogue.switch_off()
-        self._driver.recorder.event("warning", EVENT.OFFLOAD_FILES_LOST, cause=news.cause, reads=int(news.reads))
-
     # -- what is said --------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
         """Take a snapshot: counters and gauges of this offload; the loop's are its engine's."""
         self._here(self.statistics)
         said = self._catalogue.statistics()
-        gauges = {name: said[name] for name in said if name not in COUNTED}
+        gauges = {name: said.get(name, 0) for name in GAUGES}
+        gauges["bytes_under_way"] = sum(said[f"{kind.value}_bytes_under_way"] for kind in MoveKind)
         return Statistics(self._said(), gauges, (), 0.0, 0.0, {})
 
     def _said(self) -> dict[str, int]:
-        said = self._catalogue.statistics()
-        counters = dict(self._counts) | {name: said[name] for name in COUNTED if name in said}
+        said, counters = self._catalogue.statistics(), dict(self._mover.counts)
+        counters |= {name: said.get(of, 0) for of, name in COUNTED.items()}
         for plane, name in ((self._copies, "copies"), (self._own.records, "files")):
-            if plane is not None and self._driver is not None:
+            if plane is not None:
                 counters |= {f"{name}.{key}": count for key, count in plane.statistics().items()}
         return counters
 
@@ -915,39 +697,11 @@ class Offload:
             AsyncKVError: Something does not add up; a bug to report, with this message.
         """
         self._here(self.check_integrity)
-        wrong = [text for shelf in self._shelves for text in shelf.catalogue.check_integrity()]
-        idle = {job_id for job_id in self._jobs if self._core.ledger.get(job_id) is None}
-        wrong += [f"job {job_id} holds no blocks" for job_id in sorted(idle) if self._jobs[job_id].ids]
+        wrong = [text for shelf in self._mover.shelves for text in shelf.catalogue.check_integrity()]
+        idle = {job_id for job_id in self._mover.jobs if self._core.ledger.get(job_id) is None}
+        wrong += [f"job {job_id} holds no blocks" for job_id in sorted(idle) if self._mover.jobs[job_id].ids]
         if wrong:
             raise AsyncKVError("integrity: " + "; ".join(wrong))
-
-    def _log_failed(self, job: OffloadJob, ended: JobEnded) -> None:
-        assert self._driver is not None
-        now = self._clock.now()
-        if self._failures.take(now):
-            self._driver.recorder.event(
-                "warning",
-                EVENT.OFFLOAD_FAILED,
-                cause=ended.outcome.value,
-                detail=ended.cause,
-                what=job.kind.value,
-                request_id=job.request_id,
-                blocks=sum(map(len, ended.missing)),
-                held=int(ended.is_held),
-                seconds=round(now - job.begun_at, 6),
-                **self._failures.left_out(),
-            )
-
-    def _log_retired(self, job: OffloadJob, now: float) -> None:
-        assert self._driver is not None
-        self._driver.recorder.event(
-            "error",
-            EVENT.OFFLOAD_RETIRED,
-            what=job.kind.value,
-            request_id=job.request_id,
-            blocks=sum(map(len, job.ids.values())),
-            seconds_after_failure=round(now - job.ended_at, 6),
-        )
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -967,7 +721,7 @@ class Offload:
 
     def _here(self, call: Callable[..., Any]) -> None:
         if self._driver is None:
-            raise EngineClosed(f"the offload takes nothing: {self._cause}")
+            raise EngineClosed("the offload is not started; use `async with Offload(config, engine)`")
         self._driver.home.here(call)
 
     def _chain(self, hashes: Sequence[str | bytes], num_tokens: int | None) -> list[bytes]:
@@ -1004,7 +758,7 @@ def _left_by_others(config: OffloadConfig, own: Shelf, name: str) -> list[Shelf]
     from asynckv.edges.leftovers import left_in
 
     shelves = []
-    for at, left in enumerate(left_in(Path(config.directory), _folder(config, own))):
+    for at, left in enumerate(left_in(Path(config.directory), own.form)):
         files = FileTier(left.folder, left.num_bytes, name=f"{name}-left{at}")
         through = max(THROUGH_BYTES, 16 * left.form.memories[0].length * len(left.form.groups))
         far = f"left{at}"

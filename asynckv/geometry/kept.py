@@ -143,7 +143,7 @@ def plan_loads(
             out.append(None)
             continue
         if (lists := paired.get(id(slots))) is None:
-            # As if more were offered than is wanted: states are kept at the ends of blocks only, whatever is after them.
+            # As if more were offered than is wanted: only states at the ends of blocks are kept, none after the last.
             lists = paired[id(slots)] = BlockLists(local, slots, num_tokens, num_tokens + 1)
         out.append(plan_read(each, lists))
     return tuple(out)

@@ -176,9 +176,11 @@ def _payload(part: Part) -> int:
 
 def _pack(views: Sequence[View], stride: int) -> list[View]:
     """Put the parts of one group's kernel block one behind the other, and the views in the order of their addresses."""
+    # Which number a memory has says nothing of a block: the layers do, by which of them comes first.
+    memories = {memory: at for at, memory in enumerate(dict.fromkeys(view.memory for view in views))}
     # Parts can be one row of a table where they follow each other on the device, in one memory and with one stride.
     places = sorted(
-        (view.memory, view.stride, view.offset + part.offset, number, at)
+        (memories[view.memory], view.stride, view.offset + part.offset, number, at)
         for number, view in enumerate(views)
         for at, part in enumerate(view.parts)
     )
@@ -197,7 +199,7 @@ def _pack(views: Sequence[View], stride: int) -> list[View]:
                 moved[key] = structs.replace(part, offset=end, dims=_dense(part))
                 end += _payload(part)
     out = []
-    for number, view in sorted(enumerate(views), key=lambda each: (each[1].memory, each[1].offset)):
+    for number, view in sorted(enumerate(views), key=lambda each: (memories[each[1].memory], each[1].offset)):
         parts = [moved[number, at] for at in range(len(view.parts))]
         offset = min(part.offset for part in parts)
         parts = [structs.replace(part, offset=part.offset - offset) for part in parts]

@@ -286,7 +286,8 @@ class PeerTables:
         if count > MAX_ROWS or count * max(local_blocks, remote_blocks) > MAX_DESCRIPTORS:
             raise LayoutError(
                 f"group {span.group}: {count} pieces per kernel block x {max(local_blocks, remote_blocks)} blocks are "
-                f"more than {MAX_ROWS} pieces or int32 descriptor indices; use the same memory order on both sides"
+                f"more than {MAX_ROWS} pieces or int32 descriptor indices; use the same memory order on both sides, or "
+                f"declare fewer blocks"
             )
         rows = _merge(np.concatenate([kind.rows(span) for kind in self._alike[pair]]))
         return DescTable(next(self._ids), span, rows[:, 6], rows[:, 0:3], rows[:, 3:6], local_blocks, remote_blocks)

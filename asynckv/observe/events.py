@@ -135,8 +135,9 @@ COMMON: Final = (
     always(TEXT, "incarnation", "This start of its process; another after the engine was resumed."),
     always(TEXT, "rank", "The engine's rank and start as everybody writes it: `prefill/pp1/tp3@0a1b2c3d`."),
     maybe(INTEGER, "log_dropped", "Lines before this one that the engine's own log file has not got."),
+    maybe(TEXT, "log_not_rotated", "Why the engine's own log file goes on though it is full: said once."),
 )
-"""What every line has, however it is written; `timestamp`, `level` and `log_dropped` are added by who writes it."""
+"""What every line has, however it is written; `timestamp`, `level` and `log_...` are added by who writes it."""
 
 LEASE_IDS = (
     always(TEXT, "request_id", "The prefill side's id of the request."),
@@ -188,6 +189,8 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
             always(TEXT, "version", "Of asynckv."),
             always(SECONDS, "lease_s", "How long an unclaimed request stays lent."),
             always(SECONDS, "grant_s", "Length of one promise to a reader."),
+            always(SECONDS, "max_lease_s", "Longest that renewals keep a request lent."),
+            always(SECONDS, "parked_s", "How long what is said of a request that is not lent yet is remembered."),
             always(SECONDS, "timeout_s", "Default deadline of a pull."),
             always(SECONDS, "announce_s", "How long an announced request may wait to be pulled."),
             always(SECONDS, "held_s", "When blocks that a transfer may still write are given up."),

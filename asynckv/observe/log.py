@@ -18,7 +18,6 @@ import os
 import socket
 import traceback
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any, Literal
 
 from asynckv.config import EngineConfig, LogConfig
@@ -30,6 +29,7 @@ from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
 from asynckv.core.types import Key, Params, PullId, Reason
 from asynckv.observe.events import EVENT
+from asynckv.observe.release import release
 from asynckv.observe.sampling import Rate, Sampler
 from asynckv.observe.setup import LEVELS, configure, file_sink, logger_for
 
@@ -112,9 +112,11 @@ def started(config: EngineConfig) -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "version": version("asynckv"),
+        "version": release(),
         "lease_s": lease.lease_s,
         "grant_s": lease.grant_s,
+        "max_lease_s": lease.max_lease_s,
+        "parked_s": lease.parked_s,
         "timeout_s": pull.timeout_s,
         "announce_s": pull.announce_s,
         "held_s": pull.held_s,

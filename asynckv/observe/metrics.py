@@ -14,8 +14,6 @@ engines that are read from the first 32 have a name, the others are `other`.
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import logging
 import math
 import time
@@ -40,6 +38,7 @@ from asynckv.core.wire import REFUSED, UNWELCOME
 from asynckv.errors import ConfigError, EngineClosed
 from asynckv.observe.metrics_tally import BUCKETS_S, ENDS, LEFT, Durations, Tally
 from asynckv.observe.observer import Observed, Reading, observation_of
+from asynckv.observe.release import release
 
 __all__ = ["FAMILIES", "Metrics"]
 
@@ -138,6 +137,17 @@ FAMILIES: Mapping[str, Family] = {
     "packets": Family("counter", "Packets of messages.", ("direction",)),
     "connections_rejected": Family("counter", "Connections to the listener that were not let in.", ("cause",)),
     "connections_refused": Family("counter", "Addresses that this engine would not connect to.", ("cause",)),
+    # -- what is kept outside of the accelerator, where there is an offload
+    "offload_blocks": Family("gauge", "Blocks that are kept, by tier.", ("tier",)),
+    "offload_blocks_moved": Family("counter", "Blocks that were moved, by kind of move.", ("move",)),
+    "offload_bytes_moved": Family("counter", "Bytes that were moved, by kind of move.", ("move",)),
+    "offload_stores_ended": Family("counter", "Stores that ended, by how.", ("outcome",)),
+    "offload_loads_ended": Family("counter", "Loads that ended, by how.", ("outcome",)),
+    "offload_tokens": Family("counter", "Tokens that were looked up, found, loaded, and missed by loads.", ("what",)),
+    "offload_evicted": Family("counter", "Blocks given up to make room, by tier.", ("tier",)),
+    "offload_not_written_back": Family("counter", "Blocks that did not get from host memory to files.", ("reason",)),
+    "offload_records_lost": Family("counter", "Records of files that were not what was stored, or could not be read."),
+    "offload_moves_failed": Family("counter", "Moves between tiers that failed."),
     # -- how it fares
     "loop_lag_seconds": Family("histogram", "How late the engine's timer fired: what the event loop was away."),
     "loop_away": Family("counter", "How often that was longer than log.away_s."),
@@ -169,6 +179,9 @@ _PLAIN = {
 }
 """Counters of the engine that are a metric each."""
 
+_OFFLOAD = {"offload.records_lost": "offload_records_lost", "offload.moves_failed": "offload_moves_failed"}
+"""The same, of engines that have an offload."""
+
 _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "pulls.": ("pulls_ended", (), _OUTCOMES),
     "leases.": ("leases_ended", (), ENDS),
@@ -183,6 +196,14 @@ _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "control.refused.": ("connections_refused", (), ()),
     "control.packets_": ("packets", (), ("in", "out")),
     "log.": ("log_events_lost", (), ("failed", "dropped")),
+    "offload.kept.": ("offload_blocks", (), ()),
+    "offload.blocks.": ("offload_blocks_moved", (), ()),
+    "offload.bytes.": ("offload_bytes_moved", (), ()),
+    "offload.store.": ("offload_stores_ended", (), ()),
+    "offload.load.": ("offload_loads_ended", (), ()),
+    "offload.tokens.": ("offload_tokens", (), ()),
+    "offload.evicted.": ("offload_evicted", (), ()),
+    "offload.not_written_back.": ("offload_not_written_back", (), ()),
 }
 """Counters of the engine that begin so: the metric, labels before the rest of the name, and what is shown as 0."""
 
@@ -318,13 +339,8 @@ def _add(family: Any, labels: tuple[str, ...], value: Any) -> None:
         family.add_metric(labels, value if isinstance(value, dict) else float(value))
 
 
-@functools.cache
-def _version() -> str:
-    return importlib.metadata.version("asynckv")
-
-
 def _info(reading: Reading) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    facts = {"incarnation": reading.incarnation, "version": _version()}
+    facts = {"incarnation": reading.incarnation, "version": release()}
     facts |= {name: reading.planes.get(name, "") for name in ("nixl", "backend", "ucx_tls")}
     yield "engine_info", (), facts
 
@@ -392,6 +408,8 @@ def place_of(counter: str) -> tuple[str, tuple[str, ...]] | None:
     """Say which metric, and which labels of it, a counter of the engine is; None if it is not shown."""
     if counter in _PLAIN:
         return _PLAIN[counter], ()
+    if counter in _OFFLOAD:
+        return _OFFLOAD[counter], ()
     for beginning, (name, labels, _) in _BY_CAUSE.items():
         if counter.startswith(beginning) and counter not in NOT_SHOWN:
             return name, (*labels, counter.removeprefix(beginning))

@@ -1,9 +1,14 @@
 """A log file of asynckv's own: JSON lines, for an engine inside an application that configures no logging.
 
-Whoever logs must not wait for a disk. What is to be written is put into a bounded queue, and a thread takes it from
-there, encodes and writes it, and rotates the files (`logging.handlers.RotatingFileHandler`). What does not fit into the
-queue, or cannot be written because the disk is full or the folder is gone, is left out and counted; the next line that
-can be written says how many there were (`log_dropped`). No request ends for that.
+Whoever logs must not wait for a disk. Lines wait in a queue that is bounded in bytes, and a thread takes them from
+there, encodes and writes them, and rotates the files (`logging.handlers.RotatingFileHandler`). What does not fit into
+the queue, or cannot be written because the disk is full or the folder is gone, is left out and counted; the next line
+that can be written says how many there were (`log_dropped`). A file that is full and cannot be renamed goes on for a
+while, and says so once (`log_not_rotated`). No request ends for any of that.
+
+Nor must the thread cost much. Beside a busy event loop it is not bytes that do: each time the thread wakes, and each
+time it comes back from the kernel, the two pass Python's lock to each other. So it wakes at most twice a second unless
+there is a warning, and asks the kernel for little.
 
 Engines of one process that are given the same file share it. Processes must not: each would rotate it under the others,
 so the name carries what tells them apart (`{pid}`, `{rank}`).
@@ -19,9 +24,12 @@ import os
 import queue
 import re
 import socket
+import stat
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from typing import Any, ClassVar
@@ -30,16 +38,22 @@ from asynckv.errors import ConfigError
 
 __all__ = ["FileSink", "file_name"]
 
-MAX_WAITING = 16_384
-"""Lines that wait to be written, at most."""
+MAX_WAITING = 32 << 20
+"""Bytes of lines that wait, and of those that are being written: of objects in memory, as `_size` takes them."""
 
-MAX_BATCH = 1024
-"""Lines that are taken to be written at a time; when the disk does not answer they are held beside those that wait."""
+MAX_BATCH = 1 << 20
+"""Bytes, taken in the same way, that are encoded and written at a time: meanwhile they are there three times more."""
 
-GATHER_S = 0.1
-"""How long the first of them waits for more, unless there is a warning.
+LINE_BYTES = 256
+"""What a line takes beside its fields."""
 
-A thread that wakes for every line costs the event loop's time.
+NESTED = frozenset({dict, list, tuple, set, frozenset})
+"""What has values in it, in the fields of an event."""
+
+GATHER_S = 0.5
+"""How long lines wait for more after others were written, unless there is a warning; the first ones do not wait.
+
+Beside a busy event loop each time costs some 0.1 ms of it.
 """
 
 CLOSE_S = 2.0
@@ -76,19 +90,19 @@ class FileSink:
 
     def __init__(self, path: str, max_bytes: int, backups: int) -> None:
         try:
-            self._file = _File(path, max_bytes, backups)
-            self._file.check()
+            _File(path, max_bytes, backups).check()
         except OSError as exc:
             raise ConfigError(f"the log file {path} cannot be written: {exc.strerror or exc}") from exc
-        self.path = path
+        self.path, self._max_bytes, self._backups = path, max_bytes, backups
         self._not_taken = self._not_written = 0  # each of them one thread's to count
         self._users = 0
-        self._waiting: queue.SimpleQueue[Line | str | None] = queue.SimpleQueue()
+        self._mutex = threading.RLock()  # one thread may come here twice: a finalizer may log
+        self._lines = _Lines(self._mutex)
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
-        self._hurry = threading.Event()
+        self._is_starting = False
         self._told = 0
         """How many of those that were dropped a line that was written has told of."""
+        self._told_trouble = ""
 
     @classmethod
     def shared(cls, path: str, max_bytes: int, backups: int) -> FileSink:
@@ -111,14 +125,12 @@ class FileSink:
 
     def put(self, level: str, event: str, bound: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
         """Write a line soon; never waits, and never raises."""
-        self._put((time.time(), level, event, bound, fields))
-        if level in ("warning", "error"):
-            # What is said last before a process dies is what is looked for afterwards.
-            self._hurry.set()
+        # What is said last before a process dies is what is looked for afterwards.
+        self._put((time.time(), level, event, bound, fields), _size(fields.values()), level in ("warning", "error"))
 
     def write(self, text: str) -> None:
         """Write a line that is made already; as a stream does."""
-        self._put(text.removesuffix("\n"))
+        self._put(text.removesuffix("\n"), len(text), False)
 
     def flush(self) -> None:
         """Nothing: what is written is written soon."""
@@ -134,78 +146,78 @@ class FileSink:
 
     def end(self, timeout_s: float = math.inf) -> None:
         """Write what is still to be written, for so long at most; whoever writes after that begins anew."""
-        thread, self._thread = self._thread, None
+        with self._mutex:
+            thread, lines = self._thread, self._lines
+            self._thread, self._lines = None, _Lines(self._mutex)
+            self._writing.discard(self)
+            lines.end()
         if thread is None:
             return
-        self._writing.discard(self)
-        self._hurry.set()
-        self._waiting.put(None)
         thread.join(min(timeout_s, CLOSE_S))
         if thread.is_alive():  # the disk does not answer
-            self._not_taken += self._waiting.qsize()
+            with self._mutex:
+                self._not_taken += lines.clear()
+
+    @classmethod
+    def end_all(cls) -> None:
+        """Write what is still to be written to any file."""
+        for sink in tuple(cls._writing):
+            sink.end()
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _put(self, line: Line | str) -> None:
-        if self._waiting.qsize() >= MAX_WAITING or not self._is_served():
-            self._not_taken += 1
-            return
-        self._waiting.put(line)
+    def _put(self, line: Line | str, size: int, is_urgent: bool) -> None:
+        with self._mutex:
+            if not (self._is_served() and self._lines.put(line, size + LINE_BYTES, is_urgent)):
+                self._not_taken += 1
 
     def _is_served(self) -> bool:
         """Whether a thread writes; one is started if none does."""
-        if self._thread is not None:
+        if self._thread is not None or self._is_starting:
             return True
-        if not self._starting.acquire(blocking=False):  # somebody is at it, and nobody waits
-            return True
+        self._is_starting = True
         try:
-            if self._thread is None:
-                hurry = threading.Event()
-                name = f"asynckv log {os.path.basename(self.path)}"
-                thread = threading.Thread(target=self._work, args=(hurry,), name=name, daemon=True)
-                thread.start()
-                self._hurry, self._thread = hurry, thread
-                self._writing.add(self)
+            # Of its own is all that it works with: one that hangs on a disk may have a successor.
+            file = _File(self.path, self._max_bytes, self._backups)
+            name = f"asynckv log {os.path.basename(self.path)}"
+            thread = threading.Thread(target=self._work, args=(self._lines, file), name=name, daemon=True)
+            thread.start()
+            self._thread = thread
+            self._writing.add(self)
         except RuntimeError:  # there are too many threads, or the interpreter exits: the next line tries again
             return False
         finally:
-            self._starting.release()
+            self._is_starting = False
         return True
 
-    def _work(self, hurry: threading.Event) -> None:
+    def _work(self, lines: _Lines, file: _File) -> None:
         """Write what is put, until told to end."""
-        while True:
-            batch = [self._waiting.get()]
-            if self._waiting.qsize() < MAX_BATCH:
-                hurry.wait(GATHER_S)
-            hurry.clear()  # before the queue is emptied: whoever hurries afterwards finds his line in it
-            with contextlib.suppress(queue.Empty):
-                while len(batch) < MAX_BATCH:
-                    batch.append(self._waiting.get_nowait())
-            is_last = None in batch
-            lines = [line for line in batch if line is not None]
-            told, encoded = self._told, []
-            for line in lines:
-                dropped = self.num_dropped
-                try:
-                    encoded.append(self._encoded(line, dropped - told))
-                except Exception:  # a value whose repr raises takes no other line with it
-                    self._not_written += 1
-                    continue
-                if not isinstance(line, str):
-                    told = dropped
-            try:
-                self._file.begin()
-                self._file.write_lines(encoded)
-                self._told = told
-            except Exception:  # no disk, no folder: no request is to suffer for it
-                self._file.give_up()
-                self._not_written += len(encoded) - self._file.num_written
-            if is_last:
-                self._file.give_up()
-                return
+        while batch := lines.take():
+            self._write(batch, file)
+        file.give_up()
 
-    def _encoded(self, line: Line | str, dropped: int) -> str:
+    def _write(self, lines: list[Line | str], file: _File) -> None:
+        told, trouble, encoded = self._told, file.trouble, list[str]()
+        told_trouble = self._told_trouble
+        for line in lines:
+            dropped = self.num_dropped
+            try:
+                text = self._encoded(line, dropped - told, trouble if trouble != told_trouble else "")
+            except Exception:  # a value whose repr raises takes no other line with it
+                self._not_written += 1
+                continue
+            encoded.append(text)
+            if not isinstance(line, str):
+                told, told_trouble = dropped, trouble
+        try:
+            file.begin()
+            file.write_lines(encoded)
+            self._told, self._told_trouble = told, told_trouble
+        except Exception:  # no disk, no folder: no request is to suffer for it
+            file.give_up()
+            self._not_written += len(encoded) - file.num_written
+
+    def _encoded(self, line: Line | str, dropped: int, trouble: str) -> str:
         if isinstance(line, str):
             return line
         at, level, event, bound, fields = line
@@ -213,7 +225,74 @@ class FileSink:
         said = {"timestamp": stamp, "level": level, "event": event, **bound, **fields}
         if dropped:
             said["log_dropped"] = dropped
-        return json.dumps(said, default=_plain)
+        if trouble:
+            said["log_not_rotated"] = trouble
+        return _encode(said)
+
+
+class _Lines:
+    """Lines that wait for one thread, and its sleep.
+
+    Args:
+        mutex: Held by whoever calls, but for `take`.
+    """
+
+    def __init__(self, mutex: threading.RLock) -> None:
+        self._mutex = mutex
+        self._waiting: deque[tuple[Line | str, int]] = deque()
+        self._num_bytes = self._num_taken = 0
+        """Of all, and of those that are being written."""
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._is_rung, self._is_asleep, self._is_ended = False, True, False
+
+    def put(self, line: Line | str, size: int, is_urgent: bool) -> bool:
+        """Append a line, unless that is too much."""
+        if self._num_bytes + size > MAX_WAITING:
+            return False
+        self._waiting.append((line, size))
+        self._num_bytes += size
+        if is_urgent or self._is_asleep or self._num_bytes >= MAX_BATCH:
+            self._ring()
+        return True
+
+    def take(self) -> list[Line | str]:
+        """Wait for lines; there are none if there will be no more."""
+        with self._mutex:
+            self._num_bytes -= self._num_taken  # they are written
+            self._num_taken = 0
+        batch: list[Line | str] = []
+        while not batch:
+            if not self._is_ended:
+                with contextlib.suppress(queue.Empty):
+                    self._bell.get(timeout=None if self._is_asleep else GATHER_S)
+            with self._mutex:
+                self._is_rung = False
+                while self._waiting and self._num_taken < MAX_BATCH:
+                    line, size = self._waiting.popleft()
+                    batch.append(line)
+                    self._num_taken += size
+                self._is_asleep = not batch
+                if self._waiting:
+                    self._ring()
+                if self._is_ended:
+                    break
+        return batch
+
+    def end(self) -> None:
+        """Let the thread take what is there, and then nothing."""
+        self._is_ended = True
+        self._ring()
+
+    def clear(self) -> int:
+        """Forget what waits; return how many lines that were."""
+        count = len(self._waiting)
+        self._waiting.clear()
+        return count
+
+    def _ring(self) -> None:
+        if not self._is_rung:
+            self._is_rung = True
+            self._bell.put(None)
 
 
 class _File(RotatingFileHandler):
@@ -223,7 +302,10 @@ class _File(RotatingFileHandler):
         super().__init__(path, maxBytes=max_bytes, backupCount=backups, encoding="utf-8", delay=True)
         self.num_written = 0
         """Lines of the last batch."""
-        self._size = 0
+        self.trouble = ""
+        """Why it goes on though it is full."""
+        self._size = self._limit = 0
+        self._identity: tuple[int, int] | None = None
 
     def check(self) -> None:
         """Find out whether it can be written.
@@ -239,8 +321,8 @@ class _File(RotatingFileHandler):
         self.num_written = 0
         if self.stream is not None:
             try:
-                here, there = os.fstat(self.stream.fileno()), os.stat(self.baseFilename)
-                is_same = (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+                found = os.stat(self.baseFilename)
+                is_same = (found.st_dev, found.st_ino) == self._identity
             except OSError:
                 is_same = False
             if not is_same:
@@ -258,10 +340,9 @@ class _File(RotatingFileHandler):
         for line in lines:
             if self.stream is None:
                 self.stream = self._open()
-            if self._size + len(line) + 1 > self.maxBytes > 0 and self._size > 0:
+            if self._size + len(line) + 1 > self._limit > 0 and self._size > 0:
                 self._flush(waiting)
-                self.doRollover()
-                self.stream = self._open()
+                self._rotate(len(line) + 1)
             self._size += len(line) + 1
             waiting.append(line)
         self._flush(waiting)
@@ -272,6 +353,25 @@ class _File(RotatingFileHandler):
             self.stream.flush()
             self.num_written += len(waiting)
             waiting.clear()
+
+    def _rotate(self, more: int) -> None:
+        """Rename the file and begin another; if that cannot be, go on, until it takes what all files together may.
+
+        Raises:
+            OSError: It takes that.
+        """
+        failed: OSError | None = None
+        try:
+            self.doRollover()
+        except OSError as exc:
+            failed = exc
+        self.trouble = f"{failed.strerror or failed}: {failed.filename2 or failed.filename}" if failed else ""
+        self.stream = self._open()
+        if failed:
+            # It is tried again when it has grown by as much as it may have, and then with every batch.
+            self._limit = self.maxBytes * math.ceil((self._size + more) / self.maxBytes)
+            if self._limit > self.maxBytes * (self.backupCount + 1):
+                raise failed
 
     def give_up(self) -> None:
         """Close it, whatever becomes of what is not written yet."""
@@ -284,7 +384,10 @@ class _File(RotatingFileHandler):
         """Open the file, in a folder that is made if need be, and end a line that was cut short."""
         os.makedirs(os.path.dirname(self.baseFilename), exist_ok=True)
         stream = super()._open()
-        self._size = stream.tell() if os.path.isfile(self.baseFilename) else 0
+        found = os.fstat(stream.fileno())
+        self._identity = found.st_dev, found.st_ino
+        is_file = stat.S_ISREG(found.st_mode)
+        self._size, self._limit = (stream.tell(), self.maxBytes) if is_file else (0, 0)
         if self._size > 0:
             with open(self.baseFilename, "rb") as written:
                 written.seek(-1, os.SEEK_END)
@@ -298,21 +401,34 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, set | frozenset) else repr(value)
 
 
+_encode = json.JSONEncoder(default=_plain).encode
+
+
+def _size(values: Iterable[object], depth: int = 4) -> int:
+    """About how many bytes of memory values take, with what is in them; nothing is formatted for that."""
+    values = tuple(values)
+    size = sum(map(sys.getsizeof, values))
+    nested: list[Any] = [x for x in values if type(x) in NESTED] if depth else []
+    for value in nested:
+        size += _size((*value, *value.values()) if isinstance(value, dict) else value, depth - 1)
+    return size
+
+
 def _at_exit() -> None:
     """Write what is still to be written: threads that are daemons are not waited for.
 
     Engines that are still open then are closed before this (`embed/thread.py`), which was registered later; so their
     last words are in the file as well.
     """
-    for sink in tuple(FileSink._writing):
-        sink.end()
+    FileSink.end_all()
 
 
 def _after_fork() -> None:
     """Of a process that was forked none of the threads is here, and what waits is the parent's to write."""
     FileSink._lock = threading.Lock()
-    for sink in tuple(FileSink._writing):
-        sink._thread, sink._starting, sink._waiting = None, threading.Lock(), queue.SimpleQueue()
+    for sink in {*FileSink._open.values(), *FileSink._writing}:
+        sink._thread, sink._is_starting, sink._mutex = None, False, threading.RLock()
+        sink._lines = _Lines(sink._mutex)
     FileSink._writing.clear()
 
 

@@ -114,7 +114,8 @@ class Tracing(Observer):
         self._extract = TraceContextTextMapPropagator().extract
         self._offset_ns = 0
         """Of the wall clock to the engine's."""
-        self._lent: OrderedDict[Lease, Context] = OrderedDict()
+        self._lent: OrderedDict[Lease, tuple[Context, str]] = OrderedDict()
+        """In which trace they were lent, and by which engine."""
         self._over: OrderedDict[PullId, SpanContext] = OrderedDict()
         """Attempts whose release goes on."""
         self._failed: OrderedDict[str, SpanContext] = OrderedDict()
@@ -129,14 +130,15 @@ class Tracing(Observer):
     # -- what happens ------------------------------------------------------------------------------
 
     def lease_lent(self, lease: Lease, params: Params, now: float) -> None:
-        """Remember in which trace it was lent."""
+        """Remember in which trace it was lent, and by which engine."""
         if params.traceparent and (parent := self._parent(params)) is not None:
-            _keep(self._lent, lease, parent)
+            _keep(self._lent, lease, (parent, params.engine_id))
 
     def lease_ended(self, lease: Lease, now: float) -> None:
         """Make its span."""
-        if not self._lent or (parent := self._lent.pop(lease, None)) is None:
+        if not self._lent or (lent_in := self._lent.pop(lease, None)) is None:
             return
+        parent, engine_id = lent_in
         self._set_clock(now)
         span = self._span("asynckv.lease", "PRODUCER", parent, lease.lent_at)
         if span is None:
@@ -146,6 +148,7 @@ class Tracing(Observer):
             {
                 "asynckv.request_id": lent.request_id[:MAX_TEXT],
                 "asynckv.sequence": lent.key.sequence,
+                "asynckv.engine_id": engine_id,
                 "asynckv.tp_rank": lent.tp_rank,
                 "asynckv.blocks": sum(n for group in lent.groups for _, n in group.runs),
                 "asynckv.lease.end": end,

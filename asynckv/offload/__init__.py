@@ -43,7 +43,8 @@ Where to look
 - `keys`: what blocks are called, and which of them somebody needs who continues after some token. `found`: how long a
   stored prefix is.
 - `tier`: the blocks of one tier. `entry`: one of them. `slots`: where they lie. `eviction`: who has to go.
-- `job`: one caller's request, and the moves that carry it out.
+- `job`: one caller's request, and the moves that carry it out. `traffic`: all moves that are under way, and their
+  budgets.
 
 Words
 -----

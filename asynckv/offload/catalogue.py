@@ -25,16 +25,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
-from msgspec import Struct
+import numpy.typing as npt
 
 from asynckv.arguments import integer, shown, text
 from asynckv.core.events import Ending
 from asynckv.errors import ConfigError, LocalProtocolError
 from asynckv.offload.entry import Entry, EntryEvent, EntryState
-from asynckv.offload.found import ABSENT, IN_FILE, READY, STORING, Found, longest
+from asynckv.offload.found import ABSENT, IN_FILE, STORING, Found, longest
 from asynckv.offload.job import (
     Item,
     Job,
@@ -50,41 +50,17 @@ from asynckv.offload.job import (
 )
 from asynckv.offload.keys import StoredGroup, as_hashes, block_hashes, needed
 from asynckv.offload.tier import Place, Tier
+from asynckv.offload.traffic import Budgets, Running, Traffic
 
 __all__ = ["Budgets", "Catalogue"]
 
 MAX_NAME = 16 * 1024
 """Characters of a job's id, and of a pin's name."""
 
+FEW = 256
+"""Blocks that are looked up together: most prompts are not stored, and of these no more is looked at."""
+
 Positions = Sequence[Iterable[int]]
-
-
-class Budgets(Struct, frozen=True, kw_only=True):
-    """How much may be under way at once, and how fast.
-
-    Attributes:
-        move_bytes: The most that one move carries; one block at least.
-        load_bytes, store_bytes, promotion_bytes, write_back_bytes: The most that moves of a kind carry together; one
-            move at least.
-        write_back_bytes_per_s: How fast the file tier is written.
-    """
-
-    move_bytes: int = 64 << 20
-    load_bytes: int = 1 << 30
-    store_bytes: int = 1 << 30
-    promotion_bytes: int = 256 << 20
-    write_back_bytes: int = 256 << 20
-    write_back_bytes_per_s: float = math.inf
-
-
-class Running:
-    """A move that is posted: what it touches, block by block."""
-
-    __slots__ = ("is_doubtful", "items", "job", "move", "sources")
-
-    def __init__(self, move: Move, job: Job | None, items: list[Item], sources: list[Entry]) -> None:
-        self.move, self.job, self.items, self.sources = move, job, items, sources
-        self.is_doubtful = False
 
 
 class Catalogue:
@@ -127,19 +103,8 @@ class Catalogue:
         self.wake_at = math.inf
         """When to call `moves` again though nothing else happens."""
         self.counts = dict.fromkeys(("lookups", "hits", "write_backs_without_room", "corrupt_or_unread"), 0)
-        self._running: dict[int, Running] = {}
-        self._in_flight = dict.fromkeys(MoveKind, 0)
-        self._limits = {
-            MoveKind.LOAD: budgets.load_bytes,
-            MoveKind.STORE: budgets.store_bytes,
-            MoveKind.PROMOTION: budgets.promotion_bytes,
-            MoveKind.WRITE_BACK: budgets.write_back_bytes,
-        }
-        self._last_move = 0
+        self.traffic = Traffic(budgets)
         self._news: list[JobEnded | JobReturned] = []
-        self._allowance = 0.0
-        """Bytes that may be written back; below 0 after a move that was larger than what was left."""
-        self._allowed_at: float | None = None
         self._tick = 0
 
     # -- questions ---------------------------------------------------------------------------------
@@ -155,38 +120,56 @@ class Catalogue:
             group = self.groups[g]
             is_chain = not (group.is_state or group.window)
             mine = block_hashes(keys, group.block_size, self.hash_tokens)[: most // group.block_size]
-            codes[g] = np.array(self._codes(g, mine, is_chain), np.uint8)
+            codes[g] = self._chain(g, mine) if is_chain else self._codes(g, mine)
             if is_chain:
                 most = min(most, len(codes[g]) * group.block_size)
         found = longest(self.groups, codes)
         self.counts["hits"] += found.tokens > 0
         return found
 
-    def _codes(self, g: int, hashes: list[bytes], is_chain: bool) -> list[int]:
-        host, ready = self.host.index[g].get, EntryState.READY
-        file = self.file.index[g].get if self.file else None
-        codes: list[int] = []
-        for key in hashes:
-            if (entry := host(key)) is not None:
-                codes.append(READY if entry.state is ready else STORING)
-            elif file is not None and (entry := file(key)) is not None and entry.state is ready:
-                codes.append(IN_FILE)
-            elif is_chain:
+    def _chain(self, g: int, hashes: list[bytes]) -> npt.NDArray[np.uint8]:
+        """Say what is known of each block up to the first that is absent."""
+        parts = [np.zeros(0, np.uint8)]
+        for first in range(0, len(hashes), FEW):
+            parts.append(self._codes(g, hashes[first : first + FEW]))
+            if not parts[-1].all():
+                parts[-1] = parts[-1][: int(parts[-1].argmin())]
                 break
-            else:
-                codes.append(ABSENT)
+        return np.concatenate(parts)
+
+    def _codes(self, g: int, hashes: list[bytes]) -> npt.NDArray[np.uint8]:
+        """Say of each block what is known; no entry is looked at, for each would be a miss of the processor's cache."""
+        host, writing = self.host.index[g], self.host.writing[g]
+        codes = np.fromiter(map(host.__contains__, hashes), np.uint8, len(hashes))
+        if writing:
+            codes[[i for i, key in enumerate(hashes) if key in writing]] = STORING
+        if self.file is not None:
+            file, writing = self.file.index[g], self.file.writing[g]
+            absent = np.flatnonzero(codes == ABSENT)
+            rest = [hashes[i] for i in absent.tolist()]
+            codes[absent] = IN_FILE * np.fromiter(map(file.__contains__, rest), np.uint8, len(rest))
+            if writing:
+                codes[[i for i in absent.tolist() if hashes[i] in writing]] = ABSENT
         return codes
 
     def statistics(self) -> dict[str, int]:
         """Gauges and counters, for metrics."""
-        said = {f"{kind}_bytes_under_way": n for kind, n in self._in_flight.items()}
-        said |= {"jobs": len(self.jobs), "pins": len(self.pins), "moves": len(self._running)}
-        said["moves_in_doubt"] = sum(running.is_doubtful for running in self._running.values())
+        running = self.traffic.running.values()
+        said = {f"{kind}_bytes_under_way": n for kind, n in self.traffic.under_way.items()}
+        said |= {"jobs": len(self.jobs), "pins": len(self.pins), "moves": len(running)}
+        doubtful = [one.move for one in running if one.is_doubtful]
+        said |= {"moves_in_doubt": len(doubtful), "blocks_in_doubt": sum(move.num_blocks for move in doubtful)}
         for tier in self._tiers():
             said[f"{tier.place}_blocks"] = sum(map(len, tier.index))
             said[f"{tier.place}_leaving"] = len(tier.leaving)
             said[f"{tier.place}_evicted"] = tier.evicted
         return said | {"lost_before_write_back": self.host.lost, "to_write_back": len(self.host.onward)} | self.counts
+
+    def held(self) -> dict[str, int]:
+        """Return how many blocks each job and each pin holds, in any tier."""
+        return {name: len(job.holding) for name, job in self.jobs.items()} | {
+            name: len(entries) for name, entries in self.pins.items()
+        }
 
     def _tiers(self) -> Iterator[Tier]:
         yield self.host
@@ -221,24 +204,29 @@ class Catalogue:
             LocalProtocolError: The job is known already, or an argument makes no sense; nothing was changed.
         """
         mine, where = self._request(job_id, hashes, tokens, first_token, positions)
-        self._use(mine, where, is_whole=positions is None)
+        self._tick_on()
+        used = [self._used(self.host, mine, where)]
+        used += [self._used(self.file, mine, where)] if self.file else []
+        self.host.spare(used[0])
         job = self.jobs[job_id] = Job(job_id, JobKind.STORE, until)
         for g, wanted in enumerate(where):
-            new: dict[bytes, int] = {}
+            new: list[int] = []
             for position in wanted:
-                key = mine[g][position]
-                entry = self.host.index[g].get(key)
+                entry = self.host.index[g].get(mine[g][position])
                 if entry is None:
-                    new.setdefault(key, position)
+                    new.append(position)
                 elif entry.state is EntryState.READY:
                     job.known += 1
-                elif entry not in job.holding:
+                else:
                     self._wait(job, entry, position)
-            made = self.host.make(g, list(new), spare=self._tick)
-            for entry, position in zip(made, new.values(), strict=False):
+            made = self.host.make(g, [mine[g][position] for position in new], spare=self._tick)
+            for entry, position in zip(made, new, strict=False):
                 job.todo.append(Item(position, entry))
                 self._hold(job, entry)
-            job.missing += [(g, position) for position in list(new.values())[len(made) :]]
+            job.missing += [(g, position) for position in new[len(made) :]]
+        # After what is new, so that it stays longer than what goes on from it.
+        for tier, entries in zip(self._tiers(), used, strict=True):
+            tier.use(entries)
         self._settle(job)
 
     def load(
@@ -283,11 +271,9 @@ class Catalogue:
         if job.missing:
             self._fail(job, JobOutcome.MISSING, f"{len(job.missing)} of {len(found)} blocks are not stored")
             return
-        self._use(mine, where, is_whole=positions is None)
+        self._use(mine, where)
         for position, entry, is_file in found:
             assert entry is not None
-            if entry in job.holding:
-                continue  # one key twice: the prompt's hashes repeat
             if is_file:
                 self._hold(job, entry)
                 job.absent.append(Item(position, entry))
@@ -306,14 +292,14 @@ class Catalogue:
         was_running = job.state is JobState.RUNNING
         job.receive(JobEvent.CANCELLED, JobOutcome.CANCELLED)
         if was_running:
-            self._abandon(job, JobOutcome.CANCELLED, "the job that stored it was cancelled")
+            self._abandon(job, "the job that stored it was cancelled")
         self._settle(job)
         return True
 
     def touch(self, hashes: Sequence[str | bytes], tokens: int | None = None) -> None:
         """Note that a prompt's blocks were used, so that they stay longer."""
-        mine, where = self._request("", hashes, tokens, 0, None)
-        self._use(mine, where, is_whole=True)
+        mine, where = self._prefix(hashes, tokens, 0, None)
+        self._use(mine, where)
 
     def pin(
         self,
@@ -332,7 +318,7 @@ class Catalogue:
             LocalProtocolError: There is a pin or a job of that name.
         """
         mine, where = self._request(name, hashes, tokens, first_token, positions)
-        self._use(mine, where, is_whole=positions is None)
+        self._use(mine, where)
         held = self.pins[name] = []
         pieces = []
         for g, wanted in enumerate(where):
@@ -347,7 +333,9 @@ class Catalogue:
                             here.append(Item(position, entry))
                         break
             if here:
-                pieces.append(_piece(g, here, [], with_positions=True))
+                slots = tuple(item.entry.slot for item in here)
+                positions_here = tuple(item.position for item in here)
+                pieces.append(Piece(g, tuple(item.entry.hash for item in here), positions_here, slots, ()))
         return tuple(pieces)
 
     def unpin(self, name: str) -> bool:
@@ -359,14 +347,14 @@ class Catalogue:
             tier.let_go(entry, name)
         return True
 
-    def evict(self, hashes: Sequence[str | bytes] | None = None) -> int:
+    def evict(self, hashes: Sequence[str | bytes] | None = None, place: Place | None = None) -> int:
         """Let nobody find a prompt's blocks any more, or any block; returns how many there were.
 
-        What is being read is read to its end.
+        What is being read is read to its end. With a `place` only what that tier has is evicted.
         """
         doomed: list[tuple[Tier, Entry]] = []
         keys = None if hashes is None else as_hashes(hashes)
-        for tier in self._tiers():
+        for tier in self._tiers() if place is None else (t for t in self._tiers() if t.place is place):
             for index, group in zip(tier.index, self.groups, strict=True):
                 if keys is None:
                     doomed += [(tier, entry) for entry in index.values()]
@@ -407,10 +395,9 @@ class Catalogue:
 
     def forgotten(self) -> list[tuple[int, int]]:
         """Return `(group, slot)` of the file tier that hold nothing any more, since the last call."""
-        self.host.freed.clear()
-        freed, tier = [], self.file
-        if tier is not None:
-            freed, tier.freed = tier.freed, []
+        if self.file is None:
+            return []
+        freed, self.file.freed = self.file.freed, []
         return freed
 
     def news(self) -> list[JobEnded | JobReturned]:
@@ -426,7 +413,7 @@ class Catalogue:
         moves = [*self._cut_all(MoveKind.LOAD, JobKind.LOAD), *self._cut_all(MoveKind.STORE, JobKind.STORE)]
         moves += promotions
         moves += self._write_back(now)
-        if not moves and all(running.is_doubtful for running in self._running.values()):
+        if not moves and self.traffic.is_idle():
             for job in [job for job in self.jobs.values() if job.absent]:
                 self._fail(job, JobOutcome.NO_ROOM, self._why_no_room())
         return moves
@@ -443,16 +430,12 @@ class Catalogue:
         Raises:
             LocalProtocolError: No such move is under way.
         """
-        running = self._running.get(move_id)
-        if running is None:
-            raise LocalProtocolError(f"move {move_id} is not under way")
+        running = self.traffic.get(move_id)
         if ending is Ending.IN_DOUBT:
             if not running.is_doubtful:
                 self._doubt(running, cause)
             return
-        del self._running[move_id]
-        if not running.is_doubtful:
-            self._in_flight[running.move.kind] -= running.move.num_bytes
+        self.traffic.end(running)
         is_done = ending is Ending.DONE
         end = {
             MoveKind.LOAD: self._load_ended,
@@ -517,9 +500,8 @@ class Catalogue:
 
     def _doubt(self, running: Running, cause: str) -> None:
         """Keep what a move touches, without counting on it any more."""
-        running.is_doubtful = True
+        self.traffic.doubt(running)
         move, job = running.move, running.job
-        self._in_flight[move.kind] -= move.num_bytes
         for position, entry in running.items:
             if move.kind is MoveKind.LOAD:
                 assert job is not None
@@ -560,9 +542,10 @@ class Catalogue:
     def _lost(self, entry: Entry, outcome: JobOutcome, cause: str) -> None:
         """Fail whoever waits for a block that will not be written."""
         for job in self._waiting(entry):
-            job.missing.append((entry.group, job.waits.pop(entry)))
-            self._let_go(job, self.host, entry)
-            self._fail(job, outcome, cause)
+            if entry in job.waits:  # or it failed with one of the others, for whose blocks it waited, too
+                job.missing.append((entry.group, job.waits.pop(entry)))
+                self._let_go(job, self.host, entry)
+                self._fail(job, outcome, cause)
 
     def _waiting(self, entry: Entry) -> list[Job]:
         jobs = (self.jobs.get(name) for name in sorted(entry.holders))
@@ -579,10 +562,17 @@ class Catalogue:
         positions: Positions | None,
     ) -> tuple[list[list[bytes]], list[Sequence[int]]]:
         """Check a call's arguments; returns the keys of every group's blocks, and which are meant."""
-        text("job_id", name, MAX_NAME)
+        text("name", name, MAX_NAME, 1)
         if name in self.jobs or name in self.pins:
             raise LocalProtocolError(f"{shown(name)} names a job or a pin already")
+        return self._prefix(hashes, tokens, first_token, positions)
+
+    def _prefix(
+        self, hashes: Sequence[str | bytes], tokens: int | None, first_token: int, positions: Positions | None
+    ) -> tuple[list[list[bytes]], list[Sequence[int]]]:
         keys = as_hashes(hashes)
+        if len(set(keys)) < len(keys):
+            raise LocalProtocolError("a hash is there twice: each must cover all tokens before as well")
         most = len(keys) * self.hash_tokens
         tokens = most if tokens is None else integer("tokens", tokens, 0, most)
         integer("first_token", first_token)
@@ -604,18 +594,28 @@ class Catalogue:
                     )
         return mine, list(where)
 
-    def _use(self, mine: list[list[bytes]], where: list[Sequence[int]], *, is_whole: bool) -> None:
+    def _use(self, mine: list[list[bytes]], where: list[Sequence[int]]) -> None:
         """Note that blocks were used, in all tiers, each chain from its end; those before the first are used, too."""
+        self._tick_on()
+        for tier in self._tiers():
+            tier.use(self._used(tier, mine, where))
+
+    def _tick_on(self) -> None:
         self._tick += 1
         for tier in self._tiers():
             tier.tick = self._tick
-            for g, group in enumerate(self.groups):
-                index, keys = tier.index[g], mine[g]
-                if is_whole and not (group.is_state or group.window):
-                    used = reversed(keys)
-                else:
-                    used = (keys[position] for position in reversed(where[g]))
-                tier.use(entry for key in used if (entry := index.get(key)) is not None)
+
+    def _used(self, tier: Tier, mine: list[list[bytes]], where: list[Sequence[int]]) -> list[Entry]:
+        """Return the blocks of a prompt that a tier has, each chain from its end."""
+        found: list[Entry] = []
+        for g, group in enumerate(self.groups):
+            index, keys = tier.index[g], mine[g]
+            if not (group.is_state or group.window):
+                used = reversed(keys)
+            else:
+                used = (keys[position] for position in reversed(where[g]))
+            found += [entry for key in used if (entry := index.get(key)) is not None]
+        return found
 
     def _hold(self, job: Job, entry: Entry) -> None:
         entry.hold(job.job_id)
@@ -634,10 +634,10 @@ class Catalogue:
             was_running = job.state is JobState.RUNNING
             job.receive(JobEvent.FAILED, outcome, cause)
             if was_running:
-                self._abandon(job, outcome, f"the job that stored it failed: {cause}")
+                self._abandon(job, f"the job that stored it failed: {cause}")
         self._settle(job)
 
-    def _abandon(self, job: Job, outcome: JobOutcome, cause: str) -> None:
+    def _abandon(self, job: Job, cause: str) -> None:
         """Let go of all that was not posted; what others wait for is theirs to store, if they can."""
         todo, waits, absent = job.todo, job.waits, job.absent
         job.todo, job.waits, job.absent = deque(), {}, deque()
@@ -683,15 +683,6 @@ class Catalogue:
 
     # -- cutting moves -----------------------------------------------------------------------------
 
-    def _fits(self, kind: MoveKind, num_bytes: int, more: int) -> bool:
-        """Whether a move that has so many bytes may carry so many more; one block at least, if nothing else runs."""
-        under_way = self._in_flight[kind] + num_bytes
-        if under_way == 0:
-            return True
-        return under_way + more <= self._limits[kind] and (
-            num_bytes == 0 or num_bytes + more <= self.budgets.move_bytes
-        )
-
     def _cut_all(self, kind: MoveKind, of: JobKind) -> Iterator[Move]:
         """Cut moves from jobs of a kind, one of each job in turn."""
         jobs = [job for job in self.jobs.values() if job.kind is of and job.todo]
@@ -701,7 +692,7 @@ class Catalogue:
                 while job.todo:
                     entry = job.todo[0].entry
                     size = self.groups[entry.group].record_bytes
-                    if not self._fits(kind, num_bytes, size):
+                    if not self.traffic.fits(kind, num_bytes, size):
                         break
                     item = job.todo.popleft()
                     if of is JobKind.STORE and entry.state is not EntryState.WRITING:
@@ -711,40 +702,20 @@ class Catalogue:
                     items.append(item)
                     num_bytes += size
                 if items:
-                    yield self._post(kind, job, items, [], num_bytes)
+                    yield self._post(kind, job, items, num_bytes)
                 elif job.todo:
                     return
                 else:
                     self._settle(job)
             jobs = [job for job in jobs if job.todo]
 
-    def _post(self, kind: MoveKind, job: Job | None, items: list[Item], sources: list[Entry], num_bytes: int) -> Move:
-        self._last_move += 1
-        move_id = self._last_move
-        groups: dict[int, list[int]] = {}
-        for i, item in enumerate(items):
-            groups.setdefault(item.entry.group, []).append(i)
-        order = [i for places in groups.values() for i in places]
-        items, sources = [items[i] for i in order], [sources[i] for i in order] if sources else []
-        is_device = kind in (MoveKind.LOAD, MoveKind.STORE)
-        pieces, start = [], 0
-        for g, places in groups.items():
-            stop = start + len(places)
-            here, there = items[start:stop], sources[start:stop]
-            pieces.append(_piece(g, here, there, is_device, kind is MoveKind.WRITE_BACK))
-            start = stop
-        move = Move(move_id, kind, job.job_id if job is not None else "", tuple(pieces), num_bytes)
-        for _, entry in items:
-            entry.begin(move_id)
-        for entry in sources:
-            entry.begin(move_id)
-        self._in_flight[kind] += num_bytes
-        if job is not None and is_device:
-            job.running.add(move_id)
-            if kind is MoveKind.STORE:
-                for _, entry in items:
-                    self._let_go(job, self.host, entry)
-        self._running[move_id] = Running(move, job if is_device else None, items, sources)
+    def _post(self, kind: MoveKind, job: Job, items: list[Item], num_bytes: int) -> Move:
+        """Hand out a move between the device and host memory."""
+        move = self.traffic.begin(kind, job, items, [], num_bytes)
+        job.running.add(move.move_id)
+        if kind is MoveKind.STORE:  # from now on the move keeps the slots
+            for _, entry in items:
+                self._let_go(job, self.host, entry)
         return move
 
     def _promote(self) -> Iterator[Move]:
@@ -758,18 +729,16 @@ class Catalogue:
                 made = self.host.make(group, [item.entry.hash for item in items])
                 job.absent.extendleft(reversed(items[len(made) :]))
                 if not made:
-                    return
+                    break
                 sources = [item.entry for item in items[: len(made)]]
                 for item, entry in zip(items, made, strict=False):
                     self._wait(job, entry, item.position)
                 num_bytes = len(made) * self.groups[group].record_bytes
                 todo = [Item(item.position, entry) for item, entry in zip(items, made, strict=False)]
-                yield self._post(MoveKind.PROMOTION, job, todo, sources, num_bytes)
+                yield self.traffic.begin(MoveKind.PROMOTION, job, todo, sources, num_bytes)
                 assert self.file is not None
                 for entry in sources:
                     self._let_go(job, self.file, entry)
-            if job.absent and not self._fits(MoveKind.PROMOTION, 0, 0):
-                return
 
     def _next_absent(self, job: Job) -> tuple[list[Item], int]:
         """Take blocks of one group that a load needs from the file tier, and that nobody is promoting."""
@@ -781,7 +750,7 @@ class Catalogue:
             size = self.groups[source.group].record_bytes
             entry = self.host.index[source.group].get(source.hash)
             if entry is None:
-                if not self._fits(MoveKind.PROMOTION, num_bytes, size):
+                if not self.traffic.fits(MoveKind.PROMOTION, num_bytes, size):
                     break
                 items.append(job.absent.popleft())
                 num_bytes += size
@@ -799,23 +768,24 @@ class Catalogue:
         """Copy to the file tier what has been in host memory for longest and is not there."""
         if self.file is None or self.file.is_off:
             return
-        rate = self.budgets.write_back_bytes_per_s
-        if rate < math.inf:
-            passed = 1.0 if self._allowed_at is None else now - self._allowed_at
-            self._allowed_at = now
-            self._allowance = min(max(rate, self.budgets.move_bytes), self._allowance + passed * rate)
         kind, onward = MoveKind.WRITE_BACK, self.host.onward
-        while onward and self._fits(kind, 0, 1):
-            if rate < math.inf and self._allowance <= 0:
-                self.wake_at = min(self.wake_at, now + (1 - self._allowance) / rate)
+        while onward and self.traffic.fits(kind, 0, self._size(next(iter(onward)))):
+            if (when := self.traffic.write_back_at(now)) > now:
+                self.wake_at = min(self.wake_at, when)
                 return
-            by_group: dict[int, list[Entry]] = {}
+            chosen: list[Entry] = []
             num_bytes = 0
-            for entry in list_until(onward, lambda e, n: not self._fits(kind, n, self._size(e)), self._size):
+            for entry in onward:
+                if not self.traffic.fits(kind, num_bytes, self._size(entry)):
+                    break
+                chosen.append(entry)
+                num_bytes += self._size(entry)
+            by_group: dict[int, list[Entry]] = {}
+            for entry in chosen:
                 del onward[entry]
                 if entry.hash not in self.file.index[entry.group]:
                     by_group.setdefault(entry.group, []).append(entry)
-            items, sources = [], []
+            items, sources, num_bytes = [], [], 0
             for g, entries in by_group.items():
                 made = self.file.make(g, [entry.hash for entry in entries])
                 self.counts["write_backs_without_room"] += len(entries) - len(made)
@@ -824,8 +794,8 @@ class Catalogue:
                 num_bytes += len(made) * self.groups[g].record_bytes
             if not items:
                 continue
-            self._allowance -= num_bytes
-            yield self._post(kind, None, items, sources, num_bytes)
+            self.traffic.wrote_back(num_bytes)
+            yield self.traffic.begin(kind, None, items, sources, num_bytes)
 
     def _size(self, entry: Entry) -> int:
         return self.groups[entry.group].record_bytes
@@ -834,18 +804,23 @@ class Catalogue:
 
     def check_integrity(self) -> list[str]:
         """Recount everything; a list of what does not add up."""
-        wrong = [text for tier in self._tiers() for text in tier.audit()]
+        wrong = [text for tier in self._tiers() for text in tier.audit()] + self.traffic.audit()
         touched: dict[Entry, set[int]] = {}
-        flight = dict.fromkeys(MoveKind, 0)
-        for move_id, running in self._running.items():
+        to_write = {item.entry for job in self.jobs.values() if job.kind is JobKind.STORE for item in job.todo}
+        for move_id, running in self.traffic.running.items():
             for entry in [*(item.entry for item in running.items), *running.sources]:
                 touched.setdefault(entry, set()).add(move_id)
-            if not running.is_doubtful:
-                flight[running.move.kind] += running.move.num_bytes
         holders: dict[Entry, set[str]] = {}
         for job in self.jobs.values():
             for entry in job.holding:
                 holders.setdefault(entry, set()).add(job.job_id)
+            if job.holding != {item.entry for item in (*job.todo, *job.absent)} | set(job.waits) | {
+                item.entry
+                for running in self.traffic.running.values()
+                if running.job is job and running.move.kind is MoveKind.LOAD and not running.is_doubtful
+                for item in running.items
+            }:
+                wrong.append(f"job {job.job_id!r} holds what it does not need, or does not hold what it needs")
         for name, held in self.pins.items():
             for _, entry in held:
                 holders.setdefault(entry, set()).add(name)
@@ -858,35 +833,6 @@ class Catalogue:
                 wrong.append(f"{name}: moves {set(entry.moves)} are noted, and {touched.get(entry)} run")
             if entry.holders != holders.get(entry, set()):
                 wrong.append(f"{name}: {set(entry.holders)} are noted, and {holders.get(entry)} hold it")
-            if entry.state is EntryState.WRITING and not entry.moves and not entry.holders:
+            if entry.state is EntryState.WRITING and not entry.moves and entry not in to_write:
                 wrong.append(f"{name}: nobody writes it")
-        if flight != self._in_flight:
-            wrong.append(f"{self._in_flight} bytes are counted under way, and {flight} are")
         return wrong
-
-
-def list_until(
-    entries: Iterable[Entry], is_full: Callable[[Entry, int], bool], size: Callable[[Entry], int]
-) -> list[Entry]:
-    """Return the first entries that fit together."""
-    found, total = [], 0
-    for entry in entries:
-        if is_full(entry, total):
-            break
-        found.append(entry)
-        total += size(entry)
-    return found
-
-
-def _piece(
-    group: int, here: list[Item], there: list[Entry], with_positions: bool = False, is_write_back: bool = False
-) -> Piece:
-    own, others = tuple(item.entry.slot for item in here), tuple(entry.slot for entry in there)
-    host, file = (others, own) if is_write_back else (own, others)
-    return Piece(
-        group,
-        tuple(item.entry.hash for item in here),
-        tuple(item.position for item in here) if with_positions else (),
-        host,
-        file,
-    )

@@ -20,6 +20,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 
+from msgspec import Struct
+
 from asynckv.core.types import members
 from asynckv.errors import LocalProtocolError
 
@@ -71,26 +73,38 @@ WHEN: Mapping[EntryState, Mapping[Callable[[Entry], bool], EntryState]] = {
 }
 """Looked at when an event has led there, and whenever a holder or a transfer lets go."""
 
+CONDITIONS = {state: tuple(row.items()) for state, row in WHEN.items()}
+
 NOBODY: frozenset[str] = frozenset()
 NOTHING: frozenset[int] = frozenset()
 
 
-class Entry:
+class Entry(Struct, eq=False, gc=False):
     """One stored block in one tier. Its fields are everybody's to read, and nobody else's to write.
+
+    There may be millions, so the garbage collector does not look at them: they refer to nothing that refers to them.
 
     Attributes:
         group: Index of the group.
         hash: Its key within the group.
         slot: Where it lies.
+        state: Where it stands.
         used: When it was last used, in the tier's ticks.
+        kind: Which size of record it has, as its tier counts them.
+        chunk: The chunk of its tier that the slot lies in.
+        holders: Who wants it to stay.
+        moves: Transfers that may touch its slot.
     """
 
-    __slots__ = ("group", "hash", "holders", "moves", "slot", "state", "used")
-
-    def __init__(self, group: int, hash_: bytes, slot: int, state: EntryState, used: int) -> None:
-        self.group, self.hash, self.slot, self.state, self.used = group, hash_, slot, state, used
-        self.holders = NOBODY
-        self.moves = NOTHING
+    group: int
+    hash: bytes
+    slot: int
+    state: EntryState
+    used: int = 0
+    kind: int = 0
+    chunk: int = 0
+    holders: frozenset[str] = NOBODY
+    moves: frozenset[int] = NOTHING
 
     def receive(self, event: EntryEvent) -> bool:
         """Take an event; True if it has just gone.
@@ -125,7 +139,7 @@ class Entry:
         return self._settle()
 
     def _settle(self) -> bool:
-        for condition, after in WHEN[self.state].items():
+        for condition, after in CONDITIONS[self.state]:
             if condition(self):
                 self.state = after
                 return True

@@ -21,7 +21,8 @@ from asynckv.offload.keys import StoredGroup, needed
 __all__ = ["ABSENT", "IN_FILE", "READY", "STORING", "Found", "GroupFound", "longest"]
 
 ABSENT, READY, IN_FILE, STORING = range(4)
-"""What is known of one block: nothing; in host memory; in the file tier alone; being written into host memory."""
+"""What is known of one block: nothing; in host memory; in the file tier alone; being written into host memory. The
+first two are what an array of whether it is in host memory has."""
 
 Codes = npt.NDArray[np.uint8]
 

@@ -122,7 +122,8 @@ class JobEnded(Struct, frozen=True):
     Attributes:
         blocks: Blocks that were moved for it, or by another job that it waited for.
         known: Of a store, blocks that were stored already.
-        missing: Per group, the positions that were not moved.
+        missing: Per group, the positions that were not moved; if a load moved nothing because it is MISSING, those that
+            are not stored.
         is_held: A transfer in doubt may still touch the caller's blocks; `JobReturned` follows.
     """
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -144,7 +145,9 @@ def as_hashes(hashes: Sequence[str | bytes]) -> list[bytes]:
     if len(hashes) > MAX_HASHES:
         raise LocalProtocolError(f"{len(hashes)} hashes are given; at most {MAX_HASHES} are taken")
     try:
-        found = [h if type(h) is bytes else h.encode() for h in hashes]  # type: ignore[union-attr]
+        given: Sequence[Any] = hashes
+        is_bytes = set(map(type, given)) <= {bytes}
+        found: list[bytes] = list(given) if is_bytes else [h if type(h) is bytes else h.encode() for h in given]
         sizes = set(map(len, found))
     except (AttributeError, TypeError, UnicodeEncodeError):
         raise LocalProtocolError(f"hashes has something that is neither text nor bytes: {shown(hashes)}") from None

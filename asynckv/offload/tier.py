@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from asynckv.core.types import members
@@ -50,24 +49,33 @@ class Tier:
         self.slots = Slots(num_bytes, [group.record_bytes for group in groups])
         self.index: list[dict[bytes, Entry]] = [{} for _ in groups]
         """Per group, what is found by its hash: WRITING or READY."""
+        self.writing: list[set[bytes]] = [set() for _ in groups]
+        """Per group, the hashes of what is WRITING."""
         self.leaving: set[Entry] = set()
         kind = policy_named(policy)
         self.policies: list[Policy[Entry]] = [
             kind(lambda entry: (entry.group, entry.hash)) if kind is S3Fifo else kind() for _ in self.slots.sizes
         ]
-        """Per size of record, what is READY."""
+        """Per size of record, what is WRITING or READY."""
         self.onward: dict[Entry, None] = {}
         """What is to be copied to the next tier, the oldest first."""
         self.freed: list[tuple[int, int]] = []
-        """`(group, slot)` that nobody has any more."""
+        """`(group, slot)` of files that nobody has any more: their index is to forget them."""
         self.tick = 0
         self.is_off = False
         self.evicted = self.lost = 0
         """Blocks evicted, and those among them that the next tier should have got."""
         self._spared = -1
-        self._stuck = [False] * len(self.slots.sizes)
-        """Nothing was to be had, and nothing has been let go since."""
+        self._has_spared = False
+        """Something was not evicted only because it was to be spared."""
+        self._stuck: set[int] = set()
+        """Sizes of record for which nothing was to be had, and nothing has been let go since."""
         self._evictions = [0] * len(self.slots.sizes)
+        self._is_mixed = len(self.slots.sizes) > 1
+        self._in_chunk: list[set[Entry]] = [set() for _ in range(self.slots.num_chunks)]
+        """What lies in each chunk; kept if records have several sizes."""
+        self._used = [0] * self.slots.num_chunks
+        """When something in a chunk was last used."""
 
     # -- room --------------------------------------------------------------------------------------
 
@@ -80,54 +88,76 @@ class Tier:
             return []
         kind = self.slots.kinds[group]
         if spare != self._spared:
-            self._spared, self._stuck[kind] = spare, False
+            self._spared = spare
+            if self._has_spared:
+                self._stuck.clear()
+                self._has_spared = False
         while self.slots.reserve(kind, len(hashes)) < len(hashes) and self._evict(kind):
             pass
         slots = self.slots.take(kind, len(hashes))
-        made = [Entry(group, h, slot, S.WRITING, self.tick) for h, slot in zip(hashes, slots, strict=False)]
+        made = [self._entry(group, h, slot, S.WRITING) for h, slot in zip(hashes, slots, strict=False)]
         self.index[group].update((entry.hash, entry) for entry in made)
+        self.writing[group].update(entry.hash for entry in made)
+        for entry in reversed(made):
+            self.policies[kind].add(entry)
+        self._place(made)
         return made
 
+    def _entry(self, group: int, hash_: bytes, slot: int, state: EntryState) -> Entry:
+        kind = self.slots.kinds[group]
+        return Entry(group, hash_, slot, state, self.tick, kind, self.slots.chunk(kind, slot))
+
+    def _place(self, entries: Sequence[Entry]) -> None:
+        if self._is_mixed:
+            for entry in entries:
+                self._in_chunk[entry.chunk].add(entry)
+                self._mark(entry)
+
+    def _mark(self, entry: Entry) -> None:
+        entry.used = self.tick
+        if self._is_mixed:
+            self._used[entry.chunk] = self.tick
+
     def _is_busy(self, entry: Entry) -> bool:
-        return bool(entry.holders or entry.moves) or entry.used == self._spared
+        if entry.holders or entry.moves or entry.state is not S.READY:
+            return True
+        is_spared = entry.used == self._spared
+        self._has_spared |= is_spared
+        return is_spared
 
     def _evict(self, kind: int) -> bool:
-        if self._stuck[kind]:
+        if kind in self._stuck:
             return False
         victim = self.policies[kind].choose(self._is_busy)
         if victim is None:
-            self._stuck[kind] = not self._evict_chunk(kind)
-            return not self._stuck[kind]
+            if not self._evict_chunk(kind):
+                self._stuck.add(kind)
+            return kind not in self._stuck
         self.evicted += 1
         self._forget(victim)
         self._evictions[kind] += 1
         lo, hi = self.slots.bounds(kind, 0)
-        if len(self.slots.sizes) > 1 and self._evictions[kind] >= hi - lo:
+        if self._is_mixed and self._evictions[kind] >= hi - lo:
             self._evictions[kind] = 0
             self._evict_chunk(kind, victim.used)
         return True
 
     def _evict_chunk(self, kind: int, before: float = math.inf) -> bool:
         """Evict a chunk of records of another size, all of which were used before; False if there is none."""
-        chunks: dict[tuple[int, int], list[Entry]] = defaultdict(list)
-        for group, index in enumerate(self.index):
-            if (other := self.slots.kinds[group]) != kind:
-                for entry in index.values():
-                    chunks[other, self.slots.chunk(other, entry.slot)].append(entry)
-        for entry in self.leaving:
-            chunks.pop((k := self.slots.kinds[entry.group], self.slots.chunk(k, entry.slot)), None)
-        idle = [
-            (max(entry.used for entry in entries), chunk)
-            for chunk, entries in chunks.items()
-            if all(entry.state is S.READY and not self._is_busy(entry) for entry in entries)
+        owners = self.slots.owners
+        others = [
+            (used, chunk)
+            for chunk, used in enumerate(self._used)
+            if used < before and owners[chunk] not in (None, kind) and self._in_chunk[chunk]
         ]
-        oldest = min(idle, default=(math.inf, (0, 0)))
-        if not oldest[0] < before:
-            return False
-        for entry in chunks[oldest[1]]:
-            self.evicted += 1
-            self.drop(entry)
-        return True
+        for _, chunk in sorted(others):
+            entries = self._in_chunk[chunk]
+            if not any(map(self._is_busy, entries)):
+                self.evicted += len(entries)
+                for entry in sorted(entries, key=lambda entry: entry.slot):
+                    self.drop(entry)
+                return True
+        return False
 
     def recover(self, found: Iterable[tuple[int, int, bytes]]) -> int:
         """Take in `(group, slot, hash)` that were found in the tier, the least recently used first; returns how many.
@@ -141,9 +171,10 @@ class Tier:
         claimed = self.slots.claim((self.slots.kinds[group], slot) for (group, _), slot in once)
         for ((group, hash_), slot), is_good in zip(once, claimed, strict=True):
             if is_good:
-                entry = Entry(group, hash_, slot, S.READY, self.tick)
+                entry = self._entry(group, hash_, slot, S.READY)
                 self.index[group][hash_] = entry
                 self.policies[self.slots.kinds[group]].add(entry)
+                self._place([entry])
         kept = {(entry.group, entry.slot) for index in self.index for entry in index.values()}
         self.freed += [place for place in dict.fromkeys((group, slot) for group, slot, _ in found) if place not in kept]
         return len(kept)
@@ -151,43 +182,47 @@ class Tier:
     # -- entries -----------------------------------------------------------------------------------
 
     def use(self, entries: Iterable[Entry]) -> None:
-        """Note that blocks were used, the last of a prompt first."""
+        """Note that blocks that can be found were used, the last of a prompt first."""
         for entry in entries:
-            entry.used = self.tick
-            if entry.state is S.READY:
-                self.policies[self.slots.kinds[entry.group]].use(entry)
+            self._mark(entry)
+            self.policies[entry.kind].use(entry)
+
+    def spare(self, entries: Iterable[Entry]) -> None:
+        """Note that blocks are about to be used, so that `make` can spare them."""
+        for entry in entries:
+            self._mark(entry)
 
     def written(self, entry: Entry) -> bool:
         """Note that a block is complete; True if it can be found from now on, False if it had been dropped."""
         self._take(entry, E.WRITTEN)
         if entry.state is not S.READY:
             return False
-        entry.used = self.tick
-        self.policies[self.slots.kinds[entry.group]].add(entry)
-        self._stuck[self.slots.kinds[entry.group]] = False
+        self.writing[entry.group].remove(entry.hash)
+        self._stuck.clear()
         return True
 
     def failed(self, entry: Entry, event: EntryEvent) -> None:
         """Note that a block was not written, or may not have been."""
+        if entry.state is S.WRITING:
+            self.policies[entry.kind].remove(entry)
         self._hide(entry)
         self._take(entry, event)
 
     def drop(self, entry: Entry) -> None:
         """Let nobody find a block any more; its slot is free when nobody needs it."""
-        if entry.state is S.READY:
-            self.policies[self.slots.kinds[entry.group]].remove(entry)
         if entry.state in (S.READY, S.WRITING):
+            self.policies[entry.kind].remove(entry)
             self._forget(entry)
 
     def let_go(self, entry: Entry, holder: str) -> None:
         """Let one holder go."""
-        self._stuck = [False] * len(self._stuck)
+        self._stuck.clear()
         if entry.let_go(holder):
             self._gone(entry)
 
     def end(self, entry: Entry, move: int) -> None:
         """Note that a transfer touches a slot no more."""
-        self._stuck = [False] * len(self._stuck)
+        self._stuck.clear()
         if entry.end(move):
             self._gone(entry)
 
@@ -199,6 +234,8 @@ class Tier:
         """Take out of the index what is found by its key; another may be there under the same."""
         if entry.state in (S.READY, S.WRITING):
             del self.index[entry.group][entry.hash]
+            if entry.state is S.WRITING:
+                self.writing[entry.group].remove(entry.hash)
             self.leaving.add(entry)
             if entry in self.onward:
                 del self.onward[entry]
@@ -210,9 +247,12 @@ class Tier:
 
     def _gone(self, entry: Entry) -> None:
         self.leaving.discard(entry)
-        self._stuck = [False] * len(self._stuck)
-        self.slots.put(self.slots.kinds[entry.group], entry.slot)
-        self.freed.append((entry.group, entry.slot))
+        if self._is_mixed:
+            self._in_chunk[entry.chunk].discard(entry)
+        self._stuck.clear()
+        self.slots.put(entry.kind, entry.slot)
+        if self.place is Place.FILE:
+            self.freed.append((entry.group, entry.slot))
 
     # -- questions ---------------------------------------------------------------------------------
 
@@ -227,18 +267,26 @@ class Tier:
         wrong, taken = [], [set[int]() for _ in self.slots.sizes]
         entries = [(True, entry) for index in self.index for entry in index.values()]
         for is_found, entry in entries + [(False, entry) for entry in self.leaving]:
-            kind, name = self.slots.kinds[entry.group], f"{self.place} slot {entry.slot} of group {entry.group}"
+            kind, name = entry.kind, f"{self.place} slot {entry.slot} of group {entry.group}"
             if entry.slot in taken[kind]:
                 wrong.append(f"{name} has two blocks")
             taken[kind].add(entry.slot)
             if is_found != (entry.state in (S.WRITING, S.READY)) or entry.state is S.GONE:
                 wrong.append(f"{name} is {entry.state}, and {'found' if is_found else 'not found'} by its key")
-            if (entry in self.policies[kind]) != (entry.state is S.READY):
+            if (entry in self.policies[kind]) != is_found:
                 wrong.append(f"{name} is {entry.state}, which its policy does not know")
+            if is_found and (entry.hash in self.writing[entry.group]) != (entry.state is S.WRITING):
+                wrong.append(f"{name} is {entry.state}, and is listed otherwise")
             if is_found and self.index[entry.group].get(entry.hash) is not entry:
                 wrong.append(f"{name} is found by another key than its own")
             if entry in self.onward and entry.state is not S.READY:
                 wrong.append(f"{name} is {entry.state}, and is to be copied onward")
-        if sum(map(len, self.policies)) != sum(entry.state is S.READY for _, entry in entries):
+        if sum(map(len, self.writing)) != sum(entry.state is S.WRITING for _, entry in entries):
+            wrong.append(f"{self.place} lists blocks as being written that are not there")
+        if sum(map(len, self.policies)) != len(entries):
             wrong.append(f"the policies of {self.place} know blocks that are not there")
+        if self._is_mixed:
+            placed = {entry for entries in self._in_chunk for entry in entries}
+            if placed != set(self.entries()) or any(e not in self._in_chunk[e.chunk] for e in placed):
+                wrong.append(f"the blocks in the chunks of {self.place} are not those that there are")
         return wrong + [f"{self.place}: {text}" for text in self.slots.audit(taken)]

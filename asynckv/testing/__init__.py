@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         simulate,
         simulate_many,
     )
+    from asynckv.testing.tiers import SimCopies, SimDisk, SimRecords
 
 __all__ = [
     "FAULTS",
@@ -33,8 +34,11 @@ __all__ = [
     "Outcome",
     "Script",
     "SimControl",
+    "SimCopies",
     "SimData",
+    "SimDisk",
     "SimNetwork",
+    "SimRecords",
     "check_control_plane",
     "check_data_plane",
     "make_script",
@@ -47,8 +51,11 @@ __all__ = [
 HOME = {
     "ManualClock": "clock",
     "SimControl": "fabric",
+    "SimCopies": "tiers",
     "SimData": "fabric",
+    "SimDisk": "tiers",
     "SimNetwork": "fabric",
+    "SimRecords": "tiers",
     "check_control_plane": "conformance",
     "check_data_plane": "conformance",
 }

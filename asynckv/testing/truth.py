@@ -44,7 +44,7 @@ from asynckv.errors import AsyncKVError
 from asynckv.geometry.match import owed_readers
 from asynckv.testing.logs import Logs
 from asynckv.testing.script import Script
-from asynckv.testing.service import LEASE, Attempt, Service
+from asynckv.testing.service import LEASE, PULL, Attempt, Service
 from asynckv.testing.world import Process
 
 __all__ = ["WHY", "LateLease", "LatePull", "Owed", "Witness", "watch"]
@@ -88,8 +88,10 @@ WHY = {
     "silent": "nothing of its reader had arrived",
     "spoke": "something of its reader had arrived",
     "claimed": "a claim of its reader had arrived",
+    "lapsed": "and the owner refused what it said later, for its promise had ended",
     "siblings_spoke": "other ranks of the same decode engine had spoken of it, to whomever",
-    "untold": "some process of the decode side died or fell silent, and no log tells that it was not the one",
+    "untold": "some process of the decode side died or fell silent, or somebody without a log shook hands, and no log "
+    "tells that it was not the one",
     "asked_late": "its reader asked for it when the lease had ended",
     "asked": "its reader had asked for it, by a pull, an announcement or a discharge",
     "stale": "its reader was told that the process, or the memory, is another now",
@@ -235,6 +237,8 @@ class Witness:
         """By token: what arrived, on either side."""
         self._greeted: list[_Said] = []
         self._welcomed: list[_Said] = []
+        self._strangers: dict[str, list[float]] = defaultdict(list)
+        """When somebody who is none of the service's processes greeted one of them."""
         self._lost: list[tuple[float, str, str]] = []
         self._noted: dict[tuple[str, str], list[float]] = defaultdict(list)
         """When a process lost its agent, or began to close or to fall asleep."""
@@ -340,6 +344,8 @@ class Witness:
                     self._heard[message.key.token].append(said)
                 elif isinstance(message, Welcome | Unwelcome):
                     self._welcomed.append(said)
+                elif isinstance(message, Hello) and not self._rank_of(sender):
+                    self._strangers[who].append(at)
 
     def late(self) -> tuple[list[LateLease], list[LatePull]]:
         """Say which leases and which pulls were late, and all that is true of why."""
@@ -365,7 +371,7 @@ class Witness:
     def said_of(self, engine_id: str, sequence: int, request_id: str) -> set[str]:
         """What is true of some reader of a request, of its messages alone: `unanswered`, `refused`, ...
 
-        Unanswered is whoever had to say that it was done, and never heard that this was taken.
+        Unanswered is whoever had to say that it was done, and never heard that this was taken, or had given up by then.
         """
         whys, script = set[str](), self.service.script
         for lent in self.service.lent_ever:
@@ -373,7 +379,7 @@ class Witness:
             if (lent.params["engine_id"], key.sequence, lent.params["request_id"]) != (engine_id, sequence, request_id):
                 continue
             token = key.token
-            answers = [s for s in self._heard[token] if isinstance(s.message, Ack)]
+            answers = [s for s in self._heard[token] if isinstance(s.message, Ack) and not self._is_given_up(s)]
             heard = {(s.process, self._rank_of(s.target)) for s in answers}
             taken = {(s.process, self._rank_of(s.target), s.message.pull_id) for s in answers}
             releases = [s for s in self._sent[token] if isinstance(s.message, Release)]
@@ -397,6 +403,12 @@ class Witness:
             if any(isinstance(s.message, Refused) for s in self._heard[token]):
                 whys.add("refused")
         return whys
+
+    def _is_given_up(self, answer: _Said) -> bool:
+        """Whether an acknowledgement came when its reader waited for it no more."""
+        key, pull_id = answer.message.key, answer.message.pull_id
+        said = [s.at for s in self._sent[key.token] if isinstance(s.message, Release) and s.message.pull_id == pull_id]
+        return bool(said) and answer.at > min(said) + PULL.release_timeout_s - AT_ONCE_S
 
     def _is_unmet(self, process: Process, owner: str) -> bool:
         """Whether a process has greeted a rank in vain, at some time."""
@@ -453,9 +465,10 @@ class Witness:
         rank, process, holder = entry
         lease = holder.handle._lease
         state = lease.state.value
-        if state in ("released", "revoked"):
-            return None
         lent_at, end = (lease.lent_at - process.epoch) / process.rate, self._end_of(lease, process)
+        # What ended in the very turn in which its process died was not given back to anybody.
+        if state in ("released", "revoked") and (id(lease) in self._ended or process.died_at > end):
+            return None
         # What ended with its engine or its process is late to some, if they know that it was lent.
         is_sure = state == "expired" and id(lease) in self._ended
         gone = {"owner_died"} if process.died_at <= end else set()
@@ -550,6 +563,8 @@ class Witness:
         whys.add("spoke" if spoke else "silent")
         if any("granted to " in text and found.reader in text for _, text in holder.handle._lease.history):
             whys.add("claimed")
+            if "expired" in found.reasons:
+                whys.add("lapsed")
         if any(_is_last(s.message) and s.at < lent_at for s in arrived):
             whys.add("released_early")
         siblings = {f"d{reader.engine_number}.{r}" for r in range(self.service.script.decode)} - {reader.name}
@@ -566,9 +581,8 @@ class Witness:
             for s in self._welcomed
         ):
             whys.add("stale")
-        if whys & {"never_handed", "handed_late", "rank_dead", "died_before_claim", "never_asked"} and self._is_open(
-            end
-        ):
+        unasked = {"never_handed", "handed_late", "rank_dead", "died_before_claim", "never_asked"}
+        if whys & unasked and (self._is_open(end) or any(at <= end for at in self._strangers[owner.name])):
             whys.add("untold")
         if any(self._is_closed(a.process, lent_at - LONG_S, end) for a in attempts):
             whys.add("reader_closed")
@@ -614,7 +628,10 @@ class Witness:
             for s in self._welcomed
             if s.process == process.name and s.target in self._starts[owner.name] and s.at <= end
         ]
-        if greeted and not any(isinstance(s.message, Welcome) for s in welcomes):
+        met = [s.at for s in welcomes if isinstance(s.message, Welcome)]
+        # Or it met that rank at another time, and not when it asked for this.
+        tries = [s.at for s in greeted if attempt.handed_at <= s.at <= end - HANDSHAKE_S]
+        if (greeted and not met) or any(not any(at <= x <= at + HANDSHAKE_S for x in met) for at in tries):
             whys.add("unmet")
         if has_claimed and not claims:
             whys.add("claim_lost")
@@ -629,10 +646,16 @@ class Witness:
         came = [s for s in theirs if _is_last(s.message)]
         if any(s.at <= end for s in final) and not any(s.at <= end for s in came):
             whys.add("release_lost")
+        said = [s.at for s in theirs if isinstance(s.message, Release)]
         if any(s.at > end - AT_ONCE_S for s in came) or any(s.at > end for s in final):
             whys.add("release_late")
-        retried = [s.at for s in theirs if isinstance(s.message, Release) and not _is_last(s.message) and s.at <= end]
-        if (releases and not final and not died) or (retried and not any(s.at > max(retried) for s in claims)):
+        elif said and min(said) > end - AT_ONCE_S:
+            whys.add("release_late")  # that of an attempt which another was to follow
+        retried = [s for s in theirs if isinstance(s.message, Release) and not _is_last(s.message) and s.at <= end]
+        given_up = {s.message.pull_id for s in retried}  # a claim of these came late, and is no other attempt
+        last = max((s.at for s in retried), default=math.inf)
+        again = [s for s in claims if s.message.pull_id not in given_up and s.at > last]
+        if (releases and not final and not died) or (retried and not again):
             whys.add("retry_never")
         pulls = [p for p in self._pulled.values() if p.process is process and p.pull.params.key.token == token]
         if attempt.called == "pulled" and not any(p.ended_at <= end - AT_ONCE_S for p in pulls):

@@ -21,6 +21,9 @@ from asynckv.errors import BackendError, ConfigError
 
 __all__ = ["Checked", "Folder", "Kind", "Pruned", "check", "look", "prune_folder"]
 
+MAX_NAMED = 8
+"""Directories that are named to whoever named the one above."""
+
 MAX_RECORD = 1 << 30
 """Bytes that are read at a time, at most: a record of more is a lie of the index."""
 
@@ -214,8 +217,12 @@ def prune_folder(folder: Path, *, older_than_s: float | None = None, layout: str
 
 def _expect(folder: Path) -> None:
     if not (folder / INDEX).is_file():
-        what = "holds no stored blocks" if folder.is_dir() else "is no directory"
-        raise ConfigError(f"{folder} {what}; name the directory of a file tier")
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is no directory; name the directory of a file tier")
+        ranks = sorted(path.parent.name for path in folder.glob(f"*/{INDEX}"))
+        more = f" ... ({len(ranks)} in all)" if len(ranks) > MAX_NAMED else ""
+        which = f"one of those in it: {', '.join(ranks[:MAX_NAMED])}{more}" if ranks else "the directory of a file tier"
+        raise ConfigError(f"{folder} holds no stored blocks; name {which}")
 
 
 def _damaged(folder: Path, exc: Exception) -> BackendError:

@@ -15,7 +15,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,13 @@ from vllm.config import (
     DeviceConfig,
     KVTransferConfig,
     ModelConfig,
+    ObservabilityConfig,
     ParallelConfig,
     SchedulerConfig,
     VllmConfig,
 )
 from vllm.sampling_params import SamplingParams
+from vllm.tracing import maybe_init_worker_tracer
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -49,7 +51,10 @@ def run(connection: Connection, setup: Setup, folder: Path) -> None:
     os.environ.update(setup.environment)
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
     torch.set_num_threads(1)
+    if setup.traces is not None:
+        os.environ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"] = setup.traces  # as the API server leaves it to its children
     try:
+        maybe_init_worker_tracer("vllm.engine_core", "engine_core", "EngineCore")
         process = Process(connection, setup, make_config(setup, folder))
         connection.send(("ready", None, None))
         process.serve()
@@ -123,6 +128,7 @@ def make_config(setup: Setup, folder: Path) -> Any:
         ),
         kv_transfer_config=KVTransferConfig(**setup.connector_fields()) if setup.connector else None,
         device_config=DeviceConfig("cpu"),
+        observability_config=ObservabilityConfig(otlp_traces_endpoint=setup.traces),
         additional_config={"model": model},
     )
     vllm_config.cache_config.kv_cache_layout = setup.layout
@@ -187,8 +193,16 @@ class Process:
 
     # -- questions
 
-    def add(self, request_id: str, tokens: list[int], most: int, fields: dict[str, Any], immediately: bool) -> None:
-        """A request arrives; `fields` are further sampling parameters."""
+    def add(
+        self,
+        request_id: str,
+        tokens: list[int],
+        most: int,
+        fields: dict[str, Any],
+        immediately: bool,
+        trace: Mapping[str, str] | None = None,
+    ) -> None:
+        """A request arrives; `fields` are further sampling parameters, `trace` the headers of a trace."""
         sampling = SamplingParams(max_tokens=most, ignore_eos=True, temperature=0.0, **fields)
         request = EngineCoreRequest(
             request_id=request_id,
@@ -201,6 +215,7 @@ class Process:
             cache_salt=None,
             data_parallel_rank=None,
             abort_immediately=immediately,
+            trace_headers=trace,
         )
         self.core.add_request(*self.core.preprocess_add_request(request))
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config import set_current_vllm_config
+from vllm.tracing import maybe_init_worker_tracer
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import run_method
 
@@ -36,6 +37,7 @@ class RankFailed(Exception):
 def serve(connection: Connection, fields: dict[str, Any]) -> None:
     """A rank's process."""
     die_with_parent()
+    maybe_init_worker_tracer("vllm.worker", "worker", f"Worker_{fields['rank']}")
     rank = Rank(**fields)
     while True:
         try:

@@ -55,6 +55,8 @@ class Setup:
     layout: str = "LBHNC"
     policy: Literal["fail", "recompute"] = "fail"
     role: str = "kv_both"
+    traces: str | None = None
+    """Where vLLM sends spans (`--otlp-traces-endpoint`)."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def connector_fields(self) -> dict[str, Any]:

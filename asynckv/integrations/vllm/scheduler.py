@@ -37,6 +37,7 @@ from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.integrations.vllm.fetches import Fetches, State
 from asynckv.integrations.vllm.options import Options
 from asynckv.integrations.vllm.shape import Blocks, Shape
+from asynckv.observe.tracing import trace_context
 from asynckv.scheduler import PrefillGroup
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ class SchedulerHalf:
             params = decode_params(given)
             # What is handed on holds what was checked, and nothing besides.
             plain: dict[str, Any] = msgspec.to_builtins(params)
+            # The question that the router has asked this engine is nearer than what the params bring.
+            plain |= trace_context(_headers(request))
         except AsyncKVError as exc:
             _refuse(request, str(exc))
             return False
@@ -242,8 +245,7 @@ class SchedulerHalf:
             _refuse(request, "the workers' addresses are not known, so its blocks cannot be lent")
             return None
         lease_s = self.options.turn_lease_s if request.max_tokens > 1 else None
-        trace = getattr(request, "trace_headers", None)  # vLLM keeps them where it traces
-        trace = trace if isinstance(trace, Mapping) else None
+        trace = _headers(request)
         try:
             return self._group.make_params(
                 request.request_id, lists, num_tokens, lease_s=lease_s, written=True, trace=trace
@@ -251,6 +253,12 @@ class SchedulerHalf:
         except AsyncKVError as exc:
             _refuse(request, str(exc))
             return None
+
+
+def _headers(request: Any) -> Mapping[str, str]:
+    """Return the trace's context that a request came with; vLLM keeps it where it traces."""
+    given = getattr(request, "trace_headers", None)
+    return given if isinstance(given, Mapping) else {}
 
 
 def _reads_no_more(request: Any) -> None:

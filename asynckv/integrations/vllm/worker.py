@@ -109,6 +109,7 @@ class WorkerHalf:
         with unpinned():
             thread = EngineThread(self._config, registration)
             self._show(thread)  # which ends with the engine
+            self._trace(thread)
             self._thread = thread.start(START_S)
 
     def _show(self, thread: EngineThread) -> None:
@@ -120,6 +121,13 @@ class WorkerHalf:
             host, allow_remote = self._metrics.host, self._metrics.allow_remote
             port = self._metrics.port + self._number
             MetricsEndpoint(Metrics(thread), host=host, port=port, allow_remote=allow_remote).start()
+
+    def _trace(self, thread: EngineThread) -> None:
+        """Make spans where vLLM does: its processes have set up OpenTelemetry by now, in each worker."""
+        if self._vllm_config.observability_config.otlp_traces_endpoint is not None:
+            from asynckv.observe.tracing import Tracing
+
+            Tracing(thread)
 
     def unregister_kv_caches(self) -> None:
         """Let go of the memory, before vLLM gives it away: nothing reads or writes it any more. Does nothing twice."""

@@ -1,0 +1,554 @@
+"""The thread of the file tier: moves in, batches of records through the disk, endings out.
+
+What the loop asks and what it is told goes through one lock, which either side holds for moments only. Everything else
+belongs to the thread: the batches that run, what is known of records, and the changes that the index has not seen yet.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import sqlite3
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from asynckv.core.events import Ending
+from asynckv.core.types import TransferId
+from asynckv.edges.file_index import ALIGN, MAX_KEY, Entry, FileIndex, checksum, now
+from asynckv.edges.file_io import Extent, FileIO, FileTooShort, transfer, view_of
+from asynckv.edges.file_store import Segments
+from asynckv.errors import BackendError
+from asynckv.geometry.layout import Memory
+from asynckv.ports import Record, RecordNews, RecordsEnded, RecordsLost
+
+__all__ = ["Worker"]
+
+BATCH_BYTES = 8 << 20
+"""What is moved at a time, unless one record is larger: enough to pay for a post, and little enough to be in the caches
+when it is checked."""
+
+IN_FLIGHT = 4
+"""Batches at a time, where the back end queues them."""
+
+MAX_PENDING = 256
+"""Changes of the index that one transaction takes."""
+
+COMMIT_S = 0.02
+"""How long a change of the index waits for others."""
+
+MAX_ERRORS = 8
+"""Failed records, one after another, after which a tier is given up."""
+
+NAP_S = 0.0001
+"""How often queued batches are asked for."""
+
+EXIT_S = 2.0
+"""How long the end of the interpreter waits for a thread that nobody closed."""
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+"""What says that no later write will do better."""
+
+
+class _Move:
+    """One that has not ended."""
+
+    __slots__ = (
+        "cause",
+        "is_told_doubt",
+        "is_void",
+        "is_write",
+        "lost",
+        "move_id",
+        "next",
+        "posted_at",
+        "records",
+        "running",
+        "written",
+    )
+
+    def __init__(self, move_id: TransferId, is_write: bool, records: Sequence[Record], posted_at: float) -> None:
+        self.move_id, self.is_write, self.records, self.posted_at = move_id, is_write, records, posted_at
+        self.next = 0
+        """The first record that no batch has."""
+        self.running = 0
+        """Batches."""
+        self.lost: list[int] = []
+        self.written: list[int] = []
+        """Where records were put."""
+        self.cause = ""
+        self.is_void = False
+        """Cancelled or too late: nothing of it counts."""
+        self.is_told_doubt = False
+
+    def void(self, cause: str) -> None:
+        self.is_void, self.next, self.cause = True, len(self.records), cause
+
+    @property
+    def is_over(self) -> bool:
+        return not self.running and self.next == len(self.records)
+
+
+class _Batch:
+    """Some records of one move, on their way."""
+
+    __slots__ = ("first", "move", "positions", "sums")
+
+    def __init__(self, move: _Move, positions: list[int]) -> None:
+        self.move, self.positions = move, positions
+        self.sums: list[int] = []
+
+
+class Worker:
+    """The thread, and what it shares with the loop under `_gate`.
+
+    Args:
+        name: Of the thread.
+        memory: Where records come from and go to.
+        segments: The files; closed in the end, as are the next two.
+        index: What is known of them.
+        io: Who moves bytes.
+        entries: What the index says, by place.
+        slow_s: How long a move, or a call to the system, may take.
+        wake: Called when there is news, on either side.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        memory: Memory,
+        segments: Segments,
+        index: FileIndex,
+        io: FileIO,
+        entries: dict[int, Entry],
+        slow_s: float,
+        wake: Callable[[], None],
+    ) -> None:
+        self._memory, self._view, self._segments = memory, view_of(memory), segments
+        self._index, self._io, self._slow_s, self._wake = index, io, slow_s, wake
+        self._entries = entries
+        """By place; the thread's own."""
+        self.layouts = index.layouts()
+        self._gate = threading.Condition()
+        self._moves: dict[TransferId, _Move] = {}
+        self._queues: dict[bool, deque[_Move]] = {False: deque(), True: deque()}
+        self._forgotten: list[int] = []
+        self._new_layouts: dict[str, bytes] = {}
+        self._news: list[RecordNews] = []
+        self._off = ""
+        """Why nothing is taken any more."""
+        self._read_only = ""
+        """Why no writes are taken any more."""
+        self._is_stopping = False
+        self._busy_since: float | None = None
+        """Since when the thread has been in one call to the system, or since the oldest batch in flight moved."""
+        # The thread's own.
+        self._batches: dict[int, _Batch] = {}
+        self._number = 0
+        self._stored: dict[int, Entry] = {}
+        self._dropped: set[int] = set()
+        """What the index has not been told yet, and since when."""
+        self._pending_since = 0.0
+        self._errors = 0
+        """Records in a row that failed."""
+        self._counts: Counter[str] = Counter()
+        self._thread = threading.Thread(target=self._run, name=f"{name}-files", daemon=True)
+        _started.add(self)
+        self._thread.start()
+
+    # -- called by the loop --------------------------------------------------------------------------
+
+    @property
+    def is_direct(self) -> bool:
+        """The page cache is bypassed."""
+        return self._segments.is_direct
+
+    @property
+    def has_news(self) -> bool:
+        """There is something to take."""
+        return bool(self._news)
+
+    def take_news(self) -> list[RecordNews]:
+        """Return what has happened since the last call."""
+        with self._gate:
+            news, self._news = self._news, []
+        return news
+
+    def post(self, move_id: TransferId, is_write: bool, records: Sequence[Record]) -> None:
+        """Take over a move, or fail it at once."""
+        wrong = next((cause for cause in map(self._wrong, records) if cause), "")
+        with self._gate:
+            assert move_id not in self._moves, f"move {move_id} has not ended"
+            move = self._moves[move_id] = _Move(move_id, is_write, tuple(records), time.monotonic())
+            self._counts["moves"] += 1
+            if cause := wrong or self._off or (is_write and self._read_only) or (self._is_stopping and "closed"):
+                move.void(str(cause))
+                self._settle(move)
+            else:
+                self._queues[is_write].append(move)
+                self._gate.notify()
+
+    def _wrong(self, record: Record) -> str:
+        """Say why a record cannot be moved."""
+        key, near, far, size = record[:4]
+        if size <= 0 or near % ALIGN or far % ALIGN or size % ALIGN:
+            return f"a record of {size} bytes at {near} and {far}: all must be multiples of {ALIGN}"
+        if near < 0 or near + size > self._memory.length or far < 0 or far + size > self._segments.num_bytes:
+            return f"a record of {size} bytes at {near} and {far} is outside of the memory or the files"
+        return f"a key of {len(key)} bytes; {MAX_KEY} at most" if len(key) > MAX_KEY else ""
+
+    def forget(self, places: Iterable[int]) -> None:
+        """Drop what begins at some places, before what is posted later."""
+        with self._gate:
+            self._forgotten += places
+            self._gate.notify()
+
+    def keep_layout(self, fingerprint: str, body: bytes) -> None:
+        """Write a layout down."""
+        with self._gate:
+            self.layouts[fingerprint] = self._new_layouts[fingerprint] = body
+            self._gate.notify()
+
+    def cancel(self, move_id: TransferId) -> None:
+        """Begin nothing more of a move."""
+        with self._gate:
+            if (move := self._moves.get(move_id)) is not None and not move.is_void:
+                move.void("cancelled")
+                self._settle(move)
+
+    def look(self) -> bool:
+        """Give up what takes too long; whether to look again."""
+        at = time.monotonic()
+        with self._gate:
+            if self._busy_since is not None and at - self._busy_since >= self._slow_s and not self._off:
+                self._switch_off(
+                    f"the disk under {self._segments.path(0).parent} has not answered for {self._slow_s:g} s"
+                )
+            for move in list(self._moves.values()):
+                waited = at - move.posted_at
+                if waited >= self._slow_s or self._off:
+                    if not move.is_void:
+                        move.void(self._off or f"it took more than {self._slow_s:g} s")
+                        self._counts["late"] += 1
+                    if move.running and not move.is_told_doubt:
+                        move.is_told_doubt = True
+                        self._news.append(RecordsEnded(move.move_id, Ending.IN_DOUBT, move.cause))
+                        self._wake()
+                    self._settle(move)
+            return bool(self._moves)
+
+    def stop(self) -> None:
+        """Begin nothing more, and end once nothing runs and the index is written."""
+        with self._gate:
+            self._is_stopping = True
+            self._gate.notify()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end; False if it did not come. May run on another thread."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end, and close everything; what had not ended has `FAILED`.
+
+        Raises:
+            BackendError: The thread is inside the system still.
+        """
+        if not self.wait(timeout_s):
+            raise BackendError(
+                f"the disk under {self._segments.path(0).parent} has not answered in time: memory that it "
+                f"reads into may still be written; keep it, and call close() again"
+            )
+        self._io.close()
+        with self._gate:
+            for move in list(self._moves.values()):
+                move.void(move.cause or "the file tier was closed")
+                move.running = 0
+                self._settle(move)
+        self._segments.close()
+        with suppress(sqlite3.Error):
+            self._index.close()
+
+    def statistics(self) -> dict[str, int]:
+        """Count moves, records and troubles."""
+        with self._gate:
+            return {
+                **self._counts,
+                "running": len(self._moves),
+                "records": len(self._entries),
+                "is_read_only": int(bool(self._read_only or self._off)),
+                "is_off": int(bool(self._off)),
+            }
+
+    # -- under the lock, on either side --------------------------------------------------------------
+
+    def _settle(self, move: _Move) -> None:
+        """End a move that is over."""
+        if not move.is_over or self._moves.pop(move.move_id, None) is None:
+            return
+        if move.is_void:
+            self._forgotten += move.written
+            self._news.append(RecordsEnded(move.move_id, Ending.FAILED, move.cause))
+        elif move.lost:
+            self._news.append(RecordsEnded(move.move_id, Ending.FAILED, move.cause, tuple(sorted(move.lost))))
+        else:
+            self._news.append(RecordsEnded(move.move_id, Ending.DONE))
+        self._wake()
+
+    def _switch_off(self, cause: str, *, reads: bool = True) -> None:
+        """Take nothing more, or no writes, and say so once."""
+        if self._off or (self._read_only and not reads):
+            return
+        self._read_only = self._read_only or cause
+        if reads:
+            self._off = cause
+        self._news.append(RecordsLost(cause, reads))
+        for is_write in (True, False) if reads else (True,):
+            for move in self._queues[is_write]:
+                if not move.is_void:
+                    move.void(cause)
+                    self._settle(move)
+            self._queues[is_write].clear()
+        self._wake()
+
+    # -- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as exc:  # whatever it is, moves must hear of it
+            with self._gate:
+                self._switch_off(f"the thread of the file tier broke: {exc!r}")
+        for far in self._forgotten:
+            self._drop(far)
+        self._write_layouts(self._new_layouts)
+        self._commit()
+
+    def _work(self) -> None:
+        while True:
+            with self._gate:
+                if not self._wait():
+                    return
+                forgotten, self._forgotten = self._forgotten, []
+                layouts, self._new_layouts = self._new_layouts, {}
+                batch = self._next_batch() if len(self._batches) < IN_FLIGHT else None
+                if batch is not None or self._batches:
+                    self._busy_since = self._busy_since or time.monotonic()
+            for far in forgotten:
+                self._drop(far)
+            if layouts:
+                self._write_layouts(layouts)
+            if batch is not None:
+                self._begin(batch)
+            self._collect()
+            if self._is_due():
+                self._commit()
+
+    def _wait(self) -> bool:
+        """Wait for something to do; False when there is nothing more to be done, ever. The lock is held."""
+        if self._is_stopping and not self._batches:
+            return False
+        if self._forgotten or self._new_layouts or (len(self._batches) < IN_FLIGHT and any(self._queues.values())):
+            return True
+        if self._batches:
+            self._gate.wait(NAP_S)
+        else:
+            self._busy_since = None
+            self._gate.wait(COMMIT_S if self._stored or self._dropped else None)
+        return True
+
+    def _next_batch(self) -> _Batch | None:
+        """Take some records of the oldest move that reads, else of the oldest that writes. The lock is held."""
+        if self._is_stopping:
+            return None
+        for queue in self._queues.values():
+            while queue:
+                move = queue[0]
+                positions: list[int] = []
+                size = 0
+                while move.next < len(move.records):
+                    size += move.records[move.next].size
+                    if positions and size > BATCH_BYTES:
+                        break
+                    positions.append(move.next)
+                    move.next += 1
+                if move.next == len(move.records):
+                    queue.popleft()
+                if positions:
+                    move.running += 1
+                    return _Batch(move, positions)
+                self._settle(move)
+        return None
+
+    def _begin(self, batch: _Batch) -> None:
+        move = batch.move
+        if move.is_write:
+            for i in batch.positions:
+                record = move.records[i]
+                self._drop(record.far)
+                batch.sums.append(checksum(record.key, self._view[record.near : record.near + record.size]))
+        else:
+            known = []
+            for i in batch.positions:
+                record = move.records[i]
+                entry = self._entries.get(record.far)
+                if entry is not None and (entry.key, entry.size) == (record.key, record.size):
+                    known.append(i)
+                    batch.sums.append(entry.checksum)
+                else:
+                    self._lose(move, i, "it is not stored there", "missing")
+            batch.positions = known
+        if not batch.positions:
+            self._end(batch)
+            return
+        extents = [extent for i in batch.positions for extent in self._extents(move.records[i])]
+        self._number += 1
+        self._batches[self._number] = batch
+        self._io.submit(self._number, extents, move.is_write)
+
+    def _extents(self, record: Record) -> Iterable[Extent]:
+        return self._segments.extents(record.near, record.far, record.size)
+
+    def _collect(self) -> None:
+        """Finish what has ended; if something failed, all that runs is ended, and done again with system calls."""
+        failed = False
+        for number, is_good in self._io.collect():
+            if is_good:
+                self._finish(self._batches.pop(number))
+            failed = failed or not is_good
+        if not failed:
+            return
+        self._counts["resets"] += 1
+        try:
+            self._io.reset()
+            for number, is_good in self._io.collect():
+                if is_good:
+                    self._finish(self._batches.pop(number))
+        except BackendError as exc:
+            # What runs may still write: it stays with its moves, which are in doubt.
+            with self._gate:
+                self._switch_off(str(exc))
+            raise
+        while self._batches:
+            self._retry(self._batches.pop(min(self._batches)))
+
+    def _retry(self, batch: _Batch) -> None:
+        """Move records one by one, so that each has its own end."""
+        move, good, sums = batch.move, [], []
+        for i, found in zip(batch.positions, batch.sums, strict=True):
+            with self._gate:
+                self._busy_since = time.monotonic()
+            try:
+                for extent in self._extents(move.records[i]):
+                    transfer(self._view, extent, move.is_write)
+            except OSError as exc:
+                self._trouble(move, i, exc)
+            else:
+                good.append(i)
+                sums.append(found)
+        batch.positions, batch.sums = good, sums
+        self._finish(batch)
+
+    def _finish(self, batch: _Batch) -> None:
+        """All its bytes are in place."""
+        move, at = batch.move, now()
+        for i, expected in zip(batch.positions, batch.sums, strict=True):
+            record = move.records[i]
+            if move.is_write:
+                entry = Entry(record.far, record.size, record.key, expected, record.layout, record.tag, at)
+                self._entries[record.far] = self._stored[record.far] = entry
+                self._dropped.discard(record.far)
+                self._pending_since = self._pending_since or time.monotonic()
+                move.written.append(record.far)
+            elif checksum(record.key, self._view[record.near : record.near + record.size]) != expected:
+                self._lose(move, i, "its bytes are not what was stored", "corrupted")
+                continue
+            self._errors = 0
+            self._counts["records_written" if move.is_write else "records_read"] += 1
+            self._counts["bytes_written" if move.is_write else "bytes_read"] += record.size
+        self._end(batch)
+
+    def _end(self, batch: _Batch) -> None:
+        with self._gate:
+            batch.move.running -= 1
+            self._busy_since = None
+            self._settle(batch.move)
+
+    def _lose(self, move: _Move, i: int, cause: str, counted: str) -> None:
+        """A record is not there, and will not be."""
+        self._counts[counted] += 1
+        record = move.records[i]
+        move.lost.append(i)
+        move.cause = move.cause or f"record {i}: {cause}"
+        if not move.is_write and (entry := self._entries.get(record.far)) is not None and entry.key == record.key:
+            self._drop(record.far)
+
+    def _trouble(self, move: _Move, i: int, exc: OSError) -> None:
+        """The system refuses to move a record."""
+        word = exc.strerror or str(exc)
+        self._lose(move, i, f"{'writing' if move.is_write else 'reading'} failed: {word}", "io_errors")
+        self._errors += not isinstance(exc, FileTooShort)
+        folder = self._segments.path(0).parent
+        if move.is_write and exc.errno in FULL:
+            with self._gate:
+                self._switch_off(f"{folder} takes no more writes: {word}", reads=False)
+        elif self._errors >= MAX_ERRORS:
+            with self._gate:
+                self._switch_off(f"{folder}: {self._errors} records in a row failed, the last one: {word}")
+
+    # -- the index -----------------------------------------------------------------------------------
+
+    def _drop(self, far: int) -> None:
+        """Forget what begins at some place."""
+        if self._entries.pop(far, None) is not None:
+            self._stored.pop(far, None)
+            self._dropped.add(far)
+            self._pending_since = self._pending_since or time.monotonic()
+
+    def _is_due(self) -> bool:
+        """Whether the index should be told now."""
+        if not (self._stored or self._dropped):
+            return False
+        return (
+            len(self._stored) + len(self._dropped) >= MAX_PENDING or time.monotonic() - self._pending_since >= COMMIT_S
+        )
+
+    def _commit(self) -> None:
+        """Tell the index. If that fails, what is stored is known to this process only, and no more is taken."""
+        stored, dropped = self._stored, self._dropped
+        self._stored, self._dropped, self._pending_since = {}, set(), 0.0
+        if not stored and not dropped:
+            return
+        with self._gate:
+            self._busy_since = self._busy_since or time.monotonic()
+        try:
+            self._index.change(stored, dropped)
+            self._counts["commits"] += 1
+        except sqlite3.Error as exc:
+            with self._gate:
+                self._switch_off(f"the index of {self._segments.path(0).parent} cannot be written: {exc}", reads=False)
+
+    def _write_layouts(self, layouts: Mapping[str, bytes]) -> None:
+        try:
+            for fingerprint, body in layouts.items():
+                self._index.put_layout(fingerprint, body)
+        except sqlite3.Error as exc:
+            with self._gate:
+                self._switch_off(f"the index of {self._segments.path(0).parent} cannot be written: {exc}", reads=False)
+
+
+_started: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End threads that nobody closed: inside NIXL they would not survive the end of the interpreter."""
+    left = list(_started)
+    for worker in left:
+        worker.stop()
+    deadline = time.monotonic() + EXIT_S
+    for worker in left:
+        worker.wait(max(0.0, deadline - time.monotonic()))

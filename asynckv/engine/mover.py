@@ -1,0 +1,299 @@
+"""What catalogues want is carried out here, and their jobs hear how it ended.
+
+One turn of it (`pump`): what the files must no longer say is forgotten, what is to be moved is handed to a plane, and
+whoever waits for a job is told. It is taken after every call, at every end of a move, and when the time has come.
+Blocks are the engine's again when nothing touches them any more, and on no other ground.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from asynckv.core.events import Ending
+from asynckv.core.inspect import HeldBlocks
+from asynckv.core.types import TransferId
+from asynckv.engine.driver import Driver
+from asynckv.engine.jobs import OffloadJob
+from asynckv.engine.shelf import Shelf
+from asynckv.observe.events import EVENT
+from asynckv.observe.sampling import Rate
+from asynckv.offload.job import JobEnded, JobKind, JobOutcome, JobReturned, Move, MoveKind
+from asynckv.ports import CopyOp, CopyPlane, RecordsEnded, RecordsLost, TimerHandle
+
+__all__ = ["Mover"]
+
+MAX_FAILURES = 10
+"""That are logged at once; then one per second."""
+
+COUNTERS = (
+    *("lookups", "lookup_hits", "lent", "moves_failed", "moves_doubted", "records_lost", "jobs_retired"),
+    *(f"tokens.{what}" for what in ("looked_up", "found", "loaded", "missed")),
+    *(f"{what}.{kind.value}" for kind in MoveKind for what in ("bytes", "blocks")),
+    *(f"{kind.value}.{outcome.value}" for kind in JobKind for outcome in JobOutcome),
+)
+"""What is counted of an offload: what its metrics and `Offload.statistics` are made of."""
+
+
+@dataclass(slots=True)
+class _Posted:
+    """A move that has not ended."""
+
+    shelf: Shelf
+    move: Move
+    is_doubtful: bool = False
+
+
+class Mover:
+    """Carries out moves of all shelves.
+
+    Args:
+        driver: The engine's: its clock, its log, and the core whose ledger says which blocks are in use.
+        held_s: After which blocks of a copy that does not end are given up.
+
+    Attributes:
+        shelves: Those that blocks are on, the rank's own first.
+        copies: What copies; set when the device's memory is taken.
+        is_copying: It may be used.
+        cause: Why nothing is begun; empty while something is.
+        jobs: Those that have not ended, or whose blocks something may still touch.
+        posted: Moves that have not ended, those in doubt as well.
+        ids: Of jobs, pins and transfers.
+        counts: What was counted.
+    """
+
+    copies: CopyPlane
+
+    def __init__(self, driver: Driver, held_s: float) -> None:
+        self._driver, self._held_s = driver, held_s
+        self.shelves: tuple[Shelf, ...] = ()
+        self.is_copying = False
+        self.cause = "it has not started yet"
+        self.jobs: dict[str, OffloadJob] = {}
+        self.posted: dict[TransferId, _Posted] = {}
+        self.ids = count(1)
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self._timer: TimerHandle | None = None
+        self._is_due = False
+        self._idle = asyncio.Event()
+        self._failures = Rate(1.0, MAX_FAILURES)
+
+    def give_up(self, job: OffloadJob) -> None:
+        """Begin nothing more of a job, and wait for what runs."""
+        for shelf in self.shelves:
+            shelf.catalogue.cancel(job.job_id)
+        if job.kind is JobKind.LOAD:
+            # A store's copies go on: others may wait for them.
+            for transfer_id, posted in self.posted.items():
+                if posted.move.job_id == job.job_id and posted.move.kind is MoveKind.LOAD:
+                    self.copies.cancel(transfer_id)
+        self.pump()
+
+    # -- between the catalogue and the planes --------------------------------------------------------
+
+    def soon(self) -> None:
+        """Look what is to be done, in the loop's next turn."""
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._pump_soon)
+
+    def _pump_soon(self) -> None:
+        self._is_due = False
+        self.pump()
+
+    def pump(self) -> None:
+        """Do what the catalogue wants, and tell what became of jobs."""
+        now = self._driver.clock.now()
+        for shelf in self.shelves:
+            shelf.forget()
+            if not self.cause:
+                for move in shelf.catalogue.moves(now):
+                    self._post(shelf, move)
+        while told := [(shelf, news) for shelf in self.shelves for news in shelf.catalogue.news()]:
+            for shelf, news in told:  # of which others may follow
+                self._take_news(shelf, news, now)
+            if not self.cause:
+                self.soon()  # there may be room for what has waited for it
+        self._retire(now)
+        self._arm(now)
+
+    def _take_news(self, shelf: Shelf, news: JobEnded | JobReturned, now: float) -> None:
+        """A part of a job has ended, or touches its caller's blocks no more."""
+        if (job := self.jobs.get(news.job_id)) is None:
+            return  # it was closed
+        if isinstance(news, JobReturned):
+            job.held_by.discard(shelf.far)
+        else:
+            job.parts[shelf.far] = news
+            if news.is_held:
+                job.held_by.add(shelf.far)
+            if news.outcome is not JobOutcome.DONE:
+                for other in self.shelves:  # a prefix needs all of them
+                    other.catalogue.cancel(job.job_id)
+        if job.ended is None and all(part is not None for part in job.parts.values()):
+            ended = job.end(now, self._held_s)
+            self.counts[f"{ended.kind.value}.{ended.outcome.value}"] += 1
+            if ended.outcome in (JobOutcome.FAILED, JobOutcome.TIMEOUT, JobOutcome.NO_ROOM):
+                self._log_failed(job, ended)
+        if job.ended is not None and not job.held_by:
+            self._release(job)
+
+    def _retire(self, now: float) -> None:
+        """Give up blocks that something may have been touching for too long."""
+        for job in self.jobs.values():
+            if job.retired_at <= now and not job.is_retired:
+                job.retire()
+                self.counts["jobs_retired"] += 1
+                self._log_retired(job, now)
+
+    def _arm(self, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        held = [job.retired_at for job in self.jobs.values() if not job.is_retired]
+        when = min([*(shelf.catalogue.wake_at for shelf in self.shelves), *held])
+        if when < math.inf and self.is_copying:
+            self._timer = self._driver.clock.call_at(max(when, now), self.soon)
+
+    def _release(self, job: OffloadJob) -> None:
+        """Nothing touches a job's blocks any more: they are the engine's."""
+        core = self._driver.core
+        core.ledger.drop(job.job_id)
+        core.inspect.guests.pop(job.job_id, None)
+        self.jobs.pop(job.job_id, None)
+        job.is_free = True
+        job.is_returned.set()
+        self._driver.soon()  # somebody may wait until nothing is held
+
+    def _post(self, shelf: Shelf, move: Move) -> None:
+        """Hand a move to its plane."""
+        transfer_id = TransferId(next(self.ids))
+        self.posted[transfer_id] = _Posted(shelf, move)
+        match move.kind:
+            case MoveKind.LOAD if not self.jobs[move.job_id].blocks:
+                asyncio.get_running_loop().call_soon(self._arrived, transfer_id)  # it is where it was to be brought
+            case MoveKind.LOAD | MoveKind.STORE:
+                op = CopyOp.READ if move.kind is MoveKind.LOAD else CopyOp.WRITE
+                self.copies.post(transfer_id, op, shelf.far, shelf.pieces(move, self.jobs[move.job_id]))
+            case MoveKind.PROMOTION | MoveKind.WRITE_BACK:
+                assert shelf.records is not None
+                op = CopyOp.READ if move.kind is MoveKind.PROMOTION else CopyOp.WRITE
+                shelf.records.post(transfer_id, op, shelf.record_list(move))
+
+    def _arrived(self, transfer_id: TransferId) -> None:
+        self._ended(transfer_id, Ending.DONE, "")
+        self.pump()
+
+    def on_copies(self) -> None:
+        """The copy plane has news."""
+        for news in self.copies.poll():
+            self._ended(news.transfer_id, news.ending, news.cause)
+        self.pump()
+
+    def on_records(self, shelf: Shelf) -> None:
+        """A shelf's files have news."""
+        assert shelf.records is not None
+        for news in shelf.records.poll():
+            if isinstance(news, RecordsEnded):
+                self._ended(news.move_id, news.ending, news.cause, news.lost)
+            else:
+                self._lose_files(shelf, news)
+        self.pump()
+
+    def _ended(self, transfer_id: TransferId, ending: Ending, cause: str, lost: Sequence[int] = ()) -> None:
+        """Tell the catalogue of a move, and count it."""
+        posted = self.posted.get(transfer_id)
+        if posted is None:
+            return
+        move = posted.move
+        if ending is Ending.IN_DOUBT:
+            posted.is_doubtful = True
+            self.counts["moves_doubted"] += 1
+        else:
+            del self.posted[transfer_id]
+            self._idle.set()
+        if ending is Ending.FAILED and lost:
+            ending = Ending.DONE  # but for those
+        if ending is Ending.DONE:
+            self.counts[f"bytes.{move.kind.value}"] += move.num_bytes
+            self.counts[f"blocks.{move.kind.value}"] += move.num_blocks - len(lost)
+            self.counts["records_lost"] += len(lost)
+            if (job := self.jobs.get(move.job_id)) is not None:
+                if move.kind is MoveKind.PROMOTION:
+                    job.file_bytes += move.num_bytes
+                else:
+                    job.num_bytes += move.num_bytes
+        elif ending is not Ending.IN_DOUBT:
+            self.counts["moves_failed"] += 1
+        posted.shelf.catalogue.ended(move.move_id, ending, cause, lost)
+
+    def _lose_files(self, shelf: Shelf, news: RecordsLost) -> None:
+        """The file tier takes no more writes, or nothing at all."""
+        if news.reads:
+            shelf.catalogue.switch_off()
+        self._driver.recorder.event("warning", EVENT.OFFLOAD_FILES_LOST, cause=news.cause, reads=int(news.reads))
+
+    def _log_failed(self, job: OffloadJob, ended: JobEnded) -> None:
+        now = self._driver.clock.now()
+        if self._failures.take(now):
+            self._driver.recorder.event(
+                "warning",
+                EVENT.OFFLOAD_FAILED,
+                cause=ended.outcome.value,
+                detail=ended.cause,
+                what=job.kind.value,
+                request_id=job.request_id,
+                blocks=sum(map(len, ended.missing)),
+                held=int(ended.is_held),
+                seconds=round(now - job.begun_at, 6),
+                **self._failures.left_out(),
+            )
+
+    def _log_retired(self, job: OffloadJob, now: float) -> None:
+        self._driver.recorder.event(
+            "error",
+            EVENT.OFFLOAD_RETIRED,
+            what=job.kind.value,
+            request_id=job.request_id,
+            blocks=sum(map(len, job.ids.values())),
+            seconds_after_failure=round(now - job.ended_at, 6),
+        )
+
+    # -- its end -------------------------------------------------------------------------------------
+
+    async def end_work(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
+        """Cancel what is asked for, and wait for what runs; returns who holds blocks still."""
+        driver = self._driver
+        for job in list(self.jobs.values()):
+            self.give_up(job)
+        until = driver.clock.now() + timeout_s
+        handle = driver.clock.call_at(until, self._idle.set)
+        try:
+            while any(not posted.is_doubtful for posted in self.posted.values()) and driver.clock.now() < until:
+                self._idle.clear()
+                await self._idle.wait()
+        finally:
+            handle.cancel()
+        now = driver.clock.now()
+        return tuple(hold for hold in driver.core.inspect.holds(now) if hold.pull_id in self.jobs)
+
+    async def let_go_of_device(self) -> None:
+        if self.is_copying:
+            await self.copies.quiesce()
+            self.copies.close()
+            self.is_copying = False
+
+    def forsake(self, kinds: Sequence[MoveKind] = tuple(MoveKind)) -> None:
+        """Moves whose plane is gone have ended: nothing touches their blocks any more."""
+        for transfer_id, posted in list(self.posted.items()):
+            if posted.move.kind in kinds:
+                self._ended(transfer_id, Ending.FAILED, "the plane was closed")
+        self.pump()
+        if self.cause:
+            for job in list(self.jobs.values()):
+                job.closed()
+                self._release(job)

@@ -1,0 +1,166 @@
+"""What is under way: moves that were handed out, within budgets of bytes.
+
+Every kind of move has a budget of its own, so that none keeps another from running; write-backs have a rate besides.
+One move of a kind may always run, however large its blocks are, and what is in doubt counts for no budget: it may stay
+so for ever, and would keep everything else waiting.
+
+It refuses to know what is moved why, and what becomes of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from msgspec import Struct
+
+from asynckv.errors import LocalProtocolError
+from asynckv.offload.entry import Entry
+from asynckv.offload.job import Item, Job, Move, MoveKind, Piece
+
+__all__ = ["Budgets", "Running", "Traffic"]
+
+
+class Budgets(Struct, frozen=True, kw_only=True):
+    """How much may be under way at once, and how fast.
+
+    Attributes:
+        move_bytes: The most that one move carries; one block at least.
+        load_bytes, store_bytes, promotion_bytes, write_back_bytes: The most that moves of a kind carry together; one
+            move at least.
+        write_back_bytes_per_s: How fast the file tier is written.
+    """
+
+    move_bytes: int = 64 << 20
+    load_bytes: int = 1 << 30
+    store_bytes: int = 1 << 30
+    promotion_bytes: int = 256 << 20
+    write_back_bytes: int = 256 << 20
+    write_back_bytes_per_s: float = math.inf
+
+
+class Running:
+    """A move that is posted: what it touches, block by block.
+
+    Attributes:
+        job: Whose blocks of the device it reads or writes; None if it is between tiers.
+        items: What it reads or writes in host memory; of a write-back, what it writes in the file tier.
+        sources: What it reads beside, of a promotion or a write-back.
+    """
+
+    __slots__ = ("is_doubtful", "items", "job", "move", "sources")
+
+    def __init__(self, move: Move, job: Job | None, items: list[Item], sources: list[Entry]) -> None:
+        self.move, self.job, self.items, self.sources = move, job, items, sources
+        self.is_doubtful = False
+
+
+class Traffic:
+    """All moves that are under way."""
+
+    def __init__(self, budgets: Budgets) -> None:
+        self.budgets = budgets
+        self.running: dict[int, Running] = {}
+        self.under_way = dict.fromkeys(MoveKind, 0)
+        """Bytes by kind, without what is in doubt."""
+        self.limits = {
+            MoveKind.LOAD: budgets.load_bytes,
+            MoveKind.STORE: budgets.store_bytes,
+            MoveKind.PROMOTION: budgets.promotion_bytes,
+            MoveKind.WRITE_BACK: budgets.write_back_bytes,
+        }
+        self._last_id = 0
+        self._allowance = 0.0
+        """Bytes that may be written back; below 0 after a move that was larger than what was left."""
+        self._allowed_at: float | None = None
+
+    def fits(self, kind: MoveKind, num_bytes: int, more: int) -> bool:
+        """Whether a move that has so many bytes may carry so many more."""
+        under_way = self.under_way[kind] + num_bytes
+        if under_way == 0:
+            return True
+        return under_way + more <= self.limits[kind] and (num_bytes == 0 or num_bytes + more <= self.budgets.move_bytes)
+
+    def is_idle(self) -> bool:
+        """Whether nothing runs but what is in doubt."""
+        return all(running.is_doubtful for running in self.running.values())
+
+    def begin(self, kind: MoveKind, job: Job | None, items: list[Item], sources: list[Entry], num_bytes: int) -> Move:
+        """Hand out a move, and note it with all that it touches."""
+        self._last_id += 1
+        groups: dict[int, list[int]] = {}
+        for i, item in enumerate(items):
+            groups.setdefault(item.entry.group, []).append(i)
+        order = [i for places in groups.values() for i in places]
+        items, sources = [items[i] for i in order], [sources[i] for i in order] if sources else []
+        pieces, start = [], 0
+        for places in groups.values():
+            stop = start + len(places)
+            pieces.append(_piece(kind, items[start:stop], sources[start:stop]))
+            start = stop
+        move = Move(self._last_id, kind, job.job_id if job is not None else "", tuple(pieces), num_bytes)
+        for _, entry in items:
+            entry.begin(move.move_id)
+        for entry in sources:
+            entry.begin(move.move_id)
+        self.under_way[kind] += num_bytes
+        is_device = kind in (MoveKind.LOAD, MoveKind.STORE)
+        self.running[move.move_id] = Running(move, job if is_device else None, items, sources)
+        return move
+
+    def get(self, move_id: int) -> Running:
+        """Return a move that is under way.
+
+        Raises:
+            LocalProtocolError: There is none of that number.
+        """
+        running = self.running.get(move_id)
+        if running is None:
+            raise LocalProtocolError(f"move {move_id} is not under way")
+        return running
+
+    def doubt(self, running: Running) -> None:
+        """Count on a move no more: it may end at some time, or never."""
+        running.is_doubtful = True
+        self.under_way[running.move.kind] -= running.move.num_bytes
+
+    def end(self, running: Running) -> None:
+        """Forget a move."""
+        del self.running[running.move.move_id]
+        if not running.is_doubtful:
+            self.under_way[running.move.kind] -= running.move.num_bytes
+
+    def write_back_at(self, now: float) -> float:
+        """Say from when on more may be written back."""
+        rate = self.budgets.write_back_bytes_per_s
+        if rate == math.inf:
+            return now
+        passed = 1.0 if self._allowed_at is None else now - self._allowed_at
+        self._allowed_at = now
+        self._allowance = min(max(rate, self.budgets.move_bytes), self._allowance + passed * rate)
+        return now if self._allowance > 0 else now + (1 - self._allowance) / rate
+
+    def wrote_back(self, num_bytes: int) -> None:
+        """Note how much a write-back takes of the rate."""
+        self._allowance -= num_bytes
+
+    def audit(self) -> list[str]:
+        """Recount everything; a list of what does not add up."""
+        under_way = dict.fromkeys(MoveKind, 0)
+        for running in self.running.values():
+            if not running.is_doubtful:
+                under_way[running.move.kind] += running.move.num_bytes
+        if under_way == self.under_way:
+            return []
+        return [f"{self.under_way} bytes are counted under way, and {under_way} are"]
+
+
+def _piece(kind: MoveKind, here: list[Item], there: list[Entry]) -> Piece:
+    own, others = tuple(item.entry.slot for item in here), tuple(entry.slot for entry in there)
+    is_device = kind in (MoveKind.LOAD, MoveKind.STORE)
+    return Piece(
+        here[0].entry.group,
+        tuple(item.entry.hash for item in here),
+        tuple(item.position for item in here) if is_device else (),
+        others if kind is MoveKind.WRITE_BACK else own,
+        own if kind is MoveKind.WRITE_BACK else others,
+    )
