@@ -443,7 +443,7 @@ class Catalogue:
             MoveKind.PROMOTION: self._promotion_ended,
             MoveKind.WRITE_BACK: self._write_back_ended,
         }[running.move.kind]
-        for i in reversed(range(len(running.items))):  # the end of a chain becomes the oldest of it
+        for i in range(len(running.items)):
             end(running, i, is_done and i not in lost, cause)
         job = running.job
         if job is not None:

@@ -39,7 +39,6 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     ScheduleEndContext,
     get_offload_group_idx,
-    make_offload_key,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
@@ -140,8 +139,7 @@ class Manager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._shape, self._groups, self._clock, self._timeout_s = shape, groups, clock, offload.timeout_s
-        self._ids = [group.group_id for group in config.groups]
-        self._places = {group_id: place for place, group_id in enumerate(self._ids)}
+        self._places = {group.group_id: place for place, group in enumerate(config.groups)}
         self._spaces = [bytes.fromhex(group.namespace) for group in groups]
         self._world_size = config.parallel.world_size
         self._is_checked = False
@@ -166,6 +164,7 @@ class Manager(OffloadingManager):
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self._told: Counter[str] = Counter()
         self._is_lru = offload.policy == "lru"
+        self._wake_at = math.inf
         self._names = itertools.count(1)
         self._cut: dict[str, list[Move]] = {}
         """Moves for workers, of the job that is being asked for."""
@@ -179,8 +178,8 @@ class Manager(OffloadingManager):
         self._moving: dict[int, tuple[str, int]] = {}
         """Between files and memory: as what it is counted, and how many blocks it has."""
         self._events: list[OffloadingEvent] | None = [] if config.enable_kv_cache_events else None
-        self._at: dict[tuple[int, int], OffloadKey] = {}
-        """What has been said to be stored, by group and slot."""
+        self._at: dict[int, OffloadKey] = {}
+        """What has been said to be stored, by its slot: no two groups have one of the same number."""
         self._evicted: list[OffloadKey] = []
         self._path = path_of(config.engine_id)
         self._has_name = True
@@ -222,7 +221,8 @@ class Manager(OffloadingManager):
     # -- questions -----------------------------------------------------------------------------------
 
     def _find(self, key: OffloadKey) -> tuple[int, bytes]:
-        return self._places[get_offload_group_idx(key)], key[:-4]
+        """A key's group, and what the catalogue calls it there: its prompts name no block twice, so by all of it."""
+        return self._places[get_offload_group_idx(key)], key
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say where a block is; one that is in files alone will be brought."""
@@ -259,7 +259,7 @@ class Manager(OffloadingManager):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Note that blocks were used."""
-        self.catalogue.touch([key[:-4] for key in keys])
+        self.catalogue.touch(list(keys))
 
     # -- what workers move ---------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class Manager(OffloadingManager):
         where: dict[OffloadKey, int] = {}
         if wanted:
             name = f"store{next(self._names)}"
-            self.catalogue.store(name, [key[:-4] for key in wanted], positions=self._positions(wanted))
+            self.catalogue.store(name, wanted, positions=self._positions(wanted))
             self._advance()
             for move in self._cut.pop(name, []):
                 where |= self._opened(move, wanted, self._stores)
@@ -347,7 +347,7 @@ class Manager(OffloadingManager):
         """
         wanted = list(dict.fromkeys(keys))
         name = f"load{next(self._names)}"
-        self.catalogue.load(name, [key[:-4] for key in wanted], positions=self._positions(wanted))
+        self.catalogue.load(name, wanted, positions=self._positions(wanted))
         self._advance()
         where: dict[OffloadKey, int] = {}
         for move in self._cut.pop(name, []):
@@ -417,7 +417,7 @@ class Manager(OffloadingManager):
             self._fetches[name] = request, keys
             request.coming |= set(keys)
             until = self._clock() + self._timeout_s
-            self.catalogue.load(name, [key[:-4] for key in keys], positions=self._positions(keys), until=until)
+            self.catalogue.load(name, list(keys), positions=self._positions(keys), until=until)
         if wanting:
             self._advance()
 
@@ -428,6 +428,7 @@ class Manager(OffloadingManager):
         for name in [*self._fetches]:
             self.catalogue.cancel(name)
         self.catalogue.evict()
+        self._at.clear()
         for opened in (*self._stores.values(), *self._loads.values()):
             self._stale += [each.move for each in opened]
         self._stale = list({move.move_id: move for move in self._stale}.values())
@@ -473,24 +474,24 @@ class Manager(OffloadingManager):
             for hash_, slot in zip(piece.hashes, piece.host_slots, strict=True):
                 entry = self.catalogue.host.index[piece.group].get(hash_)
                 if entry is not None and entry.slot == slot and entry.state is READY:
-                    if (piece.group, slot) in self._at:
+                    if slot in self._at:
                         continue  # it was brought from files for another request as well
-                    key = make_offload_key(hash_, self._ids[piece.group])
-                    self._at[piece.group, slot] = key
+                    key = OffloadKey(hash_)
+                    self._at[slot] = key
                     keys.append(key)
         if keys and self._events is not None:
             self._events.append(OffloadingEvent(keys, Medium.CPU, removed=False))
 
-    def _forget(self) -> None:
-        """What was given up: vLLM is told of host memory, and the files' index is rid of what was in files."""
-        gone = []
-        for place, slot in self.catalogue.host.freed:
-            key = self._at.pop((place, slot), None)
-            if key is not None and not self._is_known(key):
-                gone.append(key)
+    def _reuse(self, move: Move) -> None:
+        """Tell vLLM of what was in slots that are written anew: it has been given up."""
+        slots = [slot for piece in move.pieces for slot in piece.host_slots]
+        gone = [key for slot in slots if (key := self._at.pop(slot, None)) is not None and not self._is_known(key)]
         self._evicted += gone
         if gone and self._events is not None:
             self._events.append(OffloadingEvent(gone, Medium.CPU, removed=True))
+
+    def _forget(self) -> None:
+        """Rid the files' index of what was given up."""
         freed = self.catalogue.forgotten()
         if freed and self._files is not None:
             self._files.forget([slot * self._shape.slot_bytes for _, slot in freed])
@@ -514,7 +515,9 @@ class Manager(OffloadingManager):
             is_new = False
             self._forget()
             for move in self.catalogue.moves(self._clock()):
-                if move.kind is MoveKind.PROMOTION or move.kind is MoveKind.WRITE_BACK:
+                if move.kind in (MoveKind.STORE, MoveKind.PROMOTION):
+                    self._reuse(move)
+                if move.kind in (MoveKind.PROMOTION, MoveKind.WRITE_BACK):
                     self._post(move)
                 elif (fetch := self._fetches.get(move.job_id)) is not None:
                     self._keep(move, *fetch)
@@ -525,8 +528,9 @@ class Manager(OffloadingManager):
                 if isinstance(news, JobEnded) and (fetch := self._fetches.pop(news.job_id, None)) is not None:
                     self._fetched(news, *fetch)
         self._forget()
-        if self._files is not None and self.catalogue.wake_at < math.inf:
-            self._files.wake_in(max(0.0, self.catalogue.wake_at - self._clock()))
+        wake_at, self._wake_at = self._wake_at, self.catalogue.wake_at
+        if self._files is not None and wake_at != self._wake_at < math.inf:
+            self._files.wake_in(max(0.0, self._wake_at - self._clock()))
 
     def _post(self, move: Move) -> None:
         size = self._shape.slot_bytes
@@ -573,7 +577,7 @@ class Manager(OffloadingManager):
                 positions[piece.group] += piece.positions
                 request.fetched |= {keys[position] for position in piece.positions}
             name = f"pin{next(self._names)}"
-            self.catalogue.pin(name, [key[:-4] for key in keys], positions=positions)
+            self.catalogue.pin(name, list(keys), positions=positions)
             request.pins.append(name)
         self.catalogue.ended(move.move_id, Ending.DONE)
 
@@ -608,4 +612,5 @@ class Manager(OffloadingManager):
 
     def _on_time(self) -> None:
         with self._lock:
+            self._wake_at = math.inf
             self._advance()
