@@ -319,6 +319,22 @@ def test_a_block_in_files_is_brought_while_vllm_asks_again() -> None:
     kept.close()
 
 
+def test_what_was_brought_is_kept_until_its_request_begins_without_it() -> None:
+    kept = Kept()
+    context = ReqContext("r")
+    kept.lookup(context)
+    kept.end_step()
+    kept.records.tell(RecordsEnded(kept.records.take()[0], Ending.DONE))
+    kept.end_step()
+    other = [key(i) for i in range(100, 108)]
+    assert kept.manager.prepare_store(other, ReqContext("s")) is None
+    with kept.manager.lock:
+        kept.manager.on_schedule_end(ScheduleEndContext(("r",), ()))
+    assert kept.manager.prepare_store(other, ReqContext("s")) is not None
+    kept.manager.complete_store(other, ReqContext("s"))
+    kept.close()
+
+
 def test_what_is_lost_on_the_way_is_a_miss() -> None:
     kept = Kept()
     context = ReqContext("r")

@@ -90,7 +90,8 @@ PREFIX = "asynckv:kv_offload_"
 class _Request:
     """What a request waits for, and what is kept for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.wanted: dict[OffloadKey, None] = {}
         """Met in files since the last step ended."""
         self.coming: set[OffloadKey] = set()
@@ -175,6 +176,8 @@ class Manager(OffloadingManager):
         self._fetches: dict[str, tuple[_Request, list[OffloadKey]]] = {}
         """Jobs that bring blocks from files."""
         self._wanting: list[_Request] = []
+        self._pinned: dict[str, _Request] = {}
+        """Those for which something is kept, by their ids."""
         self._moving: dict[int, tuple[str, int]] = {}
         """Between files and memory: as what it is counted, and how many blocks it has."""
         self._events: list[OffloadingEvent] | None = [] if config.enable_kv_cache_events else None
@@ -249,7 +252,7 @@ class Manager(OffloadingManager):
     def _request(self, context: ReqContext) -> _Request:
         request: _Request | None = context.get_state(_Request)
         if request is None:
-            request = _Request()
+            request = _Request(context.req_id)
             context.set_state(request)
         return request
 
@@ -402,12 +405,16 @@ class Manager(OffloadingManager):
 
     def _release(self, request: _Request) -> None:
         pins, request.pins = request.pins, []
+        self._pinned.pop(request.name, None)
         request.refused.clear()
         for pin in pins:
             self.catalogue.unpin(pin)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A step has been decided on: bring what it met in files."""
+        for name in context.new_req_ids:
+            if (begun := self._pinned.get(name)) is not None:
+                self._release(begun)
         wanting, self._wanting = self._wanting, []
         for request in wanting:
             keys, request.wanted = list(request.wanted), {}
@@ -579,6 +586,7 @@ class Manager(OffloadingManager):
             name = f"pin{next(self._names)}"
             self.catalogue.pin(name, list(keys), positions=positions)
             request.pins.append(name)
+            self._pinned[request.name] = request
         self.catalogue.ended(move.move_id, Ending.DONE)
 
     def _fetched(self, ended: JobEnded, request: _Request, keys: list[OffloadKey]) -> None:
