@@ -158,7 +158,8 @@ class Manager(OffloadingManager):
                 load_bytes=ALL,
                 store_bytes=ALL,
                 promotion_bytes=offload.max_bytes,
-                write_back_bytes=offload.max_bytes,
+                # What is being written cannot be evicted: a disk that stalls must not keep new blocks out.
+                write_back_bytes=min(offload.max_bytes, shape.slots * shape.slot_bytes // 4),
                 write_back_bytes_per_s=offload.write_back_bytes_per_s or math.inf,
             ),
         )
