@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from asynckv.integrations.vllm.offload import options as offload_options
 from asynckv.integrations.vllm.options import OF_NIXL_CONNECTOR, Options
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -87,12 +88,19 @@ def test_the_connector_is_configured(name: str) -> None:
 
 
 def test_the_first_steps_behind_vllm_are_taken() -> None:
-    before, after = (json.loads(given) for given in re.findall(r"--kv-transfer-config '(\{.*?\})'\n", VLLM, re.DOTALL))
+    given = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", VLLM, re.DOTALL)
+    before, after, offloading = (json.loads(each) for each in given)
     assert after.keys() > before.keys()
     assert Options.parse(after["kv_connector_extra_config"]).advertise == "tcp://10.0.0.1:0"
+    extra = offloading["kv_connector_extra_config"]
+    assert offload_options.parse(extra, "MODEL", 16).file_bytes == 10**12
+    assert extra["spec_name"] in importlib.import_module(extra["spec_module_path"]).__all__
 
 
 def test_every_option_behind_vllm_is_in_the_docs() -> None:
     (table,) = re.findall(r"^## Options\n(.*?)^## ", VLLM, re.DOTALL | re.MULTILINE)
     for name in (*OF_NIXL_CONNECTOR, *(each.name for each in dataclasses.fields(Options))):
+        assert re.search(rf"`{name}\b", table), name
+    (table,) = re.findall(r"^## Offloading.*?\n(\| option.*?)\n\n", VLLM, re.DOTALL | re.MULTILINE)
+    for name in {*offload_options.OURS, *offload_options.THEIRS} - {"spec_name", "spec_module_path"}:
         assert re.search(rf"`{name}\b", table), name

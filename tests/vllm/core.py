@@ -272,6 +272,13 @@ class Process:
         """What the connectors' engines say of themselves."""
         return list(self.core.collective_rpc("look"))
 
+    def kept(self) -> dict[str, int]:
+        """What the manager of an `OffloadingConnector` counts; it must add up."""
+        manager = self.core.scheduler.connector.connector_scheduler.manager
+        with manager.lock:
+            assert manager.catalogue.check_integrity() == []
+            return dict(manager.statistics())
+
     def judge(self, is_judged: bool) -> None:
         """Have ranks write and compare the model's bytes, or not, so that steps are only the connector's."""
         self.core.collective_rpc("judge", args=(is_judged,))
@@ -287,8 +294,9 @@ class Process:
     def wake(self) -> None:
         self.core.wake_up()
 
-    def forget_prefixes(self) -> bool:
-        return bool(self.core.reset_prefix_cache())
+    def forget_prefixes(self, everywhere: bool = False) -> bool:
+        """Empty the prefix cache, and what the connector keeps, if it is asked for."""
+        return bool(self.core.reset_prefix_cache(reset_connector=everywhere))
 
     def clock(self) -> float:
         return time.monotonic()

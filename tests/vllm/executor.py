@@ -41,9 +41,12 @@ def serve(connection: Connection, fields: dict[str, Any]) -> None:
     rank = Rank(**fields)
     while True:
         try:
-            method, args, kwargs = connection.recv()
+            question = connection.recv()
         except EOFError:
             return
+        if question is None:
+            return
+        method, args, kwargs = question
         try:
             with set_current_vllm_config(rank.vllm_config):
                 answer = True, run_method(rank, method, args, kwargs)
@@ -147,6 +150,8 @@ class RankExecutor(Executor):
 
     def shutdown(self) -> None:
         self.collective_rpc("shutdown")
+        for _, connection in self._ranks:
+            connection.send(None)  # each rank has the other ends as well, so that none of them sees this one close
         for process, connection in self._ranks:
-            connection.close()
             process.join(10)
+            connection.close()

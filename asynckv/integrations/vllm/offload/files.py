@@ -1,0 +1,94 @@
+"""The thread on which an engine's files are: a record plane wants a loop, and the scheduler's process has none.
+
+What is handed over is handed over in order, and what the plane tells comes back on this thread; the manager's lock is
+the manager's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from asynckv.core.types import TransferId
+from asynckv.errors import BackendError
+from asynckv.geometry.layout import Memory
+from asynckv.integrations.vllm.offload.loop import LoopThread
+from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, Stored
+
+__all__ = ["Files"]
+
+START_S = 600.0
+"""Space is taken from the disk at the start, which takes long where the file system writes zeros."""
+
+
+class Files:
+    """A record plane on a thread.
+
+    Args:
+        plane: The plane.
+        on_news: Called on the thread with what has ended.
+        on_time: Called on the thread when the time has come that was last given to `wake_in`.
+    """
+
+    def __init__(
+        self,
+        plane: RecordPlane,
+        on_news: Callable[[Sequence[RecordNews]], None],
+        on_time: Callable[[], None],
+    ) -> None:
+        self._plane, self._on_news, self._on_time = plane, on_news, on_time
+        self._thread = LoopThread("asynckv-files")
+        self._timer = 0
+
+    def start(self, memory: Memory) -> Sequence[Stored]:
+        """Open what is there; returns what was found.
+
+        Raises:
+            BackendError: It cannot be opened, has no room, or belongs to a process that lives.
+        """
+
+        async def start() -> Sequence[Stored]:
+            return self._plane.start(memory, self._ready)
+
+        try:
+            return self._thread.call(start, START_S)
+        except BaseException:
+            self._thread.close(1.0)
+            raise
+
+    def post(self, move_id: int, op: CopyOp, records: Sequence[Record]) -> None:
+        """Hand a move over."""
+        self._thread.soon(self._plane.post, TransferId(move_id), op, records)
+
+    def forget(self, places: Iterable[int]) -> None:
+        """Drop what begins at some places."""
+        self._thread.soon(self._plane.forget, list(places))
+
+    def wake_in(self, seconds: float) -> None:
+        """Call `on_time` then; only what was asked for last counts."""
+        self._timer += 1
+        self._thread.soon(lambda number: self._thread.loop.call_later(seconds, self._due, number), self._timer)
+
+    def _due(self, number: int) -> None:
+        if number == self._timer:
+            self._on_time()
+
+    def _ready(self) -> None:
+        if news := self._plane.poll():
+            self._on_news(news)
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish what runs, write the index and end the thread; False if something may still write the memory."""
+        if self._thread.is_closed:
+            return True
+
+        async def stop() -> None:
+            await self._plane.quiesce()
+            self._plane.close()
+
+        try:
+            self._thread.call(stop, timeout_s)
+        except (BackendError, TimeoutError):
+            return False
+        finally:
+            self._thread.close(1.0)
+        return True

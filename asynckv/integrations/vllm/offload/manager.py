@@ -1,0 +1,625 @@
+"""The scheduler's half: the catalogue, in the words of vLLM's `OffloadingManager`.
+
+vLLM asks for one key at a time, and for lists of keys; which of them make a prompt it knows itself. To the catalogue
+each list is a prompt of blocks of one token, of which some are wanted. Slots are given at once, and the workers move
+the bytes; that they have is told by `complete_store` and `complete_load`.
+
+What is in files alone has to be brought to host memory first. A lookup that meets such a block says that it is on its
+way (`HIT_PENDING`: vLLM asks again at its next step), and the end of the step asks for all that was met. The bytes move
+in this process, for vLLM has no way to give a worker something to do that is no request's; and a file that cannot be
+read, or whose bytes are not those that were stored, is a miss, while a load that failed would be the end of the engine.
+What was brought is pinned until its request has loaded it, has begun without it, or has ended; so two requests cannot
+evict each other's blocks for ever. What finds no room any more is a miss for that request.
+
+The thread of the files comes in between vLLM's calls; vLLM holds `lock` for the length of a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from asynckv.config import OffloadConfig
+from asynckv.core.events import Ending
+from asynckv.edges.file_tier import FileTier
+from asynckv.errors import BackendError
+from asynckv.integrations.vllm.offload.files import Files
+from asynckv.integrations.vllm.offload.region import Region, Shape, path_of
+from asynckv.offload.catalogue import Budgets, Catalogue
+from asynckv.offload.entry import EntryState
+from asynckv.offload.job import JobEnded, JobOutcome, Move, MoveKind
+from asynckv.offload.keys import StoredGroup
+from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded
+
+__all__ = ["COUNTED", "GAUGES", "PREFIX", "Manager"]
+
+log = logging.getLogger("vllm.asynckv")
+
+ALL = 1 << 62
+"""Bytes: what vLLM has decided to move is moved; workers take one job after another."""
+
+CLOSE_S = 3.0
+NAMESPACE = 16
+"""Bytes of a record's key before the hash."""
+
+READY = EntryState.READY
+
+COUNTED = {
+    "stored_blocks": "Blocks that workers have copied to host memory.",
+    "loaded_blocks": "Blocks that workers have copied from host memory.",
+    "fetched_blocks": "Blocks that were brought from files to host memory.",
+    "written_back_blocks": "Blocks that were copied from host memory to files.",
+    "unfetched_blocks": "Blocks in files that could not be brought, and were misses.",
+    "refused_blocks": "Blocks for which there was no room in host memory, so that they were not stored.",
+}
+"""What is counted here: a block is a chunk of vLLM's, of one group, on all ranks."""
+GAUGES = {
+    "host_blocks": "Blocks in host memory.",
+    "file_blocks": "Blocks in files.",
+    "to_write_back": "Blocks that are to be copied to files.",
+    "pins": "Lists of blocks that are kept in host memory for a request.",
+}
+PREFIX = "asynckv:kv_offload_"
+
+
+class _Request:
+    """What a request waits for, and what is kept for it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.wanted: dict[OffloadKey, None] = {}
+        """Met in files since the last step ended."""
+        self.coming: set[OffloadKey] = set()
+        """Asked for."""
+        self.refused: set[OffloadKey] = set()
+        """In files, and not to be had."""
+        self.fetched: set[OffloadKey] = set()
+        self.pins: list[str] = []
+        self.used: dict[OffloadKey, None] = {}
+        self.num_new = 0
+        """How many of them have come to host memory, or were loaded, since the policy was told of all in order."""
+        self.is_over = False
+
+
+class _Open:
+    """A move that workers carry out: which of its keys vLLM has not told of."""
+
+    __slots__ = ("keys", "move")
+
+    def __init__(self, move: Move, keys: Iterable[OffloadKey]) -> None:
+        self.move, self.keys = move, set(keys)
+
+
+class Manager(OffloadingManager):
+    """asynckv's manager.
+
+    Args:
+        config: vLLM's.
+        offload: What the user wants.
+        shape: How the region is cut.
+        groups: What the catalogue is told of vLLM's groups.
+        records: Record plane; files of `offload.directory` if left out.
+        clock: Seconds.
+
+    Raises:
+        BackendError: The files are not to be had.
+    """
+
+    def __init__(
+        self,
+        config: OffloadingConfig,
+        offload: OffloadConfig,
+        shape: Shape,
+        groups: Sequence[StoredGroup],
+        records: RecordPlane | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._shape, self._groups, self._clock, self._timeout_s = shape, groups, clock, offload.timeout_s
+        self._places = {group.group_id: place for place, group in enumerate(config.groups)}
+        self._spaces = [bytes.fromhex(group.namespace) for group in groups]
+        self._world_size = config.parallel.world_size
+        self._is_checked = False
+        """All workers use the memory that files are read into."""
+        self._form = f"vllm-{shape.block_bytes}x{shape.blocks}x{shape.ranks}"
+        self._lock = threading.RLock()
+        self.catalogue = Catalogue(
+            groups,
+            1,
+            shape.slots * shape.slot_bytes,
+            offload.file_bytes,
+            policy=offload.policy,
+            budgets=Budgets(
+                move_bytes=offload.max_bytes,
+                load_bytes=ALL,
+                store_bytes=ALL,
+                promotion_bytes=offload.max_bytes,
+                # What is being written cannot be evicted: a disk that stalls must not keep new blocks out.
+                write_back_bytes=min(offload.max_bytes, shape.slots * shape.slot_bytes // 4),
+                write_back_bytes_per_s=offload.write_back_bytes_per_s or math.inf,
+            ),
+        )
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
+        self._told: Counter[str] = Counter()
+        self._is_lru = offload.policy == "lru"
+        self._wake_at = math.inf
+        self._names = itertools.count(1)
+        self._cut: dict[str, list[Move]] = {}
+        """Moves for workers, of the job that is being asked for."""
+        self._stores: defaultdict[OffloadKey, deque[_Open]] = defaultdict(deque)
+        self._loads: defaultdict[OffloadKey, deque[_Open]] = defaultdict(deque)
+        self._stale: list[Move] = []
+        """Those of before the last `reset_cache`, which workers may still carry out."""
+        self._fetches: dict[str, tuple[_Request, list[OffloadKey]]] = {}
+        """Jobs that bring blocks from files."""
+        self._wanting: list[_Request] = []
+        self._pinned: dict[str, _Request] = {}
+        """Those for which something is kept, by their ids."""
+        self._moving: dict[int, tuple[str, int]] = {}
+        """Between files and memory: as what it is counted, and how many blocks it has."""
+        self._events: list[OffloadingEvent] | None = [] if config.enable_kv_cache_events else None
+        self._at: dict[int, OffloadKey] = {}
+        """What has been said to be stored, by its slot: no two groups have one of the same number."""
+        self._evicted: list[OffloadKey] = []
+        self._path = path_of(config.engine_id)
+        self._has_name = True
+        self._region: Region | None = None
+        self._files: Files | None = None
+        self._open(config, offload, records)
+
+    def _open(self, config: OffloadingConfig, offload: OffloadConfig, records: RecordPlane | None) -> None:
+        """Map what the workers map, if there are files, and open them."""
+        if records is None and offload.directory:
+            folder = Path(offload.directory)
+            if config.parallel.data_parallel_size > 1:
+                folder /= f"dp{config.parallel.data_parallel_index}"
+            records = FileTier(folder, offload.file_bytes, name=f"{config.engine_id}-files")
+        if records is None:
+            return
+        self._region = Region(config.engine_id, self._shape)
+        files = Files(records, self._hear, self._on_time)
+        found, strange = [], []
+        spaces = {space: place for place, space in enumerate(self._spaces)}
+        size = self._shape.slot_bytes
+        for stored in files.start(self._region.memory):
+            place = spaces.get(stored.key[:NAMESPACE], -1)
+            if place < 0 or stored.layout != self._form or stored.size != size or stored.far % size:
+                strange.append(stored.far)
+            else:
+                found.append((place, stored.far // size, stored.key[NAMESPACE:]))
+        self._files = files
+        files.forget(strange)
+        kept = self.catalogue.recover(found)
+        log.info("%d blocks were found in %s, and %d that do not fit", kept, offload.directory, len(strange))
+        self._forget()
+
+    @property
+    def lock(self) -> threading.RLock:
+        """What vLLM holds for the length of a step."""
+        return self._lock
+
+    # -- questions -----------------------------------------------------------------------------------
+
+    def _find(self, key: OffloadKey) -> tuple[int, bytes]:
+        """A key's group, and what the catalogue calls it there: its prompts name no block twice, so by all of it."""
+        return self._places[get_offload_group_idx(key)], key
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Say where a block is; one that is in files alone will be brought."""
+        place, hash_ = self._find(key)
+        allows = req_context.load_tier_filter.allows
+        entry = self.catalogue.host.index[place].get(hash_)
+        if entry is not None:
+            request = req_context.get_state(_Request)
+            if allows(Medium.CPU, Locality.LOCAL) or (request is not None and key in request.fetched):
+                return LookupResult.HIT if entry.state is READY else LookupResult.HIT_PENDING
+        file = self.catalogue.file
+        if entry is not None or file is None or not allows(Medium.STORAGE, Locality.LOCAL):
+            return LookupResult.MISS
+        kept, request = file.index[place].get(hash_), self._request(req_context)
+        if kept is None or kept.state is not READY or key in request.refused:
+            return LookupResult.MISS
+        if key in request.coming:
+            return LookupResult.HIT_PENDING
+        if not request.wanted:
+            self._wanting.append(request)
+        request.wanted[key] = None
+        return LookupResult.HIT_PENDING
+
+    def _request(self, context: ReqContext) -> _Request:
+        request: _Request | None = context.get_state(_Request)
+        if request is None:
+            request = _Request(context.req_id)
+            context.set_state(request)
+        return request
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        """Say where a block came from."""
+        return CacheHitSource.DISK if key in self._request(req_context).fetched else CacheHitSource.HOST
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Note that blocks were used."""
+        self.catalogue.touch(list(keys))
+
+    # -- what workers move ---------------------------------------------------------------------------
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Find slots for blocks that are not stored; for as many as there is room, and None if there is none."""
+        wanted = list(dict.fromkeys(keys))
+        new = [key for key in wanted if not self._is_known(key)]
+        self._evicted = []
+        where: dict[OffloadKey, int] = {}
+        if wanted:
+            name = f"store{next(self._names)}"
+            self.catalogue.store(name, wanted, positions=self._positions(wanted))
+            self._advance()
+            for move in self._cut.pop(name, []):
+                where |= self._opened(move, wanted, self._stores)
+        self.counts["refused_blocks"] += sum(key not in where for key in new)
+        if new and not where:
+            return None
+        self._request(req_context).used |= dict.fromkeys(wanted)
+        stored = [key for key in wanted if key in where]
+        return PrepareStoreOutput(stored, CPULoadStoreSpec([where[key] for key in stored]), self._evicted)
+
+    def _is_known(self, key: OffloadKey) -> bool:
+        place, hash_ = self._find(key)
+        return hash_ in self.catalogue.host.index[place]
+
+    def _positions(self, keys: Sequence[OffloadKey]) -> list[list[int]]:
+        """Per group, which of the keys are its own."""
+        out: list[list[int]] = [[] for _ in self._groups]
+        for position, key in enumerate(keys):
+            out[self._places[get_offload_group_idx(key)]].append(position)
+        return out
+
+    def _opened(
+        self, move: Move, keys: Sequence[OffloadKey], into: defaultdict[OffloadKey, deque[_Open]]
+    ) -> dict[OffloadKey, int]:
+        """Note a move that vLLM will tell of, key by key; returns its slots."""
+        where = {
+            keys[position]: slot
+            for piece in move.pieces
+            for position, slot in zip(piece.positions, piece.host_slots, strict=True)
+        }
+        opened = _Open(move, where)
+        for key in where:
+            into[key].append(opened)
+        return where
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        """Blocks are in their slots, on all ranks."""
+        ending = Ending.DONE if success else Ending.FAILED
+        for move in self._completed(keys, self._stores):
+            self.catalogue.ended(move.move_id, ending)
+            if success:
+                self.counts["stored_blocks"] += move.num_blocks
+                self._tell_stored(move)
+        self._chain(self._request(req_context), req_context, len(keys))
+        self._advance()
+
+    def _completed(self, keys: Collection[OffloadKey], among: defaultdict[OffloadKey, deque[_Open]]) -> list[Move]:
+        """Moves of which the last key has been told of. Of moves that share a key, the oldest is told of first."""
+        over = []
+        self._take_name()
+        for key in keys:
+            if (some := among.get(key)) is None:
+                continue
+            opened = some.popleft()
+            if not some:
+                del among[key]
+            opened.keys.discard(key)
+            if not opened.keys:
+                over.append(opened.move)
+        return over
+
+    def _take_name(self) -> None:
+        """All workers have mapped the memory: nobody has to find it any more."""
+        if self._has_name:
+            self._path.unlink(missing_ok=True)
+            self._has_name = False
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Say in which slots blocks are, and keep them there until `complete_load`.
+
+        Raises:
+            BackendError: One is not stored: vLLM has not asked in this step.
+        """
+        wanted = list(dict.fromkeys(keys))
+        name = f"load{next(self._names)}"
+        self.catalogue.load(name, wanted, positions=self._positions(wanted))
+        self._advance()
+        where: dict[OffloadKey, int] = {}
+        for move in self._cut.pop(name, []):
+            where |= self._opened(move, wanted, self._loads)
+        if len(where) != len(wanted):
+            self.catalogue.cancel(name)
+            raise BackendError(f"{len(wanted) - len(where)} of {len(wanted)} blocks are not in host memory")
+        request = self._request(req_context)
+        self._release(request)
+        request.used |= dict.fromkeys(wanted)
+        self._chain(request, req_context, len(wanted))
+        return CPULoadStoreSpec([where[key] for key in keys])
+
+    def _chain(self, request: _Request, context: ReqContext, num_new: int) -> None:
+        """Note that all blocks of a request were used, the end of its prompt first: what LRU gives up is an end.
+
+        vLLM stores a prompt's blocks step by step, by which the beginning would be the oldest. So this is done over
+        again when what is new has grown to an eighth of it, and at its end.
+        """
+        request.num_new += num_new
+        if not self._is_lru or request.num_new * 8 < (1 if request.is_over else len(request.used)):
+            return  # the other policy counts uses, and these are one
+        request.num_new = 0
+        at = context.get_offload_key_position
+        order = sorted(enumerate(request.used), key=lambda each: (at(each[1]) or 0, each[0]), reverse=True)
+        found = [self._find(key) for _, key in order]
+        for tier in (self.catalogue.host, self.catalogue.file):
+            if tier is not None:
+                tier.use(entry for place, hash_ in found if (entry := tier.index[place].get(hash_)) is not None)
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Blocks have been read."""
+        for move in self._completed(keys, self._loads):
+            self.counts["loaded_blocks"] += move.num_blocks
+            self.catalogue.ended(move.move_id, Ending.DONE)
+        self._advance()
+
+    # -- requests and steps --------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """A request has come."""
+        self._request(req_context)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """A request has ended: nothing is kept for it any more."""
+        request = self._request(req_context)
+        request.is_over = True
+        request.wanted.clear()
+        self._release(request)
+        self._chain(request, req_context, 0)
+
+    def _release(self, request: _Request) -> None:
+        pins, request.pins = request.pins, []
+        self._pinned.pop(request.name, None)
+        request.refused.clear()
+        for pin in pins:
+            self.catalogue.unpin(pin)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """A step has been decided on: bring what it met in files."""
+        for name in context.new_req_ids:
+            if (begun := self._pinned.get(name)) is not None:
+                self._release(begun)
+        wanting, self._wanting = self._wanting, []
+        for request in wanting:
+            keys, request.wanted = list(request.wanted), {}
+            if not keys:
+                continue
+            name = f"fetch{next(self._names)}"
+            self._fetches[name] = request, keys
+            request.coming |= set(keys)
+            until = self._clock() + self._timeout_s
+            self.catalogue.load(name, list(keys), positions=self._positions(keys), until=until)
+        if wanting:
+            self._advance()
+
+    def reset_cache(self) -> None:
+        """Forget everything. Slots that workers may still write or read are used again after `on_reset_flushed`."""
+        for name in [*self.catalogue.pins]:
+            self.catalogue.unpin(name)
+        for name in [*self._fetches]:
+            self.catalogue.cancel(name)
+        self.catalogue.evict()
+        self._at.clear()
+        for opened in (*self._stores.values(), *self._loads.values()):
+            self._stale += [each.move for each in opened]
+        self._stale = list({move.move_id: move for move in self._stale}.values())
+        self._stores.clear()
+        self._loads.clear()
+        self._advance()
+
+    def on_reset_flushed(self) -> None:
+        """Workers touch nothing any more that was asked of them before."""
+        stale, self._stale = self._stale, []
+        for move in stale:
+            self.catalogue.ended(move.move_id, Ending.DONE if move.kind is MoveKind.LOAD else Ending.FAILED)
+        self._advance()
+
+    # -- what is told --------------------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What came to host memory, and left it."""
+        if self._events is None:
+            return ()
+        events, self._events = self._events, []
+        return events
+
+    def statistics(self) -> dict[str, int]:
+        """Counters and gauges."""
+        return {**self.catalogue.statistics(), **self.counts}
+
+    def get_stats(self) -> OffloadingConnectorStats:
+        """For vLLM's metrics: what was counted since the last call."""
+        stats = OffloadingConnectorStats()
+        for name, count in (self.counts - self._told).items():
+            stats.increase_counter(PREFIX + name, count)
+        self._told = self.counts.copy()
+        said = self.catalogue.statistics()
+        for name in GAUGES:
+            stats.set_gauge(PREFIX + name, said.get(name, 0))
+        return stats
+
+    def _tell_stored(self, move: Move) -> None:
+        """Note what lies in a move's slots from now on."""
+        keys = []
+        for piece in move.pieces:
+            for hash_, slot in zip(piece.hashes, piece.host_slots, strict=True):
+                entry = self.catalogue.host.index[piece.group].get(hash_)
+                if entry is not None and entry.slot == slot and entry.state is READY:
+                    if slot in self._at:
+                        continue  # it was brought from files for another request as well
+                    key = OffloadKey(hash_)
+                    self._at[slot] = key
+                    keys.append(key)
+        if keys and self._events is not None:
+            self._events.append(OffloadingEvent(keys, Medium.CPU, removed=False))
+
+    def _reuse(self, move: Move) -> None:
+        """Tell vLLM of what was in slots that are written anew: it has been given up."""
+        slots = [slot for piece in move.pieces for slot in piece.host_slots]
+        gone = [key for slot in slots if (key := self._at.pop(slot, None)) is not None and not self._is_known(key)]
+        self._evicted += gone
+        if gone and self._events is not None:
+            self._events.append(OffloadingEvent(gone, Medium.CPU, removed=True))
+
+    def _forget(self) -> None:
+        """Rid the files' index of what was given up."""
+        freed = self.catalogue.forgotten()
+        if freed and self._files is not None:
+            self._files.forget([slot * self._shape.slot_bytes for _, slot in freed])
+
+    def shutdown(self) -> None:
+        """End the thread of the files; called without the lock. Idempotent."""
+        self._take_name()
+        files, self._files = self._files, None
+        if files is not None and not files.close(CLOSE_S):
+            log.error("something still writes to host memory, or reads it: it is kept")
+        elif self._region is not None:
+            self._region.close()
+            self._region = None
+
+    # -- what is moved here --------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Have done what is to be done, until nothing new follows from it."""
+        is_new = True
+        while is_new:
+            is_new = False
+            self._forget()
+            for move in self.catalogue.moves(self._clock()):
+                if move.kind in (MoveKind.STORE, MoveKind.PROMOTION):
+                    self._reuse(move)
+                if move.kind in (MoveKind.PROMOTION, MoveKind.WRITE_BACK):
+                    self._post(move)
+                elif (fetch := self._fetches.get(move.job_id)) is not None:
+                    self._keep(move, *fetch)
+                    is_new = True
+                else:
+                    self._cut.setdefault(move.job_id, []).append(move)
+            for news in self.catalogue.news():
+                if isinstance(news, JobEnded) and (fetch := self._fetches.pop(news.job_id, None)) is not None:
+                    self._fetched(news, *fetch)
+        self._forget()
+        wake_at, self._wake_at = self._wake_at, self.catalogue.wake_at
+        if self._files is not None and wake_at != self._wake_at < math.inf:
+            self._files.wake_in(max(0.0, self._wake_at - self._clock()))
+
+    def _post(self, move: Move) -> None:
+        size = self._shape.slot_bytes
+        records = [
+            Record(
+                self._spaces[piece.group] + key,
+                near * size,
+                far * size,
+                size,
+                self._form,
+                self._groups[piece.group].name,
+            )
+            for piece in move.pieces
+            for key, near, far in zip(piece.hashes, piece.host_slots, piece.file_slots, strict=True)
+        ]
+        assert self._files is not None
+        if not self._is_checked and not self._check():
+            self.catalogue.ended(move.move_id, Ending.FAILED)
+            return
+        is_read = move.kind is MoveKind.PROMOTION
+        self._moving[move.move_id] = "fetched_blocks" if is_read else "written_back_blocks", move.num_blocks
+        self._files.post(move.move_id, CopyOp.READ if is_read else CopyOp.WRITE, records)
+
+    def _check(self) -> bool:
+        """See that all workers use the memory that is mapped here; else files are of no use."""
+        assert self._region is not None
+        joined = self._region.joined()
+        self._is_checked = joined == self._world_size
+        if not self._is_checked and self.catalogue.file is not None and not self.catalogue.file.is_off:
+            log.error(
+                "%d of %d ranks share host memory with the scheduler's process: files are used only where all ranks of "
+                "an engine are on one host; leave directory and file_bytes out",
+                *(joined, self._world_size),
+            )
+            self.catalogue.switch_off()
+        return self._is_checked
+
+    def _keep(self, move: Move, request: _Request, keys: list[OffloadKey]) -> None:
+        """What a request waited for is in host memory: keep it there for the request."""
+        self._tell_stored(move)
+        if not request.is_over:
+            positions = [[] for _ in self._groups]  # type: list[list[int]]
+            for piece in move.pieces:
+                positions[piece.group] += piece.positions
+                request.fetched |= {keys[position] for position in piece.positions}
+            name = f"pin{next(self._names)}"
+            self.catalogue.pin(name, list(keys), positions=positions)
+            request.pins.append(name)
+            self._pinned[request.name] = request
+        self.catalogue.ended(move.move_id, Ending.DONE)
+
+    def _fetched(self, ended: JobEnded, request: _Request, keys: list[OffloadKey]) -> None:
+        """Note what could not be brought: it is a miss for this request."""
+        request.coming -= set(keys)
+        if ended.outcome is JobOutcome.DONE:
+            return
+        missing = {keys[position] for positions in ended.missing for position in positions}
+        request.refused |= missing
+        self.counts["unfetched_blocks"] += len(missing)
+        if missing and ended.outcome is not JobOutcome.CANCELLED:
+            log.warning("%d of %d blocks were not brought from files: %s", len(missing), len(keys), ended.cause)
+
+    def _hear(self, news: Sequence[RecordNews]) -> None:
+        """On the thread of the files: note what has ended."""
+        with self._lock:
+            for each in news:
+                if not isinstance(each, RecordsEnded):
+                    log.warning("files are used no more: %s", each.cause)
+                    if each.reads:
+                        self.catalogue.switch_off()
+                    continue
+                ending = Ending.DONE if each.ending is Ending.FAILED and each.lost else each.ending
+                kind, num_blocks = self._moving.get(each.move_id, ("", 0))
+                if ending is not Ending.IN_DOUBT:
+                    self._moving.pop(each.move_id, None)
+                if ending is Ending.DONE:
+                    self.counts[kind] += num_blocks - len(each.lost)
+                self.catalogue.ended(each.move_id, ending, each.cause, each.lost)
+            self._advance()
+
+    def _on_time(self) -> None:
+        with self._lock:
+            self._wake_at = math.inf
+            self._advance()

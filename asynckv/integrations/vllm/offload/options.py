@@ -1,0 +1,68 @@
+"""What `kv_connector_extra_config` may say where `OffloadingConnector` uses asynckv's spec.
+
+Some options are the connector's own, and vLLM reads them; the others are fields of `OffloadConfig`. What is not
+understood is refused, in both halves and before a model is loaded, and what vLLM's own specs call otherwise is told by
+the name that it has here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from asynckv.arguments import shown
+from asynckv.config import OffloadConfig
+from asynckv.errors import ConfigError
+
+__all__ = ["OURS", "THEIRS", "parse"]
+
+WHERE = "kv_connector_extra_config"
+
+OURS = ("host_bytes", "directory", "file_bytes", "policy", "write_back_bytes_per_s", "timeout_s", "model")
+"""Fields of `OffloadConfig` that mean the same here."""
+
+THEIRS = (
+    *("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only"),
+    *("sync_load_budget_bytes", "self_describing_kv_events"),
+)
+"""What vLLM's connector reads, whichever spec it uses."""
+
+OF_OTHER_SPECS = {
+    "cpu_bytes_to_use": 'say "host_bytes": bytes of all ranks together (--kv-offloading-size sets it: leave that out)',
+    "eviction_policy": 'say "policy": "s3-fifo" or "lru"',
+    "cache_policy_module_path": 'say "policy": "s3-fifo" or "lru"',
+    "store_threshold": 'leave it out: "policy": "s3-fifo" keeps what is asked for twice, and gives up the rest first',
+    "max_tracker_size": "leave it out",
+    "secondary_tiers": 'say "directory" and "file_bytes"',
+    "canonical_layout": "leave it out: a record has the order in which its ranks have the bytes",
+}
+"""Options that users bring along, and what to do with each."""
+
+
+def parse(given: Mapping[str, Any], model: str, hash_tokens: int) -> OffloadConfig:
+    """Read what a user wrote.
+
+    Args:
+        given: `kv_connector_extra_config`.
+        model: The model's name, unless one is given.
+        hash_tokens: Tokens per hash, which is vLLM's to say.
+
+    Raises:
+        ConfigError: Naming the option, and what to write instead.
+    """
+    for name in given:
+        if name in OF_OTHER_SPECS and (name != "canonical_layout" or given[name]):
+            raise ConfigError(f"{WHERE}.{name} is an option of vLLM's own offloading specs; {OF_OTHER_SPECS[name]}")
+        if name not in OURS and name not in THEIRS and name != "canonical_layout":
+            known = sorted((*OURS, *THEIRS))
+            near = get_close_matches(str(name), known, 1)
+            hint = f"did you mean {near[0]!r}? It" if near else "it"
+            raise ConfigError(f"{WHERE} has no option {shown(name)}; {hint} takes {', '.join(known)}")
+    if "host_bytes" not in given:
+        raise ConfigError(f"{WHERE} lacks host_bytes: how much host memory all ranks together may use for blocks")
+    values = {name: given[name] for name in OURS if name in given}
+    try:
+        return OffloadConfig(**{"model": model, **values, "hash_tokens": hash_tokens})
+    except ConfigError as exc:
+        raise ConfigError(f"{WHERE}: {exc}") from exc

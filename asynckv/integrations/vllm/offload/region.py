@@ -1,0 +1,176 @@
+"""The host memory of an engine: one region that the scheduler's process and all workers have mapped.
+
+A file in memory (`/dev/shm`) whose name follows from the engine's id, so that whoever comes first makes it. Once all
+have mapped it, which the first job shows that has ended, the scheduler's half takes the name away, and the memory lives
+as long as the processes, however they end. Each holds a lock on the file; so what a process left that was killed before
+is known by having none, and the next engine removes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from asynckv.errors import AsyncKVError, BackendError, ConfigError
+from asynckv.geometry.layout import Memory
+
+__all__ = ["Region", "Shape"]
+
+FOLDER = Path("/dev/shm")  # a name that cannot be guessed by who does not know the engine's id
+PREFIX = "asynckv-offload-"
+HEAD = mmap.ALLOCATIONGRANULARITY
+"""Bytes before the memory, in which it is written how the memory is cut, and which ranks have mapped it."""
+RANKS = 1024
+"""Where it is written which ranks: a byte for each."""
+
+
+class Shape(NamedTuple):
+    """How the region is cut.
+
+    Attributes:
+        block_bytes: Of one block of one rank, padded.
+        blocks: Per slot: vLLM's chunk.
+        ranks: Parts of a slot.
+        slots: How many there are.
+    """
+
+    block_bytes: int
+    blocks: int
+    ranks: int
+    slots: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of all ranks."""
+        return self.block_bytes * self.blocks * self.ranks
+
+
+class Region:
+    """Memory of an engine.
+
+    Args:
+        engine_id: Of which engine; one per data-parallel rank.
+        shape: How it is cut: all processes must say the same.
+
+    Raises:
+        BackendError: The system has not so much, or the file belongs to somebody else.
+        ConfigError: Another process cuts it otherwise.
+    """
+
+    def __init__(self, engine_id: str, shape: Shape) -> None:
+        self.path = path_of(engine_id)
+        self.num_bytes = num_bytes = shape.slots * shape.slot_bytes
+        sweep()
+        self._fd = _opened(self.path)
+        try:
+            if os.fstat(self._fd).st_uid != os.geteuid():
+                raise BackendError(f"{self.path} belongs to another user; remove it")
+            self._agree(shape)
+            os.posix_fallocate(self._fd, HEAD, num_bytes)
+            self._map = mmap.mmap(self._fd, num_bytes, offset=HEAD)
+        except (OSError, OverflowError, AsyncKVError) as exc:
+            os.close(self._fd)
+            if isinstance(exc, AsyncKVError):
+                raise
+            self.unlink()
+            raise BackendError(
+                f"{num_bytes} bytes of host memory are not to be had in {FOLDER} ({exc}); lower host_bytes, or give "
+                f"the container more shared memory (docker run --shm-size)"
+            ) from None
+        with suppress(OSError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self.memory = Memory(self.array.ctypes.data, num_bytes)
+        self._is_pinned = False
+
+    def _agree(self, shape: Shape) -> None:
+        """Write down how it is cut, or compare what is written."""
+        fcntl.lockf(self._fd, fcntl.LOCK_EX, HEAD)
+        try:
+            said = ", ".join(f"{name}={value}" for name, value in shape._asdict().items()).encode()
+            found = os.pread(self._fd, RANKS, 0).rstrip(b"\0")
+            if not found:
+                os.ftruncate(self._fd, HEAD)
+                os.pwrite(self._fd, said, 0)
+            elif found != said:
+                raise ConfigError(
+                    f"this process would cut the host memory by {said.decode()}, and another one of the engine by "
+                    f"{found.decode(errors='replace')}: all must have layers of the same bytes; use a "
+                    f"pipeline-parallel size of which the number of layers is a multiple"
+                )
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, HEAD)
+
+    def join(self, rank: int) -> None:
+        """Note that a rank uses it."""
+        os.pwrite(self._fd, b"\1", RANKS + rank)
+
+    def joined(self) -> int:
+        """How many ranks use it: those on other hosts have a region of their own."""
+        return sum(os.pread(self._fd, HEAD - RANKS, RANKS))
+
+    def pin(self) -> str:
+        """Lock it for a GPU; why not, if it cannot be."""
+        from asynckv.edges.torch import pin
+
+        refused = pin(self.memory.base, self.num_bytes) if "torch" in sys.modules else "torch is not loaded"
+        self._is_pinned = not refused
+        return refused
+
+    def unlink(self) -> None:
+        """Take the name away: nobody else will map it. Idempotent."""
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent. Nothing may read or write it any more."""
+        if self._is_pinned:
+            from asynckv.edges.torch import unpin
+
+            unpin(self.memory.base)
+            self._is_pinned = False
+        self.array = np.zeros(0, np.uint8)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        with suppress(BufferError):  # somebody has an array of it, with which it goes
+            self._map.close()
+
+
+def path_of(engine_id: str) -> Path:
+    """Where an engine's region is."""
+    return FOLDER / f"{PREFIX}{hashlib.sha256(engine_id.encode()).hexdigest()[:32]}"
+
+
+def sweep() -> None:
+    """Remove what is left of engines that were killed while they started: nobody has it open."""
+    for path in FOLDER.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # it is another user's, or has just gone
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(fd)
+
+
+def _opened(path: Path) -> int:
+    """Open a region's file, make it if it is not there, and note that it is in use."""
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        except OSError as exc:
+            raise BackendError(f"{path} cannot be opened ({exc}); remove it if no engine uses it") from None
+        with suppress(OSError):
+            if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                return fd
+        os.close(fd)  # it was swept away before it was locked

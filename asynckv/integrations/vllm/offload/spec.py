@@ -1,0 +1,151 @@
+"""The class that vLLM makes in every process of an engine, and what a record is.
+
+vLLM tells a spec no more than how many bytes a block has on one worker, in which groups the layers are, and how many
+workers there are; the scheduler's half never sees a tensor. So that is what slots are cut by: every rank has an equal
+part of a slot, of one block after another, each padded to pages, and all groups have slots of one size. What lies in a
+part the rank that owns it knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from typing import Any
+
+import msgspec
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from asynckv.config import OffloadConfig
+from asynckv.errors import ConfigError
+from asynckv.geometry.packed import ALIGN
+from asynckv.integrations.vllm.offload.manager import COUNTED, GAUGES, PREFIX, Manager
+from asynckv.integrations.vllm.offload.options import WHERE, parse
+from asynckv.integrations.vllm.offload.region import Region, Shape
+from asynckv.integrations.vllm.offload.worker import Worker
+from asynckv.offload.keys import StoredGroup
+
+__all__ = ["AsyncKVOffloadingSpec", "shape_of", "stored"]
+
+log = logging.getLogger("vllm.asynckv")
+
+
+class AsyncKVOffloadingSpec(OffloadingSpec):
+    """asynckv's spec: `"spec_name": "AsyncKVOffloadingSpec", "spec_module_path": "asynckv.integrations.vllm.offload"`.
+
+    Args:
+        config: vLLM's.
+
+    Raises:
+        ConfigError: Naming the option, and the remedy.
+    """
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self.offload = parse(config.extra_config, config.model.name, config.cache.tokens_per_hash)
+        self.replicated_layout = config.replicated_layout
+        self.shape = shape_of(config, self.offload)
+        self._manager: OffloadingManager | None = None
+        self._worker: OffloadingWorker | None = None
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """What the manager counts."""
+        made: dict[str, OffloadingMetricMetadata] = {}
+        for name, told in COUNTED.items():
+            made[PREFIX + name] = OffloadingCounterMetadata(told)
+        for name, told in GAUGES.items():
+            made[PREFIX + name] = OffloadingGaugeMetadata(told)
+        return made
+
+    def get_manager(self) -> OffloadingManager:
+        """The scheduler's half."""
+        if self._manager is None:
+            groups = stored(self.config, self.offload, self.shape)
+            if self.offload.directory and not os.environ.get("PYTHONHASHSEED"):
+                log.warning(
+                    "blocks in %s will not be found by the next start: vLLM's hashes begin with a number that it draws "
+                    "anew; set PYTHONHASHSEED",
+                    self.offload.directory,
+                )
+            self._manager = Manager(self.config, self.offload, self.shape, groups)
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """A worker's half."""
+        if self._worker is None:
+            region = Region(self.config.engine_id, self.shape)
+            region.join(self.config.parallel.rank)
+            rank = 0 if self.replicated_layout else self.config.parallel.rank
+            name = f"{self.config.engine_id}-{self.config.parallel.rank}"
+            try:
+                self._worker = Worker(self.shape, rank, name, kv_caches, region, self.offload.max_post_bytes)
+            except BaseException:
+                region.close()
+                raise
+        return self._worker
+
+
+def shape_of(config: OffloadingConfig, offload: OffloadConfig) -> Shape:
+    """Cut the host memory into slots.
+
+    Raises:
+        ConfigError: There is not room for a few of them.
+    """
+    ranks = 1 if config.replicated_layout else config.parallel.world_size
+    block_bytes = -(-max(1, config.worker_kv_bytes_per_block) // ALIGN) * ALIGN
+    shape = Shape(block_bytes, config.cache.blocks_per_chunk, ranks, 0)
+    slots = offload.host_bytes // shape.slot_bytes
+    if slots < LEAST_SLOTS:
+        raise ConfigError(
+            f"{WHERE}.host_bytes is {offload.host_bytes}, and one slot takes {shape.slot_bytes} bytes ({shape.blocks} "
+            f"blocks of {block_bytes} bytes on each of {ranks} ranks); give {LEAST_SLOTS * shape.slot_bytes} or more"
+        )
+    if offload.file_bytes and offload.file_bytes < LEAST_SLOTS * shape.slot_bytes:
+        raise ConfigError(
+            f"{WHERE}.file_bytes is {offload.file_bytes}, and one block takes {shape.slot_bytes} bytes; give "
+            f"{LEAST_SLOTS * shape.slot_bytes} or more, or leave directory and file_bytes out"
+        )
+    return shape._replace(slots=slots)
+
+
+LEAST_SLOTS = 8
+"""Of a tier: what it gives to groups at a time."""
+
+
+def stored(config: OffloadingConfig, offload: OffloadConfig, shape: Shape) -> tuple[StoredGroup, ...]:
+    """What the catalogue has to know of vLLM's groups: one key is one block, of one token as it were.
+
+    vLLM's manager is asked for blocks by their keys, one by one, and knows nothing of prompts; which of them are needed
+    together vLLM itself decides.
+    """
+    return tuple(
+        StoredGroup(
+            name=f"group{group.group_id}",
+            block_size=1,
+            record_bytes=shape.slot_bytes,
+            namespace=namespace(config, offload, shape, index),
+        )
+        for index, group in enumerate(config.groups)
+    )
+
+
+def namespace(config: OffloadingConfig, offload: OffloadConfig, shape: Shape, index: int) -> str:
+    """Digest all on which it depends whether a record's bytes can be used: the model, and the order of the bytes."""
+    group, parallel = config.groups[index], config.parallel
+    said: tuple[Any, ...] = (
+        *(1, offload.model, config.model.dtype, config.cache.tokens_per_hash, config.kv_cache_layout or ""),
+        *(group.tokens_per_block, group.sliding_window_size_in_chunks, group.layer_names, group.group_id),
+        *(tuple(shape._replace(slots=0)), config.replicated_layout),
+        *(parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size),
+    )
+    return hashlib.sha256(msgspec.msgpack.encode(said)).hexdigest()[:32]

@@ -1,0 +1,302 @@
+"""The workers' half: bytes between the device's blocks and this rank's part of the slots.
+
+A job of vLLM says which blocks of which groups belong into which slots; the tables of `asynckv/geometry` say which
+bytes these are, and the copy plane moves them on a thread. vLLM's thread hands jobs over, and asks which have ended; it
+waits only where vLLM itself does, for blocks that are about to be used for something else.
+
+vLLM 0.33.0 knows no job that failed: it asserts success. So what the copy plane could not copy is copied by torch, and
+if that is not possible either, this rank ends rather than serve bytes that are not those that were stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from asynckv.core.events import Ending
+from asynckv.core.types import TransferId
+from asynckv.edges.copies import NixlCopies
+from asynckv.edges.torch import written
+from asynckv.errors import BackendError, ConfigError
+from asynckv.geometry.bounds import Int64s
+from asynckv.geometry.check import check_layout
+from asynckv.geometry.kept import kept_tables, plan_copies
+from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
+from asynckv.geometry.packed import placed, record_form, record_sizes
+from asynckv.geometry.plan import Plan
+from asynckv.integrations.vllm.offload.loop import LoopThread
+from asynckv.integrations.vllm.offload.region import Region, Shape
+from asynckv.ports import CopyOp, CopyPlane
+
+__all__ = ["Worker", "device_layout"]
+
+log = logging.getLogger("vllm.asynckv")
+
+HOST = "host"
+MAX_DESCRIPTORS = 4096
+WAIT_S = 60.0
+"""How long vLLM is kept waiting for blocks that it wants for something else. Copies take milliseconds, or hang."""
+
+CLOSE_S = 3.0
+"""vLLM kills a worker five seconds after it has asked it to end."""
+
+
+class _Job(NamedTuple):
+    """One that has not ended."""
+
+    op: CopyOp
+    blocks: list[tuple[Int64s, Int64s]]
+    num_bytes: int
+    begun_at: float
+
+
+class Worker(OffloadingWorker):
+    """One rank's.
+
+    Args:
+        shape: How the region is cut.
+        rank: Whose part of a slot is this one's.
+        name: Of NIXL's agents; unique.
+        caches: vLLM's.
+        region: The host memory.
+        max_post_bytes: Most bytes in one copy.
+        copies: Copy plane; NIXL's if left out.
+
+    Raises:
+        ConfigError: A block has more bytes than its part of a slot has room for.
+        BackendError: NIXL is not to be had, or refuses the memory.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        rank: int,
+        name: str,
+        caches: CanonicalKVCaches,
+        region: Region,
+        max_post_bytes: int,
+        copies: CopyPlane | None = None,
+    ) -> None:
+        self._shape, self._rank, self._region, self._max = shape, rank, region, max_post_bytes
+        self._layout, self._tensors = device_layout(caches)
+        for size, group in zip(record_sizes(record_form(self._layout)), self._layout.groups, strict=True):
+            if size.stride > shape.block_bytes:
+                raise ConfigError(
+                    f"a block of {group.name} has {size.num_bytes} bytes on rank {rank}, and vLLM's configuration says "
+                    f"{shape.block_bytes} at most: ranks whose layers differ in number cannot be offloaded; use a "
+                    f"pipeline-parallel size of which the number of layers is a multiple"
+                )
+        form = record_form(self._layout, strides=[shape.block_bytes] * len(self._layout.groups))
+        self._far = placed(form, region.memory.base, region.num_bytes)
+        (self._tables,) = kept_tables(self._layout, [self._far], itertools.count(1))
+        self._is_cuda = any(memory.kind == "cuda" for memory in self._layout.memories)
+        if self._is_cuda and (refused := region.pin()):
+            log.warning("host memory cannot be pinned (%s): copies will be slower", refused)
+        self._jobs: dict[int, _Job] = {}
+        self._ended: list[TransferResult] = []
+        self._changed = threading.Condition()
+        self._broken: BaseException | None = None
+        self._copies: CopyPlane = copies if copies is not None else NixlCopies(name)
+        self._thread = LoopThread(f"asynckv-offload-{rank}")
+        try:
+            self._thread.call(self._start, WAIT_S)
+        except BaseException:
+            self._thread.close(CLOSE_S)
+            raise
+
+    async def _start(self) -> None:
+        self._copies.start(self._layout.memories, {HOST: [self._region.memory]}, self._on_copies)
+
+    # -- jobs ----------------------------------------------------------------------------------------
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        """Take over a job from the device to its slots."""
+        return self._submit(job_id, CopyOp.WRITE, src_spec, dst_spec)
+
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """Take over a job from its slots to the device; all loads go before all stores, so each is expedited."""
+        return self._submit(job_id, CopyOp.READ, dst_spec, src_spec)
+
+    def _submit(self, job_id: int, op: CopyOp, device: GPULoadStoreSpec, slots: LoadStoreSpec) -> bool:
+        assert isinstance(slots, CPULoadStoreSpec)
+        assert self._tables is not None
+        blocks = self._pairs(device, slots)
+        plan = plan_copies(self._tables, blocks)
+        event = None
+        if self._is_cuda:
+            # What was asked of the stream before, of which NIXL knows nothing, writes what is stored, or zeroes blocks
+            # that are loaded.
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream())
+        with self._changed:
+            self._jobs[job_id] = _Job(op, blocks, plan.num_bytes, time.monotonic())
+        self._thread.soon(self._post, job_id, op, plan, event)
+        return True
+
+    def _pairs(self, device: GPULoadStoreSpec, slots: CPULoadStoreSpec) -> list[tuple[Int64s, Int64s]]:
+        """Per group, which blocks belong to which blocks of this rank's parts.
+
+        A group's blocks follow each other in the request, from the place on that vLLM says; the first may be in the
+        middle of its chunk, and so of its slot.
+        """
+        size = self._shape.blocks
+        groups = list(zip(device.group_sizes, (first % size for first in device.block_indices), strict=True))
+        chunks = [-(-(first + count) // size) if count else 0 for count, first in groups]
+        if sum(device.group_sizes) != len(device.block_ids) or sum(chunks) != len(slots.block_ids):
+            raise BackendError(
+                f"a job has {len(device.block_ids)} blocks and {len(slots.block_ids)} slots, and its groups take "
+                f"{sum(device.group_sizes)} and {sum(chunks)}"
+            )
+        ids, mine, out = device.block_ids.astype(np.int64), slots.block_ids.astype(np.int64), []
+        for (count, first), some in zip(groups, chunks, strict=True):
+            places = first + np.arange(count)
+            far = (mine[:some][places // size] * self._shape.ranks + self._rank) * size + places % size
+            out.append((ids[:count], far))
+            ids, mine = ids[count:], mine[some:]
+        return out
+
+    def _post(self, job_id: int, op: CopyOp, plan: Plan, event: Any) -> None:
+        if event is None or event.query():
+            self._copies.post(TransferId(job_id), op, HOST, plan.posts(self._max, MAX_DESCRIPTORS))
+        else:
+            task = asyncio.ensure_future(written(event))
+            task.add_done_callback(lambda task: self._after(task, job_id, op, plan))
+
+    def _after(self, task: asyncio.Future[None], job_id: int, op: CopyOp, plan: Plan) -> None:
+        """The device has come to the job's place in its stream, or never will."""
+        exc = task.exception() if not task.cancelled() else None
+        if exc is None:
+            self._post(job_id, op, plan, None)
+        else:
+            self._break(exc)
+
+    def _on_copies(self) -> None:
+        """On the thread: tell what has ended."""
+        for news in self._copies.poll():
+            if news.ending is Ending.IN_DOUBT:
+                log.error("a copy of job %d does not end: %s", news.transfer_id, news.cause)
+                continue
+            with self._changed:
+                job = self._jobs.get(news.transfer_id)
+            if job is None:
+                continue
+            if news.ending is not Ending.DONE:
+                log.warning("job %d is copied by torch, because NIXL did not: %s", news.transfer_id, news.cause)
+                try:
+                    self._copy(job)
+                except Exception as exc:
+                    self._break(exc)
+                    continue
+            passed = time.monotonic() - job.begun_at
+            with self._changed:
+                del self._jobs[news.transfer_id]
+                self._ended.append(TransferResult(news.transfer_id, True, job.num_bytes, passed))
+                self._changed.notify_all()
+
+    def _break(self, exc: BaseException) -> None:
+        with self._changed:
+            self._broken = exc
+            self._changed.notify_all()
+
+    def _copy(self, job: _Job) -> None:
+        """Copy a job's blocks without NIXL."""
+        region = torch.from_numpy(self._region.array)
+        for view, far_view in zip(self._layout.views, self._far.views, strict=True):
+            assert view.layer == far_view.layer
+            ids, far = (torch.from_numpy(each) for each in job.blocks[view.group])
+            size = view.parts[0].dims[0].size
+            count = self._far.groups[view.group].num_blocks
+            start = far_view.offset + far_view.parts[0].offset
+            kept = region.as_strided((count, size), (far_view.stride, 1), start)
+            blocks = self._tensors[view.layer][:, :size].view(torch.uint8)
+            if job.op is CopyOp.WRITE:
+                kept[far] = blocks[ids.to(blocks.device)].to("cpu")
+            else:
+                blocks[ids.to(blocks.device)] = kept[far].to(blocks.device)
+        if self._is_cuda:
+            torch.cuda.synchronize()
+
+    # -- what vLLM asks ------------------------------------------------------------------------------
+
+    def get_finished(self) -> list[TransferResult]:
+        """Jobs that have ended since the last call."""
+        with self._changed:
+            if self._broken is not None:
+                raise BackendError(f"blocks could not be copied: {self._broken!r}") from self._broken
+            ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Wait until jobs have ended.
+
+        Raises:
+            BackendError: One does not end. Its blocks must not be used for anything else.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._broken) or self._jobs.keys().isdisjoint(job_ids), WAIT_S)
+            left = sorted(self._jobs.keys() & job_ids)
+        if left:
+            raise BackendError(
+                f"jobs {left[:8]} did not end within {WAIT_S:g} s, and their blocks are wanted for something else"
+            )
+
+    def shutdown(self) -> None:
+        """Post nothing more, end the thread, and give the memory back. Idempotent; takes some seconds at most."""
+        if self._thread.is_closed:
+            return
+        self._region.unlink()
+        try:
+            self._thread.call(self._stop, CLOSE_S)
+        except (BackendError, TimeoutError) as exc:
+            log.error("a copy is still under way, so the host memory is kept: %s", exc)
+        else:
+            self._region.close()
+        self._thread.close(1.0)
+
+    async def _stop(self) -> None:
+        await self._copies.quiesce()
+        self._copies.close()
+
+
+def device_layout(caches: CanonicalKVCaches) -> tuple[Layout, dict[str, torch.Tensor]]:
+    """Declare what vLLM registers: bytes of blocks, whatever they mean; with the tensor of every layer."""
+    memories: dict[int, tuple[int, Memory]] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    views: list[View] = []
+    groups: list[Group] = []
+    for g, refs in enumerate(caches.group_data_refs):
+        pages: dict[int, int] = {}
+        for ref in refs:
+            pages[ref.tensor_idx] = max(ref.page_size_bytes, pages.get(ref.tensor_idx, 0))
+        for index, page in pages.items():
+            tensor = caches.tensors[index].tensor
+            storage = tensor.untyped_storage()
+            base = storage.data_ptr()
+            memory = Memory(base, storage.nbytes(), "cuda" if tensor.is_cuda else "cpu", tensor.device.index or 0)
+            at, _ = memories.setdefault(base, (len(memories), memory))
+            layer = f"{g}.{index}"
+            tensors[layer] = tensor
+            part = Part("bytes", "uint8", 1, 0, (Dim("byte", page, 1),))
+            views.append(View(at, g, layer, tensor.data_ptr() - base, tensor.stride(0), (part,)))
+        # A pipeline's stage may have no layer of a group.
+        groups.append(Group(f"group{g}", 1, min(len(each.tensor) for each in caches.tensors)))
+    layout = Layout(memories=tuple(memory for _, memory in memories.values()), groups=tuple(groups), views=tuple(views))
+    check_layout(layout)
+    return layout, tensors

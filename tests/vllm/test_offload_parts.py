@@ -1,0 +1,407 @@
+"""The two halves of asynckv's spec by themselves: what they refuse, and what they do when something fails."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from asynckv.config import OffloadConfig
+from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.types import TransferId
+from asynckv.errors import BackendError, ConfigError
+from asynckv.geometry.layout import Memory
+from asynckv.geometry.plan import ReadRequest
+from asynckv.integrations.vllm.offload import worker as workers
+from asynckv.integrations.vllm.offload.manager import COUNTED, GAUGES, PREFIX, Manager
+from asynckv.integrations.vllm.offload.region import Region, Shape
+from asynckv.integrations.vllm.offload.spec import AsyncKVOffloadingSpec, stored
+from asynckv.integrations.vllm.offload.worker import Worker
+from asynckv.ports import CopyOp, Record, RecordsEnded, RecordsLost
+
+PAGE = 4096
+WITHIN_S = 20.0
+
+
+def config(extra: Mapping[str, Any] | None = None, block_bytes: int = PAGE, **fields: Any) -> OffloadingConfig:
+    given = {"spec_name": "AsyncKVOffloadingSpec", "spec_module_path": "asynckv.integrations.vllm.offload"}
+    return OffloadingConfig(
+        **{
+            "groups": (OffloadingGroupConfig(16, ("layer",), 0),),
+            "worker_kv_bytes_per_block": block_bytes,
+            "enable_kv_cache_events": True,
+            "extra_config": given | {"host_bytes": 64 * PAGE} | dict(extra or {}),
+            "engine_id": uuid.uuid4().hex,
+            "model": OffloadingModelConfig("m", "float16"),
+            "cache": OffloadingCacheConfig(16, 1),
+            "parallel": OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False),
+        }
+        | fields
+    )
+
+
+# -- the spec --------------------------------------------------------------------------------------
+
+
+def test_the_spec_is_found_by_its_path_and_names_its_metrics() -> None:
+    given = config()
+    kind = OffloadingSpecFactory.get_spec_cls(given.extra_config)
+    assert kind is AsyncKVOffloadingSpec
+    assert {PREFIX + name for name in (*COUNTED, *GAUGES)} == set(kind.build_metric_definitions(given.extra_config))
+    manager = OffloadingSpecFactory.create_spec(given).get_manager()
+    manager.prepare_store([key(1)], ReqContext("r"))
+    manager.complete_store([key(1)], ReqContext("r"))
+    stats = manager.get_stats().reduce()
+    assert stats[PREFIX + "stored_blocks"] == 1
+    assert stats[PREFIX + "host_blocks"] == 1
+    assert PREFIX + "stored_blocks" not in manager.get_stats().reduce()
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"cpu_bytes_to_use": 1}, 'say "host_bytes"'),
+        ({"host_bytes": 7 * PAGE}, f"host_bytes is {7 * PAGE}, and one slot takes {PAGE} bytes .* give {8 * PAGE}"),
+        ({"directory": "/x", "file_bytes": 7 * PAGE}, f"file_bytes is {7 * PAGE}, .* give {8 * PAGE}"),
+    ],
+)
+def test_options_are_refused_before_anything_is_made(extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        OffloadingSpecFactory.create_spec(config(extra))
+
+
+# -- the worker ------------------------------------------------------------------------------------
+
+
+class Copies:
+    """A copy plane of which a test says how everything ends; it copies nothing."""
+
+    def __init__(self, ending: Ending | None) -> None:
+        self.ending, self.news = ending, list[TransferEnded]()
+        self.on_ready: Callable[[], None] = lambda: None
+
+    def start(self, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]], on_ready: Callable[[], None]) -> None:
+        self.on_ready = on_ready
+
+    def post(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterator[ReadRequest]) -> None:
+        if self.ending is not None:
+            self.news.append(TransferEnded(move_id, self.ending, "as the test says"))
+            asyncio.get_running_loop().call_soon(self.on_ready)
+
+    def poll(self) -> list[TransferEnded]:
+        news, self.news = self.news, []
+        return news
+
+    async def quiesce(self) -> None: ...
+
+    def close(self) -> None:
+        if self.ending is None:
+            raise BackendError("a copy does not end")
+
+
+def made(copies: Any, blocks: int = 8) -> tuple[Worker, list[torch.Tensor], Region]:
+    tensors = [torch.zeros((blocks, 1000), dtype=torch.int8) for _ in range(3)]
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(each, 1000) for each in tensors],
+        [[CanonicalKVCacheRef(0, 1000), CanonicalKVCacheRef(1, 900)], [CanonicalKVCacheRef(2, 1000)]],
+    )
+    shape = Shape(PAGE, 2, 2, 16)
+    name = uuid.uuid4().hex
+    region = Region(name, shape)
+    return Worker(shape, 1, name, caches, region, 1 << 20, copies), tensors, region
+
+
+def ended(worker: Worker, count: int) -> list[Any]:
+    deadline, found = time.monotonic() + WITHIN_S, list[Any]()
+    while len(found) < count:
+        found += worker.get_finished()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return found
+
+
+@pytest.mark.parametrize("is_nixl", [True, False], ids=["nixl", "where-nixl-fails"])
+def test_blocks_come_back_byte_for_byte_whoever_copies_them(is_nixl: bool) -> None:
+    worker, tensors, region = made(None if is_nixl else Copies(Ending.FAILED))
+    before = [each.random_().clone() for each in tensors]
+    # Blocks 5, 2, 7 of the first group are the second half of slot 3 and slot 9; block 1 of the other is half of 4.
+    device = GPULoadStoreSpec([5, 2, 7, 1], group_sizes=(3, 1), block_indices=(1, 0))
+    assert worker.submit_store(1, device, CPULoadStoreSpec([3, 9, 4]))
+    worker.wait({1})
+    (result,) = ended(worker, 1)
+    assert (result.job_id, result.success, result.transfer_size) == (1, True, 3 * 1900 + 1000)
+    assert not region.array.reshape(-1, 2, 2 * PAGE)[:, 0].any(), "another rank's part was written"
+    for each in tensors:
+        each.zero_()
+    assert worker.submit_load(2, CPULoadStoreSpec([3, 9, 4]), device)
+    worker.wait({2})
+    ended(worker, 1)
+    for index, blocks, size in ((0, [5, 2, 7], 1000), (1, [5, 2, 7], 900), (2, [1], 1000)):
+        expected = torch.zeros_like(before[index])
+        expected[blocks, :size] = before[index][blocks, :size]
+        assert torch.equal(tensors[index], expected), index
+    worker.shutdown()
+    worker.shutdown()
+
+
+def test_bytes_that_nobody_can_copy_end_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, _, _ = made(Copies(Ending.FAILED))
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(worker, "_copy", fail)
+    worker.submit_store(1, GPULoadStoreSpec([5, 2], (2, 0), (0, 0)), CPULoadStoreSpec([3]))
+    with pytest.raises(BackendError, match="jobs \\[1\\] did not end"):
+        worker.wait({1})
+    with pytest.raises(BackendError, match="the device is gone"):
+        worker.get_finished()
+    worker.shutdown()
+
+
+def test_waiting_and_shutting_down_are_bounded_when_a_copy_hangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers, "WAIT_S", 0.1)
+    copies = Copies(None)
+    worker, _, region = made(copies)
+    worker.submit_load(1, CPULoadStoreSpec([3]), GPULoadStoreSpec([5, 2], (2, 0), (0, 0)))
+    with pytest.raises(BackendError, match="wanted for something else"):
+        worker.wait({1})
+    worker.shutdown()
+    assert len(region.array), "memory that may still be written was given back"
+    region.close()
+
+
+def test_a_job_whose_slots_do_not_match_its_blocks_is_refused() -> None:
+    worker, _, _ = made(Copies(Ending.DONE))
+    with pytest.raises(BackendError, match="has 3 blocks and 1 slots, and its groups take 3 and 2"):
+        worker.submit_store(1, GPULoadStoreSpec([5, 2, 7], (3, 0), (1, 0)), CPULoadStoreSpec([3]))
+    worker.shutdown()
+
+
+# -- the manager -----------------------------------------------------------------------------------
+
+
+def key(number: int) -> Any:
+    return make_offload_key(f"block{number}".encode(), 0)
+
+
+class Records:
+    """A record plane whose moves end when a test says so."""
+
+    def __init__(self) -> None:
+        self.posted: list[tuple[TransferId, CopyOp, Sequence[Record]]] = []
+        self.news: list[Any] = []
+        self.changed = threading.Condition()
+        self.on_ready: Callable[[], None] = lambda: None
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    num_bytes = 1 << 30
+
+    def start(self, memory: Memory, on_ready: Callable[[], None]) -> list[Any]:
+        self.on_ready, self.loop = on_ready, asyncio.get_running_loop()
+        return []
+
+    def post(self, move_id: TransferId, op: CopyOp, records: Sequence[Record]) -> None:
+        with self.changed:
+            self.posted.append((move_id, op, records))
+            self.changed.notify_all()
+
+    def forget(self, places: Any) -> None: ...
+
+    def poll(self) -> list[Any]:
+        news, self.news = self.news, []
+        return news
+
+    async def quiesce(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def take(self) -> tuple[TransferId, CopyOp, Sequence[Record]]:
+        with self.changed:
+            assert self.changed.wait_for(lambda: bool(self.posted), WITHIN_S)
+            return self.posted.pop(0)
+
+    def tell(self, *news: Any) -> None:
+        assert self.loop is not None
+
+        async def tell() -> None:
+            self.news += news
+            self.on_ready()
+
+        asyncio.run_coroutine_threadsafe(tell(), self.loop).result(WITHIN_S)
+
+
+class Kept:
+    """A manager with files, and the blocks of a prompt in them alone."""
+
+    def __init__(self, slots: int = 8, blocks: int = 8, is_joined: bool = True) -> None:
+        self.records = Records()
+        given = config()
+        offload = OffloadConfig(model="m", hash_tokens=16, host_bytes=1, directory="/x", file_bytes=64 * PAGE)
+        shape = Shape(PAGE, 1, 1, slots)
+        groups = stored(given, offload, shape)
+        self.region = Region(given.engine_id, shape)
+        if is_joined:
+            self.region.join(0)
+        self.manager = Manager(given, offload, shape, groups, self.records)  # type: ignore[arg-type]
+        self.keys = [key(i) for i in range(blocks)]
+        for each in self.keys:
+            context = ReqContext("first")
+            self.manager.prepare_store([each], context)
+            self.manager.complete_store([each], context)
+            move_id, op, _ = self.records.take()
+            assert op is CopyOp.WRITE
+            self.records.tell(RecordsEnded(move_id, Ending.DONE))
+            self.manager.on_request_finished(context)
+        for entry in [*self.manager.catalogue.host.entries()]:
+            self.manager.catalogue.host.drop(entry)
+        assert len(list(self.manager.take_events())) >= blocks
+
+    def lookup(self, context: ReqContext) -> list[LookupResult]:
+        with self.manager.lock:
+            return [self.manager.lookup(each, context) for each in self.keys]
+
+    def end_step(self) -> None:
+        with self.manager.lock:
+            self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def close(self) -> None:
+        with self.manager.lock:
+            assert self.manager.catalogue.check_integrity() == []
+            assert not self.manager.catalogue.pins
+        self.manager.shutdown()
+        self.manager.shutdown()
+        self.region.close()
+
+
+def test_a_block_in_files_is_brought_while_vllm_asks_again() -> None:
+    kept = Kept()
+    context = ReqContext("r")
+    assert kept.lookup(context) == [LookupResult.HIT_PENDING] * 8
+    kept.end_step()
+    move_id, op, records = kept.records.take()
+    assert (op, len(records)) == (CopyOp.READ, 8)
+    assert kept.lookup(context) == [LookupResult.HIT_PENDING] * 8
+    kept.records.tell(RecordsEnded(move_id, Ending.DONE))
+    assert kept.lookup(context) == [LookupResult.HIT] * 8
+    assert kept.manager.get_load_source(kept.keys[0], context) is CacheHitSource.DISK
+    kept.manager.prepare_load(kept.keys, context)
+    kept.manager.complete_load(kept.keys, context)
+    assert kept.manager.get_load_source(kept.keys[0], ReqContext("s")) is CacheHitSource.HOST
+    kept.close()
+
+
+def test_what_was_brought_is_kept_until_its_request_begins_without_it() -> None:
+    kept = Kept()
+    context = ReqContext("r")
+    kept.lookup(context)
+    kept.end_step()
+    kept.records.tell(RecordsEnded(kept.records.take()[0], Ending.DONE))
+    kept.end_step()
+    other = [key(i) for i in range(100, 108)]
+    assert kept.manager.prepare_store(other, ReqContext("s")) is None
+    with kept.manager.lock:
+        kept.manager.on_schedule_end(ScheduleEndContext(("r",), ()))
+    assert kept.manager.prepare_store(other, ReqContext("s")) is not None
+    kept.manager.complete_store(other, ReqContext("s"))
+    kept.close()
+
+
+def test_what_is_lost_on_the_way_is_a_miss() -> None:
+    kept = Kept()
+    context = ReqContext("r")
+    kept.lookup(context)
+    kept.end_step()
+    move_id, _, _ = kept.records.take()
+    kept.records.tell(RecordsEnded(move_id, Ending.FAILED, "spoiled", (3,)))
+    found = kept.lookup(context)
+    assert [each is LookupResult.HIT for each in found] == [i != 3 for i in range(8)]
+    assert found[3] is LookupResult.MISS
+    kept.manager.on_request_finished(context)
+    kept.close()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_files_that_are_lost_are_misses(reads: bool) -> None:
+    kept = Kept()
+    context = ReqContext("r")
+    kept.records.tell(RecordsLost("the disk is gone", reads))
+    assert kept.lookup(context) == [LookupResult.MISS if reads else LookupResult.HIT_PENDING] * 8
+    kept.manager.on_request_finished(context)
+    kept.end_step()
+    kept.close()
+
+
+def test_files_are_not_used_where_workers_have_another_memory(caplog: pytest.LogCaptureFixture) -> None:
+    kept = Kept(blocks=0, is_joined=False)
+    context = ReqContext("r")
+    kept.manager.prepare_store([key(1)], context)
+    with caplog.at_level("ERROR", "vllm.asynckv"):
+        kept.manager.complete_store([key(1)], context)
+    assert not kept.records.posted
+    assert kept.manager.lookup(key(1), context) is LookupResult.HIT
+    kept.close()
+
+
+def test_two_requests_do_not_evict_what_the_other_waits_for() -> None:
+    kept = Kept(slots=8, blocks=16)
+    one, other = ReqContext("one"), ReqContext("other")
+    first, last = kept.keys[:8], kept.keys[8:]
+    for keys, context in ((first, one), (last, other)):
+        with kept.manager.lock:
+            assert all(kept.manager.lookup(each, context) is LookupResult.HIT_PENDING for each in keys)
+    kept.end_step()
+    move_id, _, _ = kept.records.take()
+    kept.records.tell(RecordsEnded(move_id, Ending.DONE))
+    with kept.manager.lock:
+        assert all(kept.manager.lookup(each, one) is LookupResult.HIT for each in first)
+        assert all(kept.manager.lookup(each, other) is LookupResult.MISS for each in last)
+    kept.manager.prepare_load(first, one)
+    kept.manager.complete_load(first, one)
+    kept.manager.on_request_finished(other)
+    kept.close()
+
+
+def test_slots_that_workers_may_still_write_are_not_given_away_after_a_reset() -> None:
+    given = config()
+    offload = OffloadConfig(model="m", hash_tokens=16, host_bytes=1)
+    shape = Shape(PAGE, 1, 1, 8)
+    manager = Manager(given, offload, shape, stored(given, offload, shape))
+    context = ReqContext("r")
+    first = [key(i) for i in range(8)]
+    assert manager.prepare_store(first, context) is not None
+    manager.reset_cache()
+    assert manager.lookup(first[0], context) is LookupResult.MISS
+    assert manager.prepare_store([key(9)], context) is None
+    manager.on_reset_flushed()
+    assert manager.prepare_store([key(9)], context) is not None
+    manager.complete_store([key(9)], context)
+    assert manager.catalogue.check_integrity() == []
