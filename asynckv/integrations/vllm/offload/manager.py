@@ -521,8 +521,9 @@ class Manager(OffloadingManager):
         is_new = True
         while is_new:
             is_new = False
-            self._forget()
-            for move in self.catalogue.moves(self._clock()):
+            moves = self.catalogue.moves(self._clock())
+            self._forget()  # before what is written there anew is posted, or that would be forgotten
+            for move in moves:
                 if move.kind in (MoveKind.STORE, MoveKind.PROMOTION):
                     self._reuse(move)
                 if move.kind in (MoveKind.PROMOTION, MoveKind.WRITE_BACK):
@@ -535,7 +536,6 @@ class Manager(OffloadingManager):
             for news in self.catalogue.news():
                 if isinstance(news, JobEnded) and (fetch := self._fetches.pop(news.job_id, None)) is not None:
                     self._fetched(news, *fetch)
-        self._forget()
         wake_at, self._wake_at = self._wake_at, self.catalogue.wake_at
         if self._files is not None and wake_at != self._wake_at < math.inf:
             self._files.wake_in(max(0.0, self._wake_at - self._clock()))
