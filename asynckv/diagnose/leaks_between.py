@@ -197,7 +197,7 @@ def is_unanswered(pull: Pull, lease: Lease) -> bool:
 
 def _given_up(pull: Pull) -> list[str]:
     """Who was given up as a pull failed, where a short line does not say that they are not told of its end."""
-    if pull.like is None or pull.ended is None or pull.cause not in ("peer_lost", "restarted"):
+    if pull.ended is None or not pull.ended.text("same_as") or pull.cause not in ("peer_lost", "restarted"):
         return []
     low, high = pull.ended.at - AT_ONCE_S, pull.ended.at + AT_ONCE_S
     changed = itertools.takewhile(lambda x: x.at <= high, pull.process.since(EVENT.PEER_CHANGED, low))

@@ -77,7 +77,7 @@ def unclaimed(processes: Processes, request: Request, lease: Lease, name: str, p
         who = listed(x.rank for x in died)
         names = {"reader": who, "why": fate.why, "gone": fate.gone, "holder": lease.process.rank}
         return Story(C.DIED_BEFORE_CLAIM, names, lease.seconds)
-    if not is_nobody:
+    if not is_nobody and not _may_be_cut(processes, request, lease, name, readers):
         return _silent_rank(lease, name, readers)
     return _unheard_of(processes, lease, readers)
 
@@ -138,6 +138,15 @@ def _in_time(processes: Processes, lease: Lease, reader: Process) -> bool:
     return processes.fate(reader).after <= lent_at + processes.claims_take_s
 
 
+def _may_be_cut(processes: Processes, request: Request, lease: Lease, name: str, readers: _Readers) -> bool:
+    """Its engine may have come too late as a whole: the log of the rank that is owed ends before it could say so."""
+    if name != "*" or lease.claims or lease.released or not readers.silent:
+        return False
+    over = processes.when(lease.process.incarnation, lease.lent_at + lease.seconds)[0]
+    asked = (x for x in request.all_pulls if x.process in readers.spoke)
+    return all(processes.when(x.process.incarnation, x.begun_at)[1] > over for x in asked)
+
+
 def _silent_rank(lease: Lease, name: str, readers: _Readers) -> Story:
     """Say that others of its engine have spoken of a request, and one rank has not."""
     others = [x for x in (*lease.claims, *lease.released, *(x.rank for x in readers.spoke)) if x != name]
@@ -152,7 +161,8 @@ def _unheard_of(processes: Processes, lease: Lease, readers: _Readers) -> Story:
     """Say that no log speaks of a request, and why that may be."""
     until = processes.span(lease)[1]
     # Where logs end before readers do, and soon after the lease, it may be asked for yet.
-    is_cut = any(processes.fate(x).kind == "silent" for x in readers.alive) and processes.last < until + SILENCE_S
+    waits = (x.durations.get("timeout_s", SILENCE_S) for x in readers.alive if processes.fate(x).kind == "silent")
+    is_cut = processes.last < until + max(waits, default=-math.inf)
     if readers.alive and not readers.unknown and lease.state != "lent" and not is_cut:
         gone_too = listed(x.rank for x in readers.silent)
         reserve = f"; or {gone_too} died with them, for there a log ends before the lease did" if gone_too else ""
@@ -249,6 +259,9 @@ def _never_got_through(processes: Processes, lease: Lease, pull: Pull) -> Story:
     if cause in ("cancelled", "engine_closed") and any(x.text("cause") == "engine_closed" for x in pull.unanswered):
         return Story(C.READER_CLOSED, names | {"why": how_unanswered(pull)})
     if cause == "peer_unreachable" or not shook_hands(processes, pull.process, lease):
+        if pull.ended is not None and processes.away_s(pull.process, pull.begun_at, pull.ended.at) > 0.5 * waited_s:
+            if (away := excuse(processes, lease, pull)) is not None:
+                return away  # nobody can answer who is not heard
         others = turned_away(lease.process, -math.inf, lease.lent_at + lease.seconds)
         return Story(C.NEVER_SHOOK_HANDS, names | ({"why": f"{why}; {others}"} if others else {}))
     if away := excuse(processes, lease, pull):
@@ -268,7 +281,11 @@ def _never_got_through(processes: Processes, lease: Lease, pull: Pull) -> Story:
 def _names_another_start(lease: Lease, pull: Pull) -> bool:
     """What a reader was given names another start of the rank than the one that lent the request."""
     starts = {start_of(x) for x in pull.peer_ranks if base_name(x) == lease.process.base} - {""}
-    return pull.process.stopped is None and bool(starts) and lease.process.start not in starts
+    stopped, ended = pull.process.stopped, pull.ended
+    if stopped is not None and ended is not None:
+        if stopped.at <= ended.at + pull.process.durations.get("release_timeout_s", 30.0):
+            return False  # it was its reader's own engine that was closed
+    return bool(starts) and lease.process.start not in starts
 
 
 def _was_forgotten(processes: Processes, lease: Lease, pull: Pull) -> bool:
