@@ -159,7 +159,8 @@ class Processes:
         ended = [x for x in ended if x[0] > high]
         # Where others of them are without a goodbye as well, the logs may be of a service that is being closed.
         open_ = [x for x in others if x.stopped is None and self.when(x.incarnation, x.last_at)[0] > high]
-        if ended and (not open_ or self.last >= min(ended)[0] + SILENCE_S):
+        waits_for = min(ended)[0] if ended and open_ else high  # it may be closing, too
+        if ended and self.last >= waits_for + SILENCE_S:
             return Fate("died", f"{ends}, and {min(ended)[1]} went on to its end", low, math.inf, False)
         return Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
 

@@ -161,8 +161,11 @@ def _unheard_of(processes: Processes, lease: Lease, readers: _Readers) -> Story:
     """Say that no log speaks of a request, and why that may be."""
     until = processes.span(lease)[1]
     # Where logs end before readers do, and soon after the lease, it may be asked for yet.
-    waits = (x.durations.get("timeout_s", SILENCE_S) for x in readers.alive if processes.fate(x).kind == "silent")
-    is_cut = processes.last < until + max(waits, default=-math.inf)
+    open_ = [x for x in readers.alive if processes.fate(x).kind == "silent"]
+    waits_s = SILENCE_S
+    if len(open_) == len(readers.alive):  # of nobody's log is known that it was not cut off long before
+        waits_s = max((x.durations.get("timeout_s", SILENCE_S) for x in open_), default=SILENCE_S)
+    is_cut = bool(open_) and processes.last < until + waits_s
     if readers.alive and not readers.unknown and lease.state != "lent" and not is_cut:
         gone_too = listed(x.rank for x in readers.silent)
         reserve = f"; or {gone_too} died with them, for there a log ends before the lease did" if gone_too else ""

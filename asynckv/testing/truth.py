@@ -663,7 +663,11 @@ class Witness:
         if (releases and not final and not died) or (retried and not again):
             whys.add("retry_never")
         pulls = [p for p in self._pulled.values() if p.process is process and p.pull.params.key.token == token]
-        if attempt.called == "pulled" and not any(p.ended_at <= end - AT_ONCE_S for p in pulls):
+        claimed = {s.message.pull_id for s in claims}
+        if attempt.called == "pulled" and (
+            not any(p.ended_at <= end - AT_ONCE_S for p in pulls)
+            or any(p.ended_at > end - AT_ONCE_S and p.pull.pull_id in claimed for p in pulls)  # another attempt
+        ):
             whys.add("still_pulling")
         if any(p.pull.reason is Reason.COMPLETE for p in pulls):
             whys.add("completed")
