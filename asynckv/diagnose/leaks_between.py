@@ -96,7 +96,14 @@ def excuse(processes: Processes, lease: Lease, pull: Pull) -> Story | None:
     grant_s = lease.process.durations.get("grant_s", math.nan)
     long = 0.5 * min(x for x in (grant_s, lease.lease_s, 10.0) if not math.isnan(x))
     ends = [x.at for x in (pull.ended, *pull.unanswered) if x is not None]
-    here = processes.away_s(pull.process, _begun_at(processes, lease, pull), max(ends, default=pull.last_at))
+    until = max(ends, default=pull.last_at)
+    over_s = processes.span(lease)[1] - processes.when(pull.process.incarnation, until)[0]
+    # What it went away for when the lease was over came after.
+    until += min(over_s, 0.0)
+    if pull.cause == "complete" and pull.ended is not None:  # what it had claimed before, whatever its clock shows
+        claims = [x.claimed_s for x in lease.claims.values() if x.pull_id == pull.pull_id]
+        until = min([until, *(pull.ended.at + lease.seconds - x + AT_ONCE_S for x in claims if not math.isnan(x))])
+    here = processes.away_s(pull.process, _begun_at(processes, lease, pull), until)
     # What it came back from as it lent this was before.
     there = processes.away_s(lease.process, lease.lent_at + AT_ONCE_S, lease.lent_at + lease.seconds)
     there = max(there, lease.ended.number("late_s", 0.0) if lease.ended is not None else 0.0)

@@ -106,9 +106,9 @@ class Processes:
         """Until when logs go on, at least."""
         leases = [x for request in service.requests for x in request.leases.values()]
         claims = [claim for lease in leases for claim in lease.claims.values()]
-        self.asked = {start_of(name) for x in leases for name in (*x.claims, *x.released)}
-        """Starts of readers that have claimed or released anything."""
-        self.asked |= {x.process.start for request in service.requests for x in request.all_pulls}
+        self.asked = {(start_of(name), x.process.engine_id) for x in leases for name in (*x.claims, *x.released)}
+        """Starts of readers that have spoken of anything to a prefill engine."""
+        self.asked |= {(x.process.start, r.engine_id) for r in service.requests for x in r.all_pulls}
         self.claims_take_s = max((x.claimed_s for x in claims if x.claimed_s > UNDER_WAY_S), default=UNDER_WAY_S)
         """For how long after it was lent a request was claimed, at most."""
         self._unclaimed = [x for x in leases if any(name not in x.claims for name in x.owed or ("*",))]

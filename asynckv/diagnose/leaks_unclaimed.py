@@ -126,7 +126,9 @@ def _has_come_for(processes: Processes, lease: Lease, reader: Process) -> bool:
     That it died meanwhile does not: others die while params are lost. But whoever has met the rank that lends (or has
     begun to), and never came to speak of anything, did so for the only request there that nobody claimed.
     """
-    if reader.start in processes.asked or processes.num_unclaimed(lease.process, reader) != 1:
+    if (reader.start, lease.process.engine_id) in processes.asked or processes.num_unclaimed(
+        lease.process, reader
+    ) != 1:
         return False
     greeted = (start_of(x.text("peer")) for x in reader.of(EVENT.PEER_CHANGED))
     return reader.start in _met(lease) or lease.process.start in greeted
@@ -253,7 +255,7 @@ def _never_got_through(processes: Processes, lease: Lease, pull: Pull) -> Story:
         return Story(C.EXPIRED_WHILE_QUEUED, names)
     if (stale := stale_at(lease, pull)) and pull.failed_in == "handshake":
         return Story(C.STALE_PARAMS, names | {"why": stale})
-    if pull.ended is None and any(
+    if (pull.ended is None or pull.like is not None) and any(
         base_name(x) == lease.process.base and state == "only_released"
         for _, entry in pull.held
         for x, state in (entry["ranks"].items() if isinstance(entry.get("ranks"), dict) else ())
