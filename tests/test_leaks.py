@@ -247,6 +247,10 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
         [*BOTH, expired(False), pull_ended(16, "peer_unreachable", detail="it seems to turn our connection away")],
     ),
     "nobody says that who died had heard of it": (C.NEVER_CLAIMED, [*DIED, *asked_before(), expired(False)]),
+    "closed long after": (
+        C.RELEASE_LOST,
+        [*BOTH, expired(), pull_ended(15, "complete"), unanswered(200.0, "engine_closed")],
+    ),
     "renamed, and turned away": (
         C.KEYS_REFUSED,
         [

@@ -326,7 +326,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     C.STUCK_TRANSFER: Entry(
         "a transfer did not end",
         "{reader} kept its blocks {held}, for a transfer from {holder} might still write them ({why})",
-        "",
+        "nothing; or expired, and the reader that is owed had claimed: nobody releases what may still be read",
         "`held_transfers` in `pull_ended`, `blocks_returned` or `blocks_retired`, while the prefill rank lives",
         "the same without the prefill side's logs",
         "Look at the network and the prefill rank; `pull.drain_s` bounds what a failed pull waits for.",
