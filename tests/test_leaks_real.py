@@ -168,15 +168,16 @@ async def leak(fleet: Fleet, folder: Path, keys: dict[str, str]) -> None:
     await prefill.ask("ended", request_id="announced")  # expired or released: its promise and its time end at once
     assert await prefill.ask("ended", request_id="away") == "expired"
     await blocked
-    await lend("lost")
-    late = await lend("late")
-    assert {await prefill.ask("ended", request_id=x) for x in ("lost", "late")} == {"expired"}
-    assert await alive.ask("pull", engine="alive", request_id="late", params=late) != "complete"
     # Who fell silent is taken for dead when logs of others go on for long.
     patient = await lend("well-patient")
     await alive.ask("announce", engine="alive", request_id="well-patient", params=patient, wait_s=60.0)
     await alive.ask("held", engine="alive", seconds=4.0)
     assert await alive.ask("pull", engine="alive", request_id="well-patient", params=patient) == "complete"
+    # By now nobody can have died with the params of these: they may come to readers before they are lent.
+    await lend("lost")
+    late = await lend("late")
+    assert {await prefill.ask("ended", request_id=x) for x in ("lost", "late")} == {"expired"}
+    assert await alive.ask("pull", engine="alive", request_id="late", params=late) != "complete"
     for process, engine in ((alive, "alive"), (alive, "stranger"), (away, "away")):
         await process.ask("idle", 60.0, engine=engine)
     await asyncio.gather(*(x.end() for x in (prefill, alive, away, await again)))  # what is killed loses its last lines
