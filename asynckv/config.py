@@ -240,7 +240,7 @@ class LogConfig:
         slow_s: A request that took longer is logged like a failure.
         slow_per_s: Most slow requests logged per second: when all are, the log must not make them slower.
         away_s: Where the event loop was away for longer than this, so that nobody was answered, a warning says so
-            (`loop_was_away`), at most one in ten seconds.
+            (`loop_was_away`): three at once, then one in ten seconds, and any that is much longer than the last.
         held_fraction: What has been held for this fraction of its lease is warned of, and again at each doubling: a
             lent request, and an announcement or a pull that has been in one state for so long (0: nothing is). What
             waits for the same is one line, and there are a few lines in ten seconds at most.

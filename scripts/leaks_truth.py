@@ -41,7 +41,7 @@ from asynckv.observe.console import without_control
 from asynckv.testing.leaky import make_leaky
 from asynckv.testing.logs import Logs
 from asynckv.testing.script import Script, make_script
-from asynckv.testing.truth import Forgotten, LateLease, LatePull, Witness, watch
+from asynckv.testing.truth import Forgotten, LateLease, LatePull, Owed, Witness, watch
 
 __all__ = ["Disagreement", "Judge", "conclude", "main", "many", "one"]
 
@@ -215,6 +215,7 @@ class Judge:
         self.cut_at = random.Random(repr(("cut", seed))).uniform(2.0, script.seconds + 4.0)
         self.under_way = witness.under_way(self.cut_at)
         self.mishaps = {mishap.ask: mishap.kind for mishap in script.mishaps}
+        self.befell = {(mishap.ask, name) for mishap in script.mishaps for name in mishap.readers}
         self.truths: dict[tuple[str, int, str], Truth] = {}
         leases, pulls = witness.late()
         for lease in leases:
@@ -252,7 +253,7 @@ class Judge:
             yield from (
                 f"lease of {x.owner}"
                 for x in truth.leases
-                if x.is_sure and x.ended_at < self.cut_at and x.owner not in holders
+                if x.is_sure and x.told_at < self.cut_at and x.owner not in holders
             )
             return
         if mode != "decode":
@@ -294,11 +295,20 @@ class Judge:
             is_untold = leak.cause is C.NEVER_CLAIMED and all("untold" in o.whys for x in leases for o in x.owed)
             return "" if is_untold else "vague"
         mishap = self.mishaps.get(truth.ask, "")
-        if mishap in BEST and not any(x.whys & MAJOR - BROUGHT[mishap] for x in leases):
+        if mishap in BEST and not any(self._has_more(truth.ask, mishap, x) for x in leases):
             # Who reads nothing meets nobody, and only its release is lost.
             is_hit = leak.cause is C.RELEASE_LOST and any("completed" in x.whys for x in leases)
             return "" if is_hit or leak.cause in BEST[mishap] else f"wrong: {mishap} alone"
         return ""
+
+    def _has_more(self, ask: int, mishap: str, lease: LateLease) -> bool:
+        """Something befell a lease that its request's mishap does not bring, or befell a reader that it is not for."""
+
+        def brought(owed: Owed) -> set[str]:
+            name = owed.reader.replace("decode", "d").replace("/tp", ".")
+            return BROUGHT[mishap] if (ask, name) in self.befell else set()
+
+        return bool(lease.gone & MAJOR) or any(x.whys & MAJOR - brought(x) for x in lease.owed)
 
     def _disagreement(
         self, mode: str, what: str, ident: Ident, said: Sequence[Leak], truth: Truth | None, missed: list[str]

@@ -1,8 +1,8 @@
-"""Runs the slow tests in two processes: `python -m tests.slow`, with pytest's options behind it.
+"""Runs the slow tests, two processes at a time: `python -m tests.slow`, with pytest's options behind it.
 
 Those that only compute, and those whose deadlines are so long that they do not mind what else runs, run beside the
-others. Of these one runs at a time: they break processes under load, or say how long something took. Both halves take
-about as long: whoever makes one much longer moves a file.
+others. Of these one runs at a time: they break processes under load. What says how long something took, or may take,
+runs when all these have ended. Whoever makes one of the two that run together much longer moves a file.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ PATIENT = [
         *("pd_proxy", "report_page", "simulated_logs", "timeline_real"),
     )
 ]
+ALONE = [str((TESTS / "test_pressure.py").relative_to(TESTS.parent))]
 NOTHING_FOUND = 5
 """Pytest's status where no test was selected."""
 
@@ -34,12 +35,14 @@ def main() -> int:
     with tempfile.TemporaryFile() as said:
         patient = subprocess.Popen([*pytest, "-p", "no:cacheprovider", *PATIENT], stdout=said, stderr=said)
         try:
-            others = subprocess.run([*pytest, *(f"--ignore={path}" for path in PATIENT), "tests"], check=False)
+            elsewhere = (f"--ignore={path}" for path in (*PATIENT, *ALONE))
+            others = subprocess.run([*pytest, *elsewhere, "tests"], check=False)
             statuses = {others.returncode, patient.wait()}
         finally:
             patient.kill()
             said.seek(0)
             print(said.read().decode(errors="replace"), flush=True)
+    statuses.add(subprocess.run([*pytest, *ALONE], check=False).returncode)
     return max(statuses - {NOTHING_FOUND}, default=NOTHING_FOUND)
 
 

@@ -101,6 +101,17 @@ def away(start: str, at: float, seconds: float) -> Record:
     return say(at, EVENT.LOOP_WAS_AWAY, start, seconds=seconds, leases=1, pulls=1, parked=0)
 
 
+def lost(at: float) -> Record:
+    peer = {"peer": RANK[P], "peer_incarnation": P, "address": "tcp://10.0.0.1:1"}
+    return say(at, EVENT.PEER_CHANGED, D, **peer, before="ready", state="gone", cause="peer_lost", detail="forgotten")
+
+
+def asked_before() -> list[Record]:
+    """The reader has met the rank for another request."""
+    other = {**NAMES, "request_id": "gen-b", "prefill_request_id": "b", "sequence": 7, "pull_id": f"{D[:16]}-9"}
+    return [say(6, EVENT.PULL_ENDED, D, **other, cause="complete", seconds=0.1)]
+
+
 BOTH = [begun(P), begun(D), *met(), stopped(P), stopped(D)]
 RUNNING = [begun(P), begun(D), *met()]
 REFUSED = [3.0, "release", "wrong_cohort", RANK[D], "lent to 'x'"]
@@ -234,6 +245,54 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     "keys, in the detail alone": (
         C.KEYS_REFUSED,
         [*BOTH, expired(False), pull_ended(16, "peer_unreachable", detail="it seems to turn our connection away")],
+    ),
+    "nobody says that who died had heard of it": (C.NEVER_CLAIMED, [*DIED, *asked_before(), expired(False)]),
+    "closed long after": (
+        C.RELEASE_LOST,
+        [*BOTH, expired(), pull_ended(15, "complete"), unanswered(200.0, "engine_closed")],
+    ),
+    "renamed, and turned away": (
+        C.KEYS_REFUSED,
+        [
+            *(begun(P), begun(D), stopped(P), stopped(D), expired(False)),
+            pull_ended(
+                16, "peer_unreachable", prefill_request_id="cmpl-a", detail="it seems to turn our connection away"
+            ),
+        ],
+    ),
+    "renamed, and too late": (
+        C.OTHER_REQUEST_ID,
+        [*BOTH, expired(False), pull_ended(45, "expired", prefill_request_id="cmpl-a", seconds=0.1)],
+    ),
+    "of a start that is suspended": (
+        C.STALE_PARAMS,
+        [*BOTH, expired(False), pull_ended(16, "engine_closed", peer_ranks=["prefill/tp0@dddddddd"])],
+    ),
+    "decode away, in short": (
+        C.DECODE_LOOP_AWAY,
+        [
+            *(*BOTH, expired(), away(D, 45, 34.5)),
+            say(45.1, EVENT.PULL_ENDED, D, **NAMES, cause="lease_lost", same_as="x-1", seconds=0.04),
+        ],
+    ),
+    "decode away while it greeted": (
+        C.DECODE_LOOP_AWAY,
+        [
+            begun(P),
+            begun(D),
+            stopped(P),
+            stopped(D),
+            expired(False),
+            away(D, 36, 24),
+            pull_ended(36, "peer_unreachable", seconds=25),
+        ],
+    ),
+    "given up, in short": (
+        C.RELEASE_LOST,
+        [
+            *(*BOTH, expired(), lost(15.0)),
+            say(15.0, EVENT.PULL_ENDED, D, **NAMES, cause="peer_lost", same_as="x-1", seconds=0.04),
+        ],
     ),
     "a stranger is refused": (
         C.RELEASE_LOST,

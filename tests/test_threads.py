@@ -514,6 +514,19 @@ def test_a_loop_that_has_nothing_to_do_was_not_away(
     assert sum(statistics.loop_lags.values()) <= (4200 if is_lent else 410)
 
 
+def test_a_longer_absence_is_told_of_however_often_it_was_away_before(
+    alone: Alone, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone.lend()
+    steps = [2.0, 2.0, 2.0, 2.0, 2.0, 4.0]
+    for i, seconds in enumerate(steps):
+        alone.compute(10.0 + sum(steps[:i]) + 0.5 * i, seconds)
+    alone.world.run(40.0)
+    told = [round(r.seconds) for r in said(caplog)]  # type: ignore[attr-defined]
+    assert told == [2, 2, 2, 2, 4]
+    assert said(caplog)[-1].not_logged_s == pytest.approx(2.0, abs=0.3)  # type: ignore[attr-defined]
+
+
 def test_steps_that_are_always_too_long_do_not_fill_the_log(alone: Alone, caplog: pytest.LogCaptureFixture) -> None:
     alone.lend()
     for i in range(100):

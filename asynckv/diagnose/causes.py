@@ -136,8 +136,9 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
         "nobody claimed it; {reader} {gone} meanwhile ({why})",
         "expired, and this reader is owed without a claim",
         "its process ended without a goodbye while the request was lent (by aligned clocks it may have lived then; one "
-        "that only fell silent wrote a line not long before), no other speaks of it, and it can have been for no "
-        "other decode engine, nor did it live on for longer than claims take (else it is `never_claimed`)",
+        "that only fell silent wrote a line not long before), and a log shows that it had come for it: it met the rank "
+        "that lends, or began to, spoke of no request, and this alone was not claimed there meanwhile. (Where no log "
+        "does, params that were lost look the same: `never_claimed`.)",
         _SAID_BY_PREFILL,
         "Find out why the process died. Its blocks came back as the lease ran out: lease_s is what a death costs.",
     ),
@@ -325,7 +326,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     C.STUCK_TRANSFER: Entry(
         "a transfer did not end",
         "{reader} kept its blocks {held}, for a transfer from {holder} might still write them ({why})",
-        "",
+        "nothing; or expired, and the reader that is owed had claimed: nobody releases what may still be read",
         "`held_transfers` in `pull_ended`, `blocks_returned` or `blocks_retired`, while the prefill rank lives",
         "the same without the prefill side's logs",
         "Look at the network and the prefill rank; `pull.drain_s` bounds what a failed pull waits for.",

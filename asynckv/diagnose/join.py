@@ -667,6 +667,11 @@ class _Builder:
                 pull.transitions.append(record)
 
 
+def _is_longer(one: str, other: str) -> bool:
+    """An id has another in it, as those have which a router or a server makes of one."""
+    return other != "" and one != other and other in one
+
+
 class _Joiner:
     """Puts leases of several ranks together, then pulls to them."""
 
@@ -749,6 +754,8 @@ class _Joiner:
                 wrong = (y.who for x in request.leases.values() for y in x.refused if y.reason == "wrong_request")
                 if ours or pull.process.start in map(start_of, wrong):
                     return request
+                if pull.cause != "complete" and _is_longer(pull.prefill_request_id, request.request_id):
+                    return request  # who was never let in, or came too late, is not told that its id is another
         elif (
             len(named := [x for x in self._by_name.get(pull.prefill_request_id, []) if peer in ("", x.engine_id)]) == 1
         ):

@@ -5,6 +5,7 @@ And whose loop was away meanwhile. Each question is answered from what both logs
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = [
     "STALE",
     "excuse",
     "failed_to_meet",
+    "has_read",
     "how_unanswered",
     "is_only_released",
     "is_stranger",
@@ -94,7 +96,14 @@ def excuse(processes: Processes, lease: Lease, pull: Pull) -> Story | None:
     grant_s = lease.process.durations.get("grant_s", math.nan)
     long = 0.5 * min(x for x in (grant_s, lease.lease_s, 10.0) if not math.isnan(x))
     ends = [x.at for x in (pull.ended, *pull.unanswered) if x is not None]
-    here = processes.away_s(pull.process, pull.begun_at, max(ends, default=pull.last_at))
+    until = max(ends, default=pull.last_at)
+    over_s = processes.span(lease)[1] - processes.when(pull.process.incarnation, until)[0]
+    # What it went away for when the lease was over came after.
+    until += min(over_s, 0.0)
+    if pull.cause == "complete" and pull.ended is not None:  # what it had claimed before, whatever its clock shows
+        claims = [x.claimed_s for x in lease.claims.values() if x.pull_id == pull.pull_id]
+        until = min([until, *(pull.ended.at + lease.seconds - x + AT_ONCE_S for x in claims if not math.isnan(x))])
+    here = processes.away_s(pull.process, _begun_at(processes, lease, pull), until)
     # What it came back from as it lent this was before.
     there = processes.away_s(lease.process, lease.lent_at + AT_ONCE_S, lease.lent_at + lease.seconds)
     there = max(there, lease.ended.number("late_s", 0.0) if lease.ended is not None else 0.0)
@@ -103,6 +112,15 @@ def excuse(processes: Processes, lease: Lease, pull: Pull) -> Story | None:
     if here >= there:
         return Story(C.DECODE_LOOP_AWAY, names | {"away_s": in_seconds(here)})
     return Story(C.PREFILL_LOOP_AWAY, names | {"away_s": in_seconds(there)})
+
+
+def _begun_at(processes: Processes, lease: Lease, pull: Pull) -> float:
+    """Since when, by its own clock, a reader has had to do with it: a short line leaves its announcement out."""
+    claims = [x.claimed_s for x in lease.claims.values() if x.pull_id == pull.pull_id and not math.isnan(x.claimed_s)]
+    if not claims:
+        return pull.begun_at
+    claimed = processes.when(lease.process.incarnation, lease.lent_at + claims[0])[1]
+    return pull.begun_at - max(processes.when(pull.process.incarnation, pull.begun_at)[0] - claimed, 0.0)
 
 
 def would_be_given_up(processes: Processes, pull: Pull) -> bool:
@@ -142,6 +160,8 @@ def pulls_of(request: Request, lease: Lease, name: str) -> list[Pull]:
             ranks = {base_name(x) for x in pull.peer_ranks}
             is_his = all(pull.process.start != start_of(x) for x in spoke)
             is_his = is_his and (not ranks or lease.process.base in ranks)
+            # Where a log ends before a lease does, it does not say who has released it.
+            is_his = is_his and not (lease.ended is None and has_read(pull, lease))
         elif claim is not None and claim.pull_id == pull.pull_id:
             is_his = True
         else:
@@ -178,7 +198,22 @@ def is_unanswered(pull: Pull, lease: Lease) -> bool:
     """A reader has said that nobody at this rank took its release."""
     ranks = [x for record in pull.unanswered for x in record.texts("ranks")]
     ranks += pull.ended.texts("unanswered") if pull.ended is not None else ()
+    ranks += _given_up(pull)
     return any(start_of(x) == lease.process.start or base_name(x) == lease.process.base for x in ranks)
+
+
+def _given_up(pull: Pull) -> list[str]:
+    """Who was given up as a pull failed, where a short line does not say that they are not told of its end."""
+    if pull.ended is None or not pull.ended.text("same_as") or pull.cause not in ("peer_lost", "restarted"):
+        return []
+    low, high = pull.ended.at - AT_ONCE_S, pull.ended.at + AT_ONCE_S
+    changed = itertools.takewhile(lambda x: x.at <= high, pull.process.since(EVENT.PEER_CHANGED, low))
+    return [x.text("peer") for x in changed if x.text("state") == "gone" and x.text("cause") == pull.cause]
+
+
+def has_read(pull: Pull, lease: Lease) -> bool:
+    """All that a reader wanted was read, and this rank was told, by its reader's word."""
+    return pull.cause in ("complete", "discharged") and not pull.refused and not is_unanswered(pull, lease)
 
 
 def how_unanswered(pull: Pull) -> str:

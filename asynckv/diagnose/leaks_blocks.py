@@ -68,12 +68,12 @@ def _why_kept(processes: Processes, pull: Pull) -> Story:
     low = processes.when(pull.process.incarnation, since)[0]
     high = processes.when(pull.process.incarnation, until)[1]
     broken = (EVENT.DATA_PLANE_RESTARTED, EVENT.DATA_PLANE_BROKEN)
-    failed = processes.when(pull.process.incarnation, pull.ended.at)[1] if pull.ended is not None else high
+    failed = sum(processes.when(pull.process.incarnation, pull.ended.at)) / 2 if pull.ended is not None else high
     for owner in (pull.process, *owners):
         for record in owner.of(*broken):
             # It is told of when another runs. What died when the pull had failed is not why it did.
             at = processes.when(owner.incarnation, record.at - record.number("seconds", 0.0))
-            if at[1] >= low and at[0] <= failed + AT_ONCE_S:
+            if at[1] >= low and sum(at) / 2 <= failed + AT_ONCE_S:
                 return Story(C.DATA_PLANE_DIED, names | {"holder": owner.rank, "why": record.text("cause")})
     for owner in owners:
         fate = processes.fate(owner)

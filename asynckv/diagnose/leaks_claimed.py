@@ -20,6 +20,8 @@ C = CAUSE
 
 AT_ONCE_S = 0.01
 """Promises are of whole milliseconds, so that the last may end so much before `max_lease_s`."""
+CLOSING_S = 1.0
+"""An engine that ends so long after a lease had most likely not begun to when the lease ended."""
 
 
 def claimed(processes: Processes, lease: Lease, name: str, pulls: Sequence[Pull]) -> Story:
@@ -70,6 +72,8 @@ def claimed(processes: Processes, lease: Lease, name: str, pulls: Sequence[Pull]
     if (away := excuse(processes, lease, pull)) is not None:
         return away
     if process.stopped is not None and any(x.text("cause") == "engine_closed" for x in pull.unanswered):
+        if _closed_later(processes, lease, process):
+            return Story(C.RELEASE_LOST, names | {"why": how_unanswered(pull)}, heard_s)
         return Story(C.READER_CLOSED, names | {"why": f"{said}; {fate.why}"}, heard_s)
     if (last := last_lost(processes, lease, pulls)) is not None and last is not pull:
         return Story(C.RELEASE_LOST, names | {"why": how_unanswered(last)}, heard_s)
@@ -77,6 +81,11 @@ def claimed(processes: Processes, lease: Lease, name: str, pulls: Sequence[Pull]
         if fate.kind == "died":
             return Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why, "gone": fate.gone}, heard_s)
         return Story(C.NO_ATTEMPT_FOLLOWED, names, heard_s)
+    if pull.held_transfers and processes.when(process.incarnation, pull.ended.at)[1] < _over(processes, lease):
+        # Nobody releases what may still be read.
+        if pull.returned is None or processes.when(process.incarnation, pull.returned.at)[0] > processes.span(lease)[1]:
+            held = f"for {in_seconds(lease.seconds)} s at least"
+            return Story(C.STUCK_TRANSFER, names | {"held": held}, heard_s)
     is_over = processes.when(process.incarnation, pull.ended.at)[0] > processes.span(lease)[1]
     if pull.cause in ("lease_lost", "expired") or is_over:
         return Story(C.LEASE_TOO_SHORT, names, heard_s)
@@ -88,13 +97,25 @@ def claimed(processes: Processes, lease: Lease, name: str, pulls: Sequence[Pull]
     if fate.kind == "died":
         # It had its outcome, and died before its release was heard.
         return Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why, "gone": fate.gone}, heard_s)
-    if fate.kind == "stopped":
+    if fate.kind == "stopped" and not _closed_later(processes, lease, process):
         return Story(C.READER_CLOSED, names | {"why": f"{said}; {fate.why}"}, heard_s)
     waits_s = process.durations.get("release_timeout_s", 30.0)
     if processes.last < processes.when(process.incarnation, pull.ended.at)[1] + waits_s:
         return Story(C.READER_SILENT, names, heard_s)  # it would not have said yet that nobody answers
     # Whatever it said was answered, so it came as the lease was over.
     return Story(C.LEASE_TOO_SHORT, names, heard_s)
+
+
+def _closed_later(processes: Processes, lease: Lease, reader: Process) -> bool:
+    """Its engine ended when a lease had been over for some time."""
+    if reader.stopped is None:
+        return False
+    return processes.when(reader.incarnation, reader.stopped.at)[0] > processes.span(lease)[1] + CLOSING_S
+
+
+def _over(processes: Processes, lease: Lease) -> float:
+    """When a lease was over, in everybody's time, at the earliest."""
+    return processes.when(lease.process.incarnation, lease.lent_at + lease.seconds)[0]
 
 
 def _was_renewed_for_as_long_as_may_be(lease: Lease, heard_s: float) -> bool:

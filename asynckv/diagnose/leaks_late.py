@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from asynckv.diagnose.join import Lease, Pull, Request, start_of
-from asynckv.diagnose.leaks_between import is_unanswered, pulls_of
+from asynckv.diagnose.leaks_between import has_read, pulls_of
 from asynckv.diagnose.leaks_processes import DEFAULT_LEASE_S, Processes
 from asynckv.diagnose.records import number
 
@@ -21,13 +21,9 @@ GATHERED_S = 11.0
 
 def was_read_since(request: Request, lease: Lease) -> bool:
     """All that it waits for have read it, and told it, by their own logs: its log ends before it could say so."""
-
-    def has_read(pull: Pull) -> bool:
-        return pull.cause == "complete" and not pull.refused and not is_unanswered(pull, lease)
-
     owed = lease.owed
     return bool(owed) and all(
-        start_of(name) and any(has_read(x) for x in pulls_of(request, lease, name)) for name in owed
+        start_of(name) and any(has_read(x, lease) for x in pulls_of(request, lease, name)) for name in owed
     )
 
 

@@ -106,9 +106,9 @@ class Processes:
         """Until when logs go on, at least."""
         leases = [x for request in service.requests for x in request.leases.values()]
         claims = [claim for lease in leases for claim in lease.claims.values()]
-        self.asked = {start_of(name) for x in leases for name in (*x.claims, *x.released)}
-        """Starts of readers that have claimed or released anything."""
-        self.asked |= {x.process.start for request in service.requests for x in request.all_pulls}
+        self.asked = {(start_of(name), x.process.engine_id) for x in leases for name in (*x.claims, *x.released)}
+        """Starts of readers that have spoken of anything to a prefill engine."""
+        self.asked |= {(x.process.start, r.engine_id) for r in service.requests for x in r.all_pulls}
         self.claims_take_s = max((x.claimed_s for x in claims if x.claimed_s > UNDER_WAY_S), default=UNDER_WAY_S)
         """For how long after it was lent a request was claimed, at most."""
         self._unclaimed = [x for x in leases if any(name not in x.claims for name in x.owed or ("*",))]
@@ -159,7 +159,8 @@ class Processes:
         ended = [x for x in ended if x[0] > high]
         # Where others of them are without a goodbye as well, the logs may be of a service that is being closed.
         open_ = [x for x in others if x.stopped is None and self.when(x.incarnation, x.last_at)[0] > high]
-        if ended and (not open_ or self.last >= min(ended)[0] + SILENCE_S):
+        waits_for = min(ended)[0] if ended and open_ else high  # it may be closing, too
+        if ended and self.last >= waits_for + SILENCE_S:
             return Fate("died", f"{ends}, and {min(ended)[1]} went on to its end", low, math.inf, False)
         return Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
 

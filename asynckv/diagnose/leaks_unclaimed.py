@@ -61,22 +61,23 @@ def unclaimed(processes: Processes, request: Request, lease: Lease, name: str, p
     readers = _find_readers(processes, request, lease, name)
     is_nobody = name == "*" and not readers.spoke
     is_over = lease.state != "lent"
-    if is_nobody and is_over and not readers.unknown and readers.lost:
-        if not (readers.died and _is_meant(processes, lease, readers)):
-            # Its params never arrived, or arrived at somebody who died: nothing tells for whom it was.
-            lost = readers.died or readers.lost
-            why = (
-                "; no log of the decode side speaks of it: its params never arrived, or whoever had them died, as "
-                f"{listed(x.rank for x in lost)} did about then ({processes.fate(lost[0]).why})"
-            )
-            return Story(C.NEVER_CLAIMED, {"why": why})
-    died = readers.died if is_nobody else [x for x in readers.died if _died_in_time(processes, lease, x)]
+    died = readers.died if is_nobody else [x for x in readers.died if _in_time(processes, lease, x)]
+    lost = died or readers.lost if is_nobody else died
+    died = [x for x in died if _has_come_for(processes, lease, x)]
+    if is_over and lost and not died and not (is_nobody and readers.unknown):
+        # Its params never arrived, or arrived at somebody who died: nothing tells which.
+        whose = "the decode side" if is_nobody else listed(x.base for x in lost)
+        why = (
+            f"; no log of {whose} speaks of it: its params never arrived there, or whoever had them died, as "
+            f"{listed(x.rank for x in lost)} did about then ({processes.fate(lost[0]).why})"
+        )
+        return Story(C.NEVER_CLAIMED, {"why": why})
     if died and is_over:
         fate = processes.fate(died[0])
         who = listed(x.rank for x in died)
         names = {"reader": who, "why": fate.why, "gone": fate.gone, "holder": lease.process.rank}
         return Story(C.DIED_BEFORE_CLAIM, names, lease.seconds)
-    if not is_nobody:
+    if not is_nobody and not _may_be_cut(processes, request, lease, name, readers):
         return _silent_rank(lease, name, readers)
     return _unheard_of(processes, lease, readers)
 
@@ -119,20 +120,33 @@ def _met(lease: Lease) -> set[str]:
     return {start_of(x.text("reader")) for x in lease.process.of(EVENT.READER_MET)}
 
 
-def _is_meant(processes: Processes, lease: Lease, readers: _Readers) -> bool:
-    """A request that nobody speaks of was for the reader that died."""
-    if len({x.engine_id for x in readers.alive}) == 1:
-        if any(_died_in_time(processes, lease, x) for x in readers.died):
-            return True  # it is the only one
-    # Who shook hands here, and never came to speak of anything, did so for this request.
-    first = _met(lease) - processes.asked
-    return any(x.start in first and processes.num_unclaimed(lease.process, x) == 1 for x in readers.died)
+def _has_come_for(processes: Processes, lease: Lease, reader: Process) -> bool:
+    """A log shows that a reader which died had heard of the request.
+
+    That it died meanwhile does not: others die while params are lost. But whoever has met the rank that lends (or has
+    begun to), and never came to speak of anything, did so for the only request there that nobody claimed.
+    """
+    if (reader.start, lease.process.engine_id) in processes.asked or processes.num_unclaimed(
+        lease.process, reader
+    ) != 1:
+        return False
+    greeted = (start_of(x.text("peer")) for x in reader.of(EVENT.PEER_CHANGED))
+    return reader.start in _met(lease) or lease.process.start in greeted
 
 
-def _died_in_time(processes: Processes, lease: Lease, reader: Process) -> bool:
+def _in_time(processes: Processes, lease: Lease, reader: Process) -> bool:
     """It may have died before it would have claimed, which takes no longer than it took others."""
     lent_at = processes.when(lease.process.incarnation, lease.lent_at)[1]
     return processes.fate(reader).after <= lent_at + processes.claims_take_s
+
+
+def _may_be_cut(processes: Processes, request: Request, lease: Lease, name: str, readers: _Readers) -> bool:
+    """Its engine may have come too late as a whole: the log of the rank that is owed ends before it could say so."""
+    if name != "*" or lease.claims or lease.released or not readers.silent:
+        return False
+    over = processes.when(lease.process.incarnation, lease.lent_at + lease.seconds)[0]
+    asked = (x for x in request.all_pulls if x.process in readers.spoke)
+    return all(processes.when(x.process.incarnation, x.begun_at)[1] > over for x in asked)
 
 
 def _silent_rank(lease: Lease, name: str, readers: _Readers) -> Story:
@@ -149,7 +163,11 @@ def _unheard_of(processes: Processes, lease: Lease, readers: _Readers) -> Story:
     """Say that no log speaks of a request, and why that may be."""
     until = processes.span(lease)[1]
     # Where logs end before readers do, and soon after the lease, it may be asked for yet.
-    is_cut = any(processes.fate(x).kind == "silent" for x in readers.alive) and processes.last < until + SILENCE_S
+    open_ = [x for x in readers.alive if processes.fate(x).kind == "silent"]
+    waits_s = SILENCE_S
+    if len(open_) == len(readers.alive):  # of nobody's log is known that it was not cut off long before
+        waits_s = max((x.durations.get("timeout_s", SILENCE_S) for x in open_), default=SILENCE_S)
+    is_cut = bool(open_) and processes.last < until + waits_s
     if readers.alive and not readers.unknown and lease.state != "lent" and not is_cut:
         gone_too = listed(x.rank for x in readers.silent)
         reserve = f"; or {gone_too} died with them, for there a log ends before the lease did" if gone_too else ""
@@ -195,7 +213,8 @@ def _never_got_through(processes: Processes, lease: Lease, pull: Pull) -> Story:
         "message": "claim",
         "seconds": in_seconds(waited_s),
     } | other_id(pull.prefill_request_id)
-    if pull.prefill_request_id and lease.request_id and pull.prefill_request_id != lease.request_id:
+    is_renamed = pull.prefill_request_id and lease.request_id and pull.prefill_request_id != lease.request_id
+    if is_renamed and cause != "peer_unreachable":
         return Story(C.OTHER_REQUEST_ID, names)
     if is_forgotten(processes, pull) and is_overdue(pull) and not failed_to_meet(processes, pull.process, lease):
         return Story(C.ANNOUNCED_AND_FORGOTTEN, names)
@@ -207,7 +226,7 @@ def _never_got_through(processes: Processes, lease: Lease, pull: Pull) -> Story:
         return Story(C.RELEASE_TOO_EARLY, names)
     if cause == "wrong_target":
         return Story(C.WRONG_TARGET, names)
-    if cause in STALE:
+    if cause in STALE or (cause == "engine_closed" and _names_another_start(lease, pull)):
         return Story(C.STALE_PARAMS, names)
     if cause in ("expired", "unknown_key", "lease_lost") and (away := excuse(processes, lease, pull)) is not None:
         return away
@@ -223,10 +242,20 @@ def _never_got_through(processes: Processes, lease: Lease, pull: Pull) -> Story:
             return away
         if is_unanswered(pull, lease):
             return Story(C.RELEASE_LOST, names | {"why": how_unanswered(pull)})
-        return Story(C.CAME_TOO_LATE if would_be_given_up(processes, pull) else C.EXPIRED_WHILE_QUEUED, names)
+        if would_be_given_up(processes, pull):
+            return Story(C.CAME_TOO_LATE, names)
+        over = processes.when(lease.process.incarnation, lease.lent_at + lease.seconds)[0]
+        if (
+            fate.kind == "silent"
+            and pull.ended is not None
+            and processes.when(pull.process.incarnation, pull.ended.at)[1] > over
+        ):
+            # Too late, or lost: its log ends before that could be told.
+            return Story(C.NEVER_CLAIMED, {"why": f"; {reader} was done with it then, or later ({why})"})
+        return Story(C.EXPIRED_WHILE_QUEUED, names)
     if (stale := stale_at(lease, pull)) and pull.failed_in == "handshake":
         return Story(C.STALE_PARAMS, names | {"why": stale})
-    if pull.ended is None and any(
+    if (pull.ended is None or pull.like is not None) and any(
         base_name(x) == lease.process.base and state == "only_released"
         for _, entry in pull.held
         for x, state in (entry["ranks"].items() if isinstance(entry.get("ranks"), dict) else ())
@@ -235,6 +264,9 @@ def _never_got_through(processes: Processes, lease: Lease, pull: Pull) -> Story:
     if cause in ("cancelled", "engine_closed") and any(x.text("cause") == "engine_closed" for x in pull.unanswered):
         return Story(C.READER_CLOSED, names | {"why": how_unanswered(pull)})
     if cause == "peer_unreachable" or not shook_hands(processes, pull.process, lease):
+        if pull.ended is not None and processes.away_s(pull.process, pull.begun_at, pull.ended.at) > 0.5 * waited_s:
+            if (away := excuse(processes, lease, pull)) is not None:
+                return away  # nobody can answer who is not heard
         others = turned_away(lease.process, -math.inf, lease.lent_at + lease.seconds)
         return Story(C.NEVER_SHOOK_HANDS, names | ({"why": f"{why}; {others}"} if others else {}))
     if away := excuse(processes, lease, pull):
@@ -249,6 +281,16 @@ def _never_got_through(processes: Processes, lease: Lease, pull: Pull) -> Story:
         return Story(C.READER_CLOSED, names)
     # Whatever it said at last was answered, so it came as the lease was over.
     return Story(C.EXPIRED_WHILE_QUEUED, names)
+
+
+def _names_another_start(lease: Lease, pull: Pull) -> bool:
+    """What a reader was given names another start of the rank than the one that lent the request."""
+    starts = {start_of(x) for x in pull.peer_ranks if base_name(x) == lease.process.base} - {""}
+    stopped, ended = pull.process.stopped, pull.ended
+    if stopped is not None and ended is not None:
+        if stopped.at <= ended.at + pull.process.durations.get("release_timeout_s", 30.0):
+            return False  # it was its reader's own engine that was closed
+    return bool(starts) and lease.process.start not in starts
 
 
 def _was_forgotten(processes: Processes, lease: Lease, pull: Pull) -> bool:

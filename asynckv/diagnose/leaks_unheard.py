@@ -82,7 +82,13 @@ def _unheard(processes: Processes, request: Request, pull: Pull, rank: str) -> S
     causes = {x.text("cause") for x in pull.unanswered if rank in x.texts("ranks")} or {pull.cause}
     if owner is None and _was_away_meanwhile(processes, pull, rank):
         return None
-    if owner is not None and (fate := processes.fate(owner)).kind == "died" and pull.was_granted_by(rank):
+    is_ended = any(x.process is owner and x.ended is not None for x in request.leases.values())
+    if (
+        owner is not None
+        and (fate := processes.fate(owner)).kind == "died"
+        and pull.was_granted_by(rank)
+        and not is_ended
+    ):
         return Story(C.PREFILL_DIED, names | {"why": fate.why, "gone": fate.gone})
     unanswered = next((x for x in pull.unanswered if rank in x.texts("ranks")), None)
     if owner is None or not _is_told(processes, request, pull, rank, unanswered):

@@ -614,7 +614,8 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         "both",
         ("warning",),
         "The event loop did not come to the engine for longer than `log.away_s`: nobody was answered. It was away for "
-        "`seconds` up to the line's own timestamp. At most one in ten seconds.",
+        "`seconds` up to the line's own timestamp. Three at once, then one in ten seconds, and any that is longer "
+        "by half than the last that was told of.",
         (
             always(SECONDS, "seconds", "How late the engine's timer was."),
             always(INTEGER, "leases", "That were open meanwhile."),

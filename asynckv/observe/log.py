@@ -38,8 +38,10 @@ __all__ = ["LEVELS", "Recorder", "configure", "phases", "started"]
 SAME_S = 1.0
 """For so long a failure with the same words as another is logged in short."""
 
-AWAY_PER_S = 0.1
-"""Warnings that the loop was away, at most."""
+AWAY_PER_S, MAX_AWAY = 0.1, 3.0
+"""Warnings that the loop was away, at most: so many at once."""
+LONGER = 1.5
+"""An absence that exceeds the last that was told of by this factor is told of in any case."""
 MAX_RANKS = 8
 """Named of one request."""
 
@@ -143,7 +145,7 @@ class Recorder:
         self._met, self._bugs = Rate(MET_PER_S, MAX_MET), Rate(1.0, MAX_REFUSALS)
         self._failure: tuple[Reason | None, str] = (None, "")
         self._failed_at, self._failed_as = 0.0, ""
-        self._away, self._away_s = Rate(AWAY_PER_S, 1.0), 0.0
+        self._away, self._away_s, self._away_said_s = Rate(AWAY_PER_S, MAX_AWAY), 0.0, 0.0
 
     def bind(self, **bound: Any) -> None:
         """Change what every event says of this engine."""
@@ -290,11 +292,15 @@ class Recorder:
             self.event("warning", EVENT.REFUSED, cause=cause, who=_short(who), **self._refusals.left_out())
 
     def loop_was_away(self, seconds: float, gauges: Mapping[str, int], now: float) -> None:
-        """Log that the event loop did not come to us for long: a step loop that is always away cannot fill the log."""
-        if not self._away.take(now):
+        """Log that the event loop did not come to us for long: a step loop that is always away cannot fill the log.
+
+        It is why promises lapse, and nothing else tells of it: a longer absence is not left out for a shorter one's
+        sake. (Each is longer by a factor, so that between two that the limit lets through there are a few.)
+        """
+        if seconds < LONGER * self._away_said_s and not self._away.take(now):
             self._away_s += seconds
             return
-        more_s, self._away_s = self._away_s, 0.0
+        more_s, self._away_s, self._away_said_s = self._away_s, 0.0, seconds
         self.event(
             "warning",
             EVENT.LOOP_WAS_AWAY,

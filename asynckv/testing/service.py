@@ -936,8 +936,9 @@ class Service:
                 a.lent is lease.lent and a.announced_at < math.inf for a in self.attempts
             )
             word = lease.words.get(f"{reader.engine_id}/tp{reader.rank}", "")
-            if reader.starts > 1 or reader.process.is_dead or was_announced:
-                continue  # what it said died with it, or was said for it when nothing came of its announcement
+            if reader.starts > 1 or reader.process.is_dead or reader.engine.memory_epoch or was_announced:
+                # What it said died with it, or was said for it: it went to sleep, or nothing came of its announcement.
+                continue
             if word and not any(word in words for words in said):
                 return f"was told {word!r} by {reader.name}, which said {said}"
             may_be = any("complete" in words for words in said) or (lease.ask, reader.name) in self.discharged

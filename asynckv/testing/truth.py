@@ -147,6 +147,8 @@ class LateLease:
     is_sure: bool
     owed: list[Owed]
     ended_at: float
+    told_at: float
+    """When its process said so; it may have been away just then."""
     gone: set[str]
     """How its engine ended while it was lent, of `WHY`."""
 
@@ -230,7 +232,8 @@ class Witness:
         self._pulled: dict[tuple[str, str], _Pulled] = {}
         self._last_said: dict[str, float] = {}
         self._forgotten: list[tuple[Process, Pull]] = []
-        self._ended: set[int] = set()
+        self._ended: dict[int, float] = {}
+        """Leases, by when their ends were told."""
         self._sent: dict[str, list[_Said]] = defaultdict(list)
         """By token: what readers said."""
         self._heard: dict[str, list[_Said]] = defaultdict(list)
@@ -323,7 +326,7 @@ class Witness:
             case BlocksRetired(pull) if (known := self._pulled.get((process.name, pull.pull_id))) is not None:
                 known.retired_at = process.now
             case LeaseEnded(lease):
-                self._ended.add(id(lease))
+                self._ended[id(lease)] = process.now
             case _:
                 pass
 
@@ -393,7 +396,8 @@ class Witness:
                             whys.add("unanswered")
                         if self._is_unmet(attempt.process, owner.name):
                             whys.add("unmet")
-                        if owes and self.service.mishaps.is_turned_away(attempt.rank.name, owner.name, lent.lent_from):
+                        asked_at = min(lent.lent_from, attempt.handed_at)  # it may never have been lent
+                        if owes and self.service.mishaps.is_turned_away(attempt.rank.name, owner.name, asked_at):
                             whys.add("keys")
             said = [
                 s.message for s in (*self._sent[token], *self._heard[token]) if isinstance(s.message, Claim | Release)
@@ -492,6 +496,7 @@ class Witness:
             is_sure,
             owed,
             end,
+            self._ended.get(id(lease), math.inf),
             gone,
         )
 
@@ -630,7 +635,7 @@ class Witness:
         ]
         met = [s.at for s in welcomes if isinstance(s.message, Welcome)]
         # Or it met that rank at another time, and not when it asked for this.
-        tries = [s.at for s in greeted if attempt.handed_at <= s.at <= end - HANDSHAKE_S]
+        tries = [s.at for s in greeted if attempt.handed_at <= s.at]
         if (greeted and not met) or any(not any(at <= x <= at + HANDSHAKE_S for x in met) for at in tries):
             whys.add("unmet")
         if has_claimed and not claims:
@@ -658,7 +663,11 @@ class Witness:
         if (releases and not final and not died) or (retried and not again):
             whys.add("retry_never")
         pulls = [p for p in self._pulled.values() if p.process is process and p.pull.params.key.token == token]
-        if attempt.called == "pulled" and not any(p.ended_at <= end - AT_ONCE_S for p in pulls):
+        claimed = {s.message.pull_id for s in claims}
+        if attempt.called == "pulled" and (
+            not any(p.ended_at <= end - AT_ONCE_S for p in pulls)
+            or any(p.ended_at > end - AT_ONCE_S and p.pull.pull_id in claimed for p in pulls)  # another attempt
+        ):
             whys.add("still_pulling")
         if any(p.pull.reason is Reason.COMPLETE for p in pulls):
             whys.add("completed")
