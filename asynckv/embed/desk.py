@@ -240,7 +240,7 @@ class EngineDesk:
                 engine.discharge(order.request_id, order.params, cohort_id=order.cohort_id)
             case Cancel():
                 engine.cancel(order.request_id)
-                for guest in engine.guests:
+                for guest in engine._driver.guests:
                     guest.cancel(order.request_id)
             case Lend():
                 self._go(self._sent(engine.lend(order.params, readers=order.readers)), order)
@@ -252,7 +252,7 @@ class EngineDesk:
                 )
 
     def _offload(self) -> Offload:
-        for guest in self.engine.guests:
+        for guest in self.engine._driver.guests:
             if isinstance(guest, Offload):
                 return guest
         raise LocalProtocolError("this engine has no offload; start an Offload(config, engine) on its loop first")

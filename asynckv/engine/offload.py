@@ -26,10 +26,11 @@ import msgspec
 import numpy as np
 
 from asynckv.arguments import integer, number, seconds, shown, text
-from asynckv.config import EngineConfig, OffloadConfig
+from asynckv.config import MIN_LEASE_S, EngineConfig, OffloadConfig
 from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lifecycle import LifeState
 from asynckv.core.rank import RankCore
+from asynckv.core.types import MAX_ID
 from asynckv.engine.driver import Driver
 from asynckv.engine.engine import Engine, Groups
 from asynckv.engine.jobs import OffloadJob
@@ -45,7 +46,7 @@ from asynckv.errors import (
     PlanRefused,
 )
 from asynckv.geometry.blocks import BlockList, check_block_ids
-from asynckv.geometry.bounds import MAX_TOKENS, NULL, Int64s
+from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS, NULL, Int64s
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.packed import record_form
@@ -188,7 +189,10 @@ class Offload:
         engine, config = self.engine, self.config
         if self._driver is not None:
             raise LocalProtocolError("the offload was started before; make a new one")
-        driver = self._driver = engine.attach(self)
+        driver = engine._driver
+        driver.home.here(self.start)
+        driver.attach(self)
+        self._driver = driver
         self._mover, began = Mover(driver, config.held_s), driver.clock.now()
         self._mover.shelves, self._mover.on_moved = (self._own,), self._tell_moved
         self._told_at, self._told = began, Counter[str]()
@@ -401,9 +405,9 @@ class Offload:
             LocalProtocolError: These are no hashes.
         """
         self._here(self.lookup)
-        self._mover.counts["lookups"] += 1
         chain = self._chain(hashes, num_tokens)
         found = self._found(chain)
+        self._mover.counts["lookups"] += 1
         self._mover.counts["tokens.looked_up"] += len(chain) * self.config.hash_tokens
         self._mover.counts["tokens.found"] += found.tokens
         self._mover.counts["lookup_hits"] += found.tokens > 0
@@ -576,10 +580,12 @@ class Offload:
             EngineClosed: The offload or its engine is closed.
         """
         self._here(self.lend)
-        chain = as_hashes(hashes)
-        tokens = self._whole(num_tokens, chain)
+        request_id, chain = text("request_id", request_id, MAX_ID, 1), as_hashes(hashes)
+        tokens, readers = self._whole(num_tokens, chain), integer("readers", readers, 1, MAX_RANKS)
         if (host := self.network) is None:
             raise LocalProtocolError("nothing can be lent without OffloadConfig(network=EngineConfig(...))")
+        if lease_s is not None:
+            lease_s = number("lease_s", lease_s, MIN_LEASE_S, host.config.lease.max_lease_s)
         if self._layout.tp_size * self._layout.pp_size > 1:
             raise LocalProtocolError("stored blocks are lent by engines of one rank: ranks choose their slots apart")
         job = self._begin(JobKind.LOAD, request_id, (), chain, tokens, None, self.config.timeout_s)
@@ -628,6 +634,7 @@ class Offload:
     def cancel(self, request_id: str) -> bool:
         """Give up the stores and the load of a request; False if there are none."""
         self._here(self.cancel)
+        request_id = text("request_id", request_id)
         jobs = [job for job in self._mover.jobs.values() if job.request_id == request_id and job.ended is None]
         self._mover.give_up(jobs)
         return bool(jobs)
@@ -641,6 +648,7 @@ class Offload:
             BlocksRetired: A copy did not end within `held_s`; the blocks must never be used again.
         """
         self._here(self.returned)
+        request_id = text("request_id", request_id)
         for job in [job for job in self._mover.jobs.values() if job.request_id == request_id]:
             await job.until_returned()
 
