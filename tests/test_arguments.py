@@ -157,7 +157,7 @@ def methods(kind: type) -> list[str]:
     return sorted(
         name
         for name, method in inspect.getmembers(kind, inspect.isfunction)
-        if not name.startswith("_") and name != "let_go" and len(inspect.signature(method).parameters) > 1
+        if not name.startswith("_") and len(inspect.signature(method).parameters) > 1
     )
 
 
@@ -552,7 +552,7 @@ def quiet_too(offload: Offload) -> tuple[Any, ...]:
     """What no refused call may change of an offload."""
     offload.check_integrity()
     said, catalogue = offload.statistics(), offload._own.catalogue
-    return said.counters, said.gauges, catalogue.held(), quiet(offload.engine), offload._closing
+    return said.counters, said.gauges, catalogue.held(), quiet(offload.engine), offload._tiers._closing
 
 
 @pytest.mark.anyio

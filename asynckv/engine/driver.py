@@ -111,8 +111,9 @@ class Waiting:
 class Guest(Protocol):
     """Somebody who uses the engine's memory beside it, and ends before it does: an offload."""
 
-    def cancel(self, request_id: str) -> bool:
-        """Give up what is under way of a request."""
+    @property
+    def owner(self) -> object:
+        """Whoever its calls are made to."""
 
     def counters(self) -> dict[str, int]:
         """What is told with the engine's own."""
