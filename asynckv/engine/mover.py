@@ -39,11 +39,12 @@ MAX_FAILURES = 10
 """That are logged at once; then one per second."""
 
 COUNTERS = (
-    *("lookups", "lookup_hits", "lent", "moves_failed", "moves_doubted", "records_lost", "jobs_retired", "overloaded"),
+    *("lookups", "lookup_hits", "lent", "moves_failed", "moves_doubted", "records_lost", "jobs_retired"),
     *(f"files_lost.{what}" for what in ("writes", "all")),
     *(f"tokens.{what}" for what in ("looked_up", "found", "loaded", "missed")),
     *(f"{what}.{kind.value}" for kind in MoveKind for what in ("bytes", "blocks")),
     *(f"{kind.value}.{outcome.value}" for kind in JobKind for outcome in JobOutcome),
+    *(f"{kind.value}.overloaded" for kind in JobKind),
 )
 """What is counted of an offload: what its metrics and `Offload.statistics` are made of."""
 
@@ -133,7 +134,7 @@ class Mover:
         if self.cause:
             raise EngineClosed(f"the offload takes nothing: {self.cause}")
         if len(self.jobs) >= self._config.max_jobs:
-            self.counts["overloaded"] += 1
+            self.counts[f"{kind.value}.overloaded"] += 1
             raise Overloaded(
                 f"the {kind.value} of request {request_id[:200]!r} is not taken: {len(self.jobs)} stores and loads "
                 f"wait or run already; ask again later, or raise max_jobs",
