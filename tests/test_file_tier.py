@@ -32,6 +32,7 @@ from asynckv.edges.file_tier import FileTier
 from asynckv.edges.host_pool import HostPool
 from asynckv.errors import BackendError, ConfigError
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded, RecordsLost, Stored
+from asynckv.tools.offload_folder import prune_folder
 
 pytestmark = pytest.mark.anyio
 
@@ -406,6 +407,83 @@ async def test_one_directory_has_one_owner_who_is_told_to_others(make: Make) -> 
     assert len(other.start()) == 1
 
 
+async def test_others_read_along_without_a_trace_and_never_what_was_written_since(make: Make, tmp_path: Path) -> None:
+    """Beside a living owner, one after its end, and one whose files are given back under it."""
+    folder, some, new = tmp_path / "tier", records(*range(6)), records(4, word="new")
+    owner, first, second = make(), make(read_only=True), make(read_only=True)
+    owner.start()
+    await owner.store(some)
+
+    def state() -> dict[str, tuple[int, int, bytes]]:
+        paths = [path for path in folder.iterdir() if not path.name.endswith(("-shm", "-wal"))]
+        return {path.name: (path.stat().st_mtime_ns, path.stat().st_blocks, path.read_bytes()) for path in paths}
+
+    with anyio.fail_after(PATIENCE_S):
+        while not owner.count("commits"):  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.001)
+    before = state()
+    for reader in (first, second):
+        assert {stored.key for stored in reader.start()} == {r.key for r in some}
+        assert (await reader.load(some)).ending is DONE
+        ended = await reader.store(new)
+        assert (ended.ending, "another's" in ended.cause) == (Ending.FAILED, True)
+        reader.plane.forget([some[5].far])
+        reader.plane.keep_layout("x", b"y")
+        assert (await reader.load(some)).lost == (5,)
+    assert state() == before
+    await owner.store(new)
+    assert (await first.load(some)).lost == (4, 5)
+    assert first.count("corrupted") == 1
+    assert (await owner.load([*some[:4], *new, some[5]])).ending is DONE
+    owner.plane.close()
+    prune_folder(folder)
+    assert not list(folder.glob("segment-*"))
+    assert (await second.load(some)).lost == (4, 5)
+    owner.start()
+    assert (await owner.store(some)).ending is DONE
+    assert (await second.load(some[:4])).ending is DONE
+    assert not any(isinstance(news, RecordsLost) for news in (*first.news, *second.news))
+
+
+async def test_what_others_read_may_be_cut_short_or_gone(make: Make, tmp_path: Path) -> None:
+    owner, reader, some = make(segment_bytes=4 * SIZE), make(read_only=True), records(*range(COUNT))
+    owner.start()
+    await owner.store(some)
+    owner.plane.close()
+    (tmp_path / "tier" / "segment-00007.kv").unlink()
+    assert len(reader.start()) == COUNT - 4
+    assert not (tmp_path / "tier" / "segment-00007.kv").exists()
+    os.truncate(tmp_path / "tier" / "segment-00009.kv", 0)
+    ended = await reader.load(some)
+    assert {some[i].far // SIZE for i in ended.lost} == {28, 29, 30, 31, 36, 37, 38, 39}
+    (tmp_path / "tier" / INDEX).write_bytes(b"x" * 10_000)
+    with pytest.raises(BackendError, match="is damaged"):
+        make(read_only=True).start()
+    assert (tmp_path / "tier" / INDEX).read_bytes() == b"x" * 10_000
+
+
+async def test_a_directory_that_others_may_write_is_refused(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, folder = make(), tmp_path / "tier"
+    tier.start()
+    tier.plane.close()
+    me = os.geteuid()
+    if me:
+        monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    else:
+        os.chown(folder, 1234, -1)
+    with pytest.raises(BackendError, match=r"belongs to user \d.*run as that user"):
+        tier.start()
+    monkeypatch.undo()
+    os.chown(folder, me, -1)
+    folder.chmod(0o757)
+    with pytest.raises(BackendError, match=r"mode 757.*chmod o-w"):
+        tier.start()
+    folder.chmod(0o770)
+    tier.start()
+
+
 async def test_a_child_of_a_fork_does_not_keep_the_directory(make: Make) -> None:
     tier, other = make(), make()
     tier.start()
@@ -537,6 +615,7 @@ async def test_an_index_that_cannot_be_written_ends_the_writes(make: Make) -> No
     tier.start()
     assert isinstance(tier.plane, FileTier)
     assert tier.plane._worker is not None
+    assert tier.plane._worker._index is not None
     tier.plane._worker._index._db.execute("PRAGMA query_only = ON")
     assert (await tier.store(records(1))).ending is DONE
     (off,) = await tier.heard()

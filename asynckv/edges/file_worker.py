@@ -14,8 +14,9 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from enum import IntEnum
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
@@ -52,6 +53,14 @@ EXIT_S = 2.0
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 """What says that no later write will do better."""
+
+
+class Takes(IntEnum):
+    """What a tier takes. It takes less and less, until the next start."""
+
+    NOTHING = 0
+    READS = 1
+    ALL = 2
 
 
 class _Move:
@@ -110,9 +119,10 @@ class Worker:
         name: Of the thread.
         memory: Where records come from and go to.
         segments: The files; closed in the end, as are the next two.
-        index: What is known of them.
+        index: What is to be told of changes. None: the directory is another's, and only read.
         io: Who moves bytes.
         entries: What the index says, by place.
+        layouts: What was written down.
         slow_s: How long a move, or a call to the system, may take.
         wake: Called when there is news, on either side.
     """
@@ -122,27 +132,29 @@ class Worker:
         name: str,
         memory: Memory,
         segments: Segments,
-        index: FileIndex,
+        index: FileIndex | None,
         io: FileIO,
         entries: dict[int, Entry],
+        layouts: dict[str, bytes],
         slow_s: float,
         wake: Callable[[], None],
     ) -> None:
         self._memory, self._view, self._segments = memory, view_of(memory), segments
+        self._folder = segments.path(0).parent
         self._index, self._io, self._slow_s, self._wake = index, io, slow_s, wake
         self._entries = entries
         """By place; the thread's own."""
-        self.layouts = index.layouts()
+        self.layouts = layouts
         self._gate = threading.Condition()
         self._moves: dict[TransferId, _Move] = {}
         self._queues: dict[bool, deque[_Move]] = {False: deque(), True: deque()}
         self._forgotten: list[int] = []
         self._new_layouts: dict[str, bytes] = {}
         self._news: list[RecordNews] = []
-        self._off = ""
-        """Why nothing is taken any more."""
-        self._read_only = ""
-        """Why no writes are taken any more."""
+        self._takes, self._cause = Takes.ALL, ""
+        """What is taken, and why not more."""
+        if index is None:
+            self._takes, self._cause = Takes.READS, "the directory is another's, and only read"
         self._is_stopping = False
         self._busy_since: float | None = None
         """Since when the thread has been in one call to the system, or since the oldest batch in flight moved."""
@@ -185,8 +197,9 @@ class Worker:
             assert move_id not in self._moves, f"move {move_id} has not ended"
             move = self._moves[move_id] = _Move(move_id, is_write, tuple(records), time.monotonic())
             self._counts["moves"] += 1
-            if cause := wrong or self._off or (is_write and self._read_only) or (self._is_stopping and "closed"):
-                move.void(str(cause))
+            is_refused = self._takes < (Takes.ALL if is_write else Takes.READS)
+            if cause := wrong or (self._cause if is_refused else "closed" if self._is_stopping else ""):
+                move.void(cause)
                 self._settle(move)
             else:
                 self._queues[is_write].append(move)
@@ -210,8 +223,9 @@ class Worker:
     def keep_layout(self, fingerprint: str, body: bytes) -> None:
         """Write a layout down."""
         with self._gate:
-            self.layouts[fingerprint] = self._new_layouts[fingerprint] = body
-            self._gate.notify()
+            if self._takes is Takes.ALL:
+                self.layouts[fingerprint] = self._new_layouts[fingerprint] = body
+                self._gate.notify()
 
     def cancel(self, move_id: TransferId) -> None:
         """Begin nothing more of a move."""
@@ -224,15 +238,14 @@ class Worker:
         """Give up what takes too long; whether to look again."""
         at = time.monotonic()
         with self._gate:
-            if self._busy_since is not None and at - self._busy_since >= self._slow_s and not self._off:
-                self._switch_off(
-                    f"the disk under {self._segments.path(0).parent} has not answered for {self._slow_s:g} s"
-                )
+            if self._busy_since is not None and at - self._busy_since >= self._slow_s:
+                self._take(Takes.NOTHING, f"the disk under {self._folder} has not answered for {self._slow_s:g} s")
+            is_off = self._takes is Takes.NOTHING
             for move in list(self._moves.values()):
                 waited = at - move.posted_at
-                if waited >= self._slow_s or self._off:
+                if waited >= self._slow_s or is_off:
                     if not move.is_void:
-                        move.void(self._off or f"it took more than {self._slow_s:g} s")
+                        move.void(self._cause if is_off else f"it took more than {self._slow_s:g} s")
                         self._counts["late"] += 1
                     if move.running and not move.is_told_doubt:
                         move.is_told_doubt = True
@@ -260,8 +273,8 @@ class Worker:
         """
         if not self.wait(timeout_s):
             raise BackendError(
-                f"the disk under {self._segments.path(0).parent} has not answered in time: memory that it "
-                f"reads into may still be written; keep it, and call close() again"
+                f"the disk under {self._folder} has not answered in time: memory that it reads into may still be "
+                f"written; keep it, and call close() again"
             )
         self._io.close()
         with self._gate:
@@ -270,8 +283,9 @@ class Worker:
                 move.running = 0
                 self._settle(move)
         self._segments.close()
-        with suppress(sqlite3.Error):
-            self._index.close()
+        if self._index is not None:
+            with suppress(sqlite3.Error):
+                self._index.close()
 
     def statistics(self) -> dict[str, int]:
         """Count moves, records and troubles."""
@@ -280,8 +294,8 @@ class Worker:
                 **self._counts,
                 "running": len(self._moves),
                 "records": len(self._entries),
-                "is_read_only": int(bool(self._read_only or self._off)),
-                "is_off": int(bool(self._off)),
+                "is_read_only": int(self._takes < Takes.ALL),
+                "is_off": int(self._takes is Takes.NOTHING),
             }
 
     # -- under the lock, on either side --------------------------------------------------------------
@@ -299,15 +313,13 @@ class Worker:
             self._news.append(RecordsEnded(move.move_id, Ending.DONE))
         self._wake()
 
-    def _switch_off(self, cause: str, *, reads: bool = True) -> None:
-        """Take nothing more, or no writes, and say so once."""
-        if self._off or (self._read_only and not reads):
+    def _take(self, takes: Takes, cause: str) -> None:
+        """Take so much from now on, unless it is less already, and say so once."""
+        if self._takes <= takes:
             return
-        self._read_only = self._read_only or cause
-        if reads:
-            self._off = cause
-        self._news.append(RecordsLost(cause, reads))
-        for is_write in (True, False) if reads else (True,):
+        self._takes, self._cause = takes, cause
+        self._news.append(RecordsLost(cause, takes is Takes.NOTHING))
+        for is_write in (True, False) if takes is Takes.NOTHING else (True,):
             for move in self._queues[is_write]:
                 if not move.is_void:
                     move.void(cause)
@@ -322,7 +334,7 @@ class Worker:
             self._work()
         except BaseException as exc:  # whatever it is, moves must hear of it
             with self._gate:
-                self._switch_off(f"the thread of the file tier broke: {exc!r}")
+                self._take(Takes.NOTHING, f"the thread of the file tier broke: {exc!r}")
         for far in self._forgotten:
             self._drop(far)
         self._write_layouts(self._new_layouts)
@@ -340,8 +352,7 @@ class Worker:
                     self._busy_since = self._busy_since or time.monotonic()
             for far in forgotten:
                 self._drop(far)
-            if layouts:
-                self._write_layouts(layouts)
+            self._write_layouts(layouts)
             if batch is not None:
                 self._begin(batch)
             self._collect()
@@ -431,7 +442,7 @@ class Worker:
         except BackendError as exc:
             # What runs may still write: it stays with its moves, which are in doubt.
             with self._gate:
-                self._switch_off(str(exc))
+                self._take(Takes.NOTHING, str(exc))
             raise
         while self._batches:
             self._retry(self._batches.pop(min(self._batches)))
@@ -492,19 +503,17 @@ class Worker:
         word = exc.strerror or str(exc)
         self._lose(move, i, f"{'writing' if move.is_write else 'reading'} failed: {word}", "io_errors")
         self._errors += not isinstance(exc, FileTooShort)
-        folder = self._segments.path(0).parent
-        if move.is_write and exc.errno in FULL:
-            with self._gate:
-                self._switch_off(f"{folder} takes no more writes: {word}", reads=False)
-        elif self._errors >= MAX_ERRORS:
-            with self._gate:
-                self._switch_off(f"{folder}: {self._errors} records in a row failed, the last one: {word}")
+        with self._gate:
+            if move.is_write and exc.errno in FULL:
+                self._take(Takes.READS, f"{self._folder} takes no more writes: {word}")
+            elif self._errors >= MAX_ERRORS:
+                self._take(Takes.NOTHING, f"{self._folder}: {self._errors} records in a row failed, the last: {word}")
 
     # -- the index -----------------------------------------------------------------------------------
 
     def _drop(self, far: int) -> None:
         """Forget what begins at some place."""
-        if self._entries.pop(far, None) is not None:
+        if self._entries.pop(far, None) is not None and self._index is not None:
             self._stored.pop(far, None)
             self._dropped.add(far)
             self._pending_since = self._pending_since or time.monotonic()
@@ -518,27 +527,31 @@ class Worker:
         )
 
     def _commit(self) -> None:
-        """Tell the index. If that fails, what is stored is known to this process only, and no more is taken."""
+        """Tell the index what has changed."""
         stored, dropped = self._stored, self._dropped
         self._stored, self._dropped, self._pending_since = {}, set(), 0.0
-        if not stored and not dropped:
-            return
-        with self._gate:
-            self._busy_since = self._busy_since or time.monotonic()
-        try:
-            self._index.change(stored, dropped)
-            self._counts["commits"] += 1
-        except sqlite3.Error as exc:
+        if stored or dropped:
             with self._gate:
-                self._switch_off(f"the index of {self._segments.path(0).parent} cannot be written: {exc}", reads=False)
+                self._busy_since = self._busy_since or time.monotonic()
+            with self._telling() as index:
+                index.change(stored, dropped)
+                self._counts["commits"] += 1
 
     def _write_layouts(self, layouts: Mapping[str, bytes]) -> None:
+        if layouts:
+            with self._telling() as index:
+                for fingerprint, body in layouts.items():
+                    index.put_layout(fingerprint, body)
+
+    @contextmanager
+    def _telling(self) -> Iterator[FileIndex]:
+        """Use the index. If that fails, what is stored is known to this process only, and no more is taken."""
+        assert self._index is not None
         try:
-            for fingerprint, body in layouts.items():
-                self._index.put_layout(fingerprint, body)
+            yield self._index
         except sqlite3.Error as exc:
             with self._gate:
-                self._switch_off(f"the index of {self._segments.path(0).parent} cannot be written: {exc}", reads=False)
+                self._take(Takes.READS, f"the index of {self._folder} cannot be written: {exc}")
 
 
 _started: weakref.WeakSet[Worker] = weakref.WeakSet()
