@@ -169,19 +169,22 @@ def read_index(folder: Path, *, records: bool = True) -> Said:
     Raises:
         BackendError: It is damaged, of another format, or cannot be opened.
     """
-    path = folder / INDEX
+    # Reading beside a writer makes files; without a log there is none, or it has not got far.
+    has_log = (folder / f"{INDEX}-wal").exists()
     try:
         try:
-            with closing(open_index(path, mode="ro")) as db:
-                return _said(db, records)
+            return _read(folder, records, immutable=not has_log)
         except (sqlite3.OperationalError, BackendError):
             if os.access(folder, os.W_OK):
                 raise
-            # Reading beside a writer takes files of its own, which cannot be made here.
-            with closing(open_index(path, mode="ro", immutable=True)) as db:
-                return _said(db, records)
+            return _read(folder, records, immutable=True)
     except sqlite3.Error as exc:
         raise BackendError(f"the index of {folder} is damaged ({exc}); the next start makes a new one") from None
+
+
+def _read(folder: Path, records: bool, *, immutable: bool) -> Said:
+    with closing(open_index(folder / INDEX, mode="ro", immutable=immutable)) as db:
+        return _said(db, records)
 
 
 def _said(db: sqlite3.Connection, records: bool) -> Said:

@@ -118,7 +118,7 @@ class Worker:
     Args:
         name: Of the thread.
         memory: Where records come from and go to.
-        segments: The files; closed in the end, as are the next two.
+        segments: The files; closed by the thread in its end, as are the next two.
         index: What is to be told of changes. None: the directory is another's, and only read.
         io: Who moves bytes.
         entries: What the index says, by place.
@@ -266,26 +266,22 @@ class Worker:
         return not self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end, and close everything; what had not ended has `FAILED`.
+        """Wait for the end; what had not ended has `FAILED`.
 
         Raises:
-            BackendError: The thread is inside the system still.
+            BackendError: The thread is inside the system still, or has left something there.
         """
         if not self.wait(timeout_s):
             raise BackendError(
                 f"the disk under {self._folder} has not answered in time: memory that it reads into may still be "
                 f"written; keep it, and call close() again"
             )
-        self._io.close()
+        self._io.close()  # the thread has: this only asks whether something still runs
         with self._gate:
             for move in list(self._moves.values()):
                 move.void(move.cause or "the file tier was closed")
                 move.running = 0
                 self._settle(move)
-        self._segments.close()
-        if self._index is not None:
-            with suppress(sqlite3.Error):
-                self._index.close()
 
     def statistics(self) -> dict[str, int]:
         """Count moves, records and troubles."""
@@ -339,6 +335,13 @@ class Worker:
             self._drop(far)
         self._write_layouts(self._new_layouts)
         self._commit()
+        # All of this may wait for the disk, so it is done here.
+        if self._index is not None:
+            with suppress(sqlite3.Error):
+                self._index.close()
+        with suppress(BackendError):
+            self._io.close()
+        self._segments.close()
 
     def _work(self) -> None:
         while True:
