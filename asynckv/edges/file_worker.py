@@ -45,8 +45,8 @@ COMMIT_S = 0.02
 MAX_ERRORS = 8
 """Failed records, one after another, after which a tier is given up."""
 
-NAP_S = 0.0001
-"""How often queued batches are asked for."""
+NAPS_S = 0.00005, 0.0004
+"""How often queued batches are asked for: ever less often until one has ended, for each time takes others' time."""
 
 EXIT_S = 2.0
 """How long the end of the interpreter waits for a thread that nobody closed."""
@@ -161,6 +161,7 @@ class Worker:
         # The thread's own.
         self._batches: dict[int, _Batch] = {}
         self._number = 0
+        self._nap_s = NAPS_S[0]
         self._stored: dict[int, Entry] = {}
         self._dropped: set[int] = set()
         """What the index has not been told yet, and since when."""
@@ -369,7 +370,8 @@ class Worker:
         if self._forgotten or self._new_layouts or (len(self._batches) < IN_FLIGHT and any(self._queues.values())):
             return True
         if self._batches:
-            self._gate.wait(NAP_S)
+            self._gate.wait(self._nap_s)
+            self._nap_s = min(2 * self._nap_s, NAPS_S[1])
         else:
             self._busy_since = None
             self._gate.wait(COMMIT_S if self._stored or self._dropped else None)
@@ -402,9 +404,7 @@ class Worker:
         move = batch.move
         if move.is_write:
             for i in batch.positions:
-                record = move.records[i]
-                self._drop(record.far)
-                batch.sums.append(checksum(record.key, self._view[record.near : record.near + record.size]))
+                self._drop(move.records[i].far)
         else:
             known = []
             for i in batch.positions:
@@ -421,8 +421,14 @@ class Worker:
             return
         extents = [extent for i in batch.positions for extent in self._extents(move.records[i])]
         self._number += 1
+        self._nap_s = NAPS_S[0]
         self._batches[self._number] = batch
         self._io.submit(self._number, extents, move.is_write)
+        if move.is_write:  # while the bytes are on their way
+            batch.sums += [self._sum(move.records[i]) for i in batch.positions]
+
+    def _sum(self, record: Record) -> int:
+        return checksum(record.key, self._view[record.near : record.near + record.size])
 
     def _extents(self, record: Record) -> Iterable[Extent]:
         return self._segments.extents(record.near, record.far, record.size)
@@ -478,7 +484,7 @@ class Worker:
                 self._dropped.discard(record.far)
                 self._pending_since = self._pending_since or time.monotonic()
                 move.written.append(record.far)
-            elif checksum(record.key, self._view[record.near : record.near + record.size]) != expected:
+            elif self._sum(record) != expected:
                 self._lose(move, i, "its bytes are not what was stored", "corrupted")
                 continue
             self._errors = 0
@@ -487,6 +493,7 @@ class Worker:
         self._end(batch)
 
     def _end(self, batch: _Batch) -> None:
+        self._nap_s = NAPS_S[0]
         with self._gate:
             batch.move.running -= 1
             self._busy_since = None
