@@ -716,6 +716,24 @@ async def test_what_is_read_goes_before_what_is_written(make: Make, stuck: type[
     assert ended.index(numbers[2]) < ended.index(numbers[1])
 
 
+async def test_a_read_that_waits_too_long_is_a_miss_and_a_write_waits_on(make: Make, stuck: type[Stuck]) -> None:
+    tier = make()
+    tier.start()
+    tier.fill(records(1, 2))
+    tier.post(WRITE, records(1))
+    assert stuck.entered.wait(PATIENCE_S)
+    tier.post(WRITE, records(2))
+    tier.post(READ, records(1))
+    assert isinstance(tier.plane, FileTier)
+    assert tier.plane._worker is not None
+    for move in tier.plane._worker._moves.values():
+        move.posted_at -= file_tier.SLOW_S
+    tier.plane._look()
+    stuck.leave.set()
+    late = RecordsEnded(TransferId(3), Ending.FAILED, "it took more than 10 s")
+    assert await tier.heard(3) == [late, *(RecordsEnded(TransferId(n), DONE) for n in (1, 2))]
+
+
 async def test_a_thread_that_breaks_switches_the_tier_off(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(*args: Any) -> None:
         raise RuntimeError("broken")

@@ -15,7 +15,7 @@ likes. What it writes over, or removes, is a miss here.
 A disk that fails makes misses. A batch that NIXL says has failed is tried again record by record with system calls, to
 learn which records are lost, and why. If the disk is full or cannot be written, or fails too often, the tier takes no
 more writes; if a call does not come back within `slow_s`, it takes nothing any more. Either is told once, and what is
-posted from then on fails at once. A move that waits for longer than `slow_s` is a miss as well, whatever the reason.
+posted from then on fails at once. A read that waits for longer than `slow_s` is a miss as well, whatever the reason.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FileTier:
         name: Of NIXL agents: unique per process start.
         back_end: Who moves bytes: NIXL's POSIX back end, or plain system calls.
         direct: Whether to bypass the page cache where the file system can: blocks are cached in memory as it is.
-        slow_s: How long a move may take before it is a miss, and a call to the disk before the tier is given up.
+        slow_s: How long a read may take before it is a miss, and a call to the disk before the tier is given up.
         segment_bytes: Of one file; a directory keeps what it was made with.
         read_only: Read what is there, and write nothing: what others have stored, who may have it still.
 

@@ -123,7 +123,7 @@ class Worker:
         io: Who moves bytes.
         entries: What the index says, by place.
         layouts: What was written down.
-        slow_s: How long a move, or a call to the system, may take.
+        slow_s: How long a read, or a call to the system, may take.
         wake: Called when there is news, on either side.
     """
 
@@ -243,8 +243,9 @@ class Worker:
                 self._take(Takes.NOTHING, f"the disk under {self._folder} has not answered for {self._slow_s:g} s")
             is_off = self._takes is Takes.NOTHING
             for move in list(self._moves.values()):
-                waited = at - move.posted_at
-                if waited >= self._slow_s or is_off:
+                # Nobody waits for a write, and reads go before it.
+                is_late = not move.is_write and at - move.posted_at >= self._slow_s
+                if is_late or is_off:
                     if not move.is_void:
                         move.void(self._cause if is_off else f"it took more than {self._slow_s:g} s")
                         self._counts["late"] += 1
