@@ -31,6 +31,7 @@ __all__ = [
     "FileIndex",
     "Said",
     "checksum",
+    "damaged",
     "no_collection",
     "now",
     "open_index",
@@ -78,7 +79,7 @@ UNUSABLE = {
 """What says nothing of the index itself; with anything else it is damaged."""
 
 
-def _damaged(how: str) -> sqlite3.DatabaseError:
+def _corrupt(how: str) -> sqlite3.DatabaseError:
     exc = sqlite3.DatabaseError(how)
     exc.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
     return exc
@@ -179,7 +180,12 @@ def read_index(folder: Path, *, records: bool = True) -> Said:
                 raise
             return _read(folder, records, immutable=True)
     except sqlite3.Error as exc:
-        raise BackendError(f"the index of {folder} is damaged ({exc}); the next start makes a new one") from None
+        raise damaged(folder, exc) from None
+
+
+def damaged(folder: Path, exc: object) -> BackendError:
+    """Make the error that says of an index that it is damaged."""
+    return BackendError(f"the index of {folder} is damaged ({exc}); the next start makes a new one")
 
 
 def _read(folder: Path, records: bool, *, immutable: bool) -> Said:
@@ -243,7 +249,7 @@ class FileIndex:
         try:
             found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
-                raise _damaged(str(found))
+                raise _corrupt(str(found))
             db.execute("SELECT far, size, key, checksum, kind, stored_at FROM records LIMIT 1").fetchone()
         except BaseException:
             db.close()

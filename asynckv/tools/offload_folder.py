@@ -14,10 +14,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from asynckv.edges.file_index import ALIGN, INDEX, Entry, FileIndex, Said, checksum, open_index, read_index
+from asynckv.edges.file_index import ALIGN, INDEX, Entry, FileIndex, Said, checksum, damaged, open_index, read_index
 from asynckv.edges.file_io import transfer
 from asynckv.edges.file_store import Owner, OwnerLock, owner_of, segment_extents, segment_path
-from asynckv.errors import BackendError, ConfigError
+from asynckv.errors import ConfigError
 
 __all__ = ["Checked", "Folder", "Kind", "Pruned", "check", "look", "prune_folder"]
 
@@ -218,10 +218,6 @@ def _expect(folder: Path) -> None:
         raise ConfigError(f"{folder} holds no stored blocks; name {which}")
 
 
-def _damaged(folder: Path, exc: Exception) -> BackendError:
-    return BackendError(f"the index of {folder} is damaged ({exc}); the next start makes a new one")
-
-
 @contextmanager
 def _owned(folder: Path) -> Iterator[tuple[FileIndex, Said, int]]:
     """Own a directory, with its index, what it says, and the size of its files."""
@@ -231,19 +227,19 @@ def _owned(folder: Path) -> Iterator[tuple[FileIndex, Said, int]]:
         try:
             db = open_index(folder / INDEX, mode="rw")
         except sqlite3.DatabaseError as exc:
-            raise _damaged(folder, exc) from None
+            raise damaged(folder, exc) from None
         db.close()
         index = FileIndex(folder)
         try:
             if index.dropped:
-                raise _damaged(folder, sqlite3.DatabaseError(index.dropped))
+                raise damaged(folder, index.dropped)
             said = index.said()
             segment_bytes = said.facts.get("segment_bytes", 0)
             if segment_bytes < ALIGN:
-                raise _damaged(folder, sqlite3.DatabaseError("it does not say how long its files are"))
+                raise damaged(folder, "it does not say how long its files are")
             yield index, said, segment_bytes
         except sqlite3.Error as exc:
-            raise _damaged(folder, exc) from None
+            raise damaged(folder, exc) from None
         finally:
             index.close()
     finally:
