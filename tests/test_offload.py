@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +33,8 @@ from asynckv import (
 from asynckv.cli import app
 from asynckv.core.account import decode_account
 from asynckv.core.wire import Status, StatusRequest
-from asynckv.edges.file_index import FileIndex
-from asynckv.edges.leftovers import left_in
 from asynckv.embed import EngineDesk, Store
-from asynckv.geometry.layout import Layout, fingerprint
-from asynckv.geometry.packed import record_form
+from asynckv.geometry.layout import Layout
 from asynckv.results import Loaded, Stored
 from asynckv.testing import SimCopies, SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, until
@@ -953,31 +948,3 @@ def test_a_configuration_is_checked() -> None:
     with pytest.raises(ConfigError, match="policy"):
         OffloadConfig(model="m", hash_tokens=16, host_bytes=1 << 20, policy="mru")  # type: ignore[arg-type]
     assert (Stored("a", 1, 1, 0, 2, 0.1).num_new, Loaded("a", 1, 1, 2, 0, 0.1).num_tokens) == (1, 1)
-
-
-def test_a_rank_never_takes_what_its_siblings_are_to_open(tmp_path: Path) -> None:
-    def keep(form: Layout) -> None:
-        folder = tmp_path / f"{form.tp_rank}-{fingerprint(form)}"
-        folder.mkdir()
-        index = FileIndex(folder)
-        index.put_meta(num_bytes=1 << 50, segment_bytes=1 << 20)
-        (folder / "segment-00003.kv").write_bytes(bytes(4096))
-        index.put_layout(fingerprint(form), msgspec.msgpack.encode(form))
-        index.close()
-
-    four, two = ([record_form(layout_of(rank, size)) for rank in range(size)] for size in (4, 2))
-    for form in (*four[:3], *two):
-        keep(form)
-    (tmp_path / "strange").mkdir()
-    (tmp_path / "strange" / "index.sqlite").write_bytes(b"no index")
-    assert [left.form.tp_rank for left in left_in(tmp_path, four[0])] == [0]  # of two, and not its siblings
-    assert [left.form.tp_rank for left in left_in(tmp_path, two[0])] == [0, 1]
-    assert left_in(tmp_path, two[1]) == ()  # one of four is missing
-    keep(four[3])
-    assert [left.form.tp_rank for left in left_in(tmp_path, two[1])] == [2, 3]
-    assert left_in(tmp_path / "nothing", two[0]) == ()
-    assert {left.num_bytes for left in left_in(tmp_path, two[1])} == {(3 << 20) + 4096}  # nothing more is made
-    turned = record_form(layout_of(1, 2, order=("kv", "block", "head", "token", "dim")))
-    assert [left.form.tp_rank for left in left_in(tmp_path, turned)] == [2, 3]  # the newest
-    os.utime(tmp_path / f"1-{fingerprint(two[1])}" / "index.sqlite", (time.time() + 9,) * 2)
-    assert [left.form for left in left_in(tmp_path, turned)] == [two[1]]  # its own, in another order
