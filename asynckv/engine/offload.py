@@ -272,14 +272,14 @@ class Offload:
         Runs on a thread of its own. Says how many blocks there are, and why what others have left is not used.
         """
         own, config, mover = self._own, self.config, self._mover
-        own.take_memory()
+        own.take_memory(self._layout)
         if own.records is None and config.directory:
             own.records = _files(config, own, self._name)
         found = own.open_files(partial(mover.on_records, own), loop)
         try:
             for shelf in self._leftovers(config, own, self._name):
                 mover.shelves = (*mover.shelves, shelf)
-                shelf.take_memory()
+                shelf.take_memory(self._layout)
                 found += shelf.open_files(partial(mover.on_records, shelf), loop)
             opened = mover.shelves[1:]
             self._others = reading(self._layout, opened) if opened else []
@@ -743,6 +743,8 @@ class Offload:
     def describe(self) -> dict[str, str]:
         """Name versions, transports and modes in use."""
         said = {} if self._copies is None else dict(self._copies.describe())
+        if self._own.memory is not None and self._own.memory.how:
+            said["host_memory"] = self._own.memory.how
         if self._own.records is not None:
             said |= self._own.records.describe()
         return said
