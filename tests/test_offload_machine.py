@@ -158,7 +158,7 @@ class Machine(RuleBasedStateMachine):
         found = self.catalogue.lookup(hashes)
         name = self.begin(JobKind.LOAD, hashes, found.tokens, first)
         self.catalogue.load(name, hashes, found.tokens, first_token=first, until=self.now + patience)
-        ended = next((x for x in self.catalogue._news if isinstance(x, JobEnded) and x.job_id == name), None)
+        ended = next((x for x in self.catalogue._jobs._news if isinstance(x, JobEnded) and x.job_id == name), None)
         assert ended is None or ended.outcome is not JobOutcome.MISSING, "a lookup promised too much"
         if soon:
             self.post()

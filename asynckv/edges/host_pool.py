@@ -105,6 +105,10 @@ class HostPool:
                 )
             ctypes.memset(address, 0, length)  # the kernel is too old
 
+    def describe(self) -> dict[str, str]:
+        """Say whether it is pinned, or why not; nothing without a GPU."""
+        return {"host_memory": self.how} if self.how else {}
+
     def close(self) -> None:
         """Give the memory back: some ms per GB, for which it may run on another thread. Idempotent.
 
