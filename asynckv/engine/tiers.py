@@ -192,14 +192,14 @@ class Tiers:
         Runs on a thread of its own. Says how many blocks there are, and why what others have left is not used.
         """
         own, config, mover = self.own, self.config, self.mover
-        own.take_memory()
+        own.take_memory(self.engine.registration.layout)
         if own.records is None and config.directory:
             own.records = _files(config, own, self._name)
         found = own.open_files(partial(mover.on_records, own), loop)
         try:
             for shelf in self._leftovers(config, own, self._name):
                 mover.shelves = (*mover.shelves, shelf)
-                shelf.take_memory()
+                shelf.take_memory(self.engine.registration.layout)
                 found += shelf.open_files(partial(mover.on_records, shelf), loop)
             if opened := mover.shelves[1:]:
                 self.others = list(reading(self.engine.registration.layout, opened, config.max_post_bytes))
@@ -275,7 +275,7 @@ class Tiers:
 
     def describe(self) -> dict[str, str]:
         """Name versions, transports and modes in use."""
-        planes = self._copies, self.own.records
+        planes = self._copies, self.own.records, self.own.memory
         return {name: what for plane in planes if plane is not None for name, what in plane.describe().items()}
 
     # -- what they hold ------------------------------------------------------------------------------
