@@ -782,7 +782,7 @@ async def test_a_start_that_fails_leaves_nothing_behind() -> None:
         rank.copies.start = None  # type: ignore[assignment, method-assign]
         with pytest.raises(TypeError):
             await rank.offload.start()
-        assert rank.engine.guests == ()
+        assert rank.engine._driver.guests == []
         with pytest.raises(EngineClosed):
             await rank.offload.store("a", [(0, [1])], chain("p", 1))
         async with Offload(rank.offload.config, rank.engine, copies=SimCopies()) as offload:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal
@@ -18,12 +18,17 @@ from typing import Literal
 from asynckv.core.events import Ending
 from asynckv.core.inspect import HeldBlocks
 from asynckv.core.types import TransferId
+from asynckv.engine.copying import Copying
 from asynckv.engine.driver import Driver
 from asynckv.engine.jobs import OffloadJob
 from asynckv.engine.shelf import Shelf
+from asynckv.errors import EngineClosed
+from asynckv.geometry.blocks import BlockList
+from asynckv.geometry.bounds import Int64s
 from asynckv.observe.events import EVENT
 from asynckv.observe.observer import Observer
 from asynckv.observe.sampling import Rate
+from asynckv.offload.catalogue import Positions
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome, JobReturned, Move, MoveKind
 from asynckv.ports import CopyOp, CopyPlane, RecordsEnded, RecordsLost, TimerHandle
 
@@ -61,6 +66,7 @@ class Mover:
     Attributes:
         shelves: Those that blocks are on, the rank's own first.
         copies: What copies; set when the device's memory is taken.
+        copying: What is copied between that and each shelf.
         is_copying: It may be used.
         is_open: Shelves were opened, and are the loop's.
         cause: Why nothing is begun; empty while something is.
@@ -71,11 +77,11 @@ class Mover:
         on_moved: Called when a move has ended.
     """
 
-    copies: CopyPlane
-
     def __init__(self, driver: Driver, held_s: float) -> None:
         self._driver, self._held_s = driver, held_s
         self.shelves: tuple[Shelf, ...] = ()
+        self.copies: CopyPlane | None = None
+        self.copying: dict[Shelf, Copying] = {}
         self.is_copying = self.is_open = False
         self.cause = "it has not started yet"
         self.jobs: dict[str, OffloadJob] = {}
@@ -90,6 +96,67 @@ class Mover:
         self._idle = asyncio.Event()
         self._failures = Rate(1.0, MAX_FAILURES)
 
+    def use(self, copies: CopyPlane, copying: Mapping[Shelf, Copying]) -> None:
+        """Use the device's memory, which the copy plane knows now."""
+        self.copies, self.copying, self.is_copying = copies, dict(copying), True
+
+    def begin(
+        self,
+        kind: JobKind,
+        request_id: str,
+        blocks: Sequence[BlockList],
+        ids: Mapping[int, Int64s],
+        timeout_s: float | None,
+        chain: list[bytes],
+        tokens: int,
+        where: Mapping[Shelf, Positions | None],
+    ) -> OffloadJob:
+        """Take a request's blocks, and let catalogues store or load them.
+
+        Args:
+            kind: Which of both.
+            request_id: The caller's.
+            blocks: Per group, the caller's list; empty if nothing is to be copied, but only brought to host memory.
+            ids: Per group, the blocks that are read or written.
+            timeout_s: When what is not posted is given up.
+            chain: The prompt's hashes.
+            tokens: Where the prefix ends.
+            where: Which blocks of each shelf's groups; None for all that are needed.
+
+        Raises:
+            EngineClosed: Nothing is begun any more.
+            LocalProtocolError: A block is in use; nothing was changed.
+        """
+        if self.cause:
+            raise EngineClosed(f"the offload takes nothing: {self.cause}")
+        core, now = self._driver.core, self._driver.clock.now()
+        use: Literal["lent", "writing"] = "lent" if kind is JobKind.STORE else "writing"
+        held = core.ledger.check(use, ids)
+        until = math.inf if timeout_s is None else now + timeout_s
+        job = OffloadJob(f"{kind.value}-{next(self.ids)}", request_id, kind, blocks, held, now, until)
+        for shelf, positions in where.items():
+            ask = shelf.catalogue.store if kind is JobKind.STORE else shelf.catalogue.load
+            ask(job.job_id, chain, tokens, positions=positions, until=until)
+            job.parts[shelf.far] = None
+        core.ledger.hold(job.job_id, use, request_id, held, now)
+        core.inspect.guests[job.job_id] = self.jobs[job.job_id] = job
+        self.pump()
+        return job
+
+    def unpin(self, name: str) -> None:
+        """Let go of a pin."""
+        if self.shelves[0].catalogue.unpin(name) and not self.cause:
+            self.soon()
+
+    async def outcome(self, job: OffloadJob) -> JobEnded:
+        """Wait until a job has ended; whoever is cancelled meanwhile gives it up."""
+        try:
+            return await job.outcome
+        except asyncio.CancelledError:
+            if job.ended is None:
+                self.give_up([job])
+            raise
+
     def give_up(self, jobs: Iterable[OffloadJob]) -> None:
         """Begin nothing more of some jobs, and wait for what runs."""
         loads = set()
@@ -99,7 +166,7 @@ class Mover:
             if job.kind is JobKind.LOAD:  # a store's copies go on: others may wait for them
                 loads.add(job.job_id)
         for transfer_id, posted in self.posted.items():
-            if posted.move.job_id in loads and posted.move.kind is MoveKind.LOAD:
+            if posted.move.job_id in loads and posted.move.kind is MoveKind.LOAD and self.copies is not None:
                 self.copies.cancel(transfer_id)
         self.pump()
 
@@ -196,7 +263,9 @@ class Mover:
                 asyncio.get_running_loop().call_soon(self._arrived, transfer_id)  # it is where it was to be brought
             case MoveKind.LOAD | MoveKind.STORE:
                 op = CopyOp.READ if move.kind is MoveKind.LOAD else CopyOp.WRITE
-                self.copies.post(transfer_id, op, shelf.far, shelf.pieces(move, self.jobs[move.job_id]))
+                pieces = self.copying[shelf].pieces(move, self.jobs[move.job_id].blocks)
+                assert self.copies is not None
+                self.copies.post(transfer_id, op, shelf.far, pieces)
             case MoveKind.PROMOTION | MoveKind.WRITE_BACK:
                 assert shelf.records is not None
                 op = CopyOp.READ if move.kind is MoveKind.PROMOTION else CopyOp.WRITE
@@ -208,6 +277,7 @@ class Mover:
 
     def on_copies(self) -> None:
         """The copy plane has news."""
+        assert self.copies is not None
         for news in self.copies.poll():
             self._ended(news.transfer_id, news.ending, news.cause)
         self.pump()
@@ -287,6 +357,13 @@ class Mover:
             seconds_after_failure=round(now - job.ended_at, 6),
         )
 
+    def audit(self) -> list[str]:
+        """Compare what is kept with what is under way; a list of what does not add up."""
+        wrong = [text for shelf in self.shelves for text in shelf.catalogue.check_integrity()]
+        ledger = self._driver.core.ledger
+        idle = sorted(job_id for job_id, job in self.jobs.items() if job.ids and ledger.get(job_id) is None)
+        return wrong + [f"job {job_id} holds no blocks" for job_id in idle]
+
     # -- its end -------------------------------------------------------------------------------------
 
     async def end_work(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
@@ -305,7 +382,7 @@ class Mover:
         return tuple(hold for hold in driver.core.inspect.holds(now) if hold.pull_id in self.jobs)
 
     async def let_go_of_device(self) -> None:
-        if self.is_copying:
+        if self.is_copying and self.copies is not None:
             await self.copies.quiesce()
             self.copies.close()
             self.is_copying = False
