@@ -342,11 +342,12 @@ async def test_a_failed_store_is_not_found() -> None:
         assert (stored.num_blocks, stored.num_missed) == (0, 2)
         assert offload.lookup(chain("p", 2)).tokens == 0
         rank.copies.fate = lambda move_id, op: "doubt"
-        stored = await offload.store("b", [(0, [1, 2])], chain("p", 2))
-        assert (stored.num_blocks, stored.num_missed) == (0, 2)
+        with pytest.raises(ReadFailed, match="may still read the blocks") as failed:
+            await offload.store("b", [(0, [1, 2])], chain("p", 2))
+        assert failed.value.held == {0: (1, 2)}
         assert offload.lookup(chain("p", 2)).tokens == 0
         rank.copies.finish()  # nothing reads the blocks any more, and what was written is nobody's
-        await offload.returned("b")
+        await failed.value.returned()
         assert offload.lookup(chain("p", 2)).tokens == 0
 
 

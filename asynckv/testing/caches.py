@@ -1,9 +1,9 @@
 """Caches of random models, cut and laid out in random ways, in which every byte is known.
 
-A `Model` says what a cache holds, whoever holds it: groups of layers with attention, latents, scales, windows or states,
-each with dims and dtypes of its own. A `Shape` says how one engine holds it: ranks, block sizes, kernel blocks, orders
-of dims, pages. Both are drawn from a seed. What a layer holds of some tokens is a digest of the hash that covers them,
-so a block's bytes are known from the prompt alone, and any rank of any shape can be filled and judged.
+A `Model` says what a cache holds, whoever holds it: groups of layers with attention, latents, scales, windows or
+states, each with dims and dtypes of its own. A `Shape` says how one engine holds it: ranks, block sizes, kernel blocks,
+orders of dims, pages. Both are drawn from a seed. What a layer holds of some tokens is a digest of the hash that covers
+them, so a block's bytes are known from the prompt alone, and any rank of any shape can be filled and judged.
 
 Nothing in here knows how anything is moved: a block is found by what its layout declares.
 """
@@ -30,8 +30,8 @@ FREED = 0xEE
 """What is in memory that nobody uses."""
 
 STYLES = ("layers", "regions", "blocks", "pages")
-"""A memory per layer, with its parts side by side in a block, or each in a region of its own; all layers of a block side
-by side; or one memory of pages that all groups share, so that a block id of one group is none of another's."""
+"""A memory per layer, with its parts side by side in a block, or each in a region of its own; all layers of a block
+side by side; or one memory of pages that all groups share, so that a block id of one group is none of another's."""
 
 
 @dataclass(frozen=True)

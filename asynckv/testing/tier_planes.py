@@ -111,12 +111,17 @@ class WorldDisk(SimDisk):
 
 
 class WorldRecords(SimRecords):
-    """A record plane of a process: a move is done in one go, after a while."""
+    """A record plane of a process: a move is done in one go, after a while.
+
+    Args:
+        is_shared: It only reads what others have left, beside others that do.
+    """
 
     disk: WorldDisk
 
-    def __init__(self, process: Process, disk: WorldDisk, fate_of: Fate) -> None:
+    def __init__(self, process: Process, disk: WorldDisk, fate_of: Fate, *, is_shared: bool = False) -> None:
         super().__init__(disk)
+        self._is_shared = is_shared
         self.deferred, self._process, self._fate_of = True, process, fate_of
         self._random = process.world.random_of("records", process.name)
 
@@ -125,13 +130,15 @@ class WorldRecords(SimRecords):
     ) -> Sequence[Stored]:
         """Open the disk, unless another process has it."""
         owner = self.disk.owner
-        if owner is not None and not owner.is_dead:
-            raise BackendError(f"{owner.name} has the directory")
-        self.disk.owner, self.disk.opened_at = self._process, self._process.now
+        if not self._is_shared:
+            if owner is not None and not owner.is_dead:
+                raise BackendError(f"{owner.name} has the directory")
+            self.disk.owner, self.disk.opened_at = self._process, self._process.now
         return super().start(memory, on_ready, loop)
 
     def post(self, move_id: TransferId, op: CopyOp, records: Sequence[Record]) -> None:
         """Begin a move."""
+        assert op is CopyOp.READ or not self._is_shared, "what others have left is written"
         self._process.spend()
         super().post(move_id, op, records)
         fate, world = self._fate_of(self._random), self._process.world
@@ -168,9 +175,14 @@ class WorldRecords(SimRecords):
 
     def close(self) -> None:
         """Let others in."""
-        if self.is_open:
+        if self.is_open and not self._is_shared:
             self.disk.owner = None
         super().close()
+
+    def forget(self, places: Iterable[int]) -> None:
+        """Drop what is stored, but nothing that others have left."""
+        if not self._is_shared:
+            super().forget(places)
 
     def _ring(self, on_ready: Callable[[], None]) -> None:
         self._process.call_at(self._process.world.now, on_ready)

@@ -107,19 +107,27 @@ def make_tier_script(seed: int, faults: Sequence[str] = TIER_FAULTS) -> TierScri
     num_blocks = rng.choice([32, 48])
     shapes = tuple(draw_shape(rng, model, num_blocks=num_blocks) for _ in range(4))
     reader = draw_shape(rng, model, tp_size=1, num_blocks=num_blocks)
-    seconds = rng.uniform(2.0, 6.0)
+    seconds = rng.uniform(1.5, 5.0)
     prompts, asks = rng.choice([2, 4, 8]), []
-    for number in range(rng.randint(6, 40)):
+    bursts = [rng.uniform(0.0, seconds) for _ in range(rng.randint(2, 6))]
+    for number in range(rng.randint(6, 50)):
         hashes = rng.randint(1, LONG)
         kind = rng.choice(["compute"] * 4 + ["reuse"] * 4 + ["both"] * 3 + ["lend", "pin", "evict", "touch"])
         cached = rng.choice([0, 0, 0, rng.randint(0, hashes)])
         wait = rng.choice([0.05, 1.0, 4.0])
-        asks.append(TierAsk(number, rng.uniform(0.0, seconds), kind, rng.randrange(prompts), hashes, cached, wait))
+        at = (
+            min(rng.choice(bursts) + rng.random() ** 2 * 0.1, seconds)
+            if rng.random() < 0.7
+            else rng.uniform(0, seconds)
+        )
+        asks.append(TierAsk(number, at, kind, rng.randrange(prompts), hashes, cached, wait))
     asks.sort(key=lambda ask: ask.at)
     drawn = []
     if faults and rng.random() < 0.85:
         kinds = rng.sample(list(faults), min(len(faults), rng.randint(1, 4)))
-        drawn = [_draw(rng, rng.choice(kinds), asks, seconds) for _ in range(rng.randint(1, 7))]
+        drawn = [_draw(rng, rng.choice(kinds), asks, seconds) for _ in range(rng.randint(1, 9))]
+    if "reshape" in faults and rng.random() < 0.3:
+        drawn += [_draw(rng, "reshape", asks, seconds) for _ in range(rng.randint(1, 3))]
     return TierScript(
         seed,
         model,
@@ -128,13 +136,13 @@ def make_tier_script(seed: int, faults: Sequence[str] = TIER_FAULTS) -> TierScri
         tuple(asks),
         tuple(drawn),
         seconds,
-        host=rng.choice([3, 9, 20, 60]),
-        file=rng.choice([0, 6, 40, 100]),
+        host=rng.choice([3, 6, 12, 40]),
+        file=rng.choice([0, 6, 40, 100, 100]),
         policy=rng.choice(["lru", "s3-fifo"]),
         max_records=rng.choice([1, 3, 100]),
         post_bytes=rng.choice([64, 512, 1 << 20]),
         write_back_records_per_s=rng.choice([0, 0, 20]),
-        data=rng.choice([1, 1, 10, 100]),
+        data=rng.choice([1, 10, 30, 100]),
     )
 
 
@@ -147,5 +155,3 @@ def _draw(rng: random.Random, kind: str, asks: Sequence[TierAsk], seconds: float
     if kind == "cancel":
         at = min(ask.at + rng.random() ** 3 * 0.5, seconds)
     return Fault(kind, at, long, who, p)
-
-

@@ -99,16 +99,14 @@ class _Loop(asyncio.SelectorEventLoop):
         self._process.at(when, fire)
         return handle
 
-    def run_in_executor(  # type: ignore[override]
-        self, executor: object, func: Callable[[*Ts], Any], *args: *Ts
-    ) -> asyncio.Future[Any]:
+    def run_in_executor(self, executor: object, func: Callable[[*Ts], Any], *args: *Ts) -> asyncio.Future[Any]:
         """Other threads take a moment, and nobody sees it."""
         future = self.create_future()
 
         def run() -> None:
             try:
                 result = func(*args)
-            except Exception as exc:  # noqa: BLE001 - it is whoever waits who is told
+            except Exception as exc:  # whoever waits is told
                 if not future.done():
                     future.set_exception(exc)
             else:
