@@ -279,10 +279,13 @@ class Cache:
             self.arrays[view.memory][index] = self._truth(view, part, hashes)
 
     def is_right(self, group: int, block: int, hashes: Sequence[str], skipped: int = 0) -> bool:
-        """Whether a block holds that, but for what it has of the first of these hashes."""
+        """Whether a block holds what these say, which are the first of its own, but for some that are skipped."""
+        every = self.layout.groups[group].block_size // self.model.hash_tokens
         for view, part, index in self._parts_of(group, block):
-            first = skipped * len(index) // len(hashes) if part.has_tokens else 0
-            if not np.array_equal(self.arrays[view.memory][index[first:]], self._truth(view, part, hashes)[first:]):
+            truth, first = self._truth(view, part, hashes), 0
+            if part.has_tokens:
+                first, index = skipped * len(index) // every, index[: len(truth)]
+            if not np.array_equal(self.arrays[view.memory][index[first:]], truth[first:]):
                 return False
         return True
 

@@ -153,8 +153,11 @@ class WorldRecords(SimRecords):
         elif fate.ending == "fail":
             self.fail(move_id)
         else:
-            if fate.ending == "doubt":
-                self.doubt(move_id)
+            if fate.ending == "stuck":  # which is noticed: the disk is given up, and only this may still be done
+                move = self.moves.pop(move_id)
+                self.lose("the disk does not answer")
+                self.moves[move_id] = move
+            self.doubt(move_id)
             if fate.late_s < math.inf:
                 self._process.world.at(self._process.world.now + fate.late_s, partial(self._end, move_id, fate))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asynckv.testing.caches import Model, Shape, draw_model, draw_shape
 from asynckv.testing.script import Fault
@@ -126,8 +126,14 @@ def make_tier_script(seed: int, faults: Sequence[str] = TIER_FAULTS) -> TierScri
     if faults and rng.random() < 0.85:
         kinds = rng.sample(list(faults), min(len(faults), rng.randint(1, 4)))
         drawn = [_draw(rng, rng.choice(kinds), asks, seconds) for _ in range(rng.randint(1, 9))]
-    if "reshape" in faults and rng.random() < 0.3:
-        drawn += [_draw(rng, "reshape", asks, seconds) for _ in range(rng.randint(1, 3))]
+    host, file, data = rng.choice([3, 6, 12, 40]), rng.choice([0, 6, 40, 100]), rng.choice([1, 10, 30, 100])
+    if "reshape" in faults and rng.random() < 0.4:
+        # What one geometry has left is asked for by the next, and by the one after that.
+        drawn = drawn[: rng.choice([0, 1, 9])] + [
+            _draw(rng, "reshape", asks, seconds) for _ in range(rng.randint(1, 4))
+        ]
+        asks = [replace(ask, prompt=ask.prompt % 2, kind="both" if ask.number % 2 else ask.kind) for ask in asks]
+        file, data = 100, min(data, 10)
     return TierScript(
         seed,
         model,
@@ -136,13 +142,13 @@ def make_tier_script(seed: int, faults: Sequence[str] = TIER_FAULTS) -> TierScri
         tuple(asks),
         tuple(drawn),
         seconds,
-        host=rng.choice([3, 6, 12, 40]),
-        file=rng.choice([0, 6, 40, 100, 100]),
+        host=host,
+        file=file,
         policy=rng.choice(["lru", "s3-fifo"]),
         max_records=rng.choice([1, 3, 100]),
         post_bytes=rng.choice([64, 512, 1 << 20]),
         write_back_records_per_s=rng.choice([0, 0, 20]),
-        data=rng.choice([1, 10, 30, 100]),
+        data=data,
     )
 
 

@@ -84,6 +84,7 @@ class _Call:
         self.ranks: set[_Rank] = set()
         """Those that have not given its blocks back."""
         self.tasks: dict[_Rank, asyncio.Task[None]] = {}
+        self.begun: set[_Rank] = set()
         self.found: dict[_Rank, int] = {}
         self.is_lost = False
         """A rank's copy may write its blocks for ever."""
@@ -284,6 +285,7 @@ class _Rank:
         service, process = self.service, self.process
         what = f"{call} on {process.name}"
         is_held, outcome = False, "done"
+        call.begun.add(self)
         begun = Stopwatch.start(process)
         try:
             await work(call)
@@ -298,6 +300,8 @@ class _Rank:
         except asyncio.CancelledError:
             outcome, is_held = "task_cancelled", True
         except Exception as exc:  # nobody said that anything else may be raised
+            if process.is_dead:
+                raise  # what is left of it is being swept up
             service.world.violate(f"{what} raised {exc!r}")
         if outcome != "done":
             call.is_whole = False
@@ -403,9 +407,9 @@ class _Rank:
         model, shape = self.cache.model, self.shape
         for group, (kind, every, first) in enumerate(zip(model.groups, shape.hashes, firsts, strict=True)):
             size, ids = every * model.hash_tokens, call.blocks[group]
-            end, begin = tokens // size, first // size
-            if kind.is_state:
-                begin = max(begin, end - 1)
+            end, begin = -(-tokens // size), first // size
+            if kind.is_state:  # the one after the last token, wherever that is
+                begin = end - 1 if first < tokens else end
             elif kind.window:
                 begin = max(begin, (tokens - kind.window + 1) // size)
             for at in range(max(begin, 0), end):
@@ -414,7 +418,7 @@ class _Rank:
                     self.service.outcomes["blocks.judged"] += 1
                     # A window begins inside of a block.
                     outside = -(-(tokens - kind.window + 1 - at * size) // model.hash_tokens) if kind.window else 0
-                    hashes = call.hashes[at * every : (at + 1) * every]
+                    hashes = call.hashes[at * every : min((at + 1) * every, tokens // model.hash_tokens)]
                     if not self.cache.is_right(group, block, hashes, min(max(outside, 0), every)):
                         self.service.world.violate(
                             f"{who} on {self.process.name}: block {at} of group {group} ({kind.name}) is wrong, and "
@@ -445,14 +449,13 @@ class _Rank:
         """What is pinned stays in the host tier."""
         offload = self.offload
         assert offload is not None
-        ready = offload.lookup(call.hashes).ready_tokens
-        pin, evicted = offload.pin(call.hashes, ready), self.service.outcomes["evict.done"]
-        await asyncio.sleep(call.ask.timeout_s)
-        with suppress(EngineClosed):
-            after = offload.lookup(call.hashes, ready)
-            if after.ready_tokens < ready and evicted == self.service.outcomes["evict.done"]:
-                self.service.world.violate(f"{call}: {ready} tokens were pinned, and {after.ready_tokens} are there")
-        pin.release()
+        ready, evicted = offload.lookup(call.hashes).ready_tokens, self.service.outcomes["evict.done"]
+        with offload.pin(call.hashes, ready):
+            await asyncio.sleep(call.ask.timeout_s)
+            with suppress(EngineClosed):
+                after = offload.lookup(call.hashes, ready).ready_tokens
+                if after < ready and evicted == self.service.outcomes["evict.done"]:
+                    self.service.world.violate(f"{call}: {ready} tokens were pinned, and {after} are there")
 
     async def evict(self, call: _Call) -> None:
         """Give up what is kept of a prompt, now and then of all."""
@@ -633,14 +636,14 @@ class TierService:
         if r[1] < self._active(f"{prefix}stuck", name):
             # A copy that says nothing ends some day; a disk need not.
             late = r[0] * 8 if not prefix or r[7] < 0.6 else math.inf
-            return MoveFate(usual, "stuck", after, late, "finish")
+            return MoveFate(usual, "stuck", after, late, "fail" if prefix else "finish")
         if r[2] < self._active(f"{prefix}doubt", name):
             late = r[0] * 6 if r[7] < 0.8 else math.inf
             return MoveFate(usual, "doubt", after, late, "finish" if r[5] < 0.5 else "fail")
         if r[3] < self._active(f"{prefix}fail", name):
             return MoveFate(usual, "fail", after)
         if r[4] < self._active(f"{prefix}slow", name):
-            return MoveFate(r[0] * 2.0)
+            return MoveFate(r[0] * (2.0 if prefix else 0.2))
         return MoveFate(usual)
 
     def _wire(self, sender: str, to: str, rng: random.Random) -> Sequence[float]:
@@ -688,8 +691,8 @@ class TierService:
 
     def _give_up(self, rank: _Rank, call: _Call, is_task: bool) -> None:
         if is_task:
-            if (task := call.tasks.get(rank)) is not None:
-                task.cancel()
+            if rank in call.begun:
+                call.tasks[rank].cancel()
         elif rank.offload is not None:
             with suppress(EngineClosed):
                 rank.offload.cancel(call.request_id)
