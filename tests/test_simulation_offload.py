@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from asynckv.engine.copying import ByTokens, SlotBySlot
-from asynckv.engine.jobs import OffloadJob
 from asynckv.engine.mover import Mover
 from asynckv.engine.offload import Offload
 from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.entry import Entry
 from asynckv.offload.tier import Tier
-from asynckv.testing.simulation import TIER_FAULTS, make_tier_script, minimise, simulate, simulate_many
+from asynckv.testing.simulation import TIER_FAULTS, make_tier_script, simulate, simulate_many
 from asynckv.testing.tiers import SimRecords
 
 
