@@ -339,11 +339,12 @@ async def test_a_failed_store_is_not_found() -> None:
         assert (stored.num_blocks, stored.num_missed) == (0, 2)
         assert offload.lookup(chain("p", 2)).tokens == 0
         rank.copies.fate = lambda move_id, op: "doubt"
-        stored = await offload.store("b", [(0, [1, 2])], chain("p", 2))
-        assert (stored.num_blocks, stored.num_missed) == (0, 2)
+        with pytest.raises(ReadFailed, match="may still read the blocks") as failed:
+            await offload.store("b", [(0, [1, 2])], chain("p", 2))
+        assert failed.value.held == {0: (1, 2)}
         assert offload.lookup(chain("p", 2)).tokens == 0
         rank.copies.finish()  # nothing reads the blocks any more, and what was written is nobody's
-        await offload.returned("b")
+        await failed.value.returned()
         assert offload.lookup(chain("p", 2)).tokens == 0
 
 
@@ -420,7 +421,7 @@ async def test_rotten_records_are_dropped_and_never_served() -> None:
         before = rank.block(1, 2, 3)
         await store_in_files(rank, offload, "p", [1, 2, 3])
         disk = rank.records.disk if rank.records is not None else SimDisk(0)
-        disk.rotten |= {key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1")}
+        disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1"))
         loaded = await offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48)
         assert loaded.num_tokens < 48
         assert (
@@ -672,7 +673,7 @@ async def test_what_two_ranks_stored_is_loaded_by_one(size: int, order: tuple[st
             assert (got == of[:, 1:9]).all()
         await offload.store("b", [(0, blocks)], chain("p", 8))  # from now on it is this rank's own
         assert offload.lookup(chain("p", 9)).ready_tokens == 128
-    disks[1].rotten |= {record.key for record, _ in disks[1].records.values() if record.key.endswith(b"p-5")}
+    disks[1].rot(record.key for record, _ in disks[1].records.values() if record.key.endswith(b"p-5"))
     two = Rank(layout_of(num_blocks=16, block_size=size, order=order), seed=4, left=disks, host_bytes=1 << 20)
     async with two.running() as offload:
         loaded = await offload.load("b", [(0, blocks)], chain("p", 8), num_tokens=128)
