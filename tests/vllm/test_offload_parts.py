@@ -7,8 +7,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.v1.kv_offload.base import (
@@ -44,6 +46,8 @@ from asynckv.integrations.vllm.offload.region import Region, Shape
 from asynckv.integrations.vllm.offload.spec import AsyncKVOffloadingSpec, stored
 from asynckv.integrations.vllm.offload.worker import Worker
 from asynckv.ports import CopyOp, Record, RecordsEnded, RecordsLost
+from asynckv.testing import SimDisk, SimRecords
+from asynckv.tools.offload_folder import look
 
 PAGE = 4096
 WITHIN_S = 20.0
@@ -405,3 +409,109 @@ def test_slots_that_workers_may_still_write_are_not_given_away_after_a_reset() -
     assert manager.prepare_store([key(9)], context) is not None
     manager.complete_store([key(9)], context)
     assert manager.catalogue.check_integrity() == []
+
+
+def test_who_keeps_all_slots_is_said_once_and_not_in_every_step(caplog: pytest.LogCaptureFixture) -> None:
+    given = config()
+    offload = OffloadConfig(model="m", hash_tokens=16, host_bytes=1)
+    shape = Shape(PAGE, 1, 1, 8)
+    manager = Manager(given, offload, shape, stored(given, offload, shape))
+    context = ReqContext("r")
+    first, more = [key(i) for i in range(8)], [key(9)]
+    manager.prepare_store(first, context)
+    with caplog.at_level("WARNING", "vllm.asynckv"):
+        assert manager.prepare_store(more, context) is None
+        assert manager.prepare_store(more, context) is None
+    (said,) = caplog.messages
+    assert "of 8 slots workers write 8 and read 0, 0 are being written to files" in said
+    assert manager.statistics()["refused_blocks"] == 2
+    manager.complete_store(first, context)
+    assert manager.prepare_store(more, context) is not None
+
+
+class AtOnce(SimRecords):
+    """Writes before `post` returns; so a place that is forgotten too late has lost its new block."""
+
+    def post(self, move_id: TransferId, op: CopyOp, records: Sequence[Record]) -> None:
+        super().post(move_id, op, records)
+        self.finish(move_id)
+
+
+class Filed:
+    """A manager with files, whose blocks hold what their keys say."""
+
+    def __init__(self, folder: Path, disk: SimDisk | None) -> None:
+        given = config()
+        offload = OffloadConfig(
+            model="m", hash_tokens=16, host_bytes=1, directory=str(folder), file_bytes=8 * PAGE, policy="lru"
+        )
+        shape = Shape(PAGE, 1, 1, 8)
+        self.region = Region(given.engine_id, shape)
+        self.region.join(0)
+        records = None if disk is None else AtOnce(disk)
+        self.manager = Manager(given, offload, shape, stored(given, offload, shape), records)
+        self.slots = self.region.array.reshape(8, PAGE)
+
+    def until_written(self) -> dict[str, int]:
+        deadline = time.monotonic() + WITHIN_S
+        while True:
+            with self.manager.lock:
+                said = self.manager.statistics()
+            if not said["moves"] and not said["to_write_back"]:
+                return said
+            assert time.monotonic() < deadline, said
+            time.sleep(0.001)
+
+    def store(self, numbers: Sequence[int], name: str) -> None:
+        keys, context = [key(number) for number in numbers], ReqContext(name)
+        with self.manager.lock:
+            output = self.manager.prepare_store(keys, context)
+            assert output is not None
+            assert list(output.keys_to_store) == keys
+            self.slots[output.store_spec.block_ids] = np.array(numbers)[:, None]
+            self.manager.complete_store(keys, context)
+            self.manager.on_request_finished(context)
+
+    def load(self, number: int) -> bytes | None:
+        """Bring a block from wherever it is; None if it is not to be had."""
+        context, deadline = ReqContext(f"load{number}"), time.monotonic() + WITHIN_S
+        while True:
+            with self.manager.lock:
+                found = self.manager.lookup(key(number), context)
+                self.manager.on_schedule_end(ScheduleEndContext((), ()))
+            if found is not LookupResult.HIT_PENDING:
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        if found is LookupResult.MISS:
+            return None
+        with self.manager.lock:
+            (slot,) = self.manager.prepare_load([key(number)], context).block_ids
+            data: bytes = self.slots[slot].tobytes()
+            self.manager.complete_load([key(number)], context)
+            self.manager.on_request_finished(context)
+        return data
+
+    def close(self) -> None:
+        with self.manager.lock:
+            assert self.manager.catalogue.check_integrity() == []
+        self.manager.shutdown()
+        self.region.close()
+
+
+@pytest.mark.parametrize("is_real", [True, False], ids=["files", "simulated"])
+def test_a_place_in_the_files_that_changes_hands_keeps_its_new_block(tmp_path: Path, is_real: bool) -> None:
+    disk = None if is_real else SimDisk(8 * PAGE)
+    kept = Filed(tmp_path, disk)
+    for i in range(12):
+        kept.store(range(3 * i, 3 * i + 3), f"r{i}")
+        said = kept.until_written()
+    assert (said["file_evicted"], said["file_blocks"]) == (28, 8)
+    kept.close()
+    assert (look(tmp_path).blocks if disk is None else len(disk.records)) == 8
+    again = Filed(tmp_path, disk)
+    found = {number: data for number in range(36) if (data := again.load(number)) is not None}
+    assert len(found) == 8
+    assert set(range(30, 36)) < set(found)
+    assert all(data == bytes([number]) * PAGE for number, data in found.items())
+    again.close()

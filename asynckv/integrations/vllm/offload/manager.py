@@ -64,6 +64,7 @@ ALL = 1 << 62
 """Bytes: what vLLM has decided to move is moved; workers take one job after another."""
 
 CLOSE_S = 3.0
+FULL_S = 60.0
 NAMESPACE = 16
 """Bytes of a record's key before the hash."""
 
@@ -158,8 +159,7 @@ class Manager(OffloadingManager):
                 load_bytes=ALL,
                 store_bytes=ALL,
                 promotion_bytes=offload.max_bytes,
-                # What is being written cannot be evicted: a disk that stalls must not keep new blocks out.
-                write_back_bytes=min(offload.max_bytes, shape.slots * shape.slot_bytes // 4),
+                write_back_bytes=offload.max_bytes,
                 write_back_bytes_per_s=offload.write_back_bytes_per_s or math.inf,
             ),
         )
@@ -167,6 +167,7 @@ class Manager(OffloadingManager):
         self._told: Counter[str] = Counter()
         self._is_lru = offload.policy == "lru"
         self._wake_at = math.inf
+        self._next_told_full = -math.inf
         self._names = itertools.count(1)
         self._cut: dict[str, list[Move]] = {}
         """Moves for workers, of the job that is being asked for."""
@@ -279,12 +280,32 @@ class Manager(OffloadingManager):
             self._advance()
             for move in self._cut.pop(name, []):
                 where |= self._opened(move, wanted, self._stores)
-        self.counts["refused_blocks"] += sum(key not in where for key in new)
+        if refused := sum(key not in where for key in new):
+            self.counts["refused_blocks"] += refused
+            self._tell_full()
         if new and not where:
             return None
         self._request(req_context).used |= dict.fromkeys(wanted)
         stored = [key for key in wanted if key in where]
         return PrepareStoreOutput(stored, CPULoadStoreSpec([where[key] for key in stored]), self._evicted)
+
+    def _tell_full(self) -> None:
+        """Say what keeps all slots, once a minute at most: vLLM says in each step that it cannot store."""
+        if self._clock() < self._next_told_full:
+            return
+        self._next_told_full = self._clock() + FULL_S
+        busy = Counter({str(kind): 0 for kind in MoveKind})
+        for running in self.catalogue.traffic.running.values():
+            busy[running.move.kind] += running.move.num_blocks
+        kept = {entry for held in self.catalogue.pins.values() for tier, entry in held if tier is self.catalogue.host}
+        log.warning(
+            "host memory is full, and blocks are not stored: of %d slots workers write %d and read %d, %d are being "
+            "written to files and %d read from there, and %d are kept for requests that wait; give more host_bytes if "
+            "this does not pass",
+            self._shape.slots,
+            *(busy[kind] for kind in (MoveKind.STORE, MoveKind.LOAD, MoveKind.WRITE_BACK, MoveKind.PROMOTION)),
+            len(kept),
+        )
 
     def _is_known(self, key: OffloadKey) -> bool:
         place, hash_ = self._find(key)
