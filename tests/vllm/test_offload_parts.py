@@ -13,6 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -33,6 +38,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import Request
 
 from asynckv.config import OffloadConfig
 from asynckv.core.events import Ending, TransferEnded
@@ -98,6 +104,46 @@ def test_the_spec_is_found_by_its_path_and_names_its_metrics() -> None:
 def test_options_are_refused_before_anything_is_made(extra: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         OffloadingSpecFactory.create_spec(config(extra))
+
+
+@pytest.mark.parametrize("window", [1, None])
+def test_a_budget_that_may_end_an_engine_is_warned_of(window: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    groups = (OffloadingGroupConfig(16, ("layer",), 0, window),)
+    with caplog.at_level("WARNING", "vllm.asynckv"):
+        OffloadingSpecFactory.create_spec(config({"sync_load_budget_bytes": 1}, groups=groups)).get_manager()
+    said = [record.message for record in caplog.records if record.name == "vllm.asynckv"]
+    assert len(said) == (window == 1), said
+
+
+@pytest.mark.parametrize(("is_within_step", "taken"), [(True, 7), (False, 5)])
+def test_vllm_reserves_a_block_too_few_for_a_load_of_a_state_within_a_step(is_within_step: bool, taken: int) -> None:
+    """What the warning says, in vLLM's block manager alone: when this fails, the warning may go."""
+    size, init = 32, {"block_size": 32, "dtype": torch.float32}
+    groups = [
+        KVCacheGroupSpec(["attention"], FullAttentionSpec(num_kv_heads=1, head_size=1, **init)),
+        KVCacheGroupSpec(["state"], MambaSpec(size, ((1, 1),), (torch.float32,), mamba_cache_mode="align")),
+    ]
+    init_none_hash(sha256)
+    outcomes = []
+    for free in (taken - 2, taken - 1, taken):
+        blocks = KVCacheManager(
+            KVCacheConfig(free + 1, [], groups), max_model_len=1024, scheduler_block_size=size, hash_block_size=size
+        )
+        sampling = SamplingParams(max_tokens=1)
+        hasher = get_request_block_hasher(size, sha256)
+        request = Request("r", [*range(4 * size + 8)], sampling, None, block_hasher=hasher)
+        try:
+            found = blocks.allocate_slots(
+                request,
+                8 if is_within_step else 0,
+                num_external_computed_tokens=4 * size,
+                delay_cache_blocks=not is_within_step,
+            )
+        except ValueError as exc:
+            outcomes.append(str(exc))
+        else:
+            outcomes.append("" if found is None else f"{free - blocks.block_pool.get_num_free_blocks()}")
+    assert outcomes == ["", "Cannot get 1 free blocks from the pool" if is_within_step else "", f"{taken}"]
 
 
 # -- the worker ------------------------------------------------------------------------------------

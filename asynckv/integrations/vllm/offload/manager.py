@@ -215,7 +215,13 @@ class Manager(OffloadingManager):
         self._files = files
         files.forget(strange)
         kept = self.catalogue.recover(found)
-        log.info("%d blocks were found in %s, and %d that do not fit", kept, offload.directory, len(strange))
+        log.info("%d blocks were found in %s", kept, offload.directory)
+        if strange:
+            log.warning(
+                "%d blocks in %s are given up: they are of another model, dtype, block size, memory order or parallel "
+                "size; use one directory for each",
+                *(len(strange), offload.directory),
+            )
         self._forget()
 
     @property
