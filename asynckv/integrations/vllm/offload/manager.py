@@ -46,6 +46,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from asynckv.config import OffloadConfig
 from asynckv.core.events import Ending
+from asynckv.edges.block_records import BlockRecords
 from asynckv.edges.file_tier import FileTier
 from asynckv.errors import BackendError
 from asynckv.integrations.vllm.offload.files import Files
@@ -54,7 +55,7 @@ from asynckv.offload.catalogue import Budgets, Catalogue
 from asynckv.offload.entry import EntryState
 from asynckv.offload.job import JobEnded, JobOutcome, Move, MoveKind
 from asynckv.offload.keys import StoredGroup
-from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded
+from asynckv.ports import CopyOp, RecordNews, RecordPlane, RecordsEnded
 
 __all__ = ["COUNTED", "GAUGES", "PREFIX", "Manager"]
 
@@ -65,8 +66,6 @@ ALL = 1 << 62
 
 CLOSE_S = 3.0
 FULL_S = 60.0
-NAMESPACE = 16
-"""Bytes of a record's key before the hash."""
 
 READY = EntryState.READY
 
@@ -142,11 +141,10 @@ class Manager(OffloadingManager):
     ) -> None:
         self._shape, self._groups, self._clock, self._timeout_s = shape, groups, clock, offload.timeout_s
         self._places = {group.group_id: place for place, group in enumerate(config.groups)}
-        self._spaces = [bytes.fromhex(group.namespace) for group in groups]
         self._world_size = config.parallel.world_size
         self._is_checked = False
         """All workers use the memory that files are read into."""
-        self._form = f"vllm-{shape.block_bytes}x{shape.blocks}x{shape.ranks}"
+        self._blocks = BlockRecords(groups, f"vllm-{shape.block_bytes}x{shape.blocks}x{shape.ranks}")
         self._lock = threading.RLock()
         self.catalogue = Catalogue(
             groups,
@@ -203,15 +201,7 @@ class Manager(OffloadingManager):
             return
         self._region = Region(config.engine_id, self._shape)
         files = Files(records, self._hear, self._on_time)
-        found, strange = [], []
-        spaces = {space: place for place, space in enumerate(self._spaces)}
-        size = self._shape.slot_bytes
-        for stored in files.start(self._region.memory):
-            place = spaces.get(stored.key[:NAMESPACE], -1)
-            if place < 0 or stored.layout != self._form or stored.size != size or stored.far % size:
-                strange.append(stored.far)
-            else:
-                found.append((place, stored.far // size, stored.key[NAMESPACE:]))
+        found, strange = self._blocks.known(files.start(self._region.memory))
         self._files = files
         files.forget(strange)
         kept = self.catalogue.recover(found)
@@ -529,7 +519,7 @@ class Manager(OffloadingManager):
         """Rid the files' index of what was given up."""
         freed = self.catalogue.forgotten()
         if freed and self._files is not None:
-            self._files.forget([slot * self._shape.slot_bytes for _, slot in freed])
+            self._files.forget(self._blocks.places(freed))
 
     def shutdown(self) -> None:
         """End the thread of the files; called without the lock. Idempotent."""
@@ -568,26 +558,13 @@ class Manager(OffloadingManager):
             self._files.wake_in(max(0.0, self._wake_at - self._clock()))
 
     def _post(self, move: Move) -> None:
-        size = self._shape.slot_bytes
-        records = [
-            Record(
-                self._spaces[piece.group] + key,
-                near * size,
-                far * size,
-                size,
-                self._form,
-                self._groups[piece.group].name,
-            )
-            for piece in move.pieces
-            for key, near, far in zip(piece.hashes, piece.host_slots, piece.file_slots, strict=True)
-        ]
         assert self._files is not None
         if not self._is_checked and not self._check():
             self.catalogue.ended(move.move_id, Ending.FAILED)
             return
         is_read = move.kind is MoveKind.PROMOTION
         self._moving[move.move_id] = "fetched_blocks" if is_read else "written_back_blocks", move.num_blocks
-        self._files.post(move.move_id, CopyOp.READ if is_read else CopyOp.WRITE, records)
+        self._files.post(move.move_id, CopyOp.READ if is_read else CopyOp.WRITE, self._blocks.of(move))
 
     def _check(self) -> bool:
         """See that all workers use the memory that is mapped here; else files are of no use."""
