@@ -606,7 +606,7 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         "both",
         ("info",),
         "What ranks of another geometry have left in files cannot be read here.",
-        (always(TEXT, "cause", "Why: they belong to a process that lives, some are missing, or they do not fit."),),
+        (always(TEXT, "cause", "Why: an index is damaged or of another format, a disk fails, or they do not fit."),),
     ),
     EVENT.OFFLOAD_BROKEN: Event(
         "both",
