@@ -25,9 +25,12 @@ from asynckv import (
     LogConfig,
     Offload,
     OffloadConfig,
+    Overloaded,
     PlanRefused,
     PullCancelled,
+    PullConfig,
     PullError,
+    PullTimeout,
     ReadFailed,
 )
 from asynckv.cli import app
@@ -287,6 +290,52 @@ async def test_blocks_of_a_copy_that_never_ends_are_retired() -> None:
         assert [h.reason for h in rank.engine.holds()] == ["retired"]
 
 
+async def test_a_load_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follow() -> None:
+    rank = Rank(layout_of(), held_s=60.0)
+    async with rank.running() as offload:
+        before = rank.block(1, 2)
+        await offload.store("a", [(0, [1, 2])], chain("p", 2))
+        rank.copies.deferred = True
+        for name, blocks in (("back", [5, 6]), ("lost", [7, 8])):
+            groups = [(0, blocks)]
+            loading = asyncio.create_task(offload.load(name, groups, chain("p", 2), num_tokens=2 * SIZE, timeout_s=2.0))
+            await until(lambda: rank.copies.moves)
+            rank.clock.advance(1.9)
+            await asyncio.sleep(0)
+            assert not loading.done()
+            rank.clock.advance(0.2)
+            with pytest.raises(PullTimeout, match="has not ended") as told:
+                await loading
+            assert told.value.held == {0: tuple(blocks)}
+            assert [h.reason for h in rank.engine.holds()] == ["quarantined"]
+            rank.engine.check_integrity()
+            offload.check_integrity()
+            if name == "back":
+                rank.copies.finish()
+                await told.value.returned()
+                assert rank.block(5, 6) == before
+                assert not rank.engine.holds()
+        rank.clock.advance(61.0)
+        with pytest.raises(BlocksRetired):
+            await told.value.returned()
+        rank.copies.deferred = False
+        assert (await offload.load("c", [(0, [5, 6])], chain("p", 2), num_tokens=2 * SIZE)).num_tokens == 2 * SIZE
+
+
+async def test_a_copy_that_was_just_begun_when_the_time_is_over_is_waited_for() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1])], chain("p", 1))
+        rank.copies.deferred = True
+        groups = [(0, [5])]
+        loading = asyncio.create_task(offload.load("b", groups, chain("p", 1), num_tokens=SIZE, timeout_s=0.01))
+        await until(lambda: rank.copies.moves)
+        rank.clock.advance(0.5)
+        await asyncio.sleep(0)
+        rank.copies.finish()
+        assert (await loading).num_tokens == SIZE
+
+
 async def test_what_a_copy_held_is_told_by_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     rank = Rank(layout_of(), held_s=60.0, engine={"log": LogConfig(file=str(log))})
@@ -463,6 +512,85 @@ async def test_what_a_disk_has_that_takes_no_more_is_read_on() -> None:
         assert not offload.statistics().gauges["to_write_back"]
         found = offload.lookup(chain("p", 4))
         assert (found.tokens, found.ready_tokens) == (64, 0)
+
+
+async def test_who_closes_writes_to_files_what_is_in_memory_alone(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    disk = SimDisk(64 * RECORD)
+    for seconds, blocks in ((0.0, 0), (5.0, 2)):
+        rank = Rank(layout_of(), disk=disk, engine={"log": LogConfig(file=str(log))})
+        async with rank.running() as offload:
+            assert rank.records is not None
+            rank.records.deferred = True
+            await offload.store("a", [(0, [1, 2])], chain("p", 2))
+            assert offload.statistics().gauges["to_write_back"] == 0 < len(offload._mover.posted)
+            closing = asyncio.create_task(offload.aclose(seconds))
+            await until(lambda offload=offload: offload._mover.cause)  # type: ignore[misc]
+            with pytest.raises(EngineClosed):
+                await offload.store("b", [(0, [3])], chain("q", 1))
+            if seconds:
+                rank.records.finish()
+            await closing
+        [stopped] = [
+            each for each in map(json.loads, log.read_text().splitlines()) if each["event"] == "offload_stopped"
+        ]
+        assert (stopped["written_back"], stopped["lost"]) == (blocks, 2 - blocks)
+        log.unlink()
+    assert len(disk.records) == 2
+
+
+async def test_an_engine_that_closes_gives_its_files_a_second() -> None:
+    disk = SimDisk(64 * RECORD)
+    rank = Rank(layout_of(), disk=disk, write_back_bytes_per_s=4 * RECORD, max_bytes=RECORD)
+    async with rank.running() as offload:
+        await offload.store("a", [(0, list(range(16)))], chain("p", 16))
+        began = rank.clock.now()
+    assert began + 1.0 <= rank.clock.now() < began + 1.2
+    assert 6 <= len(disk.records) <= 10
+
+
+async def test_a_copy_that_cannot_be_planned_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(layout_of(), held_s=1.0, engine={"pull": PullConfig(held_s=1.0)})
+    async with rank.running() as offload:
+        copying = rank.offload._mover.copying[offload._own]
+        pieces = copying.pieces
+
+        def broken(move: Any, blocks: Any) -> Any:
+            if blocks[0][1][0] == 7:
+                raise RuntimeError("a bug")
+            return pieces(move, blocks)
+
+        monkeypatch.setattr(copying, "pieces", broken)
+        stores = [
+            asyncio.create_task(offload.store(f"r{block}", [(0, [block])], chain(f"p{block}", 1)))
+            for block in (6, 7, 8)
+        ]
+        await until(lambda: all(task.done() for task in stores))
+        assert [task.result().num_new for task in stores] == [1, 0, 1]
+        assert [hold.blocks for hold in rank.engine.holds()] == [{0: (7,)}]  # it may have been begun
+        assert rank.engine.statistics().counters["internal_errors"] == 1
+        offload._mover.forsake()
+
+
+async def test_more_jobs_than_there_may_be_are_refused() -> None:
+    rank = Rank(layout_of(), max_jobs=2)
+    async with rank.running() as offload:
+        rank.copies.deferred = True
+        stores = [asyncio.create_task(offload.store("a", [(0, [i])], chain(f"p{i}", 1))) for i in range(2)]
+        await until(lambda: len(rank.copies.moves) == 2)
+        for call in (
+            offload.store("b", [(0, [9])], chain("q", 1)),
+            offload.load("b", [(0, [9])], chain("p0", 1), num_tokens=SIZE),
+        ):
+            with pytest.raises(Overloaded, match=r"2 stores and loads wait or run already.* raise max_jobs") as caught:
+                await call
+            assert (caught.value.reason, caught.value.is_retryable) == ("queue_full", True)
+        rank.copies.deferred = False
+        rank.copies.finish()
+        await asyncio.gather(*stores)
+        assert (await offload.store("b", [(0, [9])], chain("q", 1))).num_new == 1
+        counters = offload.statistics().counters
+        assert counters["store.overloaded"] == counters["load.overloaded"] == 1
 
 
 async def test_an_engine_lives_when_its_disk_does_not() -> None:

@@ -150,6 +150,18 @@ class Jobs:
                         self._deadline = min(self._deadline, job.until)
         return self._deadline
 
+    # -- audits ------------------------------------------------------------------------------------
+
     def to_write(self) -> Iterator[Entry]:
-        """Return what stores have yet to write, for audits."""
+        """Return what stores have yet to write."""
         return (item.entry for job in self.by_name.values() if job.kind is JobKind.STORE for item in job.todo)
+
+    def audit(self) -> list[str]:
+        """Recount those that can go on; a list of what does not add up."""
+        jobs, wrong = self.by_name.values(), list[str]()
+        ready = {name for some in self.ready.values() for name in some}
+        if ready != {job.job_id for job in jobs if job.todo}:
+            wrong.append(f"jobs {sorted(ready)} are listed as those that have something to be moved")
+        if self.absent.keys() != {job.job_id for job in jobs if job.absent}:
+            wrong.append(f"jobs {sorted(self.absent)} are listed as those that need the file tier")
+        return wrong
