@@ -130,7 +130,10 @@ class Shelf:
         if self._is_own:
             self.records.forget(strange)
             self.records.keep_layout(self.form_id, msgspec.msgpack.encode(self.form))
-        return self.catalogue.recover(found)
+            return self.catalogue.recover(found)
+        count = self.catalogue.recover(found)
+        self.catalogue.switch_off(reads=False)  # what the files lose is not written there again: they are another's
+        return count
 
     async def close(self) -> None:
         """End the files, and give the memory back; nothing touches it afterwards.
