@@ -90,9 +90,6 @@ PLANTED = {
     "a slot is given up under a reader": Bug(Tier, "_is_busy", "entry.holders or entry.moves", "()"),
     "a pin is ignored": Bug(Catalogue, "pin", "entry.hold(name)", "pass"),
     "a checksum is not compared": Bug(SimRecords, "finish", "not self.disk.is_good(record.far)", "False"),
-    "a key is not compared": Bug(
-        SimRecords, "finish", "kept is None or kept[0].key != record.key or not", "kept is None or not"
-    ),
     "a cancelled load's blocks are given back at once": Bug(
         Catalogue, "cancel", "self._settle(job)", "job.running.clear(); self._settle(job)"
     ),
@@ -117,7 +114,6 @@ PLANTED = {
         SlotBySlot, "pieces", "- first // self._groups[index].block_size", "- 0"
     ),
     "a job that has ended holds its blocks for ever": Bug(Mover, "_release", "core.ledger.drop(job.job_id)", "pass"),
-    "what sleeps is copied": Bug(Mover, "forsake", "posted.move.kind in kinds", "False"),
 }
 
 
