@@ -25,9 +25,10 @@ import numpy.typing as npt
 
 from asynckv.config import EngineConfig, LeaseConfig, OffloadConfig, PullConfig
 from asynckv.core.types import TransferId
+from asynckv.edges.block_records import NAMESPACE
 from asynckv.engine import Engine
 from asynckv.engine.offload import Offload
-from asynckv.engine.shelf import NAMESPACE, Shelf
+from asynckv.engine.shelf import Shelf
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LayoutError, LocalProtocolError, PullError
 from asynckv.geometry.check import Registration, decode_layout
 from asynckv.geometry.kept import kept_tables
@@ -502,11 +503,12 @@ class _Rank:
         """Whatever is on the disk with a checksum that fits is what its key says."""
         if self.records is None or self.offload is None:
             return
-        disk, spaces = self.records.disk, self.offload._own._spaces
+        disk, own = self.records.disk, self.offload._own
+        spaces = [bytes.fromhex(group.namespace) for group in own.groups]
         for far, (record, data) in disk.records.items():
             form = decode_layout(disk.layouts[record.layout])
             if disk.is_good(far) and record.key[:NAMESPACE] in spaces:
-                group = self.offload._own.kept[spaces.index(record.key[:NAMESPACE])]
+                group = own.kept[spaces.index(record.key[:NAMESPACE])]
                 array = np.frombuffer(data, np.uint8)
                 whole = np.zeros(max(r.stride for r in record_sizes(form)), np.uint8)
                 whole[: len(array)] = array
