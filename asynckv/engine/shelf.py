@@ -28,6 +28,9 @@ from asynckv.ports import Record, RecordPlane
 __all__ = ["Shelf"]
 
 
+LARGE = 256 << 20
+"""Bytes of memory that the system takes back in more than a millisecond or two, so not on the loop."""
+
 MOVE_BYTES = 64 << 20
 """In one move at most, which then has one ending for all of it."""
 
@@ -134,7 +137,10 @@ class Shelf:
             self.records.close()
         if self.memory is not None:
             memory, self.memory = self.memory, None
-            await anyio.to_thread.run_sync(memory.close)
+            if memory.num_bytes > LARGE:
+                await anyio.to_thread.run_sync(memory.close)
+            else:
+                memory.close()
 
     # -- what moves ----------------------------------------------------------------------------------
 

@@ -428,6 +428,13 @@ class Catalogue:
             else:
                 self._jobs.settle(job)
 
+    def overdue(self, move_id: int, cause: str) -> None:
+        """Wait no longer for a move whose job's time is over: it is in doubt until it has `ended`."""
+        running = self.traffic.get(move_id)
+        if running.job is not None:
+            self._jobs.fail(running.job, JobOutcome.TIMEOUT, cause)
+        self._doubt(running, cause)
+
     # -- how moves end -----------------------------------------------------------------------------
 
     def _load_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
