@@ -543,6 +543,8 @@ class TierService:
         self.outcomes: Counter[str] = Counter()
         self.disks: list[tuple[Layout, WorldDisk]] = []
         self.ranks: list[_Rank] = []
+        self._ever: list[_Rank] = []
+        """Those of any geometry."""
         self.reader = _Rank(self, "d", 0)
         self.life = -1
         self.is_changing = False
@@ -597,9 +599,9 @@ class TierService:
         self.life += by if self.life >= 0 else 1
         for rank in self.ranks:
             self._let_go(rank)
-        known = {rank.name: rank for rank in self.ranks}
-        names = [f"p{i}" for i in range(self.shape.tp_size)]
-        self.ranks = [known.get(name) or _Rank(self, name, i) for i, name in enumerate(names)]
+        for i in range(len(self._ever), self.shape.tp_size):
+            self._ever.append(_Rank(self, f"p{i}", i))
+        self.ranks = self._ever[: self.shape.tp_size]
         self.free["p"], self.calls = self._pools(self.shape), {}
         self.is_changing = False
         for rank in self.ranks:
