@@ -404,6 +404,7 @@ class OffloadConfig:
         max_bytes: Most bytes that are moved at a time.
         max_post_bytes: Most bytes in one copy: nothing that is copied can be stopped, so this bounds for how long a
             cancelled request's blocks are still in use.
+        max_jobs: Most stores and loads that wait or run; one more is refused (`Overloaded`).
         timeout_s: Default deadline of a load.
         held_s: How long after its outcome a load's blocks may still be held by a copy that does not end, before they
             are retired: an error is logged, and whoever waits for them is told.
@@ -420,6 +421,7 @@ class OffloadConfig:
     write_back_bytes_per_s: int = 0
     max_bytes: int = 256 * 1024 * 1024
     max_post_bytes: int = 16 * 1024 * 1024
+    max_jobs: int = 4096
     timeout_s: float = 30.0
     held_s: float = 600.0
     network: EngineConfig | None = None
@@ -433,6 +435,7 @@ class OffloadConfig:
             ("write_back_bytes_per_s", 0),
             ("max_bytes", 1),
             ("max_post_bytes", 1),
+            ("max_jobs", 1),
         ):
             value = integer(f"offload.{name}", getattr(self, name), least, MAX_INTEGER, ConfigError)
             object.__setattr__(self, name, value)

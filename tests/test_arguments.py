@@ -36,6 +36,8 @@ from asynckv import (
     LogConfig,
     Memory,
     NixlConfig,
+    Offload,
+    OffloadConfig,
     Params,
     Part,
     PlanRefused,
@@ -57,7 +59,10 @@ from asynckv import (
 )
 from asynckv.core import wire as messages
 from asynckv.core.types import decode_params
+from asynckv.engine.offload import Pin
+from asynckv.testing import SimCopies
 from tests.engines import Bench, memory, until
+from tests.offloads import SIZE, Rank, chain, layout_of
 
 HOSTILE: dict[str, Any] = {
     "none": None,
@@ -85,7 +90,7 @@ HOSTILE: dict[str, Any] = {
     "tensor": torch.zeros(2),
     "function": len,
 }
-CODE = {"data", "control", "clock", "token_hex"}
+CODE = {"data", "control", "clock", "token_hex", "copies", "records", "serve", "leftovers"}
 """Parameters that take code of the caller's, not values."""
 
 CLASSES = {
@@ -98,6 +103,8 @@ CLASSES = {
     "NixlConfig",
     "PullConfig",
     "Engine",
+    "Offload",
+    "OffloadConfig",
     "PrefillGroup",
     "Metrics",  # these in tests/test_metrics.py and tests/test_tracing.py
     "MetricsEndpoint",
@@ -118,15 +125,18 @@ FUNCTIONS = {
 VALUES = {"Dim", "Endpoint", "Group", "Layout", "Memory", "Params", "Part", "Registration", "TensorPart", "View"}
 """Written down by callers, and checked by whoever is given them."""
 RESULTS = {
+    "Found",
     "HeldBlocks",
     "LeaseEnd",
     "LentRequest",
+    "Loaded",
     "Observer",
     "PullResult",
     "RankStatus",
     "Reading",
     "RequestStatus",
     "Statistics",
+    "Stored",
     "ONE_PER_REQUEST",
 }
 """Made by the library."""
@@ -140,6 +150,15 @@ def test_every_public_name_is_tried_here() -> None:
 
 def parameters(call: Callable[..., Any]) -> list[str]:
     return [name for name in inspect.signature(call).parameters if name not in CODE | {"self"}]
+
+
+def methods(kind: type) -> list[str]:
+    """Those that take anything."""
+    return sorted(
+        name
+        for name, method in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_") and len(inspect.signature(method).parameters) > 1
+    )
 
 
 def tried(kind: type[AsyncKVError], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -165,6 +184,7 @@ CONFIGS: list[tuple[type, dict[str, Any]]] = [
     (InspectConfig, {}),
     (KeysConfig, {"secret": "s", "authorized": "a"}),
     (EngineConfig, {"engine_id": "e"}),
+    (OffloadConfig, {"model": "m", "hash_tokens": 16, "host_bytes": 1 << 20}),
 ]
 ONE_CONFIG = [(kind, given, name) for kind, given in CONFIGS for name in parameters(kind)]
 
@@ -385,7 +405,7 @@ def test_an_engine_is_made_or_refused() -> None:
 # -- an engine ---------------------------------------------------------------------------------------------
 
 
-async def pumped(bench: Bench, call: Callable[[], Any]) -> Any:
+async def pumped(bench: Bench | Rank, call: Callable[[], Any]) -> Any:
     """Await a call while time passes, if it is to be awaited."""
     found = call()
     if not inspect.isawaitable(found):
@@ -450,17 +470,34 @@ def arguments(params: dict[str, Any], number: int) -> dict[str, dict[str, Any]]:
     }
 
 
-TAKING = {
-    name
-    for name, method in inspect.getmembers(Engine, inspect.isfunction)
-    if not name.startswith("_") and len(inspect.signature(method).parameters) > 1
-}
-ONE_ARGUMENT = [(name, p) for name in sorted(TAKING) for p in parameters(getattr(Engine, name))]
+def to_an_offload(number: int) -> dict[str, dict[str, Any]]:
+    """The same of an offload."""
+    hashes: dict[str, Any] = {"hashes": chain("p", 2)}
+    moved = {"request_id": f"r{number}", "groups": [(0, [3, 4])], **hashes}
+    asked = hashes | {"num_tokens": 2 * SIZE}
+    return {
+        "aclose": {"timeout_s": 0.1},
+        "cancel": {"request_id": "a"},
+        "evict": hashes,
+        "lend": {"request_id": f"r{number}", **asked, "lease_s": 20.0, "readers": 1},
+        "load": {**moved, "num_tokens": 2 * SIZE, "timeout_s": 5.0},
+        "lookup": asked,
+        "pin": asked,
+        "returned": {"request_id": "a"},
+        "store": moved,
+        "touch": asked,
+        "would_wait": asked,
+    }
 
 
-def test_every_method_that_takes_anything_is_tried_here() -> None:
-    assert {name: sorted(given) for name, given in arguments({}, 0).items()} == {
-        name: sorted(parameters(getattr(Engine, name))) for name in TAKING
+ONE_ARGUMENT = [(name, p) for name in methods(Engine) for p in parameters(getattr(Engine, name))]
+ONE_OF_AN_OFFLOAD = [(name, p) for name in methods(Offload) for p in parameters(getattr(Offload, name))]
+
+
+@pytest.mark.parametrize(("kind", "calls"), [(Engine, arguments({}, 0)), (Offload, to_an_offload(0))])
+def test_every_method_that_takes_anything_is_tried_here(kind: type, calls: dict[str, dict[str, Any]]) -> None:
+    assert {name: sorted(given) for name, given in calls.items()} == {
+        name: sorted(parameters(getattr(kind, name))) for name in methods(kind)
     }
 
 
@@ -509,6 +546,43 @@ async def test_an_argument_is_taken_or_refused_before_anything_happens(sim: Benc
         await pumped(sim, lambda: decode.engine.pull("last", [(0, [3])], params))
         assert decode.blocks([3]) == prefill.blocks([1])
         await until(lambda: decode.engine.statistics().gauges["pulls"] == 0)
+
+
+def quiet_too(offload: Offload) -> tuple[Any, ...]:
+    """What no refused call may change of an offload."""
+    offload.check_integrity()
+    said, catalogue = offload.statistics(), offload._own.catalogue
+    return said.counters, said.gauges, catalogue.held(), quiet(offload.engine), offload._tiers._closing
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("method", "name"), ONE_OF_AN_OFFLOAD, ids=[f"{m}-{p}" for m, p in ONE_OF_AN_OFFLOAD])
+async def test_what_an_offload_is_given_is_taken_or_refused_before_anything_happens(method: str, name: str) -> None:
+    rank, taken = Rank(layout_of(), network_=EngineConfig(engine_id="worker-host")), set()
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1, 2])], chain("p", 2))
+        for number, (what, value) in enumerate(HOSTILE.items()):
+            before = quiet_too(offload)
+            call = partial(getattr(offload, method), **{**to_an_offload(number)[method], name: value})
+            error = None
+            try:
+                found = await pumped(rank, call)
+            except (LocalProtocolError, PlanRefused) as exc:
+                error = exc
+            if error is not None:
+                str(error).encode()
+                assert quiet_too(offload) == before, f"{what}: {error}"
+                continue
+            taken.add(what)
+            if isinstance(found, Pin):
+                found.release()
+            if method == "aclose":
+                offload = Offload(offload.config, rank.engine, copies=SimCopies(), serve=rank._serve)
+                await offload.start()
+            if method in ("aclose", "evict"):
+                await offload.store("a", [(0, [1, 2])], chain("p", 2))
+        assert not {"lone surrogate", "bytes", "object", "nan", "10^400"} & taken
+        assert (await offload.load("last", [(0, [5, 6])], chain("p", 2), num_tokens=2 * SIZE)).num_tokens == 2 * SIZE
 
 
 @pytest.mark.anyio

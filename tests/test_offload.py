@@ -25,8 +25,10 @@ from asynckv import (
     LogConfig,
     Offload,
     OffloadConfig,
+    Overloaded,
     PlanRefused,
     PullCancelled,
+    PullConfig,
     PullError,
     ReadFailed,
 )
@@ -465,6 +467,85 @@ async def test_what_a_disk_has_that_takes_no_more_is_read_on() -> None:
         assert (found.tokens, found.ready_tokens) == (64, 0)
 
 
+async def test_who_closes_writes_to_files_what_is_in_memory_alone(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    disk = SimDisk(64 * RECORD)
+    for seconds, blocks in ((0.0, 0), (5.0, 2)):
+        rank = Rank(layout_of(), disk=disk, engine={"log": LogConfig(file=str(log))})
+        async with rank.running() as offload:
+            assert rank.records is not None
+            rank.records.deferred = True
+            await offload.store("a", [(0, [1, 2])], chain("p", 2))
+            assert offload.statistics().gauges["to_write_back"] == 0 < len(offload._mover.posted)
+            closing = asyncio.create_task(offload.aclose(seconds))
+            await until(lambda offload=offload: offload._mover.cause)  # type: ignore[misc]
+            with pytest.raises(EngineClosed):
+                await offload.store("b", [(0, [3])], chain("q", 1))
+            if seconds:
+                rank.records.finish()
+            await closing
+        [stopped] = [
+            each for each in map(json.loads, log.read_text().splitlines()) if each["event"] == "offload_stopped"
+        ]
+        assert (stopped["written_back"], stopped["lost"]) == (blocks, 2 - blocks)
+        log.unlink()
+    assert len(disk.records) == 2
+
+
+async def test_an_engine_that_closes_gives_its_files_a_second() -> None:
+    disk = SimDisk(64 * RECORD)
+    rank = Rank(layout_of(), disk=disk, write_back_bytes_per_s=4 * RECORD, max_bytes=RECORD)
+    async with rank.running() as offload:
+        await offload.store("a", [(0, list(range(16)))], chain("p", 16))
+        began = rank.clock.now()
+    assert began + 1.0 <= rank.clock.now() < began + 1.2
+    assert 6 <= len(disk.records) <= 10
+
+
+async def test_a_copy_that_cannot_be_planned_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(layout_of(), held_s=1.0, engine={"pull": PullConfig(held_s=1.0)})
+    async with rank.running() as offload:
+        copying = rank.offload._mover.copying[offload._own]
+        pieces = copying.pieces
+
+        def broken(move: Any, blocks: Any) -> Any:
+            if blocks[0][1][0] == 7:
+                raise RuntimeError("a bug")
+            return pieces(move, blocks)
+
+        monkeypatch.setattr(copying, "pieces", broken)
+        stores = [
+            asyncio.create_task(offload.store(f"r{block}", [(0, [block])], chain(f"p{block}", 1)))
+            for block in (6, 7, 8)
+        ]
+        await until(lambda: all(task.done() for task in stores))
+        assert [task.result().num_new for task in stores] == [1, 0, 1]
+        assert [hold.blocks for hold in rank.engine.holds()] == [{0: (7,)}]  # it may have been begun
+        assert rank.engine.statistics().counters["internal_errors"] == 1
+        offload._mover.forsake()
+
+
+async def test_more_jobs_than_there_may_be_are_refused() -> None:
+    rank = Rank(layout_of(), max_jobs=2)
+    async with rank.running() as offload:
+        rank.copies.deferred = True
+        stores = [asyncio.create_task(offload.store("a", [(0, [i])], chain(f"p{i}", 1))) for i in range(2)]
+        await until(lambda: len(rank.copies.moves) == 2)
+        for call in (
+            offload.store("b", [(0, [9])], chain("q", 1)),
+            offload.load("b", [(0, [9])], chain("p0", 1), num_tokens=SIZE),
+        ):
+            with pytest.raises(Overloaded, match=r"2 stores and loads wait or run already.* raise max_jobs") as caught:
+                await call
+            assert (caught.value.reason, caught.value.is_retryable) == ("queue_full", True)
+        rank.copies.deferred = False
+        rank.copies.finish()
+        await asyncio.gather(*stores)
+        assert (await offload.store("b", [(0, [9])], chain("q", 1))).num_new == 1
+        counters = offload.statistics().counters
+        assert counters["store.overloaded"] == counters["load.overloaded"] == 1
+
+
 async def test_an_engine_lives_when_its_disk_does_not() -> None:
     rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), policy="lru")
     async with rank.running() as offload:
@@ -782,7 +863,7 @@ async def test_a_start_that_fails_leaves_nothing_behind() -> None:
         rank.copies.start = None  # type: ignore[assignment, method-assign]
         with pytest.raises(TypeError):
             await rank.offload.start()
-        assert rank.engine.guests == ()
+        assert rank.engine._driver.guests == []
         with pytest.raises(EngineClosed):
             await rank.offload.store("a", [(0, [1])], chain("p", 1))
         async with Offload(rank.offload.config, rank.engine, copies=SimCopies()) as offload:

@@ -18,8 +18,10 @@ import tests.test_offload_catalogue as example
 import tests.test_offload_parts as part
 from asynckv.errors import LocalProtocolError
 from asynckv.offload.catalogue import Catalogue
+from asynckv.offload.cutting import Cutting
 from asynckv.offload.entry import Entry
 from asynckv.offload.eviction import S3Fifo
+from asynckv.offload.jobs import Jobs
 from asynckv.offload.slots import Runs, Slots
 from asynckv.offload.tier import Tier
 from asynckv.offload.traffic import Traffic
@@ -113,18 +115,22 @@ PLANTED = {
         example.test_a_block_is_stored_again_while_its_old_slot_is_written_back,
     ),
     "a cancelled job does not wait for its transfers": Bug(
-        C, "cancel", "self._settle(job)", "job.running.clear(); self._settle(job)", any_order
+        C, "cancel", "self._jobs.cancel(job)", "job.running.clear(); self._jobs.cancel(job)", any_order
     ),
     "a cancelled store takes others with it": Bug(
-        C, "_abandon", "if heir is not None", "if False", example.test_who_waits_for_a_store_that_is_cancelled_stores_it
+        Jobs,
+        "_abandon",
+        "if heir is not None",
+        "if False",
+        example.test_who_waits_for_a_store_that_is_cancelled_stores_it,
     ),
     "who waits for a store is not told that it failed": Bug(
-        C, "_lost", "self._waiting(entry)", "[]", example.test_who_waits_for_a_store_that_fails_fails
+        Jobs, "lost", "self.waiting(entry)", "[]", example.test_who_waits_for_a_store_that_fails_fails
     ),
     "who waits for a store is not told that it is done": Bug(
         C,
         "_written_or_lost",
-        "for job in self._waiting(entry):",
+        "for job in self._jobs.waiting(entry):",
         "for job in []:",
         example.test_two_that_store_the_same_store_it_once,
     ),
@@ -132,7 +138,7 @@ PLANTED = {
         C, "moves", "if not moves and", "if False and", example.test_a_load_fails_that_could_only_wait_for_pins
     ),
     "a job's time runs out and nobody notices": Bug(
-        C, "_time_out", "now >= job.until", "False", example.test_a_job_that_is_not_carried_out_in_time_ends
+        Jobs, "time_out", "now >= job.until", "False", example.test_a_job_that_is_not_carried_out_in_time_ends
     ),
     "a block is stored twice": Bug(
         C,
@@ -142,7 +148,7 @@ PLANTED = {
         example.test_two_that_store_the_same_store_it_once,
     ),
     "a block is promoted twice": Bug(
-        C, "_next_absent", "if entry is None:", "if True:", example.test_two_loads_promote_a_block_once
+        Cutting, "_next_absent", "if entry is None:", "if True:", example.test_two_loads_promote_a_block_once
     ),
     "budgets are not kept": Bug(Traffic, "fits", "under_way + more <= self.limits[kind]", "True", any_order),
     "writing back keeps no rate": Bug(

@@ -240,8 +240,8 @@ class EngineDesk:
                 engine.discharge(order.request_id, order.params, cohort_id=order.cohort_id)
             case Cancel():
                 engine.cancel(order.request_id)
-                for guest in engine.guests:
-                    guest.cancel(order.request_id)
+                if engine._driver.guests:
+                    self._offload().cancel(order.request_id)
             case Lend():
                 self._go(self._sent(engine.lend(order.params, readers=order.readers)), order)
             case Withdraw():
@@ -252,9 +252,9 @@ class EngineDesk:
                 )
 
     def _offload(self) -> Offload:
-        for guest in self.engine.guests:
-            if isinstance(guest, Offload):
-                return guest
+        for guest in self.engine._driver.guests:
+            if isinstance(guest.owner, Offload):
+                return guest.owner
         raise LocalProtocolError("this engine has no offload; start an Offload(config, engine) on its loop first")
 
     def _refuse(self, order: Order, error: Exception) -> None:

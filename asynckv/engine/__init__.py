@@ -10,8 +10,10 @@ what follows from what, are tables in `asynckv/core`.
   the driver does what the core has left in its outbox.
 - `attempts`: how a caller waits for a pull, through one attempt or several, and what it is told.
 - `lent`: a lent request in its owner's hands.
-- `offload`: blocks that go to host memory and files, and come back: what its owner calls. `jobs`: who waits for that,
-  and which blocks are in use; `shelf`: where blocks are kept; `mover`: what catalogues want is handed to planes.
+- `offload`: blocks that go to host memory and files, and come back: what its owner calls. `tiers`: how their memory and
+  files are opened and let go of; `shelf`: where blocks are kept; `copying`: what is copied between that and the device;
+  `mover`: what catalogues want is handed to planes; `jobs`: who waits for that, and which blocks are in use; `lending`:
+  stored blocks over the network; `figures`: what is told.
 - `lag`: how late the loop came.
 - `home`: the event loop that an engine belongs to, and what is said to whoever calls from elsewhere.
 

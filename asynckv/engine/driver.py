@@ -54,7 +54,7 @@ from asynckv.core.types import Address, PullId, ReplyTo
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.engine.home import Home
 from asynckv.engine.lag import LoopLag
-from asynckv.errors import BackendError, EngineClosed, PullError
+from asynckv.errors import BackendError, EngineClosed, LocalProtocolError, PullError
 from asynckv.errors import BlocksRetired as Retired
 from asynckv.observe.events import EVENT
 from asynckv.observe.log import Recorder
@@ -111,8 +111,9 @@ class Waiting:
 class Guest(Protocol):
     """Somebody who uses the engine's memory beside it, and ends before it does: an offload."""
 
-    def cancel(self, request_id: str) -> bool:
-        """Give up what is under way of a request."""
+    @property
+    def owner(self) -> object:
+        """Whoever its calls are made to."""
 
     def counters(self) -> dict[str, int]:
         """What is told with the engine's own."""
@@ -216,6 +217,19 @@ class Driver:
         self.began_at, self.data_down = min(self.began_at, now), ""
         self._beat_at = now + IDLE_BEAT_S
         core.outbox.trace = self.recorder.is_tracing
+
+    def attach(self, guest: Guest) -> None:
+        """Let somebody use the memory beside the core until the engine ends.
+
+        Raises:
+            EngineClosed: The engine does not run.
+            LocalProtocolError: It has a guest already.
+        """
+        if self.life.state is not LifeState.RUNNING:
+            raise EngineClosed(f"the engine is {self.life.state.value}, and takes no offload")
+        if self.guests:
+            raise LocalProtocolError("the engine has an offload already; close that first")
+        self.guests.append(guest)
 
     def counters(self) -> dict[str, int]:
         """Return what was counted since the start: by the core, the planes, and here."""

@@ -40,7 +40,7 @@ from asynckv.core.types import (
 )
 from asynckv.edges.local import LocalDoor, socket_name
 from asynckv.engine.attempts import RenewParams, Retries, attempt, error_of, result_of
-from asynckv.engine.driver import Driver, Guest, Waiting
+from asynckv.engine.driver import Driver, Waiting
 from asynckv.engine.ending import Ending
 from asynckv.engine.home import NOT_STARTED, Home
 from asynckv.engine.lent import LentRequest
@@ -322,7 +322,7 @@ class Engine:
         self._planes = driver.data.describe()
         self._recorder.bind(incarnation=self.incarnation, rank=self._rank)
         self._life.receive(LifeEvent.RESUMED)
-        for guest in self.guests:
+        for guest in driver.guests:
             guest.take_again()
         self._recorder.event(
             "info", EVENT.ENGINE_RESUMED, memory_epoch=self.memory_epoch, layout=fingerprint(self.registration.layout)
@@ -347,26 +347,6 @@ class Engine:
         """How often this engine's memory was registered anew; a `PrefillGroup` takes the greatest of its ranks'."""
         # Any thread may ask, even while the engine starts.
         return self._driver.core.prefill.memory_epoch if hasattr(self._driver, "core") else 0
-
-    @property
-    def guests(self) -> tuple[Guest, ...]:
-        """Who uses the memory beside the engine: an `Offload`."""
-        return tuple(self._driver.guests)
-
-    def attach(self, guest: Guest) -> Driver:
-        """Let somebody use the memory beside the engine until it ends; what `Offload.start` calls.
-
-        Raises:
-            EngineClosed: The engine does not run.
-            LocalProtocolError: It has a guest already.
-        """
-        self._home.here(self.attach)
-        if self._ending.is_closing or self._life.state is not LifeState.RUNNING:
-            raise EngineClosed(f"the engine is {self._life.state.value}, and takes no offload")
-        if self._driver.guests:
-            raise LocalProtocolError("the engine has an offload already; close that first")
-        self._driver.guests.append(guest)
-        return self._driver
 
     @property
     def _is_started(self) -> bool:
@@ -656,7 +636,7 @@ class Engine:
             address=driver.control.address or "",
             life=self._life.state.value,
             uptime_s=max(now - self._started_at, 0.0),
-            planes=self._planes | {f"offload.{k}": v for guest in self.guests for k, v in guest.describe().items()},
+            planes=self._planes | {f"offload.{k}": v for guest in driver.guests for k, v in guest.describe().items()},
             counters=driver.counters(),
             lag=Lag(last_s=lag.last_s, most_s=lag.most_s, was_away=lag.num_away, counts=lag.counts()),
             retrying=tuple(map(retry_status, some)),

@@ -20,7 +20,13 @@ __all__ = ["Home"]
 T = TypeVar("T")
 NOT_STARTED = "the engine is not started; use `async with Engine(...)`"
 
-OWNERS = {"EngineDesk": "desk", "LentRequest": "lent", "Observation": "engine.observation", "PullError": "error"}
+OWNERS = {
+    "EngineDesk": "desk",
+    "LentRequest": "lent",
+    "Offload": "offload",
+    "Observation": "engine.observation",
+    "PullError": "error",
+}
 """What callers may call their objects; everything else is the engine's."""
 
 

@@ -125,7 +125,7 @@ class OffloadJob:
             JobOutcome.TIMEOUT: PullTimeout,
         }
         return kinds.get(ended.outcome, ReadFailed)(
-            f"request {self.request_id[:200]!r}: its load ended as {ended.outcome.value}"
+            f"request {self.request_id[:200]!r}: its {self.kind.value} ended as {ended.outcome.value}"
             f"{f' ({ended.cause})' if ended.cause else ''}"
             f"{'; a copy may still write the blocks that are held' if ended.is_held else ''}",
             request_id=self.request_id,
@@ -133,5 +133,5 @@ class OffloadJob:
             reason=ended.outcome.value,
             held={g: tuple(ids.tolist()) for g, ids in self.ids.items()} if ended.is_held else {},
             wait_returned=self.until_returned,
-            failed_in="load",
+            failed_in=self.kind.value,
         )

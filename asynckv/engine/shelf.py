@@ -9,45 +9,26 @@ shelf decides as any other does: what is promoted, into which slots, and what ma
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from asynckv.config import OffloadConfig
 from asynckv.edges.block_records import BlockRecords
 from asynckv.edges.host_pool import HostPool
-from asynckv.geometry.blocks import BlockList, runs_of
-from asynckv.geometry.bounds import BlockRuns, Int64s
-from asynckv.geometry.kept import kept_tables, plan_copies, plan_loads
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.geometry.packed import placed, record_sizes
-from asynckv.geometry.plan import PeerTables, ReadRequest
 from asynckv.offload.catalogue import Budgets, Catalogue
 from asynckv.offload.job import Move
 from asynckv.offload.keys import stored_groups
 from asynckv.ports import Record, RecordPlane
 
-__all__ = ["Shelf", "reading"]
+__all__ = ["Shelf"]
 
-MAX_DESCRIPTORS = 4096
-"""In one copy: as many as take no longer than the bytes of `max_post_bytes`."""
 
 MOVE_BYTES = 64 << 20
 """In one move at most, which then has one ending for all of it."""
-
-NOTHING: tuple[list[int], list[int]] = [], []
-
-
-class Lists(Protocol):
-    """Whose blocks are moved."""
-
-    @property
-    def blocks(self) -> Sequence[BlockList]:
-        """Per group of the device, the first token and the blocks."""
 
 
 class Shelf:
@@ -106,8 +87,6 @@ class Shelf:
             ),
         )
         self.memory: HostPool | None = None
-        self._tables: PeerTables | None = None
-        self._device: Layout | None = None
 
     # -- life ----------------------------------------------------------------------------------------
 
@@ -154,46 +133,6 @@ class Shelf:
 
     # -- what moves ----------------------------------------------------------------------------------
 
-    def use(self, device: Layout, tables: PeerTables | None = None) -> None:
-        """Plan for a device's memory; with tables of its own where the form is another's."""
-        self._device = device
-        if tables is not None:
-            self._tables = tables
-        else:
-            (self._tables,) = kept_tables(device, [self.layout], itertools.count(1))
-
-    def pieces(self, move: Move, lists: Lists) -> Iterator[ReadRequest]:
-        """What is copied between the device and this shelf; each piece is made when it is asked for."""
-        assert self._tables is not None
-        assert self._device is not None
-        if not self._is_own:
-            return self._by_tokens(move, lists)
-        copies: dict[int, tuple[Int64s, Int64s]] = {}
-        for piece in move.pieces:
-            index = self.kept[piece.group]
-            first, ids = lists.blocks[index]
-            at = np.asarray(piece.positions) - first // self._device.groups[index].block_size
-            copies[index] = ids[at], np.asarray(piece.host_slots)
-        blocks = [copies.get(index, NOTHING) for index in range(len(self._device.groups))]
-        return plan_copies(self._tables, blocks).posts(self._config.max_post_bytes, MAX_DESCRIPTORS)
-
-    def _by_tokens(self, move: Move, lists: Lists) -> Iterator[ReadRequest]:
-        """The same out of another geometry's records: by the tokens that they hold, one run of blocks at a time."""
-        assert self._device is not None
-        partners = {pair.remote_index: pair.local_index for pair in self._tables.group_pairs} if self._tables else {}
-        for piece in move.pieces:
-            index = self.kept[piece.group]
-            mine, size = partners[index], self.groups[piece.group].block_size
-            slots = dict(zip(piece.positions, piece.host_slots, strict=True))
-            for first, stop in _stretches(sorted(slots)):
-                local: list[BlockList] = [(0, np.zeros(0, np.int64)) for _ in self._device.groups]
-                local[mine] = _from(lists.blocks[mine], first * size, self._device.groups[mine].block_size)
-                kept = [BlockRuns(0, ()) for _ in self.form.groups]
-                kept[index] = BlockRuns(first * size, runs_of(np.array([slots[p] for p in range(first, stop)])))
-                (plan,) = plan_loads([self._tables], local, [kept], stop * size)
-                if plan is not None:
-                    yield from plan.posts(self._config.max_post_bytes, MAX_DESCRIPTORS)
-
     def record_list(self, move: Move) -> list[Record]:
         """What is moved between this shelf's memory and its files."""
         return self._blocks.of(move)
@@ -203,40 +142,3 @@ class Shelf:
         freed = self.catalogue.forgotten()
         if freed and self.records is not None:
             self.records.forget(self._blocks.places(freed))
-
-
-def reading(device: Layout, shelves: Sequence[Shelf]) -> list[Shelf]:
-    """Let shelves of all ranks of another engine be read into a device's memory; returns those that are needed.
-
-    Raises:
-        LayoutError: What they hold cannot be compared, or is not all that the device has.
-    """
-    plain = _without_windows(device)
-    tables = kept_tables(plain, [_without_windows(shelf.layout) for shelf in shelves], itertools.count(1))
-    needed = []
-    for shelf, some in zip(shelves, tables, strict=True):
-        if some is not None:
-            shelf.use(device, some)
-            needed.append(shelf)
-    return needed
-
-
-def _without_windows(layout: Layout) -> Layout:
-    """Which blocks a window needs is decided by their keys; here all are wanted that are named."""
-    groups = tuple(msgspec.structs.replace(group, window=0) for group in layout.groups)
-    return msgspec.structs.replace(layout, groups=groups)
-
-
-def _stretches(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Return `[first, stop)` of places that follow each other."""
-    for _, run in itertools.groupby(enumerate(places), key=lambda each: each[1] - each[0]):
-        some = [place for _, place in run]
-        yield some[0], some[-1] + 1
-
-
-def _from(given: BlockList, first: int, size: int) -> BlockList:
-    """The rest of a list of blocks, from the one on that holds a token."""
-    listed, ids = given
-    if first <= listed:
-        return given
-    return first, ids[first // size - listed // size :]

@@ -24,42 +24,27 @@ whose predecessor is gone is found by no lookup, is not used any more, and leave
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
 from asynckv.arguments import integer, shown, text
 from asynckv.core.events import Ending
 from asynckv.errors import ConfigError, LocalProtocolError
+from asynckv.offload.cutting import Cutting
 from asynckv.offload.entry import Entry, EntryEvent, EntryState
-from asynckv.offload.found import ABSENT, IN_FILE, STORING, Found, longest
-from asynckv.offload.job import (
-    Item,
-    Job,
-    JobEnded,
-    JobEvent,
-    JobKind,
-    JobOutcome,
-    JobReturned,
-    JobState,
-    Move,
-    MoveKind,
-    Piece,
-)
+from asynckv.offload.found import Found, look_up
+from asynckv.offload.job import Item, JobEnded, JobKind, JobOutcome, JobReturned, Move, MoveKind, Piece
+from asynckv.offload.jobs import Jobs
 from asynckv.offload.keys import StoredGroup, as_hashes, block_hashes, needed
 from asynckv.offload.tier import Place, Tier
 from asynckv.offload.traffic import Budgets, Running, Traffic
+from asynckv.offload.write_back import WriteBack
 
 __all__ = ["Budgets", "Catalogue"]
 
 MAX_NAME = 16 * 1024
 """Characters of a job's id, and of a pin's name."""
-
-FEW = 256
-"""Blocks that are looked up together: most prompts are not stored, and of these no more is looked at."""
 
 Positions = Sequence[Iterable[int]]
 
@@ -100,61 +85,22 @@ class Catalogue:
         budgets = replace(budgets, write_back_bytes=min(budgets.write_back_bytes, host_bytes // 4))
         self.host = Tier(Place.HOST, self.groups, host_bytes, policy)
         self.file = Tier(Place.FILE, self.groups, file_bytes, policy) if file_bytes else None
-        self.jobs: dict[str, Job] = {}
         self.pins: dict[str, list[tuple[Tier, Entry]]] = {}
         self.wake_at = math.inf
         """When to call `moves` again though nothing else happens."""
-        self.counts = dict.fromkeys(("lookups", "hits", "write_backs_without_room", "corrupt_or_unread"), 0)
+        self.corrupt_or_unread = 0
         self.traffic = Traffic(budgets)
-        self._news: list[JobEnded | JobReturned] = []
+        self._jobs = Jobs(len(self.groups), self.host, self.file)
+        self.jobs = self._jobs.by_name
+        self._cutting = Cutting(self.groups, self.host, self.file, self._jobs, self.traffic)
+        self._write_back = WriteBack(self.groups, self.host, self.file, self.traffic) if self.file else None
         self._tick = 0
-        self._deadline = math.inf
-        """Of some job the first, or before: jobs are looked at then, and not in every turn."""
 
     # -- questions ---------------------------------------------------------------------------------
 
     def lookup(self, hashes: Sequence[str | bytes]) -> Found:
         """Say how long the stored prefix of a prompt is, and for what a load of it would wait. Changes nothing."""
-        keys = as_hashes(hashes)
-        self.counts["lookups"] += 1
-        codes = [np.zeros(0, np.uint8)] * len(self.groups)
-        most = len(keys) * self.hash_tokens
-        # Groups that need every block end at the first gap, and nobody needs what others have beyond it.
-        for g in sorted(range(len(self.groups)), key=lambda g: self.groups[g].is_state or self.groups[g].window > 0):
-            group = self.groups[g]
-            is_chain = not (group.is_state or group.window)
-            mine = block_hashes(keys, group.block_size, self.hash_tokens)[: most // group.block_size]
-            codes[g] = self._chain(g, mine) if is_chain else self._codes(g, mine)
-            if is_chain:
-                most = min(most, len(codes[g]) * group.block_size)
-        found = longest(self.groups, codes)
-        self.counts["hits"] += found.tokens > 0
-        return found
-
-    def _chain(self, g: int, hashes: list[bytes]) -> npt.NDArray[np.uint8]:
-        """Say what is known of each block up to the first that is absent."""
-        parts = [np.zeros(0, np.uint8)]
-        for first in range(0, len(hashes), FEW):
-            parts.append(self._codes(g, hashes[first : first + FEW]))
-            if not parts[-1].all():
-                parts[-1] = parts[-1][: int(parts[-1].argmin())]
-                break
-        return np.concatenate(parts)
-
-    def _codes(self, g: int, hashes: list[bytes]) -> npt.NDArray[np.uint8]:
-        """Say of each block what is known; no entry is looked at, for each would be a miss of the processor's cache."""
-        host, writing = self.host.index[g], self.host.writing[g]
-        codes = np.fromiter(map(host.__contains__, hashes), np.uint8, len(hashes))
-        if writing:
-            codes[[i for i, key in enumerate(hashes) if key in writing]] = STORING
-        if self.file is not None:
-            file, writing = self.file.index[g], self.file.writing[g]
-            absent = np.flatnonzero(codes == ABSENT)
-            rest = [hashes[i] for i in absent.tolist()]
-            codes[absent] = IN_FILE * np.fromiter(map(file.__contains__, rest), np.uint8, len(rest))
-            if writing:
-                codes[[i for i in absent.tolist() if hashes[i] in writing]] = ABSENT
-        return codes
+        return look_up(self.groups, self.hash_tokens, self.host, self.file, as_hashes(hashes))
 
     def statistics(self) -> dict[str, int]:
         """Gauges and counters, for metrics."""
@@ -170,7 +116,14 @@ class Catalogue:
             )
             said[f"{tier.place}_leaving"] = len(tier.leaving)
             said[f"{tier.place}_evicted"] = tier.evicted
-        return said | {"lost_before_write_back": self.host.lost, "to_write_back": len(self.host.onward)} | self.counts
+        back = self._write_back
+        return said | {
+            "lost_before_write_back": self.host.lost,
+            "to_write_back": len(self.host.onward),
+            "write_backs_without_room": back.without_room if back else 0,
+            "write_backs_failed": back.failed if back else 0,
+            "corrupt_or_unread": self.corrupt_or_unread,
+        }
 
     def held(self) -> dict[str, int]:
         """Return how many blocks each job and each pin holds, in any tier."""
@@ -215,8 +168,7 @@ class Catalogue:
         used = [self._used(self.host, mine, where)]
         used += [self._used(self.file, mine, where)] if self.file else []
         self.host.spare(used[0])
-        job = self.jobs[job_id] = Job(job_id, JobKind.STORE, until)
-        self._deadline = min(self._deadline, until)
+        job = self._jobs.begin(job_id, JobKind.STORE, until)
         for g, wanted in enumerate(where):
             new: list[int] = []
             for position in wanted:
@@ -226,16 +178,16 @@ class Catalogue:
                 elif entry.state is EntryState.READY:
                     job.known += 1
                 else:
-                    self._wait(job, entry, position)
+                    self._jobs.wait(job, position, entry)
             made = self.host.make(g, [mine[g][position] for position in new], spare=self._tick)
             for entry, position in zip(made, new, strict=False):
-                job.todo.append(Item(position, entry))
-                self._hold(job, entry)
+                self._jobs.hold(job, entry)
+                self._jobs.do(job, position, entry)
             job.missing += [(g, position) for position in new[len(made) :]]
         # After what is new, so that it stays longer than what goes on from it.
         for tier, entries in zip(self._tiers(), used, strict=True):
             tier.use(entries)
-        self._settle(job)
+        self._jobs.settle(job)
 
     def load(
         self,
@@ -263,8 +215,7 @@ class Catalogue:
             LocalProtocolError: The job is known already, or an argument makes no sense; nothing was changed.
         """
         mine, where = self._request(job_id, hashes, tokens, first_token, positions)
-        job = self.jobs[job_id] = Job(job_id, JobKind.LOAD, until)
-        self._deadline = min(self._deadline, until)
+        job = self._jobs.begin(job_id, JobKind.LOAD, until)
         found: list[tuple[int, Entry | None, bool]] = []
         for g, wanted in enumerate(where):
             file = self.file.index[g] if self.file else {}
@@ -278,31 +229,26 @@ class Catalogue:
                     job.missing.append((g, position))
                 found.append((position, entry, is_file))
         if job.missing:
-            self._fail(job, JobOutcome.MISSING, f"{len(job.missing)} of {len(found)} blocks are not stored")
+            self._jobs.fail(job, JobOutcome.MISSING, f"{len(job.missing)} of {len(found)} blocks are not stored")
             return
         self._use(mine, where)
         for position, entry, is_file in found:
             assert entry is not None
             if is_file:
-                self._hold(job, entry)
-                job.absent.append(Item(position, entry))
+                self._jobs.fetch(job, position, entry)
             elif entry.state is EntryState.READY:
-                self._hold(job, entry)
-                job.todo.append(Item(position, entry))
+                self._jobs.hold(job, entry)
+                self._jobs.do(job, position, entry)
             else:
-                self._wait(job, entry, position)
-        self._settle(job)
+                self._jobs.wait(job, position, entry)
+        self._jobs.settle(job)
 
     def cancel(self, job_id: str) -> bool:
         """Give a job up: what was posted is waited for. False if there is no such job, or not any more."""
         job = self.jobs.get(job_id)
         if job is None:
             return False
-        was_running = job.state is JobState.RUNNING
-        job.receive(JobEvent.CANCELLED, JobOutcome.CANCELLED)
-        if was_running:
-            self._abandon(job, "the job that stored it was cancelled")
-        self._settle(job)
+        self._jobs.cancel(job)
         return True
 
     def touch(self, hashes: Sequence[str | bytes], tokens: int | None = None) -> None:
@@ -361,21 +307,23 @@ class Catalogue:
 
         What is being read is read to its end. With a `place` only what that tier has is evicted.
         """
-        doomed: list[tuple[Tier, Entry]] = []
-        keys = None if hashes is None else as_hashes(hashes)
-        for tier in self._tiers() if place is None else (t for t in self._tiers() if t.place is place):
-            for index, group in zip(tier.index, self.groups, strict=True):
-                if keys is None:
-                    doomed += [(tier, entry) for entry in index.values()]
-                else:
+        keys, count = None if hashes is None else as_hashes(hashes), 0
+        for tier in [tier for tier in self._tiers() if place in (None, tier.place)]:
+            if keys is None:
+                count += sum(map(len, tier.index))
+                writing = tier.drop_all()
+            else:
+                doomed = []
+                for index, group in zip(tier.index, self.groups, strict=True):
                     mine = dict.fromkeys(block_hashes(keys, group.block_size, self.hash_tokens))
-                    doomed += [(tier, entry) for key in mine if (entry := index.get(key)) is not None]
-        for tier, entry in doomed:
-            was_writing = entry.state is EntryState.WRITING
-            tier.drop(entry)
-            if was_writing and tier is self.host:
-                self._lost(entry, JobOutcome.MISSING, "it was evicted while it was written")
-        return len(doomed)
+                    doomed += [entry for key in mine if (entry := index.get(key)) is not None]
+                writing = [entry for entry in doomed if entry.state is EntryState.WRITING]
+                count += len(doomed)
+                for entry in doomed:
+                    tier.drop(entry)
+            for entry in writing if tier is self.host else ():
+                self._jobs.lost(entry, JobOutcome.MISSING, "it was evicted while it was written")
+        return count
 
     def recover(self, found: Iterable[tuple[int, int, bytes]]) -> int:
         """Take in `(group, slot, hash)` that the file tier found in its index, the least recently used first.
@@ -397,10 +345,9 @@ class Catalogue:
         self.host.onward.clear()
         if not reads:
             return
-        for entry in [entry for index in self.file.index for entry in index.values()]:
-            self.file.drop(entry)
-        for job in [job for job in self.jobs.values() if job.absent]:
-            self._fail(job, JobOutcome.MISSING, "the file tier was switched off")
+        self.file.drop_all()
+        for job in list(self._jobs.absent.values()):
+            self._jobs.fail(job, JobOutcome.MISSING, "the file tier was switched off")
 
     # -- what is to be done ------------------------------------------------------------------------
 
@@ -413,21 +360,32 @@ class Catalogue:
 
     def news(self) -> list[JobEnded | JobReturned]:
         """Return what became of jobs, since the last call."""
-        news, self._news = self._news, []
-        return news
+        return self._jobs.news()
 
     def moves(self, now: float) -> list[Move]:
         """Return what is to be carried out next, within the budgets; each is told of by `ended`."""
-        self.wake_at = math.inf
-        self._time_out(now)
-        promotions = list(self._promote())
-        moves = [*self._cut_all(MoveKind.LOAD, JobKind.LOAD), *self._cut_all(MoveKind.STORE, JobKind.STORE)]
+        self.wake_at = self._jobs.time_out(now)
+        for tier in self._tiers():
+            if tier.drop_some():
+                self.wake_at = now
+        promotions = list(self._cutting.promotions())
+        moves = [*self._cutting.of(MoveKind.LOAD, JobKind.LOAD), *self._cutting.of(MoveKind.STORE, JobKind.STORE)]
         moves += promotions
-        moves += self._write_back(now)
+        if self._write_back is not None:
+            back, when = self._write_back.moves(now)
+            moves += back
+            self.wake_at = min(self.wake_at, when)
         if not moves and self.traffic.is_idle():
-            for job in [job for job in self.jobs.values() if job.absent]:
-                self._fail(job, JobOutcome.NO_ROOM, self._why_no_room())
+            for job in list(self._jobs.absent.values()):
+                self._jobs.fail(job, JobOutcome.NO_ROOM, self._why_no_room())
         return moves
+
+    def _why_no_room(self) -> str:
+        held = len({id(entry) for entries in self.pins.values() for tier, entry in entries if tier is self.host})
+        return (
+            f"no slot of host memory can be had: {held} blocks are held by {len(self.pins)} pins and leases "
+            f"({', '.join(shown(name) for name in list(self.pins)[:4])}); unpin some, or give the host tier more bytes"
+        )
 
     def ended(self, move_id: int, ending: Ending, cause: str = "", lost: Collection[int] = ()) -> None:
         """Note how a move ended; after `IN_DOUBT` another ending may follow, and frees what it touches.
@@ -457,7 +415,7 @@ class Catalogue:
         if is_done and running.move.kind is MoveKind.PROMOTION:
             for i in lost:  # of a move that failed as a whole, being late for one, nothing is known: they may be good
                 assert self.file is not None
-                self.counts["corrupt_or_unread"] += 1
+                self.corrupt_or_unread += 1
                 self.file.drop(running.sources[i])
         for i in range(len(running.items)):
             end(running, i, is_done and i not in lost, cause)
@@ -466,9 +424,9 @@ class Catalogue:
             job.running.discard(move_id)
             job.doubtful.discard(move_id)
             if not is_done or lost:
-                self._fail(job, JobOutcome.FAILED, cause or f"a transfer ended {ending}")
+                self._jobs.fail(job, JobOutcome.FAILED, cause or f"a transfer ended {ending}")
             else:
-                self._settle(job)
+                self._jobs.settle(job)
 
     # -- how moves end -----------------------------------------------------------------------------
 
@@ -480,7 +438,7 @@ class Catalogue:
                 job.blocks += 1
             else:
                 job.missing.append((entry.group, position))
-            self._let_go(job, self.host, entry)
+            self._jobs.let_go(job, self.host, entry)
         self.host.end(entry, move_id)
 
     def _store_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
@@ -502,14 +460,8 @@ class Catalogue:
         self.host.end(entry, move_id)
 
     def _write_back_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
-        assert self.file is not None
-        entry, source, move_id = running.items[i].entry, running.sources[i], running.move.move_id
-        if is_good:
-            self.file.written(entry)
-        else:
-            self.file.failed(entry, EntryEvent.FAILED)
-        self.file.end(entry, move_id)
-        self.host.end(source, move_id)
+        assert self._write_back is not None
+        self._write_back.ended(running, i, is_good)
 
     def _doubt(self, running: Running, cause: str) -> None:
         """Keep what a move touches, without counting on it any more."""
@@ -518,53 +470,40 @@ class Catalogue:
         for position, entry in running.items:
             if move.kind is MoveKind.LOAD:
                 assert job is not None
-                self._let_go(job, self.host, entry)
+                self._jobs.let_go(job, self.host, entry)
             elif move.kind is MoveKind.WRITE_BACK:
                 assert self.file is not None
                 self.file.failed(entry, EntryEvent.DOUBTED)
             else:
                 self.host.failed(entry, EntryEvent.DOUBTED)
-                self._lost(entry, JobOutcome.FAILED, f"its transfer is in doubt: {cause}")
+                self._jobs.lost(entry, JobOutcome.FAILED, f"its transfer is in doubt: {cause}")
             if job is not None:
                 job.missing.append((entry.group, position))
         if job is not None:
             job.running.discard(move.move_id)
             job.doubtful.add(move.move_id)
-            self._fail(job, JobOutcome.FAILED, cause or "a transfer is in doubt")
+            self._jobs.fail(job, JobOutcome.FAILED, cause or "a transfer is in doubt")
 
     def _written_or_lost(self, entry: Entry, is_good: bool, cause: str) -> bool:
         """Note that a block of host memory was written, or was not; True if it can be found from now on."""
         if not is_good:
             self.host.failed(entry, EntryEvent.FAILED)
         elif self.host.written(entry):
-            file = self.file
-            if file is not None and file.takes_more and entry.hash not in file.index[entry.group]:
-                self.host.onward[entry] = None
-            for job in self._waiting(entry):
+            if self._write_back is not None:
+                self._write_back.want(entry)
+            for job in self._jobs.waiting(entry):
                 position = job.waits.pop(entry)
                 if job.kind is JobKind.LOAD:
-                    job.todo.append(Item(position, entry))
+                    self._jobs.do(job, position, entry)
                 else:
                     job.blocks += 1
-                    self._let_go(job, self.host, entry)
-                    self._settle(job)
+                    self._jobs.let_go(job, self.host, entry)
+                    self._jobs.settle(job)
             return True
-        self._lost(entry, JobOutcome.FAILED, cause)
+        self._jobs.lost(entry, JobOutcome.FAILED, cause)
         return False
 
-    def _lost(self, entry: Entry, outcome: JobOutcome, cause: str) -> None:
-        """Fail whoever waits for a block that will not be written."""
-        for job in self._waiting(entry):
-            if entry in job.waits:  # or it failed with one of the others, for whose blocks it waited, too
-                job.missing.append((entry.group, job.waits.pop(entry)))
-                self._let_go(job, self.host, entry)
-                self._fail(job, outcome, cause)
-
-    def _waiting(self, entry: Entry) -> list[Job]:
-        jobs = (self.jobs.get(name) for name in sorted(entry.holders))
-        return [job for job in jobs if job is not None and entry in job.waits]
-
-    # -- jobs --------------------------------------------------------------------------------------
+    # -- what calls mean ---------------------------------------------------------------------------
 
     def _request(
         self,
@@ -630,201 +569,13 @@ class Catalogue:
             found += [entry for key in used if (entry := index.get(key)) is not None]
         return found
 
-    def _hold(self, job: Job, entry: Entry) -> None:
-        entry.hold(job.job_id)
-        job.holding.add(entry)
-
-    def _wait(self, job: Job, entry: Entry, position: int) -> None:
-        self._hold(job, entry)
-        job.waits[entry] = position
-
-    def _let_go(self, job: Job, tier: Tier, entry: Entry) -> None:
-        job.holding.discard(entry)
-        tier.let_go(entry, job.job_id)
-
-    def _fail(self, job: Job, outcome: JobOutcome, cause: str) -> None:
-        if job.state in (JobState.RUNNING, JobState.DRAINING):
-            was_running = job.state is JobState.RUNNING
-            job.receive(JobEvent.FAILED, outcome, cause)
-            if was_running:
-                self._abandon(job, f"the job that stored it failed: {cause}")
-        self._settle(job)
-
-    def _abandon(self, job: Job, cause: str) -> None:
-        """Let go of all that was not posted; what others wait for is theirs to store, if they can."""
-        todo, waits, absent = job.todo, job.waits, job.absent
-        job.todo, job.waits, job.absent = deque(), {}, deque()
-        for position, entry in absent:
-            assert self.file is not None
-            job.missing.append((entry.group, position))
-            self._let_go(job, self.file, entry)
-        for entry, position in waits.items():
-            job.missing.append((entry.group, position))
-            self._let_go(job, self.host, entry)
-        for position, entry in todo:
-            job.missing.append((entry.group, position))
-            if job.kind is JobKind.STORE and entry.state is EntryState.WRITING:
-                heir = next((other for other in self._waiting(entry) if other.kind is JobKind.STORE), None)
-                if heir is not None:
-                    heir.todo.append(Item(heir.waits.pop(entry), entry))
-                else:
-                    self.host.drop(entry)
-                    self._lost(entry, JobOutcome.MISSING, cause)
-            self._let_go(job, self.host, entry)
-
-    def _settle(self, job: Job) -> None:
-        told = job.settle(len(self.groups))
-        if told is not None:
-            self._news.append(told)
-        if job.is_over:
-            self.jobs.pop(job.job_id, None)
-
-    def _time_out(self, now: float) -> None:
-        if not self.jobs:
-            self._deadline = math.inf
-        if now >= self._deadline:
-            self._deadline = math.inf
-            for job in list(self.jobs.values()):
-                if job.until < math.inf and job.state is JobState.RUNNING and (job.todo or job.waits or job.absent):
-                    if now >= job.until:
-                        self._fail(job, JobOutcome.TIMEOUT, "it was not carried out in time")
-                    else:
-                        self._deadline = min(self._deadline, job.until)
-        self.wake_at = min(self.wake_at, self._deadline)
-
-    def _why_no_room(self) -> str:
-        held = sum(bool(entry.holders) for entry in self.host.entries())
-        return (
-            f"no slot of host memory can be had: {held} blocks are held by {len(self.pins)} pins and leases "
-            f"({', '.join(shown(name) for name in list(self.pins)[:4])}); unpin some, or give the host tier more bytes"
-        )
-
-    # -- cutting moves -----------------------------------------------------------------------------
-
-    def _cut_all(self, kind: MoveKind, of: JobKind) -> Iterator[Move]:
-        """Cut moves from jobs of a kind, one of each job in turn."""
-        jobs = [job for job in self.jobs.values() if job.kind is of and job.todo]
-        while jobs:
-            for job in jobs:
-                items, num_bytes = [], 0
-                while job.todo:
-                    entry = job.todo[0].entry
-                    size = self.groups[entry.group].record_bytes
-                    if not self.traffic.fits(kind, num_bytes, size):
-                        break
-                    item = job.todo.popleft()
-                    if of is JobKind.STORE and entry.state is not EntryState.WRITING:
-                        job.missing.append((entry.group, item.position))  # evicted before it was stored
-                        self._let_go(job, self.host, entry)
-                        continue
-                    items.append(item)
-                    num_bytes += size
-                if items:
-                    yield self._post(kind, job, items, num_bytes)
-                elif job.todo:
-                    return
-                else:
-                    self._settle(job)
-            jobs = [job for job in jobs if job.todo]
-
-    def _post(self, kind: MoveKind, job: Job, items: list[Item], num_bytes: int) -> Move:
-        """Hand out a move between the device and host memory."""
-        move = self.traffic.begin(kind, job, items, [], num_bytes)
-        job.running.add(move.move_id)
-        if kind is MoveKind.STORE:  # from now on the move keeps the slots
-            for _, entry in items:
-                self._let_go(job, self.host, entry)
-        return move
-
-    def _promote(self) -> Iterator[Move]:
-        """Find slots for what loads need from the file tier, the first job first."""
-        for job in [job for job in self.jobs.values() if job.absent]:
-            while job.absent:
-                items, num_bytes = self._next_absent(job)
-                if not items:
-                    break
-                group = items[0].entry.group
-                made = self.host.make(group, [item.entry.hash for item in items])
-                job.absent.extendleft(reversed(items[len(made) :]))
-                if not made:
-                    break
-                sources = [item.entry for item in items[: len(made)]]
-                for item, entry in zip(items, made, strict=False):
-                    self._wait(job, entry, item.position)
-                num_bytes = len(made) * self.groups[group].record_bytes
-                todo = [Item(item.position, entry) for item, entry in zip(items, made, strict=False)]
-                yield self.traffic.begin(MoveKind.PROMOTION, job, todo, sources, num_bytes)
-                assert self.file is not None
-                for entry in sources:
-                    self._let_go(job, self.file, entry)
-
-    def _next_absent(self, job: Job) -> tuple[list[Item], int]:
-        """Take blocks of one group that a load needs from the file tier, and that nobody is promoting."""
-        assert self.file is not None
-        items: list[Item] = []
-        num_bytes = 0
-        while job.absent and (not items or job.absent[0].entry.group == items[0].entry.group):
-            position, source = job.absent[0]
-            size = self.groups[source.group].record_bytes
-            entry = self.host.index[source.group].get(source.hash)
-            if entry is None:
-                if not self.traffic.fits(MoveKind.PROMOTION, num_bytes, size):
-                    break
-                items.append(job.absent.popleft())
-                num_bytes += size
-                continue
-            job.absent.popleft()
-            if entry.state is EntryState.READY:
-                self._hold(job, entry)
-                job.todo.append(Item(position, entry))
-            else:
-                self._wait(job, entry, position)
-            self._let_go(job, self.file, source)
-        return items, num_bytes
-
-    def _write_back(self, now: float) -> Iterator[Move]:
-        """Copy to the file tier what has been in host memory for longest and is not there."""
-        if self.file is None or not self.file.takes_more:
-            return
-        kind, onward = MoveKind.WRITE_BACK, self.host.onward
-        while onward and self.traffic.fits(kind, 0, self._size(next(iter(onward)))):
-            if (when := self.traffic.write_back_at(now)) > now:
-                self.wake_at = min(self.wake_at, when)
-                return
-            chosen: list[Entry] = []
-            num_bytes = 0
-            for entry in onward:
-                if not self.traffic.fits(kind, num_bytes, self._size(entry)):
-                    break
-                chosen.append(entry)
-                num_bytes += self._size(entry)
-            by_group: dict[int, list[Entry]] = {}
-            for entry in chosen:
-                del onward[entry]
-                if entry.hash not in self.file.index[entry.group]:
-                    by_group.setdefault(entry.group, []).append(entry)
-            items, sources, num_bytes = [], [], 0
-            for g, entries in by_group.items():
-                made = self.file.make(g, [entry.hash for entry in entries])
-                self.counts["write_backs_without_room"] += len(entries) - len(made)
-                items += [Item(0, entry) for entry in made]
-                sources += entries[: len(made)]
-                num_bytes += len(made) * self.groups[g].record_bytes
-            if not items:
-                continue
-            self.traffic.wrote_back(num_bytes)
-            yield self.traffic.begin(kind, None, items, sources, num_bytes)
-
-    def _size(self, entry: Entry) -> int:
-        return self.groups[entry.group].record_bytes
-
     # -- audits ------------------------------------------------------------------------------------
 
     def check_integrity(self) -> list[str]:
         """Recount everything; a list of what does not add up."""
-        wrong = [text for tier in self._tiers() for text in tier.audit()] + self.traffic.audit()
+        wrong = [text for tier in self._tiers() for text in tier.audit()] + self.traffic.audit() + self._jobs.audit()
         touched: dict[Entry, set[int]] = {}
-        to_write = {item.entry for job in self.jobs.values() if job.kind is JobKind.STORE for item in job.todo}
+        to_write = set(self._jobs.to_write())
         for move_id, running in self.traffic.running.items():
             for entry in [*(item.entry for item in running.items), *running.sources]:
                 touched.setdefault(entry, set()).add(move_id)

@@ -94,6 +94,7 @@ class Entry(Struct, eq=False, gc=False):
         chunk: The chunk of its tier that the slot lies in.
         holders: Who wants it to stay.
         moves: Transfers that may touch its slot.
+        tries: How often it could not be written to the next tier.
     """
 
     group: int
@@ -105,6 +106,7 @@ class Entry(Struct, eq=False, gc=False):
     chunk: int = 0
     holders: frozenset[str] = NOBODY
     moves: frozenset[int] = NOTHING
+    tries: int = 0
 
     def receive(self, event: EntryEvent) -> bool:
         """Take an event; True if it has just gone.

@@ -16,13 +16,17 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from asynckv.offload.keys import StoredGroup, needed
+from asynckv.offload.keys import StoredGroup, block_hashes, needed
+from asynckv.offload.tier import Tier
 
-__all__ = ["ABSENT", "IN_FILE", "READY", "STORING", "Found", "GroupFound", "longest"]
+__all__ = ["ABSENT", "IN_FILE", "READY", "STORING", "Found", "GroupFound", "longest", "look_up"]
 
 ABSENT, READY, IN_FILE, STORING = range(4)
 """What is known of one block: nothing; in host memory; in the file tier alone; being written into host memory. The
 first two are what an array of whether it is in host memory has."""
+
+FEW = 256
+"""Blocks that are looked up together: most prompts are not stored, and of these no more is looked at."""
 
 Codes = npt.NDArray[np.uint8]
 
@@ -103,3 +107,41 @@ def _last(usable: npt.NDArray[np.bool_]) -> int:
     if not usable.any():
         return 0
     return len(usable) - int(usable[::-1].argmax())
+
+
+def look_up(groups: Sequence[StoredGroup], hash_tokens: int, host: Tier, file: Tier | None, keys: list[bytes]) -> Found:
+    """Say how long the stored prefix of a prompt is; `keys` are its hashes."""
+    codes = [np.zeros(0, np.uint8)] * len(groups)
+    most = len(keys) * hash_tokens
+    # Groups that need every block end at the first gap, and nobody needs what others have beyond it.
+    for g in sorted(range(len(groups)), key=lambda g: groups[g].is_state or groups[g].window > 0):
+        group = groups[g]
+        mine = block_hashes(keys, group.block_size, hash_tokens)[: most // group.block_size]
+        if group.is_state or group.window:
+            codes[g] = _codes(host, file, g, mine)
+            continue
+        parts = [np.zeros(0, np.uint8)]
+        for first in range(0, len(mine), FEW):
+            parts.append(_codes(host, file, g, mine[first : first + FEW]))
+            if not parts[-1].all():
+                parts[-1] = parts[-1][: int(parts[-1].argmin())]
+                break
+        codes[g] = np.concatenate(parts)
+        most = min(most, len(codes[g]) * group.block_size)
+    return longest(groups, codes)
+
+
+def _codes(host: Tier, file: Tier | None, g: int, hashes: list[bytes]) -> Codes:
+    """Say of each block what is known; no entry is looked at, for each would be a miss of the processor's cache."""
+    writing = host.writing[g]
+    codes = np.fromiter(map(host.index[g].__contains__, hashes), np.uint8, len(hashes))
+    if writing:
+        codes[[i for i, key in enumerate(hashes) if key in writing]] = STORING
+    if file is not None:
+        writing = file.writing[g]
+        absent = np.flatnonzero(codes == ABSENT)
+        rest = [hashes[i] for i in absent.tolist()]
+        codes[absent] = IN_FILE * np.fromiter(map(file.index[g].__contains__, rest), np.uint8, len(rest))
+        if writing:
+            codes[[i for i in absent.tolist() if hashes[i] in writing]] = ABSENT
+    return codes

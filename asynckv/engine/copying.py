@@ -1,0 +1,121 @@
+"""What is copied between the blocks of a device and a shelf, move by move.
+
+Where a shelf has the rank's own form, blocks are copied one for one. What ranks of another geometry have left is put in
+place by the planner that reads remote ranks, by the tokens that blocks hold. Pieces are made as a plane gets to them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from asynckv.engine.shelf import Shelf
+from asynckv.geometry.blocks import BlockList, runs_of
+from asynckv.geometry.bounds import BlockRuns, Int64s
+from asynckv.geometry.kept import kept_tables, plan_copies, plan_loads
+from asynckv.geometry.layout import Layout
+from asynckv.geometry.plan import PeerTables, ReadRequest
+from asynckv.offload.job import Move
+
+__all__ = ["ByTokens", "Copying", "SlotBySlot", "reading"]
+
+MAX_DESCRIPTORS = 4096
+"""In one copy: as many as take no longer than the bytes of `max_post_bytes`."""
+
+NOTHING: tuple[list[int], list[int]] = [], []
+
+
+class Copying(Protocol):
+    """Knows both forms."""
+
+    def pieces(self, move: Move, blocks: Sequence[BlockList]) -> Iterator[ReadRequest]:
+        """What is copied for a load or a store.
+
+        Args:
+            move: Which slots.
+            blocks: Per group of the device, the first token and the blocks of its request.
+        """
+
+
+class SlotBySlot:
+    """Both have the same form."""
+
+    def __init__(self, shelf: Shelf, device: Layout, max_bytes: int) -> None:
+        self._shelf, self._groups, self._max_bytes = shelf, device.groups, max_bytes
+        (tables,) = kept_tables(device, [shelf.layout], itertools.count(1))
+        assert tables is not None
+        self._tables = tables
+
+    def pieces(self, move: Move, blocks: Sequence[BlockList]) -> Iterator[ReadRequest]:
+        """Copy one for one."""
+        copies: dict[int, tuple[Int64s, Int64s]] = {}
+        for piece in move.pieces:
+            index = self._shelf.kept[piece.group]
+            first, ids = blocks[index]
+            at = np.asarray(piece.positions) - first // self._groups[index].block_size
+            copies[index] = ids[at], np.asarray(piece.host_slots)
+        plan = plan_copies(self._tables, [copies.get(index, NOTHING) for index in range(len(self._groups))])
+        yield from plan.posts(self._max_bytes, MAX_DESCRIPTORS)
+
+
+class ByTokens:
+    """The shelf has another form, of which a part is needed."""
+
+    def __init__(self, shelf: Shelf, device: Layout, tables: PeerTables, max_bytes: int) -> None:
+        self._shelf, self._groups, self._tables, self._max_bytes = shelf, device.groups, tables, max_bytes
+        self._partners = {pair.remote_index: pair.local_index for pair in tables.group_pairs}
+
+    def pieces(self, move: Move, blocks: Sequence[BlockList]) -> Iterator[ReadRequest]:
+        """Read by tokens, one run of blocks at a time."""
+        for piece in move.pieces:
+            index = self._shelf.kept[piece.group]
+            mine, size = self._partners[index], self._shelf.groups[piece.group].block_size
+            slots = dict(zip(piece.positions, piece.host_slots, strict=True))
+            for first, stop in _stretches(sorted(slots)):
+                local: list[BlockList] = [(0, np.zeros(0, np.int64)) for _ in self._groups]
+                local[mine] = _from(blocks[mine], first * size, self._groups[mine].block_size)
+                kept = [BlockRuns(0, ()) for _ in self._shelf.form.groups]
+                kept[index] = BlockRuns(first * size, runs_of(np.array([slots[p] for p in range(first, stop)])))
+                (plan,) = plan_loads([self._tables], local, [kept], stop * size)
+                if plan is not None:
+                    yield from plan.posts(self._max_bytes, MAX_DESCRIPTORS)
+
+
+def reading(device: Layout, shelves: Sequence[Shelf], max_bytes: int) -> dict[Shelf, Copying]:
+    """Say how shelves of all ranks of another engine are read into a device's memory; of those that are needed.
+
+    Raises:
+        LayoutError: What they hold cannot be compared, or is not all that the device has.
+    """
+    plain = _without_windows(device)
+    tables = kept_tables(plain, [_without_windows(shelf.layout) for shelf in shelves], itertools.count(1))
+    return {
+        shelf: ByTokens(shelf, device, some, max_bytes)
+        for shelf, some in zip(shelves, tables, strict=True)
+        if some is not None
+    }
+
+
+def _without_windows(layout: Layout) -> Layout:
+    """Which blocks a window needs is decided by their keys; here all are wanted that are named."""
+    groups = tuple(msgspec.structs.replace(group, window=0) for group in layout.groups)
+    return msgspec.structs.replace(layout, groups=groups)
+
+
+def _stretches(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Return `[first, stop)` of places that follow each other."""
+    for _, run in itertools.groupby(enumerate(places), key=lambda each: each[1] - each[0]):
+        some = [place for _, place in run]
+        yield some[0], some[-1] + 1
+
+
+def _from(given: BlockList, first: int, size: int) -> BlockList:
+    """The rest of a list of blocks, from the one on that holds a token."""
+    listed, ids = given
+    if first <= listed:
+        return given
+    return first, ids[first // size - listed // size :]

@@ -1,0 +1,97 @@
+"""Stored blocks are lent to engines of other processes, by an engine that the host tier has of its own.
+
+What is lent is pinned until nobody may read it any more. To whoever pulls, it is a request like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from asynckv.arguments import integer, number, text
+from asynckv.config import MIN_LEASE_S, OffloadConfig
+from asynckv.core.types import MAX_ID
+from asynckv.engine.engine import Engine
+from asynckv.engine.lent import LentRequest
+from asynckv.engine.mover import Mover
+from asynckv.errors import LocalProtocolError
+from asynckv.geometry.bounds import MAX_RANKS
+from asynckv.offload.job import JobKind
+from asynckv.offload.keys import needed
+from asynckv.scheduler import PrefillGroup
+
+__all__ = ["Lending"]
+
+
+class Lending:
+    """What is lent of a rank's own shelf."""
+
+    def __init__(self, config: OffloadConfig, mover: Mover) -> None:
+        self._config, self._mover = config, mover
+        (self._own,) = mover.shelves
+        self._leases: set[asyncio.Task[None]] = set()
+
+    async def lend(
+        self,
+        host: Engine | None,
+        request_id: str,
+        hashes: Sequence[str | bytes],
+        chain: list[bytes],
+        tokens: int,
+        lease_s: float | None,
+        readers: int,
+    ) -> dict[str, Any]:
+        """Bring a prefix to host memory, pin it there, and lend it by the host tier's engine; see `Offload.lend`."""
+        request_id, readers = text("request_id", request_id, MAX_ID, 1), integer("readers", readers, 1, MAX_RANKS)
+        if host is None:
+            raise LocalProtocolError("nothing can be lent without OffloadConfig(network=EngineConfig(...))")
+        lease, mover = host.config.lease, self._mover
+        if lease_s is not None:
+            lease_s = number("lease_s", lease_s, MIN_LEASE_S, lease.max_lease_s)
+        if self._own.form.tp_size * self._own.form.pp_size > 1:
+            raise LocalProtocolError("stored blocks are lent by engines of one rank: ranks choose their slots apart")
+        job = mover.begin(JobKind.LOAD, request_id, [], {}, self._config.timeout_s, chain, tokens, {self._own: None})
+        ended = await mover.outcome(job)
+        pin, is_text = f"{job.job_id}-lent", all(isinstance(h, str) for h in hashes)
+        try:
+            params = PrefillGroup(host.config.engine_id, [host.endpoint], lease=lease).make_params(
+                request_id,
+                self._pinned(pin, request_id, chain, tokens, ended.cause),
+                tokens,
+                lease_s=lease_s,
+                written=True,
+                hashes=[str(h) for h in hashes] if is_text else (),
+                hash_tokens=self._config.hash_tokens if is_text else 0,
+            )
+            lent = host.lend(params, readers=readers)
+        except BaseException:
+            mover.unpin(pin)
+            raise
+        mover.counts["lent"] += 1
+        task = asyncio.get_running_loop().create_task(self._keep(lent, pin))
+        self._leases.add(task)
+        task.add_done_callback(self._leases.discard)
+        return params
+
+    def _pinned(
+        self, pin: str, request_id: str, chain: list[bytes], tokens: int, cause: str
+    ) -> list[tuple[int, list[int | None]]]:
+        """Pin a prefix; returns its slots, as `make_params` takes them."""
+        pieces = {piece.group: piece for piece in self._own.catalogue.pin(pin, chain, tokens)}
+        groups = []
+        for at, group in enumerate(self._own.groups):
+            places, piece = needed(group, 0, tokens), pieces.get(at)
+            known = dict(zip(piece.positions, piece.host_slots, strict=True)) if piece is not None else {}
+            if any(place not in known for place in places):
+                raise LocalProtocolError(
+                    f"request {request_id[:200]!r}: not all of its {tokens} tokens are kept any more "
+                    f"({cause or 'they were given up'}); look them up again"
+                )
+            groups.append((0, [known.get(place) for place in range(places.stop)]))
+        return groups
+
+    async def _keep(self, lent: LentRequest, pin: str) -> None:
+        """Keep what is lent until nobody may read it any more."""
+        await lent.wait_released()
+        self._mover.unpin(pin)

@@ -1,0 +1,360 @@
+"""The tiers of one rank, as its engine's guest: how their memory is taken, their files are opened, and all is let go.
+
+What takes long, taking memory page by page and reading what files hold, is done on another thread. The order in which
+it ends keeps memory safe: first nothing is begun any more, then what is copied is waited for, then planes are left, and
+only then blocks are given back that something might have written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from asynckv.config import EngineConfig, OffloadConfig
+from asynckv.core.inspect import HeldBlocks
+from asynckv.core.lifecycle import LifeState
+from asynckv.engine.copying import Copying, SlotBySlot, reading
+from asynckv.engine.engine import Engine
+from asynckv.engine.figures import Figures
+from asynckv.engine.jobs import OffloadJob
+from asynckv.engine.mover import Mover
+from asynckv.engine.shelf import Shelf
+from asynckv.errors import BackendError, ConfigError, EngineClosed, LocalProtocolError
+from asynckv.geometry.blocks import BlockList
+from asynckv.geometry.check import Registration
+from asynckv.geometry.packed import record_form
+from asynckv.observe.events import EVENT
+from asynckv.offload.found import Found
+from asynckv.offload.job import JobEnded, JobOutcome, MoveKind
+from asynckv.offload.keys import needed
+from asynckv.ports import CopyPlane, RecordPlane
+
+__all__ = ["GRACE_S", "Leftovers", "Serve", "Tiers"]
+
+HOST = "host"
+"""The name of the host tier's memory among what the copy plane knows."""
+
+THROUGH_BYTES = 32 << 20
+"""Of host memory through which the records of another geometry pass, per rank that has left some."""
+
+GRACE_S = 1.0
+"""How long closing writes to files, and waits for copies that run, unless it is told otherwise."""
+
+WRITTEN = f"blocks.{MoveKind.WRITE_BACK.value}"
+
+Serve = Callable[[EngineConfig, Registration], Engine]
+Leftovers = Callable[[OffloadConfig, Shelf, str], list[Shelf]]
+
+
+class Tiers:
+    """A rank's own shelf, and those that ranks of another geometry have left.
+
+    Args:
+        owner: Whose calls it serves.
+        config: The offload's.
+        engine: Whose blocks these are.
+        copies: Copy plane; NIXL if left out.
+        records: Record plane; files of `config.directory` if left out.
+        serve: Makes the host tier's own engine.
+        leftovers: Finds what ranks of another geometry have left in files.
+
+    Attributes:
+        own: The rank's own shelf.
+        others: All of them are needed for a prefix.
+        align: Prefixes end at multiples of it.
+        mover: Carries out what catalogues want.
+        network: The host tier's own engine.
+        is_started: Somebody has called `start`.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        config: OffloadConfig,
+        engine: Engine,
+        copies: CopyPlane | None,
+        records: RecordPlane | None,
+        serve: Serve,
+        leftovers: Leftovers | None,
+    ) -> None:
+        self.owner, self.config, self.engine, self.driver = owner, config, engine, engine._driver
+        self._serve, self._leftovers = serve, leftovers or _left_by_others
+        self.own = Shelf(
+            HOST,
+            record_form(engine.registration.layout),
+            config,
+            host_bytes=config.host_bytes,
+            file_bytes=config.file_bytes,
+            records=records,
+        )
+        self.others: list[Shelf] = []
+        self.align = self.own.align
+        self.mover = Mover(self.driver, config)
+        self.mover.shelves = (self.own,)
+        self.figures = Figures(self.driver, self.mover, config)
+        self.mover.on_moved = self.figures.tell
+        self.network: Engine | None = None
+        self.is_started = False
+        self._copies = copies
+        self._closing: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
+        self._opening = asyncio.Lock()
+        """Held while another thread takes memory and opens files."""
+
+    # -- beginning -----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Take the memory, open the files, and find out what they hold."""
+        driver, config = self.driver, self.config
+        if self.is_started:
+            raise LocalProtocolError("the offload was started before; make a new one")
+        driver.attach(self)
+        self.is_started, began = True, driver.clock.now()
+        try:
+            async with self._opening:
+                found = await self._open()
+            if config.network is not None:
+                self.network = self._serve(config.network, Registration(self.own.layout, (self.own.memory,)))
+                await self.network.start()
+            if self._closing is not None or driver.life.state is not LifeState.RUNNING:
+                raise EngineClosed("the engine ended while its offload started")
+            self._take()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._let_go_of_planes(0.0)
+            if self in driver.guests:
+                driver.guests.remove(self)
+            raise
+        self.mover.cause = ""
+        driver.recorder.event(
+            "info",
+            EVENT.OFFLOAD_STARTED,
+            host_bytes=config.host_bytes,
+            file_bytes=config.file_bytes,
+            blocks_found=found,
+            seconds=round(driver.clock.now() - began, 6),
+            tiers=self.describe(),
+        )
+        self.mover.pump()
+
+    def _take(self) -> None:
+        """Use the engine's memory, as it is registered now."""
+        layout, mover = self.engine.registration.layout, self.mover
+        if record_form(layout) != self.own.form:
+            raise LocalProtocolError(
+                "the engine's blocks have another form than those that the offload keeps; make a new Offload"
+            )
+        most = self.config.max_post_bytes
+        copying: dict[Shelf, Copying] = {self.own: SlotBySlot(self.own, layout, most)}
+        if self.others:
+            copying |= reading(layout, self.others, most)
+        if self._copies is None:
+            self._copies = _nixl_copies(f"{self._name}-{self.engine.memory_epoch}")
+        far = {shelf.far: [shelf.memory.memory] for shelf in mover.shelves if shelf.memory is not None}
+        self._copies.start(layout.memories, far, mover.on_copies)
+        mover.use(self._copies, copying)
+
+    @property
+    def _name(self) -> str:
+        """Of NIXL's agents; unique."""
+        layout = self.engine.registration.layout
+        return f"{self.engine.config.engine_id}-tp{layout.tp_rank}-pp{layout.pp_stage}-{self.engine.incarnation[:16]}"
+
+    async def _open(self) -> int:
+        """Take the memory, and open the files, away from the loop; returns how many blocks these have."""
+        loop, mover = asyncio.get_running_loop(), self.mover
+        work = loop.run_in_executor(None, self._open_all, loop)
+        try:
+            found, left_out = await asyncio.shield(work)
+        except asyncio.CancelledError:
+            with anyio.CancelScope(shield=True):  # nobody may close what is still being opened
+                await asyncio.wait([work])
+            raise
+        if left_out:
+            self.driver.recorder.event("info", EVENT.OFFLOAD_LEFT_OUT, cause=left_out)
+        opened, mover.shelves = mover.shelves, (self.own, *self.others)
+        for shelf in opened:
+            if shelf not in mover.shelves:
+                await shelf.close()
+        mover.is_open = True
+        for shelf in mover.shelves:
+            if shelf.records is not None:
+                mover.on_records(shelf)  # what was not heard meanwhile
+        return found
+
+    def _open_all(self, loop: asyncio.AbstractEventLoop) -> tuple[int, str]:
+        """Take memory page by page, take space on disks, and read what is there: each takes seconds if there is much.
+
+        Runs on a thread of its own. Says how many blocks there are, and why what others have left is not used.
+        """
+        own, config, mover = self.own, self.config, self.mover
+        own.take_memory()
+        if own.records is None and config.directory:
+            own.records = _files(config, own, self._name)
+        found = own.open_files(partial(mover.on_records, own), loop)
+        try:
+            for shelf in self._leftovers(config, own, self._name):
+                mover.shelves = (*mover.shelves, shelf)
+                shelf.take_memory()
+                found += shelf.open_files(partial(mover.on_records, shelf), loop)
+            if opened := mover.shelves[1:]:
+                self.others = list(reading(self.engine.registration.layout, opened, config.max_post_bytes))
+        except (BackendError, ConfigError) as exc:
+            return found, str(exc)
+        return found, ""
+
+    # -- its end -------------------------------------------------------------------------------------
+
+    async def close(self, timeout_s: float | None, flush_s: float) -> tuple[HeldBlocks, ...]:
+        """End everything, or wait until all has ended; if that failed before, try again."""
+        if self._closing is None or (self._closing.done() and self._closing.exception() is not None):
+            self._closing = asyncio.get_running_loop().create_task(self._close(timeout_s, flush_s))
+        left: tuple[HeldBlocks, ...] = ()
+        with anyio.CancelScope(shield=True):
+            left = await asyncio.shield(self._closing)
+        return left
+
+    async def _close(self, timeout_s: float | None, flush_s: float) -> tuple[HeldBlocks, ...]:
+        driver, mover = self.driver, self.mover
+        was_open, mover.cause = not mover.cause, mover.cause or "it was closed"
+        before = mover.counts[WRITTEN]
+        left = await mover.end_work(GRACE_S if timeout_s is None else timeout_s, flush_s)
+        written, lost = mover.counts[WRITTEN] - before, mover.to_write_back
+        await self._let_go_of_planes(timeout_s)
+        mover.forsake()
+        if self in driver.guests:
+            driver.guests.remove(self)
+        if was_open:
+            self.figures.tell(0.0)
+            driver.recorder.event(
+                "info", EVENT.OFFLOAD_STOPPED, counters=self.figures.counters(), written_back=written, lost=lost
+            )
+        driver.soon()
+        return left
+
+    async def _let_go_of_planes(self, timeout_s: float | None) -> None:
+        """End all planes; nothing touches any memory afterwards."""
+        async with self._opening:
+            pass
+        if self.network is not None:
+            await self.network.aclose(timeout_s)
+        await self.mover.let_go_of_device()
+        for shelf in self.mover.shelves:
+            await shelf.close()
+
+    # -- what the engine asks of its guest -----------------------------------------------------------
+
+    async def let_go(self, timeout_s: float | None) -> tuple[HeldBlocks, ...]:
+        """The engine ends, or is suspended: use its memory no more."""
+        if self.driver.life.state is not LifeState.SUSPENDING:
+            return await self.close(timeout_s, GRACE_S if timeout_s is None else min(timeout_s, GRACE_S))
+        self.mover.cause = "its engine is suspended"
+        left = await self.mover.end_work(GRACE_S if timeout_s is None else timeout_s)
+        await self.mover.let_go_of_device()
+        self.mover.forsake((MoveKind.STORE, MoveKind.LOAD))
+        return left
+
+    def take_again(self) -> None:
+        """The engine was resumed: use its memory as it is registered now."""
+        try:
+            self._take()
+        except (LocalProtocolError, BackendError) as exc:
+            self.mover.cause = str(exc)
+            self.driver.recorder.event("error", EVENT.OFFLOAD_BROKEN, cause=str(exc))
+        else:
+            self.mover.cause = ""
+            self.mover.pump()
+
+    def counters(self) -> dict[str, int]:
+        """What is told with the engine's own."""
+        return self.figures.told_by_the_engine()
+
+    def describe(self) -> dict[str, str]:
+        """Name versions, transports and modes in use."""
+        planes = self._copies, self.own.records
+        return {name: what for plane in planes if plane is not None for name, what in plane.describe().items()}
+
+    # -- what they hold ------------------------------------------------------------------------------
+
+    def found(self, chain: list[bytes]) -> Found:
+        """What is kept of a prefix on the rank's own shelf, or on those of others if that is more."""
+        found = self.own.catalogue.lookup(chain)
+        if self.others and found.tokens < len(chain) * self.config.hash_tokens:
+            there = min((shelf.catalogue.lookup(chain) for shelf in self.others), key=lambda each: each.tokens)
+            tokens = there.tokens // self.align * self.align
+            if tokens > found.tokens:
+                return msgspec.structs.replace(there, tokens=tokens, ready_tokens=found.ready_tokens)
+        return found
+
+    def sources(
+        self, chain: list[bytes], tokens: int, blocks: Sequence[BlockList], wanted: list[list[int]]
+    ) -> dict[Shelf, list[list[int]]]:
+        """Say of which shelves a prefix is loaded, and which blocks of their groups are needed for those wanted."""
+        whole = chain[: tokens // self.config.hash_tokens]
+        if self.others and all(tokens % shelf.align == 0 for shelf in self.others):
+            if self.own.catalogue.lookup(whole).tokens < tokens <= self.found(whole).tokens:
+                firsts = {
+                    group.namespace: blocks[at][0] for group, at in zip(self.own.groups, self.own.kept, strict=True)
+                }
+                return {
+                    shelf: [list(needed(group, firsts.get(group.namespace, 0), tokens)) for group in shelf.groups]
+                    for shelf in self.others
+                }
+        return {self.own: wanted}
+
+    def loaded(self, job: OffloadJob, ended: JobEnded, tokens: int) -> int:
+        """Say how long a prefix is in place in all groups: all, what precedes the first gap, or what was there."""
+        if all(part is not None and not any(part.missing) for part in job.parts.values()):
+            return tokens
+        had = min(min(job.blocks[index][0], tokens) for index in self.own.kept) // self.align * self.align
+        if any(group.is_state or group.window for group in self.own.groups):
+            return had  # a shorter prefix would need other blocks
+        ends = [tokens]
+        for shelf in self.mover.shelves:
+            if (part := job.parts.get(shelf.far)) is None:
+                continue
+            if part.outcome is JobOutcome.MISSING and not part.blocks:
+                return had  # nothing was moved
+            ends += [min(m) * g.block_size for g, m in zip(shelf.groups, part.missing, strict=True) if m]
+        return max(min(ends) // self.align * self.align, had)
+
+
+def _nixl_copies(name: str) -> CopyPlane:
+    from asynckv.edges.copies import NixlCopies
+
+    return NixlCopies(name)
+
+
+def _folder(config: OffloadConfig, own: Shelf) -> Path:
+    """Where a rank keeps its files: each geometry has a directory of its own, for what it keeps has another form."""
+    form = own.form
+    stage = f"-pp{form.pp_stage}of{form.pp_size}" if form.pp_size > 1 else ""
+    return Path(config.directory) / f"tp{form.tp_rank}of{form.tp_size}{stage}-{own.form_id}"
+
+
+def _files(config: OffloadConfig, own: Shelf, name: str) -> RecordPlane:
+    from asynckv.edges.file_tier import FileTier
+
+    return FileTier(_folder(config, own), config.file_bytes, name=name)
+
+
+def _left_by_others(config: OffloadConfig, own: Shelf, name: str) -> list[Shelf]:
+    """Make shelves of what ranks of another geometry have left in the same directory."""
+    if not config.directory:
+        return []
+    from asynckv.edges.file_tier import FileTier
+    from asynckv.edges.leftovers import left_in
+
+    shelves = []
+    for at, left in enumerate(left_in(Path(config.directory), own.form)):
+        files = FileTier(left.folder, left.num_bytes, name=f"{name}-left{at}")
+        through = max(THROUGH_BYTES, 16 * left.form.memories[0].length * len(left.form.groups))
+        far = f"left{at}"
+        shelves.append(
+            Shelf(far, left.form, config, host_bytes=through, file_bytes=left.num_bytes, records=files, is_own=False)
+        )
+    return shelves

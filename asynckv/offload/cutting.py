@@ -1,0 +1,127 @@
+"""What jobs are waiting for is cut into moves that fit the budgets: the oldest job first, one move of each in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from asynckv.offload.entry import Entry, EntryState
+from asynckv.offload.job import Item, Job, JobKind, Move, MoveKind
+from asynckv.offload.jobs import Jobs
+from asynckv.offload.keys import StoredGroup
+from asynckv.offload.tier import Tier
+from asynckv.offload.traffic import Traffic
+
+__all__ = ["Cutting"]
+
+
+class Cutting:
+    """Cuts loads, stores and promotions."""
+
+    def __init__(
+        self, groups: Sequence[StoredGroup], host: Tier, file: Tier | None, jobs: Jobs, traffic: Traffic
+    ) -> None:
+        self._groups, self._host, self._file, self._jobs, self._traffic = groups, host, file, jobs, traffic
+
+    def of(self, kind: MoveKind, of: JobKind) -> list[Move]:
+        """Cut moves between the device and host memory."""
+        moves, ready = list[Move](), self._jobs.ready[of]
+        while ready:
+            over, is_full = list[Job](), False
+            for job in ready.values():
+                items, num_bytes = self._next(kind, job)
+                if items:
+                    moves.append(self._post(kind, job, items, num_bytes))
+                if not job.todo:
+                    over.append(job)
+                elif is_full := not items:
+                    break
+            for job in over:
+                del ready[job.job_id]
+                self._jobs.settle(job)
+            if is_full:
+                break
+        return moves
+
+    def _next(self, kind: MoveKind, job: Job) -> tuple[list[Item], int]:
+        """Take what fits into one move."""
+        items, num_bytes = list[Item](), 0
+        while job.todo:
+            position, entry = job.todo[0]
+            size = self._groups[entry.group].record_bytes
+            if not self._traffic.fits(kind, num_bytes, size):
+                break
+            item = job.todo.popleft()
+            if kind is MoveKind.STORE and entry.state is not EntryState.WRITING:
+                job.missing.append((entry.group, position))  # evicted before it was stored
+                self._jobs.let_go(job, self._host, entry)
+                continue
+            items.append(item)
+            num_bytes += size
+        return items, num_bytes
+
+    def _post(self, kind: MoveKind, job: Job, items: list[Item], num_bytes: int) -> Move:
+        """Hand out a move between the device and host memory."""
+        move = self._traffic.begin(kind, job, items, [], num_bytes)
+        job.running.add(move.move_id)
+        if kind is MoveKind.STORE:  # from now on the move keeps the slots
+            for _, entry in items:
+                self._jobs.let_go(job, self._host, entry)
+        return move
+
+    def promotions(self) -> Iterator[Move]:
+        """Find slots for what loads need from the file tier, the first job first."""
+        absent, full = self._jobs.absent, set[int]()
+        over = []
+        for job in absent.values():
+            while job.absent:
+                items = self._next_absent(job, full)
+                if not items:
+                    break
+                group = items[0].entry.group
+                made = self._host.make(group, [item.entry.hash for item in items])
+                job.absent.extendleft(reversed(items[len(made) :]))
+                if len(made) < len(items):
+                    full.add(self._host.slots.kinds[group])
+                if made:
+                    yield self._promote(job, items, made)
+            if not job.absent:
+                over.append(job)
+        for job in over:
+            del absent[job.job_id]
+
+    def _promote(self, job: Job, items: list[Item], made: list[Entry]) -> Move:
+        assert self._file is not None
+        todo = [Item(item.position, entry) for item, entry in zip(items, made, strict=False)]
+        for position, entry in todo:
+            self._jobs.wait(job, position, entry)
+        sources = [item.entry for item in items[: len(made)]]
+        num_bytes = len(made) * self._groups[made[0].group].record_bytes
+        move = self._traffic.begin(MoveKind.PROMOTION, job, todo, sources, num_bytes)
+        for entry in sources:
+            self._jobs.let_go(job, self._file, entry)
+        return move
+
+    def _next_absent(self, job: Job, full: set[int]) -> list[Item]:
+        """Take blocks of one group that a load needs from the file tier, and that nobody is promoting."""
+        assert self._file is not None
+        items: list[Item] = []
+        num_bytes = 0
+        while job.absent and (not items or job.absent[0].entry.group == items[0].entry.group):
+            position, source = job.absent[0]
+            size = self._groups[source.group].record_bytes
+            entry = self._host.index[source.group].get(source.hash)
+            if entry is None:
+                is_full = self._host.slots.kinds[source.group] in full
+                if is_full or not self._traffic.fits(MoveKind.PROMOTION, num_bytes, size):
+                    break
+                items.append(job.absent.popleft())
+                num_bytes += size
+                continue
+            job.absent.popleft()
+            if entry.state is EntryState.READY:
+                self._jobs.hold(job, entry)
+                self._jobs.do(job, position, entry)
+            else:
+                self._jobs.wait(job, position, entry)
+            self._jobs.let_go(job, self._file, source)
+        return items
