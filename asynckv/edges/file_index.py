@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import xxhash
@@ -31,9 +33,10 @@ __all__ = [
     "FileIndex",
     "Said",
     "checksum",
+    "damaged",
     "no_collection",
     "now",
-    "open_index",
+    "one_line",
     "read_index",
 ]
 
@@ -78,12 +81,6 @@ UNUSABLE = {
 """What says nothing of the index itself; with anything else it is damaged."""
 
 
-def _damaged(how: str) -> sqlite3.DatabaseError:
-    exc = sqlite3.DatabaseError(how)
-    exc.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-    return exc
-
-
 FROM = "FROM records LEFT JOIN kinds ON kind = id"
 SENSIBLE = (
     " AND ".join(f"typeof({x}) = 'integer'" for x in ("size", "checksum", "stored_at"))
@@ -125,19 +122,20 @@ def checksum(key: bytes, data: memoryview | bytes) -> int:
     return found - (1 << 64) if found >= 1 << 63 else found
 
 
-def open_index(path: Path, *, mode: str = "rwc", immutable: bool = False) -> sqlite3.Connection:
-    """Open an index, and make it if it is not there (mode `rwc`).
+def open_index(path: Path, *, how: str = "mode=rwc") -> sqlite3.Connection:
+    """Open an index, and make it if it is not there, unless told otherwise in the words of a URI of sqlite's.
 
     Raises:
         BackendError: It is of another format, of another application, or cannot be opened.
         sqlite3.DatabaseError: It is damaged.
     """
-    if mode == "rwc":
+    is_made = how == "mode=rwc"
+    if is_made:
         if path.is_symlink():
             raise BackendError(f"{path} is a link to another file; name another directory")
         with suppress(OSError):  # sqlite would let everybody read it; what is there is not opened: that ends its locks
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    uri = f"{path.absolute().as_uri()}?mode={mode}{'&immutable=1' if immutable else ''}"
+    uri = f"{path.absolute().as_uri()}?{how}"
     try:
         db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=1.0)
     except sqlite3.OperationalError as exc:
@@ -155,7 +153,7 @@ def open_index(path: Path, *, mode: str = "rwc", immutable: bool = False) -> sql
                 f"{path} is of format {version}, and this asynckv reads format {FORMAT}; name another directory, or "
                 f"empty this one"
             )
-        if not has_tables and mode == "rwc":
+        if not has_tables and is_made:
             db.executescript(f"PRAGMA journal_mode = WAL; BEGIN; {SCHEMA} COMMIT;")
     except BaseException:
         db.close()
@@ -163,28 +161,68 @@ def open_index(path: Path, *, mode: str = "rwc", immutable: bool = False) -> sql
     return db
 
 
-def read_index(folder: Path, *, records: bool = True) -> Said:
+def read_index(folder: Path, *, records: bool = True, check: bool = False) -> Said:
     """Say what an index says, whoever writes it meanwhile; changes nothing, and lets go of it at once.
 
+    Args:
+        folder: Where it is.
+        records: Whether to read what is stored as well.
+        check: Whether to look through all of it for damage.
+
     Raises:
-        BackendError: It is damaged, of another format, or cannot be opened.
+        BackendError: It is damaged, of another format, or cannot be read.
     """
-    # Reading beside a writer makes files; without a log there is none, or it has not got far.
-    has_log = (folder / f"{INDEX}-wal").exists()
+    path = folder / INDEX
     try:
+        if not path.with_name(f"{INDEX}-wal").exists():
+            return _read(path, "immutable=1", records, check)  # sqlite would make files to read along
         try:
-            return _read(folder, records, immutable=not has_log)
-        except (sqlite3.OperationalError, BackendError):
-            if os.access(folder, os.W_OK):
-                raise
-            return _read(folder, records, immutable=True)
+            return _read(path, "readonly_shm=1", records, check)
+        except sqlite3.OperationalError:  # its owner has ended, and a file of its is not there
+            with TemporaryDirectory(prefix="asynckv-") as scratch:
+                for name in (INDEX, f"{INDEX}-wal"):
+                    shutil.copyfile(folder / name, Path(scratch) / name)
+                return _read(Path(scratch) / INDEX, "", records, check)
     except sqlite3.Error as exc:
-        raise BackendError(f"the index of {folder} is damaged ({exc}); the next start makes a new one") from None
+        if getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in UNUSABLE:
+            raise BackendError(f"{path} cannot be read: {one_line(exc)}") from None
+        raise damaged(folder, one_line(exc)) from None
+    except OSError as exc:
+        raise BackendError(f"{path} cannot be read: {exc.strerror}") from None
 
 
-def _read(folder: Path, records: bool, *, immutable: bool) -> Said:
-    with closing(open_index(folder / INDEX, mode="ro", immutable=immutable)) as db:
+def _read(path: Path, how: str, records: bool, check: bool) -> Said:
+    with closing(open_index(path, how=f"mode=ro&{how}")) as db:
+        if check:
+            _check(db)
         return _said(db, records)
+
+
+def _check(db: sqlite3.Connection) -> None:
+    """See that an index is sound.
+
+    Raises:
+        sqlite3.DatabaseError: It is not.
+    """
+    found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if found != "ok":
+        exc = sqlite3.DatabaseError(one_line(found))
+        exc.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise exc
+    db.execute("SELECT far, size, key, checksum, kind, stored_at FROM records LIMIT 1").fetchone()
+
+
+def one_line(said: object) -> str:
+    """What sqlite says goes over several lines."""
+    return " ".join(str(said).split())
+
+
+def damaged(folder: Path, how: str) -> BackendError:
+    """Say that an index is damaged, and what comes of it."""
+    return BackendError(
+        f"the index of {folder} is damaged ({how}), so what is stored there is lost: the next start makes a new one, "
+        f"and begins empty"
+    )
 
 
 def _said(db: sqlite3.Connection, records: bool) -> Said:
@@ -217,16 +255,15 @@ def no_collection() -> Iterator[None]:
 class FileIndex:
     """One open index. All but the constructor belongs to one thread.
 
-    A damaged one is thrown away: `dropped` says why, and empty tables follow.
-
     Args:
         folder: Where it is, or is to be.
+        replace: Whether a damaged one is thrown away: `dropped` says why, and empty tables follow.
 
     Raises:
-        BackendError: It cannot be opened, or is of another format.
+        BackendError: It cannot be opened, is of another format, or is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, replace: bool = True) -> None:
         self._path = folder / INDEX
         self.dropped = ""
         try:
@@ -234,17 +271,16 @@ class FileIndex:
         except sqlite3.DatabaseError as exc:
             if exc.sqlite_errorcode & 0xFF in UNUSABLE:
                 raise BackendError(f"{self._path} cannot be used: {exc}; name another directory") from None
-            self.dropped = str(exc)
+            if not replace:
+                raise damaged(folder, one_line(exc)) from None
+            self.dropped = one_line(exc)
             self._remove()
             self._db = self._open()
 
     def _open(self) -> sqlite3.Connection:
         db = open_index(self._path)
         try:
-            found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if found != "ok":
-                raise _damaged(str(found))
-            db.execute("SELECT far, size, key, checksum, kind, stored_at FROM records LIMIT 1").fetchone()
+            _check(db)
         except BaseException:
             db.close()
             raise

@@ -20,13 +20,10 @@ from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.geometry.packed import placed, record_sizes
 from asynckv.offload.catalogue import Budgets, Catalogue
 from asynckv.offload.job import Move
-from asynckv.offload.keys import stored_groups
+from asynckv.offload.keys import NAMESPACE_BYTES, stored_groups
 from asynckv.ports import Record, RecordPlane
 
 __all__ = ["Shelf"]
-
-NAMESPACE = 16
-"""Bytes of a record's key before the hash: what the hash means."""
 
 MOVE_BYTES = 64 << 20
 """In one move at most, which then has one ending for all of it."""
@@ -116,12 +113,12 @@ class Shelf:
         found, strange = [], []
         spaces = {space: at for at, space in enumerate(self._spaces)}
         for stored in self.records.start(self.memory.memory, on_ready, loop):
-            at = spaces.get(stored.key[:NAMESPACE], -1)
+            at = spaces.get(stored.key[:NAMESPACE_BYTES], -1)
             size = self.groups[at].record_bytes
             if at < 0 or stored.layout != self.form_id or stored.size != size or stored.far % size:
                 strange.append(stored.far)
             else:
-                found.append((at, stored.far // size, stored.key[NAMESPACE:]))
+                found.append((at, stored.far // size, stored.key[NAMESPACE_BYTES:]))
         if self._is_own:
             self.records.forget(strange)
             self.records.keep_layout(self.form_id, msgspec.msgpack.encode(self.form))

@@ -53,7 +53,7 @@ from asynckv.integrations.vllm.offload.region import Region, Shape, path_of
 from asynckv.offload.catalogue import Budgets, Catalogue
 from asynckv.offload.entry import EntryState
 from asynckv.offload.job import JobEnded, JobOutcome, Move, MoveKind
-from asynckv.offload.keys import StoredGroup
+from asynckv.offload.keys import NAMESPACE_BYTES, StoredGroup
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded
 
 __all__ = ["COUNTED", "GAUGES", "PREFIX", "Manager"]
@@ -64,8 +64,6 @@ ALL = 1 << 62
 """Bytes: what vLLM has decided to move is moved; workers take one job after another."""
 
 CLOSE_S = 3.0
-NAMESPACE = 16
-"""Bytes of a record's key before the hash."""
 
 READY = EntryState.READY
 
@@ -206,11 +204,11 @@ class Manager(OffloadingManager):
         spaces = {space: place for place, space in enumerate(self._spaces)}
         size = self._shape.slot_bytes
         for stored in files.start(self._region.memory):
-            place = spaces.get(stored.key[:NAMESPACE], -1)
+            place = spaces.get(stored.key[:NAMESPACE_BYTES], -1)
             if place < 0 or stored.layout != self._form or stored.size != size or stored.far % size:
                 strange.append(stored.far)
             else:
-                found.append((place, stored.far // size, stored.key[NAMESPACE:]))
+                found.append((place, stored.far // size, stored.key[NAMESPACE_BYTES:]))
         self._files = files
         files.forget(strange)
         kept = self.catalogue.recover(found)
