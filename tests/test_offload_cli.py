@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from asynckv import cli
-from asynckv.edges.file_index import INDEX
+from asynckv.edges.file_index import INDEX, read_index
 from asynckv.edges.file_store import OWNER, OwnerLock
 from asynckv.offload.keys import short
 from asynckv.tools import offload_folder
@@ -138,7 +138,7 @@ def test_a_running_owner_is_not_disturbed_and_what_it_gives_up_meanwhile_is_not_
             def read_late(*given: Any) -> Any:  # the owner has written over what the index said
                 tier.plane.forget([records(3)[0].far])
                 overwrite(folder, records(3)[0].far, b"!")
-                while len(offload_folder.read_index(folder).entries) == COUNT:
+                while len(read_index(folder).entries) == COUNT:
                     time.sleep(0)
                 return read(*given)
 
@@ -276,8 +276,8 @@ def test_who_has_a_directory_is_said_and_a_damaged_index_is_left(
     for how in (spoil, lambda folder: (folder / INDEX).write_bytes(b"x" * 10_000)):
         how(folder)
         before = state(folder)
-        for words in ("inspect", "verify", "verify --drop", "prune --older-than 1s", "verify"):
-            command, *more = words.split()
+        for line in ("inspect", "verify", "verify --drop", "prune --older-than 1s"):
+            command, *more = line.split()
             said = complaint(["offload", command, str(folder), *more], monkeypatch, capsys)
             assert "is damaged" in said
             assert "\\n" not in said
