@@ -629,11 +629,19 @@ class Stuck(PlainFiles):
     """A disk that answers when it is let."""
 
     entered, leave = threading.Event(), threading.Event()
+    where = "submit"
+
+    def _wait(self, where: str) -> None:
+        if where == self.where:
+            self.entered.set()
+            assert self.leave.wait(PATIENCE_S)
 
     def submit(self, number: int, extents: Sequence[Extent], is_write: bool) -> None:
-        self.entered.set()
-        assert self.leave.wait(PATIENCE_S)
+        self._wait("submit")
         super().submit(number, extents, is_write)
+
+    def close(self) -> None:
+        self._wait("close")
 
 
 @pytest.fixture
@@ -669,14 +677,17 @@ async def test_a_disk_that_does_not_answer_makes_misses_within_a_bound(make: Mak
     assert tier.start() == []
 
 
+@pytest.mark.parametrize("where", ["submit", "close"])
 async def test_closing_under_a_disk_that_does_not_answer_says_so_and_may_be_tried_again(
-    make: Make, stuck: type[Stuck], monkeypatch: pytest.MonkeyPatch
+    make: Make, stuck: type[Stuck], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
+    monkeypatch.setattr(stuck, "where", where)
     monkeypatch.setattr(file_tier, "CLOSE_S", 0.01)
     tier = make()
     tier.start()
     tier.post(WRITE, records(1))
-    assert stuck.entered.wait(PATIENCE_S)
+    if where == "submit":
+        assert stuck.entered.wait(PATIENCE_S)
     await tier.plane.quiesce()
     with pytest.raises(BackendError, match="call close"):
         tier.plane.close()

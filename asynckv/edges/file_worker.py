@@ -278,7 +278,9 @@ class Worker:
                 f"the disk under {self._folder} has not answered in time: memory that it reads into may still be "
                 f"written; keep it, and call close() again"
             )
-        self._io.close()  # the thread has: this only asks whether something still runs
+        # The thread has done that, unless something still runs.
+        self._io.close()
+        self._segments.close()
         with self._gate:
             for move in list(self._moves.values()):
                 move.void(move.cause or "the file tier was closed")
@@ -341,9 +343,9 @@ class Worker:
         if self._index is not None:
             with suppress(sqlite3.Error):
                 self._index.close()
-        with suppress(BackendError):
+        with suppress(BackendError):  # what runs still has its files
             self._io.close()
-        self._segments.close()
+            self._segments.close()
 
     def _work(self) -> None:
         while True:

@@ -140,7 +140,8 @@ def prune(
 ) -> None:
     """Forget blocks, and give the files that hold none any more back to the disk. No process may have the directory.
 
-    The next start takes the space again that it is configured for.
+    Engines of another geometry that only read it do not mind; the space is free when they have ended. The next start of
+    the owner takes again what it is configured for.
     """
     from rich.console import Console
 
