@@ -48,6 +48,12 @@ APPLICATION = 0x61736B76
 MAX_KEY = 1024
 ALIGN = 4096
 
+RECORD_BYTES = 256
+"""What one record may take in an index: it is a hundred or so, in pages that are not full."""
+
+ROOM = "room"
+"""A table that holds space for a moment."""
+
 STORED_AT = "stored_at"
 """The fact of a directory that says when something was stored there last: nanoseconds since 1970."""
 
@@ -276,6 +282,7 @@ class FileIndex:
             self.dropped = one_line(exc)
             self._remove()
             self._db = self._open()
+        self._inode = self._path.stat().st_ino
 
     def _open(self) -> sqlite3.Connection:
         db = open_index(self._path)
@@ -297,6 +304,48 @@ class FileIndex:
         """Return all that it says."""
         return _said(self._db, records=True)
 
+    def removed(self) -> str:
+        """Name it, if somebody has removed it."""
+        with suppress(FileNotFoundError):
+            return INDEX if self._path.stat().st_ino != self._inode else ""
+        return INDEX
+
+    # -- room ----------------------------------------------------------------------------------------
+
+    def lacks(self, num_records: int) -> int:
+        """Say how many bytes `reserve` is going to take from the disk."""
+        pages, log = self._wanted(num_records)
+        return (max(0, pages - self._number("page_count")) + log) * self._number("page_size")
+
+    def reserve(self, num_records: int) -> None:
+        """Take space for so many records, and for the log: a disk that is full later keeps neither from being written.
+
+        Sqlite uses pages that it has again, and its log from the start, so they are only to be made once.
+
+        Raises:
+            sqlite3.Error: There is none.
+        """
+        db, (pages, log) = self._db, self._wanted(num_records)
+        db.execute(f"PRAGMA wal_autocheckpoint = {log // 4}")
+        db.execute(f"DROP TABLE IF EXISTS {ROOM}")
+        db.execute(f"CREATE TABLE {ROOM} (bytes BLOB)")
+        size, missing = self._number("page_size"), max(0, pages - self._number("page_count"))
+        # All at a time would be twice on the disk. The last makes the log as long as it has to be.
+        for part in (*(min(log, missing - done) for done in range(0, missing, log)), log):
+            db.execute(f"INSERT INTO {ROOM} VALUES (zeroblob(?))", (part * size,))
+        db.execute(f"DROP TABLE {ROOM}")
+        db.execute("PRAGMA wal_checkpoint")
+
+    def _wanted(self, num_records: int) -> tuple[int, int]:
+        """Pages of the index, and of its log: four times what runs up between two checkpoints, for those who read."""
+        pages = -(-num_records * RECORD_BYTES // self._number("page_size")) + 16
+        return pages, 4 * max(64, min(1000, pages))
+
+    def _number(self, pragma: str) -> int:
+        return int(self._db.execute(f"PRAGMA {pragma}").fetchone()[0])
+
+    # -- changes, small ones first -------------------------------------------------------------------
+
     def note(self, **facts: int) -> None:
         """Note small facts."""
         self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", facts.items())
@@ -304,8 +353,6 @@ class FileIndex:
     def put_layout(self, fingerprint: str, body: bytes) -> None:
         """Write a layout down."""
         self._db.execute("INSERT OR REPLACE INTO layouts VALUES (?, ?)", (fingerprint, body))
-
-    # -- changes -------------------------------------------------------------------------------------
 
     def change(self, stored: Mapping[int, Entry], forgotten: Iterable[int]) -> None:
         """Forget what lies at some places, and note what lies at others, all or nothing.

@@ -16,6 +16,7 @@ import fcntl
 import mmap
 import os
 import socket
+import sqlite3
 import stat
 import weakref
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from asynckv.edges.file_index import ALIGN
+from asynckv.edges.file_index import ALIGN, one_line
 from asynckv.edges.file_io import Extent
 from asynckv.errors import BackendError
 
@@ -39,6 +40,7 @@ __all__ = [
     "Segments",
     "check_folder",
     "explained",
+    "explained_index",
     "owner_of",
     "segment_extents",
     "segment_path",
@@ -208,6 +210,12 @@ def explained(folder: Path, exc: OSError) -> str:
     return why
 
 
+def explained_index(folder: Path, exc: sqlite3.Error) -> str:
+    """Say why an index cannot be written, with the numbers, and what helps."""
+    code = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}
+    return explained(folder, OSError(code.get(getattr(exc, "sqlite_errorcode", 0) & 0xFF, 0), one_line(exc)))
+
+
 def segment_path(folder: Path, number: int) -> Path:
     """Say where a segment is."""
     return folder / f"segment-{number:05}.kv"
@@ -232,6 +240,7 @@ class Segments:
         segment_bytes: Length of one file, a multiple of 4096.
         direct: Whether to bypass the page cache, if the file system can.
         is_owned: This process has the directory; else nothing is made, and what is not there is not there.
+        beside: What the index is going to take from the disk.
 
     Attributes:
         fds: Of the files, by number; -1 where there is none.
@@ -241,14 +250,21 @@ class Segments:
     """
 
     def __init__(
-        self, folder: Path, num_bytes: int, segment_bytes: int, *, direct: bool, is_owned: bool = True
+        self,
+        folder: Path,
+        num_bytes: int,
+        segment_bytes: int,
+        *,
+        direct: bool,
+        is_owned: bool = True,
+        beside: int = 0,
     ) -> None:
         self.num_bytes, self.segment_bytes = num_bytes, segment_bytes
         self.fds: list[int] = []
         self.lengths: list[int] = []
         self.kept: list[int] = []
         """Bytes at the start of each segment that were there already; what was stored beyond is lost."""
-        self._folder = folder
+        self._folder, self._beside = folder, beside
         if num_bytes > MAX_SEGMENTS * segment_bytes:
             raise BackendError(
                 f"{folder}: {num_bytes} bytes in files of {segment_bytes} are more than {MAX_SEGMENTS} files; use "
@@ -282,7 +298,7 @@ class Segments:
         """Take nothing if not all can be had: a disk that is full for a moment is full for everybody on it."""
         there = sum(path.lstat().st_blocks * 512 for path in self._folder.glob("segment-*.kv"))
         found = os.statvfs(self._folder)
-        if found.f_blocks and self.num_bytes - there > found.f_bavail * found.f_frsize:
+        if found.f_blocks and self.num_bytes - there + self._beside > found.f_bavail * found.f_frsize:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _open(self, path: Path, length: int) -> None:
@@ -328,8 +344,8 @@ class Segments:
                 found = os.statvfs(self._folder)
                 free = found.f_bavail * found.f_frsize
                 return (
-                    f"{self._folder} has no room for {self.num_bytes} bytes: {free} are free ({exc.strerror}); give "
-                    f"the file tier fewer, or free some"
+                    f"{self._folder} has no room for {self.num_bytes} bytes: {free} are free ({exc.strerror}), and the "
+                    f"index takes {self._beside}; give the file tier fewer, or free some"
                 )
         return f"{self._folder} cannot be used: {explained(self._folder, exc)}; or name another directory"
 
@@ -344,6 +360,13 @@ class Segments:
             return far + size <= self.num_bytes
         parts = segment_extents(far, size, self.segment_bytes)
         return all(extent.offset + extent.size <= self.kept[number] for number, extent in parts)
+
+    def removed(self) -> str:
+        """Name a file that somebody has removed, if there is one."""
+        for number, fd in enumerate(self.fds):
+            if not os.fstat(fd).st_nlink:
+                return self.path(number).name
+        return ""
 
     def close(self) -> None:
         """Close the files. Idempotent."""

@@ -177,7 +177,7 @@ def block_hashes(hashes: list[bytes], block_size: int, hash_tokens: int) -> list
 
 def short(key: bytes) -> str:
     """How a hash begins, in hex, for people; of the key of a record."""
-    return key[NAMESPACE_BYTES : NAMESPACE_BYTES + 8].hex()
+    return (key[NAMESPACE_BYTES:] or key)[:8].hex()
 
 
 def needed(group: StoredGroup, first_token: int, tokens: int) -> range:
