@@ -110,7 +110,7 @@ class _Move:
 class _Batch:
     """Some records of one move, on their way."""
 
-    __slots__ = ("first", "move", "positions", "sums")
+    __slots__ = ("move", "positions", "sums")
 
     def __init__(self, move: _Move, positions: list[int]) -> None:
         self.move, self.positions = move, positions

@@ -543,7 +543,11 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         "both",
         ("info",),
         "Nothing is stored or loaded any more.",
-        (always(OBJECT, "counters", "What was counted since the start."),),
+        (
+            always(OBJECT, "counters", "What was counted since the start."),
+            always(INTEGER, "written_back", "Blocks that were written to files while it closed."),
+            always(INTEGER, "lost", "Blocks that were in host memory alone, though there are files."),
+        ),
     ),
     EVENT.OFFLOAD_FAILED: Event(
         "both",
@@ -602,7 +606,7 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         "both",
         ("info",),
         "What ranks of another geometry have left in files cannot be read here.",
-        (always(TEXT, "cause", "Why: they belong to a process that lives, some are missing, or they do not fit."),),
+        (always(TEXT, "cause", "Why: an index is damaged or of another format, a disk fails, or they do not fit."),),
     ),
     EVENT.OFFLOAD_BROKEN: Event(
         "both",
