@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from asynckv.offload.job import Move
-from asynckv.offload.keys import StoredGroup
+from asynckv.offload.keys import NAMESPACE_BYTES, StoredGroup
 from asynckv.ports import Record, Stored
 
-__all__ = ["NAMESPACE", "BlockRecords"]
-
-NAMESPACE = 16
-"""Bytes of a key before the hash."""
+__all__ = ["BlockRecords"]
 
 MAX_TAG = 64
 
@@ -47,12 +44,12 @@ class BlockRecords:
         fits, strange = [], []
         spaces = {space: at for at, space in enumerate(self._spaces)}
         for stored in found:
-            at = spaces.get(stored.key[:NAMESPACE], -1)
+            at = spaces.get(stored.key[:NAMESPACE_BYTES], -1)
             size = self._groups[at].record_bytes
             if at < 0 or stored.layout != self._form or stored.size != size or stored.far % size:
                 strange.append(stored.far)
             else:
-                fits.append((at, stored.far // size, stored.key[NAMESPACE:]))
+                fits.append((at, stored.far // size, stored.key[NAMESPACE_BYTES:]))
         return fits, strange
 
     def places(self, freed: Iterable[tuple[int, int]]) -> Iterator[int]:
