@@ -40,7 +40,7 @@ from asynckv.edges.leftovers import left_in
 from asynckv.embed import EngineDesk, Store
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.geometry.packed import record_form
-from asynckv.results import Loaded, Stored
+from asynckv.results import Evicted, Loaded, Stored
 from asynckv.testing import SimCopies, SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, until
 
@@ -744,10 +744,29 @@ async def test_what_is_pinned_is_not_given_up() -> None:
             assert (stored.num_blocks, stored.num_missed) == (2, 1)
         await offload.load("d", [(0, [8, 9])], chain("p", 2), num_tokens=32)
         assert rank.block(8, 9) == before
-        assert offload.evict(chain("p", 2)) == 2
+        assert offload.evict(chain("p", 2)) == Evicted(2, 0)
         assert offload.lookup(chain("p", 2)).tokens == 0
-        assert offload.evict() > 0
+        assert offload.evict().num_blocks > 0
         assert offload.lookup(chain("r", 3)).tokens == 0
+
+
+async def test_what_is_pinned_is_not_evicted() -> None:
+    disk = SimDisk(64 * RECORD)
+    rank = Rank(layout_of(), disk=disk, policy="lru")
+    async with rank.running() as offload:
+        before = rank.block(1, 2, 3)
+        await offload.store("a", [(0, [1, 2, 3])], chain("p", 3))
+        await offload.store("b", [(0, [4])], chain("q", 1))
+        await until(lambda: not (now := offload.statistics().gauges)["moves"] and not now["to_write_back"])
+        with offload.pin(chain("p", 2)):
+            assert offload.evict(chain("p", 3)) == Evicted(4, 2)  # in host memory and in files, but for what is pinned
+            assert offload.lookup(chain("p", 3)).tokens == 32
+            assert offload.evict() == Evicted(2, 2)
+            assert offload.lookup(chain("p", 3)).tokens == 32
+            await offload.load("c", [(0, [8, 9])], chain("p", 2), num_tokens=32)
+            assert rank.block(8, 9) == before[: 2 * RECORD]
+        assert offload.evict() == Evicted(2, 0)
+        assert offload.lookup(chain("p", 3)).tokens == 0
 
 
 async def test_a_place_in_the_files_that_changes_hands_keeps_its_new_block() -> None:
@@ -769,7 +788,7 @@ async def test_what_is_evicted_under_a_load_still_arrives() -> None:
         rank.copies.deferred = True
         loading = asyncio.create_task(offload.load("b", [(0, [8, 9])], chain("p", 2), num_tokens=32))
         await until(lambda: rank.copies.moves)
-        assert offload.evict() == 2
+        assert offload.evict() == Evicted(2, 0)
         others = [asyncio.create_task(offload.store(f"c{i}", [(0, [10 + i])], chain(f"q{i}", 1))) for i in range(4)]
         await asyncio.sleep(0)
         rank.copies.finish()

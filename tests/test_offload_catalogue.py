@@ -300,7 +300,7 @@ def test_a_load_fails_that_could_only_wait_for_pins() -> None:
     told = catalogue.news()[-1]
     assert isinstance(told, JobEnded)
     assert told.outcome is JobOutcome.NO_ROOM
-    assert "10 blocks are held by 1 pins and leases ('the lease'); unpin some" in told.cause
+    assert "10 of 10 blocks are held by 1 pins and leases ('the lease'); let some go, or raise host_by" in told.cause
     catalogue.unpin("the lease")
     catalogue.load("c", prompt(8))
     carry_out(catalogue)
@@ -338,7 +338,7 @@ def test_what_a_load_needs_is_loaded_though_it_is_evicted() -> None:
     catalogue.store("a", prompt(5))
     carry_out(catalogue)
     catalogue.load("b", prompt(5))
-    assert catalogue.evict() == 5
+    assert catalogue.evict() == (5, 0)
     catalogue.store("c", prompt(10, "q"))
     moves = {move.job_id: set(move.pieces[0].host_slots) for move in carry_out(catalogue)}
     assert (len(moves["b"]), len(moves["c"]), moves["b"] & moves["c"]) == (5, 5, set())
@@ -454,12 +454,15 @@ def test_all_that_is_evicted_is_found_no_more_at_once_and_dropped_little_by_litt
     stores = [move for move in catalogue.moves(0.0) if move.kind is MoveKind.STORE]
     catalogue.ended(stores[0].move_id, Ending.DONE)
     catalogue.pin("pin", prompt(7))
-    assert catalogue.evict() == 4003
-    assert catalogue.lookup(prompt(4000)).tokens == 0
+    assert catalogue.evict() == (3996, 7)
+    assert catalogue.lookup(prompt(4000)).tokens == 7 * 16
     assert outcomes(catalogue) == {"a": JobOutcome.DONE}
     turns, left = 0, math.inf
     while catalogue.wake_at == 0.0 or not turns:
-        assert not catalogue.moves(0.0), "what nobody finds any more is written to files"
+        moves = catalogue.moves(0.0)
+        assert [each.num_blocks for each in moves] == [7] * (not turns), "what nobody finds is written to files"
+        for move in moves:
+            catalogue.ended(move.move_id, Ending.DONE)
         assert catalogue.check_integrity() == []
         before, left = left, sum(1 for _ in catalogue.host.entries())
         assert before == math.inf or before - left <= SLICE
@@ -467,6 +470,7 @@ def test_all_that_is_evicted_is_found_no_more_at_once_and_dropped_little_by_litt
     assert (turns, left) == (7, 10)
     catalogue.ended(stores[1].move_id, Ending.DONE)
     catalogue.unpin("pin")
+    assert catalogue.evict() == (14, 0)
     assert not list(catalogue.host.entries())
     catalogue.store("c", prompt(5000, "new"))
     carry_out(catalogue)

@@ -184,8 +184,12 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.count % 3 == 1)
     @rule(hashes=prompts, is_all=st.booleans(), place=st.sampled_from([None, Place.HOST, Place.HOST, Place.FILE]))
     def evict(self, hashes: list[bytes], is_all: bool, place: Place | None) -> None:
+        found = [(tier, entry) for pin in self.catalogue.pins.values() for tier, entry in pin]
+        pinned = {entry for tier, entry in found if tier.index[entry.group].get(entry.hash) is entry}
         self.catalogue.evict(None if is_all else hashes, place)
-        assert place is not None or self.catalogue.lookup(hashes).tokens == 0
+        assert place is not None or pinned or self.catalogue.lookup(hashes).tokens == 0
+        left = {entry for tier, entry in found if tier.index[entry.group].get(entry.hash) is entry}
+        assert left == pinned, "what is pinned was evicted"
 
     @precondition(lambda self: self.catalogue.jobs and self.count % 3 == 0)
     @rule(i=st.integers(0, 100))

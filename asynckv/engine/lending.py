@@ -11,13 +11,13 @@ from typing import Any
 
 from asynckv.arguments import integer, number, text
 from asynckv.config import MIN_LEASE_S, OffloadConfig
-from asynckv.core.types import MAX_ID
+from asynckv.core.types import MAX_ID, Reason
 from asynckv.engine.engine import Engine
 from asynckv.engine.lent import LentRequest
 from asynckv.engine.mover import Mover
-from asynckv.errors import LocalProtocolError
+from asynckv.errors import LocalProtocolError, Overloaded
 from asynckv.geometry.bounds import MAX_RANKS
-from asynckv.offload.job import JobKind
+from asynckv.offload.job import JobKind, JobOutcome
 from asynckv.offload.keys import needed
 from asynckv.scheduler import PrefillGroup
 
@@ -52,9 +52,18 @@ class Lending:
         if self._own.form.tp_size * self._own.form.pp_size > 1:
             raise LocalProtocolError("stored blocks are lent by engines of one rank: ranks choose their slots apart")
         job = mover.begin(JobKind.LOAD, request_id, [], {}, self._config.timeout_s, chain, tokens, {self._own: None})
-        ended = await mover.outcome(job)
         pin, is_text = f"{job.job_id}-lent", all(isinstance(h, str) for h in hashes)
         try:
+            ended = await mover.outcome(job)
+            if ended.outcome is JobOutcome.CANCELLED:
+                raise job.error()
+            if ended.outcome is JobOutcome.NO_ROOM:
+                raise Overloaded(
+                    f"request {request_id[:200]!r}: its {tokens} tokens cannot be brought to host memory: {ended.cause}",
+                    request_id=request_id,
+                    reason=Reason.QUEUE_FULL,
+                    is_retryable=True,
+                )
             params = PrefillGroup(host.config.engine_id, [host.endpoint], lease=lease).make_params(
                 request_id,
                 self._pinned(pin, request_id, chain, tokens, ended.cause),
@@ -68,6 +77,8 @@ class Lending:
         except BaseException:
             mover.unpin(pin)
             raise
+        finally:
+            mover.unpin(job.job_id)  # what was brought is pinned for the lease, or not at all
         mover.counts["lent"] += 1
         task = asyncio.get_running_loop().create_task(self._keep(lent, pin))
         self._leases.add(task)
@@ -85,7 +96,7 @@ class Lending:
             known = dict(zip(piece.positions, piece.host_slots, strict=True)) if piece is not None else {}
             if any(place not in known for place in places):
                 raise LocalProtocolError(
-                    f"request {request_id[:200]!r}: not all of its {tokens} tokens are kept any more "
+                    f"request {request_id[:200]!r}: not all of its {tokens} tokens are in host memory "
                     f"({cause or 'they were given up'}); look them up again"
                 )
             groups.append((0, [known.get(place) for place in range(places.stop)]))

@@ -32,7 +32,7 @@ from asynckv.errors import ConfigError, LocalProtocolError
 from asynckv.offload.cutting import Cutting
 from asynckv.offload.entry import Entry, EntryEvent, EntryState
 from asynckv.offload.found import Found, look_up
-from asynckv.offload.job import Item, JobEnded, JobKind, JobOutcome, JobReturned, Move, MoveKind, Piece
+from asynckv.offload.job import Item, JobEnded, JobKind, JobOutcome, JobReturned, JobState, Move, MoveKind, Piece
 from asynckv.offload.jobs import Jobs
 from asynckv.offload.keys import StoredGroup, as_hashes, block_hashes, needed
 from asynckv.offload.tier import Place, Tier
@@ -82,13 +82,12 @@ class Catalogue:
         self.budgets = budgets
         self.host = Tier(Place.HOST, self.groups, host_bytes, policy)
         self.file = Tier(Place.FILE, self.groups, file_bytes, policy) if file_bytes else None
-        self.pins: dict[str, list[tuple[Tier, Entry]]] = {}
         self.wake_at = math.inf
         """When to call `moves` again though nothing else happens."""
         self.corrupt_or_unread = 0
         self.traffic = Traffic(budgets)
         self._jobs = Jobs(len(self.groups), self.host, self.file)
-        self.jobs = self._jobs.by_name
+        self.jobs, self.pins = self._jobs.by_name, self._jobs.pins
         self._cutting = Cutting(self.groups, self.host, self.file, self._jobs, self.traffic)
         self._write_back = WriteBack(self.groups, self.host, self.file, self.traffic) if self.file else None
         self._tick = 0
@@ -195,6 +194,7 @@ class Catalogue:
         first_token: int = 0,
         positions: Positions | None = None,
         until: float = math.inf,
+        is_pinning: bool = False,
     ) -> None:
         """Load blocks of a request; `news` says how it ended.
 
@@ -207,12 +207,13 @@ class Catalogue:
             first_token: The caller has what is before it.
             positions: Per group, the blocks to load; what `needed` says if left out.
             until: When what has not been posted is given up.
+            is_pinning: What has been loaded stays in host memory; once all has, until `unpin` of the job's id.
 
         Raises:
             LocalProtocolError: The job is known already, or an argument makes no sense; nothing was changed.
         """
         mine, where = self._request(job_id, hashes, tokens, first_token, positions)
-        job = self._jobs.begin(job_id, JobKind.LOAD, until)
+        job = self._jobs.begin(job_id, JobKind.LOAD, until, is_pinning=is_pinning)
         found: list[tuple[int, Entry | None, bool]] = []
         for g, wanted in enumerate(where):
             file = self.file.index[g] if self.file else {}
@@ -299,28 +300,35 @@ class Catalogue:
             tier.let_go(entry, name)
         return True
 
-    def evict(self, hashes: Sequence[str | bytes] | None = None, place: Place | None = None) -> int:
-        """Let nobody find a prompt's blocks any more, or any block; returns how many there were.
+    def evict(self, hashes: Sequence[str | bytes] | None = None, place: Place | None = None) -> tuple[int, int]:
+        """Let nobody find a prompt's blocks any more, or any block, but for those that are pinned.
 
         What is being read is read to its end. With a `place` only what that tier has is evicted.
+
+        Returns:
+            How many blocks were given up, and how many were left because they are pinned.
         """
-        keys, count = None if hashes is None else as_hashes(hashes), 0
+        keys, count, left = None if hashes is None else as_hashes(hashes), 0, 0
+        pinned = {entry for held in self.pins.values() for _, entry in held if entry.state is EntryState.READY}
         for tier in [tier for tier in self._tiers() if place in (None, tier.place)]:
             if keys is None:
                 count += sum(map(len, tier.index))
-                writing = tier.drop_all()
+                writing = tier.drop_all(pinned)
+                left += sum(map(len, tier.index))
             else:
-                doomed = []
+                doomed = list[Entry]()
                 for index, group in zip(tier.index, self.groups, strict=True):
                     mine = dict.fromkeys(block_hashes(keys, group.block_size, self.hash_tokens))
                     doomed += [entry for key in mine if (entry := index.get(key)) is not None]
                 writing = [entry for entry in doomed if entry.state is EntryState.WRITING]
                 count += len(doomed)
+                left += len(pinned.intersection(doomed))
                 for entry in doomed:
-                    tier.drop(entry)
+                    if entry not in pinned:
+                        tier.drop(entry)
             for entry in writing if tier is self.host else ():
                 self._jobs.lost(entry, JobOutcome.MISSING, "it was evicted while it was written")
-        return count
+        return count - left, left
 
     def recover(self, found: Iterable[tuple[int, int, bytes]]) -> int:
         """Take in `(group, slot, hash)` that the file tier found in its index, the least recently used first.
@@ -372,16 +380,21 @@ class Catalogue:
             back, when = self._write_back.moves(now)
             moves += back
             self.wake_at = min(self.wake_at, when)
-        if not moves and self.traffic.is_idle():
-            for job in list(self._jobs.absent.values()):
-                self._jobs.fail(job, JobOutcome.NO_ROOM, self._why_no_room())
+        while not moves and self.traffic.is_idle() and self._jobs.absent:
+            jobs, why = list(self._jobs.absent.values()), self._why_no_room()
+            partly = [job for job in jobs if job.loaded]
+            for job in partly[-1:] or jobs:  # the last that keeps others from going on, or else all
+                self._jobs.fail(job, JobOutcome.NO_ROOM, why)
+            moves = [*self._cutting.promotions(), *self._cutting.of(MoveKind.LOAD, JobKind.LOAD)]
         return moves
 
     def _why_no_room(self) -> str:
-        held = len({id(entry) for entries in self.pins.values() for tier, entry in entries if tier is self.host})
+        held = {id(entry) for entries in self.pins.values() for tier, entry in entries if tier is self.host}
+        held |= {id(entry) for job in self.jobs.values() for entry in job.loaded}
+        names = [*self.pins, *(name for name, job in self.jobs.items() if job.loaded)]
         return (
-            f"no slot of host memory can be had: {held} blocks are held by {len(self.pins)} pins and leases "
-            f"({', '.join(shown(name) for name in list(self.pins)[:4])}); unpin some, or give the host tier more bytes"
+            f"no slot of host memory can be had: {len(held)} of {sum(map(len, self.host.index))} blocks are held by "
+            f"{len(names)} pins and leases ({', '.join(map(shown, names[:4]))}); let some go, or raise host_bytes"
         )
 
     def ended(self, move_id: int, ending: Ending, cause: str = "", lost: Collection[int] = ()) -> None:
@@ -435,7 +448,10 @@ class Catalogue:
                 job.blocks += 1
             else:
                 job.missing.append((entry.group, position))
-            self._jobs.let_go(job, self.host, entry)
+            if is_good and job.is_pinning and job.state is JobState.RUNNING:
+                job.loaded.append(entry)
+            else:
+                self._jobs.let_go(job, self.host, entry)
         self.host.end(entry, move_id)
 
     def _store_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
@@ -580,7 +596,7 @@ class Catalogue:
         for job in self.jobs.values():
             for entry in job.holding:
                 holders.setdefault(entry, set()).add(job.job_id)
-            if job.holding != {item.entry for item in (*job.todo, *job.absent)} | set(job.waits) | {
+            if job.holding != {item.entry for item in (*job.todo, *job.absent)} | {*job.waits, *job.loaded} | {
                 item.entry
                 for running in self.traffic.running.values()
                 if running.job is job and running.move.kind is MoveKind.LOAD and not running.is_doubtful
