@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -40,6 +41,7 @@ from asynckv.edges.leftovers import left_in
 from asynckv.embed import EngineDesk, Store
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.geometry.packed import record_form
+from asynckv.offload.tier import Place
 from asynckv.results import Evicted, Loaded, Stored
 from asynckv.testing import SimCopies, SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, until
@@ -832,6 +834,61 @@ async def test_what_is_in_files_alone_is_lent_as_well() -> None:
         await decode.engine.pull("d", [(0, [8, 9])], params)
         assert decode.block(8, 9) == before
         await until(lambda: not offload.statistics().gauges["pins"])
+
+
+async def test_as_many_are_lent_at_once_as_there_is_room_for_and_the_others_are_told() -> None:
+    rank = Rank(
+        layout_of(),
+        disk=SimDisk(64 * RECORD),
+        network_=EngineConfig(engine_id="worker-host"),
+        host_bytes=8 * RECORD,
+        max_bytes=RECORD,  # so that they get their blocks in turns
+        policy="lru",
+    )
+    decode = Rank(layout_of(), seed=50, network=rank.network, engine={"engine_id": "decode"})
+    async with rank.running() as offload, decode.engine:
+        before = {}
+        for i in range(6):
+            before[i] = rank.block(i, i + 6, i + 12)
+            await offload.store(f"s{i}", [(0, [i, i + 6, i + 12])], chain(f"p{i}", 3))
+            await until(lambda: not (now := offload.statistics().gauges)["moves"] and not now["to_write_back"])
+        offload._catalogue.evict(place=Place.HOST)
+        ways = [offload.lend(f"r{i}", chain(f"p{i}", 3), num_tokens=48) for i in range(6)]
+        told = await asyncio.gather(*ways, return_exceptions=True)
+        refused = [each for each in told if isinstance(each, Overloaded)]
+        assert [type(each) for each in told] == [dict, dict] + [Overloaded] * 4
+        for each in refused:
+            assert re.search(r"48 tokens cannot be brought .*[6-8] of [6-8] blocks are held by [23] pins", str(each))
+            assert each.is_retryable
+        for i in range(2):
+            await decode.engine.pull(f"d{i}", [(0, [8, 9, 10])], told[i])
+            assert decode.block(8, 9, 10) == before[i]
+        await until(lambda: not offload.statistics().gauges["pins"])
+        params = await offload.lend("r5", chain("p5", 3), num_tokens=48)
+        await decode.engine.pull("d5", [(0, [8, 9, 10])], params)
+        assert decode.block(8, 9, 10) == before[5]
+        await until(lambda: not offload.statistics().gauges["pins"])
+
+
+async def test_who_is_cancelled_while_it_lends_leaves_no_pin() -> None:
+    network = EngineConfig(engine_id="worker-host")
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), network_=network, policy="lru", max_bytes=RECORD)
+    async with rank.running() as offload:
+        await store_in_files(rank, offload, "p", [1, 2, 3])
+        for turns in range(40):
+            lending = asyncio.create_task(offload.lend("a", chain("p", 3), num_tokens=48))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if lending.done():
+                break
+            lending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await lending
+            await until(lambda: not offload.statistics().gauges["jobs"])
+            assert not offload.statistics().gauges["pins"]
+            offload._catalogue.evict(place=Place.HOST)
+        assert turns > 5
+        assert await lending
 
 
 # -- ends ------------------------------------------------------------------------------------------------------

@@ -119,7 +119,8 @@ class Mover:
         Args:
             kind: Which of both.
             request_id: The caller's.
-            blocks: Per group, the caller's list; empty if nothing is to be copied, but only brought to host memory.
+            blocks: Per group, the caller's list; empty if nothing is to be copied, but only brought to host memory and
+                pinned there under the job's id.
             ids: Per group, the blocks that are read or written.
             timeout_s: When what is not posted is given up.
             chain: The prompt's hashes.
@@ -148,8 +149,10 @@ class Mover:
         until = math.inf if timeout_s is None else now + timeout_s
         job = OffloadJob(f"{kind.value}-{next(self.ids)}", request_id, kind, blocks, held, now, until)
         for shelf, positions in where.items():
-            ask = shelf.catalogue.store if kind is JobKind.STORE else shelf.catalogue.load
-            ask(job.job_id, chain, tokens, positions=positions, until=until)
+            if kind is JobKind.STORE:
+                shelf.catalogue.store(job.job_id, chain, tokens, positions=positions, until=until)
+            else:
+                shelf.catalogue.load(job.job_id, chain, tokens, positions=positions, until=until, is_pinning=not blocks)
             job.parts[shelf.far] = None
         core.ledger.hold(job.job_id, use, request_id, held, now)
         core.inspect.guests[job.job_id] = self.jobs[job.job_id] = job

@@ -155,7 +155,8 @@ class Offload:
     # -- questions: answered at once -----------------------------------------------------------------
 
     def lookup(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> Found:
-        """Say how long a prefix of a prompt could be loaded. Microseconds; nothing is changed or waited for.
+        """Say how long a prefix of a prompt could be loaded: 0 tokens while the offload or its engine is closed,
+        suspended or broken. Nothing is changed or waited for; it takes microseconds, half a millisecond for 1,000 hashes.
 
         Args:
             hashes: One per `hash_tokens` tokens, each covering all tokens before it as well.
