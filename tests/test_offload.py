@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import re
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +34,8 @@ from asynckv import (
 from asynckv.cli import app
 from asynckv.core.account import decode_account
 from asynckv.core.wire import Status, StatusRequest
-from asynckv.edges.file_index import FileIndex
-from asynckv.edges.leftovers import left_in
 from asynckv.embed import EngineDesk, Store
-from asynckv.geometry.layout import Layout, fingerprint
-from asynckv.geometry.packed import record_form
+from asynckv.geometry.layout import Layout
 from asynckv.offload.tier import Place
 from asynckv.results import Evicted, Loaded, Stored
 from asynckv.testing import SimCopies, SimDisk
@@ -346,11 +341,12 @@ async def test_a_failed_store_is_not_found() -> None:
         assert (stored.num_blocks, stored.num_missed) == (0, 2)
         assert offload.lookup(chain("p", 2)).tokens == 0
         rank.copies.fate = lambda move_id, op: "doubt"
-        stored = await offload.store("b", [(0, [1, 2])], chain("p", 2))
-        assert (stored.num_blocks, stored.num_missed) == (0, 2)
+        with pytest.raises(ReadFailed, match="may still read the blocks") as failed:
+            await offload.store("b", [(0, [1, 2])], chain("p", 2))
+        assert failed.value.held == {0: (1, 2)}
         assert offload.lookup(chain("p", 2)).tokens == 0
         rank.copies.finish()  # nothing reads the blocks any more, and what was written is nobody's
-        await offload.returned("b")
+        await failed.value.returned()
         assert offload.lookup(chain("p", 2)).tokens == 0
 
 
@@ -427,7 +423,7 @@ async def test_rotten_records_are_dropped_and_never_served() -> None:
         before = rank.block(1, 2, 3)
         await store_in_files(rank, offload, "p", [1, 2, 3])
         disk = rank.records.disk if rank.records is not None else SimDisk(0)
-        disk.rotten |= {key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1")}
+        disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1"))
         loaded = await offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48)
         assert loaded.num_tokens < 48
         assert (
@@ -679,7 +675,7 @@ async def test_what_two_ranks_stored_is_loaded_by_one(size: int, order: tuple[st
             assert (got == of[:, 1:9]).all()
         await offload.store("b", [(0, blocks)], chain("p", 8))  # from now on it is this rank's own
         assert offload.lookup(chain("p", 9)).ready_tokens == 128
-    disks[1].rotten |= {record.key for record, _ in disks[1].records.values() if record.key.endswith(b"p-5")}
+    disks[1].rot(record.key for record, _ in disks[1].records.values() if record.key.endswith(b"p-5"))
     two = Rank(layout_of(num_blocks=16, block_size=size, order=order), seed=4, left=disks, host_bytes=1 << 20)
     async with two.running() as offload:
         loaded = await offload.load("b", [(0, blocks)], chain("p", 8), num_tokens=128)
@@ -990,10 +986,25 @@ async def test_what_was_kept_survives_a_sleep_of_the_engine() -> None:
         assert not rank.copies.is_open
         with pytest.raises(EngineClosed, match="suspended"):
             await offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32)
+        assert (offload.lookup(chain("p", 2)).tokens, offload.would_wait(chain("p", 2))) == (0, False)
         rank.scribble(range(32))
         await rank.engine.resume()
         assert (await offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32)).num_tokens == 32
         assert rank.block(5, 6) == before
+        await offload.aclose()
+        assert offload.lookup(chain("p", 2)).tokens == 0
+
+
+async def test_nothing_is_found_where_nothing_can_be_loaded_any_more() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1, 2])], chain("p", 2))
+        await rank.engine.suspend()
+        other = Rank(layout_of(head_dim=16))
+        await rank.engine.resume(other.engine.registration)
+        assert offload.lookup(chain("p", 2)).tokens == 0
+        with pytest.raises(EngineClosed, match="another form"):
+            await offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------
@@ -1029,31 +1040,3 @@ def test_a_configuration_is_checked() -> None:
     with pytest.raises(ConfigError, match="policy"):
         OffloadConfig(model="m", hash_tokens=16, host_bytes=1 << 20, policy="mru")  # type: ignore[arg-type]
     assert (Stored("a", 1, 1, 0, 2, 0.1).num_new, Loaded("a", 1, 1, 2, 0, 0.1).num_tokens) == (1, 1)
-
-
-def test_a_rank_never_takes_what_its_siblings_are_to_open(tmp_path: Path) -> None:
-    def keep(form: Layout) -> None:
-        folder = tmp_path / f"{form.tp_rank}-{fingerprint(form)}"
-        folder.mkdir()
-        index = FileIndex(folder)
-        index.put_meta(num_bytes=1 << 50, segment_bytes=1 << 20)
-        (folder / "segment-00003.kv").write_bytes(bytes(4096))
-        index.put_layout(fingerprint(form), msgspec.msgpack.encode(form))
-        index.close()
-
-    four, two = ([record_form(layout_of(rank, size)) for rank in range(size)] for size in (4, 2))
-    for form in (*four[:3], *two):
-        keep(form)
-    (tmp_path / "strange").mkdir()
-    (tmp_path / "strange" / "index.sqlite").write_bytes(b"no index")
-    assert [left.form.tp_rank for left in left_in(tmp_path, four[0])] == [0]  # of two, and not its siblings
-    assert [left.form.tp_rank for left in left_in(tmp_path, two[0])] == [0, 1]
-    assert left_in(tmp_path, two[1]) == ()  # one of four is missing
-    keep(four[3])
-    assert [left.form.tp_rank for left in left_in(tmp_path, two[1])] == [2, 3]
-    assert left_in(tmp_path / "nothing", two[0]) == ()
-    assert {left.num_bytes for left in left_in(tmp_path, two[1])} == {(3 << 20) + 4096}  # nothing more is made
-    turned = record_form(layout_of(1, 2, order=("kv", "block", "head", "token", "dim")))
-    assert [left.form.tp_rank for left in left_in(tmp_path, turned)] == [2, 3]  # the newest
-    os.utime(tmp_path / f"1-{fingerprint(two[1])}" / "index.sqlite", (time.time() + 9,) * 2)
-    assert [left.form for left in left_in(tmp_path, turned)] == [two[1]]  # its own, in another order
