@@ -461,6 +461,7 @@ async def test_what_a_disk_has_that_takes_no_more_is_read_on() -> None:
         await until(lambda: not offload._mover.posted)
         assert offload.statistics().gauges["file_blocks"] == 4
         assert not offload.statistics().gauges["to_write_back"]
+        assert offload.statistics().counters["not_written_back.files_lost"] == 16
         found = offload.lookup(chain("p", 4))
         assert (found.tokens, found.ready_tokens) == (64, 0)
 

@@ -19,6 +19,7 @@ COUNTED = {
     "lost_before_write_back": "not_written_back.evicted",
     "write_backs_without_room": "not_written_back.no_room",
     "write_backs_failed": "not_written_back.failed",
+    "write_backs_lost": "not_written_back.files_lost",
 }
 """Which of the catalogue's figures only grow, and what they are called here."""
 

@@ -154,7 +154,7 @@ class Mover:
         job = OffloadJob(f"{kind.value}-{next(self.ids)}", request_id, kind, blocks, held, now, until)
         for shelf, positions in where.items():
             if kind is JobKind.STORE:
-                shelf.catalogue.store(job.job_id, chain, tokens, positions=positions, until=until)
+                shelf.catalogue.store(job.job_id, chain, tokens, positions=positions, until=until, is_prefix=True)
             else:
                 shelf.catalogue.load(job.job_id, chain, tokens, positions=positions, until=until, is_pinning=not blocks)
             job.parts[shelf.far] = None

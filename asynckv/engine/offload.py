@@ -155,8 +155,9 @@ class Offload:
     # -- questions: answered at once -----------------------------------------------------------------
 
     def lookup(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> Found:
-        """Say how long a prefix of a prompt could be loaded: 0 tokens while the offload or its engine is closed,
-        suspended or broken. Nothing is changed or waited for; it takes microseconds, half a millisecond for 1,000 hashes.
+        """Say how long a prefix of a prompt could be loaded now: nothing of it while a load would be refused.
+
+        It changes nothing and waits for nothing; 1,000 hashes take half a millisecond.
 
         Args:
             hashes: One per `hash_tokens` tokens, each covering all tokens before it as well.

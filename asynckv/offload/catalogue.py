@@ -35,6 +35,7 @@ from asynckv.offload.found import Found, look_up
 from asynckv.offload.job import Item, JobEnded, JobKind, JobOutcome, JobReturned, JobState, Move, MoveKind, Piece
 from asynckv.offload.jobs import Jobs
 from asynckv.offload.keys import StoredGroup, as_hashes, block_hashes, needed
+from asynckv.offload.room import make_room
 from asynckv.offload.tier import Place, Tier
 from asynckv.offload.traffic import Budgets, Running, Traffic
 from asynckv.offload.write_back import WriteBack
@@ -118,6 +119,7 @@ class Catalogue:
             "to_write_back": len(self.host.onward),
             "write_backs_without_room": back.without_room if back else 0,
             "write_backs_failed": back.failed if back else 0,
+            "write_backs_lost": back.lost if back else 0,
             "corrupt_or_unread": self.corrupt_or_unread,
         }
 
@@ -143,6 +145,7 @@ class Catalogue:
         first_token: int = 0,
         positions: Positions | None = None,
         until: float = math.inf,
+        is_prefix: bool = False,
     ) -> None:
         """Store blocks of a request; `news` says how it ended.
 
@@ -155,6 +158,7 @@ class Catalogue:
             first_token: Where it begins to be of interest.
             positions: Per group, the blocks to store; what `needed` says if left out.
             until: When what has not been posted is given up.
+            is_prefix: If there is no room for all, store what is of use to a lookup of this prompt (see `room`).
 
         Raises:
             LocalProtocolError: The job is known already, or an argument makes no sense; nothing was changed.
@@ -165,21 +169,30 @@ class Catalogue:
         used += [self._used(self.file, mine, where)] if self.file else []
         self.host.spare(used[0])
         job = self._jobs.begin(job_id, JobKind.STORE, until)
+        new: list[list[int]] = [[] for _ in where]
         for g, wanted in enumerate(where):
-            new: list[int] = []
             for position in wanted:
                 entry = self.host.index[g].get(mine[g][position])
                 if entry is None:
-                    new.append(position)
+                    new[g].append(position)
                 elif entry.state is EntryState.READY:
                     job.known += 1
                 else:
                     self._jobs.wait(job, position, entry)
-            made = self.host.make(g, [mine[g][position] for position in new], spare=self._tick)
-            for entry, position in zip(made, new, strict=False):
+        if is_prefix:
+            new = [*map(sorted, new)]
+            made = make_room(self.groups, self.host, self.file, mine, new, self._tick)
+        else:
+            made = [
+                self.host.make(g, [mine[g][position] for position in some], self._tick) for g, some in enumerate(new)
+            ]
+        for g, (entries, some) in enumerate(zip(made, new, strict=True)):
+            for entry, position in zip(entries, some, strict=False):
                 self._jobs.hold(job, entry)
                 self._jobs.do(job, position, entry)
-            job.missing += [(g, position) for position in new[len(made) :]]
+            job.missing += [(g, position) for position in some[len(entries) :]]
+        if job.missing:
+            job.cause = self._why_not_stored(len(job.missing), sum(map(len, where)))
         # After what is new, so that it stays longer than what goes on from it.
         for tier, entries in zip(self._tiers(), used, strict=True):
             tier.use(entries)
@@ -344,10 +357,10 @@ class Catalogue:
 
     def switch_off(self, *, reads: bool = True) -> None:
         """Write nothing to the file tier any more; unless it can still be read, what it has is not found, either."""
-        if self.file is None or self.file.is_off:
+        if self.file is None or self._write_back is None or self.file.is_off:
             return
-        self.file.takes_more, self.file.is_off = False, reads
-        self.host.onward.clear()
+        self.file.is_off = reads
+        self._write_back.switch_off()
         if not reads:
             return
         self.file.drop_all()
@@ -395,6 +408,14 @@ class Catalogue:
         return (
             f"no slot of host memory can be had: {len(held)} of {sum(map(len, self.host.index))} blocks are held by "
             f"{len(names)} pins and leases ({', '.join(map(shown, names[:4]))}); let some go, or raise host_bytes"
+        )
+
+    def _why_not_stored(self, missing: int, wanted: int) -> str:
+        pinned = sum(tier is self.host for held in self.pins.values() for tier, _ in held)
+        return (
+            f"no room in host memory for {missing} of {wanted} blocks: it keeps {sum(map(len, self.host.index))}, of "
+            f"which {sum(map(len, self.host.writing))} are being written and {pinned} are pinned or lent; store less "
+            f"at a time, or raise host_bytes"
         )
 
     def ended(self, move_id: int, ending: Ending, cause: str = "", lost: Collection[int] = ()) -> None:
