@@ -497,7 +497,7 @@ async def test_an_engine_that_closes_gives_its_files_a_second() -> None:
     async with rank.running() as offload:
         await offload.store("a", [(0, list(range(16)))], chain("p", 16))
         began = rank.clock.now()
-    assert began + 1.0 <= rank.clock.now() < began + 1.2
+    assert rank.clock.now() >= began + 1.0
     assert 6 <= len(disk.records) <= 10
 
 
@@ -517,8 +517,11 @@ async def test_a_copy_that_cannot_be_planned_takes_no_other_with_it(monkeypatch:
             asyncio.create_task(offload.store(f"r{block}", [(0, [block])], chain(f"p{block}", 1)))
             for block in (6, 7, 8)
         ]
-        await until(lambda: all(task.done() for task in stores))
-        assert [task.result().num_new for task in stores] == [1, 0, 1]
+        first, broken_off, last = await asyncio.gather(*stores, return_exceptions=True)
+        assert isinstance(first, Stored)
+        assert isinstance(last, Stored)
+        assert first.num_new == last.num_new == 1
+        assert isinstance(broken_off, ReadFailed)
         assert [hold.blocks for hold in rank.engine.holds()] == [{0: (7,)}]  # it may have been begun
         assert rank.engine.statistics().counters["internal_errors"] == 1
         offload._mover.forsake()
