@@ -752,6 +752,43 @@ async def test_what_is_pinned_is_not_given_up() -> None:
         assert offload.lookup(chain("r", 3)).tokens == 0
 
 
+async def test_stores_that_find_no_room_are_counted_and_told_once(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    rank = Rank(layout_of(), host_bytes=8 * RECORD, engine={"log": LogConfig(file=str(log))})
+    async with rank.running() as offload:
+        blocks = [[i, i + 1, i + 2] for i in range(0, 24, 3)]
+        told = await asyncio.gather(
+            *(offload.store(f"s{i}", [(0, ids)], chain(f"p{i}", 3)) for i, ids in enumerate(blocks))
+        )
+        assert [(each.num_new, each.num_missed) for each in told] == [(3, 0), (3, 0), (2, 1)] + [(0, 3)] * 5
+        counters = offload.statistics().counters
+        assert (counters["not_stored.no_room"], counters["store.done"]) == (16, 8)
+        rank.clock.advance(61.0)
+        with offload.pin(chain("p0", 3)):
+            large = await offload.store("large", [(0, list(range(16)))], chain("q", 16))
+        assert (large.num_new, large.num_missed) == (5, 11)
+        assert offload.lookup(chain("q", 16)).tokens == 5 * SIZE
+    said = [json.loads(line) for line in log.read_text().splitlines()]
+    first, second = [each for each in said if each["event"] == "offload_failed"]
+    assert (first["cause"], first["what"], first["blocks"], first["held"]) == ("no_room", "store", 3, 0)
+    assert "no room in host memory for 3 of 3 blocks: it keeps 8, of which 8 are being written" in first["detail"]
+    assert (second["request_id"], second["blocks"], second["not_logged"]) == ("large", 11, 5)
+    assert "5 are being written and 3 are pinned or lent; store less at a time, or raise host_bytes" in second["detail"]
+
+
+async def test_a_prompt_that_is_larger_than_host_memory_is_found_as_far_as_it_fits() -> None:
+    rank = Rank(hybrid(), host_bytes=40 * RECORD)
+    async with rank.running() as offload:
+        blocks = [(0, list(range(count))) for count in (32, 32, 16)]
+        stored = await offload.store("a", blocks, chain("p", 32))
+        assert stored.num_missed > 0
+        found = offload.lookup(chain("p", 32)).tokens
+        assert found >= 6 * 2 * SIZE
+        assert stored.num_blocks == found // SIZE * 2 + found // (2 * SIZE), "something is kept that is of no use"
+        loaded = await offload.load("b", blocks, chain("p", 32), num_tokens=found)
+        assert loaded.num_tokens == found
+
+
 async def test_what_is_pinned_is_not_evicted() -> None:
     disk = SimDisk(64 * RECORD)
     rank = Rank(layout_of(), disk=disk, policy="lru")

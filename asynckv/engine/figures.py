@@ -26,7 +26,10 @@ COUNTED = {
 TOLD_S = 60.0
 """At least so long is between two lines of what was moved."""
 
-TOLD = ("bytes.", "blocks.", "tokens.", "evicted.", "not_written_back.", "records_lost", "moves_failed", "lookup")
+TOLD = (
+    *("bytes.", "blocks.", "tokens.", "evicted.", "not_stored.", "not_written_back."),
+    *("records_lost", "moves_failed", "lookup"),
+)
 """Which counters these lines have."""
 
 GAUGES = ("host_blocks", "file_blocks", "to_write_back", "jobs", "pins", "moves", "moves_in_doubt")
