@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from asynckv.observe.observer import Observer, Reading
     from asynckv.observe.tracing import Tracing, trace_context
     from asynckv.offload.found import Found
-    from asynckv.results import LeaseEnd, Loaded, PullResult, Statistics, Stored
+    from asynckv.results import Evicted, LeaseEnd, Loaded, PullResult, Statistics, Stored
     from asynckv.scheduler import PrefillGroup
 
 _HOMES = {
@@ -117,7 +117,7 @@ _HOMES = {
     "asynckv.observe.tracing": "Tracing trace_context",
     "asynckv.geometry.check": "Registration register_memory",
     "asynckv.offload.found": "Found",
-    "asynckv.results": "LeaseEnd Loaded PullResult Statistics Stored",
+    "asynckv.results": "Evicted LeaseEnd Loaded PullResult Statistics Stored",
 }
 _RENAMED = {"configure_logging": "configure"}
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
@@ -139,6 +139,7 @@ __all__ = [
     "EngineDesk",
     "EnginePump",
     "EngineThread",
+    "Evicted",
     "Failed",
     "Finished",
     "Found",

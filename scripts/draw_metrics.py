@@ -332,8 +332,10 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (gauge("offload_blocks"), f"{ENGINE} {{{{tier}}}}, {{{{state}}}}"),
                     (rate("offload_evicted_total", "tier"), f"{ENGINE} {{{{tier}}}}, evicted per second"),
                     (rate("offload_not_written_back_total", "reason"), f"{ENGINE} lost, {{{{reason}}}}"),
+                    (rate("offload_not_stored_total", "reason"), f"{ENGINE} not stored, {{{{reason}}}}"),
                 ),
-                "Blocks in each tier. What is evicted before it was written back is lost: the disk is too slow.",
+                "Blocks in each tier. What is evicted before it was written back is lost: the disk is too slow. "
+                "What is not stored for no_room came at a time when all was in use: raise host_bytes.",
             ),
             Panel(
                 "How full, and how long calls take",

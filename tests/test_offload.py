@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ from asynckv.core.account import decode_account
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.embed import EngineDesk, Store
 from asynckv.geometry.layout import Layout
-from asynckv.results import Loaded, Stored
+from asynckv.offload.tier import Place
+from asynckv.results import Evicted, Loaded, Stored
 from asynckv.testing import SimCopies, SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, until
 
@@ -506,6 +508,7 @@ async def test_what_a_disk_has_that_takes_no_more_is_read_on() -> None:
         await until(lambda: not offload._mover.posted)
         assert offload.statistics().gauges["file_blocks"] == 4
         assert not offload.statistics().gauges["to_write_back"]
+        assert offload.statistics().counters["not_written_back.files_lost"] == 16
         found = offload.lookup(chain("p", 4))
         assert (found.tokens, found.ready_tokens) == (64, 0)
 
@@ -790,10 +793,66 @@ async def test_what_is_pinned_is_not_given_up() -> None:
             assert (stored.num_blocks, stored.num_missed) == (2, 1)
         await offload.load("d", [(0, [8, 9])], chain("p", 2), num_tokens=32)
         assert rank.block(8, 9) == before
-        assert offload.evict(chain("p", 2)) == 2
+        assert offload.evict(chain("p", 2)) == Evicted(2, 0)
         assert offload.lookup(chain("p", 2)).tokens == 0
-        assert offload.evict() > 0
+        assert offload.evict().num_blocks > 0
         assert offload.lookup(chain("r", 3)).tokens == 0
+
+
+async def test_stores_that_find_no_room_are_counted_and_told_once(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    rank = Rank(layout_of(), host_bytes=8 * RECORD, engine={"log": LogConfig(file=str(log))})
+    async with rank.running() as offload:
+        blocks = [[i, i + 1, i + 2] for i in range(0, 24, 3)]
+        told = await asyncio.gather(
+            *(offload.store(f"s{i}", [(0, ids)], chain(f"p{i}", 3)) for i, ids in enumerate(blocks))
+        )
+        assert [(each.num_new, each.num_missed) for each in told] == [(3, 0), (3, 0), (2, 1)] + [(0, 3)] * 5
+        counters = offload.statistics().counters
+        assert (counters["not_stored.no_room"], counters["store.done"]) == (16, 8)
+        rank.clock.advance(61.0)
+        with offload.pin(chain("p0", 3)):
+            large = await offload.store("large", [(0, list(range(16)))], chain("q", 16))
+        assert (large.num_new, large.num_missed) == (5, 11)
+        assert offload.lookup(chain("q", 16)).tokens == 5 * SIZE
+    said = [json.loads(line) for line in log.read_text().splitlines()]
+    first, second = [each for each in said if each["event"] == "offload_failed"]
+    assert (first["cause"], first["what"], first["blocks"], first["held"]) == ("no_room", "store", 3, 0)
+    assert "no room in host memory for 3 of 3 blocks: it keeps 8, of which 8 are being written" in first["detail"]
+    assert (second["request_id"], second["blocks"], second["not_logged"]) == ("large", 11, 5)
+    assert "5 are being written and 3 are pinned or lent; store less at a time, or raise host_bytes" in second["detail"]
+
+
+async def test_a_prompt_that_is_larger_than_host_memory_is_found_as_far_as_it_fits() -> None:
+    rank = Rank(hybrid(), host_bytes=40 * RECORD)
+    async with rank.running() as offload:
+        blocks = [(0, list(range(count))) for count in (32, 32, 16)]
+        stored = await offload.store("a", blocks, chain("p", 32))
+        assert stored.num_missed > 0
+        found = offload.lookup(chain("p", 32)).tokens
+        assert found >= 6 * 2 * SIZE
+        assert stored.num_blocks == found // SIZE * 2 + found // (2 * SIZE), "something is kept that is of no use"
+        loaded = await offload.load("b", blocks, chain("p", 32), num_tokens=found)
+        assert loaded.num_tokens == found
+
+
+async def test_what_is_pinned_is_not_evicted() -> None:
+    disk = SimDisk(64 * RECORD)
+    rank = Rank(layout_of(), disk=disk, policy="lru")
+    async with rank.running() as offload:
+        before = rank.block(1, 2, 3)
+        await offload.store("a", [(0, [1, 2, 3])], chain("p", 3))
+        await offload.store("b", [(0, [4])], chain("q", 1))
+        await until(lambda: not (now := offload.statistics().gauges)["moves"] and not now["to_write_back"])
+        with offload.pin(chain("p", 2)):
+            assert offload.evict(chain("p", 3)) == Evicted(4, 2)  # in host memory and in files, but for what is pinned
+            assert offload.lookup(chain("p", 3)).tokens == 32
+            assert offload.evict() == Evicted(2, 2)
+            assert offload.lookup(chain("p", 3)).tokens == 32
+            await offload.load("c", [(0, [8, 9])], chain("p", 2), num_tokens=32)
+            assert rank.block(8, 9) == before[: 2 * RECORD]
+        assert offload.evict() == Evicted(2, 0)
+        assert offload.lookup(chain("p", 3)).tokens == 0
 
 
 async def test_a_place_in_the_files_that_changes_hands_keeps_its_new_block() -> None:
@@ -815,7 +874,7 @@ async def test_what_is_evicted_under_a_load_still_arrives() -> None:
         rank.copies.deferred = True
         loading = asyncio.create_task(offload.load("b", [(0, [8, 9])], chain("p", 2), num_tokens=32))
         await until(lambda: rank.copies.moves)
-        assert offload.evict() == 2
+        assert offload.evict() == Evicted(2, 0)
         others = [asyncio.create_task(offload.store(f"c{i}", [(0, [10 + i])], chain(f"q{i}", 1))) for i in range(4)]
         await asyncio.sleep(0)
         rank.copies.finish()
@@ -859,6 +918,61 @@ async def test_what_is_in_files_alone_is_lent_as_well() -> None:
         await decode.engine.pull("d", [(0, [8, 9])], params)
         assert decode.block(8, 9) == before
         await until(lambda: not offload.statistics().gauges["pins"])
+
+
+async def test_as_many_are_lent_at_once_as_there_is_room_for_and_the_others_are_told() -> None:
+    rank = Rank(
+        layout_of(),
+        disk=SimDisk(64 * RECORD),
+        network_=EngineConfig(engine_id="worker-host"),
+        host_bytes=8 * RECORD,
+        max_bytes=RECORD,  # so that they get their blocks in turns
+        policy="lru",
+    )
+    decode = Rank(layout_of(), seed=50, network=rank.network, engine={"engine_id": "decode"})
+    async with rank.running() as offload, decode.engine:
+        before = {}
+        for i in range(6):
+            before[i] = rank.block(i, i + 6, i + 12)
+            await offload.store(f"s{i}", [(0, [i, i + 6, i + 12])], chain(f"p{i}", 3))
+            await until(lambda: not (now := offload.statistics().gauges)["moves"] and not now["to_write_back"])
+        offload._catalogue.evict(place=Place.HOST)
+        ways = [offload.lend(f"r{i}", chain(f"p{i}", 3), num_tokens=48) for i in range(6)]
+        told = await asyncio.gather(*ways, return_exceptions=True)
+        refused = [each for each in told if isinstance(each, Overloaded)]
+        assert [type(each) for each in told] == [dict, dict] + [Overloaded] * 4
+        for each in refused:
+            assert re.search(r"48 tokens cannot be brought .*[6-8] of [6-8] blocks are held by [23] pins", str(each))
+            assert each.is_retryable
+        for i in range(2):
+            await decode.engine.pull(f"d{i}", [(0, [8, 9, 10])], told[i])
+            assert decode.block(8, 9, 10) == before[i]
+        await until(lambda: not offload.statistics().gauges["pins"])
+        params = await offload.lend("r5", chain("p5", 3), num_tokens=48)
+        await decode.engine.pull("d5", [(0, [8, 9, 10])], params)
+        assert decode.block(8, 9, 10) == before[5]
+        await until(lambda: not offload.statistics().gauges["pins"])
+
+
+async def test_who_is_cancelled_while_it_lends_leaves_no_pin() -> None:
+    network = EngineConfig(engine_id="worker-host")
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), network_=network, policy="lru", max_bytes=RECORD)
+    async with rank.running() as offload:
+        await store_in_files(rank, offload, "p", [1, 2, 3])
+        for turns in range(40):
+            lending = asyncio.create_task(offload.lend("a", chain("p", 3), num_tokens=48))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if lending.done():
+                break
+            lending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await lending
+            await until(lambda: not offload.statistics().gauges["jobs"])
+            assert not offload.statistics().gauges["pins"]
+            offload._catalogue.evict(place=Place.HOST)
+        assert turns > 5
+        assert await lending
 
 
 # -- ends ------------------------------------------------------------------------------------------------------
@@ -960,10 +1074,25 @@ async def test_what_was_kept_survives_a_sleep_of_the_engine() -> None:
         assert not rank.copies.is_open
         with pytest.raises(EngineClosed, match="suspended"):
             await offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32)
+        assert (offload.lookup(chain("p", 2)).tokens, offload.would_wait(chain("p", 2))) == (0, False)
         rank.scribble(range(32))
         await rank.engine.resume()
         assert (await offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32)).num_tokens == 32
         assert rank.block(5, 6) == before
+        await offload.aclose()
+        assert offload.lookup(chain("p", 2)).tokens == 0
+
+
+async def test_nothing_is_found_where_nothing_can_be_loaded_any_more() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1, 2])], chain("p", 2))
+        await rank.engine.suspend()
+        other = Rank(layout_of(head_dim=16))
+        await rank.engine.resume(other.engine.registration)
+        assert offload.lookup(chain("p", 2)).tokens == 0
+        with pytest.raises(EngineClosed, match="another form"):
+            await offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------

@@ -19,13 +19,17 @@ COUNTED = {
     "lost_before_write_back": "not_written_back.evicted",
     "write_backs_without_room": "not_written_back.no_room",
     "write_backs_failed": "not_written_back.failed",
+    "write_backs_lost": "not_written_back.files_lost",
 }
 """Which of the catalogue's figures only grow, and what they are called here."""
 
 TOLD_S = 60.0
 """At least so long is between two lines of what was moved."""
 
-TOLD = ("bytes.", "blocks.", "tokens.", "evicted.", "not_written_back.", "records_lost", "moves_failed", "lookup")
+TOLD = (
+    *("bytes.", "blocks.", "tokens.", "evicted.", "not_stored.", "not_written_back."),
+    *("records_lost", "moves_failed", "lookup"),
+)
 """Which counters these lines have."""
 
 GAUGES = ("host_blocks", "file_blocks", "to_write_back", "jobs", "pins", "moves", "moves_in_doubt")

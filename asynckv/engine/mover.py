@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
+from msgspec import structs
+
 from asynckv.config import OffloadConfig
 from asynckv.core.events import Ending
 from asynckv.core.inspect import HeldBlocks
@@ -45,12 +47,16 @@ the other."""
 MAX_FAILURES = 10
 """That are logged at once; then one per second."""
 
+NO_ROOM_S = 60.0
+"""At least so long is between two lines of stores that found no room: where one does, so do many."""
+
 COUNTERS = (
     *("lookups", "lookup_hits", "lent", "moves_failed", "moves_doubted", "records_lost", "jobs_retired"),
     *(f"files_lost.{what}" for what in ("writes", "all")),
     *(f"tokens.{what}" for what in ("looked_up", "found", "loaded", "missed")),
     *(f"{what}.{kind.value}" for kind in MoveKind for what in ("bytes", "blocks")),
     *(f"{kind.value}.{outcome.value}" for kind in JobKind for outcome in JobOutcome),
+    *(f"not_stored.{why}" for why in ("no_room", "failed", "missing", "cancelled")),
     *(f"{kind.value}.overloaded" for kind in JobKind),
 )
 """What is counted of an offload: what its metrics and `Offload.statistics` are made of."""
@@ -105,7 +111,7 @@ class Mover:
         self._timer: TimerHandle | None = None
         self._is_due = False
         self._idle = asyncio.Event()
-        self._failures = Rate(1.0, MAX_FAILURES)
+        self._failures, self._no_room = Rate(1.0, MAX_FAILURES), Rate(1 / NO_ROOM_S, 1)
 
     def use(self, copies: CopyPlane, copying: Mapping[Shelf, Copying]) -> None:
         """Use the device's memory, which the copy plane knows now."""
@@ -127,7 +133,8 @@ class Mover:
         Args:
             kind: Which of both.
             request_id: The caller's.
-            blocks: Per group, the caller's list; empty if nothing is to be copied, but only brought to host memory.
+            blocks: Per group, the caller's list; empty if nothing is to be copied, but only brought to host memory and
+                pinned there under the job's id.
             ids: Per group, the blocks that are read or written.
             timeout_s: When what is not posted is given up.
             chain: The prompt's hashes.
@@ -156,8 +163,10 @@ class Mover:
         until = math.inf if timeout_s is None else now + timeout_s
         job = OffloadJob(f"{kind.value}-{next(self.ids)}", request_id, kind, blocks, held, now, until)
         for shelf, positions in where.items():
-            ask = shelf.catalogue.store if kind is JobKind.STORE else shelf.catalogue.load
-            ask(job.job_id, chain, tokens, positions=positions, until=until)
+            if kind is JobKind.STORE:
+                shelf.catalogue.store(job.job_id, chain, tokens, positions=positions, until=until, is_prefix=True)
+            else:
+                shelf.catalogue.load(job.job_id, chain, tokens, positions=positions, until=until, is_pinning=not blocks)
             job.parts[shelf.far] = None
         core.ledger.hold(job.job_id, use, request_id, held, now)
         core.inspect.guests[job.job_id] = self.jobs[job.job_id] = job
@@ -249,8 +258,13 @@ class Mover:
             self.counts[f"{ended.kind.value}.{ended.outcome.value}"] += 1
             if self._driver.observers:
                 self._driver.tell(Observer.offload_ended, ended.kind.value, now - job.begun_at, now)
+            if job.kind is JobKind.STORE and (missed := sum(map(len, ended.missing))):
+                why = JobOutcome.NO_ROOM if ended.outcome is JobOutcome.DONE else ended.outcome
+                self.counts[f"not_stored.{why.value}"] += missed
+                if why is JobOutcome.NO_ROOM:
+                    self._log_failed(job, structs.replace(ended, outcome=why), self._no_room)
             if ended.outcome in (JobOutcome.FAILED, JobOutcome.TIMEOUT, JobOutcome.NO_ROOM):
-                self._log_failed(job, ended)
+                self._log_failed(job, ended, self._failures)
         if job.ended is not None and not job.held_by:
             self._release(job)
 
@@ -394,9 +408,9 @@ class Mover:
         self.counts[f"files_lost.{'all' if news.reads else 'writes'}"] += 1
         self._driver.recorder.event("warning", EVENT.OFFLOAD_FILES_LOST, cause=news.cause, reads=int(news.reads))
 
-    def _log_failed(self, job: OffloadJob, ended: JobEnded) -> None:
+    def _log_failed(self, job: OffloadJob, ended: JobEnded, rate: Rate) -> None:
         now = self._driver.clock.now()
-        if ended.is_held or self._failures.take(now):
+        if ended.is_held or rate.take(now):
             self._driver.recorder.event(
                 "warning",
                 EVENT.OFFLOAD_FAILED,
@@ -408,7 +422,7 @@ class Mover:
                 blocks=sum(map(len, ended.missing)),
                 held=int(ended.is_held),
                 seconds=round(now - job.begun_at, 6),
-                **self._failures.left_out(),
+                **rate.left_out(),
             )
 
     def _log_late(self, level: Literal["warning", "error"], event: EVENT, job: OffloadJob) -> None:

@@ -37,7 +37,7 @@ from asynckv.offload.found import Found
 from asynckv.offload.job import JobKind, JobOutcome
 from asynckv.offload.keys import as_hashes, needed
 from asynckv.ports import CopyPlane, RecordPlane
-from asynckv.results import Loaded, Statistics, Stored
+from asynckv.results import Evicted, Loaded, Statistics, Stored
 
 __all__ = ["Offload", "Pin"]
 
@@ -155,7 +155,9 @@ class Offload:
     # -- questions: answered at once -----------------------------------------------------------------
 
     def lookup(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> Found:
-        """Say how long a prefix of a prompt could be loaded. Microseconds; nothing is changed or waited for.
+        """Say how long a prefix of a prompt could be loaded now: nothing of it while a load would be refused.
+
+        It changes nothing and waits for nothing; 1,000 hashes take half a millisecond.
 
         Args:
             hashes: One per `hash_tokens` tokens, each covering all tokens before it as well.
@@ -191,12 +193,15 @@ class Offload:
         self._catalogue.pin(name, self._chain(hashes, num_tokens))
         return Pin(lambda: self._mover.unpin(name))
 
-    def evict(self, hashes: Sequence[str | bytes] | None = None) -> int:
-        """Give up what is kept of a prompt, or all that is kept, unless it is in use; returns how many blocks."""
+    def evict(self, hashes: Sequence[str | bytes] | None = None) -> Evicted:
+        """Give up what is kept of a prompt, or all that is kept, but for what is pinned or lent; says how many blocks.
+
+        What is being copied is copied to its end, and found no more.
+        """
         self._here(self.evict)
-        count = self._catalogue.evict(None if hashes is None else self._chain(hashes, None))
+        given_up, pinned = self._catalogue.evict(None if hashes is None else self._chain(hashes, None))
         self._mover.soon()
-        return count
+        return Evicted(given_up, pinned)
 
     # -- moves: awaited, and given up by cancelling --------------------------------------------------
 
@@ -329,6 +334,9 @@ class Offload:
 
         Raises:
             LocalProtocolError: There is no `config.network`; or not all of it is kept (any more).
+            Overloaded: There is no room in host memory, because of what is pinned or lent; says how much. Or `max_jobs`
+                wait or run already.
+            PullCancelled: It was given up (`cancel`).
             EngineClosed: The offload or its engine is closed.
         """
         self._here(self.lend)

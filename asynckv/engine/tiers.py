@@ -282,6 +282,8 @@ class Tiers:
 
     def found(self, chain: list[bytes]) -> Found:
         """What is kept of a prefix on the rank's own shelf, or on those of others if that is more."""
+        if self.mover.cause:
+            chain = []  # a load is refused
         found = self.own.catalogue.lookup(chain)
         if self.others and found.tokens < len(chain) * self.config.hash_tokens:
             there = min((shelf.catalogue.lookup(chain) for shelf in self.others), key=lambda each: each.tokens)

@@ -150,6 +150,7 @@ FAMILIES: Mapping[str, Family] = {
     "offload_loads_ended": Family("counter", "Loads that ended, by how.", ("outcome",)),
     "offload_tokens": Family("counter", "Tokens that were looked up, found, loaded, and missed by loads.", ("what",)),
     "offload_evicted": Family("counter", "Blocks given up to make room, by tier.", ("tier",)),
+    "offload_not_stored": Family("counter", "Blocks that stores left out, by why (no_room, ...).", ("reason",)),
     "offload_not_written_back": Family("counter", "Blocks that did not get from host memory to files.", ("reason",)),
     "offload_records_lost": Family("counter", "Records of files that were not what was stored, or could not be read."),
     "offload_disk_failures": Family(
@@ -215,6 +216,7 @@ _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "offload.load.": ("offload_loads_ended", (), ()),
     "offload.tokens.": ("offload_tokens", (), ()),
     "offload.evicted.": ("offload_evicted", (), ()),
+    "offload.not_stored.": ("offload_not_stored", (), ()),
     "offload.not_written_back.": ("offload_not_written_back", (), ()),
 }
 """Counters of the engine that begin so: the metric, labels before the rest of the name, and what is shown as 0."""
