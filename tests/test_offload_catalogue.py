@@ -15,7 +15,7 @@ from asynckv.offload.catalogue import Budgets, Catalogue
 from asynckv.offload.entry import Entry, EntryState
 from asynckv.offload.job import JobEnded, JobOutcome, JobReturned, Move, MoveKind
 from asynckv.offload.keys import StoredGroup
-from asynckv.offload.tier import Place, Tier
+from asynckv.offload.tier import SLICE, Place, Tier
 
 KIB = 1024
 FULL = StoredGroup(name="full", block_size=16, record_bytes=KIB)
@@ -445,6 +445,67 @@ def test_a_file_tier_that_is_switched_off_is_a_miss() -> None:
     assert catalogue.lookup(prompt(10)).tokens == 0
     catalogue.store("b", prompt(10))
     assert {move.kind for move in carry_out(catalogue)} == {MoveKind.STORE}
+
+
+def test_all_that_is_evicted_is_found_no_more_at_once_and_dropped_little_by_little() -> None:
+    catalogue = Catalogue([FULL], 16, 5000 * KIB, 5000 * KIB)
+    catalogue.store("a", prompt(4000))
+    catalogue.store("b", prompt(3, "q"))
+    stores = [move for move in catalogue.moves(0.0) if move.kind is MoveKind.STORE]
+    catalogue.ended(stores[0].move_id, Ending.DONE)
+    catalogue.pin("pin", prompt(7))
+    assert catalogue.evict() == 4003
+    assert catalogue.lookup(prompt(4000)).tokens == 0
+    assert outcomes(catalogue) == {"a": JobOutcome.DONE}
+    turns, left = 0, math.inf
+    while catalogue.wake_at == 0.0 or not turns:
+        assert not catalogue.moves(0.0), "what nobody finds any more is written to files"
+        assert catalogue.check_integrity() == []
+        before, left = left, sum(1 for _ in catalogue.host.entries())
+        assert before == math.inf or before - left <= SLICE
+        turns += 1
+    assert (turns, left) == (7, 10)
+    catalogue.ended(stores[1].move_id, Ending.DONE)
+    catalogue.unpin("pin")
+    assert not list(catalogue.host.entries())
+    catalogue.store("c", prompt(5000, "new"))
+    carry_out(catalogue)
+    assert catalogue.lookup(prompt(5000, "new")).tokens == 5000 * 16
+
+
+def test_room_is_made_by_what_is_to_be_dropped_anyway() -> None:
+    catalogue = Catalogue([FULL], 16, 2000 * KIB)
+    catalogue.store("a", prompt(2000))
+    carry_out(catalogue)
+    catalogue.evict()
+    catalogue.store("b", prompt(1990, "q"))
+    carry_out(catalogue)
+    assert catalogue.lookup(prompt(1990, "q")).tokens == 1990 * 16
+
+
+def test_a_write_back_that_failed_is_tried_again_a_few_times() -> None:
+    catalogue = Catalogue([FULL], 16, 100 * KIB, 100 * KIB)
+    catalogue.store("a", prompt(4))
+    endings = iter([Ending.FAILED, Ending.REFUSED, Ending.DONE])
+    moved = carry_out(catalogue, lambda move: next(endings) if move.kind is MoveKind.WRITE_BACK else Ending.DONE)
+    assert [move.kind for move in moved] == [MoveKind.STORE] + [MoveKind.WRITE_BACK] * 3
+    assert catalogue.statistics()["file_blocks"] == 4
+    catalogue.store("b", prompt(4, "q"))
+    assert len(carry_out(catalogue, only(MoveKind.WRITE_BACK, Ending.FAILED))) == 4
+    assert (catalogue.statistics()["file_blocks"], catalogue.statistics()["write_backs_failed"]) == (4, 4)
+    assert catalogue.lookup(prompt(4, "q")).ready_tokens == 64
+
+
+def test_a_write_back_that_failed_is_not_tried_again_of_what_was_given_up() -> None:
+    catalogue = Catalogue([FULL], 16, 100 * KIB, 100 * KIB)
+    catalogue.store("a", prompt(4))
+    [back] = [
+        move for move in carry_out(catalogue, only(MoveKind.WRITE_BACK, None)) if move.kind is MoveKind.WRITE_BACK
+    ]
+    catalogue.evict()
+    catalogue.ended(back.move_id, Ending.FAILED)
+    assert not carry_out(catalogue)
+    assert not list(catalogue.host.entries())
 
 
 def test_what_a_file_tier_recovered_is_found() -> None:

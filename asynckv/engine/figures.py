@@ -18,6 +18,7 @@ COUNTED = {
     "file_evicted": "evicted.file",
     "lost_before_write_back": "not_written_back.evicted",
     "write_backs_without_room": "not_written_back.no_room",
+    "write_backs_failed": "not_written_back.failed",
 }
 """Which of the catalogue's figures only grow, and what they are called here."""
 

@@ -23,7 +23,7 @@ from asynckv.config import OffloadConfig
 from asynckv.core.inspect import HeldBlocks
 from asynckv.engine.engine import Engine, Groups
 from asynckv.engine.lending import Lending
-from asynckv.engine.tiers import Leftovers, Serve, Tiers
+from asynckv.engine.tiers import GRACE_S, Leftovers, Serve, Tiers
 from asynckv.errors import (
     AsyncKVError,
     ConfigError,
@@ -127,10 +127,13 @@ class Offload:
     async def aclose(self, timeout_s: float | None = None) -> tuple[HeldBlocks, ...]:
         """Take nothing new, cancel loads and stores, wait until nothing is copied any more, and let go. Idempotent.
 
-        What is in files stays there; what is in host memory alone is lost.
+        What is in host memory alone is written to files first, as far as there is time; the rest is lost, and
+        `offload_stopped` says how much. An engine that closes its offload gives it a second for that: whoever
+        restarts it, and wants to find more, closes the offload before, with all the time that there is.
 
         Args:
-            timeout_s: How long copies that run are waited for (a second if left out), and promises of what is lent.
+            timeout_s: How long blocks are written to files, and copies that run are waited for (a second if left out),
+                and promises of what is lent.
 
         Returns:
             What was not waited for.
@@ -141,7 +144,8 @@ class Offload:
         if not self._tiers.is_started:
             return ()
         self._here(self.aclose)
-        return await self._tiers.close(None if timeout_s is None else number("timeout_s", timeout_s, 0))
+        timeout = None if timeout_s is None else number("timeout_s", timeout_s, 0)
+        return await self._tiers.close(timeout, GRACE_S if timeout is None else timeout)
 
     @property
     def network(self) -> Engine | None:
@@ -212,7 +216,8 @@ class Offload:
             EngineClosed: The offload or its engine is closed or suspended.
             PlanRefused: The blocks do not fit the layout.
             LocalProtocolError: A block is being written, or an argument is malformed.
-            PullCancelled: It was given up (`cancel`); the blocks are the engine's again.
+            PullError: A copy failed so that it may still read; says which blocks are held, as for a pull.
+                `PullCancelled` if the store was given up (`cancel`).
         """
         self._here(self.store)
         request_id, chain = text("request_id", request_id), as_hashes(hashes)
@@ -227,7 +232,7 @@ class Offload:
         used, where = self._ids(blocks, wanted), {self._own: wanted}
         job = self._mover.begin(JobKind.STORE, request_id, blocks, used, None, chain, tokens, where)
         ended = await self._mover.outcome(job)
-        if ended.outcome is JobOutcome.CANCELLED:
+        if ended.is_held or ended.outcome is JobOutcome.CANCELLED:
             raise job.error()
         missed = sum(map(len, ended.missing))
         took = self._tiers.driver.clock.now() - job.begun_at
@@ -268,7 +273,7 @@ class Offload:
         tokens = self._whole(num_tokens, chain)
         if len(set(chain)) < len(chain):
             raise LocalProtocolError("two of the hashes are the same; each has to cover all tokens before it as well")
-        if any(job.request_id == request_id and job.kind is JobKind.LOAD for job in self._mover.jobs.values()):
+        if any(job.kind is JobKind.LOAD for job in self._mover.of_request(request_id)):
             raise LocalProtocolError(f"request {request_id[:200]!r} is being loaded already; cancel it first")
         blocks = list(check_block_ids(self.engine.registration.layout, groups, tokens))
         wanted = []
@@ -335,7 +340,7 @@ class Offload:
         """Give up the stores and the load of a request; False if there are none."""
         self._here(self.cancel)
         request_id = text("request_id", request_id)
-        jobs = [job for job in self._mover.jobs.values() if job.request_id == request_id and job.ended is None]
+        jobs = [job for job in self._mover.of_request(request_id) if job.ended is None]
         self._mover.give_up(jobs)
         return bool(jobs)
 
@@ -349,7 +354,7 @@ class Offload:
         """
         self._here(self.returned)
         request_id = text("request_id", request_id)
-        for job in [job for job in self._mover.jobs.values() if job.request_id == request_id]:
+        for job in self._mover.of_request(request_id):
             await job.until_returned()
 
     def _whole(self, num_tokens: int, chain: list[bytes]) -> int:

@@ -34,7 +34,7 @@ from asynckv.offload.job import JobEnded, JobOutcome, MoveKind
 from asynckv.offload.keys import needed
 from asynckv.ports import CopyPlane, RecordPlane
 
-__all__ = ["Leftovers", "Serve", "Tiers"]
+__all__ = ["GRACE_S", "Leftovers", "Serve", "Tiers"]
 
 HOST = "host"
 """The name of the host tier's memory among what the copy plane knows."""
@@ -43,7 +43,9 @@ THROUGH_BYTES = 32 << 20
 """Of host memory through which the records of another geometry pass, per rank that has left some."""
 
 GRACE_S = 1.0
-"""How long closing waits for copies that run, unless it is told otherwise: they take milliseconds, or hang."""
+"""How long closing writes to files, and waits for copies that run, unless it is told otherwise."""
+
+WRITTEN = f"blocks.{MoveKind.WRITE_BACK.value}"
 
 Serve = Callable[[EngineConfig, Registration], Engine]
 Leftovers = Callable[[OffloadConfig, Shelf, str], list[Shelf]]
@@ -92,7 +94,7 @@ class Tiers:
         )
         self.others: list[Shelf] = []
         self.align = self.own.align
-        self.mover = Mover(self.driver, config.held_s)
+        self.mover = Mover(self.driver, config)
         self.mover.shelves = (self.own,)
         self.figures = Figures(self.driver, self.mover, config)
         self.mover.on_moved = self.figures.tell
@@ -190,14 +192,14 @@ class Tiers:
         Runs on a thread of its own. Says how many blocks there are, and why what others have left is not used.
         """
         own, config, mover = self.own, self.config, self.mover
-        own.take_memory()
+        own.take_memory(self.engine.registration.layout)
         if own.records is None and config.directory:
             own.records = _files(config, own, self._name)
         found = own.open_files(partial(mover.on_records, own), loop)
         try:
             for shelf in self._leftovers(config, own, self._name):
                 mover.shelves = (*mover.shelves, shelf)
-                shelf.take_memory()
+                shelf.take_memory(self.engine.registration.layout)
                 found += shelf.open_files(partial(mover.on_records, shelf), loop)
             if opened := mover.shelves[1:]:
                 self.others = list(reading(self.engine.registration.layout, opened, config.max_post_bytes))
@@ -207,26 +209,30 @@ class Tiers:
 
     # -- its end -------------------------------------------------------------------------------------
 
-    async def close(self, timeout_s: float | None) -> tuple[HeldBlocks, ...]:
+    async def close(self, timeout_s: float | None, flush_s: float) -> tuple[HeldBlocks, ...]:
         """End everything, or wait until all has ended; if that failed before, try again."""
         if self._closing is None or (self._closing.done() and self._closing.exception() is not None):
-            self._closing = asyncio.get_running_loop().create_task(self._close(timeout_s))
+            self._closing = asyncio.get_running_loop().create_task(self._close(timeout_s, flush_s))
         left: tuple[HeldBlocks, ...] = ()
         with anyio.CancelScope(shield=True):
             left = await asyncio.shield(self._closing)
         return left
 
-    async def _close(self, timeout_s: float | None) -> tuple[HeldBlocks, ...]:
+    async def _close(self, timeout_s: float | None, flush_s: float) -> tuple[HeldBlocks, ...]:
         driver, mover = self.driver, self.mover
         was_open, mover.cause = not mover.cause, mover.cause or "it was closed"
-        left = await mover.end_work(GRACE_S if timeout_s is None else timeout_s)
+        before = mover.counts[WRITTEN]
+        left = await mover.end_work(GRACE_S if timeout_s is None else timeout_s, flush_s)
+        written, lost = mover.counts[WRITTEN] - before, mover.to_write_back
         await self._let_go_of_planes(timeout_s)
         mover.forsake()
         if self in driver.guests:
             driver.guests.remove(self)
         if was_open:
             self.figures.tell(0.0)
-            driver.recorder.event("info", EVENT.OFFLOAD_STOPPED, counters=self.figures.counters())
+            driver.recorder.event(
+                "info", EVENT.OFFLOAD_STOPPED, counters=self.figures.counters(), written_back=written, lost=lost
+            )
         driver.soon()
         return left
 
@@ -245,7 +251,7 @@ class Tiers:
     async def let_go(self, timeout_s: float | None) -> tuple[HeldBlocks, ...]:
         """The engine ends, or is suspended: use its memory no more."""
         if self.driver.life.state is not LifeState.SUSPENDING:
-            return await self.close(timeout_s)
+            return await self.close(timeout_s, GRACE_S if timeout_s is None else min(timeout_s, GRACE_S))
         self.mover.cause = "its engine is suspended"
         left = await self.mover.end_work(GRACE_S if timeout_s is None else timeout_s)
         await self.mover.let_go_of_device()
@@ -273,7 +279,7 @@ class Tiers:
 
     def describe(self) -> dict[str, str]:
         """Name versions, transports and modes in use, and why what is not used is not."""
-        planes = self._copies, self.own.records
+        planes = self._copies, self.own.records, self.own.memory
         said = {name: what for plane in planes if plane is not None for name, what in plane.describe().items()}
         off = {"off": self.mover.cause, "files_off": self.own.files_lost}
         return said | {name: cause for name, cause in off.items() if cause}
@@ -329,17 +335,11 @@ def _nixl_copies(name: str) -> CopyPlane:
     return NixlCopies(name)
 
 
-def _folder(config: OffloadConfig, own: Shelf) -> Path:
-    """Where a rank keeps its files: each geometry has a directory of its own, for what it keeps has another form."""
-    form = own.form
-    stage = f"-pp{form.pp_stage}of{form.pp_size}" if form.pp_size > 1 else ""
-    return Path(config.directory) / f"tp{form.tp_rank}of{form.tp_size}{stage}-{own.form_id}"
-
-
 def _files(config: OffloadConfig, own: Shelf, name: str) -> RecordPlane:
     from asynckv.edges.file_tier import FileTier
+    from asynckv.edges.leftovers import rank_folder
 
-    return FileTier(_folder(config, own), config.file_bytes, name=name)
+    return FileTier(rank_folder(config.directory, own.form), config.file_bytes, name=name)
 
 
 def _left_by_others(config: OffloadConfig, own: Shelf, name: str) -> list[Shelf]:
@@ -351,7 +351,7 @@ def _left_by_others(config: OffloadConfig, own: Shelf, name: str) -> list[Shelf]
 
     shelves = []
     for at, left in enumerate(left_in(Path(config.directory), own.form)):
-        files = FileTier(left.folder, left.num_bytes, name=f"{name}-left{at}")
+        files = FileTier(left.folder, left.num_bytes, name=f"{name}-left{at}", read_only=True)
         through = max(THROUGH_BYTES, 16 * left.form.memories[0].length * len(left.form.groups))
         far = f"left{at}"
         shelves.append(

@@ -543,7 +543,11 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         "both",
         ("info",),
         "Nothing is stored or loaded any more.",
-        (always(OBJECT, "counters", "What was counted since the start."),),
+        (
+            always(OBJECT, "counters", "What was counted since the start."),
+            always(INTEGER, "written_back", "Blocks that were written to files while it closed."),
+            always(INTEGER, "lost", "Blocks that were in host memory alone, though there are files."),
+        ),
     ),
     EVENT.OFFLOAD_FAILED: Event(
         "both",

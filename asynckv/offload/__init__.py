@@ -43,9 +43,9 @@ Where to look
 - `keys`: what blocks are called, and which of them somebody needs who continues after some token. `found`: how long a
   stored prefix is.
 - `tier`: the blocks of one tier. `entry`: one of them. `slots`: where they lie. `eviction`: who has to go.
-- `job`: one caller's request, and the moves that carry it out. `jobs`: all of them, and what each holds. `cutting`: what
-  they wait for is cut into moves. `write_back`: what goes on to files. `traffic`: all moves that are under way, and
-  their budgets.
+- `job`: one caller's request, and the moves that carry it out. `jobs`: all of them, and what each holds. `cutting`:
+  what they wait for is cut into moves. `write_back`: what goes on to files. `traffic`: all moves that are under way,
+  and their budgets.
 
 Words
 -----

@@ -304,21 +304,23 @@ class Catalogue:
 
         What is being read is read to its end. With a `place` only what that tier has is evicted.
         """
-        doomed: list[tuple[Tier, Entry]] = []
-        keys = None if hashes is None else as_hashes(hashes)
-        for tier in self._tiers() if place is None else (t for t in self._tiers() if t.place is place):
-            for index, group in zip(tier.index, self.groups, strict=True):
-                if keys is None:
-                    doomed += [(tier, entry) for entry in index.values()]
-                else:
+        keys, count = None if hashes is None else as_hashes(hashes), 0
+        for tier in [tier for tier in self._tiers() if place in (None, tier.place)]:
+            if keys is None:
+                count += sum(map(len, tier.index))
+                writing = tier.drop_all()
+            else:
+                doomed = []
+                for index, group in zip(tier.index, self.groups, strict=True):
                     mine = dict.fromkeys(block_hashes(keys, group.block_size, self.hash_tokens))
-                    doomed += [(tier, entry) for key in mine if (entry := index.get(key)) is not None]
-        for tier, entry in doomed:
-            was_writing = entry.state is EntryState.WRITING
-            tier.drop(entry)
-            if was_writing and tier is self.host:
+                    doomed += [entry for key in mine if (entry := index.get(key)) is not None]
+                writing = [entry for entry in doomed if entry.state is EntryState.WRITING]
+                count += len(doomed)
+                for entry in doomed:
+                    tier.drop(entry)
+            for entry in writing if tier is self.host else ():
                 self._jobs.lost(entry, JobOutcome.MISSING, "it was evicted while it was written")
-        return len(doomed)
+        return count
 
     def recover(self, found: Iterable[tuple[int, int, bytes]]) -> int:
         """Take in `(group, slot, hash)` that the file tier found in its index, the least recently used first.
@@ -340,8 +342,7 @@ class Catalogue:
         self.host.onward.clear()
         if not reads:
             return
-        for entry in [entry for index in self.file.index for entry in index.values()]:
-            self.file.drop(entry)
+        self.file.drop_all()
         for job in list(self._jobs.absent.values()):
             self._jobs.fail(job, JobOutcome.MISSING, "the file tier was switched off")
 
@@ -361,6 +362,9 @@ class Catalogue:
     def moves(self, now: float) -> list[Move]:
         """Return what is to be carried out next, within the budgets; each is told of by `ended`."""
         self.wake_at = self._jobs.time_out(now)
+        for tier in self._tiers():
+            if tier.drop_some():
+                self.wake_at = now
         promotions = list(self._cutting.promotions())
         moves = [*self._cutting.of(MoveKind.LOAD, JobKind.LOAD), *self._cutting.of(MoveKind.STORE, JobKind.STORE)]
         moves += promotions
@@ -566,7 +570,7 @@ class Catalogue:
 
     def check_integrity(self) -> list[str]:
         """Recount everything; a list of what does not add up."""
-        wrong = [text for tier in self._tiers() for text in tier.audit()] + self.traffic.audit()
+        wrong = [text for tier in self._tiers() for text in tier.audit()] + self.traffic.audit() + self._jobs.audit()
         touched: dict[Entry, set[int]] = {}
         to_write = set(self._jobs.to_write())
         for move_id, running in self.traffic.running.items():

@@ -75,6 +75,8 @@ class Jobs:
 
     def waiting(self, entry: Entry) -> list[Job]:
         """Return who waits for a block."""
+        if not entry.holders:
+            return []
         jobs = (self.by_name.get(name) for name in sorted(entry.holders))
         return [job for job in jobs if job is not None and entry in job.waits]
 
@@ -150,6 +152,18 @@ class Jobs:
                         self._deadline = min(self._deadline, job.until)
         return self._deadline
 
+    # -- audits ------------------------------------------------------------------------------------
+
     def to_write(self) -> Iterator[Entry]:
-        """Return what stores have yet to write, for audits."""
+        """Return what stores have yet to write."""
         return (item.entry for job in self.by_name.values() if job.kind is JobKind.STORE for item in job.todo)
+
+    def audit(self) -> list[str]:
+        """Recount those that can go on; a list of what does not add up."""
+        jobs, wrong = self.by_name.values(), list[str]()
+        ready = {name for some in self.ready.values() for name in some}
+        if ready != {job.job_id for job in jobs if job.todo}:
+            wrong.append(f"jobs {sorted(ready)} are listed as those that have something to be moved")
+        if self.absent.keys() != {job.job_id for job in jobs if job.absent}:
+            wrong.append(f"jobs {sorted(self.absent)} are listed as those that need the file tier")
+        return wrong

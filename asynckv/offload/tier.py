@@ -33,6 +33,9 @@ class Place(enum.StrEnum):
 
 S, E = members(EntryState), members(EntryEvent)
 
+SLICE = 512
+"""Blocks that are dropped in one turn, of all that are: about a millisecond."""
+
 
 class Tier:
     """One tier.
@@ -59,6 +62,8 @@ class Tier:
         """Per size of record, what is WRITING or READY."""
         self.onward: dict[Entry, None] = {}
         """What is to be copied to the next tier, the oldest first."""
+        self._doomed: list[dict[bytes, Entry]] = []
+        """What nobody finds any more, and what is dropped little by little."""
         self.freed: list[tuple[int, int]] = []
         """`(group, slot)` of files that nobody has any more: their index is to forget them."""
         self.tick = 0
@@ -216,6 +221,34 @@ class Tier:
             self.policies[entry.kind].remove(entry)
             self._forget(entry)
 
+    def drop_all(self) -> list[Entry]:
+        """Let nobody find any block any more, at once; returns those that were being written.
+
+        There may be millions, so what is complete is dropped by `drop_some`.
+        """
+        writing = [index[hash_] for index, some in zip(self.index, self.writing, strict=True) for hash_ in some]
+        for entry in writing:
+            self.drop(entry)
+        self._doomed += self.index
+        self.index = [{} for _ in self.index]
+        self.lost += len(self.onward)
+        self.onward = {}
+        self.drop_some()
+        return writing
+
+    def drop_some(self) -> bool:
+        """Drop some of what nobody finds any more; True if there is more."""
+        left = SLICE
+        while self._doomed and left:
+            if not self._doomed[-1]:
+                self._doomed.pop()
+                continue
+            _, entry = self._doomed[-1].popitem()
+            if entry.state is S.READY:  # or it was evicted meanwhile
+                self.drop(entry)
+            left -= 1
+        return bool(self._doomed)
+
     def let_go(self, entry: Entry, holder: str) -> None:
         """Let one holder go."""
         self._stuck.clear()
@@ -235,7 +268,8 @@ class Tier:
     def _hide(self, entry: Entry) -> None:
         """Take out of the index what is found by its key; another may be there under the same."""
         if entry.state in (S.READY, S.WRITING):
-            del self.index[entry.group][entry.hash]
+            if self.index[entry.group].get(entry.hash) is entry:
+                del self.index[entry.group][entry.hash]
             if entry.state is S.WRITING:
                 self.writing[entry.group].remove(entry.hash)
             self.leaving.add(entry)
@@ -262,20 +296,27 @@ class Tier:
         """Return all blocks, those that are leaving among them."""
         for index in self.index:
             yield from index.values()
+        yield from self._unfound()
         yield from self.leaving
+
+    def _unfound(self) -> Iterator[Entry]:
+        """Return what is complete, and nobody finds it."""
+        return (entry for index in self._doomed for entry in index.values() if entry.state is S.READY)
 
     def audit(self) -> list[str]:
         """Recount everything; a list of what does not add up."""
         wrong, taken = [], [set[int]() for _ in self.slots.sizes]
+        unfound = set(self._unfound())
         entries = [(True, entry) for index in self.index for entry in index.values()]
-        for is_found, entry in entries + [(False, entry) for entry in self.leaving]:
+        for is_found, entry in entries + [(False, entry) for entry in (*self.leaving, *unfound)]:
             kind, name = entry.kind, f"{self.place} slot {entry.slot} of group {entry.group}"
             if entry.slot in taken[kind]:
                 wrong.append(f"{name} has two blocks")
             taken[kind].add(entry.slot)
-            if is_found != (entry.state in (S.WRITING, S.READY)) or entry.state is S.GONE:
+            is_kept = is_found or entry in unfound
+            if is_kept != (entry.state in (S.WRITING, S.READY)) or entry.state is S.GONE:
                 wrong.append(f"{name} is {entry.state}, and {'found' if is_found else 'not found'} by its key")
-            if (entry in self.policies[kind]) != is_found:
+            if (entry in self.policies[kind]) != is_kept:
                 wrong.append(f"{name} is {entry.state}, which its policy does not know")
             if is_found and (entry.hash in self.writing[entry.group]) != (entry.state is S.WRITING):
                 wrong.append(f"{name} is {entry.state}, and is listed otherwise")
@@ -285,7 +326,7 @@ class Tier:
                 wrong.append(f"{name} is {entry.state}, and is to be copied onward")
         if sum(map(len, self.writing)) != sum(entry.state is S.WRITING for _, entry in entries):
             wrong.append(f"{self.place} lists blocks as being written that are not there")
-        if sum(map(len, self.policies)) != len(entries):
+        if sum(map(len, self.policies)) != len(entries) + len(unfound):
             wrong.append(f"the policies of {self.place} know blocks that are not there")
         if self._is_mixed:
             placed = {entry for entries in self._in_chunk for entry in entries}
