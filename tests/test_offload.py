@@ -349,7 +349,7 @@ async def test_what_a_copy_held_is_told_by_the_log(tmp_path: Path) -> None:
         with pytest.raises(BlocksRetired):
             await offload.returned("lost")
     said = [json.loads(line) for line in log.read_text().splitlines()]
-    [moved] = [each for each in said if each["event"] == "offload_moved"]
+    moved = next(each for each in said if each["event"] == "offload_moved")
     [stopped] = [each for each in said if each["event"] == "offload_stopped"]
     assert moved["counters"]["bytes.store"] == stopped["counters"]["bytes.store"] == 2 * RECORD
     assert moved["blocks"] == {"host": 2}
@@ -506,7 +506,7 @@ async def test_what_a_disk_has_that_takes_no_more_is_read_on() -> None:
         rank.records.lose("no space left", reads=False)
         await offload.store("q", [(0, list(range(10, 26)))], chain("q", 16))
         await until(lambda: not offload._mover.posted)
-        assert offload.statistics().gauges["file_blocks"] == 4
+        assert offload.statistics().gauges["kept.file"] == 4
         assert not offload.statistics().gauges["to_write_back"]
         assert offload.statistics().counters["not_written_back.files_lost"] == 16
         found = offload.lookup(chain("p", 4))
@@ -863,7 +863,7 @@ async def test_a_place_in_the_files_that_changes_hands_keeps_its_new_block() -> 
             await offload.store("a", [(0, [1, 2, 3])], chain(f"p{i}", 3))
             await until(lambda: not (now := offload.statistics().gauges)["moves"] and not now["to_write_back"])
         assert offload.statistics().counters["evicted.file"] > 8
-        assert len(disk.records) == offload.statistics().gauges["file_blocks"] == 8
+        assert len(disk.records) == offload.statistics().gauges["kept.file"] == 8
 
 
 async def test_what_is_evicted_under_a_load_still_arrives() -> None:

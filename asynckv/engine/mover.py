@@ -403,6 +403,7 @@ class Mover:
 
     def _lose_files(self, shelf: Shelf, news: RecordsLost) -> None:
         """The file tier takes no more writes, or nothing at all."""
+        shelf.files_lost = news.cause
         shelf.catalogue.switch_off(reads=news.reads)
         self._idle.set()
         self.counts[f"files_lost.{'all' if news.reads else 'writes'}"] += 1

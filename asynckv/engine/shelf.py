@@ -50,6 +50,7 @@ class Shelf:
     Attributes:
         kept: Groups of the form that this rank has a part of; what the catalogue calls a group is a place in it.
         form_id: Short for the form.
+        files_lost: Why its files take no more writes, or nothing; empty while they do.
 
     Raises:
         ConfigError: A block size is not a multiple of `hash_tokens`, a group cannot be kept, or the tier is too small.
@@ -67,7 +68,7 @@ class Shelf:
         is_own: bool = True,
     ) -> None:
         self.far, self.form, self.form_id, self.records = far, form, fingerprint(form), records
-        self._is_own = is_own
+        self._is_own, self.files_lost = is_own, ""
         self._config, self._host_bytes = config, host_bytes
         strides = [size.stride for size in record_sizes(form)]
         groups = stored_groups(form, strides, config.hash_tokens, config.model)
