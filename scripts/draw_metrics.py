@@ -330,6 +330,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "short",
                 (
                     (gauge("offload_blocks"), f"{ENGINE} {{{{tier}}}}, {{{{state}}}}"),
+                    (gauge("offload_waiting_blocks"), f"{ENGINE} to be written back"),
                     (rate("offload_evicted_total", "tier"), f"{ENGINE} {{{{tier}}}}, evicted per second"),
                     (rate("offload_not_written_back_total", "reason"), f"{ENGINE} lost, {{{{reason}}}}"),
                     (rate("offload_not_stored_total", "reason"), f"{ENGINE} not stored, {{{{reason}}}}"),
@@ -358,6 +359,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (rate("offload_moves_failed_total"), f"{ENGINE} moves failed"),
                     (rate("offload_records_lost_total"), f"{ENGINE} records lost"),
                     (rate("offload_disk_failures_total", "what"), f"{ENGINE} files lost: {{{{what}}}}"),
+                    (f"{gauge('offload_up')} == 0", f"{ENGINE} {{{{tier}}}}: no {{{{what}}}}"),
                 ),
                 "Records are lost when their bytes are not what was stored: a torn write, or a rotten disk.",
             ),

@@ -219,6 +219,7 @@ def main(root: Path, kills: int, back_end: BackEnd) -> Counter[str]:
         total["kills"] += number < kills
         total["stored"] += 2 * AT_ONCE * len(stored)
         total["killed_while_writing"] += len(stored) > 0
+        total["unsound"] += sum(check(folder, drop=False).bad.values())
         what = meddle(folder, other, chance)
         total[f"meddled_{what}"] += 1
         if what in ("cut", "scribble"):

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -26,13 +27,13 @@ import pytest
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges import file_tier, file_worker
-from asynckv.edges.file_index import INDEX, checksum
+from asynckv.edges.file_index import INDEX, checksum, read_index
 from asynckv.edges.file_io import Extent, PlainFiles
 from asynckv.edges.file_tier import FileTier
 from asynckv.edges.host_pool import HostPool
 from asynckv.errors import BackendError, ConfigError
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded, RecordsLost, Stored
-from asynckv.tools.offload_folder import prune_folder
+from asynckv.tools.offload_folder import check, prune_folder
 from tests.killed import EVERY
 
 pytestmark = pytest.mark.anyio
@@ -209,15 +210,17 @@ async def test_what_was_stored_first_is_told_first(make: Make, monkeypatch: pyte
     assert [stored.key for stored in tier.start()] == [r.key for i in (2, 0, 3, 1) for r in records(i)]
 
 
-async def test_a_place_holds_what_was_put_there_last(make: Make) -> None:
+async def test_a_place_holds_what_was_put_there_last(make: Make, tmp_path: Path) -> None:
     tier = make()
     tier.start()
     old, new = records(1, 2, word="old"), records(1, word="new")
     await tier.store(old)
     await tier.store(new)
-    assert await tier.load([*old, *new]) == RecordsEnded(
-        TransferId(3), Ending.FAILED, "record 0: it is not stored there", (0,)
-    )
+    ended = await tier.load([*old, *new])
+    assert (ended.ending, ended.lost) == (Ending.FAILED, (0,))
+    number, offset = divmod(old[0].far, SEGMENT)
+    name = tmp_path / "tier" / f"segment-{number:05}.kv"
+    assert ended.cause == f"group 'group', hash {b'old-1'.hex()}..., at {offset} of {name}: it is not stored there"
     tier.plane.forget([old[1].far, 12345])
     assert (await tier.load(old)).lost == (0, 1)
     tier.plane.close()
@@ -625,6 +628,78 @@ async def test_an_index_that_cannot_be_written_ends_the_writes(make: Make) -> No
     assert (await tier.load(records(1))).ending is DONE  # it is known to this process
 
 
+async def test_a_place_is_forgotten_before_it_is_written_over_or_it_is_not_written(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that what the index says is sound whenever a process is killed."""
+    folder, tier = tmp_path / "tier", make()
+    tier.start()
+    await tier.store(records(*range(COUNT)))
+    tier.plane.close()
+    tier.start()
+    seen: list[int] = []
+    submit = PlainFiles.submit
+
+    def watch(self: PlainFiles, number: int, extents: Sequence[Extent], is_write: bool) -> None:
+        seen.append(len(read_index(folder).entries))
+        submit(self, number, extents, is_write)
+
+    monkeypatch.setattr(PlainFiles, "submit", watch)
+    tier.plane.forget([records(9)[0].far])
+    assert (await tier.store(records(4, 5, word="new"))).ending is DONE
+    assert seen == [COUNT - 3]
+    assert isinstance(tier.plane, FileTier)
+    assert tier.plane._worker is not None
+    assert tier.plane._worker._index is not None
+    tier.plane._worker._index._db.execute("PRAGMA query_only = ON")
+    assert (await tier.store(records(6, word="new"))).ending is Ending.FAILED
+    assert len(seen) == 1
+    assert (await tier.load(records(7))).ending is DONE
+    tier.plane.close()
+    assert check(folder, drop=False).bad == {}
+
+
+async def test_the_index_takes_its_space_at_the_start(make: Make, tmp_path: Path) -> None:
+    """A disk that is full later keeps it from nothing."""
+
+    def taken() -> dict[str, int]:
+        return {path.name: path.stat().st_blocks for path in (tmp_path / "tier").glob(f"{INDEX}*")}
+
+    tier = make(num_bytes=600 * PAGE, record_bytes=PAGE)
+    tier.start()
+    before = taken()
+    assert set(before) == {INDEX, f"{INDEX}-wal", f"{INDEX}-shm"}
+    for word in "abc":
+        some = [Record(f"{i}-{word}".encode() + bytes(70), 0, i * PAGE, PAGE, "layout", "group") for i in range(600)]
+        random.Random(word).shuffle(some)
+        for i in range(0, 600, 60):
+            tier.post(WRITE, some[i : i + 60])
+            assert (await tier.ended()).ending is DONE
+    assert taken() == before
+    tier.plane.close()
+    assert len(tier.start()) == 600
+
+
+@pytest.mark.parametrize("what", ["", "segment-00003.kv", INDEX])
+async def test_files_that_are_removed_under_it_take_no_more_and_it_is_said(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(file_worker, "LOOK_S", 0.0)
+    tier = make()
+    tier.start()
+    assert (await tier.store(records(1))).ending is DONE
+    if what:
+        (tmp_path / "tier" / what).unlink()
+    else:
+        shutil.rmtree(tmp_path / "tier")
+    tier.post(WRITE, [])
+    (off,) = [news for news in await tier.heard(2) if isinstance(news, RecordsLost)]
+    assert off.reads is False
+    assert f"was removed from {tmp_path / 'tier'} while it was in use" in off.cause
+    assert (await tier.load(records(1))).ending is DONE
+    assert (await tier.store(records(2))).ending is Ending.FAILED
+
+
 class Stuck(PlainFiles):
     """A disk that answers when it is let."""
 
@@ -859,7 +934,7 @@ def killed(folder: Path, kills: int, back_end: str) -> dict[str, int]:
 def test_nothing_wrong_is_served_after_a_kill_at_any_instant(tmp_path: Path, back_end: str, kills: int) -> None:
     found = killed(tmp_path / "tier", kills, back_end)
     assert found["kills"] == kills
-    assert found["wrong"] == found["along_wrong"] == found["damaged_by_a_kill"] == 0
+    assert found["wrong"] == found["along_wrong"] == found["damaged_by_a_kill"] == found["unsound"] == 0
     assert found["refused"] == 2 * len(range(1, kills + 1, EVERY))
     if kills >= 100:  # else it is a matter of luck
         assert found["served"] > kills

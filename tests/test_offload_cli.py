@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
 import sqlite3
 import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
 from asynckv import cli
-from asynckv.edges.file_index import INDEX
+from asynckv.edges.file_index import INDEX, read_index
 from asynckv.edges.file_store import OWNER, OwnerLock, owner_of
+from asynckv.offload.keys import short
+from asynckv.tools import offload_folder
 from tests.test_cli import complaint
 from tests.test_file_tier import COUNT, RANGE, SEGMENT, SIZE, Tier, overwrite, records
 
@@ -51,6 +57,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return run_it
 
 
+def state(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """All that is in a directory, and when it was written."""
+    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}
+
+
 def test_inspect_says_what_is_there_and_who_has_it(folder: Path, run: Run) -> None:
     lock = OwnerLock(folder)
     status, out = run("inspect", folder, "--json", "-")
@@ -59,8 +70,9 @@ def test_inspect_says_what_is_there_and_who_has_it(folder: Path, run: Run) -> No
     assert (status, found["blocks"], found["bytes_stored"]) == (0, COUNT, COUNT * SIZE)
     assert (found["is_live"], found["num_bytes"], found["segments"]) == (True, RANGE, -(-RANGE // SEGMENT))
     assert found["kinds"] == [{"tag": "group", "layout": "layout", "blocks": COUNT, "bytes": COUNT * SIZE}]
+    before = state(folder)
     status, out = run("inspect", folder)
-    assert status == 0
+    assert (status, state(folder)) == (0, before)
     assert "(has ended)" in out
     assert f"{COUNT}, 288.0 KiB, stored 20" in out
 
@@ -84,18 +96,82 @@ def test_verify_finds_what_is_not_sound_and_drops_it_when_told(folder: Path, run
     assert run("verify", folder)[0] == 0
     overwrite(folder, records(3)[0].far, b"!")
     (folder / "segment-00012.kv").unlink()
-    gone = {r.key for r in records(*range(COUNT)) if r.far // SEGMENT == 12 or (r.far + SIZE - 1) // SEGMENT == 12}
+    os.truncate(folder / "segment-00015.kv", 5)
+    gone, cut = within(12), within(15) - within(12)
+    before = state(folder)
     status, out = run("verify", folder, "--json", "-")
     found = json.loads(out)
-    assert status == 1
-    assert found["bad"] == {"its file is missing": len(gone), "its bytes are not what was stored": 1}
-    assert (found["sound"], found["dropped"]) == (COUNT - 1 - len(gone), False)
+    assert (status, state(folder)) == (1, before)
+    assert found["bad"] == {
+        "segment-00012.kv is missing": len(gone),
+        f"segment-00015.kv was cut short: it ends after 5 of {SEGMENT:,} bytes": len(cut),
+        "its bytes are not what was stored": 1,
+    }
+    assert (found["sound"], found["dropped"]) == (COUNT - 1 - len(gone | cut), False)
+    (bad,) = (each for each in found["bad_blocks"] if each["cause"].startswith("its bytes"))
+    number, offset = divmod(records(3)[0].far, SEGMENT)
+    assert (bad["group"], bad["segment"], bad["offset"]) == ("group", f"segment-{number:05}.kv", offset)
+    assert (bad["hash"], bad["bytes"]) == (short(records(3)[0].key), SIZE)
+    status, out = run("verify", folder)
+    assert "1 block is not sound: its bytes are not what was stored" in out
+    assert f"segment-{number:05}.kv at {offset:,}, {SIZE:,} bytes" in out
     status, out = run("verify", folder, "--drop")
     assert status == 1
     assert "they were forgotten" in out
     status, out = run("verify", folder)
     assert status == 0
-    assert f"{COUNT - 1 - len(gone)} of {COUNT - 1 - len(gone)} blocks are sound" in out
+    assert f"{COUNT - 1 - len(gone | cut)} of {COUNT - 1 - len(gone | cut)} blocks are sound" in out
+
+
+def within(segment: int) -> set[bytes]:
+    """Keys of records in some segment."""
+    return {r.key for r in records(*range(COUNT)) if segment in (r.far // SEGMENT, (r.far + SIZE - 1) // SEGMENT)}
+
+
+def test_a_running_owner_is_not_disturbed_and_what_it_gives_up_meanwhile_is_not_held_against_it(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def live() -> None:
+        tier = Tier(folder, back_end="plain")
+        tier.start()
+        try:
+            read = offload_folder._bad
+
+            def read_late(*given: Any) -> Any:  # the owner has written over what the index said
+                tier.plane.forget([records(3)[0].far])
+                overwrite(folder, records(3)[0].far, b"!")
+                while len(read_index(folder).entries) == COUNT:
+                    time.sleep(0)
+                return read(*given)
+
+            monkeypatch.setattr(offload_folder, "_bad", read_late)
+            status, out = run("verify", folder, "--json", "-")
+            found = json.loads(out)
+            assert (status, found["is_live"], found["sound"], found["given_up"]) == (0, True, COUNT - 1, 1)
+        finally:
+            tier.plane.close()
+            tier.pool.close()
+
+    asyncio.run(live())
+
+
+def test_of_a_killed_owner_everything_stays_as_it_is_until_something_is_to_be_changed(folder: Path, run: Run) -> None:
+    """Its newest blocks are in a log beside the index, which only a process that has the directory puts in order."""
+    killed, far = folder.parent / "killed", records(3)[0].far
+    with closing(sqlite3.connect(folder / INDEX, isolation_level=None)) as db:
+        db.execute("DELETE FROM records WHERE far = ?", (far,))
+        shutil.copytree(folder, killed)
+    owner = (killed / OWNER).read_bytes()
+    for name in (f"{INDEX}-shm", "none"):
+        (killed / name).unlink(missing_ok=True)
+        before = state(killed)
+        assert f"{INDEX}-wal" in before
+        for command in ("inspect", "verify"):
+            status, out = run(command, killed, "--json", "-")
+            assert (status, json.loads(out)["blocks"], state(killed)) == (0, COUNT - 1, before)
+    assert run("verify", killed, "--drop")[0] == 0
+    assert run("prune", killed, "--older-than", "1d")[0] == 0
+    assert (killed / OWNER).read_bytes() == owner  # who stored, not who tidied up
 
 
 def test_a_record_that_an_index_makes_too_long_takes_no_memory(folder: Path, run: Run) -> None:
@@ -118,8 +194,60 @@ def test_prune_forgets_what_was_named_and_removes_files_without_blocks(folder: P
     assert {int(path.stem[-5:]) for path in folder.glob("segment-*")} == expected
     assert json.loads(run("verify", folder, "--json", "-")[1])["sound"] == COUNT - 10
     assert run("prune", folder, "--layout", "lay")[1].startswith(f"{COUNT - 10} of {COUNT - 10} blocks forgotten")
-    assert run("prune", folder, "--all")[0] == 0
-    assert not list(folder.glob("segment-*"))
+    (folder / "mine").touch()
+    assert "the directory stays, for it has mine" in run("prune", folder, "--all")[1]
+    assert [path.name for path in folder.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("how", ["as it is", "no owner", "no index", "damaged"])
+def test_prune_removes_a_directory_in_any_state(folder: Path, run: Run, how: str) -> None:
+    if how == "damaged":
+        spoil(folder)
+    elif how != "as it is":
+        (folder / (OWNER if how == "no owner" else INDEX)).unlink()
+    status, out = run("prune", folder, "--all", "--json", "-")
+    assert (status, json.loads(out)["removed"], folder.exists()) == (0, True, False)
+
+
+def spoil(folder: Path) -> None:
+    """Damage a page of an index that nothing but a thorough look finds."""
+    with (folder / INDEX).open("r+b") as file:
+        file.seek(5 * 4096)
+        file.write(bytes(reversed(range(256))) * 16)
+
+
+def test_the_directory_above_stands_for_all_of_them_and_what_cannot_be_read_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    above = folder.parent
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["asynckv", "offload", *map(str, argv)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        return int(caught.value.code or 0), *capsys.readouterr()
+
+    for name in ("tp0of2-a", "tp1of2-b"):
+        shutil.copytree(folder, above / name)
+    (above / "else").mkdir()
+    shutil.rmtree(folder)
+    status, out, _ = run("inspect", above)
+    assert status == 0
+    assert "tp0of2-a" in out
+    assert f"2 directories, {2 * COUNT} blocks" in out
+    (above / "tp1of2-b" / INDEX).unlink()
+    status, out, err = run("inspect", above, "--json", "-")
+    first, second = json.loads(out)
+    assert (status, first["blocks"]) == (2, COUNT)
+    assert "has no index" in second["error"]
+    assert second["folder"] == str(above / "tp1of2-b")
+    assert "tp1of2-b has no index" in err
+    status, out, _ = run("verify", above)
+    assert status == 2
+    assert f"{COUNT} of {COUNT} blocks are sound" in out
+    status, out, _ = run("prune", above, "--all")
+    assert status == 0
+    assert [path.name for path in above.iterdir()] == ["else"]
 
 
 def test_bad_input_is_said_in_a_line(
@@ -128,7 +256,7 @@ def test_bad_input_is_said_in_a_line(
     for words, says in (
         ("inspect /none", "is no directory"),
         ("verify /proc", "holds no stored blocks"),
-        ("inspect ABOVE", "name one of those in it: tier"),
+        ("inspect FILE", "is no directory"),
         ("prune DIR", "give one of"),
         ("prune DIR --all --older-than 1d", "give one of"),
         ("prune DIR --older-than 7", "is no age"),
@@ -136,7 +264,7 @@ def test_bad_input_is_said_in_a_line(
         ("prune DIR --layout z", "there are layout"),
         ("inspect DIR --json /none/x", "cannot be written"),
     ):
-        argv = [{"DIR": str(folder), "ABOVE": str(folder.parent)}.get(word, word) for word in words.split()]
+        argv = [{"DIR": str(folder), "FILE": str(folder / INDEX)}.get(word, word) for word in words.split()]
         assert says in complaint(["offload", *argv], monkeypatch, capsys)
 
 
@@ -144,10 +272,34 @@ def test_who_has_a_directory_is_said_and_a_damaged_index_is_left(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lock = OwnerLock(folder)
-    for words in (["verify", str(folder)], ["prune", str(folder), "--all"]):
+    for words in (["verify", str(folder), "--drop"], ["prune", str(folder), "--all"]):
         assert "belongs to process" in complaint(["offload", *words], monkeypatch, capsys)
     lock.release()
-    (folder / INDEX).write_bytes(b"x" * 10_000)
-    for words in (["inspect", str(folder)], ["verify", str(folder)]):
-        assert "is damaged" in complaint(["offload", *words], monkeypatch, capsys)
-    assert (folder / INDEX).read_bytes() == b"x" * 10_000
+    for how in (spoil, lambda folder: (folder / INDEX).write_bytes(b"x" * 10_000)):
+        how(folder)
+        before = state(folder)
+        for line in ("inspect", "verify", "verify --drop", "prune --older-than 1s"):
+            command, *more = line.split()
+            said = complaint(["offload", command, str(folder), *more], monkeypatch, capsys)
+            assert "is damaged" in said
+            assert "\\n" not in said
+            assert state(folder) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_another_user_is_told_to_be_the_one_it_belongs_to(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with TemporaryDirectory() as above:  # pytest's own are root's all the way up
+        Path(above).chmod(0o755)
+        shutil.copytree(folder, f"{above}/tp0of1-a")
+        os.seteuid(4711)
+        try:
+            for command in ("inspect", "prune --all", "verify --drop"):
+                name, *more = command.split()
+                said = complaint(["offload", name, f"{above}/tp0of1-a", *more], monkeypatch, capsys)
+                assert "Permission denied: it is user 0's" in said
+                assert "this process is user 4711; run as its user" in said
+                assert "name another directory" not in said
+        finally:
+            os.seteuid(0)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import xxhash
@@ -34,7 +36,7 @@ __all__ = [
     "damaged",
     "no_collection",
     "now",
-    "open_index",
+    "one_line",
     "read_index",
 ]
 
@@ -45,6 +47,12 @@ APPLICATION = 0x61736B76
 
 MAX_KEY = 1024
 ALIGN = 4096
+
+RECORD_BYTES = 256
+"""What one record may take in an index: it is a hundred or so, in pages that are not full."""
+
+ROOM = "room"
+"""A table that holds space for a moment."""
 
 STORED_AT = "stored_at"
 """The fact of a directory that says when something was stored there last: nanoseconds since 1970."""
@@ -77,12 +85,6 @@ UNUSABLE = {
     sqlite3.SQLITE_READONLY,
 }
 """What says nothing of the index itself; with anything else it is damaged."""
-
-
-def _corrupt(how: str) -> sqlite3.DatabaseError:
-    exc = sqlite3.DatabaseError(how)
-    exc.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-    return exc
 
 
 FROM = "FROM records LEFT JOIN kinds ON kind = id"
@@ -126,19 +128,20 @@ def checksum(key: bytes, data: memoryview | bytes) -> int:
     return found - (1 << 64) if found >= 1 << 63 else found
 
 
-def open_index(path: Path, *, mode: str = "rwc", immutable: bool = False) -> sqlite3.Connection:
-    """Open an index, and make it if it is not there (mode `rwc`).
+def open_index(path: Path, *, how: str = "mode=rwc") -> sqlite3.Connection:
+    """Open an index, and make it if it is not there, unless told otherwise in the words of a URI of sqlite's.
 
     Raises:
         BackendError: It is of another format, of another application, or cannot be opened.
         sqlite3.DatabaseError: It is damaged.
     """
-    if mode == "rwc":
+    is_made = how == "mode=rwc"
+    if is_made:
         if path.is_symlink():
             raise BackendError(f"{path} is a link to another file; name another directory")
         with suppress(OSError):  # sqlite would let everybody read it; what is there is not opened: that ends its locks
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    uri = f"{path.absolute().as_uri()}?mode={mode}{'&immutable=1' if immutable else ''}"
+    uri = f"{path.absolute().as_uri()}?{how}"
     try:
         db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=1.0)
     except sqlite3.OperationalError as exc:
@@ -156,7 +159,7 @@ def open_index(path: Path, *, mode: str = "rwc", immutable: bool = False) -> sql
                 f"{path} is of format {version}, and this asynckv reads format {FORMAT}; name another directory, or "
                 f"empty this one"
             )
-        if not has_tables and mode == "rwc":
+        if not has_tables and is_made:
             db.executescript(f"PRAGMA journal_mode = WAL; BEGIN; {SCHEMA} COMMIT;")
     except BaseException:
         db.close()
@@ -164,33 +167,68 @@ def open_index(path: Path, *, mode: str = "rwc", immutable: bool = False) -> sql
     return db
 
 
-def read_index(folder: Path, *, records: bool = True) -> Said:
+def read_index(folder: Path, *, records: bool = True, check: bool = False) -> Said:
     """Say what an index says, whoever writes it meanwhile; changes nothing, and lets go of it at once.
 
+    Args:
+        folder: Where it is.
+        records: Whether to read what is stored as well.
+        check: Whether to look through all of it for damage.
+
     Raises:
-        BackendError: It is damaged, of another format, or cannot be opened.
+        BackendError: It is damaged, of another format, or cannot be read.
     """
-    # Reading beside a writer makes files; without a log there is none, or it has not got far.
-    has_log = (folder / f"{INDEX}-wal").exists()
+    path = folder / INDEX
     try:
+        if not path.with_name(f"{INDEX}-wal").exists():
+            return _read(path, "immutable=1", records, check)  # sqlite would make files to read along
         try:
-            return _read(folder, records, immutable=not has_log)
-        except (sqlite3.OperationalError, BackendError):
-            if os.access(folder, os.W_OK):
-                raise
-            return _read(folder, records, immutable=True)
+            return _read(path, "readonly_shm=1", records, check)
+        except sqlite3.OperationalError:  # its owner has ended, and a file of its is not there
+            with TemporaryDirectory(prefix="asynckv-") as scratch:
+                for name in (INDEX, f"{INDEX}-wal"):
+                    shutil.copyfile(folder / name, Path(scratch) / name)
+                return _read(Path(scratch) / INDEX, "", records, check)
     except sqlite3.Error as exc:
-        raise damaged(folder, exc) from None
+        if getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in UNUSABLE:
+            raise BackendError(f"{path} cannot be read: {one_line(exc)}") from None
+        raise damaged(folder, one_line(exc)) from None
+    except OSError as exc:
+        raise BackendError(f"{path} cannot be read: {exc.strerror}") from None
 
 
-def damaged(folder: Path, exc: object) -> BackendError:
-    """Make the error that says of an index that it is damaged."""
-    return BackendError(f"the index of {folder} is damaged ({exc}); the next start makes a new one")
-
-
-def _read(folder: Path, records: bool, *, immutable: bool) -> Said:
-    with closing(open_index(folder / INDEX, mode="ro", immutable=immutable)) as db:
+def _read(path: Path, how: str, records: bool, check: bool) -> Said:
+    with closing(open_index(path, how=f"mode=ro&{how}")) as db:
+        if check:
+            _check(db)
         return _said(db, records)
+
+
+def _check(db: sqlite3.Connection) -> None:
+    """See that an index is sound.
+
+    Raises:
+        sqlite3.DatabaseError: It is not.
+    """
+    found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if found != "ok":
+        exc = sqlite3.DatabaseError(one_line(found))
+        exc.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise exc
+    db.execute("SELECT far, size, key, checksum, kind, stored_at FROM records LIMIT 1").fetchone()
+
+
+def one_line(said: object) -> str:
+    """What sqlite says goes over several lines."""
+    return " ".join(str(said).split())
+
+
+def damaged(folder: Path, how: str) -> BackendError:
+    """Say that an index is damaged, and what comes of it."""
+    return BackendError(
+        f"the index of {folder} is damaged ({how}), so what is stored there is lost: the next start makes a new one, "
+        f"and begins empty"
+    )
 
 
 def _said(db: sqlite3.Connection, records: bool) -> Said:
@@ -223,16 +261,15 @@ def no_collection() -> Iterator[None]:
 class FileIndex:
     """One open index. All but the constructor belongs to one thread.
 
-    A damaged one is thrown away: `dropped` says why, and empty tables follow.
-
     Args:
         folder: Where it is, or is to be.
+        replace: Whether a damaged one is thrown away: `dropped` says why, and empty tables follow.
 
     Raises:
-        BackendError: It cannot be opened, or is of another format.
+        BackendError: It cannot be opened, is of another format, or is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, replace: bool = True) -> None:
         self._path = folder / INDEX
         self.dropped = ""
         try:
@@ -240,17 +277,17 @@ class FileIndex:
         except sqlite3.DatabaseError as exc:
             if exc.sqlite_errorcode & 0xFF in UNUSABLE:
                 raise BackendError(f"{self._path} cannot be used: {exc}; name another directory") from None
-            self.dropped = str(exc)
+            if not replace:
+                raise damaged(folder, one_line(exc)) from None
+            self.dropped = one_line(exc)
             self._remove()
             self._db = self._open()
+        self._inode = self._path.stat().st_ino
 
     def _open(self) -> sqlite3.Connection:
         db = open_index(self._path)
         try:
-            found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if found != "ok":
-                raise _corrupt(str(found))
-            db.execute("SELECT far, size, key, checksum, kind, stored_at FROM records LIMIT 1").fetchone()
+            _check(db)
         except BaseException:
             db.close()
             raise
@@ -267,6 +304,48 @@ class FileIndex:
         """Return all that it says."""
         return _said(self._db, records=True)
 
+    def removed(self) -> str:
+        """Name it, if somebody has removed it."""
+        with suppress(FileNotFoundError):
+            return INDEX if self._path.stat().st_ino != self._inode else ""
+        return INDEX
+
+    # -- room ----------------------------------------------------------------------------------------
+
+    def lacks(self, num_records: int) -> int:
+        """Say how many bytes `reserve` is going to take from the disk."""
+        pages, log = self._wanted(num_records)
+        return (max(0, pages - self._number("page_count")) + log) * self._number("page_size")
+
+    def reserve(self, num_records: int) -> None:
+        """Take space for so many records, and for the log: a disk that is full later keeps neither from being written.
+
+        Sqlite uses pages that it has again, and its log from the start, so they are only to be made once.
+
+        Raises:
+            sqlite3.Error: There is none.
+        """
+        db, (pages, log) = self._db, self._wanted(num_records)
+        db.execute(f"PRAGMA wal_autocheckpoint = {log // 4}")
+        db.execute(f"DROP TABLE IF EXISTS {ROOM}")
+        db.execute(f"CREATE TABLE {ROOM} (bytes BLOB)")
+        size, missing = self._number("page_size"), max(0, pages - self._number("page_count"))
+        # All at a time would be twice on the disk. The last makes the log as long as it has to be.
+        for part in (*(min(log, missing - done) for done in range(0, missing, log)), log):
+            db.execute(f"INSERT INTO {ROOM} VALUES (zeroblob(?))", (part * size,))
+        db.execute(f"DROP TABLE {ROOM}")
+        db.execute("PRAGMA wal_checkpoint")
+
+    def _wanted(self, num_records: int) -> tuple[int, int]:
+        """Pages of the index, and of its log: four times what runs up between two checkpoints, for those who read."""
+        pages = -(-num_records * RECORD_BYTES // self._number("page_size")) + 16
+        return pages, 4 * max(64, min(1000, pages))
+
+    def _number(self, pragma: str) -> int:
+        return int(self._db.execute(f"PRAGMA {pragma}").fetchone()[0])
+
+    # -- changes, small ones first -------------------------------------------------------------------
+
     def note(self, **facts: int) -> None:
         """Note small facts."""
         self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", facts.items())
@@ -274,8 +353,6 @@ class FileIndex:
     def put_layout(self, fingerprint: str, body: bytes) -> None:
         """Write a layout down."""
         self._db.execute("INSERT OR REPLACE INTO layouts VALUES (?, ?)", (fingerprint, body))
-
-    # -- changes -------------------------------------------------------------------------------------
 
     def change(self, stored: Mapping[int, Entry], forgotten: Iterable[int]) -> None:
         """Forget what lies at some places, and note what lies at others, all or nothing.

@@ -80,7 +80,8 @@ def transfer(view: memoryview, extent: Extent, is_write: bool) -> None:
         else:
             moved = os.preadv(extent.fd, [view[near:end]], offset)
         if moved <= 0:
-            raise FileTooShort(errno.EIO, f"the file ends {end - near} bytes early")
+            length, needed = os.fstat(extent.fd).st_size, extent.offset + extent.size
+            raise FileTooShort(errno.EIO, f"its file was cut short to {length} bytes, and {needed} are needed")
         near, offset = near + moved, offset + moved
 
 

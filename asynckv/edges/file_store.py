@@ -16,6 +16,7 @@ import fcntl
 import mmap
 import os
 import socket
+import sqlite3
 import stat
 import weakref
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from asynckv.edges.file_index import ALIGN
+from asynckv.edges.file_index import ALIGN, one_line
 from asynckv.edges.file_io import Extent
 from asynckv.errors import BackendError
 
@@ -38,6 +39,8 @@ __all__ = [
     "OwnerLock",
     "Segments",
     "check_folder",
+    "explained",
+    "explained_index",
     "owner_of",
     "segment_extents",
     "segment_path",
@@ -46,6 +49,9 @@ __all__ = [
 OWNER = "owner"
 SEGMENT_BYTES = 1 << 30
 MAX_SEGMENTS = 99_999
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""What says that there is no room."""
+
 MAX_OWNER = 4096
 """Bytes that are read of the file that says who the owner is."""
 
@@ -115,37 +121,62 @@ _locks: weakref.WeakSet[OwnerLock] = weakref.WeakSet()
 class OwnerLock:
     """Ownership of a directory, until `release` or the end of the process.
 
+    Args:
+        folder: Made if it is not there.
+        visit: Have it for a moment, to tidy up: the directory has to be there, and afterwards it says again who had it.
+
     Raises:
         BackendError: Somebody else has it, or it cannot be written.
     """
 
-    def __init__(self, folder: Path) -> None:
-        path = folder / OWNER
+    def __init__(self, folder: Path, *, visit: bool = False) -> None:
+        self._fd, self._before = -1, b""
+        self._is_visit = visit
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            if not visit:
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            while not self._take(folder):
+                pass
         except OSError as exc:
-            raise BackendError(f"{folder} cannot be written: {exc.strerror}; name another directory") from None
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            owner = _read_owner(self._fd) or "another process"
-            os.close(self._fd)
-            raise BackendError(
-                f"{folder} belongs to {owner}; one directory has one owner at a time: give every rank one of its own, "
-                f"or end that process"
-            ) from None
-        try:
-            mine = Owner(os.getpid(), socket.gethostname(), datetime.now(UTC).isoformat(timespec="seconds"))
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, msgspec.json.encode(mine) + b"\n", 0)
-        except OSError as exc:
-            os.close(self._fd)
-            raise BackendError(f"{path} cannot be written: {exc.strerror}; free some space") from None
+            remedy = "" if visit else "; or name another directory"
+            raise BackendError(f"{folder} cannot be written: {explained(folder, exc)}{remedy}") from None
         _locks.add(self)
+
+    def _take(self, folder: Path) -> bool:
+        """Lock the file that says whose it is, and write it; False if somebody has removed it meanwhile."""
+        path = folder / OWNER
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                owner = _read_owner(fd) or "another process"
+                raise BackendError(
+                    f"{folder} belongs to {owner}; one directory has one owner at a time: "
+                    + ("end that process" if self._is_visit else "give every rank one of its own, or end that process")
+                ) from None
+            if not os.fstat(fd).st_nlink:
+                return False
+            self._before = os.pread(fd, MAX_OWNER, 0)
+            mine = Owner(os.getpid(), socket.gethostname(), datetime.now(UTC).isoformat(timespec="seconds"))
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, msgspec.json.encode(mine) + b"\n", 0)
+            self._fd, fd = fd, -1
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        return True
 
     def release(self) -> None:
         """Let others in. Idempotent."""
+        if self._is_visit and self._fd >= 0:
+            with suppress(OSError):
+                os.ftruncate(self._fd, 0)
+                os.pwrite(self._fd, self._before, 0)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close the file, and leave it as it is. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -155,10 +186,34 @@ def _after_fork() -> None:
     """A child must not keep its parent's directory once the parent has ended."""
     for lock in tuple(_locks):
         with suppress(OSError):
-            lock.release()
+            lock.let_go()
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def explained(folder: Path, exc: OSError) -> str:
+    """Say why the system refuses to write in a directory, with the numbers, and what helps."""
+    why = exc.strerror or str(exc)
+    with suppress(OSError):
+        if exc.errno in (errno.EACCES, errno.EPERM):
+            found = folder.stat()
+            return (
+                f"{why}: it is user {found.st_uid}'s, of mode {stat.S_IMODE(found.st_mode):o}, and this process is "
+                f"user {os.geteuid()}; run as its user"
+            )
+        if exc.errno == errno.EROFS:
+            return f"{why}; mount it so that it can be written"
+        if exc.errno in FULL:
+            disk = os.statvfs(folder)
+            return f"{why}, {disk.f_bavail * disk.f_frsize:,} bytes are free; free some"
+    return why
+
+
+def explained_index(folder: Path, exc: sqlite3.Error) -> str:
+    """Say why an index cannot be written, with the numbers, and what helps."""
+    code = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}
+    return explained(folder, OSError(code.get(getattr(exc, "sqlite_errorcode", 0) & 0xFF, 0), one_line(exc)))
 
 
 def segment_path(folder: Path, number: int) -> Path:
@@ -185,6 +240,7 @@ class Segments:
         segment_bytes: Length of one file, a multiple of 4096.
         direct: Whether to bypass the page cache, if the file system can.
         is_owned: This process has the directory; else nothing is made, and what is not there is not there.
+        beside: What the index is going to take from the disk.
 
     Attributes:
         fds: Of the files, by number; -1 where there is none.
@@ -194,14 +250,21 @@ class Segments:
     """
 
     def __init__(
-        self, folder: Path, num_bytes: int, segment_bytes: int, *, direct: bool, is_owned: bool = True
+        self,
+        folder: Path,
+        num_bytes: int,
+        segment_bytes: int,
+        *,
+        direct: bool,
+        is_owned: bool = True,
+        beside: int = 0,
     ) -> None:
         self.num_bytes, self.segment_bytes = num_bytes, segment_bytes
         self.fds: list[int] = []
         self.lengths: list[int] = []
         self.kept: list[int] = []
         """Bytes at the start of each segment that were there already; what was stored beyond is lost."""
-        self._folder = folder
+        self._folder, self._beside = folder, beside
         if num_bytes > MAX_SEGMENTS * segment_bytes:
             raise BackendError(
                 f"{folder}: {num_bytes} bytes in files of {segment_bytes} are more than {MAX_SEGMENTS} files; use "
@@ -235,7 +298,7 @@ class Segments:
         """Take nothing if not all can be had: a disk that is full for a moment is full for everybody on it."""
         there = sum(path.lstat().st_blocks * 512 for path in self._folder.glob("segment-*.kv"))
         found = os.statvfs(self._folder)
-        if found.f_blocks and self.num_bytes - there > found.f_bavail * found.f_frsize:
+        if found.f_blocks and self.num_bytes - there + self._beside > found.f_bavail * found.f_frsize:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _open(self, path: Path, length: int) -> None:
@@ -276,15 +339,15 @@ class Segments:
                 path.unlink()
 
     def _explain(self, exc: OSError) -> str:
-        if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if exc.errno in FULL:
             with suppress(OSError):
                 found = os.statvfs(self._folder)
                 free = found.f_bavail * found.f_frsize
                 return (
-                    f"{self._folder} has no room for {self.num_bytes} bytes: {free} are free ({exc.strerror}); give "
-                    f"the file tier fewer, or free some"
+                    f"{self._folder} has no room for {self.num_bytes} bytes: {free} are free ({exc.strerror}), and the "
+                    f"index takes {self._beside}; give the file tier fewer, or free some"
                 )
-        return f"{self._folder} cannot be used: {exc.strerror}; name another directory"
+        return f"{self._folder} cannot be used: {explained(self._folder, exc)}; or name another directory"
 
     def extents(self, near: int, far: int, size: int) -> Iterator[Extent]:
         """Say where a stretch of the range is; more than one extent where it goes over the end of a segment."""
@@ -297,6 +360,13 @@ class Segments:
             return far + size <= self.num_bytes
         parts = segment_extents(far, size, self.segment_bytes)
         return all(extent.offset + extent.size <= self.kept[number] for number, extent in parts)
+
+    def removed(self) -> str:
+        """Name a file that somebody has removed, if there is one."""
+        for number, fd in enumerate(self.fds):
+            if not os.fstat(fd).st_nlink:
+                return self.path(number).name
+        return ""
 
     def close(self) -> None:
         """Close the files. Idempotent."""

@@ -38,7 +38,7 @@ from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges.file_index import ALIGN, Entry, FileIndex, Said, no_collection, read_index
 from asynckv.edges.file_io import FileIO, PlainFiles
-from asynckv.edges.file_store import SEGMENT_BYTES, OwnerLock, Segments, check_folder
+from asynckv.edges.file_store import SEGMENT_BYTES, OwnerLock, Segments, check_folder, explained_index
 from asynckv.edges.file_worker import Worker
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
@@ -46,6 +46,7 @@ from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, Stored
 
 __all__ = ["FileTier"]
 
+RECORD_BYTES = 64 << 10
 SLOW_S = 10.0
 CLOSE_S = 10.0
 
@@ -61,6 +62,7 @@ class FileTier:
         direct: Whether to bypass the page cache where the file system can: blocks are cached in memory as it is.
         slow_s: How long a read may take before it is a miss, and a call to the disk before the tier is given up.
         segment_bytes: Of one file; a directory keeps what it was made with.
+        record_bytes: Of the smallest record: the index takes space from the disk for as many as there may be.
         read_only: Read what is there, and write nothing: what others have stored, who may have it still.
 
     Raises:
@@ -77,11 +79,13 @@ class FileTier:
         direct: bool = True,
         slow_s: float = SLOW_S,
         segment_bytes: int = SEGMENT_BYTES,
+        record_bytes: int = RECORD_BYTES,
         read_only: bool = False,
     ) -> None:
         self._folder = Path(folder)
         self._num_bytes = integer("num_bytes", num_bytes, ALIGN, MAX_INTEGER, ConfigError) // ALIGN * ALIGN
         self._segment_bytes = integer("segment_bytes", segment_bytes, ALIGN, MAX_INTEGER, ConfigError) // ALIGN * ALIGN
+        self._num_records = self._num_bytes // integer("record_bytes", record_bytes, 1, MAX_INTEGER, ConfigError)
         if not slow_s > 0:
             raise ConfigError(f"slow_s is {slow_s}; it must be more than 0 seconds")
         self._name, self._back_end, self._direct, self._slow_s = name, back_end, direct, float(slow_s)
@@ -129,9 +133,17 @@ class FileTier:
             segment_bytes = said.facts.get("segment_bytes", 0)
             if segment_bytes < ALIGN or segment_bytes % ALIGN:
                 segment_bytes = self._segment_bytes
-            segments = Segments(self._folder, self._num_bytes, segment_bytes, direct=self._direct, is_owned=is_owned)
+            segments = Segments(
+                self._folder,
+                self._num_bytes,
+                segment_bytes,
+                direct=self._direct,
+                is_owned=is_owned,
+                beside=index.lacks(self._num_records) if index is not None else 0,
+            )
             entries, bad = self._recover(said, segments)
             if index is not None:
+                index.reserve(self._num_records)
                 index.note(segment_bytes=segment_bytes, num_bytes=self._num_bytes)
                 if bad:
                     index.change({}, bad)
@@ -150,7 +162,8 @@ class FileTier:
                     each.close()
             self._let_go()
             if isinstance(exc, sqlite3.Error):
-                raise BackendError(f"the index of {self._folder} cannot be written: {exc}; free some space") from None
+                why = explained_index(self._folder, exc)
+                raise BackendError(f"the index of {self._folder} cannot be written: {why}") from None
             raise
         self._worker = Worker(self._name, memory, segments, index, io, entries, said.layouts, self._slow_s, self._wake)
         with no_collection():

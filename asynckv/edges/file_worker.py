@@ -18,13 +18,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 
+from asynckv.arguments import shown
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges.file_index import ALIGN, MAX_KEY, Entry, FileIndex, checksum, now
 from asynckv.edges.file_io import Extent, FileIO, FileTooShort, transfer, view_of
-from asynckv.edges.file_store import Segments
+from asynckv.edges.file_store import Segments, explained, explained_index
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
+from asynckv.offload.keys import short
 from asynckv.ports import Record, RecordNews, RecordsEnded, RecordsLost
 
 __all__ = ["Worker"]
@@ -41,6 +43,9 @@ MAX_PENDING = 256
 
 COMMIT_S = 0.02
 """How long a change of the index waits for others."""
+
+LOOK_S = 1.0
+"""How often it is seen, while there is something to do, that the files are there."""
 
 MAX_ERRORS = 8
 """Failed records, one after another, after which a tier is given up."""
@@ -105,7 +110,7 @@ class _Move:
 class _Batch:
     """Some records of one move, on their way."""
 
-    __slots__ = ("first", "move", "positions", "sums")
+    __slots__ = ("move", "positions", "sums")
 
     def __init__(self, move: _Move, positions: list[int]) -> None:
         self.move, self.positions = move, positions
@@ -168,6 +173,7 @@ class Worker:
         self._pending_since = 0.0
         self._errors = 0
         """Records in a row that failed."""
+        self._looked_at = 0.0
         self._counts: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name=f"{name}-files", daemon=True)
         _started.add(self)
@@ -365,6 +371,7 @@ class Worker:
             self._collect()
             if self._is_due():
                 self._commit()
+            self._look_for_files()
 
     def _wait(self) -> bool:
         """Wait for something to do; False when there is nothing more to be done, ever. The lock is held."""
@@ -408,6 +415,12 @@ class Worker:
         if move.is_write:
             for i in batch.positions:
                 self._drop(move.records[i].far)
+            # What lay where something is written is forgotten first: whoever is killed meanwhile leaves no index that
+            # says of half-written bytes that they are whole.
+            if self._dropped and not self._commit():
+                with self._gate:
+                    move.void(self._cause)
+                batch.positions = []
         else:
             known = []
             for i in batch.positions:
@@ -507,7 +520,9 @@ class Worker:
         self._counts[counted] += 1
         record = move.records[i]
         move.lost.append(i)
-        move.cause = move.cause or f"record {i}: {cause}"
+        number, offset = divmod(record.far, self._segments.segment_bytes)
+        where = f"at {offset} of {self._segments.path(number)}"
+        move.cause = move.cause or f"group {shown(record.tag)}, hash {short(record.key)}..., {where}: {cause}"
         if not move.is_write and (entry := self._entries.get(record.far)) is not None and entry.key == record.key:
             self._drop(record.far)
 
@@ -518,9 +533,11 @@ class Worker:
         self._errors += not isinstance(exc, FileTooShort)
         with self._gate:
             if move.is_write and exc.errno in FULL:
-                self._take(Takes.READS, f"{self._folder} takes no more writes: {word}")
+                why = explained(self._folder, exc)
+                self._take(Takes.READS, f"{self._folder} takes no more writes: {why}, and start again")
             elif self._errors >= MAX_ERRORS:
-                self._take(Takes.NOTHING, f"{self._folder}: {self._errors} records in a row failed, the last: {word}")
+                last = f"{self._errors} records in a row failed, the last: {word}"
+                self._take(Takes.NOTHING, f"{self._folder}: {last}; see to the disk, and start again")
 
     # -- the index -----------------------------------------------------------------------------------
 
@@ -531,6 +548,19 @@ class Worker:
             self._dropped.add(far)
             self._pending_since = self._pending_since or time.monotonic()
 
+    def _look_for_files(self) -> None:
+        """See, now and then, that the files have not been removed: what is written then is gone with the process."""
+        at = time.monotonic()
+        if self._index is not None and at - self._looked_at >= LOOK_S:
+            self._looked_at = at
+            if gone := self._segments.removed() or self._index.removed():
+                with self._gate:
+                    self._take(
+                        Takes.READS,
+                        f"{gone} was removed from {self._folder} while it was in use, so no more is stored there; the "
+                        f"space is free when this process ends: start again, and prune what nobody has",
+                    )
+
     def _is_due(self) -> bool:
         """Whether the index should be told now."""
         if not (self._stored or self._dropped):
@@ -539,8 +569,8 @@ class Worker:
             len(self._stored) + len(self._dropped) >= MAX_PENDING or time.monotonic() - self._pending_since >= COMMIT_S
         )
 
-    def _commit(self) -> None:
-        """Tell the index what has changed."""
+    def _commit(self) -> bool:
+        """Tell the index what has changed; False if it could not be told."""
         stored, dropped = self._stored, self._dropped
         self._stored, self._dropped, self._pending_since = {}, set(), 0.0
         if stored or dropped:
@@ -549,6 +579,8 @@ class Worker:
             with self._telling() as index:
                 index.change(stored, dropped)
                 self._counts["commits"] += 1
+                return True
+        return not (stored or dropped)
 
     def _write_layouts(self, layouts: Mapping[str, bytes]) -> None:
         if layouts:
@@ -564,7 +596,8 @@ class Worker:
             yield self._index
         except sqlite3.Error as exc:
             with self._gate:
-                self._take(Takes.READS, f"the index of {self._folder} cannot be written: {exc}")
+                cause = explained_index(self._folder, exc)
+                self._take(Takes.READS, f"the index of {self._folder} cannot be written: {cause}, and start again")
 
 
 _started: weakref.WeakSet[Worker] = weakref.WeakSet()

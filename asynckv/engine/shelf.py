@@ -16,6 +16,7 @@ import anyio.to_thread
 import msgspec
 
 from asynckv.config import OffloadConfig
+from asynckv.edges.block_records import BlockRecords
 from asynckv.edges.host_pool import HostPool
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.geometry.packed import placed, record_sizes
@@ -26,8 +27,9 @@ from asynckv.ports import Record, RecordPlane
 
 __all__ = ["Shelf"]
 
-NAMESPACE = 16
-"""Bytes of a record's key before the hash: what the hash means."""
+
+LARGE = 256 << 20
+"""Bytes of memory that the system takes back in more than a millisecond or two, so not on the loop."""
 
 MOVE_BYTES = 64 << 20
 """In one move at most, which then has one ending for all of it."""
@@ -48,6 +50,7 @@ class Shelf:
     Attributes:
         kept: Groups of the form that this rank has a part of; what the catalogue calls a group is a place in it.
         form_id: Short for the form.
+        files_lost: Why its files take no more writes, or nothing; empty while they do.
 
     Raises:
         ConfigError: A block size is not a multiple of `hash_tokens`, a group cannot be kept, or the tier is too small.
@@ -65,14 +68,14 @@ class Shelf:
         is_own: bool = True,
     ) -> None:
         self.far, self.form, self.form_id, self.records = far, form, fingerprint(form), records
-        self._is_own = is_own
+        self._is_own, self.files_lost = is_own, ""
         self._config, self._host_bytes = config, host_bytes
         strides = [size.stride for size in record_sizes(form)]
         groups = stored_groups(form, strides, config.hash_tokens, config.model)
         self.kept = [index for index, stride in enumerate(strides) if stride]
         self.groups = tuple(groups[index] for index in self.kept)
         self.align = math.lcm(*(group.block_size for group in self.groups))
-        self._spaces = [bytes.fromhex(group.namespace) for group in self.groups]
+        self._blocks = BlockRecords(self.groups, self.form_id)
         self.catalogue = Catalogue(
             self.groups,
             config.hash_tokens,
@@ -115,15 +118,7 @@ class Shelf:
         if self.records is None:
             return 0
         assert self.memory is not None
-        found, strange = [], []
-        spaces = {space: at for at, space in enumerate(self._spaces)}
-        for stored in self.records.start(self.memory.memory, on_ready, loop):
-            at = spaces.get(stored.key[:NAMESPACE], -1)
-            size = self.groups[at].record_bytes
-            if at < 0 or stored.layout != self.form_id or stored.size != size or stored.far % size:
-                strange.append(stored.far)
-            else:
-                found.append((at, stored.far // size, stored.key[NAMESPACE:]))
+        found, strange = self._blocks.known(self.records.start(self.memory.memory, on_ready, loop))
         if self._is_own:
             self.records.forget(strange)
             self.records.keep_layout(self.form_id, msgspec.msgpack.encode(self.form))
@@ -143,22 +138,19 @@ class Shelf:
             self.records.close()
         if self.memory is not None:
             memory, self.memory = self.memory, None
-            await anyio.to_thread.run_sync(memory.close)
+            if memory.num_bytes > LARGE:
+                await anyio.to_thread.run_sync(memory.close)
+            else:
+                memory.close()
 
     # -- what moves ----------------------------------------------------------------------------------
 
     def record_list(self, move: Move) -> list[Record]:
         """What is moved between this shelf's memory and its files."""
-        out = []
-        for piece in move.pieces:
-            group, space = self.groups[piece.group], self._spaces[piece.group]
-            size, tag = group.record_bytes, group.name[:64]
-            for key, near, far in zip(piece.hashes, piece.host_slots, piece.file_slots, strict=True):
-                out.append(Record(space + key, near * size, far * size, size, self.form_id, tag))
-        return out
+        return self._blocks.of(move)
 
     def forget(self) -> None:
         """What was given up is to be found in the files no more."""
         freed = self.catalogue.forgotten()
         if freed and self.records is not None:
-            self.records.forget([slot * self.groups[at].record_bytes for at, slot in freed])
+            self.records.forget(self._blocks.places(freed))

@@ -272,12 +272,18 @@ class Tiers:
 
     def counters(self) -> dict[str, int]:
         """What is told with the engine's own."""
-        return self.figures.told_by_the_engine()
+        return {f"offload.{name}": count for name, count in self.figures.counters().items()}
+
+    def gauges(self) -> dict[str, int]:
+        """The same, of how things stand."""
+        return {f"offload.{name}": value for name, value in self.figures.gauges().items()}
 
     def describe(self) -> dict[str, str]:
-        """Name versions, transports and modes in use."""
+        """Name versions, transports and modes in use, and why what is not used is not."""
         planes = self._copies, self.own.records, self.own.memory
-        return {name: what for plane in planes if plane is not None for name, what in plane.describe().items()}
+        said = {name: what for plane in planes if plane is not None for name, what in plane.describe().items()}
+        off = {"off": self.mover.cause, "files_off": self.own.files_lost}
+        return said | {name: cause for name, cause in off.items() if cause}
 
     # -- what they hold ------------------------------------------------------------------------------
 

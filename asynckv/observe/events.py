@@ -531,8 +531,8 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
     EVENT.OFFLOAD_MOVED: Event(
         "both",
         ("info",),
-        "What was moved between the tiers since the last line that said so: at most one line a minute, none while "
-        "nothing is moved, and one at the end.",
+        "What was moved between the tiers since the last line that said so: after a second, two, four and so on, then "
+        "one line a minute at most; none while nothing is moved, and one at the end.",
         (
             always(SECONDS, "seconds", "Since the last such line, or the start."),
             always(OBJECT, "counters", "What was counted in these, as in `offload_stopped`, if above 0."),
@@ -609,7 +609,7 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         "both",
         ("info",),
         "What ranks of another geometry have left in files cannot be read here.",
-        (always(TEXT, "cause", "Why: they belong to a process that lives, some are missing, or they do not fit."),),
+        (always(TEXT, "cause", "Why: an index is damaged or of another format, a disk fails, or they do not fit."),),
     ),
     EVENT.OFFLOAD_BROKEN: Event(
         "both",

@@ -25,10 +25,23 @@ from asynckv.errors import ConfigError, LocalProtocolError
 from asynckv.geometry.bounds import MAX_TOKENS
 from asynckv.geometry.layout import ONE_PER_REQUEST, TOKEN, Group, Layout, View
 
-__all__ = ["MAX_HASH_BYTES", "StoredGroup", "as_hashes", "block_hashes", "namespace", "needed", "stored_groups"]
+__all__ = [
+    "MAX_HASH_BYTES",
+    "NAMESPACE_BYTES",
+    "StoredGroup",
+    "as_hashes",
+    "block_hashes",
+    "namespace",
+    "needed",
+    "short",
+    "stored_groups",
+]
 
 MAX_HASH_BYTES = 64
 """Bytes of one hash, in UTF-8 if it is text: SHA-512, or SHA-256 in hex."""
+
+NAMESPACE_BYTES = 16
+"""Of a key before the hash: what the hash means."""
 
 MAX_HASHES = 1 << 20
 
@@ -160,6 +173,11 @@ def block_hashes(hashes: list[bytes], block_size: int, hash_tokens: int) -> list
     """Return the keys of a group's whole blocks, in order."""
     every = block_size // hash_tokens
     return hashes if every == 1 else hashes[every - 1 :: every]
+
+
+def short(key: bytes) -> str:
+    """How a hash begins, in hex, for people; of the key of a record."""
+    return (key[NAMESPACE_BYTES:] or key)[:8].hex()
 
 
 def needed(group: StoredGroup, first_token: int, tokens: int) -> range:

@@ -27,13 +27,14 @@ from asynckv.config import EngineConfig, LeaseConfig, OffloadConfig, PullConfig
 from asynckv.core.types import TransferId
 from asynckv.engine import Engine
 from asynckv.engine.offload import Offload
-from asynckv.engine.shelf import NAMESPACE, Shelf
+from asynckv.engine.shelf import Shelf
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LayoutError, LocalProtocolError, PullError
 from asynckv.geometry.check import Registration, decode_layout
 from asynckv.geometry.kept import kept_tables
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.packed import placed, record_form, record_sizes
 from asynckv.offload.entry import EntryState
+from asynckv.offload.keys import NAMESPACE_BYTES
 from asynckv.ports import CopyOp
 from asynckv.results import Loaded
 from asynckv.testing.caches import FREED, Bytes, Cache, Model, Shape, layout_of
@@ -502,16 +503,17 @@ class _Rank:
         """Whatever is on the disk with a checksum that fits is what its key says."""
         if self.records is None or self.offload is None:
             return
-        disk, spaces = self.records.disk, self.offload._own._spaces
+        disk, own = self.records.disk, self.offload._own
+        spaces = [bytes.fromhex(group.namespace) for group in own.groups]
         for far, (record, data) in disk.records.items():
             form = decode_layout(disk.layouts[record.layout])
-            if disk.is_good(far) and record.key[:NAMESPACE] in spaces:
-                group = self.offload._own.kept[spaces.index(record.key[:NAMESPACE])]
+            if disk.is_good(far) and record.key[:NAMESPACE_BYTES] in spaces:
+                group = own.kept[spaces.index(record.key[:NAMESPACE_BYTES])]
                 array = np.frombuffer(data, np.uint8)
                 whole = np.zeros(max(r.stride for r in record_sizes(form)), np.uint8)
                 whole[: len(array)] = array
                 cache = Cache(self.cache.model, placed(form, 0, len(whole)), [whole])
-                self._judge_record(cache, group, 0, record.key[NAMESPACE:], "the disk")
+                self._judge_record(cache, group, 0, record.key[NAMESPACE_BYTES:], "the disk")
 
 
 def _bytes_at(base: int, length: int) -> Bytes:
@@ -541,6 +543,8 @@ class TierService:
         self.outcomes: Counter[str] = Counter()
         self.disks: list[tuple[Layout, WorldDisk]] = []
         self.ranks: list[_Rank] = []
+        self._ever: list[_Rank] = []
+        """Those of any geometry."""
         self.reader = _Rank(self, "d", 0)
         self.life = -1
         self.is_changing = False
@@ -595,9 +599,9 @@ class TierService:
         self.life += by if self.life >= 0 else 1
         for rank in self.ranks:
             self._let_go(rank)
-        known = {rank.name: rank for rank in self.ranks}
-        names = [f"p{i}" for i in range(self.shape.tp_size)]
-        self.ranks = [known.get(name) or _Rank(self, name, i) for i, name in enumerate(names)]
+        for i in range(len(self._ever), self.shape.tp_size):
+            self._ever.append(_Rank(self, f"p{i}", i))
+        self.ranks = self._ever[: self.shape.tp_size]
         self.free["p"], self.calls = self._pools(self.shape), {}
         self.is_changing = False
         for rank in self.ranks:

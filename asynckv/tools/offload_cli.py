@@ -2,55 +2,75 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from asynckv.errors import ConfigError
+from asynckv.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
     from asynckv.tools.offload_folder import Checked, Folder
 
 __all__ = ["offload_app"]
 
+T = TypeVar("T")
+
+MAX_SHOWN = 8
+"""Blocks that are not sound, on a terminal."""
+
 offload_app = typer.Typer(rich_markup_mode="rich", add_completion=False, no_args_is_help=True)
 
 INSPECT_EPILOG = """
 [bold]Examples[/bold]
 
-  asynckv offload inspect /var/cache/asynckv/rank-0
+  asynckv offload inspect /nvme/kv
 
-  asynckv offload inspect /var/cache/asynckv/rank-0 --json - | jq .kinds
+  asynckv offload inspect /nvme/kv/tp0of1-3f2a --json - | jq .kinds
 
-[bold]Exit status[/bold]  0 shown, 2 no such directory, or not one of stored blocks
+[bold]Exit status[/bold]  0 shown, 2 no directory of stored blocks, or one could not be read
 """
 
 VERIFY_EPILOG = """
 [bold]Examples[/bold]
 
-  asynckv offload verify /var/cache/asynckv/rank-0
+  asynckv offload verify /nvme/kv
 
-  asynckv offload verify /var/cache/asynckv/rank-0 --drop
+  asynckv offload verify /nvme/kv/tp0of1-3f2a --json - | jq .bad_blocks
 
-[bold]Exit status[/bold]  0 every block is sound, 1 some are not, 2 no such directory, or a process has it, 130 Ctrl-C
+[bold]Exit status[/bold]  0 every block is sound, 1 some are not, 2 no directory of stored blocks, or one could not be \
+read; with --drop also if a process has it, 130 Ctrl-C
 """
 
 PRUNE_EPILOG = """
 [bold]Examples[/bold]
 
-  asynckv offload prune /var/cache/asynckv/rank-0 --older-than 7d
+  asynckv offload prune /nvme/kv --older-than 7d
 
-  asynckv offload prune /var/cache/asynckv/rank-0 --layout 3f2a
+  asynckv offload prune /nvme/kv --layout 3f2a
 
-  asynckv offload prune /var/cache/asynckv/rank-0 --all
+  asynckv offload prune /nvme/kv/tp0of1-3f2a --all
 
-[bold]Exit status[/bold]  0 done, 2 bad input, no such directory, or a process has it
+[bold]Exit status[/bold]  0 done, 2 bad input, no directory of stored blocks, or a process has one
 """
 
-Dir = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a file tier.", show_default=False)]
+Dir = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help="Directory of a file tier, or the one above: of all ranks and geometries.",
+        show_default=False,
+    ),
+]
 Json = Annotated[
-    str | None, typer.Option(help="Write the report as JSON; - for stdout.", metavar="FILE", show_default=False)
+    str | None,
+    typer.Option(
+        help="Write the report as JSON, of the directory above a list of them; - for stdout.",
+        metavar="FILE",
+        show_default=False,
+    ),
 ]
 
 
@@ -62,40 +82,46 @@ def offload() -> None:
 @offload_app.command(epilog=INSPECT_EPILOG)
 def inspect(dir: Dir, json: Json = None) -> None:
     """Say what a directory holds, for whom, and who has it. Changes nothing; a process may have it meanwhile."""
-    from asynckv.observe.output import check_writable, write_json
     from asynckv.tools.offload_folder import look
 
-    check_writable("--json", json)
-    found = look(dir)
-    write_json(json, found)
-    _show(found, to_stderr=json == "-")
+    found, said = _each(dir, json, look)
+    if said.is_one:
+        for each in found:
+            _show(each, to_stderr=json == "-")
+    elif found:
+        _show_all(found, to_stderr=json == "-")
+    said.end()
 
 
 @offload_app.command(epilog=VERIFY_EPILOG)
 def verify(
     dir: Dir,
-    drop: Annotated[bool, typer.Option("--drop", help="Forget the blocks that are not sound.")] = False,
+    drop: Annotated[
+        bool, typer.Option("--drop", help="Forget the blocks that are not sound; no process may have the directory.")
+    ] = False,
     json: Json = None,
 ) -> None:
-    """Read every block and compare it with its checksum. No process may have the directory.
+    """Read every block and compare it with its checksum. Changes nothing; a process may have the directory meanwhile.
 
     A block that is not sound is never served either way; it is dropped when somebody asks for it.
     """
     from rich.console import Console
     from rich.progress import Progress
 
-    from asynckv.observe.output import check_writable, columns, write_json
+    from asynckv.observe.output import columns
     from asynckv.tools.offload_folder import check
 
-    check_writable("--json", json)
     errors = Console(stderr=True)
     with Progress(*columns(), console=errors, disable=not errors.is_terminal, transient=True) as bar:
         task = bar.add_task("blocks", total=None)
-        found = check(dir, drop=drop, progress=lambda done, total: bar.update(task, completed=done, total=total))
-    write_json(json, found)
-    _show_checked(found, to_stderr=json == "-")
-    if found.bad:
-        raise typer.Exit(1)
+
+        def checked(folder: Path) -> Checked:
+            return check(folder, drop=drop, progress=lambda done, total: bar.update(task, completed=done, total=total))
+
+        found, said = _each(dir, json, checked)
+    for each in found:
+        _show_checked(each, to_stderr=json == "-")
+    said.end(int(any(each.bad for each in found)))
 
 
 @offload_app.command(epilog=PRUNE_EPILOG)
@@ -109,28 +135,78 @@ def prune(
         str | None,
         typer.Option(help="Blocks in this layout: how its fingerprint begins.", metavar="HEX", show_default=False),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All blocks; the files go as well.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All blocks, the files, and the directory itself.")] = False,
     json: Json = None,
 ) -> None:
     """Forget blocks, and give the files that hold none any more back to the disk. No process may have the directory.
 
-    The next start takes the space again that it is configured for.
+    Engines of another geometry that only read it do not mind; the space is free when they have ended. The next start of
+    the owner takes again what it is configured for.
     """
     from rich.console import Console
 
-    from asynckv.observe.output import check_writable, write_json
-    from asynckv.tools.offload_folder import prune_folder
+    from asynckv.observe.console import printable
+    from asynckv.tools.offload_folder import known_layouts, prune_folder
 
     if sum((older_than is not None, layout is not None, everything)) != 1:
         raise ConfigError("give one of --older-than, --layout and --all")
-    check_writable("--json", json)
     age = _seconds(older_than) if older_than is not None else None
-    found = prune_folder(dir, older_than_s=age, layout=layout)
-    write_json(json, found)
-    Console(stderr=json == "-").print(
-        f"{found.blocks:,} of {found.blocks_before:,} blocks forgotten, {_size(found.bytes_freed)} of files removed",
-        highlight=False,
-    )
+    known = known_layouts(dir) if layout is not None else []
+    if layout is not None and not any(each.startswith(layout) for each in known):
+        there = ", ".join(each[:16] for each in known) or "none"
+        raise ConfigError(f"no block in {dir} is in a layout {layout!r}; there are {there}")
+    found, said = _each(dir, json, lambda folder: prune_folder(folder, older_than_s=age, layout=layout))
+    console = Console(stderr=json == "-")
+    for each in found:
+        what = f"{each.blocks:,} of {each.blocks_before:,} blocks forgotten, {_size(each.bytes_freed)} of files removed"
+        if each.removed:
+            what += ", and the directory"
+        if each.left:
+            what += f"; the directory stays, for it has {', '.join(each.left[:3])}{' ...' * (len(each.left) > 3)}"
+        console.print(printable(what if said.is_one else f"{each.folder}: {what}"), highlight=False, soft_wrap=True)
+    said.end()
+
+
+class _Said:
+    """What became of each directory that was asked for."""
+
+    def __init__(self, is_one: bool, errors: list[str]) -> None:
+        self.is_one, self._errors = is_one, errors
+
+    def end(self, status: int = 0) -> None:
+        """Name what could not be read, or written, and end."""
+        from asynckv.observe.console import without_control
+
+        for error in self._errors:
+            print(f"asynckv: {without_control(error)}", file=sys.stderr)
+        if self._errors or status:
+            raise typer.Exit(2 if self._errors else status)
+
+
+def _each(dir: Path, json: str | None, use: Callable[[Path], T]) -> tuple[list[T], _Said]:
+    """Use a directory, or each in it, and write what `--json` asks for: of one that cannot be used, the error."""
+    from asynckv.observe.output import check_writable, write_json
+    from asynckv.tools.offload_folder import folders_in
+
+    check_writable("--json", json)
+    folders = folders_in(dir)
+    is_one = folders == [dir]
+    found: list[T] = []
+    report: list[object] = []
+    errors: list[str] = []
+    for folder in folders:
+        try:
+            each = use(folder)
+        except BackendError as exc:
+            if is_one:
+                raise
+            errors.append(str(exc))
+            report.append({"folder": str(folder), "error": str(exc)})
+        else:
+            found.append(each)
+            report.append(each)
+    write_json(json, report[0] if is_one else report)
+    return found, _Said(is_one, errors)
 
 
 def _seconds(text: str) -> float:
@@ -163,10 +239,9 @@ def _show(found: Folder, *, to_stderr: bool) -> None:
     stored = f"{found.blocks:,}, {_size(found.bytes_stored)}"
     if found.blocks:
         stored += f", stored {found.oldest} to {found.newest}"
-    who = f"process {found.owner.pid} on {found.owner.host}, {found.owner.since}" if found.owner else "nobody"
     for name, value in (
         ("directory", found.folder),
-        ("owner", f"{who}{'' if found.is_live or not found.owner else ' (has ended)'}"),
+        ("owner", f"{_who(found)}, {found.owner.since}" if found.owner else "nobody"),
         ("range", f"{_size(found.num_bytes)} in {found.segments} files, {_size(found.bytes_on_disk)} on the disk"),
         ("blocks", stored),
         ("unreadable", f"{found.malformed:,} rows of the index make no sense" if found.malformed else ""),
@@ -181,6 +256,37 @@ def _show(found: Folder, *, to_stderr: bool) -> None:
         console.print(table)
 
 
+def _who(found: Folder) -> str:
+    if found.owner is None:
+        return "nobody"
+    return f"process {found.owner.pid} on {found.owner.host}{'' if found.is_live else ' (has ended)'}"
+
+
+def _show_all(found: Sequence[Folder], *, to_stderr: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from asynckv.observe.console import printable
+
+    table = Table("directory", "owner", "blocks", "bytes", "on the disk", "newest", box=None, pad_edge=False)
+    for each in found:
+        table.add_row(
+            printable(Path(each.folder).name),
+            printable(_who(each)),
+            f"{each.blocks:,}",
+            _size(each.bytes_stored),
+            _size(each.bytes_on_disk),
+            each.newest,
+        )
+    console = Console(stderr=to_stderr)
+    console.print(table)
+    console.print(
+        f"{len(found):,} directories, {sum(each.blocks for each in found):,} blocks, "
+        f"{_size(sum(each.bytes_on_disk for each in found))} on the disk",
+        highlight=False,
+    )
+
+
 def _show_checked(found: Checked, *, to_stderr: bool) -> None:
     from rich.console import Console
 
@@ -188,14 +294,25 @@ def _show_checked(found: Checked, *, to_stderr: bool) -> None:
 
     console = Console(stderr=to_stderr)
     rate = _size(int(found.bytes_read / max(found.seconds, 1e-9)))
-    console.print(
-        f"{found.sound:,} of {found.blocks:,} blocks are sound ({_size(found.bytes_read)} read, {rate}/s)",
-        highlight=False,
-    )
-    for cause, count in found.bad.items():
-        console.print(f"{count:,} are not: {printable(cause)}", highlight=False, soft_wrap=True)
-    if found.bad:
-        console.print(
-            "they were forgotten" if found.dropped else "they are never served; --drop forgets them now",
-            highlight=False,
+    lines = [
+        f"{found.folder}: {found.sound:,} of {_blocks(found.blocks)} sound ({_size(found.bytes_read)} read, {rate}/s)"
+    ]
+    if found.given_up:
+        lines.append(
+            f"{_blocks(found.given_up)} not counted: the process that has the directory gave them up meanwhile"
         )
+    for cause, count in found.bad.items():
+        lines.append(f"{_blocks(count)} not sound: {cause}")
+    for bad in found.bad_blocks[:MAX_SHOWN]:
+        at = f"{bad.segment} at {bad.offset:,}, {bad.bytes:,} bytes"
+        lines.append(f"  group {bad.group[:32]}, hash {bad.hash}..., {at}, stored {bad.stored}: {bad.cause}")
+    if len(found.bad_blocks) > MAX_SHOWN:
+        lines.append("  ... (--json names more)")
+    if found.bad:
+        lines.append("they were forgotten" if found.dropped else "they are never served; --drop forgets them now")
+    for line in lines:
+        console.print(printable(line), highlight=False, soft_wrap=True)
+
+
+def _blocks(count: int) -> str:
+    return "1 block is" if count == 1 else f"{count:,} blocks are"

@@ -1,31 +1,56 @@
-"""What `asynckv offload` does with a directory of stored blocks; it reads with system calls, and needs no NIXL."""
+"""What `asynckv offload` does with directories of stored blocks; it reads with system calls, and needs no NIXL.
+
+Looking and checking change nothing, take no lock and leave no trace: what an operator finds is still there for the next
+one. A process may have a directory meanwhile; it forgets a block before it writes over its place, so what is not sound
+and still in the index was not sound. Only dropping and pruning write, and nobody else may have the directory then.
+"""
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import re
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from msgspec import Struct
 
-from asynckv.edges.file_index import ALIGN, INDEX, Entry, FileIndex, Said, checksum, damaged, open_index, read_index
-from asynckv.edges.file_io import transfer
-from asynckv.edges.file_store import Owner, OwnerLock, owner_of, segment_extents, segment_path
-from asynckv.errors import ConfigError
+from asynckv.edges.file_index import ALIGN, INDEX, Entry, FileIndex, Said, checksum, damaged, one_line, read_index
+from asynckv.edges.file_io import FileTooShort, transfer
+from asynckv.edges.file_store import OWNER, Owner, OwnerLock, explained, owner_of, segment_extents, segment_path
+from asynckv.errors import BackendError, ConfigError
+from asynckv.offload.keys import short
 
-__all__ = ["Checked", "Folder", "Kind", "Pruned", "check", "look", "prune_folder"]
+__all__ = [
+    "BadBlock",
+    "Checked",
+    "Folder",
+    "Kind",
+    "Pruned",
+    "check",
+    "folders_in",
+    "known_layouts",
+    "look",
+    "prune_folder",
+]
 
-MAX_NAMED = 8
-"""Directories that are named to whoever named the one above."""
+SEGMENTS = "segment-?????.kv"
+RANK = re.compile(r"tp\d+of\d+")
+"""How the names of ranks' directories begin."""
 
 MAX_RECORD = 1 << 30
 """Bytes that are read at a time, at most: a record of more is a lie of the index."""
+
+MAX_BAD = 1000
+"""Blocks that are named; all are counted."""
+
+NONSENSE = "the index says nothing sensible of it"
 
 
 class Kind(Struct, frozen=True):
@@ -57,15 +82,35 @@ class Folder(Struct, frozen=True, kw_only=True):
     kinds: tuple[Kind, ...]
 
 
+class BadBlock(Struct, frozen=True, kw_only=True):
+    """A block that is not sound."""
+
+    group: str
+    hash: str
+    """How it begins, in hex."""
+    segment: str
+    offset: int
+    """In the segment."""
+    bytes: int
+    stored: str
+    cause: str
+
+
 class Checked(Struct, frozen=True, kw_only=True):
     """What a check found."""
 
     schema: str = "asynckv.offload.verify/1"
     folder: str
+    is_live: bool
+    """A process has it."""
     blocks: int
     sound: int
     bad: dict[str, int]
     """How many are not, by cause."""
+    bad_blocks: tuple[BadBlock, ...]
+    """The first of them."""
+    given_up: int
+    """How many the process that has it gave up before they were read."""
     dropped: bool
     bytes_read: int
     seconds: float
@@ -79,92 +124,117 @@ class Pruned(Struct, frozen=True, kw_only=True):
     blocks: int
     blocks_before: int
     bytes_freed: int
+    removed: bool = False
+    """The directory is gone."""
+    left: tuple[str, ...] = ()
+    """What is in it that is not the file tier's."""
+
+
+def folders_in(path: Path) -> list[Path]:
+    """Say which directories of stored blocks somebody means: that one, or those in it, of all ranks and geometries.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    try:
+        if _is_one(path):
+            return [path]
+        found = [each for each in sorted(path.iterdir()) if _is_one(each)]
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{path} is no directory; name that of a file tier, or the one above") from None
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {explained(path, exc)}") from None
+    if not found:
+        raise ConfigError(f"{path} holds no stored blocks; name the directory of a file tier, or the one above")
+    return found
+
+
+def _is_one(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    try:
+        return (path / INDEX).exists() or any(path.glob(SEGMENTS))
+    except PermissionError:
+        return RANK.match(path.name) is not None  # whoever looks into it is told
 
 
 def look(folder: Path) -> Folder:
-    """Say what a directory holds, whoever has it; changes nothing.
+    """Say what a directory holds, whoever has it.
 
     Raises:
-        ConfigError: It is no directory of stored blocks.
-        BackendError: It is of another format, or damaged.
+        BackendError: It cannot be read, is of another format, or damaged.
     """
-    _expect(folder)
+    said = _said(folder)
     owner, is_live = owner_of(folder)
-    said = read_index(folder)
-    entries = said.entries
     kinds: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
-    for entry in entries:
+    for entry in said.entries:
         kinds[entry.tag, entry.layout] += 1
         sizes[entry.tag, entry.layout] += entry.size
-    segments = list(folder.glob("segment-*.kv"))
+    segments = list(folder.glob(SEGMENTS))
     return Folder(
         folder=str(folder),
         owner=owner,
         is_live=is_live,
         num_bytes=said.facts.get("num_bytes", 0),
         segments=len(segments),
-        bytes_on_disk=sum(_on_disk(path) for path in segments),
-        blocks=len(entries),
+        bytes_on_disk=sum(map(_on_disk, segments)),
+        blocks=len(said.entries),
         bytes_stored=sum(sizes.values()),
-        oldest=_when(min((entry.stored_at for entry in entries), default=0)),
-        newest=_when(max((entry.stored_at for entry in entries), default=0)),
+        oldest=_when(min((entry.stored_at for entry in said.entries), default=0)),
+        newest=_when(max((entry.stored_at for entry in said.entries), default=0)),
         malformed=len(said.malformed),
         kinds=tuple(Kind(tag, layout, kinds[tag, layout], sizes[tag, layout]) for tag, layout in sorted(kinds)),
     )
+
+
+def known_layouts(path: Path) -> list[str]:
+    """Return the fingerprints of the layouts in which blocks are stored, as far as they can be read."""
+    found = set[str]()
+    for folder in folders_in(path):
+        with suppress(BackendError):
+            found |= {entry.layout for entry in _said(folder).entries}
+    return sorted(found)
 
 
 def check(folder: Path, *, drop: bool, progress: Callable[[int, int], None] = lambda done, total: None) -> Checked:
     """Read every block, and compare it with its checksum.
 
     Raises:
-        ConfigError: It is no directory of stored blocks.
-        BackendError: A process has it, or the index is damaged.
+        BackendError: It cannot be read, or is damaged; to drop, a process has it, or it cannot be written.
     """
-    began = time.monotonic()
-    bad: Counter[str] = Counter()
-    forgotten: list[int] = []
-    bytes_read = 0
-    with _owned(folder) as (index, said, segment_bytes):
-        entries, malformed = said.entries, said.malformed
-        if malformed:
-            bad["the index says nothing sensible of it"] = len(malformed)
-        fds: dict[int, int] = {}
-        buffer = mmap.mmap(-1, ALIGN)
-        try:
-            for done, entry in enumerate(entries):
-                if done % 64 == 0:
-                    progress(done, len(entries))
-                if len(buffer) < entry.size <= MAX_RECORD:
-                    buffer.close()
-                    buffer = mmap.mmap(-1, entry.size)
-                with memoryview(buffer) as view:
-                    cause = _wrong_with(entry, folder, segment_bytes, fds, view)
-                bytes_read += entry.size
-                if cause:
-                    bad[cause] += 1
-                    forgotten.append(entry.far)
-        finally:
-            buffer.close()
-            for fd in fds.values():
-                if fd >= 0:
-                    os.close(fd)
-        progress(len(entries), len(entries))
-        if drop and bad:
-            index.change({}, [*malformed, *forgotten])
+    began, given_up = time.monotonic(), 0
+    if drop:
+        with _owned(folder) as (index, said):
+            bad = list(_bad(folder, said, progress))
+            if bad or said.malformed:
+                index.change({}, [*said.malformed, *(entry.far for entry, _ in bad)])
+    else:
+        said = _said(folder)
+        bad = list(_bad(folder, said, progress))
+        if bad:
+            still = set(_said(folder).entries)
+            given_up, bad = len(bad), [(entry, cause) for entry, cause in bad if entry in still]
+            given_up -= len(bad)
+    causes = Counter(cause for _, cause in bad)
+    if said.malformed:
+        causes[NONSENSE] += len(said.malformed)
     return Checked(
         folder=str(folder),
-        blocks=len(entries) + len(malformed),
-        sound=len(entries) - len(forgotten),
-        bad=dict(bad),
-        dropped=drop and bool(bad),
-        bytes_read=bytes_read,
+        is_live=not drop and owner_of(folder)[1],
+        blocks=len(said.entries) + len(said.malformed),
+        sound=len(said.entries) - len(bad) - given_up,
+        bad=dict(causes),
+        bad_blocks=tuple(_named(entry, cause, said) for entry, cause in bad[:MAX_BAD]),
+        given_up=given_up,
+        dropped=drop and bool(causes),
+        bytes_read=sum(entry.size for entry in said.entries),
         seconds=time.monotonic() - began,
     )
 
 
 def prune_folder(folder: Path, *, older_than_s: float | None = None, layout: str | None = None) -> Pruned:
-    """Forget some blocks, or all, and remove files without any.
+    """Forget some blocks, and remove files without any; or remove all, and the directory.
 
     Args:
         folder: Of the file tier.
@@ -172,97 +242,165 @@ def prune_folder(folder: Path, *, older_than_s: float | None = None, layout: str
         layout: Those in a layout whose fingerprint begins so.
 
     Raises:
-        ConfigError: It is no directory of stored blocks, or no layout begins so.
-        BackendError: A process has it, or the index is damaged.
+        BackendError: A process has it, it cannot be written, or the index is damaged.
     """
-    with _owned(folder) as (index, said, segment_bytes):
-        entries, malformed = said.entries, said.malformed
-        if layout is not None and not any(entry.layout.startswith(layout) for entry in entries):
-            known = ", ".join(sorted({entry.layout[:16] for entry in entries})) or "none"
-            raise ConfigError(f"no block in {folder} is in a layout {layout!r}; there are {known}")
+    if older_than_s is None and layout is None:
+        return _remove(folder)
+    with _owned(folder) as (index, said):
         latest = time.time() - older_than_s if older_than_s is not None else None
         gone = [
             entry
-            for entry in entries
+            for entry in said.entries
             if (latest is None or entry.stored_at < latest) and (layout is None or entry.layout.startswith(layout))
         ]
         places = {entry.far for entry in gone}
-        index.change({}, [*malformed, *places])
+        index.change({}, [*said.malformed, *places])
+        size = _segment_bytes(said)
         used = {
             number
-            for entry in entries
+            for entry in said.entries
             if entry.far not in places
-            for number in range(entry.far // segment_bytes, (entry.far + entry.size - 1) // segment_bytes + 1)
+            for number in range(entry.far // size, (entry.far + entry.size - 1) // size + 1)
         }
         kept = {segment_path(folder, number) for number in used}
-        freed = 0
-        for path in folder.glob("segment-*.kv"):
-            if path not in kept:
-                freed += _on_disk(path)
-                path.unlink()
+        freed = _unlink(path for path in folder.glob(SEGMENTS) if path not in kept)
     return Pruned(
         folder=str(folder),
-        blocks=len(gone) + len(malformed),
-        blocks_before=len(entries) + len(malformed),
+        blocks=len(gone) + len(said.malformed),
+        blocks_before=len(said.entries) + len(said.malformed),
         bytes_freed=freed,
     )
 
 
-def _expect(folder: Path) -> None:
-    if not (folder / INDEX).is_file():
-        if not folder.is_dir():
-            raise ConfigError(f"{folder} is no directory; name the directory of a file tier")
-        ranks = sorted(path.parent.name for path in folder.glob(f"*/{INDEX}"))
-        more = f" ... ({len(ranks)} in all)" if len(ranks) > MAX_NAMED else ""
-        which = f"one of those in it: {', '.join(ranks[:MAX_NAMED])}{more}" if ranks else "the directory of a file tier"
-        raise ConfigError(f"{folder} holds no stored blocks; name {which}")
+def _remove(folder: Path) -> Pruned:
+    """Remove all that a file tier has made, whatever its state."""
+    with _locked(folder):
+        blocks = 0
+        with suppress(BackendError):
+            said = read_index(folder)
+            blocks = len(said.entries) + len(said.malformed)
+        freed = _unlink((*folder.glob(SEGMENTS), *folder.glob(f"{INDEX}*"), *folder.glob("direct-*.tmp")))
+        (folder / OWNER).unlink(missing_ok=True)
+        left = tuple(sorted(path.name for path in folder.iterdir()))
+        if not left:
+            folder.rmdir()
+    return Pruned(
+        folder=str(folder), blocks=blocks, blocks_before=blocks, bytes_freed=freed, removed=not left, left=left
+    )
+
+
+def _unlink(paths: Iterator[Path] | Sequence[Path]) -> int:
+    """Remove files; returns what the disk has again."""
+    freed = 0
+    for path in paths:
+        size = _on_disk(path)
+        path.unlink()
+        freed += size
+    return freed
+
+
+def _said(folder: Path) -> Said:
+    """Say what an index says, and see that it is sound; changes nothing."""
+    path = folder
+    try:
+        os.scandir(path).close()
+        path = folder / INDEX
+        path.open("rb").close()
+    except FileNotFoundError:
+        raise BackendError(
+            f"{folder} has no index, so nobody finds what is in its {len(list(folder.glob(SEGMENTS)))} files; the next "
+            f"start makes a new one and begins empty, and prune --all removes them"
+        ) from None
+    except OSError as exc:
+        raise BackendError(f"{path} cannot be read: {explained(path, exc)}") from None
+    said = read_index(folder, check=True)
+    if said.entries and _segment_bytes(said) < ALIGN:
+        raise damaged(folder, "it does not say how long its files are")
+    return said
+
+
+def _segment_bytes(said: Said) -> int:
+    return said.facts.get("segment_bytes", 0)
 
 
 @contextmanager
-def _owned(folder: Path) -> Iterator[tuple[FileIndex, Said, int]]:
-    """Own a directory, with its index, what it says, and the size of its files."""
-    _expect(folder)
-    lock = OwnerLock(folder)
+def _locked(folder: Path) -> Iterator[None]:
+    """Have a directory for a moment."""
+    lock = OwnerLock(folder, visit=True)
     try:
-        try:
-            db = open_index(folder / INDEX, mode="rw")
-        except sqlite3.DatabaseError as exc:
-            raise damaged(folder, exc) from None
-        db.close()
-        index = FileIndex(folder)
-        try:
-            if index.dropped:
-                raise damaged(folder, index.dropped)
-            said = index.said()
-            segment_bytes = said.facts.get("segment_bytes", 0)
-            if segment_bytes < ALIGN:
-                raise damaged(folder, "it does not say how long its files are")
-            yield index, said, segment_bytes
-        except sqlite3.Error as exc:
-            raise damaged(folder, exc) from None
-        finally:
-            index.close()
+        yield
+    except OSError as exc:
+        raise BackendError(f"{folder} cannot be written: {explained(folder, exc)}") from None
     finally:
         lock.release()
 
 
-def _wrong_with(entry: Entry, folder: Path, segment_bytes: int, fds: dict[int, int], buffer: memoryview) -> str:
+@contextmanager
+def _owned(folder: Path) -> Iterator[tuple[FileIndex, Said]]:
+    """Have a directory for a moment, with its index, and what it says. Nothing is changed if that is damaged."""
+    _said(folder)
+    with _locked(folder):
+        said = _said(folder)
+        index = FileIndex(folder, replace=False)
+        try:
+            yield index, said
+        except sqlite3.Error as exc:
+            raise BackendError(f"the index of {folder} cannot be written: {one_line(exc)}") from None
+        finally:
+            index.close()
+
+
+def _bad(folder: Path, said: Said, progress: Callable[[int, int], None]) -> Iterator[tuple[Entry, str]]:
+    """Read blocks, and say which are not sound, and why."""
+    fds: dict[int, int] = {}
+    buffer = mmap.mmap(-1, ALIGN)
+    try:
+        for done, entry in enumerate(said.entries):
+            if done % 64 == 0:
+                progress(done, len(said.entries))
+            if len(buffer) < entry.size <= MAX_RECORD:
+                buffer.close()
+                buffer = mmap.mmap(-1, entry.size)
+            with memoryview(buffer) as view:
+                if cause := _wrong_with(entry, folder, said, fds, view):
+                    yield entry, cause
+        progress(len(said.entries), len(said.entries))
+    finally:
+        buffer.close()
+        for fd in fds.values():
+            os.close(fd)
+
+
+def _wrong_with(entry: Entry, folder: Path, said: Said, fds: dict[int, int], buffer: memoryview) -> str:
     """Say what is wrong with a block, if anything is."""
     if entry.size > len(buffer):
-        return "the index says nothing sensible of it"
-    try:
-        for number, extent in segment_extents(entry.far, entry.size, segment_bytes):
+        return NONSENSE
+    for number, extent in segment_extents(entry.far, entry.size, _segment_bytes(said)):
+        path = segment_path(folder, number)
+        try:
             if number not in fds:
-                fds[number] = -1
-                with suppress(OSError):
-                    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-                    fds[number] = os.open(segment_path(folder, number), flags)
-            if fds[number] < 0:
-                return "its file is missing"
+                fds[number] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             transfer(buffer, extent._replace(fd=fds[number]), is_write=False)
-    except OSError as exc:
-        return f"it cannot be read: {exc.strerror}"
+        except FileTooShort:
+            length = min(_segment_bytes(said), said.facts.get("num_bytes", 0) - number * _segment_bytes(said))
+            return f"{path.name} was cut short: it ends after {os.fstat(fds[number]).st_size:,} of {length:,} bytes"
+        except OSError as exc:
+            is_gone = exc.errno == errno.ENOENT
+            return f"{path.name} is missing" if is_gone else f"{path.name} cannot be read: {exc.strerror}"
     return "" if checksum(entry.key, buffer[: entry.size]) == entry.checksum else "its bytes are not what was stored"
+
+
+def _named(entry: Entry, cause: str, said: Said) -> BadBlock:
+    number, offset = divmod(entry.far, _segment_bytes(said))
+    return BadBlock(
+        group=entry.tag,
+        hash=short(entry.key),
+        segment=segment_path(Path(), number).name,
+        offset=offset,
+        bytes=entry.size,
+        stored=_when(entry.stored_at),
+        cause=cause,
+    )
 
 
 def _on_disk(path: Path) -> int:

@@ -21,7 +21,7 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -46,15 +46,18 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from asynckv.config import OffloadConfig
 from asynckv.core.events import Ending
+from asynckv.edges.block_records import BlockRecords
 from asynckv.edges.file_tier import FileTier
 from asynckv.errors import BackendError
 from asynckv.integrations.vllm.offload.files import Files
+from asynckv.integrations.vllm.offload.open_moves import OpenMoves
 from asynckv.integrations.vllm.offload.region import Region, Shape, path_of
+from asynckv.integrations.vllm.offload.seen import Seen
 from asynckv.offload.catalogue import Budgets, Catalogue
 from asynckv.offload.entry import EntryState
 from asynckv.offload.job import JobEnded, JobOutcome, Move, MoveKind
 from asynckv.offload.keys import StoredGroup
-from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded
+from asynckv.ports import CopyOp, RecordNews, RecordPlane, RecordsEnded
 
 __all__ = ["COUNTED", "GAUGES", "PREFIX", "Manager"]
 
@@ -64,8 +67,7 @@ ALL = 1 << 62
 """Bytes: what vLLM has decided to move is moved; workers take one job after another."""
 
 CLOSE_S = 3.0
-NAMESPACE = 16
-"""Bytes of a record's key before the hash."""
+FULL_S = 60.0
 
 READY = EntryState.READY
 
@@ -106,15 +108,6 @@ class _Request:
         self.is_over = False
 
 
-class _Open:
-    """A move that workers carry out: which of its keys vLLM has not told of."""
-
-    __slots__ = ("keys", "move")
-
-    def __init__(self, move: Move, keys: Iterable[OffloadKey]) -> None:
-        self.move, self.keys = move, set(keys)
-
-
 class Manager(OffloadingManager):
     """asynckv's manager.
 
@@ -141,11 +134,10 @@ class Manager(OffloadingManager):
     ) -> None:
         self._shape, self._groups, self._clock, self._timeout_s = shape, groups, clock, offload.timeout_s
         self._places = {group.group_id: place for place, group in enumerate(config.groups)}
-        self._spaces = [bytes.fromhex(group.namespace) for group in groups]
         self._world_size = config.parallel.world_size
         self._is_checked = False
         """All workers use the memory that files are read into."""
-        self._form = f"vllm-{shape.block_bytes}x{shape.blocks}x{shape.ranks}"
+        self._blocks = BlockRecords(groups, f"vllm-{shape.block_bytes}x{shape.blocks}x{shape.ranks}")
         self._lock = threading.RLock()
         self.catalogue = Catalogue(
             groups,
@@ -158,8 +150,7 @@ class Manager(OffloadingManager):
                 load_bytes=ALL,
                 store_bytes=ALL,
                 promotion_bytes=offload.max_bytes,
-                # What is being written cannot be evicted: a disk that stalls must not keep new blocks out.
-                write_back_bytes=min(offload.max_bytes, shape.slots * shape.slot_bytes // 4),
+                write_back_bytes=offload.max_bytes,
                 write_back_bytes_per_s=offload.write_back_bytes_per_s or math.inf,
             ),
         )
@@ -167,11 +158,11 @@ class Manager(OffloadingManager):
         self._told: Counter[str] = Counter()
         self._is_lru = offload.policy == "lru"
         self._wake_at = math.inf
+        self._next_told_full = -math.inf
         self._names = itertools.count(1)
         self._cut: dict[str, list[Move]] = {}
         """Moves for workers, of the job that is being asked for."""
-        self._stores: defaultdict[OffloadKey, deque[_Open]] = defaultdict(deque)
-        self._loads: defaultdict[OffloadKey, deque[_Open]] = defaultdict(deque)
+        self._stores, self._loads = OpenMoves(), OpenMoves()
         self._stale: list[Move] = []
         """Those of before the last `reset_cache`, which workers may still carry out."""
         self._fetches: dict[str, tuple[_Request, list[OffloadKey]]] = {}
@@ -181,10 +172,7 @@ class Manager(OffloadingManager):
         """Those for which something is kept, by their ids."""
         self._moving: dict[int, tuple[str, int]] = {}
         """Between files and memory: as what it is counted, and how many blocks it has."""
-        self._events: list[OffloadingEvent] | None = [] if config.enable_kv_cache_events else None
-        self._at: dict[int, OffloadKey] = {}
-        """What has been said to be stored, by its slot: no two groups have one of the same number."""
-        self._evicted: list[OffloadKey] = []
+        self._seen = Seen(self.catalogue.host, self._is_known, config.enable_kv_cache_events)
         self._path = path_of(config.engine_id)
         self._has_name = True
         self._region: Region | None = None
@@ -202,19 +190,17 @@ class Manager(OffloadingManager):
             return
         self._region = Region(config.engine_id, self._shape)
         files = Files(records, self._hear, self._on_time)
-        found, strange = [], []
-        spaces = {space: place for place, space in enumerate(self._spaces)}
-        size = self._shape.slot_bytes
-        for stored in files.start(self._region.memory):
-            place = spaces.get(stored.key[:NAMESPACE], -1)
-            if place < 0 or stored.layout != self._form or stored.size != size or stored.far % size:
-                strange.append(stored.far)
-            else:
-                found.append((place, stored.far // size, stored.key[NAMESPACE:]))
+        found, strange = self._blocks.known(files.start(self._region.memory))
         self._files = files
         files.forget(strange)
         kept = self.catalogue.recover(found)
-        log.info("%d blocks were found in %s, and %d that do not fit", kept, offload.directory, len(strange))
+        log.info("%d blocks were found in %s", kept, offload.directory)
+        if strange:
+            log.warning(
+                "%d blocks in %s are given up: they are of another model, dtype, block size, memory order or parallel "
+                "size; use one directory for each",
+                *(len(strange), offload.directory),
+            )
         self._forget()
 
     @property
@@ -271,20 +257,40 @@ class Manager(OffloadingManager):
         """Find slots for blocks that are not stored; for as many as there is room, and None if there is none."""
         wanted = list(dict.fromkeys(keys))
         new = [key for key in wanted if not self._is_known(key)]
-        self._evicted = []
+        self._seen.evicted = []
         where: dict[OffloadKey, int] = {}
         if wanted:
             name = f"store{next(self._names)}"
             self.catalogue.store(name, wanted, positions=self._positions(wanted))
             self._advance()
             for move in self._cut.pop(name, []):
-                where |= self._opened(move, wanted, self._stores)
-        self.counts["refused_blocks"] += sum(key not in where for key in new)
+                where |= self._stores.open(move, wanted)
+        if refused := sum(key not in where for key in new):
+            self.counts["refused_blocks"] += refused
+            self._tell_full()
         if new and not where:
             return None
         self._request(req_context).used |= dict.fromkeys(wanted)
         stored = [key for key in wanted if key in where]
-        return PrepareStoreOutput(stored, CPULoadStoreSpec([where[key] for key in stored]), self._evicted)
+        return PrepareStoreOutput(stored, CPULoadStoreSpec([where[key] for key in stored]), self._seen.evicted)
+
+    def _tell_full(self) -> None:
+        """Say what keeps all slots, once a minute at most: vLLM says in each step that it cannot store."""
+        if self._clock() < self._next_told_full:
+            return
+        self._next_told_full = self._clock() + FULL_S
+        busy = Counter({str(kind): 0 for kind in MoveKind})
+        for running in self.catalogue.traffic.running.values():
+            busy[running.move.kind] += running.move.num_blocks
+        kept = {entry for held in self.catalogue.pins.values() for tier, entry in held if tier is self.catalogue.host}
+        log.warning(
+            "host memory is full, and blocks are not stored: of %d slots workers write %d and read %d, %d are being "
+            "written to files and %d read from there, and %d are kept for requests that wait; give more host_bytes if "
+            "this does not pass",
+            self._shape.slots,
+            *(busy[kind] for kind in (MoveKind.STORE, MoveKind.LOAD, MoveKind.WRITE_BACK, MoveKind.PROMOTION)),
+            len(kept),
+        )
 
     def _is_known(self, key: OffloadKey) -> bool:
         place, hash_ = self._find(key)
@@ -297,45 +303,17 @@ class Manager(OffloadingManager):
             out[self._places[get_offload_group_idx(key)]].append(position)
         return out
 
-    def _opened(
-        self, move: Move, keys: Sequence[OffloadKey], into: defaultdict[OffloadKey, deque[_Open]]
-    ) -> dict[OffloadKey, int]:
-        """Note a move that vLLM will tell of, key by key; returns its slots."""
-        where = {
-            keys[position]: slot
-            for piece in move.pieces
-            for position, slot in zip(piece.positions, piece.host_slots, strict=True)
-        }
-        opened = _Open(move, where)
-        for key in where:
-            into[key].append(opened)
-        return where
-
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """Blocks are in their slots, on all ranks."""
         ending = Ending.DONE if success else Ending.FAILED
-        for move in self._completed(keys, self._stores):
+        self._take_name()
+        for move in self._stores.completed(keys):
             self.catalogue.ended(move.move_id, ending)
             if success:
                 self.counts["stored_blocks"] += move.num_blocks
-                self._tell_stored(move)
+                self._seen.stored(move)
         self._chain(self._request(req_context), req_context, len(keys))
         self._advance()
-
-    def _completed(self, keys: Collection[OffloadKey], among: defaultdict[OffloadKey, deque[_Open]]) -> list[Move]:
-        """Moves of which the last key has been told of. Of moves that share a key, the oldest is told of first."""
-        over = []
-        self._take_name()
-        for key in keys:
-            if (some := among.get(key)) is None:
-                continue
-            opened = some.popleft()
-            if not some:
-                del among[key]
-            opened.keys.discard(key)
-            if not opened.keys:
-                over.append(opened.move)
-        return over
 
     def _take_name(self) -> None:
         """All workers have mapped the memory: nobody has to find it any more."""
@@ -355,7 +333,7 @@ class Manager(OffloadingManager):
         self._advance()
         where: dict[OffloadKey, int] = {}
         for move in self._cut.pop(name, []):
-            where |= self._opened(move, wanted, self._loads)
+            where |= self._loads.open(move, wanted)
         if len(where) != len(wanted):
             self.catalogue.cancel(name)
             raise BackendError(f"{len(wanted) - len(where)} of {len(wanted)} blocks are not in host memory")
@@ -384,7 +362,8 @@ class Manager(OffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Blocks have been read."""
-        for move in self._completed(keys, self._loads):
+        self._take_name()
+        for move in self._loads.completed(keys):
             self.counts["loaded_blocks"] += move.num_blocks
             self.catalogue.ended(move.move_id, Ending.DONE)
         self._advance()
@@ -436,12 +415,8 @@ class Manager(OffloadingManager):
         for name in [*self._fetches]:
             self.catalogue.cancel(name)
         self.catalogue.evict()
-        self._at.clear()
-        for opened in (*self._stores.values(), *self._loads.values()):
-            self._stale += [each.move for each in opened]
-        self._stale = list({move.move_id: move for move in self._stale}.values())
-        self._stores.clear()
-        self._loads.clear()
+        self._seen.clear()
+        self._stale += self._stores.abandon() + self._loads.abandon()
         self._advance()
 
     def on_reset_flushed(self) -> None:
@@ -455,10 +430,7 @@ class Manager(OffloadingManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """What came to host memory, and left it."""
-        if self._events is None:
-            return ()
-        events, self._events = self._events, []
-        return events
+        return self._seen.take()
 
     def statistics(self) -> dict[str, int]:
         """Counters and gauges."""
@@ -475,34 +447,11 @@ class Manager(OffloadingManager):
             stats.set_gauge(PREFIX + name, said.get(name, 0))
         return stats
 
-    def _tell_stored(self, move: Move) -> None:
-        """Note what lies in a move's slots from now on."""
-        keys = []
-        for piece in move.pieces:
-            for hash_, slot in zip(piece.hashes, piece.host_slots, strict=True):
-                entry = self.catalogue.host.index[piece.group].get(hash_)
-                if entry is not None and entry.slot == slot and entry.state is READY:
-                    if slot in self._at:
-                        continue  # it was brought from files for another request as well
-                    key = OffloadKey(hash_)
-                    self._at[slot] = key
-                    keys.append(key)
-        if keys and self._events is not None:
-            self._events.append(OffloadingEvent(keys, Medium.CPU, removed=False))
-
-    def _reuse(self, move: Move) -> None:
-        """Tell vLLM of what was in slots that are written anew: it has been given up."""
-        slots = [slot for piece in move.pieces for slot in piece.host_slots]
-        gone = [key for slot in slots if (key := self._at.pop(slot, None)) is not None and not self._is_known(key)]
-        self._evicted += gone
-        if gone and self._events is not None:
-            self._events.append(OffloadingEvent(gone, Medium.CPU, removed=True))
-
     def _forget(self) -> None:
         """Rid the files' index of what was given up."""
         freed = self.catalogue.forgotten()
         if freed and self._files is not None:
-            self._files.forget([slot * self._shape.slot_bytes for _, slot in freed])
+            self._files.forget(self._blocks.places(freed))
 
     def shutdown(self) -> None:
         """End the thread of the files; called without the lock. Idempotent."""
@@ -525,7 +474,7 @@ class Manager(OffloadingManager):
             self._forget()  # before what is written there anew is posted, or that would be forgotten
             for move in moves:
                 if move.kind in (MoveKind.STORE, MoveKind.PROMOTION):
-                    self._reuse(move)
+                    self._seen.reuse(move)
                 if move.kind in (MoveKind.PROMOTION, MoveKind.WRITE_BACK):
                     self._post(move)
                 elif (fetch := self._fetches.get(move.job_id)) is not None:
@@ -541,26 +490,13 @@ class Manager(OffloadingManager):
             self._files.wake_in(max(0.0, self._wake_at - self._clock()))
 
     def _post(self, move: Move) -> None:
-        size = self._shape.slot_bytes
-        records = [
-            Record(
-                self._spaces[piece.group] + key,
-                near * size,
-                far * size,
-                size,
-                self._form,
-                self._groups[piece.group].name,
-            )
-            for piece in move.pieces
-            for key, near, far in zip(piece.hashes, piece.host_slots, piece.file_slots, strict=True)
-        ]
         assert self._files is not None
         if not self._is_checked and not self._check():
             self.catalogue.ended(move.move_id, Ending.FAILED)
             return
         is_read = move.kind is MoveKind.PROMOTION
         self._moving[move.move_id] = "fetched_blocks" if is_read else "written_back_blocks", move.num_blocks
-        self._files.post(move.move_id, CopyOp.READ if is_read else CopyOp.WRITE, records)
+        self._files.post(move.move_id, CopyOp.READ if is_read else CopyOp.WRITE, self._blocks.of(move))
 
     def _check(self) -> bool:
         """See that all workers use the memory that is mapped here; else files are of no use."""
@@ -578,7 +514,7 @@ class Manager(OffloadingManager):
 
     def _keep(self, move: Move, request: _Request, keys: list[OffloadKey]) -> None:
         """What a request waited for is in host memory: keep it there for the request."""
-        self._tell_stored(move)
+        self._seen.stored(move)
         if not request.is_over:
             positions = [[] for _ in self._groups]  # type: list[list[int]]
             for piece in move.pieces:
