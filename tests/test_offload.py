@@ -35,7 +35,7 @@ from asynckv import (
 from asynckv.cli import app
 from asynckv.core.account import decode_account
 from asynckv.core.wire import Status, StatusRequest
-from asynckv.embed import EngineDesk, Store
+from asynckv.embed import EngineDesk, Lookup, Store
 from asynckv.geometry.layout import Layout
 from asynckv.offload.tier import Place
 from asynckv.results import Evicted, Loaded, Stored
@@ -264,6 +264,36 @@ async def test_a_cancelled_store_is_finished_for_whoever_else_waits() -> None:
         assert (await second).num_blocks == 1
         await offload.returned("a")
         assert offload.lookup(chain("p", 1)).tokens == SIZE
+
+
+async def test_a_step_looks_up_by_orders() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        desk = EngineDesk(rank.engine)
+        desk.submit(
+            [
+                Store(request_id="a", groups=[(0, [1, 2])], hashes=chain("p", 2)),
+                Lookup(request_id="b", hashes=chain("p", 2)),  # the store before it has begun
+                Lookup(request_id="c", hashes=chain("p", 2), num_tokens=31),
+                Lookup(request_id="d", hashes=chain("q", 2)),
+                Lookup(request_id="e", hashes="no hashes"),
+                Lookup(request_id=7, hashes=[]),  # type: ignore[arg-type]
+            ]
+        )
+        await until(lambda: len(desk._news) == 6)
+        told = desk.take_finished()
+        assert [(request_id, found.tokens) for request_id, found in told.found] == [("b", 32), ("c", 16), ("d", 0)]
+        assert told.stored
+        assert [str(each.error).split()[0] for each in told.refused] == ["hashes", "request_id"]
+        await rank.engine.suspend()
+        desk.submit([Lookup(request_id="f", hashes=chain("p", 2))])
+        await until(lambda: desk.has_news)
+        [(_, found)] = desk.take_finished().found
+        assert found.tokens == 0
+        await offload.aclose()
+        desk.submit([Lookup(request_id="g", hashes=chain("p", 2))])
+        await until(lambda: desk.has_news)
+        assert "has no offload" in str(desk.take_finished().refused[0].error)
 
 
 async def test_a_store_whose_task_is_cancelled_is_told_when_nobody_reads_its_blocks() -> None:
