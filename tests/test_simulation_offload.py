@@ -41,7 +41,6 @@ def test_many_engines_that_offload_keep_every_promise() -> None:
         "load.from_others",
         "load.failed",
         "load.cancelled",
-        "load.closed",
         "load.task_cancelled",
         "store.failed",
         "store.cancelled",
