@@ -247,6 +247,8 @@ SIMULATE_EPILOG = """
 
   asynckv simulate --first-seed 4711 --seeds 1 --logs DIR; asynckv leaks DIR/seed-4711/*.jsonl
 
+  asynckv simulate --offload --seeds 1000
+
 [bold]Exit status[/bold]  0 clean, 1 a violation, 2 bad input, 130 Ctrl-C
 """
 
@@ -260,6 +262,9 @@ def simulate(
     faults: Annotated[
         str, typer.Option(help="What may go wrong: all, none, or kinds with commas between.", rich_help_panel=RUN)
     ] = "all",
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Engines that offload, and faults of tiers.", rich_help_panel=RUN)
+    ] = False,
     jobs: Annotated[int, typer.Option(help="Processes; 0 for one per core.", rich_help_panel=RUN)] = 0,
     events: Annotated[
         int, typer.Option(help="Events to print before a violation, after minimising.", rich_help_panel=OUT)
@@ -287,7 +292,8 @@ def simulate(
 
     from asynckv.testing import simulation
 
-    known = simulation.FAULTS
+    known = simulation.TIER_FAULTS if offload else simulation.FAULTS
+    make = simulation.make_tier_script if offload else simulation.make_script
     chosen = known if faults == "all" else () if faults == "none" else tuple(x.strip() for x in faults.split(","))
     if strange := [x for x in chosen if x not in known]:
         raise ConfigError(f"--faults {strange[0]!r} is unknown; use all, none, or some of {', '.join(known)}")
@@ -308,6 +314,7 @@ def simulate(
             jobs or os.cpu_count() or 1,
             lambda n: bar.advance(task, n),
             logs,
+            make,
         )
     report = {
         "schema": "asynckv.simulate/1",
@@ -322,18 +329,21 @@ def simulate(
     console = Console(stderr=json == "-")
     rate = found.seeds / found.seconds if found.seconds else 0.0
     num_faults = sum(n for k, n in found.counts.items() if k.startswith("fault."))
+    done = "load.done" if offload else "pull.complete"
     console.print(
         f"{found.seeds:,} services in {found.seconds:.1f} s ({rate:.0f} per second): "
-        f"{found.counts['pull.complete']:,} pulls complete, {num_faults:,} faults, {len(found.violations)} violations",
+        f"{found.counts[done]:,} {done.partition('.')[0]}s complete, {num_faults:,} faults, "
+        f"{len(found.violations)} violations",
         highlight=False,
     )
     if found.violations:
         seed, violation = next(iter(found.violations.items()))
         console.print(f"\nseed {seed}: {violation}\nminimised:", highlight=False, markup=False)
-        small = simulation.minimise(simulation.make_script(seed, chosen))
+        small = simulation.minimise(make(seed, chosen))
         for line in small.explain(events):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
-        console.print(f"\nagain: asynckv simulate --first-seed {seed} --seeds 1 --faults {faults}", highlight=False)
+        again = f"asynckv simulate{' --offload' * offload} --first-seed {seed} --seeds 1 --faults {faults}"
+        console.print(f"\nagain: {again}", highlight=False)
         raise typer.Exit(1)
 
 

@@ -402,8 +402,9 @@ class OffloadConfig:
         write_back_bytes_per_s: Most bytes per second from host memory to files, on average over a second; 0: as many
             as there is time for. Loads and stores go first whatever this says.
         max_bytes: Most bytes that are moved at a time.
-        max_post_bytes: Most bytes in one copy: nothing that is copied can be stopped, so this bounds for how long a
-            cancelled request's blocks are still in use.
+        max_post_bytes: Most bytes in one copy: a copy that has begun cannot be stopped, so this bounds for how long a
+            cancelled request's blocks are still in use. Fewer bytes than some 16 MiB cost speed, above all where other
+            threads compute in Python, for which each copy may wait 5 ms.
         max_jobs: Most stores and loads that wait or run; one more is refused (`Overloaded`).
         timeout_s: Default deadline of a load.
         held_s: How long after its outcome a load's blocks may still be held by a copy that does not end, before they
@@ -420,7 +421,7 @@ class OffloadConfig:
     policy: Literal["s3-fifo", "lru"] = "s3-fifo"
     write_back_bytes_per_s: int = 0
     max_bytes: int = 256 * 1024 * 1024
-    max_post_bytes: int = 16 * 1024 * 1024
+    max_post_bytes: int = 32 * 1024 * 1024
     max_jobs: int = 4096
     timeout_s: float = 30.0
     held_s: float = 600.0

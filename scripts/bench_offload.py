@@ -35,7 +35,7 @@ from asynckv.tools.layouts import ORDERS
 from asynckv.tools.models import Heads, Model
 from scripts import command
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def measure(
@@ -45,7 +45,8 @@ def measure(
     heads: Annotated[int, typer.Option(help="KV heads on this rank, of 128 elements of 2 bytes.", min=1, max=128)] = 8,
     block_size: Annotated[int, typer.Option(help="Tokens per block.", min=1, max=4096)] = 16,
     runs: Annotated[bool, typer.Option("--runs", help="Blocks and slots one after another, not scattered.")] = False,
-    transfer_mib: Annotated[int, typer.Option(help="Of one transfer; what is urgent waits for its end.", min=1)] = 16,
+    at_once: Annotated[int, typer.Option(help="Requests under way together.", min=1, max=1000)] = 1,
+    transfer_mib: Annotated[int, typer.Option(help="Of one transfer; what is urgent waits for its end.", min=1)] = 32,
     threads: Annotated[int, typer.Option(help="That copy.", min=1, max=16)] = 1,
     rounds: Annotated[int, typer.Option(help="Of everything.", min=3, max=10_000)] = 31,
     folder: Annotated[
@@ -61,6 +62,7 @@ def measure(
 ) -> int:
     """Measure how fast blocks are stored and loaded, beside the same bytes moved raw in the same rounds."""
     command.check(order in ORDERS, f"--order {order!r} is none of {', '.join(ORDERS)}")
+    blocks *= at_once
     need = 3 * FACTOR * blocks * layers * heads * block_size * 512
     have = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     command.check(
@@ -75,7 +77,14 @@ def measure(
         within = "" if host_only else stack.enter_context(tempfile.TemporaryDirectory("", "akv-", folder or None))
         with Console(stderr=True).status(f"{rounds} rounds of {blocks} blocks ..."):
             model = Model("bench", (Heads(heads, 128),) * layers)
-            rig = Rig(model, blocks=blocks, max_bytes=transfer_mib << 20, block_size=block_size, order=order)
+            rig = Rig(
+                model,
+                blocks=blocks,
+                max_bytes=transfer_mib << 20,
+                at_once=at_once,
+                block_size=block_size,
+                order=order,
+            )
             garbage.settle()
             found = asyncio.run(measured(rig, rounds, threads, within, is_run=runs, is_direct=not page_cache))
         ways = figures(found, rig.num_bytes)
@@ -83,6 +92,7 @@ def measure(
             "schema": SCHEMA,
             "order": order,
             "blocks": blocks,
+            "at_once": at_once,
             "block_bytes": rig.record.num_bytes,
             "record_bytes": rig.record.stride,
             "runs": runs,
@@ -91,7 +101,7 @@ def measure(
             "page_cache": page_cache,
             "descriptors_per_block": round(rig.num_descriptors / blocks, 3),
             "tables_ms": round(rig.tables_s * 1e3, 3),
-            "plan_us_per_block": round(float(np.median(rig.plan_s)) / blocks * 1e6, 3),
+            "plan_us_per_block": round(float(np.median(rig.plan_s)) * at_once / blocks * 1e6, 3),
             "lookup_us": interval(lookup_us(LOOKED_UP)),
             "ways": ways,
         }
@@ -102,9 +112,10 @@ def measure(
         console = Console()
         console.print(table_of(ways))
         console.print(
-            f"{blocks} blocks of {rig.record.num_bytes:,} bytes, {report['descriptors_per_block']:g} descriptors and "
-            f"{report['plan_us_per_block']:g} us of planning per block; {LOOKED_UP:,} blocks are looked up in "
-            f"{report['lookup_us']['median']:.0f} us; CPU tells more than time where others compute"
+            f"{blocks} blocks of {rig.record.num_bytes:,} bytes in {at_once} requests at once, "
+            f"{report['descriptors_per_block']:g} descriptors and {report['plan_us_per_block']:g} us of planning per "
+            f"block; {LOOKED_UP:,} blocks are looked up in {report['lookup_us']['median']:.0f} us; CPU tells more than "
+            f"time where others compute"
         )
     return 1 if any(met(each["of_raw"]) == "no" for each in ways.values()) else 0
 
@@ -117,6 +128,8 @@ EPILOG = f"""
 [bold]Examples[/bold]
 
   python -m scripts.bench_offload --order cross-nhd --runs
+
+  python -m scripts.bench_offload --host-only --blocks 16 --at-once 8
 
   python -m scripts.bench_offload --heads 1 --json - | jq .ways.store.of_raw
 

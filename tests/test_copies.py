@@ -157,6 +157,24 @@ async def test_a_cancelled_move_ends_when_what_was_posted_has(make: Make, monkey
     assert tiers.plane.statistics()["pieces"] == 1
 
 
+async def test_what_a_cancelled_move_has_handed_over_is_not_copied_any_more(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    tiers = make()
+    tiers.plane.post(TransferId(1), CopyOp.READ, "pool", [move(0)] * 5)
+    tiers.plane.post(TransferId(2), CopyOp.WRITE, "pool", [move(0)] * 5)
+    assert gate.entered.wait(PATIENCE_S)
+    assert tiers.plane.statistics()["pieces"] == 10
+    for number in (1, 2):
+        tiers.plane.cancel(TransferId(number))
+    gate.leave.set()
+    assert sorted(await tiers.heard(2)) == [TransferEnded(TransferId(n), Ending.FAILED, "cancelled") for n in (1, 2)]
+    counts = tiers.plane.statistics()
+    assert (counts["bytes_read"], counts["bytes_written"]) == (move(0).num_bytes, 0)  # the one that had begun
+    assert counts["backlog_bytes"] == 0
+
+
 async def test_what_cannot_be_posted_fails_by_itself(make: Make) -> None:
     tiers = make()
     outside = replace(TABLES[1], length=TABLES[1].length * 1000)

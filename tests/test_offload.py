@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +33,8 @@ from asynckv import (
 from asynckv.cli import app
 from asynckv.core.account import decode_account
 from asynckv.core.wire import Status, StatusRequest
-from asynckv.edges.file_index import FileIndex
-from asynckv.edges.leftovers import left_in
 from asynckv.embed import EngineDesk, Store
-from asynckv.geometry.layout import Layout, fingerprint
-from asynckv.geometry.packed import record_form
+from asynckv.geometry.layout import Layout
 from asynckv.results import Loaded, Stored
 from asynckv.testing import SimCopies, SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, until
@@ -344,11 +339,12 @@ async def test_a_failed_store_is_not_found() -> None:
         assert (stored.num_blocks, stored.num_missed) == (0, 2)
         assert offload.lookup(chain("p", 2)).tokens == 0
         rank.copies.fate = lambda move_id, op: "doubt"
-        stored = await offload.store("b", [(0, [1, 2])], chain("p", 2))
-        assert (stored.num_blocks, stored.num_missed) == (0, 2)
+        with pytest.raises(ReadFailed, match="may still read the blocks") as failed:
+            await offload.store("b", [(0, [1, 2])], chain("p", 2))
+        assert failed.value.held == {0: (1, 2)}
         assert offload.lookup(chain("p", 2)).tokens == 0
         rank.copies.finish()  # nothing reads the blocks any more, and what was written is nobody's
-        await offload.returned("b")
+        await failed.value.returned()
         assert offload.lookup(chain("p", 2)).tokens == 0
 
 
@@ -425,7 +421,7 @@ async def test_rotten_records_are_dropped_and_never_served() -> None:
         before = rank.block(1, 2, 3)
         await store_in_files(rank, offload, "p", [1, 2, 3])
         disk = rank.records.disk if rank.records is not None else SimDisk(0)
-        disk.rotten |= {key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1")}
+        disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1"))
         loaded = await offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48)
         assert loaded.num_tokens < 48
         assert (
@@ -498,7 +494,7 @@ async def test_an_engine_that_closes_gives_its_files_a_second() -> None:
     async with rank.running() as offload:
         await offload.store("a", [(0, list(range(16)))], chain("p", 16))
         began = rank.clock.now()
-    assert began + 1.0 <= rank.clock.now() < began + 1.2
+    assert rank.clock.now() >= began + 1.0
     assert 6 <= len(disk.records) <= 10
 
 
@@ -518,8 +514,11 @@ async def test_a_copy_that_cannot_be_planned_takes_no_other_with_it(monkeypatch:
             asyncio.create_task(offload.store(f"r{block}", [(0, [block])], chain(f"p{block}", 1)))
             for block in (6, 7, 8)
         ]
-        await until(lambda: all(task.done() for task in stores))
-        assert [task.result().num_new for task in stores] == [1, 0, 1]
+        first, broken_off, last = await asyncio.gather(*stores, return_exceptions=True)
+        assert isinstance(first, Stored)
+        assert isinstance(last, Stored)
+        assert first.num_new == last.num_new == 1
+        assert isinstance(broken_off, ReadFailed)
         assert [hold.blocks for hold in rank.engine.holds()] == [{0: (7,)}]  # it may have been begun
         assert rank.engine.statistics().counters["internal_errors"] == 1
         offload._mover.forsake()
@@ -677,7 +676,7 @@ async def test_what_two_ranks_stored_is_loaded_by_one(size: int, order: tuple[st
             assert (got == of[:, 1:9]).all()
         await offload.store("b", [(0, blocks)], chain("p", 8))  # from now on it is this rank's own
         assert offload.lookup(chain("p", 9)).ready_tokens == 128
-    disks[1].rotten |= {record.key for record, _ in disks[1].records.values() if record.key.endswith(b"p-5")}
+    disks[1].rot(record.key for record, _ in disks[1].records.values() if record.key.endswith(b"p-5"))
     two = Rank(layout_of(num_blocks=16, block_size=size, order=order), seed=4, left=disks, host_bytes=1 << 20)
     async with two.running() as offload:
         loaded = await offload.load("b", [(0, blocks)], chain("p", 8), num_tokens=128)
@@ -953,31 +952,3 @@ def test_a_configuration_is_checked() -> None:
     with pytest.raises(ConfigError, match="policy"):
         OffloadConfig(model="m", hash_tokens=16, host_bytes=1 << 20, policy="mru")  # type: ignore[arg-type]
     assert (Stored("a", 1, 1, 0, 2, 0.1).num_new, Loaded("a", 1, 1, 2, 0, 0.1).num_tokens) == (1, 1)
-
-
-def test_a_rank_never_takes_what_its_siblings_are_to_open(tmp_path: Path) -> None:
-    def keep(form: Layout) -> None:
-        folder = tmp_path / f"{form.tp_rank}-{fingerprint(form)}"
-        folder.mkdir()
-        index = FileIndex(folder)
-        index.put_meta(num_bytes=1 << 50, segment_bytes=1 << 20)
-        (folder / "segment-00003.kv").write_bytes(bytes(4096))
-        index.put_layout(fingerprint(form), msgspec.msgpack.encode(form))
-        index.close()
-
-    four, two = ([record_form(layout_of(rank, size)) for rank in range(size)] for size in (4, 2))
-    for form in (*four[:3], *two):
-        keep(form)
-    (tmp_path / "strange").mkdir()
-    (tmp_path / "strange" / "index.sqlite").write_bytes(b"no index")
-    assert [left.form.tp_rank for left in left_in(tmp_path, four[0])] == [0]  # of two, and not its siblings
-    assert [left.form.tp_rank for left in left_in(tmp_path, two[0])] == [0, 1]
-    assert left_in(tmp_path, two[1]) == ()  # one of four is missing
-    keep(four[3])
-    assert [left.form.tp_rank for left in left_in(tmp_path, two[1])] == [2, 3]
-    assert left_in(tmp_path / "nothing", two[0]) == ()
-    assert {left.num_bytes for left in left_in(tmp_path, two[1])} == {(3 << 20) + 4096}  # nothing more is made
-    turned = record_form(layout_of(1, 2, order=("kv", "block", "head", "token", "dim")))
-    assert [left.form.tp_rank for left in left_in(tmp_path, turned)] == [2, 3]  # the newest
-    os.utime(tmp_path / f"1-{fingerprint(two[1])}" / "index.sqlite", (time.time() + 9,) * 2)
-    assert [left.form for left in left_in(tmp_path, turned)] == [two[1]]  # its own, in another order

@@ -15,7 +15,7 @@ import pytest
 
 from asynckv import cli
 from asynckv.edges.file_index import INDEX
-from asynckv.edges.file_store import OwnerLock
+from asynckv.edges.file_store import OWNER, OwnerLock, owner_of
 from tests.test_cli import complaint
 from tests.test_file_tier import COUNT, RANGE, SEGMENT, SIZE, Tier, overwrite, records
 
@@ -70,6 +70,8 @@ def test_names_from_an_index_do_no_harm_on_a_terminal(folder: Path, run: Run) ->
         db.execute("UPDATE kinds SET tag = ?, layout = ?", ("\x1b[2J[bold]", "\x07"))
         db.execute("INSERT INTO records VALUES (0, 4096, 'text', 0, 1, 0)")
         db.execute("UPDATE records SET stored_at = ?", (1 << 60,))
+    (folder / OWNER).write_text('{"pid": 1, "host": "\\u001b[2J", "since": "2026\\u202e"}')
+    assert owner_of(folder) == (None, False)
     status, out = run("inspect", folder)
     assert status == 0
     assert "\x1b" not in out

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from asynckv import EngineConfig, EngineThread, Load, Offload, OffloadConfig, Store, register_memory
 from asynckv.embed import Cancel, Finished
 from asynckv.errors import LocalProtocolError, PullCancelled
+from asynckv.results import Loaded
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, layout_of
 
 pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
@@ -129,6 +131,49 @@ async def test_two_ranks_leave_files_that_one_rank_loads(tmp_path: Path, size: i
         assert offload._catalogue.lookup(chain("p", 8)).tokens == 128
         await offload.load("c", [(0, blocks)], chain("p", 8), num_tokens=128)
         assert again.block(*blocks) == one.block(*blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_live", [True, False])
+async def test_what_two_ranks_have_stored_four_load_at_once(tmp_path: Path, is_live: bool) -> None:
+    """Two read one directory, whose owner may live on, and goes on storing."""
+    files: dict[str, Any] = {"directory": tmp_path, "file_bytes": 64 * RECORD}
+    whole = Rank(layout_of(), seed=3, real=True)
+    heads = [array.reshape(2, BLOCKS, SIZE, 4, 16) for array in whole.arrays]
+    async with contextlib.AsyncExitStack() as owners:
+        for tp_rank in range(2):
+            rank = Rank(layout_of(tp_rank, 2), real=True, engine={"engine_id": f"two-{tp_rank}"}, **files)
+            for array, of in zip(rank.arrays, heads, strict=True):
+                array.reshape(2, BLOCKS, SIZE, 2, 16)[:] = of[:, :, :, 2 * tp_rank : 2 * tp_rank + 2]
+            await owners.enter_async_context(rank.engine)
+            await owners.enter_async_context(rank.offload)
+            await rank.offload.store("a", [(0, list(range(1, 9)))], chain("p", 8))
+            await written_back(rank.offload, 8)
+        if not is_live:
+            await owners.aclose()
+        four = [
+            Rank(layout_of(r, 4), seed=10 + r, real=True, engine={"engine_id": f"four-{r}"}, **files) for r in range(4)
+        ]
+        async with contextlib.AsyncExitStack() as stack:
+            for rank in four:
+                await stack.enter_async_context(rank.engine)
+            async with anyio.create_task_group() as tasks:
+                for rank in four:
+                    tasks.start_soon(stack.enter_async_context, rank.offload)
+            assert [rank.offload.lookup(chain("p", 9)).tokens for rank in four] == [128] * 4
+            blocks = list(range(20, 28))
+            async with anyio.create_task_group() as tasks:
+                for rank in four:
+                    load = rank.offload.load("b", [(0, blocks)], chain("p", 8), num_tokens=128)
+                    tasks.start_soon(_expect_tokens, load, 128)
+            for tp_rank, rank in enumerate(four):
+                for array, of in zip(rank.arrays, heads, strict=True):
+                    got = array.reshape(2, BLOCKS, SIZE, 1, 16)[:, blocks]
+                    assert (got == of[:, 1:9, :, tp_rank : tp_rank + 1]).all()
+
+
+async def _expect_tokens(load: Awaitable[Loaded], count: int) -> None:
+    assert (await load).num_tokens == count
 
 
 class Requests:

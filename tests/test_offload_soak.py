@@ -125,7 +125,7 @@ class Soak:
             else:
                 records.finish(two)
         if rng.random() < 0.02 and records.disk.records:
-            records.disk.rotten.add(rng.choice(list(records.disk.records.values()))[0].key)
+            records.disk.rot([rng.choice(list(records.disk.records.values()))[0].key])
 
     def begin(self) -> None:
         """Ask for something."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from asynckv.bench import offload_cli
 from asynckv.bench.options import Options, flag
@@ -21,7 +22,18 @@ from asynckv.observe.output import check_writable, columns, write, write_json
 
 __all__ = ["bench_app"]
 
-bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
+
+class _Bench(TyperGroup):
+    """`asynckv bench`, which takes `--offload` for its command of that name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments."""
+        if "--offload" in args:
+            args = ["offload", *(each for each in args if each != "--offload")]
+        return super().parse_args(ctx, args)
+
+
+bench_app = typer.Typer(cls=_Bench, rich_markup_mode="rich", add_completion=False)
 bench_app.command(epilog=offload_cli.EPILOG)(offload_cli.offload)
 
 OUT = "Output"
@@ -41,6 +53,8 @@ BENCH_EPILOG = """
   asynckv bench --hf-config config.json --trace trace.jsonl --max-prompt-tokens 8192 --transport tcp
 
   asynckv bench --layers 4 --requests 400 --floor
+
+  asynckv bench --offload --trace trace.jsonl --no-bytes (what tiers find: asynckv bench offload --help)
 
   asynckv bench --trace trace.jsonl --arrivals trace --speed 10 --requests 500 --layers 2 --prefill-engines 3
 

@@ -61,7 +61,7 @@ TAKEN = (
 
 MiB = 1 << 20
 SPARE = 512 * MiB
-COPIED = 64 * MiB
+COPIED = 128 * MiB
 """In one round of copies beside raw ones."""
 MOST_MB = 1 << 34
 MOST_RUNS = 256

@@ -4,11 +4,12 @@ Blocks of a model's layout are stored and loaded as a rank does it: planned from
 (`asynckv.geometry.kept`), and carried out by the copy plane, over NIXL. Planning is in the time. Records go to files
 and back by the file tier, checksums and index included. What is kept of a prompt is looked up in a catalogue.
 
-Beside each, the same bytes are moved raw in the same round: by `memcpy`, the same pieces in the same order; by `pwrite`
-and `pread`, the same records to a file in the same folder, past the page cache if the tier does so. What Python's loop
-takes around `memcpy` is measured with pieces of no bytes, and taken off. Who comes first is drawn anew for every round,
-as are blocks and slots; so a ratio compares neighbours in time. One of CPU time is beside it, for where others use the
-machine. Medians are given with intervals that hold them in 95 of 100 cases (`asynckv.bench.noise`).
+Beside each, the same bytes are moved raw in the same round: by `memcpy`, the same pieces in the same order, and once
+more in one piece, as they never lie; by `pwrite` and `pread`, the same records to a file in the same folder, past the
+page cache if the tier does so. What Python's loop takes around `memcpy` is measured with pieces of no bytes, and taken
+off. Who comes first is drawn anew for every round, as are blocks and slots; so a ratio compares neighbours in time. One
+of CPU time is beside it, for where others use the machine. Medians are given with intervals that hold them in 95 of 100
+cases (`asynckv.bench.noise`).
 """
 
 from __future__ import annotations
@@ -63,8 +64,11 @@ __all__ = [
 LEAST = 0.9
 """What a tier is worth, of what is raw."""
 
-MAX_DESCRIPTORS = 1 << 16
-"""Of one transfer."""
+MAX_BYTES = 32 << 20
+"""Of one transfer, as `OffloadConfig` has it."""
+
+MAX_DESCRIPTORS = 4096
+"""The same, as the engine has it."""
 
 LOOKED_UP = 1000
 """Blocks of a prompt that is looked up."""
@@ -74,18 +78,18 @@ FACTOR = 3
 """How many times as many blocks there are as one request has: so that the caches hold none of them."""
 
 ABOUT = {
-    "store": "blocks from the engine's memory to slots of the host pool; raw: memcpy",
-    "load": "slots of the host pool to blocks; raw: memcpy",
+    "store": "blocks from the engine's memory to slots of the host pool; raw: memcpy of the same pieces",
+    "load": "slots of the host pool to blocks; raw: memcpy of the same pieces",
     "write": "records from the host pool to files; raw: pwrite, one record after another",
     "read": "records from files to the host pool; raw: pread",
 }
 RAW = {
-    "store": ("ours", "raw", "records"),
-    "load": ("ours", "raw", "records"),
+    "store": ("ours", "raw", "whole"),
+    "load": ("ours", "raw", "whole"),
     "write": ("ours", "raw"),
     "read": ("ours", "raw"),
 }
-"""Who copies, per way; `records`: memcpy of whole records, as if the engine kept its blocks so."""
+"""Who copies, per way; `whole`: one memcpy of as many bytes, from one place to another."""
 
 Bytes = npt.NDArray[np.uint8]
 Pieces = tuple[Sequence[int], Sequence[int], Sequence[int]]
@@ -151,18 +155,22 @@ class Rig:
         model: Whose layers are all of one kind.
         blocks: Per request.
         max_bytes: Of one transfer.
+        at_once: Requests that share the blocks, and are under way together.
         shape: As `model_layout` takes it.
     """
 
-    def __init__(self, model: Model, *, blocks: int, max_bytes: int = 16 << 20, **shape: Any) -> None:
+    def __init__(
+        self, model: Model, *, blocks: int, max_bytes: int = MAX_BYTES, at_once: int = 1, **shape: Any
+    ) -> None:
         made = model_layout(model, num_blocks=FACTOR * blocks, **shape)
-        self.blocks, self.max_bytes, self.rng = blocks, max_bytes, np.random.default_rng(0)
+        self.blocks, self.max_bytes, self.at_once = blocks, max_bytes, at_once
+        self.rng = np.random.default_rng(0)
         self.arrays = [_memory(memory.length) for memory in made.memories]
         device = with_addresses(made, [array.ctypes.data for array in self.arrays])
         [self.record] = record_sizes(packed(device, 1 << 50))
         self.pool = _memory(FACTOR * blocks * self.record.stride)
-        self.flat = _memory(len(self.pool))
-        """For whole records: as large as the pool, and laid out as it is."""
+        self.flat = _memory(blocks * self.record.num_bytes)
+        """What one memcpy copies to and from the pool."""
         kept = packed(device, len(self.pool), base=self.pool.ctypes.data)
         began = time.perf_counter()
         [tables] = kept_tables(device, [kept], itertools.count(1))
@@ -197,7 +205,14 @@ class Rig:
         return blocks, slots
 
     async def move(self, op: CopyOp, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Store or load one request's blocks, as a rank does."""
+        """Store or load the blocks of so many requests, as a rank does."""
+        lists = [(blocks[at :: self.at_once], slots[at :: self.at_once]) for at in range(self.at_once)]
+        if self.at_once == 1:
+            await self._move(op, *lists[0])
+        else:
+            await asyncio.gather(*(self._move(op, *each) for each in lists))
+
+    async def _move(self, op: CopyOp, blocks: Sequence[int], slots: Sequence[int]) -> None:
         plane = self._plane
         assert plane is not None
         began = time.perf_counter()
@@ -220,12 +235,11 @@ class Rig:
         to, of = (far, near) if op is CopyOp.WRITE else (near, far)
         return np.concatenate(to).tolist(), np.concatenate(of).tolist(), np.concatenate(sizes).tolist()
 
-    def records(self, op: CopyOp, blocks: Sequence[int], slots: Sequence[int]) -> Pieces:
-        """What memcpy is to copy: whole records."""
-        near, far = self.flat.ctypes.data, self.pool.ctypes.data
-        sides = [near + b * self.record.stride for b in blocks], [far + s * self.record.stride for s in slots]
+    def whole(self, op: CopyOp) -> Pieces:
+        """What memcpy is to copy: as many bytes at once."""
+        sides = [self.flat.ctypes.data], [self.pool.ctypes.data]
         to, of = reversed(sides) if op is CopyOp.WRITE else sides
-        return to, of, [self.record.num_bytes] * len(blocks)
+        return to, of, [self.num_bytes]
 
     async def check(self, is_run: bool) -> None:
         """Store, load into other blocks, and look whether they hold the same.
@@ -351,7 +365,7 @@ async def measured(
                     elif who == "raw" and files is not None and way in ("write", "read"):
                         took = files.raw(op, *lists)
                     else:
-                        took = _memcpy((rig.pieces if who == "raw" else rig.records)(op, *lists))
+                        took = _memcpy(rig.pieces(op, *lists) if who == "raw" else rig.whole(op))
                     if number:  # the first round warms up
                         of.setdefault(who, []).append(took)
     return found
@@ -398,23 +412,25 @@ def figures(found: Mapping[str, Found], num_bytes: int) -> dict[str, dict[str, A
             "of_raw_by_cpu": part(of["ours"], of["raw"], 1),
             "request_ms": interval(median_of([wall * 1e3 for wall, _ in of["ours"]])),
         }
-        if "records" in of:
-            out[way]["memcpy_of_records_gb_per_s"] = speed(of["records"])
+        if "whole" in of:
+            out[way]["one_memcpy_gb_per_s"] = speed(of["whole"])
+            out[way]["of_one_memcpy"] = part(of["ours"], of["whole"], 0)
     return out
 
 
 def table_of(ways: Mapping[str, Any]) -> Table:
     """Show figures."""
-    table = Table("", "GB/s", "raw", "of raw", f">= {LEAST:g}", "by CPU")
+    table = Table("", "GB/s", "raw", "of raw", f">= {LEAST:g}", "by CPU", "of one memcpy")
     for way, each in ways.items():
-        part, cpu = each["of_raw"], each["of_raw_by_cpu"]
+        part = each["of_raw"]
         table.add_row(
             way,
             f"{each['gb_per_s']['median']:.2f}",
             f"{each['raw_gb_per_s']['median']:.2f}",
             f"{part['median']:.2f} [dim]{part['low']:.2f} ... {part['high']:.2f}[/dim]",
             met(part),
-            f"{cpu['median']:.2f} [dim]{cpu['low']:.2f} ... {cpu['high']:.2f}[/dim]",
+            f"{each['of_raw_by_cpu']['median']:.2f}",
+            f"{each['of_one_memcpy']['median']:.2f}" if "of_one_memcpy" in each else "",
         )
     return table
 

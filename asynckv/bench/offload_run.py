@@ -28,7 +28,7 @@ from asynckv.bench.report import quantiles
 from asynckv.config import EngineConfig, OffloadConfig
 from asynckv.engine.engine import Engine
 from asynckv.engine.offload import Offload
-from asynckv.errors import AsyncKVError
+from asynckv.errors import AsyncKVError, PullError
 from asynckv.geometry.layout import Group
 from asynckv.offload.found import Found
 from asynckv.offload.keys import StoredGroup
@@ -203,6 +203,8 @@ class _Run:
             stored = await offload.store(f"request-{taken.prompt.number}", lists, taken.prompt.hashes)
         except AsyncKVError as exc:
             self._failed(exc)
+            if isinstance(exc, PullError):  # a copy that failed may read the blocks still
+                await exc.returned()
             return 0
         self.store_s.append(stored.seconds)
         return stored.num_bytes

@@ -12,7 +12,7 @@ from asynckv.offload.job import Move
 from asynckv.offload.keys import StoredGroup
 from asynckv.ports import Record, Stored
 
-__all__ = ["BlockRecords"]
+__all__ = ["NAMESPACE", "BlockRecords"]
 
 NAMESPACE = 16
 """Bytes of a key before the hash."""

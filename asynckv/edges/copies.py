@@ -7,7 +7,8 @@ that a thread does not run dry while the loop is busy, and no more, because what
 more urgent.
 
 On the loop a move is an iterator of pieces, the pieces that run, and the worst that was heard of them. It ends when
-nothing of it runs any more: a piece that failed, or a cancellation, only keeps the rest from being posted.
+nothing of it runs any more: a piece that failed, or a cancellation, only keeps the rest from being posted, that which
+was handed over included. So what a cancelled move waits for is one piece, which is being copied.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ from asynckv.ports import CopyOp
 
 __all__ = ["NixlCopies"]
 
-WINDOW_BYTES = 32 << 20
-"""What one thread is given before it told of the end of something: some 6 ms of copying."""
+WINDOW_BYTES = 64 << 20
+"""What one thread is given before it told of the end of something, some 10 ms of copying: two of the largest posts, so
+that the next one waits for the thread and not the thread for the loop."""
 
 WINDOW_PIECES = 256
 """The same of pieces, well below what a thread takes (`MAX_QUEUED`)."""
 
 TELL_S = 0.002
-"""How long the loop is not woken while a thread has more to copy: every piece is a copy of some 0.5 ms."""
+"""How long the loop is not woken while a thread has more to copy."""
 
 CLOSED = "the copy plane was closed"
 
@@ -49,7 +51,18 @@ CLOSED = "the copy plane was closed"
 class _Move:
     """One that has not ended."""
 
-    __slots__ = ("cause", "doubtful", "ending", "far", "is_told_doubt", "move_id", "op", "pieces", "running")
+    __slots__ = (
+        "cause",
+        "doubtful",
+        "ending",
+        "far",
+        "is_cancelled",
+        "is_told_doubt",
+        "move_id",
+        "op",
+        "pieces",
+        "running",
+    )
 
     def __init__(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterable[ReadRequest]) -> None:
         self.move_id, self.op = move_id, op
@@ -60,7 +73,11 @@ class _Move:
         """Pieces that were handed over, until their end; those in doubt as well."""
         self.doubtful: set[TransferId] = set()
         self.ending, self.cause = Ending.DONE, ""
-        self.is_told_doubt = False
+        self.is_told_doubt = self.is_cancelled = False
+
+    def is_off(self) -> bool:
+        """Whether nothing more of it is to be copied; asked by threads, too."""
+        return self.is_cancelled or self.ending is not Ending.DONE
 
     def spoil(self, ending: Ending, cause: str) -> None:
         """Post nothing more; the first trouble is what is told."""
@@ -191,10 +208,12 @@ class NixlCopies:
         self._pump()
 
     def cancel(self, move_id: TransferId) -> None:
-        """Post nothing more of a move; it ends once what runs has."""
-        if (move := self._moves.get(move_id)) is not None and move.pieces is not None:
-            move.spoil(Ending.FAILED, "cancelled")
-            self._settle(move)
+        """Copy nothing more of a move; it ends once what is being copied has."""
+        if (move := self._moves.get(move_id)) is not None:
+            move.is_cancelled = True
+            if move.pieces is not None:  # else what was handed over may be copied already, which is all of it
+                move.spoil(Ending.FAILED, "cancelled")
+                self._settle(move)
 
     def poll(self) -> list[TransferEnded]:
         """Return what has ended since the last call."""
@@ -231,7 +250,7 @@ class NixlCopies:
 
     def _hand_over(self, move: _Move, piece: ReadRequest, poster: Poster | None) -> None:
         number = TransferId(next(self._ids))
-        if poster is None or not poster.post(number, move.far, piece):
+        if poster is None or not poster.post(number, move.far, piece, move.is_off):
             name = poster.name if poster is not None else "the copy plane"
             move.spoil(Ending.FAILED, f"{name} takes nothing: it has ended")
             self._settle(move)
@@ -271,9 +290,10 @@ class NixlCopies:
         self._loop.call_exception_handler({"message": "a copying thread broke", "exception": exc})
 
     def _told(self) -> None:
-        self._is_told = False
+        self._is_told, self._is_due = False, True
         self._take_inbox()
         self._pump()
+        self._ready()
 
     def _take_inbox(self) -> None:
         while self._inbox:

@@ -4,15 +4,17 @@ A sqlite database, written by the file tier's thread in batches. It is never syn
 that it had committed with the system, and what a power failure leaves is either sound or thrown away. For nothing in
 here has to be true. A checksum is made over the bytes *and* the key, so that a record is only ever served under the key
 that it was stored under, whatever the index says: an index that is old, torn or foreign costs records, not truth.
+That is why others may read along: they take a snapshot, and what the owner changes afterwards fails its checksum.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +22,21 @@ import xxhash
 
 from asynckv.errors import BackendError
 
-__all__ = ["ALIGN", "FORMAT", "INDEX", "Entry", "FileIndex", "checksum", "now", "open_index", "read_entries"]
+__all__ = [
+    "ALIGN",
+    "FORMAT",
+    "INDEX",
+    "STORED_AT",
+    "Entry",
+    "FileIndex",
+    "Said",
+    "checksum",
+    "damaged",
+    "no_collection",
+    "now",
+    "open_index",
+    "read_index",
+]
 
 INDEX = "index.sqlite"
 FORMAT = 1
@@ -29,6 +45,9 @@ APPLICATION = 0x61736B76
 
 MAX_KEY = 1024
 ALIGN = 4096
+
+STORED_AT = "stored_at"
+"""The fact of a directory that says when something was stored there last: nanoseconds since 1970."""
 
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION};
@@ -60,7 +79,7 @@ UNUSABLE = {
 """What says nothing of the index itself; with anything else it is damaged."""
 
 
-def _damaged(how: str) -> sqlite3.DatabaseError:
+def _corrupt(how: str) -> sqlite3.DatabaseError:
     exc = sqlite3.DatabaseError(how)
     exc.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
     return exc
@@ -86,6 +105,19 @@ class Entry(NamedTuple):
     tag: str
     stored_at: int
     """Seconds since 1970."""
+
+
+class Said(NamedTuple):
+    """All that an index says at one time."""
+
+    facts: dict[str, int]
+    """Small ones, of the directory."""
+    layouts: dict[str, bytes]
+    """What was written down, by fingerprint."""
+    entries: list[Entry]
+    """By place."""
+    malformed: list[int]
+    """Places of records of no sensible shape."""
 
 
 def checksum(key: bytes, data: memoryview | bytes) -> int:
@@ -132,11 +164,60 @@ def open_index(path: Path, *, mode: str = "rwc", immutable: bool = False) -> sql
     return db
 
 
-def read_entries(db: sqlite3.Connection, malformed: list[int]) -> Iterator[Entry]:
-    """Return all records, by place; of those of no sensible shape the places are noted."""
-    malformed += [far for (far,) in db.execute(f"SELECT far {FROM} WHERE NOT ({SENSIBLE})")]
-    columns = "far, size, key, checksum, layout, tag, stored_at"
-    yield from map(Entry._make, db.execute(f"SELECT {columns} {FROM} WHERE {SENSIBLE} ORDER BY far"))
+def read_index(folder: Path, *, records: bool = True) -> Said:
+    """Say what an index says, whoever writes it meanwhile; changes nothing, and lets go of it at once.
+
+    Raises:
+        BackendError: It is damaged, of another format, or cannot be opened.
+    """
+    # Reading beside a writer makes files; without a log there is none, or it has not got far.
+    has_log = (folder / f"{INDEX}-wal").exists()
+    try:
+        try:
+            return _read(folder, records, immutable=not has_log)
+        except (sqlite3.OperationalError, BackendError):
+            if os.access(folder, os.W_OK):
+                raise
+            return _read(folder, records, immutable=True)
+    except sqlite3.Error as exc:
+        raise damaged(folder, exc) from None
+
+
+def damaged(folder: Path, exc: object) -> BackendError:
+    """Make the error that says of an index that it is damaged."""
+    return BackendError(f"the index of {folder} is damaged ({exc}); the next start makes a new one")
+
+
+def _read(folder: Path, records: bool, *, immutable: bool) -> Said:
+    with closing(open_index(folder / INDEX, mode="ro", immutable=immutable)) as db:
+        return _said(db, records)
+
+
+def _said(db: sqlite3.Connection, records: bool) -> Said:
+    db.execute("BEGIN")
+    facts = {str(name): value for name, value in db.execute("SELECT name, value FROM meta") if type(value) is int}
+    rows = db.execute("SELECT fingerprint, body FROM layouts")
+    layouts = {str(name): body for name, body in rows if isinstance(body, bytes)}
+    entries, malformed = list[Entry](), list[int]()
+    if records:
+        malformed += [far for (far,) in db.execute(f"SELECT far {FROM} WHERE NOT ({SENSIBLE})")]
+        columns = "far, size, key, checksum, layout, tag, stored_at"
+        with no_collection():
+            entries += map(Entry._make, db.execute(f"SELECT {columns} {FROM} WHERE {SENSIBLE} ORDER BY far"))
+    db.execute("COMMIT")
+    return Said(facts, layouts, entries, malformed)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Make many tuples at once: Python's collector would look through all of them again and again, half of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class FileIndex:
@@ -168,7 +249,7 @@ class FileIndex:
         try:
             found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
-                raise _damaged(str(found))
+                raise _corrupt(str(found))
             db.execute("SELECT far, size, key, checksum, kind, stored_at FROM records LIMIT 1").fetchone()
         except BaseException:
             db.close()
@@ -182,27 +263,17 @@ class FileIndex:
 
     # -- what is there -------------------------------------------------------------------------------
 
-    def meta(self) -> dict[str, int]:
-        """Return small facts of the directory."""
-        rows = self._db.execute("SELECT name, value FROM meta")
-        return {str(name): value for name, value in rows if type(value) is int}
+    def said(self) -> Said:
+        """Return all that it says."""
+        return _said(self._db, records=True)
 
-    def put_meta(self, **facts: int) -> None:
+    def note(self, **facts: int) -> None:
         """Note small facts."""
         self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", facts.items())
-
-    def layouts(self) -> dict[str, bytes]:
-        """Return the layouts that were written down."""
-        rows = self._db.execute("SELECT fingerprint, body FROM layouts")
-        return {str(name): body for name, body in rows if isinstance(body, bytes)}
 
     def put_layout(self, fingerprint: str, body: bytes) -> None:
         """Write a layout down."""
         self._db.execute("INSERT OR REPLACE INTO layouts VALUES (?, ?)", (fingerprint, body))
-
-    def entries(self, malformed: list[int]) -> Iterator[Entry]:
-        """Return all records, by place; of those of no sensible shape the places are noted."""
-        return read_entries(self._db, malformed)
 
     # -- changes -------------------------------------------------------------------------------------
 
@@ -221,6 +292,8 @@ class FileIndex:
                 "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?)",
                 [(e.far, e.size, e.key, e.checksum, kinds[e.layout, e.tag], e.stored_at) for e in stored.values()],
             )
+            if stored:
+                self.note(**{STORED_AT: time.time_ns()})
             db.execute("COMMIT")
         except BaseException:
             with suppress(sqlite3.Error):

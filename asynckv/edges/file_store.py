@@ -4,6 +4,9 @@ The bytes are one range of addresses, cut into *segments*: files of equal size (
 taken from the file system when the directory is opened, so that a disk that is full is found out then and not in the
 middle of a store. A directory belongs to one process at a time, by a lock that the system takes back when that process
 ends, however it ends. Who it is, is written into the locked file for others to read.
+
+Others may read the files meanwhile, any number of them, and take no lock: nothing of theirs keeps the owner from
+writing over a record, cutting a file short or removing it, and what they read then fails its checksum.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import socket
 import stat
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +31,17 @@ from asynckv.edges.file_index import ALIGN
 from asynckv.edges.file_io import Extent
 from asynckv.errors import BackendError
 
-__all__ = ["OWNER", "SEGMENT_BYTES", "Owner", "OwnerLock", "Segments", "owner_of", "segment_extents", "segment_path"]
+__all__ = [
+    "OWNER",
+    "SEGMENT_BYTES",
+    "Owner",
+    "OwnerLock",
+    "Segments",
+    "check_folder",
+    "owner_of",
+    "segment_extents",
+    "segment_path",
+]
 
 OWNER = "owner"
 SEGMENT_BYTES = 1 << 30
@@ -41,8 +54,8 @@ class Owner(Struct, frozen=True):
     """Who has a directory."""
 
     pid: Annotated[int, Meta(ge=0)]
-    host: Annotated[str, Meta(max_length=256)]
-    since: Annotated[str, Meta(max_length=64)]
+    host: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,256}\Z")]
+    since: Annotated[str, Meta(pattern=r"^[0-9T:.+-]{1,64}\Z")]
     """UTC, ISO 8601."""
 
     def __str__(self) -> str:
@@ -71,6 +84,29 @@ def owner_of(folder: Path) -> tuple[Owner | None, bool]:
         return _read_owner(fd), is_live
     finally:
         os.close(fd)
+
+
+def check_folder(folder: Path) -> None:
+    """See that nobody else decides what is in a directory: a checksum says that bytes are whole, not who made them up.
+
+    Raises:
+        BackendError: It is another user's, everybody may write it, or it cannot be looked at.
+    """
+    me = os.geteuid()
+    try:
+        link, found = folder.lstat(), folder.stat()
+    except OSError as exc:
+        raise BackendError(f"{folder} cannot be used: {exc.strerror}; name another directory") from None
+    if strangers := {link.st_uid, found.st_uid} - {me, 0}:
+        raise BackendError(
+            f"{folder} belongs to user {min(strangers)}, who could put anything into the KV cache, and this process is "
+            f"user {me}; run as that user, or name another directory"
+        )
+    if found.st_mode & stat.S_IWOTH:
+        raise BackendError(
+            f"everybody may write {folder} (mode {stat.S_IMODE(found.st_mode):o}), and put anything into the KV cache; "
+            f"chmod o-w it if nobody has, or name another directory"
+        )
 
 
 _locks: weakref.WeakSet[OwnerLock] = weakref.WeakSet()
@@ -141,19 +177,25 @@ def segment_extents(far: int, size: int, segment_bytes: int) -> Iterator[tuple[i
 
 
 class Segments:
-    """The files that hold the bytes; owned.
+    """The files that hold the bytes.
 
     Args:
         folder: Where they are.
         num_bytes: Length of the range, a multiple of 4096.
         segment_bytes: Length of one file, a multiple of 4096.
         direct: Whether to bypass the page cache, if the file system can.
+        is_owned: This process has the directory; else nothing is made, and what is not there is not there.
+
+    Attributes:
+        fds: Of the files, by number; -1 where there is none.
 
     Raises:
         BackendError: The file system has no room for them, or refuses.
     """
 
-    def __init__(self, folder: Path, num_bytes: int, segment_bytes: int, *, direct: bool) -> None:
+    def __init__(
+        self, folder: Path, num_bytes: int, segment_bytes: int, *, direct: bool, is_owned: bool = True
+    ) -> None:
         self.num_bytes, self.segment_bytes = num_bytes, segment_bytes
         self.fds: list[int] = []
         self.lengths: list[int] = []
@@ -165,6 +207,9 @@ class Segments:
                 f"{folder}: {num_bytes} bytes in files of {segment_bytes} are more than {MAX_SEGMENTS} files; use "
                 f"larger ones (segment_bytes), in a new directory"
             )
+        if not is_owned:
+            self._open_to_read(direct)
+            return
         self.is_direct = direct and _takes_direct(folder)
         created: list[Path] = []
         try:
@@ -207,6 +252,23 @@ class Segments:
         if found.st_size < length or found.st_blocks * 512 < length:
             os.posix_fallocate(fd, 0, length)
 
+    def _open_to_read(self, direct: bool) -> None:
+        self.is_direct = direct and _reads_direct(self._folder)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_DIRECT if self.is_direct else 0)
+        try:
+            for number, start in enumerate(range(0, self.num_bytes, self.segment_bytes)):
+                self.fds.append(-1)
+                self.lengths.append(min(self.segment_bytes, self.num_bytes - start))
+                self.kept.append(0)
+                with suppress(FileNotFoundError):
+                    self.fds[-1] = os.open(self.path(number), flags)
+                    found = os.fstat(self.fds[-1])
+                    if stat.S_ISREG(found.st_mode):
+                        self.kept[-1] = min(found.st_size, self.lengths[-1])
+        except OSError as exc:
+            self.close()
+            raise BackendError(self._explain(exc)) from None
+
     def _remove_beyond(self, number: int) -> None:
         """Remove the segments of a range that was longer."""
         for path in self._folder.glob("segment-*.kv"):
@@ -239,6 +301,8 @@ class Segments:
     def close(self) -> None:
         """Close the files. Idempotent."""
         for fd in self.fds:
+            if fd < 0:
+                continue
             with suppress(OSError):  # whoever closed it before did us no favour, but it is closed
                 os.close(fd)
         self.fds.clear()
@@ -248,17 +312,29 @@ def _takes_direct(folder: Path) -> bool:
     """Try whether a file system lets aligned reads and writes bypass the page cache."""
     path = folder / f"direct-{os.getpid()}.tmp"
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT, 0o600)
-    except OSError:
-        with suppress(OSError):
-            path.unlink()
-        return False
-    try:
-        with mmap.mmap(-1, ALIGN) as page:
+        with mmap.mmap(-1, ALIGN) as page, _opened(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT) as fd:
             return os.pwrite(fd, page, 0) == ALIGN == os.preadv(fd, [page], 0)
     except OSError:
         return False
     finally:
-        os.close(fd)
         with suppress(OSError):
             path.unlink()
+
+
+def _reads_direct(folder: Path) -> bool:
+    """Try the same with a file that is there."""
+    try:
+        some = next(folder.glob("segment-*.kv"))
+        with mmap.mmap(-1, ALIGN) as page, _opened(some, os.O_RDONLY | os.O_NONBLOCK | os.O_DIRECT) as fd:
+            return os.preadv(fd, [page], 0) >= 0
+    except (OSError, StopIteration):
+        return False
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

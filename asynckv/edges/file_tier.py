@@ -8,22 +8,25 @@ What may be believed: a record is served if a checksum over its bytes and its ke
 nothing depends on the order in which bytes and index reach the disk. A slot is simply written over; if the process dies
 half-way, what the index says of it does not match any more, and is dropped when somebody asks for it.
 
+A tier that is *only read* takes a snapshot of a directory that may be another's, without its lock: nothing is made,
+written or forgotten there, any number of processes may read at a time, and the owner, if there is one, goes on as it
+likes. What it writes over, or removes, is a miss here.
+
 A disk that fails makes misses. A batch that NIXL says has failed is tried again record by record with system calls, to
 learn which records are lost, and why. If the disk is full or cannot be written, or fails too often, the tier takes no
 more writes; if a call does not come back within `slow_s`, it takes nothing any more. Either is told once, and what is
-posted from then on fails at once. A move that waits for longer than `slow_s` is a miss as well, whatever the reason.
+posted from then on fails at once. A read that waits for longer than `slow_s` is a miss as well, whatever the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -33,9 +36,9 @@ import anyio.to_thread
 from asynckv.arguments import MAX_INTEGER, integer
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges.file_index import ALIGN, Entry, FileIndex
+from asynckv.edges.file_index import ALIGN, Entry, FileIndex, Said, no_collection, read_index
 from asynckv.edges.file_io import FileIO, PlainFiles
-from asynckv.edges.file_store import SEGMENT_BYTES, OwnerLock, Segments
+from asynckv.edges.file_store import SEGMENT_BYTES, OwnerLock, Segments, check_folder
 from asynckv.edges.file_worker import Worker
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
@@ -47,18 +50,6 @@ SLOW_S = 10.0
 CLOSE_S = 10.0
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Make many tuples at once: Python's collector would look through all of them again and again, half of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class FileTier:
     """A `RecordPlane` in one directory.
 
@@ -68,8 +59,9 @@ class FileTier:
         name: Of NIXL agents: unique per process start.
         back_end: Who moves bytes: NIXL's POSIX back end, or plain system calls.
         direct: Whether to bypass the page cache where the file system can: blocks are cached in memory as it is.
-        slow_s: How long a move may take before it is a miss, and a call to the disk before the tier is given up.
+        slow_s: How long a read may take before it is a miss, and a call to the disk before the tier is given up.
         segment_bytes: Of one file; a directory keeps what it was made with.
+        read_only: Read what is there, and write nothing: what others have stored, who may have it still.
 
     Raises:
         ConfigError: A number is out of range.
@@ -85,6 +77,7 @@ class FileTier:
         direct: bool = True,
         slow_s: float = SLOW_S,
         segment_bytes: int = SEGMENT_BYTES,
+        read_only: bool = False,
     ) -> None:
         self._folder = Path(folder)
         self._num_bytes = integer("num_bytes", num_bytes, ALIGN, MAX_INTEGER, ConfigError) // ALIGN * ALIGN
@@ -92,6 +85,7 @@ class FileTier:
         if not slow_s > 0:
             raise ConfigError(f"slow_s is {slow_s}; it must be more than 0 seconds")
         self._name, self._back_end, self._direct, self._slow_s = name, back_end, direct, float(slow_s)
+        self._read_only = read_only
         self._starts = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_ready: Callable[[], None] = lambda: None
@@ -115,7 +109,7 @@ class FileTier:
     def start(
         self, memory: Memory, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
     ) -> list[Stored]:
-        """Take the directory, take space for the files, read the index, and start the thread."""
+        """Take the directory, take space for the files, read the index, and start the thread; or only look at it."""
         if self._worker is not None:
             raise BackendError(f"the file tier in {self._folder} has not ended; `close()` first")
         if memory.kind != "cpu" or memory.base % ALIGN:
@@ -124,22 +118,29 @@ class FileTier:
         self._starts += 1
         self.found.clear()
         self._news.clear()
-        self._lock = OwnerLock(self._folder)
+        is_owned = not self._read_only
+        self._lock = OwnerLock(self._folder) if is_owned else None
         index: FileIndex | None = None
         segments: Segments | None = None
         try:
-            index = FileIndex(self._folder)
-            segment_bytes = index.meta().get("segment_bytes", 0)
+            check_folder(self._folder)
+            index = FileIndex(self._folder) if is_owned else None
+            said = index.said() if index is not None else read_index(self._folder)
+            segment_bytes = said.facts.get("segment_bytes", 0)
             if segment_bytes < ALIGN or segment_bytes % ALIGN:
                 segment_bytes = self._segment_bytes
-            segments = Segments(self._folder, self._num_bytes, segment_bytes, direct=self._direct)
-            index.put_meta(segment_bytes=segment_bytes, num_bytes=self._num_bytes)
-            entries = self._recover(index, segments)
+            segments = Segments(self._folder, self._num_bytes, segment_bytes, direct=self._direct, is_owned=is_owned)
+            entries, bad = self._recover(said, segments)
+            if index is not None:
+                index.note(segment_bytes=segment_bytes, num_bytes=self._num_bytes)
+                if bad:
+                    index.change({}, bad)
+                self.found["index_damaged"] = int(bool(index.dropped))
             io: FileIO
-            if self._back_end == "nixl":
+            lengths = {fd: size for fd, size in zip(segments.fds, segments.lengths, strict=True) if fd >= 0}
+            if self._back_end == "nixl" and lengths:
                 from asynckv.edges.file_nixl import NixlFiles
 
-                lengths = dict(zip(segments.fds, segments.lengths, strict=True))
                 io = NixlFiles(f"{self._name}-{self._starts}", memory, lengths)
             else:
                 io = PlainFiles(memory)
@@ -151,18 +152,15 @@ class FileTier:
             if isinstance(exc, sqlite3.Error):
                 raise BackendError(f"the index of {self._folder} cannot be written: {exc}; free some space") from None
             raise
-        self._worker = Worker(self._name, memory, segments, index, io, entries, self._slow_s, self._wake)
-        with _no_collection():
+        self._worker = Worker(self._name, memory, segments, index, io, entries, said.layouts, self._slow_s, self._wake)
+        with no_collection():
             oldest_first = sorted(entries.values(), key=lambda entry: entry.stored_at)
             return [Stored(e.key, e.far, e.size, e.layout, e.tag) for e in oldest_first]
 
-    def _recover(self, index: FileIndex, segments: Segments) -> dict[int, Entry]:
-        """Return what can still be there; the newest of what overlaps. All else is dropped, and counted."""
-        malformed: list[int] = []
-        with _no_collection():
-            entries = list(index.entries(malformed))
+    def _recover(self, said: Said, segments: Segments) -> tuple[dict[int, Entry], list[int]]:
+        """Return what can still be there, the newest of what overlaps; and the places of all else, which is counted."""
+        entries, malformed = said.entries, said.malformed
         self.found["malformed"] = len(malformed)
-        self.found["index_damaged"] = int(bool(index.dropped))
         kept = [entry for entry in entries if segments.has_kept(entry.far, entry.size)]
         self.found["missing"] = len(entries) - len(kept)
         doubled = {
@@ -170,11 +168,9 @@ class FileTier:
         }
         self.found["overlapping"] = len(doubled)
         good = {entry.far: entry for entry in kept if entry.far not in doubled}
-        if bad := [*malformed, *(entry.far for entry in entries if entry.far not in good)]:
-            index.change({}, bad)
         self.found["records"] = len(good)
         self.found["bytes"] = sum(entry.size for entry in good.values())
-        return good
+        return good, [*malformed, *(entry.far for entry in entries if entry.far not in good)]
 
     async def quiesce(self) -> None:
         """Stop the thread, and wait for it off the loop, at most `CLOSE_S`."""

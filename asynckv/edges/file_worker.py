@@ -14,8 +14,9 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from enum import IntEnum
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
@@ -44,14 +45,22 @@ COMMIT_S = 0.02
 MAX_ERRORS = 8
 """Failed records, one after another, after which a tier is given up."""
 
-NAP_S = 0.0001
-"""How often queued batches are asked for."""
+NAPS_S = 0.00005, 0.0004
+"""How often queued batches are asked for: ever less often until one has ended, for each time takes others' time."""
 
 EXIT_S = 2.0
 """How long the end of the interpreter waits for a thread that nobody closed."""
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 """What says that no later write will do better."""
+
+
+class Takes(IntEnum):
+    """What a tier takes. It takes less and less, until the next start."""
+
+    NOTHING = 0
+    READS = 1
+    ALL = 2
 
 
 class _Move:
@@ -109,11 +118,12 @@ class Worker:
     Args:
         name: Of the thread.
         memory: Where records come from and go to.
-        segments: The files; closed in the end, as are the next two.
-        index: What is known of them.
+        segments: The files; closed by the thread in its end, as are the next two.
+        index: What is to be told of changes. None: the directory is another's, and only read.
         io: Who moves bytes.
         entries: What the index says, by place.
-        slow_s: How long a move, or a call to the system, may take.
+        layouts: What was written down.
+        slow_s: How long a read, or a call to the system, may take.
         wake: Called when there is news, on either side.
     """
 
@@ -122,33 +132,36 @@ class Worker:
         name: str,
         memory: Memory,
         segments: Segments,
-        index: FileIndex,
+        index: FileIndex | None,
         io: FileIO,
         entries: dict[int, Entry],
+        layouts: dict[str, bytes],
         slow_s: float,
         wake: Callable[[], None],
     ) -> None:
         self._memory, self._view, self._segments = memory, view_of(memory), segments
+        self._folder = segments.path(0).parent
         self._index, self._io, self._slow_s, self._wake = index, io, slow_s, wake
         self._entries = entries
         """By place; the thread's own."""
-        self.layouts = index.layouts()
+        self.layouts = layouts
         self._gate = threading.Condition()
         self._moves: dict[TransferId, _Move] = {}
         self._queues: dict[bool, deque[_Move]] = {False: deque(), True: deque()}
         self._forgotten: list[int] = []
         self._new_layouts: dict[str, bytes] = {}
         self._news: list[RecordNews] = []
-        self._off = ""
-        """Why nothing is taken any more."""
-        self._read_only = ""
-        """Why no writes are taken any more."""
+        self._takes, self._cause = Takes.ALL, ""
+        """What is taken, and why not more."""
+        if index is None:
+            self._takes, self._cause = Takes.READS, "the directory is another's, and only read"
         self._is_stopping = False
         self._busy_since: float | None = None
         """Since when the thread has been in one call to the system, or since the oldest batch in flight moved."""
         # The thread's own.
         self._batches: dict[int, _Batch] = {}
         self._number = 0
+        self._nap_s = NAPS_S[0]
         self._stored: dict[int, Entry] = {}
         self._dropped: set[int] = set()
         """What the index has not been told yet, and since when."""
@@ -185,8 +198,9 @@ class Worker:
             assert move_id not in self._moves, f"move {move_id} has not ended"
             move = self._moves[move_id] = _Move(move_id, is_write, tuple(records), time.monotonic())
             self._counts["moves"] += 1
-            if cause := wrong or self._off or (is_write and self._read_only) or (self._is_stopping and "closed"):
-                move.void(str(cause))
+            is_refused = self._takes < (Takes.ALL if is_write else Takes.READS)
+            if cause := wrong or (self._cause if is_refused else "closed" if self._is_stopping else ""):
+                move.void(cause)
                 self._settle(move)
             else:
                 self._queues[is_write].append(move)
@@ -210,8 +224,9 @@ class Worker:
     def keep_layout(self, fingerprint: str, body: bytes) -> None:
         """Write a layout down."""
         with self._gate:
-            self.layouts[fingerprint] = self._new_layouts[fingerprint] = body
-            self._gate.notify()
+            if self._takes is Takes.ALL:
+                self.layouts[fingerprint] = self._new_layouts[fingerprint] = body
+                self._gate.notify()
 
     def cancel(self, move_id: TransferId) -> None:
         """Begin nothing more of a move."""
@@ -224,15 +239,15 @@ class Worker:
         """Give up what takes too long; whether to look again."""
         at = time.monotonic()
         with self._gate:
-            if self._busy_since is not None and at - self._busy_since >= self._slow_s and not self._off:
-                self._switch_off(
-                    f"the disk under {self._segments.path(0).parent} has not answered for {self._slow_s:g} s"
-                )
+            if self._busy_since is not None and at - self._busy_since >= self._slow_s:
+                self._take(Takes.NOTHING, f"the disk under {self._folder} has not answered for {self._slow_s:g} s")
+            is_off = self._takes is Takes.NOTHING
             for move in list(self._moves.values()):
-                waited = at - move.posted_at
-                if waited >= self._slow_s or self._off:
+                # Nobody waits for a write, and reads go before it.
+                is_late = not move.is_write and at - move.posted_at >= self._slow_s
+                if is_late or is_off:
                     if not move.is_void:
-                        move.void(self._off or f"it took more than {self._slow_s:g} s")
+                        move.void(self._cause if is_off else f"it took more than {self._slow_s:g} s")
                         self._counts["late"] += 1
                     if move.running and not move.is_told_doubt:
                         move.is_told_doubt = True
@@ -253,25 +268,24 @@ class Worker:
         return not self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end, and close everything; what had not ended has `FAILED`.
+        """Wait for the end; what had not ended has `FAILED`.
 
         Raises:
-            BackendError: The thread is inside the system still.
+            BackendError: The thread is inside the system still, or has left something there.
         """
         if not self.wait(timeout_s):
             raise BackendError(
-                f"the disk under {self._segments.path(0).parent} has not answered in time: memory that it "
-                f"reads into may still be written; keep it, and call close() again"
+                f"the disk under {self._folder} has not answered in time: memory that it reads into may still be "
+                f"written; keep it, and call close() again"
             )
+        # The thread has done that, unless something still runs.
         self._io.close()
+        self._segments.close()
         with self._gate:
             for move in list(self._moves.values()):
                 move.void(move.cause or "the file tier was closed")
                 move.running = 0
                 self._settle(move)
-        self._segments.close()
-        with suppress(sqlite3.Error):
-            self._index.close()
 
     def statistics(self) -> dict[str, int]:
         """Count moves, records and troubles."""
@@ -280,8 +294,8 @@ class Worker:
                 **self._counts,
                 "running": len(self._moves),
                 "records": len(self._entries),
-                "is_read_only": int(bool(self._read_only or self._off)),
-                "is_off": int(bool(self._off)),
+                "is_read_only": int(self._takes < Takes.ALL),
+                "is_off": int(self._takes is Takes.NOTHING),
             }
 
     # -- under the lock, on either side --------------------------------------------------------------
@@ -299,15 +313,13 @@ class Worker:
             self._news.append(RecordsEnded(move.move_id, Ending.DONE))
         self._wake()
 
-    def _switch_off(self, cause: str, *, reads: bool = True) -> None:
-        """Take nothing more, or no writes, and say so once."""
-        if self._off or (self._read_only and not reads):
+    def _take(self, takes: Takes, cause: str) -> None:
+        """Take so much from now on, unless it is less already, and say so once."""
+        if self._takes <= takes:
             return
-        self._read_only = self._read_only or cause
-        if reads:
-            self._off = cause
-        self._news.append(RecordsLost(cause, reads))
-        for is_write in (True, False) if reads else (True,):
+        self._takes, self._cause = takes, cause
+        self._news.append(RecordsLost(cause, takes is Takes.NOTHING))
+        for is_write in (True, False) if takes is Takes.NOTHING else (True,):
             for move in self._queues[is_write]:
                 if not move.is_void:
                     move.void(cause)
@@ -322,11 +334,18 @@ class Worker:
             self._work()
         except BaseException as exc:  # whatever it is, moves must hear of it
             with self._gate:
-                self._switch_off(f"the thread of the file tier broke: {exc!r}")
+                self._take(Takes.NOTHING, f"the thread of the file tier broke: {exc!r}")
         for far in self._forgotten:
             self._drop(far)
         self._write_layouts(self._new_layouts)
         self._commit()
+        # All of this may wait for the disk, so it is done here.
+        if self._index is not None:
+            with suppress(sqlite3.Error):
+                self._index.close()
+        with suppress(BackendError):  # what runs still has its files
+            self._io.close()
+            self._segments.close()
 
     def _work(self) -> None:
         while True:
@@ -340,8 +359,7 @@ class Worker:
                     self._busy_since = self._busy_since or time.monotonic()
             for far in forgotten:
                 self._drop(far)
-            if layouts:
-                self._write_layouts(layouts)
+            self._write_layouts(layouts)
             if batch is not None:
                 self._begin(batch)
             self._collect()
@@ -355,7 +373,8 @@ class Worker:
         if self._forgotten or self._new_layouts or (len(self._batches) < IN_FLIGHT and any(self._queues.values())):
             return True
         if self._batches:
-            self._gate.wait(NAP_S)
+            self._gate.wait(self._nap_s)
+            self._nap_s = min(2 * self._nap_s, NAPS_S[1])
         else:
             self._busy_since = None
             self._gate.wait(COMMIT_S if self._stored or self._dropped else None)
@@ -388,9 +407,7 @@ class Worker:
         move = batch.move
         if move.is_write:
             for i in batch.positions:
-                record = move.records[i]
-                self._drop(record.far)
-                batch.sums.append(checksum(record.key, self._view[record.near : record.near + record.size]))
+                self._drop(move.records[i].far)
         else:
             known = []
             for i in batch.positions:
@@ -407,8 +424,14 @@ class Worker:
             return
         extents = [extent for i in batch.positions for extent in self._extents(move.records[i])]
         self._number += 1
+        self._nap_s = NAPS_S[0]
         self._batches[self._number] = batch
         self._io.submit(self._number, extents, move.is_write)
+        if move.is_write:  # while the bytes are on their way
+            batch.sums += [self._sum(move.records[i]) for i in batch.positions]
+
+    def _sum(self, record: Record) -> int:
+        return checksum(record.key, self._view[record.near : record.near + record.size])
 
     def _extents(self, record: Record) -> Iterable[Extent]:
         return self._segments.extents(record.near, record.far, record.size)
@@ -431,7 +454,7 @@ class Worker:
         except BackendError as exc:
             # What runs may still write: it stays with its moves, which are in doubt.
             with self._gate:
-                self._switch_off(str(exc))
+                self._take(Takes.NOTHING, str(exc))
             raise
         while self._batches:
             self._retry(self._batches.pop(min(self._batches)))
@@ -464,7 +487,7 @@ class Worker:
                 self._dropped.discard(record.far)
                 self._pending_since = self._pending_since or time.monotonic()
                 move.written.append(record.far)
-            elif checksum(record.key, self._view[record.near : record.near + record.size]) != expected:
+            elif self._sum(record) != expected:
                 self._lose(move, i, "its bytes are not what was stored", "corrupted")
                 continue
             self._errors = 0
@@ -473,6 +496,7 @@ class Worker:
         self._end(batch)
 
     def _end(self, batch: _Batch) -> None:
+        self._nap_s = NAPS_S[0]
         with self._gate:
             batch.move.running -= 1
             self._busy_since = None
@@ -492,19 +516,17 @@ class Worker:
         word = exc.strerror or str(exc)
         self._lose(move, i, f"{'writing' if move.is_write else 'reading'} failed: {word}", "io_errors")
         self._errors += not isinstance(exc, FileTooShort)
-        folder = self._segments.path(0).parent
-        if move.is_write and exc.errno in FULL:
-            with self._gate:
-                self._switch_off(f"{folder} takes no more writes: {word}", reads=False)
-        elif self._errors >= MAX_ERRORS:
-            with self._gate:
-                self._switch_off(f"{folder}: {self._errors} records in a row failed, the last one: {word}")
+        with self._gate:
+            if move.is_write and exc.errno in FULL:
+                self._take(Takes.READS, f"{self._folder} takes no more writes: {word}")
+            elif self._errors >= MAX_ERRORS:
+                self._take(Takes.NOTHING, f"{self._folder}: {self._errors} records in a row failed, the last: {word}")
 
     # -- the index -----------------------------------------------------------------------------------
 
     def _drop(self, far: int) -> None:
         """Forget what begins at some place."""
-        if self._entries.pop(far, None) is not None:
+        if self._entries.pop(far, None) is not None and self._index is not None:
             self._stored.pop(far, None)
             self._dropped.add(far)
             self._pending_since = self._pending_since or time.monotonic()
@@ -518,27 +540,31 @@ class Worker:
         )
 
     def _commit(self) -> None:
-        """Tell the index. If that fails, what is stored is known to this process only, and no more is taken."""
+        """Tell the index what has changed."""
         stored, dropped = self._stored, self._dropped
         self._stored, self._dropped, self._pending_since = {}, set(), 0.0
-        if not stored and not dropped:
-            return
-        with self._gate:
-            self._busy_since = self._busy_since or time.monotonic()
-        try:
-            self._index.change(stored, dropped)
-            self._counts["commits"] += 1
-        except sqlite3.Error as exc:
+        if stored or dropped:
             with self._gate:
-                self._switch_off(f"the index of {self._segments.path(0).parent} cannot be written: {exc}", reads=False)
+                self._busy_since = self._busy_since or time.monotonic()
+            with self._telling() as index:
+                index.change(stored, dropped)
+                self._counts["commits"] += 1
 
     def _write_layouts(self, layouts: Mapping[str, bytes]) -> None:
+        if layouts:
+            with self._telling() as index:
+                for fingerprint, body in layouts.items():
+                    index.put_layout(fingerprint, body)
+
+    @contextmanager
+    def _telling(self) -> Iterator[FileIndex]:
+        """Use the index. If that fails, what is stored is known to this process only, and no more is taken."""
+        assert self._index is not None
         try:
-            for fingerprint, body in layouts.items():
-                self._index.put_layout(fingerprint, body)
+            yield self._index
         except sqlite3.Error as exc:
             with self._gate:
-                self._switch_off(f"the index of {self._segments.path(0).parent} cannot be written: {exc}", reads=False)
+                self._take(Takes.READS, f"the index of {self._folder} cannot be written: {exc}")
 
 
 _started: weakref.WeakSet[Worker] = weakref.WeakSet()

@@ -1,8 +1,8 @@
 """The host pool: ordinary memory of this process in which blocks are kept that do not fit the accelerator.
 
 One range, aligned to huge pages, for which it asks; shared, if a data plane in a process of its own is to serve it; and
-pinned where there is a GPU, which copies to and from pinned memory by itself. What lies in it is `asynckv/geometry`'s
-business, and who uses which slot the catalogue's.
+pinned where the engine's memory is on a GPU, which copies to and from pinned memory by itself. What lies in it is
+`asynckv/geometry`'s business, and who uses which slot the catalogue's.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import ctypes
 import errno
 import mmap
 import os
-import sys
 from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 
 from asynckv.arguments import MAX_INTEGER, integer
+from asynckv.edges.pinning import Pinned
 from asynckv.edges.sharing import shared_memory
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
@@ -40,15 +40,19 @@ class HostPool:
         shared: Other processes can map it, as `asynckv.shared_memory`.
         populate: Take all of it from the system now, so that a lack of memory is found out now, and no copy waits for a
             page. Takes 0.1 to 0.4 s per GB.
-        pinned: Lock it for a GPU. None: if there is one, and this process has loaded torch.
+        device: The GPU that copies to and from it, which it is pinned for; None if none does.
+
+    Attributes:
+        memory: Where it lies.
+        how: What became of pinning it; empty without a GPU. Memory that cannot be pinned serves as well, and slower.
 
     Raises:
         ConfigError: It is no number of bytes.
-        BackendError: The system has not so much memory, or it cannot be pinned.
+        BackendError: The system has not so much memory.
     """
 
     def __init__(
-        self, num_bytes: int, *, shared: bool = False, populate: bool = False, pinned: bool | None = None
+        self, num_bytes: int, *, shared: bool = False, populate: bool = False, device: int | None = None
     ) -> None:
         wanted = integer("num_bytes", num_bytes, 1, MAX_INTEGER - 2 * HUGE_PAGE, ConfigError)
         self.num_bytes = -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -69,15 +73,20 @@ class HostPool:
         """Its bytes; None once closed."""
         self.memory = Memory(self.array.ctypes.data, self.num_bytes)
         self.is_shared = shared
-        self.is_pinned = False
+        self.how = ""
+        self._pinned: Pinned | None = None
         try:
             if populate:
                 self._populate()
-            if pinned or (pinned is None and "torch" in sys.modules):
-                self._pin(is_needed=bool(pinned))
         except BaseException:
             self.close()
             raise
+        if device is not None:
+            try:
+                self._pinned = Pinned(self.memory.base, self.num_bytes, device)
+                self.how = f"pinned for GPU {device}"
+            except BackendError as exc:
+                self.how = f"not pinned for GPU {device}, so copies are slower: {exc}"
 
     def _populate(self) -> None:
         # Not `mmap.madvise`, which keeps the interpreter's lock, and with it every thread, for seconds; and in pieces,
@@ -96,24 +105,17 @@ class HostPool:
                 )
             ctypes.memset(address, 0, length)  # the kernel is too old
 
-    def _pin(self, *, is_needed: bool) -> None:
-        from asynckv.edges.torch import pin
-
-        refused = pin(self.memory.base, self.num_bytes)
-        self.is_pinned = not refused
-        if refused and is_needed:
-            raise BackendError(f"{self.num_bytes} bytes of host memory cannot be pinned: {refused}; use pinned=False")
+    def describe(self) -> dict[str, str]:
+        """Say whether it is pinned, or why not; nothing without a GPU."""
+        return {"host_memory": self.how} if self.how else {}
 
     def close(self) -> None:
-        """Give the memory back. Idempotent. Nothing may read or write it any more.
+        """Give the memory back: some ms per GB, for which it may run on another thread. Idempotent.
 
-        Memory that somebody still has an array of lives until that is gone.
+        Nothing may read or write it any more. Memory that somebody still has an array of lives until that is gone.
         """
-        if self.is_pinned:
-            from asynckv.edges.torch import unpin
-
-            unpin(self.memory.base)
-            self.is_pinned = False
+        if self._pinned is not None:
+            self._pinned.release()
         self.array = None
         with suppress(BufferError):
             self._map.close()

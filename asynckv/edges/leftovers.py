@@ -1,26 +1,28 @@
-"""What others have left in the directories beside a rank's own: of another parallel size, or other block sizes.
+"""Where ranks keep their files, and what others have left beside a rank's own: of another parallel size, or block size.
 
-Nothing is opened for writing here, and nothing is believed: an index that cannot be read is nobody's, and a form is
-checked as everything is that comes from outside.
+Each form of records has a directory of its own. What others have left, and may be using still, is only read, and by
+as many ranks as need it. Nothing is believed: an index that cannot be read is nobody's, a directory that somebody else
+may write is left alone, and a form is checked as everything is that comes from outside.
 """
 
 from __future__ import annotations
 
-import sqlite3
+import os
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from asynckv.edges.file_index import INDEX, open_index
+from asynckv.edges.file_index import INDEX, STORED_AT, read_index
+from asynckv.edges.file_store import check_folder
 from asynckv.errors import AsyncKVError, LayoutError
 from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.kept import kept_tables
 from asynckv.geometry.layout import Layout, fingerprint
 
-__all__ = ["Left", "left_in"]
+__all__ = ["Left", "left_in", "rank_folder"]
 
 MAX_FOLDERS = 4096
 
@@ -31,40 +33,45 @@ class Left(NamedTuple):
     Attributes:
         num_bytes: Of its files.
         form: What a record in it is.
+        stored_at: When something was stored there last.
     """
 
     folder: Path
     num_bytes: int
     form: Layout
+    stored_at: int
+
+
+def rank_folder(directory: str | os.PathLike[str], form: Layout) -> Path:
+    """Say where a rank keeps its records of some form."""
+    stage = f"-pp{form.pp_stage}of{form.pp_size}" if form.pp_size > 1 else ""
+    return Path(directory) / f"tp{form.tp_rank}of{form.tp_size}{stage}-{fingerprint(form)}"
 
 
 def left_in(directory: Path, own: Layout) -> Sequence[Left]:
-    """Return the directories that a rank needs of another engine's; of several engines those of the one that ran last.
+    """Return the directories that a rank needs of another engine's: of the one that stored last and left all of them.
 
-    Those of its own siblings are never among them: they are to open them themselves. What an engine of its own size has
-    left in another order of memory is each rank's own.
+    A rank's own siblings are never among them: they are to open their directories themselves. What an engine of its own
+    size has left in another order of memory is each rank's own.
     """
     mine, place = _engine(own), (own.tp_rank, own.pp_stage)
-    engines: dict[tuple[object, ...], list[tuple[float, Left]]] = defaultdict(list)
+    engines: dict[tuple[object, ...], list[Left]] = defaultdict(list)
     with suppress(OSError):
         for folder in sorted(directory.iterdir())[:MAX_FOLDERS]:
             if (folder / INDEX).is_file():
-                with suppress(OSError, sqlite3.Error, ValueError, LookupError, AsyncKVError):
+                with suppress(OSError, ValueError, LookupError, AsyncKVError):
                     left = _read(folder)
                     if _engine(left.form) == mine:
                         if (left.form.tp_rank, left.form.pp_stage) != place or left.form == own:
                             continue
-                    engines[_engine(left.form)].append(((folder / INDEX).stat().st_mtime, left))
-    if not engines:
-        return ()
-    newest = max(engines.values(), key=lambda ranks: max(at for at, _ in ranks))
-    # Of a rank that changed its memory order there may be two.
-    ranks = {(left.form.tp_rank, left.form.pp_stage): left for _, left in sorted(newest, key=lambda each: each[0])}
-    try:
-        tables = kept_tables(own, [left.form for left in ranks.values()], count(1))
-    except LayoutError:
-        return ()  # some are missing, or they hold something else
-    return tuple(left for left, some in zip(ranks.values(), tables, strict=True) if some is not None)
+                    engines[_engine(left.form)].append(left)
+    for ranks in sorted(engines.values(), key=lambda ranks: -max(left.stored_at for left in ranks)):
+        # Of a rank that changed its memory order there may be two.
+        newest = {(left.form.tp_rank, left.form.pp_stage): left for left in sorted(ranks, key=lambda each: each[-1])}
+        with suppress(LayoutError):  # some are missing, or they hold something else
+            tables = kept_tables(own, [left.form for left in newest.values()], count(1))
+            return tuple(left for left, some in zip(newest.values(), tables, strict=True) if some is not None)
+    return ()
 
 
 def _engine(form: Layout) -> tuple[object, ...]:
@@ -76,20 +83,20 @@ def _read(folder: Path) -> Left:
     """Read what a directory says of itself.
 
     Raises:
-        AsyncKVError: It makes no sense.
+        AsyncKVError: It makes no sense, or is not to be trusted.
     """
-    with closing(open_index(folder / INDEX, mode="ro")) as index:
-        meta = dict(index.execute("SELECT name, value FROM meta WHERE typeof(value) = 'integer'").fetchall())
-        layouts = index.execute("SELECT fingerprint, body FROM layouts").fetchall()
-    for name, body in layouts:
-        form = decode_layout(bytes(body))
+    check_folder(folder)
+    said = read_index(folder, records=False)
+    for body in said.layouts.values():
+        form = decode_layout(body)
         check_layout(form)
-        if fingerprint(form) == name and folder.name.endswith(name):
-            return Left(folder, min(meta["num_bytes"], _end(folder, meta["segment_bytes"])), form)
+        if folder == rank_folder(folder.parent, form):
+            num_bytes = min(said.facts["num_bytes"], _end(folder, said.facts["segment_bytes"]))
+            return Left(folder, num_bytes, form, said.facts.get(STORED_AT, 0))
     raise AsyncKVError(f"{folder} does not say what its records are")
 
 
 def _end(folder: Path, segment_bytes: int) -> int:
-    """Say where the last of its files ends: whatever the index says, nothing is to be made that is not there."""
+    """Say where the last of its files ends, whatever the index says."""
     last = max(folder.glob("segment-*.kv"))
     return int(last.stem.removeprefix("segment-")) * segment_bytes + last.stat().st_size

@@ -77,6 +77,7 @@ class _Post:
     transfer_id: TransferId
     name: str
     read: ReadRequest
+    is_off: Callable[[], bool]
 
 
 _Order = _Load | _Drop | _Post
@@ -163,11 +164,16 @@ class Poster:
         """Forget a remote agent, or only what was prepared for it, once what was ordered before is done."""
         self._order(_Drop(name, keep))
 
-    def post(self, transfer_id: TransferId, name: str, read: ReadRequest) -> bool:
-        """Take a read over; False if it is not taken, because the thread is gone or has too many."""
+    def post(
+        self, transfer_id: TransferId, name: str, read: ReadRequest, is_off: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Take a read over; False if it is not taken, because the thread is gone or has too many.
+
+        `is_off` is asked on the thread when it would be posted: if it is not wanted any more, it ends as `FAILED`.
+        """
         if self._queued - self.posts >= MAX_QUEUED:
             return False
-        if not self._order(_Post(transfer_id, name, read)):
+        if not self._order(_Post(transfer_id, name, read, is_off)):
             return False
         self._queued += 1
         self._queued_bytes += read.num_bytes
@@ -267,9 +273,12 @@ class Poster:
         while self._orders and not self._is_stopping:
             order = self._orders.popleft()
             match order:
-                case _Post(transfer_id, name, read):
+                case _Post(transfer_id, name, read, is_off):
                     self._mine[transfer_id] = read.num_bytes
                     self.posts += 1
+                    if is_off():
+                        self._news.append(TransferEnded(transfer_id, Ending.FAILED, "cancelled"))
+                        continue
                     began = time.monotonic()
                     if (ended := agent.post(transfer_id, name, read)) is not None:
                         self._news.append(ended)

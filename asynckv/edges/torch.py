@@ -37,10 +37,8 @@ __all__ = [
     "Event",
     "TensorPart",
     "as_bytes",
-    "pin",
     "register_parts",
     "register_tensors",
-    "unpin",
     "written",
 ]
 
@@ -122,24 +120,6 @@ class CudaMirror:
         self._torch.cuda.synchronize()
         for piece, copy in zip(self._pieces, self._copies, strict=True):
             copy.copy_(piece)
-
-
-def pin(address: int, num_bytes: int) -> str:
-    """Lock host memory, so that a GPU copies to and from it by itself; why not, if it cannot be."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return f"torch {torch.__version__} finds no CUDA device here"
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = runtime.cudaHostRegister(address, num_bytes, 0)
-    return "" if int(code) == 0 else str(runtime.cudaGetErrorString(code))
-
-
-def unpin(address: int) -> None:
-    """Take it back; harmless if it is not locked."""
-    import torch
-
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -303,6 +303,9 @@ class EngineDesk:
         try:
             stored = await offload.store(order.request_id, order.groups, order.hashes)
         except Exception as exc:
+            if isinstance(exc, PullError):  # a copy that failed may read the blocks still
+                with suppress(BlocksRetired):
+                    await exc.returned()
             self._report("refused", Refused(order, exc))
         except asyncio.CancelledError as exc:  # somebody cancels every task of the loop, and the blocks are read still
             with suppress(BlocksRetired):

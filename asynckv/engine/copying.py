@@ -73,7 +73,9 @@ class ByTokens:
         """Read by tokens, one run of blocks at a time."""
         for piece in move.pieces:
             index = self._shelf.kept[piece.group]
-            mine, size = self._partners[index], self._shelf.groups[piece.group].block_size
+            if (mine := self._partners.get(index)) is None:
+                continue  # another rank has left the same
+            size = self._shelf.groups[piece.group].block_size
             slots = dict(zip(piece.positions, piece.host_slots, strict=True))
             for first, stop in _stretches(sorted(slots)):
                 local: list[BlockList] = [(0, np.zeros(0, np.int64)) for _ in self._groups]

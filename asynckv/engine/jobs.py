@@ -117,17 +117,18 @@ class OffloadJob:
             raise BlocksRetired("a copy that does not end may still write these blocks; never use them again")
 
     def error(self) -> PullError:
-        """Return what a load raises whose blocks may still be written, or that was cancelled by its id."""
+        """Return what a call raises whose blocks may still be touched, or that was cancelled by its id."""
         ended = self.ended
         assert ended is not None
         kinds: Mapping[JobOutcome, type[PullError]] = {
             JobOutcome.CANCELLED: PullCancelled,
             JobOutcome.TIMEOUT: PullTimeout,
         }
+        touch = "write" if self.kind is JobKind.LOAD else "read"
         return kinds.get(ended.outcome, ReadFailed)(
             f"request {self.request_id[:200]!r}: its {self.kind.value} ended as {ended.outcome.value}"
             f"{f' ({ended.cause})' if ended.cause else ''}"
-            f"{'; a copy may still write the blocks that are held' if ended.is_held else ''}",
+            f"{f'; a copy may still {touch} the blocks that are held' if ended.is_held else ''}",
             request_id=self.request_id,
             pull_id=self.job_id,
             reason=ended.outcome.value,

@@ -216,7 +216,8 @@ class Offload:
             EngineClosed: The offload or its engine is closed or suspended.
             PlanRefused: The blocks do not fit the layout.
             LocalProtocolError: A block is being written, or an argument is malformed.
-            PullCancelled: It was given up (`cancel`); the blocks are the engine's again.
+            PullError: A copy failed so that it may still read; says which blocks are held, as for a pull.
+                `PullCancelled` if the store was given up (`cancel`).
         """
         self._here(self.store)
         request_id, chain = text("request_id", request_id), as_hashes(hashes)
@@ -231,7 +232,7 @@ class Offload:
         used, where = self._ids(blocks, wanted), {self._own: wanted}
         job = self._mover.begin(JobKind.STORE, request_id, blocks, used, None, chain, tokens, where)
         ended = await self._mover.outcome(job)
-        if ended.outcome is JobOutcome.CANCELLED:
+        if ended.is_held or ended.outcome is JobOutcome.CANCELLED:
             raise job.error()
         missed = sum(map(len, ended.missing))
         took = self._tiers.driver.clock.now() - job.begun_at

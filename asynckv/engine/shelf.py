@@ -12,6 +12,7 @@ import asyncio
 import math
 from collections.abc import Callable
 
+import anyio.to_thread
 import msgspec
 
 from asynckv.config import OffloadConfig
@@ -90,13 +91,14 @@ class Shelf:
 
     # -- life ----------------------------------------------------------------------------------------
 
-    def take_memory(self) -> None:
-        """Take the memory.
+    def take_memory(self, device: Layout) -> None:
+        """Take the memory, pinned where blocks of the device are on a GPU.
 
         Raises:
             BackendError: The system has not so much.
         """
-        self.memory = HostPool(self._host_bytes, populate=True)
+        gpu = next((memory.device for memory in device.memories if memory.kind == "cuda"), None)
+        self.memory = HostPool(self._host_bytes, populate=True, device=gpu)
 
     @property
     def layout(self) -> Layout:
@@ -116,7 +118,10 @@ class Shelf:
         if self._is_own:
             self.records.forget(strange)
             self.records.keep_layout(self.form_id, msgspec.msgpack.encode(self.form))
-        return self.catalogue.recover(found)
+            return self.catalogue.recover(found)
+        count = self.catalogue.recover(found)
+        self.catalogue.switch_off(reads=False)  # what the files lose is not written there again: they are another's
+        return count
 
     async def close(self) -> None:
         """End the files, and give the memory back; nothing touches it afterwards.
@@ -128,8 +133,8 @@ class Shelf:
             await self.records.quiesce()
             self.records.close()
         if self.memory is not None:
-            self.memory.close()
-            self.memory = None
+            memory, self.memory = self.memory, None
+            await anyio.to_thread.run_sync(memory.close)
 
     # -- what moves ----------------------------------------------------------------------------------
 

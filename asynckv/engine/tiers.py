@@ -192,14 +192,14 @@ class Tiers:
         Runs on a thread of its own. Says how many blocks there are, and why what others have left is not used.
         """
         own, config, mover = self.own, self.config, self.mover
-        own.take_memory()
+        own.take_memory(self.engine.registration.layout)
         if own.records is None and config.directory:
             own.records = _files(config, own, self._name)
         found = own.open_files(partial(mover.on_records, own), loop)
         try:
             for shelf in self._leftovers(config, own, self._name):
                 mover.shelves = (*mover.shelves, shelf)
-                shelf.take_memory()
+                shelf.take_memory(self.engine.registration.layout)
                 found += shelf.open_files(partial(mover.on_records, shelf), loop)
             if opened := mover.shelves[1:]:
                 self.others = list(reading(self.engine.registration.layout, opened, config.max_post_bytes))
@@ -275,7 +275,7 @@ class Tiers:
 
     def describe(self) -> dict[str, str]:
         """Name versions, transports and modes in use."""
-        planes = self._copies, self.own.records
+        planes = self._copies, self.own.records, self.own.memory
         return {name: what for plane in planes if plane is not None for name, what in plane.describe().items()}
 
     # -- what they hold ------------------------------------------------------------------------------
@@ -329,17 +329,11 @@ def _nixl_copies(name: str) -> CopyPlane:
     return NixlCopies(name)
 
 
-def _folder(config: OffloadConfig, own: Shelf) -> Path:
-    """Where a rank keeps its files: each geometry has a directory of its own, for what it keeps has another form."""
-    form = own.form
-    stage = f"-pp{form.pp_stage}of{form.pp_size}" if form.pp_size > 1 else ""
-    return Path(config.directory) / f"tp{form.tp_rank}of{form.tp_size}{stage}-{own.form_id}"
-
-
 def _files(config: OffloadConfig, own: Shelf, name: str) -> RecordPlane:
     from asynckv.edges.file_tier import FileTier
+    from asynckv.edges.leftovers import rank_folder
 
-    return FileTier(_folder(config, own), config.file_bytes, name=name)
+    return FileTier(rank_folder(config.directory, own.form), config.file_bytes, name=name)
 
 
 def _left_by_others(config: OffloadConfig, own: Shelf, name: str) -> list[Shelf]:
@@ -351,7 +345,7 @@ def _left_by_others(config: OffloadConfig, own: Shelf, name: str) -> list[Shelf]
 
     shelves = []
     for at, left in enumerate(left_in(Path(config.directory), own.form)):
-        files = FileTier(left.folder, left.num_bytes, name=f"{name}-left{at}")
+        files = FileTier(left.folder, left.num_bytes, name=f"{name}-left{at}", read_only=True)
         through = max(THROUGH_BYTES, 16 * left.form.memories[0].length * len(left.form.groups))
         far = f"left{at}"
         shelves.append(

@@ -75,6 +75,8 @@ class Jobs:
 
     def waiting(self, entry: Entry) -> list[Job]:
         """Return who waits for a block."""
+        if not entry.holders:
+            return []
         jobs = (self.by_name.get(name) for name in sorted(entry.holders))
         return [job for job in jobs if job is not None and entry in job.waits]
 

@@ -6,7 +6,7 @@ A script is plain data. The same seed draws the same one, and a script can be ed
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from asynckv.testing.mishaps import Mishap
@@ -165,6 +165,13 @@ class Script:
     """Endings, and gaps between keys, that a prefill rank remembers; 0: as many as it likes."""
     mishaps: tuple[Mishap, ...] = ()
     """What befalls single requests."""
+
+    def explain(self) -> Iterator[str]:
+        """Tell what it stands for, but for its requests and faults."""
+        yield (
+            f"{self.prefill_engines} prefill engines of {self.prefill} ranks, {self.decode_engines} decode engines of "
+            f"{self.decode} ranks, {self.heads} heads, wire x{self.wire:g}, transfers x{self.data:g}"
+        )
 
     @property
     def prefill_names(self) -> tuple[tuple[str, ...], ...]:

@@ -6,6 +6,9 @@ are slow, fail, are in doubt, never end, and land after they were reported dead.
 overwritten at once, on both sides. Afterwards: one outcome per request and in time, every published byte right,
 no byte written into a block that was given back, no block lost, everything idle.
 
+With `make=make_tier_script` seeds stand for engines that offload: tiers fail, fill up, hang and rot, and ranks die and
+come back on their disks with another geometry.
+
 The same seed gives the same run, event by event.
 """
 
@@ -28,21 +31,28 @@ from asynckv.testing.doors import Doors
 from asynckv.testing.logs import Logs
 from asynckv.testing.script import FAULTS, Ask, Fault, Script, make_script
 from asynckv.testing.service import Service
+from asynckv.testing.tier_script import TIER_FAULTS, TierScript, make_tier_script
+from asynckv.testing.tier_service import TierService
 from asynckv.testing.world import Process
 
 __all__ = [
     "FAULTS",
+    "TIER_FAULTS",
     "Ask",
     "Fault",
     "Found",
     "Outcome",
     "Script",
     "make_script",
+    "make_tier_script",
     "minimise",
     "play",
     "simulate",
     "simulate_many",
 ]
+
+AnyScript = Script | TierScript
+Make = Callable[[int, Sequence[str]], AnyScript]
 
 
 @dataclass(slots=True)
@@ -55,7 +65,7 @@ class Outcome:
         events: Lines of what happened, formatted when asked for.
     """
 
-    script: Script
+    script: AnyScript
     violation: str = ""
     counts: Counter[str] = field(default_factory=Counter)
     trace: list[tuple[float, str, str, Any]] = field(default_factory=list)
@@ -71,10 +81,7 @@ class Outcome:
         """Tell what was violated, by which requests and faults, and the last events."""
         script = self.script
         yield f"{self.violation or 'no violation'}"
-        yield (
-            f"{script.prefill_engines} prefill engines of {script.prefill} ranks, {script.decode_engines} decode "
-            f"engines of {script.decode} ranks, {script.heads} heads, wire x{script.wire:g}, transfers x{script.data:g}"
-        )
+        yield from script.explain()
         yield from map(str, script.asks)
         yield from map(str, script.faults)
         yield from self.events(last)
@@ -98,10 +105,15 @@ def _silent() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def play(script: Script, doors: Callable[[Process], Doors] = Doors, logs: Logs | None = None) -> Outcome:
+def play(script: AnyScript, doors: Callable[[Process], Doors] = Doors, logs: Logs | None = None) -> Outcome:
     """Run one script, with other ranks than honest ones if their doors say so, and keep what they log if asked."""
+    listeners = [logs] if logs is not None else []
+    service: Service | TierService
     with _silent():
-        service = Service(script, doors, [logs] if logs is not None else [])
+        if isinstance(script, TierScript):
+            service = TierService(script, doors, listeners)
+        else:
+            service = Service(script, doors, listeners)
         service.run()
     world = service.world
     return Outcome(script, world.violation, service.outcomes + world.counts, world.trace)
@@ -112,9 +124,13 @@ def simulate(
     faults: Sequence[str] = FAULTS,
     doors: Callable[[Process], Doors] = Doors,
     logs: Logs | None = None,
+    make: Make = make_script,
 ) -> Outcome:
-    """Run what a seed stands for; `logs` has afterwards what its processes have logged."""
-    return play(make_script(seed, faults), doors, logs)
+    """Run what a seed stands for; `logs` has afterwards what its processes have logged.
+
+    With `make=make_tier_script` and `TIER_FAULTS` a seed stands for an engine that offloads.
+    """
+    return play(make(seed, faults), doors, logs)
 
 
 @dataclass(slots=True)
@@ -132,12 +148,12 @@ MOST_VIOLATIONS = 20
 
 
 def _chunk(
-    seeds: Sequence[int], faults: Sequence[str], directory: Path | None
+    seeds: Sequence[int], faults: Sequence[str], directory: Path | None, make: Make
 ) -> tuple[int, dict[int, str], Counter[str]]:
     violations, counts = {}, Counter[str]()
     for seed in seeds:
         logs = None if directory is None else Logs()
-        outcome = simulate(seed, faults, logs=logs)
+        outcome = simulate(seed, faults, logs=logs, make=make)
         if logs is not None and directory is not None:
             logs.write(directory / f"seed-{seed}")
         counts += outcome.counts
@@ -152,6 +168,7 @@ def simulate_many(
     jobs: int = 1,
     progress: Callable[[int], None] = lambda done: None,
     directory: Path | None = None,
+    make: Make = make_script,
 ) -> Found:
     """Run many seeds, on several processes; stops early once there are many violations.
 
@@ -161,17 +178,18 @@ def simulate_many(
         jobs: Processes.
         progress: Called with how many more are done.
         directory: Where to write what their processes log, each in a directory of its own, if wanted.
+        make: What a seed stands for.
     """
     found, begun = Found(), time.perf_counter()
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
     with ExitStack() as stack:
         results: Iterator[tuple[int, dict[int, str], Counter[str]]]
         if jobs == 1 or len(chunks) == 1:
-            results = (_chunk(chunk, faults, directory) for chunk in chunks)
+            results = (_chunk(chunk, faults, directory, make) for chunk in chunks)
         else:
             context = multiprocessing.get_context("spawn")
             pool = stack.enter_context(context.Pool(min(jobs, len(chunks))))
-            results = pool.imap(partial(_chunk, faults=faults, directory=directory), chunks)
+            results = pool.imap(partial(_chunk, faults=faults, directory=directory, make=make), chunks)
         for done, violations, counts in results:
             found.seeds += done
             found.violations |= violations
@@ -183,7 +201,7 @@ def simulate_many(
     return found
 
 
-def minimise(script: Script, most: int = 200, doors: Callable[[Process], Doors] = Doors) -> Outcome:
+def minimise(script: AnyScript, most: int = 200, doors: Callable[[Process], Doors] = Doors) -> Outcome:
     """Leave out faults and requests as long as the same kind of violation comes."""
     best = play(script, doors)
     kind = _kind(best.violation)
@@ -195,7 +213,8 @@ def minimise(script: Script, most: int = 200, doors: Callable[[Process], Doors] 
             for item in items:
                 most -= 1
                 left = tuple(x for x in items if x is not item)
-                smaller = replace(best.script, faults=left) if what == "faults" else replace(best.script, asks=left)
+                changes: dict[str, Any] = {what: left}
+                smaller = replace(best.script, **changes)
                 found = play(smaller, doors)
                 if found.violation and _kind(found.violation) == kind:
                     best, changed = found, True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -54,6 +55,8 @@ class SimCopies:
         self.posts = self.num_bytes = 0
         self.fate: Callable[[TransferId, CopyOp], str] = lambda move_id, op: "finish"
         self.is_open = False
+        self.on_land: Callable[[TransferId, CopyOp, int, int, int], None] = lambda *_: None
+        """Called with the memory, start and length on the near side, before bytes are copied."""
         self._near: list[Bytes] = []
         self._far: dict[str, list[Bytes]] = {}
         self._news: list[TransferEnded] = []
@@ -90,7 +93,7 @@ class SimCopies:
         """Let the piece that flies land; False if it was the last, and the move has ended."""
         move = self.moves[move_id]
         if move.flying is not None:
-            self._land(move, move.flying)
+            self._land(move_id, move, move.flying)
         following = next(move.pieces, None) if move.flying is not None else None
         move.flying = None if move.is_cancelled else following
         if move.flying is not None:
@@ -112,7 +115,7 @@ class SimCopies:
         """End a move after what flies has landed; nothing of it is written any more."""
         move = self.moves.pop(move_id)
         if move.flying is not None:
-            self._land(move, move.flying)
+            self._land(move_id, move, move.flying)
         self._tell(TransferEnded(move_id, Ending.FAILED, "failed on request"))
 
     def doubt(self, move_id: TransferId) -> None:
@@ -121,9 +124,13 @@ class SimCopies:
 
     def _tell(self, news: TransferEnded) -> None:
         self._news.append(news)
-        asyncio.get_running_loop().call_soon(self._on_ready)
+        self._ring(self._on_ready)
 
-    def _land(self, move: _Move, read: ReadRequest) -> None:
+    def _ring(self, on_ready: Callable[[], None]) -> None:
+        """Say that there are news."""
+        asyncio.get_running_loop().call_soon(on_ready)
+
+    def _land(self, move_id: TransferId, move: _Move, read: ReadRequest) -> None:
         table = read.table
         rows, blocks = np.divmod(read.local, table.local_blocks)
         others, slots = np.divmod(read.remote, table.remote_blocks)
@@ -136,6 +143,7 @@ class SimCopies:
             near = self._near[memory][begin : begin + length]
             far = self._far[move.far][other][there : there + length]
             assert len(near) == len(far) == length, "a copy goes beyond its memory"
+            self.on_land(move_id, move.op, memory, begin, length)
             if move.op is CopyOp.READ:
                 near[:] = far
             else:
@@ -167,18 +175,44 @@ class SimCopies:
 
 
 class SimDisk:
-    """What outlives the process: records by their place.
+    """What outlives the process: records by their place, each with a checksum over its key and its bytes.
 
     Attributes:
         records: Place -> record and bytes.
-        rotten: Keys whose bytes are not what was stored.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.records: dict[int, tuple[Record, bytes]] = {}
-        self.rotten: set[bytes] = set()
+        self.sums: dict[int, bytes] = {}
         self.layouts: dict[str, bytes] = {}
+
+    def put(self, record: Record, data: bytes, checksum: bytes = b"") -> None:
+        """Write a record over whatever was there."""
+        end = record.far + record.size
+        assert end <= self.num_bytes, "a record beyond the disk's end"
+        for far, (other, _) in list(self.records.items()):
+            if far < end and record.far < far + other.size:
+                del self.records[far]
+        self.records[record.far] = record, data
+        self.sums[record.far] = checksum or digest(record.key, data)
+
+    def rot(self, keys: Iterable[bytes]) -> None:
+        """Let the bytes of some keys be others than were stored."""
+        wanted = set(keys)
+        for far, (record, data) in self.records.items():
+            if record.key in wanted:
+                self.records[far] = record, bytes([data[0] ^ 1]) + data[1:]
+
+    def is_good(self, far: int) -> bool:
+        """Whether a record's bytes are what was stored under its key."""
+        record, data = self.records[far]
+        return self.sums[far] == digest(record.key, data)
+
+
+def digest(key: bytes, data: bytes) -> bytes:
+    """What binds bytes to their key."""
+    return hashlib.blake2b(data, key=key[:64], digest_size=8).digest()
 
 
 class SimRecords:
@@ -196,7 +230,7 @@ class SimRecords:
         self.writes = self.reads = 0
         self._news: list[RecordNews] = []
         self._memory: Bytes = np.zeros(0, np.uint8)
-        self._broken = ""
+        self._broken: dict[CopyOp, str] = {}
         self._on_ready: Callable[[], None] = lambda: None
 
     @property
@@ -228,32 +262,24 @@ class SimRecords:
         """Let one move, or all, be done."""
         for one in [move_id] if move_id is not None else list(self.moves):
             op, records = self.moves.pop(one)
-            if self._broken:
-                self._tell(RecordsEnded(one, Ending.FAILED, self._broken))
+            if op in self._broken:
+                self._tell(RecordsEnded(one, Ending.FAILED, self._broken[op]))
                 continue
             lost = []
             for at, record in enumerate(records):
                 near = self._memory[record.near : record.near + record.size]
                 if op is CopyOp.WRITE:
                     self.writes += 1
-                    self._write(record, near.tobytes())
+                    self.disk.put(record, near.tobytes())
                     continue
                 self.reads += 1
                 kept = self.disk.records.get(record.far)
-                if kept is None or kept[0].key != record.key or record.key in self.disk.rotten:
+                if kept is None or kept[0].key != record.key or not self.disk.is_good(record.far):
                     lost.append(at)
                 else:
                     near[:] = np.frombuffer(kept[1], np.uint8)
             ending = Ending.FAILED if lost else Ending.DONE
             self._tell(RecordsEnded(one, ending, "not what was stored" if lost else "", tuple(lost)))
-
-    def _write(self, record: Record, data: bytes) -> None:
-        end = record.far + record.size
-        assert end <= self.disk.num_bytes, "a record beyond the disk's end"
-        for far, (other, _) in list(self.disk.records.items()):
-            if far < end and record.far < far + other.size:
-                del self.disk.records[far]
-        self.disk.records[record.far] = record, data
 
     def fail(self, move_id: TransferId) -> None:
         """End a move; what it has read or written is rubbish."""
@@ -271,9 +297,11 @@ class SimRecords:
 
     def lose(self, cause: str = "the disk is gone", *, reads: bool = True) -> None:
         """Take nothing any more."""
-        self._broken = cause
+        self._broken = dict.fromkeys(CopyOp if reads else (CopyOp.WRITE,), cause)
         self._tell(RecordsLost(cause, reads))
-        self.finish()
+        for move_id, (op, _) in list(self.moves.items()):
+            if op in self._broken:
+                self.finish(move_id)
 
     def forget(self, places: Iterable[int]) -> None:
         """Drop what is stored."""
@@ -293,7 +321,11 @@ class SimRecords:
 
     def _tell(self, news: RecordNews) -> None:
         self._news.append(news)
-        asyncio.get_running_loop().call_soon(self._on_ready)
+        self._ring(self._on_ready)
+
+    def _ring(self, on_ready: Callable[[], None]) -> None:
+        """Say that there are news."""
+        asyncio.get_running_loop().call_soon(on_ready)
 
     def poll(self) -> Sequence[RecordNews]:
         """Return news."""

@@ -99,6 +99,23 @@ class _Loop(asyncio.SelectorEventLoop):
         self._process.at(when, fire)
         return handle
 
+    def run_in_executor(self, executor: object, func: Callable[[*Ts], Any], *args: *Ts) -> asyncio.Future[Any]:
+        """Other threads take a moment, and nobody sees it."""
+        future = self.create_future()
+
+        def run() -> None:
+            try:
+                result = func(*args)
+            except Exception as exc:  # whoever waits is told
+                if not future.done():
+                    future.set_exception(exc)
+            else:
+                if not future.done():
+                    future.set_result(result)
+
+        self.call_later(1e-3, run)
+        return future
+
     def turn(self) -> None:
         """Run what is ready now, and nothing that becomes ready by it."""
         # What `run_forever` sets up and takes down each time costs as much as what most turns do.
@@ -138,6 +155,7 @@ class Process:
         self.is_dead, self.died_at = False, math.inf
         self.random, self.wire = world.random_of(name), world.random_of("wire", name)
         self._is_turn_due = False
+        self._left: set[asyncio.Task[Any]] = set()
         self.loop = _Loop(self)
 
     def at(self, when: float, action: Callable[[], object]) -> None:
@@ -183,6 +201,7 @@ class Process:
     def kill(self) -> None:
         """End it without a word: nobody answers it, nor reads from it, any more."""
         self.is_dead, self.died_at = True, self.world.now
+        self._left = asyncio.all_tasks(self.loop)  # which nobody else keeps, and which are swept up at the end
         self.world.ports.pop(ReplyTo(self.name.encode()), None)
         for nic in [nic for nic in self.world.nics.values() if nic.host == self.name]:
             nic.leave()
@@ -196,7 +215,7 @@ class Process:
             # Never to be run again, and not to be complained about.
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             if inspect.iscoroutine(coroutine := task.get_coro()):
-                with contextlib.suppress(RuntimeError, Violation):
+                with contextlib.suppress(Exception):  # no loop runs any more
                     coroutine.close()
         self.loop.close()
 

@@ -8,16 +8,16 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from msgspec import Struct
 
-from asynckv.edges.file_index import ALIGN, INDEX, Entry, FileIndex, checksum, open_index, read_entries
+from asynckv.edges.file_index import ALIGN, INDEX, Entry, FileIndex, Said, checksum, damaged, open_index, read_index
 from asynckv.edges.file_io import transfer
 from asynckv.edges.file_store import Owner, OwnerLock, owner_of, segment_extents, segment_path
-from asynckv.errors import BackendError, ConfigError
+from asynckv.errors import ConfigError
 
 __all__ = ["Checked", "Folder", "Kind", "Pruned", "check", "look", "prune_folder"]
 
@@ -90,13 +90,8 @@ def look(folder: Path) -> Folder:
     """
     _expect(folder)
     owner, is_live = owner_of(folder)
-    malformed: list[int] = []
-    with closing(_open_to_read(folder, is_live=is_live)) as db:
-        try:
-            entries = list(read_entries(db, malformed))
-            meta = {str(k): v for k, v in db.execute("SELECT name, value FROM meta") if type(v) is int}
-        except sqlite3.Error as exc:
-            raise _damaged(folder, exc) from None
+    said = read_index(folder)
+    entries = said.entries
     kinds: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for entry in entries:
@@ -107,14 +102,14 @@ def look(folder: Path) -> Folder:
         folder=str(folder),
         owner=owner,
         is_live=is_live,
-        num_bytes=meta.get("num_bytes", 0),
+        num_bytes=said.facts.get("num_bytes", 0),
         segments=len(segments),
         bytes_on_disk=sum(_on_disk(path) for path in segments),
         blocks=len(entries),
         bytes_stored=sum(sizes.values()),
         oldest=_when(min((entry.stored_at for entry in entries), default=0)),
         newest=_when(max((entry.stored_at for entry in entries), default=0)),
-        malformed=len(malformed),
+        malformed=len(said.malformed),
         kinds=tuple(Kind(tag, layout, kinds[tag, layout], sizes[tag, layout]) for tag, layout in sorted(kinds)),
     )
 
@@ -130,9 +125,8 @@ def check(folder: Path, *, drop: bool, progress: Callable[[int, int], None] = la
     bad: Counter[str] = Counter()
     forgotten: list[int] = []
     bytes_read = 0
-    with _owned(folder) as (index, segment_bytes):
-        malformed: list[int] = []
-        entries = list(index.entries(malformed))
+    with _owned(folder) as (index, said, segment_bytes):
+        entries, malformed = said.entries, said.malformed
         if malformed:
             bad["the index says nothing sensible of it"] = len(malformed)
         fds: dict[int, int] = {}
@@ -181,9 +175,8 @@ def prune_folder(folder: Path, *, older_than_s: float | None = None, layout: str
         ConfigError: It is no directory of stored blocks, or no layout begins so.
         BackendError: A process has it, or the index is damaged.
     """
-    with _owned(folder) as (index, segment_bytes):
-        malformed: list[int] = []
-        entries = list(index.entries(malformed))
+    with _owned(folder) as (index, said, segment_bytes):
+        entries, malformed = said.entries, said.malformed
         if layout is not None and not any(entry.layout.startswith(layout) for entry in entries):
             known = ", ".join(sorted({entry.layout[:16] for entry in entries})) or "none"
             raise ConfigError(f"no block in {folder} is in a layout {layout!r}; there are {known}")
@@ -225,44 +218,28 @@ def _expect(folder: Path) -> None:
         raise ConfigError(f"{folder} holds no stored blocks; name {which}")
 
 
-def _damaged(folder: Path, exc: Exception) -> BackendError:
-    return BackendError(f"the index of {folder} is damaged ({exc}); the next start makes a new one")
-
-
-def _open_to_read(folder: Path, *, is_live: bool) -> sqlite3.Connection:
-    try:
-        try:
-            return open_index(folder / INDEX, mode="ro")
-        except (sqlite3.OperationalError, BackendError):
-            if is_live or os.access(folder, os.W_OK):
-                raise
-            # Reading beside a writer takes files of its own, which cannot be made here.
-            return open_index(folder / INDEX, mode="ro", immutable=True)
-    except sqlite3.DatabaseError as exc:
-        raise _damaged(folder, exc) from None
-
-
 @contextmanager
-def _owned(folder: Path) -> Iterator[tuple[FileIndex, int]]:
-    """Own a directory, with its index and the size of its files."""
+def _owned(folder: Path) -> Iterator[tuple[FileIndex, Said, int]]:
+    """Own a directory, with its index, what it says, and the size of its files."""
     _expect(folder)
     lock = OwnerLock(folder)
     try:
         try:
             db = open_index(folder / INDEX, mode="rw")
         except sqlite3.DatabaseError as exc:
-            raise _damaged(folder, exc) from None
+            raise damaged(folder, exc) from None
         db.close()
         index = FileIndex(folder)
         try:
             if index.dropped:
-                raise _damaged(folder, sqlite3.DatabaseError(index.dropped))
-            segment_bytes = index.meta().get("segment_bytes", 0)
+                raise damaged(folder, index.dropped)
+            said = index.said()
+            segment_bytes = said.facts.get("segment_bytes", 0)
             if segment_bytes < ALIGN:
-                raise _damaged(folder, sqlite3.DatabaseError("it does not say how long its files are"))
-            yield index, segment_bytes
+                raise damaged(folder, "it does not say how long its files are")
+            yield index, said, segment_bytes
         except sqlite3.Error as exc:
-            raise _damaged(folder, exc) from None
+            raise damaged(folder, exc) from None
         finally:
             index.close()
     finally:

@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import mmap
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from asynckv.edges.pinning import Pinned
 from asynckv.errors import AsyncKVError, BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 
@@ -91,7 +91,7 @@ class Region:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.memory = Memory(self.array.ctypes.data, num_bytes)
-        self._is_pinned = False
+        self._pinned: Pinned | None = None
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -136,13 +136,13 @@ class Region:
         """How many ranks use it: those on other hosts have a region of their own."""
         return sum(os.pread(self._fd, HEAD - RANKS, RANKS))
 
-    def pin(self) -> str:
-        """Lock it for a GPU; why not, if it cannot be."""
-        from asynckv.edges.torch import pin
+    def pin(self, device: int) -> None:
+        """Lock it for a GPU.
 
-        refused = pin(self.memory.base, self.num_bytes) if "torch" in sys.modules else "torch is not loaded"
-        self._is_pinned = not refused
-        return refused
+        Raises:
+            BackendError: It cannot be.
+        """
+        self._pinned = Pinned(self.memory.base, self.num_bytes, device)
 
     def unlink(self) -> None:
         """Take the name away: nobody else will map it. Idempotent."""
@@ -150,11 +150,8 @@ class Region:
 
     def close(self) -> None:
         """Give the memory back. Idempotent. Nothing may read or write it any more."""
-        if self._is_pinned:
-            from asynckv.edges.torch import unpin
-
-            unpin(self.memory.base)
-            self._is_pinned = False
+        if self._pinned is not None:
+            self._pinned.release()
         self.array = np.zeros(0, np.uint8)
         if self._fd >= 0:
             os.close(self._fd)

@@ -104,9 +104,13 @@ class Worker(OffloadingWorker):
         form = record_form(self._layout, strides=[shape.block_bytes] * len(self._layout.groups))
         self._far = placed(form, region.memory.base, region.num_bytes)
         (self._tables,) = kept_tables(self._layout, [self._far], itertools.count(1))
-        self._is_cuda = any(memory.kind == "cuda" for memory in self._layout.memories)
-        if self._is_cuda and (refused := region.pin()):
-            log.warning("host memory cannot be pinned (%s): copies will be slower", refused)
+        device = next((memory.device for memory in self._layout.memories if memory.kind == "cuda"), None)
+        self._is_cuda = device is not None
+        if device is not None:
+            try:
+                region.pin(device)
+            except BackendError as exc:
+                log.warning("host memory cannot be pinned (%s): copies will be slower", exc)
         self._jobs: dict[int, _Job] = {}
         self._ended: list[TransferResult] = []
         self._changed = threading.Condition()
