@@ -23,7 +23,7 @@ from asynckv.core.inspect import HeldBlocks
 from asynckv.core.types import Reason, TransferId
 from asynckv.engine.copying import Copying
 from asynckv.engine.driver import Driver
-from asynckv.engine.jobs import OffloadJob
+from asynckv.engine.jobs import OffloadJob, Shorter
 from asynckv.engine.shelf import Shelf
 from asynckv.errors import EngineClosed, Overloaded
 from asynckv.geometry.blocks import BlockList
@@ -127,6 +127,7 @@ class Mover:
         chain: list[bytes],
         tokens: int,
         where: Mapping[Shelf, Positions | None],
+        shorter: Shorter | None = None,
     ) -> OffloadJob:
         """Take a request's blocks, and let catalogues store or load them.
 
@@ -140,6 +141,7 @@ class Mover:
             chain: The prompt's hashes.
             tokens: Where the prefix ends.
             where: Which blocks of each shelf's groups; None for all that are needed.
+            shorter: Says what is loaded where some of it is lost; nothing if left out.
 
         Raises:
             EngineClosed: Nothing is begun any more.
@@ -162,6 +164,7 @@ class Mover:
         held = core.ledger.check(use, ids)
         until = math.inf if timeout_s is None else now + timeout_s
         job = OffloadJob(f"{kind.value}-{next(self.ids)}", request_id, kind, blocks, held, now, until)
+        job.chain, job.tokens, job.shorter = chain, tokens, shorter
         for shelf, positions in where.items():
             if kind is JobKind.STORE:
                 shelf.catalogue.store(job.job_id, chain, tokens, positions=positions, until=until, is_prefix=True)
@@ -199,6 +202,7 @@ class Mover:
         """Begin nothing more of some jobs, and wait for what runs."""
         loads = set()
         for job in jobs:
+            job.shorter = None
             for shelf in self.shelves:
                 shelf.catalogue.cancel(job.job_id)
             if job.kind is JobKind.LOAD:  # a store's copies go on: others may wait for them
@@ -251,7 +255,7 @@ class Mover:
             if news.outcome is not JobOutcome.DONE:
                 for other in self.shelves:  # a prefix needs all of them
                     other.catalogue.cancel(job.job_id)
-        if job.ended is None and all(part is not None for part in job.parts.values()):
+        if job.ended is None and all(part is not None for part in job.parts.values()) and not self._goes_on(job):
             ended = job.end(now, self._config.held_s)
             if ended.is_held:
                 self._held[job.job_id] = job
@@ -267,6 +271,24 @@ class Mover:
                 self._log_failed(job, ended, self._failures)
         if job.ended is not None and not job.held_by:
             self._release(job)
+
+    def _goes_on(self, job: OffloadJob) -> bool:
+        """Load what precedes the blocks that are lost; False if that is nothing of use."""
+        parts = [part for part in job.parts.values() if part is not None]
+        outcomes = {part.outcome for part in parts}
+        is_lost = JobOutcome.FAILED in outcomes or JobOutcome.MISSING in outcomes
+        if not is_lost or JobOutcome.TIMEOUT in outcomes or job.shorter is None or job.held_by or self.cause:
+            return False
+        if (less := job.shorter(job)) is None:
+            return False
+        for part in parts:
+            if part.outcome is JobOutcome.FAILED:
+                self._log_failed(job, part, self._failures)
+        job.tokens, where = less
+        job.parts = dict.fromkeys(shelf.far for shelf in where)
+        for shelf, positions in where.items():
+            shelf.catalogue.load(job.job_id, job.chain, job.tokens, positions=positions, until=job.until)
+        return True
 
     def _doubt(self, now: float) -> float:
         """Wait no longer for copies that have not ended in their job's time: who asked is told, and what they may touch

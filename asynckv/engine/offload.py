@@ -13,6 +13,7 @@ until nothing can read or write them any more.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -255,7 +256,8 @@ class Offload:
         """Fill blocks with what is kept of a prompt, from files if need be.
 
         A miss is no error: the result says how many tokens are in place. What lies above them is to be computed, and
-        the blocks given for that may have been written in part.
+        the blocks given for that may have been written in part. If some of it is lost, what precedes it is loaded; with
+        windows and states, of which a shorter prefix needs other blocks, nothing.
 
         Args:
             request_id: One load at a time per id.
@@ -299,11 +301,12 @@ class Offload:
             blocks[index] = first, only
         where = self._tiers.sources(chain, tokens, blocks, wanted)
         used = self._ids(blocks, wanted)
-        job = self._mover.begin(JobKind.LOAD, request_id, blocks, used, timeout, chain, tokens, where)
+        shorter = partial(self._tiers.shorter, wanted)
+        job = self._mover.begin(JobKind.LOAD, request_id, blocks, used, timeout, chain, tokens, where, shorter)
         ended = await self._mover.outcome(job)
         if ended.is_held or ended.outcome is JobOutcome.CANCELLED:
             raise job.error()
-        loaded = self._tiers.loaded(job, ended, tokens)
+        loaded = self._tiers.loaded(job)
         self._mover.counts["tokens.loaded"] += loaded
         self._mover.counts["tokens.missed"] += tokens - loaded
         took = self._tiers.driver.clock.now() - job.begun_at
