@@ -45,6 +45,7 @@ class Shelf:
     Attributes:
         kept: Groups of the form that this rank has a part of; what the catalogue calls a group is a place in it.
         form_id: Short for the form.
+        unfit: Blocks that its files had, and that were dropped, for they are of another model or length.
 
     Raises:
         ConfigError: A block size is not a multiple of `hash_tokens`, a group cannot be kept, or the tier is too small.
@@ -85,6 +86,7 @@ class Shelf:
                 write_back_bytes_per_s=config.write_back_bytes_per_s or math.inf,
             ),
         )
+        self.unfit = 0
         self.memory: HostPool | None = None
 
     # -- life ----------------------------------------------------------------------------------------
@@ -122,6 +124,7 @@ class Shelf:
             else:
                 found.append((at, stored.far // size, stored.key[NAMESPACE_BYTES:]))
         if self._is_own:
+            self.unfit = len(strange)
             self.records.forget(strange)
             self.records.keep_layout(self.form_id, msgspec.msgpack.encode(self.form))
             return self.catalogue.recover(found)

@@ -27,13 +27,14 @@ from asynckv.config import EngineConfig, LeaseConfig, OffloadConfig, PullConfig
 from asynckv.core.types import TransferId
 from asynckv.engine import Engine
 from asynckv.engine.offload import Offload
-from asynckv.engine.shelf import NAMESPACE, Shelf
+from asynckv.engine.shelf import Shelf
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LayoutError, LocalProtocolError, PullError
 from asynckv.geometry.check import Registration, decode_layout
 from asynckv.geometry.kept import kept_tables
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.packed import placed, record_form, record_sizes
 from asynckv.offload.entry import EntryState
+from asynckv.offload.keys import NAMESPACE_BYTES
 from asynckv.ports import CopyOp
 from asynckv.results import Loaded
 from asynckv.testing.caches import FREED, Bytes, Cache, Model, Shape, layout_of
@@ -505,13 +506,13 @@ class _Rank:
         disk, spaces = self.records.disk, self.offload._own._spaces
         for far, (record, data) in disk.records.items():
             form = decode_layout(disk.layouts[record.layout])
-            if disk.is_good(far) and record.key[:NAMESPACE] in spaces:
-                group = self.offload._own.kept[spaces.index(record.key[:NAMESPACE])]
+            if disk.is_good(far) and record.key[:NAMESPACE_BYTES] in spaces:
+                group = self.offload._own.kept[spaces.index(record.key[:NAMESPACE_BYTES])]
                 array = np.frombuffer(data, np.uint8)
                 whole = np.zeros(max(r.stride for r in record_sizes(form)), np.uint8)
                 whole[: len(array)] = array
                 cache = Cache(self.cache.model, placed(form, 0, len(whole)), [whole])
-                self._judge_record(cache, group, 0, record.key[NAMESPACE:], "the disk")
+                self._judge_record(cache, group, 0, record.key[NAMESPACE_BYTES:], "the disk")
 
 
 def _bytes_at(base: int, length: int) -> Bytes:

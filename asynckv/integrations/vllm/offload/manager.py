@@ -54,7 +54,7 @@ from asynckv.offload.catalogue import Budgets, Catalogue
 from asynckv.offload.entry import EntryState
 from asynckv.offload.job import JobEnded, JobOutcome, Move, MoveKind
 from asynckv.offload.keys import NAMESPACE_BYTES, StoredGroup
-from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded
+from asynckv.ports import FOUND_DAMAGED, CopyOp, Record, RecordNews, RecordPlane, RecordsEnded
 
 __all__ = ["COUNTED", "GAUGES", "PREFIX", "Manager"]
 
@@ -195,7 +195,8 @@ class Manager(OffloadingManager):
             folder = Path(offload.directory)
             if config.parallel.data_parallel_size > 1:
                 folder /= f"dp{config.parallel.data_parallel_index}"
-            records = FileTier(folder, offload.file_bytes, name=f"{config.engine_id}-files")
+            name, smallest = f"{config.engine_id}-files", self._shape.slot_bytes
+            records = FileTier(folder, offload.file_bytes, name=name, record_bytes=smallest)
         if records is None:
             return
         self._region = Region(config.engine_id, self._shape)
@@ -212,7 +213,11 @@ class Manager(OffloadingManager):
         self._files = files
         files.forget(strange)
         kept = self.catalogue.recover(found)
-        log.info("%d blocks were found in %s, and %d that do not fit", kept, offload.directory, len(strange))
+        log.info("%d blocks were found in %s", kept, offload.directory)
+        said = records.statistics()
+        damage = {what: said.get(f"found_{what}", 0) for what in FOUND_DAMAGED} | {"unfit": len(strange)}
+        if any(damage.values()):
+            log.warning("not all that %s should have is there: %s", offload.directory, damage)
         self._forget()
 
     @property
