@@ -28,6 +28,7 @@ from asynckv import (
     PullCancelled,
     PullConfig,
     PullError,
+    PullTimeout,
     ReadFailed,
 )
 from asynckv.cli import app
@@ -282,6 +283,52 @@ async def test_blocks_of_a_copy_that_never_ends_are_retired() -> None:
         with pytest.raises(BlocksRetired):
             await told.value.returned()
         assert [h.reason for h in rank.engine.holds()] == ["retired"]
+
+
+async def test_a_load_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follow() -> None:
+    rank = Rank(layout_of(), held_s=60.0)
+    async with rank.running() as offload:
+        before = rank.block(1, 2)
+        await offload.store("a", [(0, [1, 2])], chain("p", 2))
+        rank.copies.deferred = True
+        for name, blocks in (("back", [5, 6]), ("lost", [7, 8])):
+            groups = [(0, blocks)]
+            loading = asyncio.create_task(offload.load(name, groups, chain("p", 2), num_tokens=2 * SIZE, timeout_s=2.0))
+            await until(lambda: rank.copies.moves)
+            rank.clock.advance(1.9)
+            await asyncio.sleep(0)
+            assert not loading.done()
+            rank.clock.advance(0.2)
+            with pytest.raises(PullTimeout, match="has not ended") as told:
+                await loading
+            assert told.value.held == {0: tuple(blocks)}
+            assert [h.reason for h in rank.engine.holds()] == ["quarantined"]
+            rank.engine.check_integrity()
+            offload.check_integrity()
+            if name == "back":
+                rank.copies.finish()
+                await told.value.returned()
+                assert rank.block(5, 6) == before
+                assert not rank.engine.holds()
+        rank.clock.advance(61.0)
+        with pytest.raises(BlocksRetired):
+            await told.value.returned()
+        rank.copies.deferred = False
+        assert (await offload.load("c", [(0, [5, 6])], chain("p", 2), num_tokens=2 * SIZE)).num_tokens == 2 * SIZE
+
+
+async def test_a_copy_that_was_just_begun_when_the_time_is_over_is_waited_for() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1])], chain("p", 1))
+        rank.copies.deferred = True
+        groups = [(0, [5])]
+        loading = asyncio.create_task(offload.load("b", groups, chain("p", 1), num_tokens=SIZE, timeout_s=0.01))
+        await until(lambda: rank.copies.moves)
+        rank.clock.advance(0.5)
+        await asyncio.sleep(0)
+        rank.copies.finish()
+        assert (await loading).num_tokens == SIZE
 
 
 async def test_what_a_copy_held_is_told_by_the_log(tmp_path: Path) -> None:

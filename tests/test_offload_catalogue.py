@@ -410,6 +410,19 @@ def test_write_backs_keep_their_rate_and_say_when_they_go_on() -> None:
     assert math.isclose(now, 24, abs_tol=1)
 
 
+def test_a_disk_that_stalls_keeps_a_quarter_of_host_memory_and_no_more() -> None:
+    catalogue = Catalogue([FULL], 16, 16 * KIB, 64 * KIB)
+    for name in ("p", "q", "r"):
+        catalogue.store(name, prompt(12, name))
+        carry_out(catalogue, only(MoveKind.WRITE_BACK, None))
+        assert catalogue.lookup(prompt(12, name)).ready_tokens == 12 * 16
+        if name == "p":
+            catalogue.evict()  # what is being written leaves its slots later
+    assert set(outcomes(catalogue).values()) == {JobOutcome.DONE}
+    assert catalogue.traffic.under_way[MoveKind.WRITE_BACK] == 4 * KIB
+    assert catalogue.statistics()["host_leaving"] == 4
+
+
 def test_what_is_about_to_be_written_is_not_evicted_for_another_group() -> None:
     second = StoredGroup(name="second", block_size=16, record_bytes=KIB)
     catalogue = Catalogue([FULL, second], 16, 100 * KIB, 4 * KIB)

@@ -23,6 +23,7 @@ BAD = [
     ("soak --faults 80%", "--faults"),
     ("soak --faults x", "--faults"),
     ("soak --seed -1", "--seed -1"),
+    ("soak_offload --seeds 0", "--seeds 0"),
     ("soak --json /no/such/file", "--json /no/such/file"),
     ("attack --frames 1", "--frames 1 is outside"),
     ("attack --json /nowhere/x", "No such file"),

@@ -35,6 +35,9 @@ from asynckv.ports import CopyOp, CopyPlane, RecordsEnded, RecordsLost, TimerHan
 
 __all__ = ["Mover"]
 
+LATE_S = 1.0
+"""How long a copy may take, though the time of its job is over: it takes milliseconds, or hangs."""
+
 IN_ONE_TURN = 256
 """Blocks that are taken and posted in one turn of the loop: a thousand take two milliseconds for the one, and two for
 the other."""
@@ -59,6 +62,7 @@ class _Posted:
 
     shelf: Shelf
     move: Move
+    since: float
     is_doubtful: bool = False
 
 
@@ -216,13 +220,14 @@ class Mover:
             shelf.forget()
             for move in moves:
                 self._post(shelf, move)
+        late_at = self._doubt(now)
         while told := [(shelf, news) for shelf in self.shelves for news in shelf.catalogue.news()]:
             for shelf, news in told:  # of which others may follow
                 self._take_news(shelf, news, now)
             if not self.cause:
                 self.soon()  # there may be room for what has waited for it
         self._retire(now)
-        self._arm(now)
+        self._arm(now, late_at)
 
     def _take_news(self, shelf: Shelf, news: JobEnded | JobReturned, now: float) -> None:
         """A part of a job has ended, or touches its caller's blocks no more."""
@@ -249,6 +254,25 @@ class Mover:
         if job.ended is not None and not job.held_by:
             self._release(job)
 
+    def _doubt(self, now: float) -> float:
+        """Wait no longer for copies that have not ended in their job's time: who asked is told, and what they may touch
+        is held. Returns when to look again."""
+        when = math.inf
+        for transfer_id, posted in self.posted.items():
+            job = self.jobs.get(posted.move.job_id)
+            if job is None or posted.is_doubtful or posted.move.kind is MoveKind.PROMOTION:
+                continue
+            if (late_at := max(job.until, posted.since + LATE_S)) > now:
+                when = min(when, late_at)
+                continue
+            posted.is_doubtful = True
+            self.counts["moves_doubted"] += 1
+            if job.kind is JobKind.LOAD and self.copies is not None:
+                self.copies.cancel(transfer_id)
+            cause = f"a copy was begun {now - posted.since:.3g} s ago and has not ended"
+            posted.shelf.catalogue.overdue(posted.move.move_id, cause)
+        return when
+
     def _retire(self, now: float) -> None:
         """Give up blocks that something may have been touching for too long."""
         for job in self._held.values():
@@ -257,12 +281,12 @@ class Mover:
                 self.counts["jobs_retired"] += 1
                 self._log_late("error", EVENT.OFFLOAD_RETIRED, job)
 
-    def _arm(self, now: float) -> None:
+    def _arm(self, now: float, late_at: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         held = [job.retired_at for job in self._held.values() if not job.is_retired]
-        when = min([*(shelf.catalogue.wake_at for shelf in self.shelves), *held])
+        when = min([late_at, *(shelf.catalogue.wake_at for shelf in self.shelves), *held])
         if when < math.inf and (self.is_copying or self._is_flushing):
             self._timer = self._driver.clock.call_at(max(when, now), self.soon)
 
@@ -286,7 +310,7 @@ class Mover:
     def _post(self, shelf: Shelf, move: Move) -> None:
         """Hand a move to its plane; a bug that one meets does not take the others of this turn with it."""
         transfer_id = TransferId(next(self.ids))
-        self.posted[transfer_id] = _Posted(shelf, move)
+        self.posted[transfer_id] = _Posted(shelf, move, self._driver.clock.now())
         try:
             self._hand_over(shelf, move, transfer_id)
         except Exception as exc:
@@ -340,6 +364,8 @@ class Mover:
             return
         move = posted.move
         if ending is Ending.IN_DOUBT:
+            if posted.is_doubtful:
+                return
             posted.is_doubtful = True
             self.counts["moves_doubted"] += 1
         else:

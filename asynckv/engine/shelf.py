@@ -16,15 +16,19 @@ import anyio.to_thread
 import msgspec
 
 from asynckv.config import OffloadConfig
+from asynckv.edges.block_records import BlockRecords
 from asynckv.edges.host_pool import HostPool
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.geometry.packed import placed, record_sizes
 from asynckv.offload.catalogue import Budgets, Catalogue
 from asynckv.offload.job import Move
-from asynckv.offload.keys import NAMESPACE_BYTES, stored_groups
+from asynckv.offload.keys import stored_groups
 from asynckv.ports import Record, RecordPlane
 
 __all__ = ["Shelf"]
+
+LARGE = 256 << 20
+"""Bytes of memory that the system takes back in more than a millisecond or two, so not on the loop."""
 
 MOVE_BYTES = 64 << 20
 """In one move at most, which then has one ending for all of it."""
@@ -70,7 +74,7 @@ class Shelf:
         self.kept = [index for index, stride in enumerate(strides) if stride]
         self.groups = tuple(groups[index] for index in self.kept)
         self.align = math.lcm(*(group.block_size for group in self.groups))
-        self._spaces = [bytes.fromhex(group.namespace) for group in self.groups]
+        self._blocks = BlockRecords(self.groups, self.form_id)
         self.catalogue = Catalogue(
             self.groups,
             config.hash_tokens,
@@ -114,15 +118,7 @@ class Shelf:
         if self.records is None:
             return 0
         assert self.memory is not None
-        found, strange = [], []
-        spaces = {space: at for at, space in enumerate(self._spaces)}
-        for stored in self.records.start(self.memory.memory, on_ready, loop):
-            at = spaces.get(stored.key[:NAMESPACE_BYTES], -1)
-            size = self.groups[at].record_bytes
-            if at < 0 or stored.layout != self.form_id or stored.size != size or stored.far % size:
-                strange.append(stored.far)
-            else:
-                found.append((at, stored.far // size, stored.key[NAMESPACE_BYTES:]))
+        found, strange = self._blocks.known(self.records.start(self.memory.memory, on_ready, loop))
         if self._is_own:
             self.unfit = len(strange)
             self.records.forget(strange)
@@ -143,22 +139,19 @@ class Shelf:
             self.records.close()
         if self.memory is not None:
             memory, self.memory = self.memory, None
-            await anyio.to_thread.run_sync(memory.close)
+            if memory.num_bytes > LARGE:
+                await anyio.to_thread.run_sync(memory.close)
+            else:
+                memory.close()
 
     # -- what moves ----------------------------------------------------------------------------------
 
     def record_list(self, move: Move) -> list[Record]:
         """What is moved between this shelf's memory and its files."""
-        out = []
-        for piece in move.pieces:
-            group, space = self.groups[piece.group], self._spaces[piece.group]
-            size, tag = group.record_bytes, group.name[:64]
-            for key, near, far in zip(piece.hashes, piece.host_slots, piece.file_slots, strict=True):
-                out.append(Record(space + key, near * size, far * size, size, self.form_id, tag))
-        return out
+        return self._blocks.of(move)
 
     def forget(self) -> None:
         """What was given up is to be found in the files no more."""
         freed = self.catalogue.forgotten()
         if freed and self.records is not None:
-            self.records.forget([slot * self.groups[at].record_bytes for at, slot in freed])
+            self.records.forget(self._blocks.places(freed))

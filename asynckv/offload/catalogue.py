@@ -26,6 +26,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from msgspec.structs import replace
+
 from asynckv.arguments import integer, shown, text
 from asynckv.core.events import Ending
 from asynckv.errors import ConfigError, LocalProtocolError
@@ -79,7 +81,8 @@ class Catalogue:
                 raise ConfigError(
                     f"group {shown(group.name)} has blocks of {group.block_size} tokens, and hashes cover {hash_tokens}"
                 )
-        self.budgets = budgets
+        # What is being written to files cannot be evicted: a disk that stalls must not keep new blocks out.
+        budgets = replace(budgets, write_back_bytes=min(budgets.write_back_bytes, host_bytes // 4))
         self.host = Tier(Place.HOST, self.groups, host_bytes, policy)
         self.file = Tier(Place.FILE, self.groups, file_bytes, policy) if file_bytes else None
         self.pins: dict[str, list[tuple[Tier, Entry]]] = {}
@@ -424,6 +427,13 @@ class Catalogue:
                 self._jobs.fail(job, JobOutcome.FAILED, cause or f"a transfer ended {ending}")
             else:
                 self._jobs.settle(job)
+
+    def overdue(self, move_id: int, cause: str) -> None:
+        """Wait no longer for a move whose job's time is over: it is in doubt until it has `ended`."""
+        running = self.traffic.get(move_id)
+        if running.job is not None:
+            self._jobs.fail(running.job, JobOutcome.TIMEOUT, cause)
+        self._doubt(running, cause)
 
     # -- how moves end -----------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ class Budgets(Struct, frozen=True, kw_only=True):
     Attributes:
         move_bytes: The most that one move carries; one block at least.
         load_bytes, store_bytes, promotion_bytes, write_back_bytes: The most that moves of a kind carry together; one
-            move at least.
+            move at least. A catalogue lets write-backs carry a quarter of its host memory at most.
         write_back_bytes_per_s: How fast the file tier is written.
     """
 

@@ -22,7 +22,18 @@ import numpy.typing as npt
 
 from asynckv.geometry.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, View, shard
 
-__all__ = ["FREED", "Cache", "Model", "Shape", "chain", "draw_model", "draw_shape", "layout_of"]
+__all__ = [
+    "FREED",
+    "Cache",
+    "GroupKind",
+    "Model",
+    "PartKind",
+    "Shape",
+    "chain",
+    "draw_model",
+    "draw_shape",
+    "layout_of",
+]
 
 Bytes = npt.NDArray[np.uint8]
 Places = npt.NDArray[np.int64]

@@ -503,11 +503,12 @@ class _Rank:
         """Whatever is on the disk with a checksum that fits is what its key says."""
         if self.records is None or self.offload is None:
             return
-        disk, spaces = self.records.disk, self.offload._own._spaces
+        disk, own = self.records.disk, self.offload._own
+        spaces = [bytes.fromhex(group.namespace) for group in own.groups]
         for far, (record, data) in disk.records.items():
             form = decode_layout(disk.layouts[record.layout])
             if disk.is_good(far) and record.key[:NAMESPACE_BYTES] in spaces:
-                group = self.offload._own.kept[spaces.index(record.key[:NAMESPACE_BYTES])]
+                group = own.kept[spaces.index(record.key[:NAMESPACE_BYTES])]
                 array = np.frombuffer(data, np.uint8)
                 whole = np.zeros(max(r.stride for r in record_sizes(form)), np.uint8)
                 whole[: len(array)] = array
@@ -542,6 +543,8 @@ class TierService:
         self.outcomes: Counter[str] = Counter()
         self.disks: list[tuple[Layout, WorldDisk]] = []
         self.ranks: list[_Rank] = []
+        self._ever: list[_Rank] = []
+        """Those of any geometry."""
         self.reader = _Rank(self, "d", 0)
         self.life = -1
         self.is_changing = False
@@ -596,9 +599,9 @@ class TierService:
         self.life += by if self.life >= 0 else 1
         for rank in self.ranks:
             self._let_go(rank)
-        known = {rank.name: rank for rank in self.ranks}
-        names = [f"p{i}" for i in range(self.shape.tp_size)]
-        self.ranks = [known.get(name) or _Rank(self, name, i) for i, name in enumerate(names)]
+        for i in range(len(self._ever), self.shape.tp_size):
+            self._ever.append(_Rank(self, f"p{i}", i))
+        self.ranks = self._ever[: self.shape.tp_size]
         self.free["p"], self.calls = self._pools(self.shape), {}
         self.is_changing = False
         for rank in self.ranks:

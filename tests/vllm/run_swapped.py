@@ -62,6 +62,10 @@ KEPT = [
 ]
 """Tests of a manager that know it by its calls; the others know CPUOffloadingManager's policies, options or metrics."""
 
+ASKED = [f"{UNIT}/offloading_connector/test_scheduler.py::test_swa_offload_window_covers_unaligned_hit"]
+ONE_BOUNDARY = "3904"
+"""How vLLM's connector asks a manager for prompts of three groups; the others of its tests have a manager of mocks."""
+
 MOVED = [f"{MOVER}::test_transfer", f"{MOVER}::test_transfer_multi_group"]
 NOT_APART = "not (multi_group and True)"
 """Stores of several groups are looked for by a test in a memory per group: here all groups have slots of one memory."""
@@ -74,6 +78,8 @@ RUNS: list[tuple[str, str, dict[str, Any], list[str], str | None, int]] = [
     ("AsyncKVConnector in MultiConnector", "swap_connector", {**OURS, "inside": True}, DRIVEN, NOT_INSIDE, 16),
     ("vLLM's CPUOffloadingManager", "", {}, KEPT, None, 22),
     ("AsyncKVOffloadingSpec's manager", "swap_offload", {}, KEPT, None, 22),
+    ("vLLM's CPUOffloadingManager behind its connector", "", {}, ASKED, ONE_BOUNDARY, 32),
+    ("AsyncKVOffloadingSpec's manager behind its connector", "swap_offload", {}, ASKED, ONE_BOUNDARY, 32),
     ("AsyncKVOffloadingSpec's worker", "swap_offload", {}, MOVED, NOT_APART, 28),
 ]
 """Name, the plug-in, what it swaps in, which tests, which of them, and how many have to pass."""

@@ -66,11 +66,13 @@ class Judge:
         assert self.engine.ask("forget_prefixes", everywhere)
 
     def settle(self) -> None:
-        """Nothing is held once all has ended."""
+        """Nothing is held once all has ended, and no slot waits for anybody."""
         state = self.engine.until(lambda state: not state["has_work"])
         assert state["free"] == state["blocks"] - 1, state
+        self.engine.until(lambda _: not self.kept()["moves"])
         kept = self.kept()
-        assert (kept["jobs"], kept["pins"]) == (0, 0), kept
+        left = {name: kept.get(name, 0) for name in ("jobs", "pins", "host_leaving", "file_leaving", "moves_in_doubt")}
+        assert not any(left.values()), kept
         assert self.engine.ask("close") < 5
 
 

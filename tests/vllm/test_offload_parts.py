@@ -7,10 +7,17 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -31,6 +38,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import Request
 
 from asynckv.config import OffloadConfig
 from asynckv.core.events import Ending, TransferEnded
@@ -44,6 +52,8 @@ from asynckv.integrations.vllm.offload.region import Region, Shape
 from asynckv.integrations.vllm.offload.spec import AsyncKVOffloadingSpec, stored
 from asynckv.integrations.vllm.offload.worker import Worker
 from asynckv.ports import CopyOp, Record, RecordsEnded, RecordsLost
+from asynckv.testing import SimDisk, SimRecords
+from asynckv.tools.offload_folder import look
 
 PAGE = 4096
 WITHIN_S = 20.0
@@ -94,6 +104,46 @@ def test_the_spec_is_found_by_its_path_and_names_its_metrics() -> None:
 def test_options_are_refused_before_anything_is_made(extra: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         OffloadingSpecFactory.create_spec(config(extra))
+
+
+@pytest.mark.parametrize("window", [1, None])
+def test_a_budget_that_may_end_an_engine_is_warned_of(window: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    groups = (OffloadingGroupConfig(16, ("layer",), 0, window),)
+    with caplog.at_level("WARNING", "vllm.asynckv"):
+        OffloadingSpecFactory.create_spec(config({"sync_load_budget_bytes": 1}, groups=groups)).get_manager()
+    said = [record.message for record in caplog.records if record.name == "vllm.asynckv"]
+    assert len(said) == (window == 1), said
+
+
+@pytest.mark.parametrize(("is_within_step", "taken"), [(True, 7), (False, 5)])
+def test_vllm_reserves_a_block_too_few_for_a_load_of_a_state_within_a_step(is_within_step: bool, taken: int) -> None:
+    """What the warning says, in vLLM's block manager alone: when this fails, the warning may go."""
+    size, init = 32, {"block_size": 32, "dtype": torch.float32}
+    groups = [
+        KVCacheGroupSpec(["attention"], FullAttentionSpec(num_kv_heads=1, head_size=1, **init)),
+        KVCacheGroupSpec(["state"], MambaSpec(size, ((1, 1),), (torch.float32,), mamba_cache_mode="align")),
+    ]
+    init_none_hash(sha256)
+    outcomes = []
+    for free in (taken - 2, taken - 1, taken):
+        blocks = KVCacheManager(
+            KVCacheConfig(free + 1, [], groups), max_model_len=1024, scheduler_block_size=size, hash_block_size=size
+        )
+        sampling = SamplingParams(max_tokens=1)
+        hasher = get_request_block_hasher(size, sha256)
+        request = Request("r", [*range(4 * size + 8)], sampling, None, block_hasher=hasher)
+        try:
+            found = blocks.allocate_slots(
+                request,
+                8 if is_within_step else 0,
+                num_external_computed_tokens=4 * size,
+                delay_cache_blocks=not is_within_step,
+            )
+        except ValueError as exc:
+            outcomes.append(str(exc))
+        else:
+            outcomes.append("" if found is None else f"{free - blocks.block_pool.get_num_free_blocks()}")
+    assert outcomes == ["", "Cannot get 1 free blocks from the pool" if is_within_step else "", f"{taken}"]
 
 
 # -- the worker ------------------------------------------------------------------------------------
@@ -405,3 +455,109 @@ def test_slots_that_workers_may_still_write_are_not_given_away_after_a_reset() -
     assert manager.prepare_store([key(9)], context) is not None
     manager.complete_store([key(9)], context)
     assert manager.catalogue.check_integrity() == []
+
+
+def test_who_keeps_all_slots_is_said_once_and_not_in_every_step(caplog: pytest.LogCaptureFixture) -> None:
+    given = config()
+    offload = OffloadConfig(model="m", hash_tokens=16, host_bytes=1)
+    shape = Shape(PAGE, 1, 1, 8)
+    manager = Manager(given, offload, shape, stored(given, offload, shape))
+    context = ReqContext("r")
+    first, more = [key(i) for i in range(8)], [key(9)]
+    manager.prepare_store(first, context)
+    with caplog.at_level("WARNING", "vllm.asynckv"):
+        assert manager.prepare_store(more, context) is None
+        assert manager.prepare_store(more, context) is None
+    (said,) = caplog.messages
+    assert "of 8 slots workers write 8 and read 0, 0 are being written to files" in said
+    assert manager.statistics()["refused_blocks"] == 2
+    manager.complete_store(first, context)
+    assert manager.prepare_store(more, context) is not None
+
+
+class AtOnce(SimRecords):
+    """Writes before `post` returns; so a place that is forgotten too late has lost its new block."""
+
+    def post(self, move_id: TransferId, op: CopyOp, records: Sequence[Record]) -> None:
+        super().post(move_id, op, records)
+        self.finish(move_id)
+
+
+class Filed:
+    """A manager with files, whose blocks hold what their keys say."""
+
+    def __init__(self, folder: Path, disk: SimDisk | None) -> None:
+        given = config()
+        offload = OffloadConfig(
+            model="m", hash_tokens=16, host_bytes=1, directory=str(folder), file_bytes=8 * PAGE, policy="lru"
+        )
+        shape = Shape(PAGE, 1, 1, 8)
+        self.region = Region(given.engine_id, shape)
+        self.region.join(0)
+        records = None if disk is None else AtOnce(disk)
+        self.manager = Manager(given, offload, shape, stored(given, offload, shape), records)
+        self.slots = self.region.array.reshape(8, PAGE)
+
+    def until_written(self) -> dict[str, int]:
+        deadline = time.monotonic() + WITHIN_S
+        while True:
+            with self.manager.lock:
+                said = self.manager.statistics()
+            if not said["moves"] and not said["to_write_back"]:
+                return said
+            assert time.monotonic() < deadline, said
+            time.sleep(0.001)
+
+    def store(self, numbers: Sequence[int], name: str) -> None:
+        keys, context = [key(number) for number in numbers], ReqContext(name)
+        with self.manager.lock:
+            output = self.manager.prepare_store(keys, context)
+            assert output is not None
+            assert list(output.keys_to_store) == keys
+            self.slots[output.store_spec.block_ids] = np.array(numbers)[:, None]
+            self.manager.complete_store(keys, context)
+            self.manager.on_request_finished(context)
+
+    def load(self, number: int) -> bytes | None:
+        """Bring a block from wherever it is; None if it is not to be had."""
+        context, deadline = ReqContext(f"load{number}"), time.monotonic() + WITHIN_S
+        while True:
+            with self.manager.lock:
+                found = self.manager.lookup(key(number), context)
+                self.manager.on_schedule_end(ScheduleEndContext((), ()))
+            if found is not LookupResult.HIT_PENDING:
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        if found is LookupResult.MISS:
+            return None
+        with self.manager.lock:
+            (slot,) = self.manager.prepare_load([key(number)], context).block_ids
+            data: bytes = self.slots[slot].tobytes()
+            self.manager.complete_load([key(number)], context)
+            self.manager.on_request_finished(context)
+        return data
+
+    def close(self) -> None:
+        with self.manager.lock:
+            assert self.manager.catalogue.check_integrity() == []
+        self.manager.shutdown()
+        self.region.close()
+
+
+@pytest.mark.parametrize("is_real", [True, False], ids=["files", "simulated"])
+def test_a_place_in_the_files_that_changes_hands_keeps_its_new_block(tmp_path: Path, is_real: bool) -> None:
+    disk = None if is_real else SimDisk(8 * PAGE)
+    kept = Filed(tmp_path, disk)
+    for i in range(12):
+        kept.store(range(3 * i, 3 * i + 3), f"r{i}")
+        said = kept.until_written()
+    assert (said["file_evicted"], said["file_blocks"]) == (28, 8)
+    kept.close()
+    assert (look(tmp_path).blocks if disk is None else len(disk.records)) == 8
+    again = Filed(tmp_path, disk)
+    found = {number: data for number in range(36) if (data := again.load(number)) is not None}
+    assert len(found) == 8
+    assert set(range(30, 36)) < set(found)
+    assert all(data == bytes([number]) * PAGE for number, data in found.items())
+    again.close()

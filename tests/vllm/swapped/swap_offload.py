@@ -33,7 +33,7 @@ def manager(
     if fields.get("store_threshold") or fields.get("cache_policy_module_path"):
         pytest.fail("asynckv's manager has no such option")
     tests: Any = importlib.import_module("tests.v1.kv_offload.conftest")
-    groups = tuple(OffloadingGroupConfig(16, (f"layer{i}",), i) for i in range(2))
+    groups = tuple(OffloadingGroupConfig(16, (f"layer{i}",), i) for i in range(3))
     config = replace(tests.make_offloading_config(groups=groups), enable_kv_cache_events=enable_events)
     offload = OffloadConfig(model="m", hash_tokens=16, host_bytes=num_chunks * PAGE, policy=cache_policy)
     shape = Shape(PAGE, 1, 1, num_chunks)
@@ -86,5 +86,6 @@ def pytest_configure(config: pytest.Config) -> None:
     from vllm.v1.kv_offload.cpu import gpu_worker
     from vllm.v1.kv_offload.cpu import manager as managers
 
+    importlib.import_module("vllm.v1.kv_offload.tiering.spec")  # has classes that are made from vLLM's
     managers.CPUOffloadingManager = manager
     gpu_worker.CPUOffloadingWorker = worker

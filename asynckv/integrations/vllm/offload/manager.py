@@ -46,6 +46,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from asynckv.config import OffloadConfig
 from asynckv.core.events import Ending
+from asynckv.edges.block_records import BlockRecords
 from asynckv.edges.file_tier import FileTier
 from asynckv.errors import BackendError
 from asynckv.integrations.vllm.offload.files import Files
@@ -53,8 +54,8 @@ from asynckv.integrations.vllm.offload.region import Region, Shape, path_of
 from asynckv.offload.catalogue import Budgets, Catalogue
 from asynckv.offload.entry import EntryState
 from asynckv.offload.job import JobEnded, JobOutcome, Move, MoveKind
-from asynckv.offload.keys import NAMESPACE_BYTES, StoredGroup
-from asynckv.ports import FOUND_DAMAGED, CopyOp, Record, RecordNews, RecordPlane, RecordsEnded
+from asynckv.offload.keys import StoredGroup
+from asynckv.ports import FOUND_DAMAGED, CopyOp, RecordNews, RecordPlane, RecordsEnded
 
 __all__ = ["COUNTED", "GAUGES", "PREFIX", "Manager"]
 
@@ -64,6 +65,7 @@ ALL = 1 << 62
 """Bytes: what vLLM has decided to move is moved; workers take one job after another."""
 
 CLOSE_S = 3.0
+FULL_S = 60.0
 
 READY = EntryState.READY
 
@@ -139,11 +141,10 @@ class Manager(OffloadingManager):
     ) -> None:
         self._shape, self._groups, self._clock, self._timeout_s = shape, groups, clock, offload.timeout_s
         self._places = {group.group_id: place for place, group in enumerate(config.groups)}
-        self._spaces = [bytes.fromhex(group.namespace) for group in groups]
         self._world_size = config.parallel.world_size
         self._is_checked = False
         """All workers use the memory that files are read into."""
-        self._form = f"vllm-{shape.block_bytes}x{shape.blocks}x{shape.ranks}"
+        self._blocks = BlockRecords(groups, f"vllm-{shape.block_bytes}x{shape.blocks}x{shape.ranks}")
         self._lock = threading.RLock()
         self.catalogue = Catalogue(
             groups,
@@ -156,8 +157,7 @@ class Manager(OffloadingManager):
                 load_bytes=ALL,
                 store_bytes=ALL,
                 promotion_bytes=offload.max_bytes,
-                # What is being written cannot be evicted: a disk that stalls must not keep new blocks out.
-                write_back_bytes=min(offload.max_bytes, shape.slots * shape.slot_bytes // 4),
+                write_back_bytes=offload.max_bytes,
                 write_back_bytes_per_s=offload.write_back_bytes_per_s or math.inf,
             ),
         )
@@ -165,6 +165,7 @@ class Manager(OffloadingManager):
         self._told: Counter[str] = Counter()
         self._is_lru = offload.policy == "lru"
         self._wake_at = math.inf
+        self._next_told_full = -math.inf
         self._names = itertools.count(1)
         self._cut: dict[str, list[Move]] = {}
         """Moves for workers, of the job that is being asked for."""
@@ -201,23 +202,21 @@ class Manager(OffloadingManager):
             return
         self._region = Region(config.engine_id, self._shape)
         files = Files(records, self._hear, self._on_time)
-        found, strange = [], []
-        spaces = {space: place for place, space in enumerate(self._spaces)}
-        size = self._shape.slot_bytes
-        for stored in files.start(self._region.memory):
-            place = spaces.get(stored.key[:NAMESPACE_BYTES], -1)
-            if place < 0 or stored.layout != self._form or stored.size != size or stored.far % size:
-                strange.append(stored.far)
-            else:
-                found.append((place, stored.far // size, stored.key[NAMESPACE_BYTES:]))
+        found, strange = self._blocks.known(files.start(self._region.memory))
         self._files = files
         files.forget(strange)
         kept = self.catalogue.recover(found)
         log.info("%d blocks were found in %s", kept, offload.directory)
         said = records.statistics()
-        damage = {what: said.get(f"found_{what}", 0) for what in FOUND_DAMAGED} | {"unfit": len(strange)}
+        damage = {what: said.get(f"found_{what}", 0) for what in FOUND_DAMAGED}
         if any(damage.values()):
             log.warning("not all that %s should have is there: %s", offload.directory, damage)
+        if strange:
+            log.warning(
+                "%d blocks in %s are given up: they are of another model, dtype, block size, memory order or parallel "
+                "size; use one directory for each",
+                *(len(strange), offload.directory),
+            )
         self._forget()
 
     @property
@@ -282,12 +281,32 @@ class Manager(OffloadingManager):
             self._advance()
             for move in self._cut.pop(name, []):
                 where |= self._opened(move, wanted, self._stores)
-        self.counts["refused_blocks"] += sum(key not in where for key in new)
+        if refused := sum(key not in where for key in new):
+            self.counts["refused_blocks"] += refused
+            self._tell_full()
         if new and not where:
             return None
         self._request(req_context).used |= dict.fromkeys(wanted)
         stored = [key for key in wanted if key in where]
         return PrepareStoreOutput(stored, CPULoadStoreSpec([where[key] for key in stored]), self._evicted)
+
+    def _tell_full(self) -> None:
+        """Say what keeps all slots, once a minute at most: vLLM says in each step that it cannot store."""
+        if self._clock() < self._next_told_full:
+            return
+        self._next_told_full = self._clock() + FULL_S
+        busy = Counter({str(kind): 0 for kind in MoveKind})
+        for running in self.catalogue.traffic.running.values():
+            busy[running.move.kind] += running.move.num_blocks
+        kept = {entry for held in self.catalogue.pins.values() for tier, entry in held if tier is self.catalogue.host}
+        log.warning(
+            "host memory is full, and blocks are not stored: of %d slots workers write %d and read %d, %d are being "
+            "written to files and %d read from there, and %d are kept for requests that wait; give more host_bytes if "
+            "this does not pass",
+            self._shape.slots,
+            *(busy[kind] for kind in (MoveKind.STORE, MoveKind.LOAD, MoveKind.WRITE_BACK, MoveKind.PROMOTION)),
+            len(kept),
+        )
 
     def _is_known(self, key: OffloadKey) -> bool:
         place, hash_ = self._find(key)
@@ -505,7 +524,7 @@ class Manager(OffloadingManager):
         """Rid the files' index of what was given up."""
         freed = self.catalogue.forgotten()
         if freed and self._files is not None:
-            self._files.forget([slot * self._shape.slot_bytes for _, slot in freed])
+            self._files.forget(self._blocks.places(freed))
 
     def shutdown(self) -> None:
         """End the thread of the files; called without the lock. Idempotent."""
@@ -544,26 +563,13 @@ class Manager(OffloadingManager):
             self._files.wake_in(max(0.0, self._wake_at - self._clock()))
 
     def _post(self, move: Move) -> None:
-        size = self._shape.slot_bytes
-        records = [
-            Record(
-                self._spaces[piece.group] + key,
-                near * size,
-                far * size,
-                size,
-                self._form,
-                self._groups[piece.group].name,
-            )
-            for piece in move.pieces
-            for key, near, far in zip(piece.hashes, piece.host_slots, piece.file_slots, strict=True)
-        ]
         assert self._files is not None
         if not self._is_checked and not self._check():
             self.catalogue.ended(move.move_id, Ending.FAILED)
             return
         is_read = move.kind is MoveKind.PROMOTION
         self._moving[move.move_id] = "fetched_blocks" if is_read else "written_back_blocks", move.num_blocks
-        self._files.post(move.move_id, CopyOp.READ if is_read else CopyOp.WRITE, records)
+        self._files.post(move.move_id, CopyOp.READ if is_read else CopyOp.WRITE, self._blocks.of(move))
 
     def _check(self) -> bool:
         """See that all workers use the memory that is mapped here; else files are of no use."""

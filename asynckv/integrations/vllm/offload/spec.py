@@ -77,6 +77,14 @@ class AsyncKVOffloadingSpec(OffloadingSpec):
                     "anew; set PYTHONHASHSEED",
                     self.offload.directory,
                 )
+            if self.extra_config.get("sync_load_budget_bytes") and any(
+                group.sliding_window_size_in_chunks == 1 for group in self.config.groups
+            ):
+                log.warning(
+                    "if this model is recurrent, leave %s.sync_load_budget_bytes out: vLLM 0.33.0 reserves a block too "
+                    "few per group of states for such a load, and ends with 'Cannot get 1 free blocks' when it has few",
+                    WHERE,
+                )
             self._manager = Manager(self.config, self.offload, self.shape, groups)
         return self._manager
 

@@ -1,0 +1,57 @@
+"""How a catalogue's blocks are records of files: their keys, their places, and which of those found are ours.
+
+A record's key is what the hash means (the group's namespace) and the hash; its place is its slot's. A group's records
+are all of one size, so slot and place follow from each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from asynckv.offload.job import Move
+from asynckv.offload.keys import NAMESPACE_BYTES, StoredGroup
+from asynckv.ports import Record, Stored
+
+__all__ = ["BlockRecords"]
+
+MAX_TAG = 64
+
+
+class BlockRecords:
+    """Records of one form.
+
+    Args:
+        groups: The catalogue's.
+        form: What tells their bytes from those of another form.
+    """
+
+    def __init__(self, groups: Sequence[StoredGroup], form: str) -> None:
+        self._groups, self._form = groups, form
+        self._spaces = [bytes.fromhex(group.namespace) for group in groups]
+
+    def of(self, move: Move) -> list[Record]:
+        """What a move carries between host memory and files, block by block."""
+        out = []
+        for piece in move.pieces:
+            group, space = self._groups[piece.group], self._spaces[piece.group]
+            size, tag = group.record_bytes, group.name[:MAX_TAG]
+            for key, near, far in zip(piece.hashes, piece.host_slots, piece.file_slots, strict=True):
+                out.append(Record(space + key, near * size, far * size, size, self._form, tag))
+        return out
+
+    def known(self, found: Iterable[Stored]) -> tuple[list[tuple[int, int, bytes]], list[int]]:
+        """Tell what files have that fits, as `Catalogue.recover` takes it in, from the places of what does not."""
+        fits, strange = [], []
+        spaces = {space: at for at, space in enumerate(self._spaces)}
+        for stored in found:
+            at = spaces.get(stored.key[:NAMESPACE_BYTES], -1)
+            size = self._groups[at].record_bytes
+            if at < 0 or stored.layout != self._form or stored.size != size or stored.far % size:
+                strange.append(stored.far)
+            else:
+                fits.append((at, stored.far // size, stored.key[NAMESPACE_BYTES:]))
+        return fits, strange
+
+    def places(self, freed: Iterable[tuple[int, int]]) -> Iterator[int]:
+        """Where slots lie that hold nothing any more, by `(group, slot)`."""
+        return (slot * self._groups[at].record_bytes for at, slot in freed)
