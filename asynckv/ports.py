@@ -39,6 +39,7 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 
 __all__ = [
+    "FOUND_DAMAGED",
     "AgentInfo",
     "AgentLost",
     "AgentReplaced",
@@ -334,6 +335,9 @@ class RecordsLost(NamedTuple):
 
 
 RecordNews = RecordsEnded | RecordsLost
+
+FOUND_DAMAGED = ("index_damaged", "missing", "malformed", "overlapping")
+"""What a plane may have found at its start instead of records: in `statistics` with `found_` before it."""
 
 
 class RecordPlane(Protocol):

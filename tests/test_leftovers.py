@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from asynckv.edges.file_index import INDEX, STORED_AT, FileIndex
+from asynckv.edges.file_store import OwnerLock
 from asynckv.edges.leftovers import left_in, rank_folder
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.geometry.packed import record_form
@@ -31,8 +32,9 @@ def forms(size: int, **more: Any) -> list[Layout]:
     return [record_form(layout_of(rank, size, **more)) for rank in range(size)]
 
 
-def ranks(directory: Path, own: Layout) -> list[tuple[int, int]]:
-    return sorted((left.form.tp_rank, left.form.tp_size) for left in left_in(directory, own))
+def ranks(directory: Path, own: Layout, left_out: list[str] | None = None) -> list[tuple[int, int]]:
+    found = left_in(directory, own, left_out if left_out is not None else [])
+    return sorted((left.form.tp_rank, left.form.tp_size) for left in found)
 
 
 def test_a_rank_takes_what_it_needs_of_another_engine_and_never_what_its_siblings_are_to_open(tmp_path: Path) -> None:
@@ -46,7 +48,7 @@ def test_a_rank_takes_what_it_needs_of_another_engine_and_never_what_its_sibling
     keep(tmp_path, four[3])
     assert ranks(tmp_path, two[1]) == [(2, 4), (3, 4)]
     assert ranks(tmp_path / "nothing", two[0]) == []
-    assert {left.num_bytes for left in left_in(tmp_path, two[1])} == {(3 << 20) + 4096}  # of files that are there
+    assert {left.num_bytes for left in left_in(tmp_path, two[1], [])} == {(3 << 20) + 4096}  # of files that are there
 
 
 def test_it_takes_those_of_the_engine_that_stored_last_and_has_left_all(tmp_path: Path) -> None:
@@ -58,7 +60,7 @@ def test_it_takes_those_of_the_engine_that_stored_last_and_has_left_all(tmp_path
     assert ranks(tmp_path, one) == [(0, 4), (1, 4), (2, 4), (3, 4)]
     keep(tmp_path, two[1], stored_at=9)
     assert ranks(tmp_path, one) == [(0, 2), (1, 2)]
-    assert [left.form for left in left_in(tmp_path, turned)] == [two[1]]  # its own, in another order
+    assert [left.form for left in left_in(tmp_path, turned, [])] == [two[1]]  # its own, in another order
     (rank_folder(tmp_path, two[0]) / INDEX).unlink()
     assert ranks(tmp_path, one) == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
@@ -73,4 +75,23 @@ def test_it_takes_nothing_that_somebody_else_may_have_made_up(tmp_path: Path, ho
         folder.chmod(0o777)
     else:
         os.rename(folder, tmp_path / f"\x1b[2J-{fingerprint(large)}")
-    assert ranks(tmp_path, one) == []
+    left_out: list[str] = []
+    assert ranks(tmp_path, one, left_out) == []
+    if how == "mode":
+        (cause,) = left_out
+        assert str(folder) in cause
+        assert "chmod o-w" in cause
+
+
+def test_what_cannot_be_read_is_said_unless_somebody_has_it(tmp_path: Path) -> None:
+    (one,), (large,) = forms(1), forms(1, block_size=64)
+    keep(tmp_path, large)
+    folder = rank_folder(tmp_path, large)
+    (folder / INDEX).write_bytes(b"x" * 10_000)
+    lock, left_out = OwnerLock(folder), list[str]()
+    assert ranks(tmp_path, one, left_out) == []
+    assert left_out == []  # it may be starting
+    lock.release()
+    assert ranks(tmp_path, one, left_out) == []
+    (cause,) = left_out
+    assert f"the index of {folder} is damaged" in cause

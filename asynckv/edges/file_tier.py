@@ -175,7 +175,8 @@ class FileTier:
         entries, malformed = said.entries, said.malformed
         self.found["malformed"] = len(malformed)
         kept = [entry for entry in entries if segments.has_kept(entry.far, entry.size)]
-        self.found["missing"] = len(entries) - len(kept)
+        self.found["beyond"] = sum(entry.far + entry.size > segments.num_bytes for entry in entries)
+        self.found["missing"] = len(entries) - len(kept) - self.found["beyond"]
         doubled = {
             min((a, b), key=lambda each: each.stored_at).far for a, b in pairwise(kept) if a.far + a.size > b.far
         }

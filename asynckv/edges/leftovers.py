@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from asynckv.edges.file_index import INDEX, STORED_AT, read_index
-from asynckv.edges.file_store import check_folder
-from asynckv.errors import AsyncKVError, LayoutError
+from asynckv.edges.file_store import check_folder, owner_of
+from asynckv.errors import AsyncKVError, BackendError, LayoutError
 from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.kept import kept_tables
 from asynckv.geometry.layout import Layout, fingerprint
@@ -48,11 +48,12 @@ def rank_folder(directory: str | os.PathLike[str], form: Layout) -> Path:
     return Path(directory) / f"tp{form.tp_rank}of{form.tp_size}{stage}-{fingerprint(form)}"
 
 
-def left_in(directory: Path, own: Layout) -> Sequence[Left]:
+def left_in(directory: Path, own: Layout, left_out: list[str]) -> Sequence[Left]:
     """Return the directories that a rank needs of another engine's: of the one that stored last and left all of them.
 
     A rank's own siblings are never among them: they are to open their directories themselves. What an engine of its own
-    size has left in another order of memory is each rank's own.
+    size has left in another order of memory is each rank's own. What cannot be used, and is nobody's, is added to
+    `left_out`, with the reason.
     """
     mine, place = _engine(own), (own.tp_rank, own.pp_stage)
     engines: dict[tuple[object, ...], list[Left]] = defaultdict(list)
@@ -60,7 +61,12 @@ def left_in(directory: Path, own: Layout) -> Sequence[Left]:
         for folder in sorted(directory.iterdir())[:MAX_FOLDERS]:
             if (folder / INDEX).is_file():
                 with suppress(OSError, ValueError, LookupError, AsyncKVError):
-                    left = _read(folder)
+                    try:
+                        left = _read(folder)
+                    except BackendError as exc:
+                        if not owner_of(folder)[1]:  # else it may be starting
+                            left_out.append(str(exc))
+                        continue
                     if _engine(left.form) == mine:
                         if (left.form.tp_rank, left.form.pp_stage) != place or left.form == own:
                             continue

@@ -51,6 +51,7 @@ class Shelf:
         kept: Groups of the form that this rank has a part of; what the catalogue calls a group is a place in it.
         form_id: Short for the form.
         files_lost: Why its files take no more writes, or nothing; empty while they do.
+        unfit: Blocks that its files had, and that were dropped, for they are of another model or length.
 
     Raises:
         ConfigError: A block size is not a multiple of `hash_tokens`, a group cannot be kept, or the tier is too small.
@@ -91,6 +92,7 @@ class Shelf:
                 write_back_bytes_per_s=config.write_back_bytes_per_s or math.inf,
             ),
         )
+        self.unfit = 0
         self.memory: HostPool | None = None
 
     # -- life ----------------------------------------------------------------------------------------
@@ -120,6 +122,7 @@ class Shelf:
         assert self.memory is not None
         found, strange = self._blocks.known(self.records.start(self.memory.memory, on_ready, loop))
         if self._is_own:
+            self.unfit = len(strange)
             self.records.forget(strange)
             self.records.keep_layout(self.form_id, msgspec.msgpack.encode(self.form))
             return self.catalogue.recover(found)

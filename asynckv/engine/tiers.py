@@ -33,7 +33,7 @@ from asynckv.observe.events import EVENT
 from asynckv.offload.found import Found
 from asynckv.offload.job import JobOutcome, MoveKind
 from asynckv.offload.keys import needed
-from asynckv.ports import CopyPlane, RecordPlane
+from asynckv.ports import FOUND_DAMAGED, CopyPlane, RecordPlane
 
 __all__ = ["GRACE_S", "Leftovers", "Serve", "Tiers"]
 
@@ -42,6 +42,9 @@ HOST = "host"
 
 THROUGH_BYTES = 32 << 20
 """Of host memory through which the records of another geometry pass, per rank that has left some."""
+
+MAX_TOLD = 8
+"""Directories that are left out, one line each."""
 
 GRACE_S = 1.0
 """How long closing writes to files, and waits for copies that run, unless it is told otherwise."""
@@ -84,7 +87,9 @@ class Tiers:
         leftovers: Leftovers | None,
     ) -> None:
         self.owner, self.config, self.engine, self.driver = owner, config, engine, engine._driver
-        self._serve, self._leftovers = serve, leftovers or _left_by_others
+        self._left_out: list[str] = []
+        """What ranks of another geometry have left and cannot be used, and why."""
+        self._serve, self._leftovers = serve, leftovers or partial(_left_by_others, self._left_out)
         self.own = Shelf(
             HOST,
             record_form(engine.registration.layout),
@@ -170,13 +175,14 @@ class Tiers:
         loop, mover = asyncio.get_running_loop(), self.mover
         work = loop.run_in_executor(None, self._open_all, loop)
         try:
-            found, left_out = await asyncio.shield(work)
+            found = await asyncio.shield(work)
         except asyncio.CancelledError:
             with anyio.CancelScope(shield=True):  # nobody may close what is still being opened
                 await asyncio.wait([work])
             raise
-        if left_out:
-            self.driver.recorder.event("info", EVENT.OFFLOAD_LEFT_OUT, cause=left_out)
+        for cause in self._left_out[:MAX_TOLD]:
+            self.driver.recorder.event("warning", EVENT.OFFLOAD_LEFT_OUT, cause=cause)
+        self._tell_of_damage()
         opened, mover.shelves = mover.shelves, (self.own, *self.others)
         for shelf in opened:
             if shelf not in mover.shelves:
@@ -187,10 +193,25 @@ class Tiers:
                 mover.on_records(shelf)  # what was not heard meanwhile
         return found
 
-    def _open_all(self, loop: asyncio.AbstractEventLoop) -> tuple[int, str]:
+    def _tell_of_damage(self) -> None:
+        """Say if the rank's own files have not all that they should have."""
+        if self.own.records is None:
+            return
+        said = self.own.records.statistics()
+        damage = {what: said.get(f"found_{what}", 0) for what in FOUND_DAMAGED} | {"unfit": self.own.unfit}
+        if any(damage.values()):
+            self.driver.recorder.event(
+                "warning",
+                EVENT.OFFLOAD_FILES_DAMAGED,
+                folder=self.own.records.describe().get("folder", ""),
+                found=said.get("found_records", 0),
+                **damage,
+            )
+
+    def _open_all(self, loop: asyncio.AbstractEventLoop) -> int:
         """Take memory page by page, take space on disks, and read what is there: each takes seconds if there is much.
 
-        Runs on a thread of its own. Says how many blocks there are, and why what others have left is not used.
+        Runs on a thread of its own. Says how many blocks there are.
         """
         own, config, mover = self.own, self.config, self.mover
         own.take_memory(self.engine.registration.layout)
@@ -205,8 +226,8 @@ class Tiers:
             if opened := mover.shelves[1:]:
                 self.others = list(reading(self.engine.registration.layout, opened, config.max_post_bytes))
         except (BackendError, ConfigError) as exc:
-            return found, str(exc)
-        return found, ""
+            self._left_out.append(str(exc))
+        return found
 
     # -- its end -------------------------------------------------------------------------------------
 
@@ -362,18 +383,19 @@ def _files(config: OffloadConfig, own: Shelf, name: str) -> RecordPlane:
     from asynckv.edges.file_tier import FileTier
     from asynckv.edges.leftovers import rank_folder
 
-    return FileTier(rank_folder(config.directory, own.form), config.file_bytes, name=name)
+    smallest = min(group.record_bytes for group in own.groups)
+    return FileTier(rank_folder(config.directory, own.form), config.file_bytes, name=name, record_bytes=smallest)
 
 
-def _left_by_others(config: OffloadConfig, own: Shelf, name: str) -> list[Shelf]:
-    """Make shelves of what ranks of another geometry have left in the same directory."""
+def _left_by_others(left_out: list[str], config: OffloadConfig, own: Shelf, name: str) -> list[Shelf]:
+    """Make shelves of what ranks of another geometry have left in the same directory; what cannot be used is added."""
     if not config.directory:
         return []
     from asynckv.edges.file_tier import FileTier
     from asynckv.edges.leftovers import left_in
 
     shelves = []
-    for at, left in enumerate(left_in(Path(config.directory), own.form)):
+    for at, left in enumerate(left_in(Path(config.directory), own.form, left_out)):
         files = FileTier(left.folder, left.num_bytes, name=f"{name}-left{at}", read_only=True)
         through = max(THROUGH_BYTES, 16 * left.form.memories[0].length * len(left.form.groups))
         far = f"left{at}"

@@ -59,6 +59,7 @@ class EVENT(enum.StrEnum):
     OFFLOAD_RETIRED = "offload_retired"
     OFFLOAD_FILES_LOST = "offload_files_lost"
     OFFLOAD_BROKEN = "offload_broken"
+    OFFLOAD_FILES_DAMAGED = "offload_files_damaged"
     OFFLOAD_LEFT_OUT = "offload_left_out"
     # the process
     LOOP_WAS_AWAY = "loop_was_away"
@@ -605,11 +606,32 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
             always(INTEGER, "reads", "1 if nothing is read either."),
         ),
     ),
+    EVENT.OFFLOAD_FILES_DAMAGED: Event(
+        "both",
+        ("warning",),
+        "At its start the file tier has not found all that it should have: misses, and nothing else. Once per start.",
+        (
+            always(TEXT, "folder", "The rank's directory."),
+            always(INTEGER, "found", "Blocks that it has."),
+            always(INTEGER, "index_damaged", "1 if its index was damaged, and thrown away: nothing is found."),
+            always(INTEGER, "missing", "Blocks whose file is gone, or was cut short."),
+            always(INTEGER, "malformed", "Blocks of which the index says nothing sensible."),
+            always(INTEGER, "overlapping", "Blocks in the place of newer ones."),
+            always(INTEGER, "unfit", "Blocks of another `model`, `hash_tokens` or length."),
+        ),
+    ),
     EVENT.OFFLOAD_LEFT_OUT: Event(
         "both",
-        ("info",),
-        "What ranks of another geometry have left in files cannot be read here.",
-        (always(TEXT, "cause", "Why: an index is damaged or of another format, a disk fails, or they do not fit."),),
+        ("warning",),
+        "What ranks of another geometry have left in files cannot be read here, and is not found.",
+        (
+            always(
+                TEXT,
+                "cause",
+                "Which directory, and why: its index is damaged or of another format, it is another user's, or there "
+                "is no memory for it. `asynckv offload prune --all` removes what nobody needs.",
+            ),
+        ),
     ),
     EVENT.OFFLOAD_BROKEN: Event(
         "both",

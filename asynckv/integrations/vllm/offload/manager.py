@@ -57,7 +57,7 @@ from asynckv.offload.catalogue import Budgets, Catalogue
 from asynckv.offload.entry import EntryState
 from asynckv.offload.job import JobEnded, JobOutcome, Move, MoveKind
 from asynckv.offload.keys import StoredGroup
-from asynckv.ports import CopyOp, RecordNews, RecordPlane, RecordsEnded
+from asynckv.ports import FOUND_DAMAGED, CopyOp, RecordNews, RecordPlane, RecordsEnded
 
 __all__ = ["COUNTED", "GAUGES", "PREFIX", "Manager"]
 
@@ -185,7 +185,8 @@ class Manager(OffloadingManager):
             folder = Path(offload.directory)
             if config.parallel.data_parallel_size > 1:
                 folder /= f"dp{config.parallel.data_parallel_index}"
-            records = FileTier(folder, offload.file_bytes, name=f"{config.engine_id}-files")
+            name, smallest = f"{config.engine_id}-files", self._shape.slot_bytes
+            records = FileTier(folder, offload.file_bytes, name=name, record_bytes=smallest)
         if records is None:
             return
         self._region = Region(config.engine_id, self._shape)
@@ -195,6 +196,10 @@ class Manager(OffloadingManager):
         files.forget(strange)
         kept = self.catalogue.recover(found)
         log.info("%d blocks were found in %s", kept, offload.directory)
+        said = records.statistics()
+        damage = {what: said.get(f"found_{what}", 0) for what in FOUND_DAMAGED}
+        if any(damage.values()):
+            log.warning("not all that %s should have is there: %s", offload.directory, damage)
         if strange:
             log.warning(
                 "%d blocks in %s are given up: they are of another model, dtype, block size, memory order or parallel "
