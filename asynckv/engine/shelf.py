@@ -12,7 +12,6 @@ import asyncio
 import math
 from collections.abc import Callable
 
-import anyio.to_thread
 import msgspec
 
 from asynckv.config import OffloadConfig
@@ -143,7 +142,7 @@ class Shelf:
             self.records.close()
         if self.memory is not None:
             memory, self.memory = self.memory, None
-            await anyio.to_thread.run_sync(memory.close)
+            await asyncio.get_running_loop().run_in_executor(None, memory.close)
 
     # -- what moves ----------------------------------------------------------------------------------
 
