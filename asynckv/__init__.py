@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         Finished,
         Lend,
         Load,
+        Lookup,
         Order,
         Pull,
         Refused,
@@ -101,8 +102,8 @@ _HOMES = {
     "asynckv.edges.sharing": "shared_memory",
     "asynckv.edges.torch": "TensorPart register_parts register_tensors written",
     "asynckv.embed": (
-        "Announce Cancel Discharge EngineDesk EnginePump EngineThread Failed Finished Lend Load Order Pull Refused "
-        "Store Withdraw"
+        "Announce Cancel Discharge EngineDesk EnginePump EngineThread Failed Finished Lend Load Lookup Order Pull "
+        "Refused Store Withdraw"
     ),
     "asynckv.engine": "Engine LentRequest Offload",
     "asynckv.errors": (
@@ -161,6 +162,7 @@ __all__ = [
     "Loaded",
     "LocalProtocolError",
     "LogConfig",
+    "Lookup",
     "Memory",
     "Metrics",
     "MetricsEndpoint",
