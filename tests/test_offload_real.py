@@ -62,6 +62,7 @@ def test_a_step_stores_and_loads_by_orders() -> None:
         ((request_id, found),) = finished(thread, 1).found
         assert (request_id, found.tokens) == ("b", 48)
         assert (stored.request_id, stored.num_blocks) == ("a", 3)
+        assert thread.engine.observation.ask(lambda: offload.lookup(chain("p", 4), 47), 1.0).tokens == 32
         rank.scribble([3, 4, 9])
         thread.submit(
             [
