@@ -61,6 +61,11 @@ def test_it_takes_those_of_the_engine_that_stored_last_and_has_left_all(tmp_path
     keep(tmp_path, two[1], stored_at=9)
     assert ranks(tmp_path, one) == [(0, 2), (1, 2)]
     assert [left.form for left in left_in(tmp_path, turned, [])] == [two[1]]  # its own, in another order
+    for form in forms(2, order=("kv", "block", "head", "token", "dim")):  # of two orders of one size, the last one
+        keep(tmp_path, form, stored_at=11)
+    assert {left.form for left in left_in(tmp_path, one, [])}.isdisjoint(two)
+    for form in forms(2, order=("kv", "block", "head", "token", "dim")):
+        (rank_folder(tmp_path, form) / INDEX).unlink()
     (rank_folder(tmp_path, two[0]) / INDEX).unlink()
     assert ranks(tmp_path, one) == [(0, 4), (1, 4), (2, 4), (3, 4)]
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from asynckv import (
     PullError,
     PullTimeout,
     ReadFailed,
+    WrongThread,
 )
 from asynckv.cli import app
 from asynckv.core.account import decode_account
@@ -187,7 +189,9 @@ async def test_blocks_that_are_stored_are_lent_and_those_that_are_loaded_into_ar
         assert (held.request_id, held.reason, held.blocks) == ("a", "storing", {0: (1, 2)})
         rank.engine.check_integrity()
         again = asyncio.create_task(offload.store("b", [(0, [2])], chain("q", 1)))  # readers share
-        with pytest.raises(LocalProtocolError, match="block 2 of group 0 cannot be filled: it is lent to"):
+        with pytest.raises(
+            LocalProtocolError, match="cannot be filled: it is still being read by a store of 'a'; wait"
+        ):
             await offload.load("c", [(0, [2])], chain("p", 1), num_tokens=SIZE)
         await asyncio.sleep(0)
         rank.copies.finish()
@@ -197,7 +201,9 @@ async def test_blocks_that_are_stored_are_lent_and_those_that_are_loaded_into_ar
         loading = asyncio.create_task(offload.load("d", [(0, [5])], chain("p", 1), num_tokens=SIZE))
         await until(lambda: rank.copies.moves)
         assert [h.reason for h in rank.engine.holds()] == ["loading"]
-        with pytest.raises(LocalProtocolError, match="still being written"):
+        with pytest.raises(
+            LocalProtocolError, match=r"block 5 .* cannot be read: it is still being written by a load of 'd'"
+        ):
             await offload.store("e", [(0, [5])], chain("r", 1))
         with pytest.raises(LocalProtocolError, match="is being loaded already"):
             await offload.load("d", [(0, [6])], chain("p", 1), num_tokens=SIZE)
@@ -1193,6 +1199,12 @@ async def test_what_makes_no_sense_is_refused_with_nothing_changed() -> None:
             await offload.load("a", [(5, [1])], chain("p", 1), num_tokens=SIZE)
         with pytest.raises(LocalProtocolError, match="hashes"):
             offload.lookup("abc")
+        with pytest.raises(LocalProtocolError, match="request_id is None"):
+            offload.cancel(None)  # type: ignore[arg-type]
+        with ThreadPoolExecutor(1) as pool:
+            remedy = r"with a coroutine that returns offload\.lookup\(\.\.\.\), and loop"
+            with pytest.raises(WrongThread, match=rf"offload\.lookup was called .*{remedy}"):
+                pool.submit(offload.lookup, chain("p", 1)).result()
         with pytest.raises(LocalProtocolError, match="has an offload already"):
             await Offload(offload.config, rank.engine).start()
         assert not rank.engine.holds()
@@ -1207,6 +1219,17 @@ def test_sizes_that_do_not_align_are_refused_with_those_that_would() -> None:
 def test_a_configuration_is_checked() -> None:
     with pytest.raises(ConfigError, match="give both, or neither"):
         OffloadConfig(model="m", hash_tokens=16, host_bytes=1 << 20, directory="/x")
+    for directory in ("/x\0y", b"/x", 7):
+        with pytest.raises(ConfigError, match=r"offload\.directory is .*; give a path"):
+            OffloadConfig(model="m", hash_tokens=16, host_bytes=1, directory=directory, file_bytes=1)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match="host_bytes is 1000, which cannot hold records of 4096 bytes; give 4096 or m"
+    ):
+        Rank(layout_of(), host_bytes=1000)
+    with pytest.raises(ConfigError, match="file_bytes is 1000, which"):
+        Rank(layout_of(), disk=SimDisk(1000))
+    with pytest.raises(ConfigError, match=r"network\.engine_id is 'worker', .* such as 'worker-host'"):
+        Rank(layout_of(), network_=EngineConfig(engine_id="worker"))
     with pytest.raises(ConfigError, match="policy"):
         OffloadConfig(model="m", hash_tokens=16, host_bytes=1 << 20, policy="mru")  # type: ignore[arg-type]
     assert (Stored("a", 1, 1, 0, 2, 0.1).num_new, Loaded("a", 1, 1, 2, 0, 0.1).num_tokens) == (1, 1)

@@ -28,6 +28,7 @@ __all__ = [
     "ALIGN",
     "FORMAT",
     "INDEX",
+    "MAX_CHANGES",
     "STORED_AT",
     "Entry",
     "FileIndex",
@@ -47,6 +48,9 @@ APPLICATION = 0x61736B76
 
 MAX_KEY = 1024
 ALIGN = 4096
+
+MAX_CHANGES = 1000
+"""In one transaction: each may write a page or two to the log."""
 
 RECORD_BYTES = 256
 """What one record may take in an index: it is a hundred or so, in pages that are not full."""
@@ -220,7 +224,7 @@ def _check(db: sqlite3.Connection) -> None:
 
 def one_line(said: object) -> str:
     """What sqlite says goes over several lines."""
-    return " ".join(str(said).split())
+    return " ".join(str(said).removeprefix("*** in database main ***").split())
 
 
 def damaged(folder: Path, how: str) -> BackendError:
@@ -327,19 +331,22 @@ class FileIndex:
         """
         db, (pages, log) = self._db, self._wanted(num_records)
         db.execute(f"PRAGMA wal_autocheckpoint = {log // 4}")
-        db.execute(f"DROP TABLE IF EXISTS {ROOM}")
-        db.execute(f"CREATE TABLE {ROOM} (bytes BLOB)")
         size, missing = self._number("page_size"), max(0, pages - self._number("page_count"))
-        # All at a time would be twice on the disk. The last makes the log as long as it has to be.
-        for part in (*(min(log, missing - done) for done in range(0, missing, log)), log):
-            db.execute(f"INSERT INTO {ROOM} VALUES (zeroblob(?))", (part * size,))
+        # All at a time would be twice on the disk. What is written last makes the log as long as it has to be.
+        for parts in [min(log, missing - done) for done in range(0, missing, log)], [log]:
+            db.execute(f"DROP TABLE IF EXISTS {ROOM}")
+            db.execute(f"CREATE TABLE {ROOM} (bytes BLOB)")
+            for part in parts:
+                db.execute(f"INSERT INTO {ROOM} VALUES (zeroblob(?))", (part * size,))
         db.execute(f"DROP TABLE {ROOM}")
         db.execute("PRAGMA wal_checkpoint")
 
     def _wanted(self, num_records: int) -> tuple[int, int]:
-        """Pages of the index, and of its log: four times what runs up between two checkpoints, for those who read."""
+        """Pages of the index, and of its log: four times what is written back at a time, for changes of `MAX_CHANGES`
+        and those who read."""
         pages = -(-num_records * RECORD_BYTES // self._number("page_size")) + 16
-        return pages, 4 * max(64, min(1000, pages))
+        log = 4 * max(64, min(1000, pages // 2))
+        return max(pages, log), log
 
     def _number(self, pragma: str) -> int:
         return int(self._db.execute(f"PRAGMA {pragma}").fetchone()[0])

@@ -21,7 +21,7 @@ from enum import IntEnum
 from asynckv.arguments import shown
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges.file_index import ALIGN, MAX_KEY, Entry, FileIndex, checksum, now
+from asynckv.edges.file_index import ALIGN, MAX_CHANGES, MAX_KEY, Entry, FileIndex, checksum, now
 from asynckv.edges.file_io import Extent, FileIO, FileTooShort, transfer, view_of
 from asynckv.edges.file_store import Segments, explained, explained_index
 from asynckv.errors import BackendError
@@ -577,7 +577,11 @@ class Worker:
             with self._gate:
                 self._busy_since = self._busy_since or time.monotonic()
             with self._telling() as index:
-                index.change(stored, dropped)
+                places = sorted(dropped)
+                while len(places) > MAX_CHANGES:
+                    index.change({}, places[-MAX_CHANGES:])
+                    del places[-MAX_CHANGES:]
+                index.change(stored, places)
                 self._counts["commits"] += 1
                 return True
         return not (stored or dropped)

@@ -171,7 +171,7 @@ class Mover:
             else:
                 shelf.catalogue.load(job.job_id, chain, tokens, positions=positions, until=until, is_pinning=not blocks)
             job.parts[shelf.far] = None
-        core.ledger.hold(job.job_id, use, request_id, held, now)
+        core.ledger.hold(job.job_id, use, request_id, held, now, kind.value)
         core.inspect.guests[job.job_id] = self.jobs[job.job_id] = job
         self._by_request.setdefault(request_id, {})[job.job_id] = job
         if sum(map(len, held.values())) > IN_ONE_TURN:

@@ -98,6 +98,11 @@ class Offload:
             raise ConfigError(f"config is {shown(config)}; it must be an OffloadConfig")
         if not isinstance(engine, Engine):
             raise ConfigError(f"engine is {shown(engine)}; it must be an Engine")
+        if config.network is not None and config.network.engine_id == engine.config.engine_id:
+            raise ConfigError(
+                f"offload.network.engine_id is {config.network.engine_id!r}, as the engine's own; give the host tier's "
+                f"engine another, such as {config.network.engine_id + '-host'!r}: who pulls has to tell them apart"
+            )
         self.config, self.engine = config, engine
         tiers = self._tiers = Tiers(self, config, engine, copies, records, serve, leftovers)
         self._mover, self._own, self._catalogue = tiers.mover, tiers.own, tiers.own.catalogue

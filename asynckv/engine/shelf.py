@@ -12,7 +12,6 @@ import asyncio
 import math
 from collections.abc import Callable
 
-import anyio.to_thread
 import msgspec
 
 from asynckv.config import OffloadConfig
@@ -142,7 +141,7 @@ class Shelf:
         if self.memory is not None:
             memory, self.memory = self.memory, None
             if memory.num_bytes > LARGE:
-                await anyio.to_thread.run_sync(memory.close)
+                await asyncio.get_running_loop().run_in_executor(None, memory.close)
             else:
                 memory.close()
 

@@ -49,7 +49,7 @@ class Tier:
 
     def __init__(self, place: Place, groups: Sequence[StoredGroup], num_bytes: int, policy: str) -> None:
         self.place = place
-        self.slots = Slots(num_bytes, [group.record_bytes for group in groups])
+        self.slots = Slots(num_bytes, [group.record_bytes for group in groups], f"{place}_bytes")
         self.index: list[dict[bytes, Entry]] = [{} for _ in groups]
         """Per group, what is found by its hash: WRITING or READY."""
         self.writing: list[set[bytes]] = [set() for _ in groups]

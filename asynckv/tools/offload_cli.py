@@ -239,9 +239,10 @@ def _show(found: Folder, *, to_stderr: bool) -> None:
     stored = f"{found.blocks:,}, {_size(found.bytes_stored)}"
     if found.blocks:
         stored += f", stored {found.oldest} to {found.newest}"
+    has_ended = "" if found.is_live else " (has ended)"
     for name, value in (
         ("directory", found.folder),
-        ("owner", f"{_who(found)}, {found.owner.since}" if found.owner else "nobody"),
+        ("owner", f"{found.owner}{has_ended}" if found.owner else "nobody"),
         ("range", f"{_size(found.num_bytes)} in {found.segments} files, {_size(found.bytes_on_disk)} on the disk"),
         ("blocks", stored),
         ("unreadable", f"{found.malformed:,} rows of the index make no sense" if found.malformed else ""),
@@ -256,27 +257,24 @@ def _show(found: Folder, *, to_stderr: bool) -> None:
         console.print(table)
 
 
-def _who(found: Folder) -> str:
-    if found.owner is None:
-        return "nobody"
-    return f"process {found.owner.pid} on {found.owner.host}{'' if found.is_live else ' (has ended)'}"
-
-
 def _show_all(found: Sequence[Folder], *, to_stderr: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from asynckv.observe.console import printable
 
-    table = Table("directory", "owner", "blocks", "bytes", "on the disk", "newest", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("directory", overflow="fold")
+    for name in ("blocks", "bytes", "on the disk", "newest", "in use by"):
+        table.add_column(name)
     for each in found:
         table.add_row(
             printable(Path(each.folder).name),
-            printable(_who(each)),
             f"{each.blocks:,}",
             _size(each.bytes_stored),
             _size(each.bytes_on_disk),
-            each.newest,
+            each.newest[:10],
+            f"pid {each.owner.pid}" if each.owner is not None and each.is_live else "nobody",
         )
     console = Console(stderr=to_stderr)
     console.print(table)
@@ -301,13 +299,16 @@ def _show_checked(found: Checked, *, to_stderr: bool) -> None:
         lines.append(
             f"{_blocks(found.given_up)} not counted: the process that has the directory gave them up meanwhile"
         )
+    left = MAX_SHOWN
     for cause, count in found.bad.items():
         lines.append(f"{_blocks(count)} not sound: {cause}")
-    for bad in found.bad_blocks[:MAX_SHOWN]:
-        at = f"{bad.segment} at {bad.offset:,}, {bad.bytes:,} bytes"
-        lines.append(f"  group {bad.group[:32]}, hash {bad.hash}..., {at}, stored {bad.stored}: {bad.cause}")
+        named = [bad for bad in found.bad_blocks if bad.cause == cause][:left]
+        left -= len(named)
+        for bad in named:
+            at = f"{bad.segment} at {bad.offset:,}, {bad.bytes:,} bytes"
+            lines.append(f"  group {bad.group[:32]}, hash {bad.hash}..., {at}, stored {bad.stored}")
     if len(found.bad_blocks) > MAX_SHOWN:
-        lines.append("  ... (--json names more)")
+        lines.append("  --json names more of them")
     if found.bad:
         lines.append("they were forgotten" if found.dropped else "they are never served; --drop forgets them now")
     for line in lines:
