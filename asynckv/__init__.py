@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         Finished,
         Lend,
         Load,
+        Lookup,
         Order,
         Pull,
         Refused,
@@ -87,7 +88,7 @@ if TYPE_CHECKING:
     from asynckv.observe.observer import Observer, Reading
     from asynckv.observe.tracing import Tracing, trace_context
     from asynckv.offload.found import Found
-    from asynckv.results import LeaseEnd, Loaded, PullResult, Statistics, Stored
+    from asynckv.results import Evicted, LeaseEnd, Loaded, PullResult, Statistics, Stored
     from asynckv.scheduler import PrefillGroup
 
 _HOMES = {
@@ -101,8 +102,8 @@ _HOMES = {
     "asynckv.edges.sharing": "shared_memory",
     "asynckv.edges.torch": "TensorPart register_parts register_tensors written",
     "asynckv.embed": (
-        "Announce Cancel Discharge EngineDesk EnginePump EngineThread Failed Finished Lend Load Order Pull Refused "
-        "Store Withdraw"
+        "Announce Cancel Discharge EngineDesk EnginePump EngineThread Failed Finished Lend Load Lookup Order Pull "
+        "Refused Store Withdraw"
     ),
     "asynckv.engine": "Engine LentRequest Offload",
     "asynckv.errors": (
@@ -117,7 +118,7 @@ _HOMES = {
     "asynckv.observe.tracing": "Tracing trace_context",
     "asynckv.geometry.check": "Registration register_memory",
     "asynckv.offload.found": "Found",
-    "asynckv.results": "LeaseEnd Loaded PullResult Statistics Stored",
+    "asynckv.results": "Evicted LeaseEnd Loaded PullResult Statistics Stored",
 }
 _RENAMED = {"configure_logging": "configure"}
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
@@ -139,6 +140,7 @@ __all__ = [
     "EngineDesk",
     "EnginePump",
     "EngineThread",
+    "Evicted",
     "Failed",
     "Finished",
     "Found",
@@ -160,6 +162,7 @@ __all__ = [
     "Loaded",
     "LocalProtocolError",
     "LogConfig",
+    "Lookup",
     "Memory",
     "Metrics",
     "MetricsEndpoint",

@@ -442,7 +442,8 @@ class OffloadConfig:
             object.__setattr__(self, name, value)
         for name in ("timeout_s", "held_s"):
             object.__setattr__(self, name, seconds(f"offload.{name}", getattr(self, name), ConfigError))
-        if not isinstance(self.directory, str | os.PathLike) or not is_text(os.fspath(self.directory), MAX_PATH):
+        path = os.fspath(self.directory) if isinstance(self.directory, str | os.PathLike) else None
+        if not is_text(path, MAX_PATH) or "\0" in str(path):
             raise ConfigError(f"offload.directory is {shown(self.directory)}; give a path, or '' for no files")
         object.__setattr__(self, "directory", os.fspath(self.directory))
         if bool(self.directory) != bool(self.file_bytes):

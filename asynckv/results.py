@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from asynckv.geometry.pairing import Padding
 
-__all__ = ["LeaseEnd", "Loaded", "PullResult", "Statistics", "Stored"]
+__all__ = ["Evicted", "LeaseEnd", "Loaded", "PullResult", "Statistics", "Stored"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +121,16 @@ class Loaded:
     num_bytes: int
     file_bytes: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What became of blocks that were to be given up; a block that is in both tiers counts twice.
+
+    Attributes:
+        num_blocks: Blocks that nobody finds any more.
+        num_pinned: Blocks that are kept still, because they are pinned or lent.
+    """
+
+    num_blocks: int
+    num_pinned: int

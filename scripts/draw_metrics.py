@@ -330,10 +330,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "short",
                 (
                     (gauge("offload_blocks"), f"{ENGINE} {{{{tier}}}}, {{{{state}}}}"),
+                    (gauge("offload_waiting_blocks"), f"{ENGINE} to be written back"),
                     (rate("offload_evicted_total", "tier"), f"{ENGINE} {{{{tier}}}}, evicted per second"),
                     (rate("offload_not_written_back_total", "reason"), f"{ENGINE} lost, {{{{reason}}}}"),
+                    (rate("offload_not_stored_total", "reason"), f"{ENGINE} not stored, {{{{reason}}}}"),
                 ),
-                "Blocks in each tier. What is evicted before it was written back is lost: the disk is too slow.",
+                "Blocks in each tier. What is evicted before it was written back is lost: the disk is too slow. "
+                "What is not stored for no_room came at a time when all was in use: raise host_bytes.",
             ),
             Panel(
                 "How full, and how long calls take",
@@ -356,6 +359,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (rate("offload_moves_failed_total"), f"{ENGINE} moves failed"),
                     (rate("offload_records_lost_total"), f"{ENGINE} records lost"),
                     (rate("offload_disk_failures_total", "what"), f"{ENGINE} files lost: {{{{what}}}}"),
+                    (f"{gauge('offload_up')} == 0", f"{ENGINE} {{{{tier}}}}: no {{{{what}}}}"),
                 ),
                 "Records are lost when their bytes are not what was stored: a torn write, or a rotten disk.",
             ),

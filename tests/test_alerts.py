@@ -130,11 +130,55 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], int, dict[str, str]]] = {
         5,
         {"reason": "failed"},
     ),
-    "AsynckvOffloadFilesLost": (
-        {f'asynckv_offload_disk_failures_total{{{HERE},what="writes"}}': "0 0 1x9"},
-        {f'asynckv_offload_disk_failures_total{{{HERE},what="all"}}': "0x9"},
+    "AsynckvOffloadOff": (
+        {
+            f'asynckv_offload_up{{{HERE},what="writes",tier="file"}}': "1 1 0x9",
+            f'asynckv_offload_up{{{HERE},what="reads",tier="file"}}': "1x9",
+            f'asynckv_engine_state{{{HERE},state="running"}}': "1x9",
+        },
+        {
+            f'asynckv_offload_up{{{HERE},what="writes",tier="host"}}': "0x9",
+            f'asynckv_engine_state{{{HERE},state="running"}}': "0x9",  # it is suspended
+        },
         5,
-        {"what": "writes"},
+        {"what": "writes", "tier": "file"},
+    ),
+    "AsynckvOffloadFindsNothing": (
+        {
+            f'asynckv_offload_tokens_total{{{HERE},what="looked_up"}}': "0+1000x150",
+            f'asynckv_offload_tokens_total{{{HERE},what="found"}}': "0+5x150",
+        },
+        {
+            f'asynckv_offload_tokens_total{{{HERE},what="looked_up"}}': "0+1000x150",
+            f'asynckv_offload_tokens_total{{{HERE},what="found"}}': "0+50x150",
+        },
+        125,
+        {},
+    ),
+    "AsynckvOffloadLoadsMiss": (
+        {
+            f'asynckv_offload_tokens_total{{{HERE},what="loaded"}}': "0+80x30",
+            f'asynckv_offload_tokens_total{{{HERE},what="missed"}}': "0+20x30",
+        },
+        {
+            f'asynckv_offload_tokens_total{{{HERE},what="loaded"}}': "0+95x30",
+            f'asynckv_offload_tokens_total{{{HERE},what="missed"}}': "0+5x30",
+        },
+        20,
+        {},
+    ),
+    "AsynckvOffloadNotWrittenBack": (
+        {
+            f'asynckv_offload_blocks_moved_total{{{HERE},move="store"}}': "0+100x30",
+            f'asynckv_offload_not_written_back_total{{{HERE},reason="evicted"}}': "0+11x30",
+            f'asynckv_offload_not_written_back_total{{{HERE},reason="no_room"}}': "0+9x30",
+        },
+        {
+            f'asynckv_offload_blocks_moved_total{{{HERE},move="store"}}': "0+100x30",
+            f'asynckv_offload_not_written_back_total{{{HERE},reason="evicted"}}': "0+5x30",
+        },
+        20,
+        {},
     ),
     "AsynckvOffloadRecordsLost": (
         {f"asynckv_offload_records_lost_total{{{HERE}}}": "0 0 1x9"},

@@ -125,6 +125,7 @@ FUNCTIONS = {
 VALUES = {"Dim", "Endpoint", "Group", "Layout", "Memory", "Params", "Part", "Registration", "TensorPart", "View"}
 """Written down by callers, and checked by whoever is given them."""
 RESULTS = {
+    "Evicted",
     "Found",
     "HeldBlocks",
     "LeaseEnd",

@@ -189,7 +189,7 @@ async def test_a_block_in_use_is_refused_and_the_request_can_be_pulled_into_othe
         prefill.engine.lend(second)
         one = asyncio.create_task(decode.engine.pull("one", [(0, [6])], first))
         await until(lambda: decode.data is not None and decode.data.running)
-        with pytest.raises(LocalProtocolError, match=r"block 6 .* still being written by a pull \('one'\)"):
+        with pytest.raises(LocalProtocolError, match=r"block 6 .* still being written by a pull of 'one'"):
             await decode.engine.pull("two", [(0, [6])], second)
         two = asyncio.create_task(decode.engine.pull("two", [(0, [7])], second))
         await until(lambda: decode.data is not None and len(decode.data.running) == 2)

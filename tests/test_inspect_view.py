@@ -347,3 +347,54 @@ def test_bad_input_is_one_line(
     out, err = capsys.readouterr()
     assert (caught.value.code, out, err.count("\n")) == (2, "", 1)
     assert says in err
+
+
+# -- tiers -----------------------------------------------------------------------------------------------
+
+
+def with_tiers(planes: dict[str, str], **gauges: int) -> Answer:
+    """An engine with an offload."""
+    counters = {"offload.tokens.looked_up": 4000, "offload.tokens.found": 3000, "offload.tokens.missed": 16}
+    facts = Facts(life="running", counters=counters | {"offload.evicted.host": 7}, planes=planes)
+    now = {"kept.host": 3, "kept_bytes.host": 3 << 20, "limit_bytes.host": 4 << 20, "to_write_back": 2, "jobs": 1}
+    now |= {
+        "kept.file": 10,
+        "kept_bytes.file": 10 << 20,
+        "limit_bytes.file": 1 << 30,
+        "reads.file": 1,
+        "writes.file": 1,
+    }
+    account = Account(engine_id="w", rank="w/tp0@aaaaaaaa", facts=facts)
+    said = {f"offload.{name}": value for name, value in (now | gauges).items()}
+    return Answer(address="tcp://w:1", engine_id="w", account=account, gauges=said)
+
+
+def test_tiers_are_shown_with_how_full_they_are_and_what_is_found() -> None:
+    lines = shown([with_tiers({"offload.folder": "/nvme/kv/tp0of1-ab"})], width=120).splitlines()
+    at = next(i for i, line in enumerate(lines) if "offload" in line)
+    assert [line.strip() for line in lines[at : at + 3]] == [
+        "offload: found 3,000 of 4,000 tokens (75%) · 16 of them missed by loads · stores and loads under way: 1",
+        "host   3 blocks, 3 MiB of 4 MiB (75%) · 2 to be written back · 7 evicted",
+        "file   10 blocks, 10 MiB of 1 GiB (1%) · /nvme/kv/tp0of1-ab",
+    ]
+    assert not any("offload" in line or "MiB" in line for line in shown([answer(PREFILL)]).splitlines())
+
+
+def test_what_another_geometry_has_left_is_shown_as_only_read() -> None:
+    said = shown([with_tiers({}, **{"kept.others": 5, "kept_bytes.others": 5 << 10})])
+    assert "others 5 blocks, 5 KiB · stored by ranks of another geometry, only read" in said
+
+
+@pytest.mark.parametrize(("reads", "says"), [(1, "takes no more blocks: the disk is full"), (0, "is off: the disk is")])
+def test_a_tier_that_is_off_says_why(reads: int, says: str) -> None:
+    planes = {"offload.files_off": "the disk is full\x1b[2J"}
+    said = shown([with_tiers(planes, **{"reads.file": reads, "writes.file": 0})])
+    assert says in said
+    assert "\x1b" not in said
+
+
+def test_an_offload_that_is_off_says_why_and_of_its_files_nothing_more() -> None:
+    off = with_tiers({"offload.off": "its engine is suspended"}, **{"reads.file": 0, "writes.file": 0})
+    said = shown([off], width=80)
+    assert "nothing is stored or loaded: its engine is suspended" in said
+    assert "is off" not in said

@@ -170,7 +170,8 @@ async def test_tiers_are_shown_and_a_disk_that_is_lost_is_counted() -> None:
         rank.records.lose(reads=False)
         await until(lambda: offload.statistics().counters["files_lost.writes"])
         samples = parsed(generate_latest(registry).decode())
-        counters = rank.engine.statistics().counters
+        said, own = rank.engine.statistics(), offload.statistics()
+        assert "files_off" in offload.describe()
     for tier in ("host", "file"):
         assert value(samples, "offload_blocks", "worker", state="kept", tier=tier) == 2
         assert value(samples, "offload_blocks", "worker", state="leaving", tier=tier) == 0
@@ -180,12 +181,18 @@ async def test_tiers_are_shown_and_a_disk_that_is_lost_is_counted() -> None:
     assert value(samples, "offload_disk_failures_total", "worker", what="writes") == 1
     assert value(samples, "offload_duration_seconds_count", "worker", call="store") == 1
     assert value(samples, "offload_duration_seconds_count", "worker", call="load") == 1
-    mine = {name for name in counters if name.startswith("offload.")}
+    for tier, what, up in (("host", "writes", 1), ("file", "reads", 1), ("file", "writes", 0)):
+        assert value(samples, "offload_up", "worker", what=what, tier=tier) == up
+    assert value(samples, "offload_waiting_blocks", "worker") == 0
+    for of_offload, of_engine in ((own.counters, said.counters), (own.gauges, said.gauges)):
+        assert {f"offload.{name}" for name in of_offload} == {name for name in of_engine if name.startswith("offload.")}
+    mine = {f"offload.{name}" for name in (*own.counters, *own.gauges)}
     hidden = {n for n in mine if place_of(n) is None and not n.startswith(("offload.copies.", "offload.files."))}
     assert hidden <= HIDDEN_OF_OFFLOAD, "show it, or say why not"
 
 
 HIDDEN_OF_OFFLOAD = {
+    *(f"offload.{name}" for name in ("jobs", "pins", "moves", "moves_in_doubt", "bytes_under_way")),  # of milliseconds
     "offload.lookups",  # tokens{what="looked_up"} says more
     "offload.lookup_hits",
     "offload.lent",  # leases_lent of the host tier's own engine

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,15 @@ from asynckv import (
     PullError,
     PullTimeout,
     ReadFailed,
+    WrongThread,
 )
 from asynckv.cli import app
 from asynckv.core.account import decode_account
 from asynckv.core.wire import Status, StatusRequest
-from asynckv.embed import EngineDesk, Store
+from asynckv.embed import EngineDesk, Lookup, Store
 from asynckv.geometry.layout import Layout
-from asynckv.results import Loaded, Stored
+from asynckv.offload.tier import Place
+from asynckv.results import Evicted, Loaded, Stored
 from asynckv.testing import SimCopies, SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, until
 
@@ -84,11 +88,62 @@ async def test_a_block_that_ends_after_the_last_hash_is_not_stored() -> None:
 async def test_a_miss_is_no_error_and_writes_nothing() -> None:
     rank = Rank(layout_of())
     async with rank.running() as offload:
-        await offload.store("a", [(0, [1, 2])], chain("p", 2))
         before = rank.block(5, 6, 7)
         loaded = await offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48)
         assert (loaded.num_tokens, loaded.num_blocks) == (0, 0)
         assert rank.block(5, 6, 7) == before
+
+
+async def test_what_precedes_a_block_that_is_gone_is_loaded() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1, 2, 3, 4])], chain("p", 4))
+        offload.evict(chain("p", 4)[2:3])
+        before = rank.block(1, 2) + rank.block(7, 8)
+        loaded = await offload.load("b", [(0, [5, 6, 7, 8])], chain("p", 4), num_tokens=64)
+        assert (loaded.num_tokens, loaded.num_blocks) == (32, 2)
+        assert rank.block(5, 6, 7, 8) == before
+        loaded = await offload.load("c", [(32, [7, 8])], chain("p", 4), num_tokens=64)  # what it has is all there is
+        assert (loaded.num_tokens, loaded.num_blocks) == (32, 0)
+        counters = offload.statistics().counters
+        assert (counters["load.done"], counters["load.missing"], counters["tokens.missed"]) == (1, 1, 64)
+
+
+async def test_what_precedes_a_rotten_record_is_loaded(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    disk = SimDisk(64 * RECORD)
+    rank = Rank(layout_of(), disk=disk, policy="lru", engine={"log": LogConfig(file=str(log))})
+    async with rank.running() as offload:
+        before = rank.block(*range(10))
+        await store_in_files(rank, offload, "p", list(range(10)))
+        disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith((b"p-5", b"p-7")))
+        assert offload.lookup(chain("p", 10)).tokens == 160
+        loaded = await offload.load("b", [(0, list(range(10, 20)))], chain("p", 10), num_tokens=160)
+        assert (loaded.num_tokens, loaded.num_blocks) == (80, 5)
+        assert rank.block(*range(10, 15)) == before[: 5 * RECORD]
+        assert offload.lookup(chain("p", 10)).tokens == 80
+    [failed] = [each for each in map(json.loads, log.read_text().splitlines()) if each["event"] == "offload_failed"]
+    assert (failed["cause"], failed["what"], failed["request_id"]) == ("failed", "load", "b")
+
+
+async def test_who_gives_up_a_load_ends_it_whatever_was_lost() -> None:
+    disk = SimDisk(64 * RECORD)
+    rank = Rank(layout_of(), disk=disk, policy="lru")
+    async with rank.running() as offload:
+        await store_in_files(rank, offload, "p", [1, 2, 3])
+        assert rank.records is not None
+        disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1"))
+        for turns in range(1, 30):
+            loading = asyncio.create_task(offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if not offload.cancel("b"):
+                break
+            with pytest.raises(PullCancelled):
+                await loading
+            assert not rank.engine.holds()
+        assert turns > 2
+        assert (await loading).num_tokens == SIZE
 
 
 async def test_stores_that_are_in_flight_twice_are_one() -> None:
@@ -134,7 +189,9 @@ async def test_blocks_that_are_stored_are_lent_and_those_that_are_loaded_into_ar
         assert (held.request_id, held.reason, held.blocks) == ("a", "storing", {0: (1, 2)})
         rank.engine.check_integrity()
         again = asyncio.create_task(offload.store("b", [(0, [2])], chain("q", 1)))  # readers share
-        with pytest.raises(LocalProtocolError, match="block 2 of group 0 cannot be filled: it is lent to"):
+        with pytest.raises(
+            LocalProtocolError, match="cannot be filled: it is still being read by a store of 'a'; wait"
+        ):
             await offload.load("c", [(0, [2])], chain("p", 1), num_tokens=SIZE)
         await asyncio.sleep(0)
         rank.copies.finish()
@@ -144,7 +201,9 @@ async def test_blocks_that_are_stored_are_lent_and_those_that_are_loaded_into_ar
         loading = asyncio.create_task(offload.load("d", [(0, [5])], chain("p", 1), num_tokens=SIZE))
         await until(lambda: rank.copies.moves)
         assert [h.reason for h in rank.engine.holds()] == ["loading"]
-        with pytest.raises(LocalProtocolError, match="still being written"):
+        with pytest.raises(
+            LocalProtocolError, match=r"block 5 .* cannot be read: it is still being written by a load of 'd'"
+        ):
             await offload.store("e", [(0, [5])], chain("r", 1))
         with pytest.raises(LocalProtocolError, match="is being loaded already"):
             await offload.load("d", [(0, [6])], chain("p", 1), num_tokens=SIZE)
@@ -211,6 +270,36 @@ async def test_a_cancelled_store_is_finished_for_whoever_else_waits() -> None:
         assert (await second).num_blocks == 1
         await offload.returned("a")
         assert offload.lookup(chain("p", 1)).tokens == SIZE
+
+
+async def test_a_step_looks_up_by_orders() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        desk = EngineDesk(rank.engine)
+        desk.submit(
+            [
+                Store(request_id="a", groups=[(0, [1, 2])], hashes=chain("p", 2)),
+                Lookup(request_id="b", hashes=chain("p", 2)),  # the store before it has begun
+                Lookup(request_id="c", hashes=chain("p", 2), num_tokens=31),
+                Lookup(request_id="d", hashes=chain("q", 2)),
+                Lookup(request_id="e", hashes="no hashes"),
+                Lookup(request_id=7, hashes=[]),  # type: ignore[arg-type]
+            ]
+        )
+        await until(lambda: len(desk._news) == 6)
+        told = desk.take_finished()
+        assert [(request_id, found.tokens) for request_id, found in told.found] == [("b", 32), ("c", 16), ("d", 0)]
+        assert told.stored
+        assert [str(each.error).split()[0] for each in told.refused] == ["hashes", "request_id"]
+        await rank.engine.suspend()
+        desk.submit([Lookup(request_id="f", hashes=chain("p", 2))])
+        await until(lambda: desk.has_news)
+        [(_, found)] = desk.take_finished().found
+        assert found.tokens == 0
+        await offload.aclose()
+        desk.submit([Lookup(request_id="g", hashes=chain("p", 2))])
+        await until(lambda: desk.has_news)
+        assert "has no offload" in str(desk.take_finished().refused[0].error)
 
 
 async def test_a_store_whose_task_is_cancelled_is_told_when_nobody_reads_its_blocks() -> None:
@@ -347,7 +436,7 @@ async def test_what_a_copy_held_is_told_by_the_log(tmp_path: Path) -> None:
         with pytest.raises(BlocksRetired):
             await offload.returned("lost")
     said = [json.loads(line) for line in log.read_text().splitlines()]
-    [moved] = [each for each in said if each["event"] == "offload_moved"]
+    moved = next(each for each in said if each["event"] == "offload_moved")
     [stopped] = [each for each in said if each["event"] == "offload_stopped"]
     assert moved["counters"]["bytes.store"] == stopped["counters"]["bytes.store"] == 2 * RECORD
     assert moved["blocks"] == {"host": 2}
@@ -470,7 +559,7 @@ async def test_rotten_records_are_dropped_and_never_served() -> None:
         disk = rank.records.disk if rank.records is not None else SimDisk(0)
         disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1"))
         loaded = await offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48)
-        assert loaded.num_tokens < 48
+        assert loaded.num_tokens == SIZE
         assert (
             rank.block(5, 6, 7)[: RECORD * (loaded.num_tokens // SIZE)] == before[: RECORD * loaded.num_tokens // SIZE]
         )
@@ -504,8 +593,9 @@ async def test_what_a_disk_has_that_takes_no_more_is_read_on() -> None:
         rank.records.lose("no space left", reads=False)
         await offload.store("q", [(0, list(range(10, 26)))], chain("q", 16))
         await until(lambda: not offload._mover.posted)
-        assert offload.statistics().gauges["file_blocks"] == 4
+        assert offload.statistics().gauges["kept.file"] == 4
         assert not offload.statistics().gauges["to_write_back"]
+        assert offload.statistics().counters["not_written_back.files_lost"] == 16
         found = offload.lookup(chain("p", 4))
         assert (found.tokens, found.ready_tokens) == (64, 0)
 
@@ -790,10 +880,66 @@ async def test_what_is_pinned_is_not_given_up() -> None:
             assert (stored.num_blocks, stored.num_missed) == (2, 1)
         await offload.load("d", [(0, [8, 9])], chain("p", 2), num_tokens=32)
         assert rank.block(8, 9) == before
-        assert offload.evict(chain("p", 2)) == 2
+        assert offload.evict(chain("p", 2)) == Evicted(2, 0)
         assert offload.lookup(chain("p", 2)).tokens == 0
-        assert offload.evict() > 0
+        assert offload.evict().num_blocks > 0
         assert offload.lookup(chain("r", 3)).tokens == 0
+
+
+async def test_stores_that_find_no_room_are_counted_and_told_once(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    rank = Rank(layout_of(), host_bytes=8 * RECORD, engine={"log": LogConfig(file=str(log))})
+    async with rank.running() as offload:
+        blocks = [[i, i + 1, i + 2] for i in range(0, 24, 3)]
+        told = await asyncio.gather(
+            *(offload.store(f"s{i}", [(0, ids)], chain(f"p{i}", 3)) for i, ids in enumerate(blocks))
+        )
+        assert [(each.num_new, each.num_missed) for each in told] == [(3, 0), (3, 0), (2, 1)] + [(0, 3)] * 5
+        counters = offload.statistics().counters
+        assert (counters["not_stored.no_room"], counters["store.done"]) == (16, 8)
+        rank.clock.advance(61.0)
+        with offload.pin(chain("p0", 3)):
+            large = await offload.store("large", [(0, list(range(16)))], chain("q", 16))
+        assert (large.num_new, large.num_missed) == (5, 11)
+        assert offload.lookup(chain("q", 16)).tokens == 5 * SIZE
+    said = [json.loads(line) for line in log.read_text().splitlines()]
+    first, second = [each for each in said if each["event"] == "offload_failed"]
+    assert (first["cause"], first["what"], first["blocks"], first["held"]) == ("no_room", "store", 3, 0)
+    assert "no room in host memory for 3 of 3 blocks: it keeps 8, of which 8 are being written" in first["detail"]
+    assert (second["request_id"], second["blocks"], second["not_logged"]) == ("large", 11, 5)
+    assert "5 are being written and 3 are pinned or lent; store less at a time, or raise host_bytes" in second["detail"]
+
+
+async def test_a_prompt_that_is_larger_than_host_memory_is_found_as_far_as_it_fits() -> None:
+    rank = Rank(hybrid(), host_bytes=40 * RECORD)
+    async with rank.running() as offload:
+        blocks = [(0, list(range(count))) for count in (32, 32, 16)]
+        stored = await offload.store("a", blocks, chain("p", 32))
+        assert stored.num_missed > 0
+        found = offload.lookup(chain("p", 32)).tokens
+        assert found >= 6 * 2 * SIZE
+        assert stored.num_blocks == found // SIZE * 2 + found // (2 * SIZE), "something is kept that is of no use"
+        loaded = await offload.load("b", blocks, chain("p", 32), num_tokens=found)
+        assert loaded.num_tokens == found
+
+
+async def test_what_is_pinned_is_not_evicted() -> None:
+    disk = SimDisk(64 * RECORD)
+    rank = Rank(layout_of(), disk=disk, policy="lru")
+    async with rank.running() as offload:
+        before = rank.block(1, 2, 3)
+        await offload.store("a", [(0, [1, 2, 3])], chain("p", 3))
+        await offload.store("b", [(0, [4])], chain("q", 1))
+        await until(lambda: not (now := offload.statistics().gauges)["moves"] and not now["to_write_back"])
+        with offload.pin(chain("p", 2)):
+            assert offload.evict(chain("p", 3)) == Evicted(4, 2)  # in host memory and in files, but for what is pinned
+            assert offload.lookup(chain("p", 3)).tokens == 32
+            assert offload.evict() == Evicted(2, 2)
+            assert offload.lookup(chain("p", 3)).tokens == 32
+            await offload.load("c", [(0, [8, 9])], chain("p", 2), num_tokens=32)
+            assert rank.block(8, 9) == before[: 2 * RECORD]
+        assert offload.evict() == Evicted(2, 0)
+        assert offload.lookup(chain("p", 3)).tokens == 0
 
 
 async def test_a_place_in_the_files_that_changes_hands_keeps_its_new_block() -> None:
@@ -804,7 +950,7 @@ async def test_a_place_in_the_files_that_changes_hands_keeps_its_new_block() -> 
             await offload.store("a", [(0, [1, 2, 3])], chain(f"p{i}", 3))
             await until(lambda: not (now := offload.statistics().gauges)["moves"] and not now["to_write_back"])
         assert offload.statistics().counters["evicted.file"] > 8
-        assert len(disk.records) == offload.statistics().gauges["file_blocks"] == 8
+        assert len(disk.records) == offload.statistics().gauges["kept.file"] == 8
 
 
 async def test_what_is_evicted_under_a_load_still_arrives() -> None:
@@ -815,7 +961,7 @@ async def test_what_is_evicted_under_a_load_still_arrives() -> None:
         rank.copies.deferred = True
         loading = asyncio.create_task(offload.load("b", [(0, [8, 9])], chain("p", 2), num_tokens=32))
         await until(lambda: rank.copies.moves)
-        assert offload.evict() == 2
+        assert offload.evict() == Evicted(2, 0)
         others = [asyncio.create_task(offload.store(f"c{i}", [(0, [10 + i])], chain(f"q{i}", 1))) for i in range(4)]
         await asyncio.sleep(0)
         rank.copies.finish()
@@ -859,6 +1005,62 @@ async def test_what_is_in_files_alone_is_lent_as_well() -> None:
         await decode.engine.pull("d", [(0, [8, 9])], params)
         assert decode.block(8, 9) == before
         await until(lambda: not offload.statistics().gauges["pins"])
+
+
+async def test_as_many_are_lent_at_once_as_there_is_room_for_and_the_others_are_told() -> None:
+    rank = Rank(
+        layout_of(),
+        disk=SimDisk(64 * RECORD),
+        network_=EngineConfig(engine_id="worker-host"),
+        host_bytes=8 * RECORD,
+        max_bytes=RECORD,  # so that they get their blocks in turns
+        policy="lru",
+    )
+    decode = Rank(layout_of(), seed=50, network=rank.network, engine={"engine_id": "decode"})
+    async with rank.running() as offload, decode.engine:
+        before = {}
+        for i in range(6):
+            before[i] = rank.block(i, i + 6, i + 12)
+            await offload.store(f"s{i}", [(0, [i, i + 6, i + 12])], chain(f"p{i}", 3))
+            await until(lambda: not (now := offload.statistics().gauges)["moves"] and not now["to_write_back"])
+        offload._catalogue.evict(place=Place.HOST)
+        ways = [offload.lend(f"r{i}", chain(f"p{i}", 3), num_tokens=48) for i in range(6)]
+        told = await asyncio.gather(*ways, return_exceptions=True)
+        lent = [each for each in told if isinstance(each, dict)]
+        refused = [each for each in told if isinstance(each, Overloaded)]
+        assert [type(each) for each in told] == [dict, dict] + [Overloaded] * 4
+        for each in refused:
+            assert re.search(r"48 tokens cannot be brought .*[6-8] of [6-8] blocks are held by [23] pins", str(each))
+            assert each.is_retryable
+        for i in range(2):
+            await decode.engine.pull(f"d{i}", [(0, [8, 9, 10])], lent[i])
+            assert decode.block(8, 9, 10) == before[i]
+        await until(lambda: not offload.statistics().gauges["pins"])
+        params = await offload.lend("r5", chain("p5", 3), num_tokens=48)
+        await decode.engine.pull("d5", [(0, [8, 9, 10])], params)
+        assert decode.block(8, 9, 10) == before[5]
+        await until(lambda: not offload.statistics().gauges["pins"])
+
+
+async def test_who_is_cancelled_while_it_lends_leaves_no_pin() -> None:
+    network = EngineConfig(engine_id="worker-host")
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), network_=network, policy="lru", max_bytes=RECORD)
+    async with rank.running() as offload:
+        await store_in_files(rank, offload, "p", [1, 2, 3])
+        for turns in range(40):
+            lending = asyncio.create_task(offload.lend("a", chain("p", 3), num_tokens=48))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if lending.done():
+                break
+            lending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await lending
+            await until(lambda: not offload.statistics().gauges["jobs"])
+            assert not offload.statistics().gauges["pins"]
+            offload._catalogue.evict(place=Place.HOST)
+        assert turns > 5
+        assert await lending
 
 
 # -- ends ------------------------------------------------------------------------------------------------------
@@ -960,10 +1162,25 @@ async def test_what_was_kept_survives_a_sleep_of_the_engine() -> None:
         assert not rank.copies.is_open
         with pytest.raises(EngineClosed, match="suspended"):
             await offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32)
+        assert (offload.lookup(chain("p", 2)).tokens, offload.would_wait(chain("p", 2))) == (0, False)
         rank.scribble(range(32))
         await rank.engine.resume()
         assert (await offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32)).num_tokens == 32
         assert rank.block(5, 6) == before
+        await offload.aclose()
+        assert offload.lookup(chain("p", 2)).tokens == 0
+
+
+async def test_nothing_is_found_where_nothing_can_be_loaded_any_more() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1, 2])], chain("p", 2))
+        await rank.engine.suspend()
+        other = Rank(layout_of(head_dim=16))
+        await rank.engine.resume(other.engine.registration)
+        assert offload.lookup(chain("p", 2)).tokens == 0
+        with pytest.raises(EngineClosed, match="another form"):
+            await offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------
@@ -982,6 +1199,12 @@ async def test_what_makes_no_sense_is_refused_with_nothing_changed() -> None:
             await offload.load("a", [(5, [1])], chain("p", 1), num_tokens=SIZE)
         with pytest.raises(LocalProtocolError, match="hashes"):
             offload.lookup("abc")
+        with pytest.raises(LocalProtocolError, match="request_id is None"):
+            offload.cancel(None)  # type: ignore[arg-type]
+        with ThreadPoolExecutor(1) as pool:
+            remedy = r"with a coroutine that returns offload\.lookup\(\.\.\.\), and loop"
+            with pytest.raises(WrongThread, match=rf"offload\.lookup was called .*{remedy}"):
+                pool.submit(offload.lookup, chain("p", 1)).result()
         with pytest.raises(LocalProtocolError, match="has an offload already"):
             await Offload(offload.config, rank.engine).start()
         assert not rank.engine.holds()
@@ -996,6 +1219,17 @@ def test_sizes_that_do_not_align_are_refused_with_those_that_would() -> None:
 def test_a_configuration_is_checked() -> None:
     with pytest.raises(ConfigError, match="give both, or neither"):
         OffloadConfig(model="m", hash_tokens=16, host_bytes=1 << 20, directory="/x")
+    for directory in ("/x\0y", b"/x", 7):
+        with pytest.raises(ConfigError, match=r"offload\.directory is .*; give a path"):
+            OffloadConfig(model="m", hash_tokens=16, host_bytes=1, directory=directory, file_bytes=1)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match="host_bytes is 1000, which cannot hold records of 4096 bytes; give 4096 or m"
+    ):
+        Rank(layout_of(), host_bytes=1000)
+    with pytest.raises(ConfigError, match="file_bytes is 1000, which"):
+        Rank(layout_of(), disk=SimDisk(1000))
+    with pytest.raises(ConfigError, match=r"network\.engine_id is 'worker', .* such as 'worker-host'"):
+        Rank(layout_of(), network_=EngineConfig(engine_id="worker"))
     with pytest.raises(ConfigError, match="policy"):
         OffloadConfig(model="m", hash_tokens=16, host_bytes=1 << 20, policy="mru")  # type: ignore[arg-type]
     assert (Stored("a", 1, 1, 0, 2, 0.1).num_new, Loaded("a", 1, 1, 2, 0, 0.1).num_tokens) == (1, 1)

@@ -142,6 +142,35 @@ def test_a_block_in_the_middle_that_is_gone_ends_the_prefix() -> None:
     assert catalogue.lookup(prompt(10)).tokens == 160
 
 
+@pytest.mark.parametrize("policy", ["lru", "s3-fifo"])
+def test_of_a_prompt_that_is_too_large_the_beginning_is_stored_that_can_be_used(policy: str) -> None:
+    catalogue = Catalogue([FULL, WINDOW, STATE], 16, 200 * KIB, policy=policy)
+    for number in range(3):
+        name, all_of = f"p{number}", [range(100), range(50), range(25)]
+        catalogue.store(name, prompt(100, name), positions=all_of, is_prefix=True)  # 375 KiB
+        assert sum(move.num_bytes for move in carry_out(catalogue)) > 120 * KIB
+        [told] = [each for each in catalogue.news() if isinstance(each, JobEnded)]
+        missed = sum(map(len, told.missing))
+        assert told.outcome is JobOutcome.DONE
+        assert f"no room in host memory for {missed} of 175 blocks: it keeps {175 - missed}, of which" in told.cause
+        tokens = catalogue.lookup(prompt(100, name)).tokens
+        assert 9 * 64 <= tokens < 100 * 16
+        assert [len(index) for index in catalogue.host.index] == [tokens // 16, tokens // 32, tokens // 64]
+
+
+def test_of_a_prompt_that_is_too_large_nothing_is_stored_that_nobody_could_use() -> None:
+    catalogue = Catalogue([FULL, STATE], 16, 80 * KIB)
+    catalogue.store("small", prompt(4, "q"), positions=[range(4), [0]])
+    carry_out(catalogue)
+    catalogue.pin("pin", prompt(4, "q"))
+    catalogue.store("large", prompt(100), positions=[range(100), [24]], is_prefix=True)
+    assert not carry_out(catalogue)
+    assert catalogue.lookup(prompt(4, "q")).tokens == 64
+    catalogue.store("less", prompt(100), positions=[range(100), [2, 24]], is_prefix=True)
+    carry_out(catalogue)
+    assert catalogue.lookup(prompt(100)).tokens == 3 * 64
+
+
 def test_two_that_store_the_same_store_it_once() -> None:
     catalogue = Catalogue([FULL], 16, 1 << 20)
     catalogue.store("a", prompt(5))
@@ -300,11 +329,31 @@ def test_a_load_fails_that_could_only_wait_for_pins() -> None:
     told = catalogue.news()[-1]
     assert isinstance(told, JobEnded)
     assert told.outcome is JobOutcome.NO_ROOM
-    assert "10 blocks are held by 1 pins and leases ('the lease'); unpin some" in told.cause
+    assert "10 of 10 blocks are held by 1 pins and leases ('the lease'); let some go, or raise host_by" in told.cause
     catalogue.unpin("the lease")
     catalogue.load("c", prompt(8))
     carry_out(catalogue)
     assert outcomes(catalogue) == {"c": JobOutcome.DONE}
+
+
+def test_of_loads_that_pin_what_they_load_the_last_gives_way() -> None:
+    catalogue = Catalogue([FULL], 16, 10 * KIB, 100 * KIB, budgets=Budgets(move_bytes=2 * KIB, promotion_bytes=2 * KIB))
+    for name in "pqrs":
+        catalogue.store(name, prompt(4, name))
+        carry_out(catalogue)
+    catalogue.evict(place=Place.HOST)
+    for name in "pqrs":
+        catalogue.load(f"load {name}", prompt(4, name), is_pinning=name != "s")
+    carry_out(catalogue)
+    told = {each.job_id: each for each in catalogue.news() if isinstance(each, JobEnded)}
+    assert [told[f"load {name}"].outcome.value for name in "pqrs"] == ["done", "done", "no_room", "done"]
+    assert "10 of 10 blocks are held by 3 pins" in told["load r"].cause
+    assert {name: len(held) for name, held in catalogue.pins.items()} == {"load p": 4, "load q": 4}
+    for name in "pq":
+        assert catalogue.unpin(f"load {name}")
+    catalogue.load("again", prompt(4, "r"))
+    carry_out(catalogue)
+    assert outcomes(catalogue) == {"again": JobOutcome.DONE}
 
 
 def test_two_loads_promote_a_block_once() -> None:
@@ -338,7 +387,7 @@ def test_what_a_load_needs_is_loaded_though_it_is_evicted() -> None:
     catalogue.store("a", prompt(5))
     carry_out(catalogue)
     catalogue.load("b", prompt(5))
-    assert catalogue.evict() == 5
+    assert catalogue.evict() == (5, 0)
     catalogue.store("c", prompt(10, "q"))
     moves = {move.job_id: set(move.pieces[0].host_slots) for move in carry_out(catalogue)}
     assert (len(moves["b"]), len(moves["c"]), moves["b"] & moves["c"]) == (5, 5, set())
@@ -460,6 +509,21 @@ def test_a_file_tier_that_is_switched_off_is_a_miss() -> None:
     assert {move.kind for move in carry_out(catalogue)} == {MoveKind.STORE}
 
 
+def test_what_a_file_tier_takes_no_more_is_counted() -> None:
+    catalogue = Catalogue([FULL], 16, 100 * KIB, 100 * KIB, budgets=Budgets(write_back_bytes=2 * KIB))
+    catalogue.store("a", prompt(10))
+    carry_out(catalogue, only(MoveKind.WRITE_BACK, None))
+    [back] = [move_id for move_id, running in catalogue.traffic.running.items() if running.move.num_blocks == 2]
+    catalogue.switch_off(reads=False)
+    assert catalogue.statistics()["write_backs_lost"] == 8
+    catalogue.ended(back, Ending.FAILED)
+    assert catalogue.statistics()["write_backs_lost"] == 10
+    catalogue.store("b", prompt(12))
+    carry_out(catalogue)
+    assert catalogue.statistics()["write_backs_lost"] == 12
+    assert not carry_out(catalogue)
+
+
 def test_all_that_is_evicted_is_found_no_more_at_once_and_dropped_little_by_little() -> None:
     catalogue = Catalogue([FULL], 16, 5000 * KIB, 5000 * KIB)
     catalogue.store("a", prompt(4000))
@@ -467,12 +531,15 @@ def test_all_that_is_evicted_is_found_no_more_at_once_and_dropped_little_by_litt
     stores = [move for move in catalogue.moves(0.0) if move.kind is MoveKind.STORE]
     catalogue.ended(stores[0].move_id, Ending.DONE)
     catalogue.pin("pin", prompt(7))
-    assert catalogue.evict() == 4003
-    assert catalogue.lookup(prompt(4000)).tokens == 0
+    assert catalogue.evict() == (3996, 7)
+    assert catalogue.lookup(prompt(4000)).tokens == 7 * 16
     assert outcomes(catalogue) == {"a": JobOutcome.DONE}
     turns, left = 0, math.inf
     while catalogue.wake_at == 0.0 or not turns:
-        assert not catalogue.moves(0.0), "what nobody finds any more is written to files"
+        moves = catalogue.moves(0.0)
+        assert [each.num_blocks for each in moves] == [7] * (not turns), "what nobody finds is written to files"
+        for move in moves:
+            catalogue.ended(move.move_id, Ending.DONE)
         assert catalogue.check_integrity() == []
         before, left = left, sum(1 for _ in catalogue.host.entries())
         assert before == math.inf or before - left <= SLICE
@@ -480,6 +547,7 @@ def test_all_that_is_evicted_is_found_no_more_at_once_and_dropped_little_by_litt
     assert (turns, left) == (7, 10)
     catalogue.ended(stores[1].move_id, Ending.DONE)
     catalogue.unpin("pin")
+    assert catalogue.evict() == (14, 0)
     assert not list(catalogue.host.entries())
     catalogue.store("c", prompt(5000, "new"))
     carry_out(catalogue)

@@ -134,6 +134,7 @@ class Machine(RuleBasedStateMachine):
         self.told: dict[str, JobEnded] = {}
         self.returned: set[str] = set()
         self.loaded: dict[str, set[tuple[int, int]]] = {}
+        self.pinning: set[str] = set()
 
     # -- callers -----------------------------------------------------------------------------------
 
@@ -145,21 +146,36 @@ class Machine(RuleBasedStateMachine):
         self.size[name] = sum(len(needed(group, first, tokens)) for group in self.groups)
         return name
 
-    @rule(hashes=prompts, is_all=st.booleans(), patience=st.sampled_from([1.0, 1e9]), soon=st.booleans())
-    def store(self, hashes: list[bytes], is_all: bool, patience: float, soon: bool) -> None:
+    @rule(
+        hashes=prompts,
+        is_all=st.booleans(),
+        patience=st.sampled_from([1.0, 1e9]),
+        soon=st.booleans(),
+        is_prefix=st.booleans(),
+    )
+    def store(self, hashes: list[bytes], is_all: bool, patience: float, soon: bool, is_prefix: bool) -> None:
         name = self.begin(JobKind.STORE, hashes, 2 * len(hashes))
         positions = [range(len(keys)) for keys in self.wanted[name][1]] if is_all else None
         if positions is not None:
             self.size[name] = sum(map(len, positions))
-        self.catalogue.store(name, hashes, positions=positions, until=self.now + patience)
+        self.catalogue.store(name, hashes, positions=positions, until=self.now + patience, is_prefix=is_prefix)
         if soon:
             self.post()
 
-    @rule(hashes=prompts, patience=st.sampled_from([1.0, 1e9]), first=st.sampled_from([0, 0, 3]), soon=st.booleans())
-    def load(self, hashes: list[bytes], patience: float, first: int, soon: bool) -> None:
+    @rule(
+        hashes=prompts,
+        patience=st.sampled_from([1.0, 1e9]),
+        first=st.sampled_from([0, 0, 3]),
+        soon=st.booleans(),
+        is_pinning=st.booleans(),
+    )
+    def load(self, hashes: list[bytes], patience: float, first: int, soon: bool, is_pinning: bool) -> None:
         found = self.catalogue.lookup(hashes)
         name = self.begin(JobKind.LOAD, hashes, found.tokens, first)
-        self.catalogue.load(name, hashes, found.tokens, first_token=first, until=self.now + patience)
+        until = self.now + patience
+        self.catalogue.load(name, hashes, found.tokens, first_token=first, until=until, is_pinning=is_pinning)
+        if is_pinning:
+            self.pinning.add(name)
         ended = next((x for x in self.catalogue._jobs._news if isinstance(x, JobEnded) and x.job_id == name), None)
         assert ended is None or ended.outcome is not JobOutcome.MISSING, "a lookup promised too much"
         if soon:
@@ -184,8 +200,12 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.count % 3 == 1)
     @rule(hashes=prompts, is_all=st.booleans(), place=st.sampled_from([None, Place.HOST, Place.HOST, Place.FILE]))
     def evict(self, hashes: list[bytes], is_all: bool, place: Place | None) -> None:
+        found = [(tier, entry) for pin in self.catalogue.pins.values() for tier, entry in pin]
+        pinned = {entry for tier, entry in found if tier.index[entry.group].get(entry.hash) is entry}
         self.catalogue.evict(None if is_all else hashes, place)
-        assert place is not None or self.catalogue.lookup(hashes).tokens == 0
+        assert place is not None or pinned or self.catalogue.lookup(hashes).tokens == 0
+        left = {entry for tier, entry in found if tier.index[entry.group].get(entry.hash) is entry}
+        assert left == pinned, "what is pinned was evicted"
 
     @precondition(lambda self: self.catalogue.jobs and self.count % 3 == 0)
     @rule(i=st.integers(0, 100))
@@ -343,6 +363,13 @@ class Machine(RuleBasedStateMachine):
             if news.kind is JobKind.LOAD and news.outcome is JobOutcome.DONE:
                 assert not any(news.missing)
                 assert len(self.loaded.get(news.job_id, ())) == news.blocks
+            assert (news.job_id in self.catalogue.pins) == (
+                news.job_id in self.pinning and news.outcome is JobOutcome.DONE
+            ), "only what was loaded completely is pinned"
+            if (pinned := self.catalogue.pins.get(news.job_id)) is not None:
+                assert len(pinned) == news.blocks
+                assert all(self.memories[0].holds(e.group, e.slot, e.hash) for _, e in pinned), "it was not kept"
+                self.catalogue.unpin(news.job_id)
 
     @invariant()
     def nothing_is_wrong(self) -> None:

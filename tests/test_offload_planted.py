@@ -135,7 +135,7 @@ PLANTED = {
         example.test_two_that_store_the_same_store_it_once,
     ),
     "a load waits for ever for a slot": Bug(
-        C, "moves", "if not moves and", "if False and", example.test_a_load_fails_that_could_only_wait_for_pins
+        C, "moves", "while not moves and", "while False and", example.test_a_load_fails_that_could_only_wait_for_pins
     ),
     "a job's time runs out and nobody notices": Bug(
         Jobs, "time_out", "now >= job.until", "False", example.test_a_job_that_is_not_carried_out_in_time_ends

@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import pytest
 
-from asynckv import EngineConfig, EngineThread, Load, Offload, OffloadConfig, Store, register_memory
+from asynckv import EngineConfig, EngineThread, Load, Lookup, Offload, OffloadConfig, Store, register_memory
 from asynckv.embed import Cancel, Finished
 from asynckv.errors import LocalProtocolError, PullCancelled
 from asynckv.results import Loaded
@@ -58,7 +58,11 @@ def test_a_step_stores_and_loads_by_orders() -> None:
         before = rank.block(3, 4, 9)
         thread.submit([Store(request_id="a", groups=[(0, [3, 4, 9])], hashes=chain("p", 3))])
         (stored,) = finished(thread, 1).stored
+        thread.submit([Lookup(request_id="b", hashes=chain("p", 4))])
+        ((request_id, found),) = finished(thread, 1).found
+        assert (request_id, found.tokens) == ("b", 48)
         assert (stored.request_id, stored.num_blocks) == ("a", 3)
+        assert thread.engine.observation.ask(lambda: offload.lookup(chain("p", 4), 47), 1.0).tokens == 32
         rank.scribble([3, 4, 9])
         thread.submit(
             [

@@ -379,12 +379,14 @@ def test_tiers_are_summed_up_by_rank_and_over_time() -> None:
     assert (mine.blocks, mine.failed, mine.host_bytes, mine.file_bytes) == ({"host": 6, "file": 0}, 5, 1000, 5000)
     assert mine.files_lost == "the disk is full"
     assert other.counters == {"bytes.store": 9}
+    assert (mine.told_at, mine.has_stopped, other.has_stopped) == (START + 90, False, True)
     loads = found.offloads.bytes_per_s["load"]
     assert sum(loads) * found.window_s == pytest.approx(660)
     assert loads[0] == pytest.approx(10)
     page = make(found, "t")
     assert "Bytes moved between tiers per second" in page
     assert "lost: the disk is full" in page
+    assert "its end" in page
     assert "Offload" not in make(summed(say(0.0, "engine_started")), "t")
 
 

@@ -68,6 +68,19 @@ def test_a_process_that_cuts_the_memory_otherwise_is_refused() -> None:
     one.close()
 
 
+def test_two_engines_of_one_id_do_not_share_their_memory() -> None:
+    name = uuid.uuid4().hex
+    one, other = Region(name, CUT), Region(name, CUT)
+    one.join(0)
+    other.join(1)
+    assert other.joined() == 2
+    with pytest.raises(ConfigError, match=r"as rank 0 of an engine of this id: .* leave engine_id out"):
+        other.join(0)
+    one.unlink()
+    one.close()
+    other.close()
+
+
 def test_more_than_the_system_has_is_refused_with_the_remedy() -> None:
     with pytest.raises(BackendError, match="lower host_bytes, or give the container more shared memory"):
         Region(uuid.uuid4().hex, CUT._replace(slots=1 << 40))

@@ -270,7 +270,7 @@ class _Run:
         return self.tally.told() | {
             "seconds": round(seconds, 6),
             "requests_per_s": round(self.tally.requests / max(seconds, 1e-9), 3),
-            "blocks": {tier: gauges[f"{tier}_blocks"] for tier in ("host", "file")},
+            "blocks": {tier: gauges.get(f"kept.{tier}", 0) for tier in ("host", "file")},
             "evicted": {tier: said[f"evicted.{tier}"] for tier in ("host", "file")},
             "not_written_back": sum(n for name, n in said.items() if name.startswith("not_written_back.")),
             "bytes": {kind: said[f"bytes.{kind}"] for kind in kinds},

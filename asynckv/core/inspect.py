@@ -167,6 +167,8 @@ class Inspector:
         self._ledger, self._prefill, self._decode = ledger, prefill, decode
         self.guests: dict[str, Guest] = {}
         """Who else holds blocks, by the holder's name in the ledger."""
+        self.beside: Callable[[], Mapping[str, int]] = dict
+        """Gauges of whoever uses the memory beside this rank; the engine puts its own function here."""
 
     def gauges(self, tally: Tally | None = None) -> dict[str, int]:
         """What is owed and held right now; `tally` if somebody has looked at every pull already."""
@@ -189,6 +191,7 @@ class Inspector:
             "blocks_lent": self._ledger.num_held("lent"),
             "blocks_writing": self._ledger.num_held("writing"),
             "blocks_quarantined": tally.blocks_quarantined,
+            **self.beside(),
         }
 
     def holds(self, now: float) -> tuple[HeldBlocks, ...]:

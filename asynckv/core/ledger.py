@@ -42,6 +42,7 @@ class Holding(Struct, frozen=True, eq=False):
         kind: Lenders share, a writer is exclusive.
         since: When it began.
         blocks: Group -> block ids.
+        what: What a lender or writer is that is no request of another engine: a "store", or a "load".
     """
 
     holder: str
@@ -49,6 +50,7 @@ class Holding(Struct, frozen=True, eq=False):
     request_id: str
     since: float
     blocks: Mapping[int, Int64s]
+    what: str = ""
 
     @property
     def num_blocks(self) -> int:
@@ -108,7 +110,9 @@ class Ledger:
         """
         self.hold(holder, kind, request_id, self.check(kind, groups), now)
 
-    def hold(self, holder: str, kind: Kind, request_id: str, blocks: Mapping[int, Int64s], now: float) -> None:
+    def hold(
+        self, holder: str, kind: Kind, request_id: str, blocks: Mapping[int, Int64s], now: float, what: str = ""
+    ) -> None:
         """Record what `check` has just returned.
 
         Raises:
@@ -125,7 +129,7 @@ class Ledger:
                     lent[block] += 1
             else:
                 np.add.at(self._lent[group], ids, ONE)
-        self._holdings[holder] = Holding(holder, kind, request_id, now, blocks)
+        self._holdings[holder] = Holding(holder, kind, request_id, now, blocks, what)
 
     def check(self, kind: Kind, groups: Mapping[int, Sequence[int] | Int64s]) -> dict[int, Int64s]:
         """Return the blocks as arrays, if they could be taken now.
@@ -171,12 +175,21 @@ class Ledger:
                 )
 
     def _conflict(self, kind: Kind, group: int, block: int, other: Kind) -> LocalProtocolError:
-        holders = [h for h in self.holders_of(group, block) if h.kind == other]
-        names = ", ".join(f"{h.request_id!r}" for h in holders) or "nobody"
-        what = "be lent" if kind == "lent" else "be filled"
-        held = "is still being written by a pull" if other == "writing" else "is lent to"
+        """Name those who exclude it, and what they do with the block."""
+        names: dict[str, list[str]] = {}
+        for holder in self.holders_of(group, block):
+            if holder.kind == other:
+                names.setdefault(holder.what, []).append(repr(holder.request_id[:200]))
+        said = []
+        for what, some in names.items():
+            if other == "writing":
+                verb = f"still being written by a {what or 'pull'} of"
+            else:
+                verb = f"still being read by a {what} of" if what else "lent to"
+            said.append(f"{verb} {', '.join(some)}")
         return LocalProtocolError(
-            f"block {block} of group {group} cannot {what}: it {held} ({names}); wait until it is returned or released"
+            f"block {block} of group {group} cannot be {'read' if kind == 'lent' else 'filled'}: it is "
+            f"{' and '.join(said) or 'held by nobody'}; wait until it is returned or released"
         )
 
     def holders_of(self, group: int, block: int) -> list[Holding]:

@@ -246,7 +246,8 @@ async def _run(session: _Session, asker: Asker, every_s: float, top: int, json: 
                 if json is not None:
                     _write(answers, json, is_line=True)
                 elif is_live:
-                    room = max((console.height - 6 * len(answers) - 3) // 3, 3)
+                    tiers = sum("offload.jobs" in answer.gauges for answer in answers)
+                    room = max((console.height - 6 * len(answers) - 3 * tiers - 3) // 3, 3)
                     live.update(_shown(session, answers, min(top, room)), refresh=True)
                 else:
                     at = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")

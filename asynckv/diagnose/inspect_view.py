@@ -146,6 +146,7 @@ def _engine(answer: Answer) -> Iterator[Text]:
     )
     yield Text.assemble("  ", text(", ".join(filter(None, (where, listens, versions, closed))), FAINT))
     yield Text.assemble("  ", *_join([*_budgets(account, gauges), _lag(account)]))
+    yield from _tiers(account, gauges)
     phases: dict[str, list[Text]] = {}
     for count in account.counts:
         style = "yellow" if count.phase in UNUSUAL else ""
@@ -173,6 +174,42 @@ def _budgets(account: Account, gauges: Mapping[str, int]) -> Iterator[Text]:
         yield Text(f"in flight {size(used)} of {size(most)}")
     if account.num_readers:
         yield Text(f"readers met {account.num_readers:,}")
+
+
+def _tiers(account: Account, gauges: Mapping[str, int]) -> Iterator[Text]:
+    """Show what is kept outside of the accelerator, where, how full it is, and what is amiss with it."""
+    if "offload.limit_bytes.host" not in gauges:
+        return
+    count, planes = account.facts.counters.get, account.facts.planes
+    looked_up, found = count("offload.tokens.looked_up", 0), count("offload.tokens.found", 0)
+    words = [Text(f"found {found:,} of {looked_up:,} tokens" + (f" ({found / looked_up:.0%})" if looked_up else ""))]
+    if missed := count("offload.tokens.missed", 0):
+        words.append(Text(f"{missed:,} of them missed by loads", "yellow"))
+    if jobs := gauges.get("offload.jobs"):
+        words.append(Text(f"stores and loads under way: {jobs:,}"))
+    yield Text.assemble("  ", Text("offload", STRONG), ": ", *_join(words))
+    if off := planes.get("offload.off"):
+        yield Text.assemble("    ", text(f"nothing is stored or loaded: {off}", BAD))
+    for tier in ("host", "file", "others"):
+        blocks = gauges.get(f"offload.kept.{tier}")
+        if blocks is None:
+            continue
+        used, most = gauges.get(f"offload.kept_bytes.{tier}", 0), gauges.get(f"offload.limit_bytes.{tier}")
+        of = f" of {size(most)} ({used / most:.0%})" if most else ""
+        words = [Text(f"{blocks:,} blocks, {size(used)}{of}")]
+        if tier == "host" and (waiting := gauges.get("offload.to_write_back")):
+            words.append(Text(f"{waiting:,} to be written back"))
+        if evicted := count(f"offload.evicted.{tier}", 0):
+            words.append(Text(f"{evicted:,} evicted"))
+        if tier == "file":
+            words.append(text(planes.get("offload.folder", "")))
+        if tier == "others":
+            words.append(Text("stored by ranks of another geometry, only read"))
+        yield Text.assemble("    ", Text(f"{tier:<6}", FAINT), " ", *_join(words))
+        if tier == "file" and not off and not gauges.get("offload.writes.file"):
+            what = "takes no more blocks" if gauges.get("offload.reads.file") else "is off"
+            cause = planes.get("offload.files_off", "")
+            yield Text.assemble(" " * 11, text(what + (f": {cause}" if cause else ""), BAD))
 
 
 def _lag(account: Account) -> Text:

@@ -84,11 +84,10 @@ def leaks(
     """
     from rich.console import Console
 
-    from asynckv.diagnose import leaks_live, leaks_page, leaks_request
+    from asynckv.diagnose import leaks_copies, leaks_live, leaks_page, leaks_request
     from asynckv.diagnose.join import join
     from asynckv.diagnose.leaks import find_leaks
     from asynckv.diagnose.leaks_clocks import aligned
-    from asynckv.diagnose.leaks_copies import late_copies
     from asynckv.diagnose.leaks_processes import early_ends
     from asynckv.diagnose.reading import read_with_progress
     from asynckv.diagnose.records import Logs
@@ -112,10 +111,14 @@ def leaks(
         raise ConfigError("; ".join([*unanswered, *ended]) or logs.nothing)
     service = join(logs)
     when = aligned(service)
-    wanted = leaks_request.find_requests(service, request) if request is not None else None
+    wanted, names = None, None
+    if request is not None:
+        wanted = leaks_request.find_requests(service, request, leaks_copies.called(service))
+        names = {request, *leaks_request.names(wanted)}
     found, early = find_leaks(service, when, wanted), early_ends(service, when)
     stories = [leaks_request.life(x) for x in (wanted or ())[:MAX_STORIES]]
-    copies = late_copies(service, [request] if request is not None else None)
+    stories += leaks_copies.failures(service, names or ())[:MAX_STORIES]
+    copies = leaks_copies.late_copies(service, names)
     report = leaks_page.report(found, service, logs, unanswered, stories, early, copies)
     write_json(json, report)
     usual = 3 if details or request is not None else 1

@@ -12,10 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from asynckv.diagnose.join import Process, Service
+from asynckv.diagnose.leaks_values import moment
 from asynckv.diagnose.records import Record
 from asynckv.observe.events import EVENT
 
-__all__ = ["REMEDY", "LateCopy", "late_copies"]
+__all__ = ["REMEDY", "LateCopy", "called", "failures", "has_offload", "late_copies"]
+
+_OFFLOADS = (EVENT.OFFLOAD_STARTED, EVENT.OFFLOAD_MOVED, EVENT.OFFLOAD_STOPPED)
+_JOBS = (EVENT.OFFLOAD_FAILED, EVENT.OFFLOAD_RETIRED, EVENT.OFFLOAD_RETURNED)
 
 REMEDY = (
     "a copy within the process hangs, or its thread has died: look at the disk if it waits for files (dmesg), "
@@ -50,14 +54,38 @@ class LateCopy:
     detail: str
 
 
-def late_copies(service: Service, request_ids: Iterable[str] | None = None) -> list[LateCopy]:
-    """Find them, those that were held longest first; only of some requests, if they are named."""
-    wanted = None if request_ids is None else set(request_ids)
+def has_offload(process: Process) -> bool:
+    """Whether a process has stored or loaded blocks, or could have."""
+    return any(True for _ in process.of(*_OFFLOADS, *_JOBS))
+
+
+def called(service: Service) -> set[str]:
+    """What stores and loads are called that the logs tell of: their requests, and their jobs."""
+    told = (x for process in service.processes.values() for x in process.of(*_JOBS))
+    return {name for x in told for name in (x.text("request_id"), x.text("job"))} - {""}
+
+
+def failures(service: Service, names: Iterable[str]) -> list[str]:
+    """Say in a line each which stores and loads of some names failed, and whose blocks nothing touched then."""
+    wanted = set(names)
+    return [
+        f"its {x.text('what')} on {process.rank} failed at {moment(x.at)} after {x.number('seconds'):,.3g} s "
+        f"({x.text('cause')}{': ' if x.text('detail') else ''}{x.text('detail')}); "
+        f"{x.integer('blocks'):,} blocks were not moved"
+        for process in service.processes.values()
+        for x in process.of(EVENT.OFFLOAD_FAILED)
+        if x.integer("held", 0) != 1 and wanted & {x.text("request_id"), x.text("job")}
+    ]
+
+
+def late_copies(service: Service, names: Iterable[str] | None = None) -> list[LateCopy]:
+    """Find them, those that were held longest first; only of some requests or jobs, if they are named."""
+    wanted = None if names is None else set(names)
     found = [
         copy
         for process in service.processes.values()
         for copy in _of(process)
-        if wanted is None or copy.request_id in wanted
+        if wanted is None or wanted & {copy.request_id, copy.job}
     ]
     return sorted(found, key=lambda x: (-x.seconds if not math.isnan(x.seconds) else -math.inf, x.rank, x.job))
 

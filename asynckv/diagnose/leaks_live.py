@@ -63,6 +63,8 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
         yield say(EVENT.ENGINE_STARTED, began, host="asked", address=answer.address, answers=True, **said)
         for peer in account.peers:
             yield say(EVENT.PEER_CHANGED, peer=peer.rank, address=peer.address, state=peer.state, detail=peer.cause)
+        if "offload.jobs" in answer.gauges:
+            yield say(EVENT.OFFLOAD_STARTED, began)
         for since, is_retired, copy in _copies(answer, now):
             yield say(EVENT.OFFLOAD_FAILED, since, **copy, held=1)
             if is_retired:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import Service
-from asynckv.diagnose.leaks_copies import REMEDY, LateCopy
+from asynckv.diagnose.leaks_copies import REMEDY, LateCopy, has_offload
 from asynckv.diagnose.leaks_values import Early, Leak, moment
 from asynckv.diagnose.records import Logs
 from asynckv.observe.console import printable, without_control
@@ -56,7 +56,8 @@ def report(
         copies: Of `late_copies`.
     """
     prefill, decode = service.sides
-    quiet = [x.rank for x in service.processes.values() if not x.lends and not x.pulls]
+    others = [x for x in service.processes.values() if not x.lends and not x.pulls]
+    keeps = {x.rank for x in others if has_offload(x)}
     times = [x.first_at for x in service.processes.values()] + [x.last_at for x in service.processes.values()]
     causes: dict[str, dict[str, Any]] = {}
     for cause, found in _by_cause(leaks).items():
@@ -95,7 +96,8 @@ def report(
             "seconds": round(max(times) - min(times), 3) if times else 0.0,
             "prefill": [x.rank for x in prefill],
             "decode": [x.rank for x in decode],
-            "quiet": sorted(quiet),
+            "offload": sorted(keeps),
+            "quiet": sorted({x.rank for x in others} - keeps),
             "missing": service.missing(),
             "early": [{"rank": x.rank, "last": moment(x.last_at), "before_s": round(x.before_s, 3)} for x in early],
             "warnings_only": sorted(x.rank for x in service.processes.values() if not x.says_info),
@@ -179,6 +181,9 @@ def show(found: dict[str, Any], console: Console, *, details: int, request: str 
             _print(console, story, 2)
     elif shown["leaks"]:
         _show_table(shown, console)
+    else:
+        for story in shown["stories"]:
+            _print(console, story)
     for cause in shown["causes"]:
         leaks = [x for x in shown["leaks"] if x["cause"] == cause]
         for leak in leaks[:details]:
@@ -199,7 +204,7 @@ def _limits(read: dict[str, Any]) -> str:
     """Whose word it is that nothing was late, where others may know better."""
     if read["decode"] and not read["prefill"]:
         return "the decode side's logs say" if read["files"] else "the decode side says"
-    if read["prefill"] and not read["decode"] and not read["quiet"]:
+    if read["prefill"] and not read["decode"] and not (read["quiet"] or read["offload"]):
         return "the prefill side's logs say" if read["files"] else "the prefill side says"
     return "these logs go" if read["early"] or read["warnings_only"] else ""
 
@@ -315,9 +320,9 @@ def _summary(read: dict[str, Any]) -> list[str]:
         f"[dim]read {_counted(read['events'], 'event')} in {source}, {_counted(read['requests'], 'request')}, "
         f"{read['first']} to {read['last']} UTC[/dim]"
     ]
-    for side in ("prefill", "decode", "quiet"):
+    for side in ("prefill", "decode", "offload", "quiet"):
         if read[side]:
-            title = "no request of" if side == "quiet" else side
+            title = {"quiet": "no request of", "offload": "offload alone"}.get(side, side)
             out.append(f"[dim]{title}: {_few(read[side])}[/dim]")
     if read["missing"]:
         out.append(f"[yellow]no log of {_few(read['missing'])}, which others name[/yellow]")

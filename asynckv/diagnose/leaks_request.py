@@ -18,7 +18,7 @@ from asynckv.diagnose.timeline_model import handles, names
 from asynckv.errors import ConfigError
 from asynckv.observe.console import without_control
 
-__all__ = ["find_requests", "life"]
+__all__ = ["find_requests", "life", "names"]
 
 SHOWN = 5
 """Ids, leases or pulls that are named."""
@@ -27,8 +27,10 @@ MAX_LETTERS = 200
 """Of an id that is compared with others."""
 
 
-def find_requests(service: Service, wanted: str) -> list[Request]:
+def find_requests(service: Service, wanted: str, others: Iterable[str] = ()) -> list[Request]:
     """Find what is called so: exactly, else by sequence, else the one whose name begins so.
+
+    Nothing else is meant by a name of `others`, which are no requests between engines: stores and loads.
 
     Raises:
         ConfigError: Nothing was asked for, there is no such request, or several begin so.
@@ -40,6 +42,8 @@ def find_requests(service: Service, wanted: str) -> list[Request]:
         return found
     if found := [x for x, known in called if wanted in known]:
         return found
+    if wanted in (others := set(others)):
+        return []
     number = wanted.removeprefix("#")
     if number.isdecimal() and (found := [x for x, _ in called if str(x.sequence) == number]):
         return found
@@ -49,11 +53,11 @@ def find_requests(service: Service, wanted: str) -> list[Request]:
         begun = _some(x.name for x in found)
         raise ConfigError(f"--request {shown}: {len(found):,} requests begin so: {begun}; give more of its id")
     if not found:
-        near = _nearest(wanted, {name for _, known in called for name in known})
+        near = _nearest(wanted, others.union(*(known for _, known in called)))
         raise ConfigError(
             f"--request {shown}: no such request among {len(called):,}"
             + (f"; the nearest ids are {_some(near)}" if near else "")
-            + "; successes are sampled, and it may be in other logs"
+            + "; successes are sampled, of stores and loads only failures are logged, and it may be in other logs"
         )
     return found
 

@@ -345,8 +345,20 @@ def _peer(pair: Pair, is_logged: bool) -> list[str]:
 
 def _offloads(summary: Summary) -> str:
     ranks = summary.offloads.ranks
-    heads = ["rank", "looked up", "found", "loaded", "stored", "from files", "to files", "evicted", "failed", "files"]
-    table = frame.table(heads, [_offload(x) for x in ranks[:MOST_ROWS]], label="Offload", texts=("files",))
+    heads = [
+        "rank",
+        "looked up",
+        "found",
+        "loaded",
+        "stored",
+        "from files",
+        "to files",
+        "evicted",
+        "failed",
+        "files",
+        "as of",
+    ]
+    table = frame.table(heads, [_offload(x) for x in ranks[:MOST_ROWS]], label="Offload", texts=("files", "as of"))
     plot = _grid(plots.offloaded(summary)) if summary.offloads.bytes_per_s else ""
     return plot + table + _more(ranks)
 
@@ -362,6 +374,7 @@ def _offload(rank: Offload) -> list[str]:
         f"{count('evicted.host', 0) + count('evicted.file', 0):,}",
         f"{rank.failed:,}",
         f"lost: {safe(rank.files_lost)}" if rank.files_lost else bytes_text(rank.file_bytes or 0),
+        "its end" if rank.has_stopped else "never told" if rank.told_at is None else time_text(rank.told_at),
     ]
 
 

@@ -244,6 +244,8 @@ class Offload(Struct, kw_only=True):
 
     Attributes:
         counters: What was counted, as in `offload_stopped`: of the whole run if it has stopped, else as far as told.
+        told_at: When that was last told, in seconds since 1970; None if it never was.
+        has_stopped: It was told as it stopped: nothing is missing.
         blocks: Tier -> blocks that were kept there when that was last told.
         failed: Stores and loads that failed, with those that were not logged.
         host_bytes, file_bytes: Of the tiers; None if its start is not in the logs.
@@ -252,6 +254,8 @@ class Offload(Struct, kw_only=True):
 
     rank: str
     counters: dict[str, int] = field(default_factory=dict)
+    told_at: float | None = None
+    has_stopped: bool = False
     blocks: dict[str, int] = field(default_factory=dict)
     failed: int = 0
     host_bytes: int | None = None

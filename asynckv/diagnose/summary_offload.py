@@ -40,8 +40,9 @@ def _rank(rank: str, records: Sequence[Record], windows: Windows, per_s: Mapping
                     windows.spread(into, record.at - seconds, record.at, amount)
                 blocks = record.mapping("blocks")
                 found.blocks = {tier: max(integer(blocks.get(tier), 0), 0) for tier in ("host", "file")}
+                found.told_at = record.at
             case EVENT.OFFLOAD_STOPPED:
-                found.counters = _counters(record)
+                found.counters, found.told_at, found.has_stopped = _counters(record), record.at, True
             case EVENT.OFFLOAD_FAILED:
                 found.failed += 1 + max(record.integer("not_logged", 0), 0)
             case EVENT.OFFLOAD_FILES_LOST:

@@ -63,9 +63,7 @@ class HostPool:
             try:
                 self._map = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             except (OSError, OverflowError) as exc:
-                raise BackendError(
-                    f"{num_bytes} bytes of host memory are not to be had ({exc}); give the host pool fewer"
-                ) from None
+                raise _lacking(num_bytes, str(exc)) from None
             with suppress(OSError):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         start = -np.frombuffer(self._map, np.uint8).ctypes.data % HUGE_PAGE
@@ -99,10 +97,7 @@ class HostPool:
             if not madvise(address, length, POPULATE_WRITE):
                 continue
             if (number := ctypes.get_errno()) != errno.EINVAL:
-                raise BackendError(
-                    f"{self.num_bytes} bytes of host memory are not to be had ({os.strerror(number)}); give the host "
-                    f"pool fewer"
-                )
+                raise _lacking(self.num_bytes, os.strerror(number))
             ctypes.memset(address, 0, length)  # the kernel is too old
 
     def describe(self) -> dict[str, str]:
@@ -119,3 +114,10 @@ class HostPool:
         self.array = None
         with suppress(BufferError):
             self._map.close()
+
+
+def _lacking(num_bytes: int, why: str) -> BackendError:
+    free = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+    return BackendError(
+        f"{num_bytes} bytes of host memory are not to be had ({why}; {free} bytes are free); lower host_bytes"
+    )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any
 
-from asynckv.arguments import number, shown
+from asynckv.arguments import number, shown, text
 from asynckv.core.types import decode_params
 from asynckv.embed.orders import (
     Announce,
@@ -26,6 +26,7 @@ from asynckv.embed.orders import (
     Finished,
     Lend,
     Load,
+    Lookup,
     Order,
     Pull,
     Refused,
@@ -232,6 +233,9 @@ class EngineDesk:
                 engine.announce(order.request_id, order.params, wait_s=order.wait_s, cohort_id=order.cohort_id)
             case Pull():
                 self._unbegun.add(self._go(self._pull(order), order))
+            case Lookup():
+                request_id = text("request_id", order.request_id)
+                self._tell("found", (request_id, self._offload().lookup(order.hashes, order.num_tokens)))
             case Load():
                 self._unbegun.add(self._go(self._load(order, self._offload()), order))
             case Store():
@@ -248,7 +252,8 @@ class EngineDesk:
                 engine.withdraw(order.params)
             case _:
                 raise LocalProtocolError(
-                    f"{shown(order)} is no order; give Announce, Pull, Discharge, Cancel, Lend, Withdraw, Store or Load"
+                    f"{shown(order)} is no order; give Announce, Pull, Discharge, Cancel, Lend, Withdraw, Lookup, "
+                    f"Store or Load"
                 )
 
     def _offload(self) -> Offload:

@@ -4,8 +4,8 @@ A scheduler decides once per step what is to happen, and its workers carry it ou
 a list of orders, handed over in one go, and everything that has ended since the last look is one `Finished`.
 
 Every order ends in one place, once: a `Pull` in `received` or `failed`, a `Load` in `loaded` or `failed`, a `Lend` in
-`sent` or `refused`, a `Store` in `stored` or `refused`, any other in `refused`, or nowhere if there was nothing to
-complain of. That holds when the engine is closed under way, too.
+`sent` or `refused`, a `Store` in `stored` or `refused`, a `Lookup` in `found` or `refused`, any other in `refused`, or
+nowhere if there was nothing to complain of. That holds when the engine is closed under way, too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from asynckv.errors import PullError
+from asynckv.offload.found import Found
 from asynckv.results import LeaseEnd, Loaded, PullResult, Stored
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Finished",
     "Lend",
     "Load",
+    "Lookup",
     "Order",
     "Pull",
     "Refused",
@@ -90,6 +92,14 @@ class Withdraw(Order, frozen=True):
     params: Mapping[str, Any]
 
 
+class Lookup(Order, frozen=True, kw_only=True):
+    """Say how much of a prompt is kept (`Offload.lookup`). Ends in `found` or `refused`, always."""
+
+    request_id: str
+    hashes: Sequence[str | bytes]
+    num_tokens: int | None = None
+
+
 class Store(Order, frozen=True, kw_only=True):
     """Keep blocks outside of the accelerator (`Offload.store`). Ends in `stored` or `refused`, always."""
 
@@ -144,6 +154,7 @@ class Finished:
         sent: Lent requests whose blocks are this engine's again, released or not (`LeaseEnd.cause`); but for those that
             `close` says were cut short, which nobody may write before the process ends.
         received: Pulls whose bytes are in place.
+        found: What lookups have found, with the ids that they were given.
         stored: Blocks that were to be stored and are the engine's again, whatever became of them.
         loaded: Loads whose bytes are in place, as far as they say.
         failed: Pulls and loads that ended badly.
@@ -154,6 +165,7 @@ class Finished:
 
     sent: list[LeaseEnd] = field(default_factory=list)
     received: list[PullResult] = field(default_factory=list)
+    found: list[tuple[str, Found]] = field(default_factory=list)
     stored: list[Stored] = field(default_factory=list)
     loaded: list[Loaded] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)

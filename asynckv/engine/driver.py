@@ -118,6 +118,9 @@ class Guest(Protocol):
     def counters(self) -> dict[str, int]:
         """What is told with the engine's own."""
 
+    def gauges(self) -> dict[str, int]:
+        """The same, of how things stand."""
+
     def describe(self) -> dict[str, str]:
         """Versions, transports and modes in use."""
 
@@ -245,6 +248,10 @@ class Driver:
         for guest in self.guests:
             counters |= guest.counters()
         return counters
+
+    def guest_gauges(self) -> dict[str, int]:
+        """Say how things stand with those who use the memory beside the engine."""
+        return {name: value for guest in self.guests for name, value in guest.gauges().items()}
 
     def tell(self, what: Callable[..., None], *args: Any) -> None:
         """Tell all observers something, by the `Observer`'s method for it; call it only if there are any."""

@@ -214,7 +214,7 @@ class Engine:
             self.config.engine_id, self.incarnation, agent.name, agent.metadata, layout, first_nonce, memory_epoch
         )
         core = RankCore(identity, self.config)
-        core.survey.facts = self._facts
+        core.survey.facts, core.inspect.beside = self._facts, driver.guest_gauges
         driver.begin(core)
 
     async def drain(self, timeout_s: float) -> tuple[HeldBlocks, ...]:

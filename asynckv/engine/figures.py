@@ -19,16 +19,30 @@ COUNTED = {
     "lost_before_write_back": "not_written_back.evicted",
     "write_backs_without_room": "not_written_back.no_room",
     "write_backs_failed": "not_written_back.failed",
+    "write_backs_lost": "not_written_back.files_lost",
 }
 """Which of the catalogue's figures only grow, and what they are called here."""
 
-TOLD_S = 60.0
-"""At least so long is between two lines of what was moved."""
+FIRST_S, TOLD_S = 1.0, 60.0
+"""At least so long is between two lines of what was moved: a second at first, then as long as it took up to the last
+line, so that the log of a process that is killed early says something as well, and a minute at most."""
 
-TOLD = ("bytes.", "blocks.", "tokens.", "evicted.", "not_written_back.", "records_lost", "moves_failed", "lookup")
+TOLD = (
+    *("bytes.", "blocks.", "tokens.", "evicted.", "not_stored.", "not_written_back."),
+    *("records_lost", "moves_failed", "lookup"),
+)
 """Which counters these lines have."""
 
-GAUGES = ("host_blocks", "file_blocks", "to_write_back", "jobs", "pins", "moves", "moves_in_doubt")
+GAUGES = ("to_write_back", "jobs", "pins", "moves", "moves_in_doubt")
+"""Which of the catalogue's figures are called the same here."""
+
+NOW = frozenset(
+    {
+        *("copies.running", "copies.waiting", "copies.in_doubt", "copies.backlog_bytes", "copies.threads"),
+        *("files.running", "files.records", "files.is_read_only", "files.is_off"),
+    }
+)
+"""What planes say of how things stand; all else they have counted."""
 
 
 class Figures:
@@ -37,36 +51,48 @@ class Figures:
     def __init__(self, driver: Driver, mover: Mover, config: OffloadConfig) -> None:
         self._driver, self._mover, self._config = driver, mover, config
         (self._own,) = mover.shelves
-        self._told_at, self._told = driver.clock.now(), Counter[str]()
+        self._began = self._told_at = driver.clock.now()
+        self._told = Counter[str]()
 
     def counters(self) -> dict[str, int]:
-        """What happened since the start, and what the planes say."""
+        """What happened since the start."""
         said, counters = self._own.catalogue.statistics(), dict(self._mover.counts)
         counters |= {name: said.get(of, 0) for of, name in COUNTED.items()}
-        for plane, name in ((self._mover.copies, "copies"), (self._own.records, "files")):
-            if plane is not None:
-                counters |= {f"{name}.{key}": count for key, count in plane.statistics().items()}
-        return counters
+        return counters | {name: count for name, count in self._planes().items() if name not in NOW}
+
+    def gauges(self) -> dict[str, int]:
+        """How much is kept in each tier, whether it is in use, and what is under way."""
+        own, mover = self._own, self._mover
+        said, file = own.catalogue.statistics(), own.catalogue.file
+        gauges = {name: said[name] for name in GAUGES}
+        gauges["bytes_under_way"] = sum(said[f"{kind.value}_bytes_under_way"] for kind in MoveKind)
+        limits = {"host": self._config.host_bytes}
+        gauges["reads.host"] = gauges["writes.host"] = int(not mover.cause)
+        if file is not None:
+            limits["file"] = self._config.file_bytes
+            gauges["reads.file"] = int(not mover.cause and not file.is_off)
+            gauges["writes.file"] = int(not mover.cause and file.takes_more)
+        for tier, limit in limits.items():
+            gauges[f"limit_bytes.{tier}"] = limit
+            for name, of in (("kept", "blocks"), ("kept_bytes", "bytes"), ("leaving", "leaving")):
+                gauges[f"{name}.{tier}"] = said[f"{tier}_{of}"]
+        if others := [shelf.catalogue.statistics() for shelf in mover.shelves[1:]]:
+            gauges["kept.others"] = sum(each["file_blocks"] for each in others)
+            gauges["kept_bytes.others"] = sum(each["file_bytes"] for each in others)
+        return gauges | {name: value for name, value in self._planes().items() if name in NOW}
 
     def statistics(self) -> Statistics:
         """Take a snapshot."""
-        said = self._own.catalogue.statistics()
-        gauges = {name: said.get(name, 0) for name in GAUGES}
-        gauges["bytes_under_way"] = sum(said[f"{kind.value}_bytes_under_way"] for kind in MoveKind)
-        return Statistics(self.counters(), gauges, (), 0.0, 0.0, {})
+        return Statistics(self.counters(), self.gauges(), (), 0.0, 0.0, {})
 
-    def told_by_the_engine(self) -> dict[str, int]:
-        """What is told with the engine's own counters: how much is kept as well."""
-        said = self._own.catalogue.statistics()
-        now = {"limit_bytes.host": self._config.host_bytes, "limit_bytes.file": self._config.file_bytes}
-        for name, of in (("kept", "blocks"), ("kept_bytes", "bytes"), ("leaving", "leaving")):
-            now |= {f"{name}.{tier}": said.get(f"{tier}_{of}", 0) for tier in ("host", "file")}
-        return {f"offload.{name}": count for name, count in (self.counters() | now).items()}
+    def _planes(self) -> dict[str, int]:
+        planes = ("copies", self._mover.copies), ("files", self._own.records)
+        return {f"{name}.{k}": v for name, plane in planes if plane is not None for k, v in plane.statistics().items()}
 
     def tell(self, least_s: float = TOLD_S) -> None:
         """Log what was moved, now and then."""
         now, before = self._driver.clock.now(), self._told
-        if now - self._told_at < least_s:
+        if now - self._told_at < min(least_s, max(self._told_at - self._began, FIRST_S)):
             return
         self._told = Counter(self.counters())
         counters = {name: count for name, count in (self._told - before).items() if name.startswith(TOLD)}

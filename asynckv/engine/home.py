@@ -126,11 +126,12 @@ class Home:
                 "after the engine's event loop was closed, so that nothing can be done; close engines before their loop"
             )
         else:
-            remedy = (
-                f"asyncio.run_coroutine_threadsafe({what}(...), loop)"
-                if inspect.iscoroutinefunction(call)
-                else f"loop.call_soon_threadsafe({what}, ...)"
-            )
+            if inspect.iscoroutinefunction(call):
+                remedy = f"asyncio.run_coroutine_threadsafe({what}(...), loop)"
+            elif owner == "Offload":  # whoever calls wants its answer
+                remedy = f"asyncio.run_coroutine_threadsafe with a coroutine that returns {what}(...), and loop"
+            else:
+                remedy = f"loop.call_soon_threadsafe({what}, ...)"
             where = (
                 f"from thread {threading.current_thread().name!r} or another event loop than the one that the engine "
                 f"was started on; nothing was changed: use {remedy}, where loop is the engine's; "

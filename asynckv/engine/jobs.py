@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import structs
 
+from asynckv.engine.shelf import Shelf
 from asynckv.errors import BlocksRetired, EngineClosed, PullCancelled, PullError, PullTimeout, ReadFailed
 from asynckv.geometry.blocks import BlockList
 from asynckv.geometry.bounds import Int64s
+from asynckv.offload.catalogue import Positions
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome
 
-__all__ = ["OffloadJob"]
+__all__ = ["OffloadJob", "Shorter"]
+
+Shorter = Callable[["OffloadJob"], tuple[int, Mapping[Shelf, Positions]] | None]
+"""Says which prefix can still be loaded, and which blocks of which shelves make it up."""
 
 
 class OffloadJob:
@@ -30,6 +35,9 @@ class OffloadJob:
         blocks: Per group of the layout, the caller's list.
         ids: Per group of the layout, those of its blocks that are read or written.
         begun_at: When it was asked for.
+        chain: The prompt's hashes.
+        tokens: Of a load, how long the prefix is that is being loaded.
+        shorter: Of a load, says what is left of it where some of it is lost; None once it is given up.
         num_bytes: Bytes copied for it.
         file_bytes: Bytes that came from files for it.
         retired_at: When its blocks are given up, once it has ended and something may still touch them.
@@ -48,6 +56,8 @@ class OffloadJob:
         self.job_id, self.request_id, self.kind = job_id, request_id, kind
         self.blocks, self.ids = blocks, ids
         self.begun_at, self.until = now, until
+        self.chain, self.tokens = list[bytes](), 0
+        self.shorter: Shorter | None = None
         self.num_bytes = self.file_bytes = 0
         self.retired_at = math.inf
         self.is_retired = self.is_free = False

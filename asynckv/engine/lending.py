@@ -11,13 +11,13 @@ from typing import Any
 
 from asynckv.arguments import integer, number, text
 from asynckv.config import MIN_LEASE_S, OffloadConfig
-from asynckv.core.types import MAX_ID
+from asynckv.core.types import MAX_ID, Reason
 from asynckv.engine.engine import Engine
 from asynckv.engine.lent import LentRequest
 from asynckv.engine.mover import Mover
-from asynckv.errors import LocalProtocolError
+from asynckv.errors import LocalProtocolError, Overloaded
 from asynckv.geometry.bounds import MAX_RANKS
-from asynckv.offload.job import JobKind
+from asynckv.offload.job import JobEnded, JobKind, JobOutcome
 from asynckv.offload.keys import needed
 from asynckv.scheduler import PrefillGroup
 
@@ -52,12 +52,22 @@ class Lending:
         if self._own.form.tp_size * self._own.form.pp_size > 1:
             raise LocalProtocolError("stored blocks are lent by engines of one rank: ranks choose their slots apart")
         job = mover.begin(JobKind.LOAD, request_id, [], {}, self._config.timeout_s, chain, tokens, {self._own: None})
-        ended = await mover.outcome(job)
         pin, is_text = f"{job.job_id}-lent", all(isinstance(h, str) for h in hashes)
         try:
+            ended = await mover.outcome(job)
+            if ended.outcome is JobOutcome.CANCELLED:
+                raise job.error()
+            if ended.outcome is JobOutcome.NO_ROOM:
+                raise Overloaded(
+                    f"request {request_id[:200]!r}: its {tokens} tokens cannot be brought to host memory: "
+                    f"{ended.cause}",
+                    request_id=request_id,
+                    reason=Reason.QUEUE_FULL,
+                    is_retryable=True,
+                )
             params = PrefillGroup(host.config.engine_id, [host.endpoint], lease=lease).make_params(
                 request_id,
-                self._pinned(pin, request_id, chain, tokens, ended.cause),
+                self._pinned(pin, request_id, chain, tokens, ended),
                 tokens,
                 lease_s=lease_s,
                 written=True,
@@ -68,6 +78,8 @@ class Lending:
         except BaseException:
             mover.unpin(pin)
             raise
+        finally:
+            mover.unpin(job.job_id)  # what was brought is pinned for the lease, or not at all
         mover.counts["lent"] += 1
         task = asyncio.get_running_loop().create_task(self._keep(lent, pin))
         self._leases.add(task)
@@ -75,18 +87,19 @@ class Lending:
         return params
 
     def _pinned(
-        self, pin: str, request_id: str, chain: list[bytes], tokens: int, cause: str
+        self, pin: str, request_id: str, chain: list[bytes], tokens: int, ended: JobEnded
     ) -> list[tuple[int, list[int | None]]]:
         """Pin a prefix; returns its slots, as `make_params` takes them."""
         pieces = {piece.group: piece for piece in self._own.catalogue.pin(pin, chain, tokens)}
-        groups = []
+        groups, is_miss = [], ended.outcome in (JobOutcome.DONE, JobOutcome.MISSING)
         for at, group in enumerate(self._own.groups):
             places, piece = needed(group, 0, tokens), pieces.get(at)
             known = dict(zip(piece.positions, piece.host_slots, strict=True)) if piece is not None else {}
             if any(place not in known for place in places):
                 raise LocalProtocolError(
-                    f"request {request_id[:200]!r}: not all of its {tokens} tokens are kept any more "
-                    f"({cause or 'they were given up'}); look them up again"
+                    f"request {request_id[:200]!r}: not all of its {tokens} tokens "
+                    f"{'are kept any more' if is_miss else 'could be brought to host memory'} "
+                    f"({ended.cause or 'they were given up'}); look them up again"
                 )
             groups.append((0, [known.get(place) for place in range(places.stop)]))
         return groups

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
+from msgspec import structs
+
 from asynckv.config import OffloadConfig
 from asynckv.core.events import Ending
 from asynckv.core.inspect import HeldBlocks
 from asynckv.core.types import Reason, TransferId
 from asynckv.engine.copying import Copying
 from asynckv.engine.driver import Driver
-from asynckv.engine.jobs import OffloadJob
+from asynckv.engine.jobs import OffloadJob, Shorter
 from asynckv.engine.shelf import Shelf
 from asynckv.errors import EngineClosed, Overloaded
 from asynckv.geometry.blocks import BlockList
@@ -45,12 +47,16 @@ the other."""
 MAX_FAILURES = 10
 """That are logged at once; then one per second."""
 
+NO_ROOM_S = 60.0
+"""At least so long is between two lines of stores that found no room: where one does, so do many."""
+
 COUNTERS = (
     *("lookups", "lookup_hits", "lent", "moves_failed", "moves_doubted", "records_lost", "jobs_retired"),
     *(f"files_lost.{what}" for what in ("writes", "all")),
     *(f"tokens.{what}" for what in ("looked_up", "found", "loaded", "missed")),
     *(f"{what}.{kind.value}" for kind in MoveKind for what in ("bytes", "blocks")),
     *(f"{kind.value}.{outcome.value}" for kind in JobKind for outcome in JobOutcome),
+    *(f"not_stored.{why}" for why in ("no_room", "failed", "missing", "cancelled")),
     *(f"{kind.value}.overloaded" for kind in JobKind),
 )
 """What is counted of an offload: what its metrics and `Offload.statistics` are made of."""
@@ -105,7 +111,7 @@ class Mover:
         self._timer: TimerHandle | None = None
         self._is_due = False
         self._idle = asyncio.Event()
-        self._failures = Rate(1.0, MAX_FAILURES)
+        self._failures, self._no_room = Rate(1.0, MAX_FAILURES), Rate(1 / NO_ROOM_S, 1)
 
     def use(self, copies: CopyPlane, copying: Mapping[Shelf, Copying]) -> None:
         """Use the device's memory, which the copy plane knows now."""
@@ -121,18 +127,21 @@ class Mover:
         chain: list[bytes],
         tokens: int,
         where: Mapping[Shelf, Positions | None],
+        shorter: Shorter | None = None,
     ) -> OffloadJob:
         """Take a request's blocks, and let catalogues store or load them.
 
         Args:
             kind: Which of both.
             request_id: The caller's.
-            blocks: Per group, the caller's list; empty if nothing is to be copied, but only brought to host memory.
+            blocks: Per group, the caller's list; empty if nothing is to be copied, but only brought to host memory and
+                pinned there under the job's id.
             ids: Per group, the blocks that are read or written.
             timeout_s: When what is not posted is given up.
             chain: The prompt's hashes.
             tokens: Where the prefix ends.
             where: Which blocks of each shelf's groups; None for all that are needed.
+            shorter: Says what is loaded where some of it is lost; nothing if left out.
 
         Raises:
             EngineClosed: Nothing is begun any more.
@@ -155,11 +164,14 @@ class Mover:
         held = core.ledger.check(use, ids)
         until = math.inf if timeout_s is None else now + timeout_s
         job = OffloadJob(f"{kind.value}-{next(self.ids)}", request_id, kind, blocks, held, now, until)
+        job.chain, job.tokens, job.shorter = chain, tokens, shorter
         for shelf, positions in where.items():
-            ask = shelf.catalogue.store if kind is JobKind.STORE else shelf.catalogue.load
-            ask(job.job_id, chain, tokens, positions=positions, until=until)
+            if kind is JobKind.STORE:
+                shelf.catalogue.store(job.job_id, chain, tokens, positions=positions, until=until, is_prefix=True)
+            else:
+                shelf.catalogue.load(job.job_id, chain, tokens, positions=positions, until=until, is_pinning=not blocks)
             job.parts[shelf.far] = None
-        core.ledger.hold(job.job_id, use, request_id, held, now)
+        core.ledger.hold(job.job_id, use, request_id, held, now, kind.value)
         core.inspect.guests[job.job_id] = self.jobs[job.job_id] = job
         self._by_request.setdefault(request_id, {})[job.job_id] = job
         if sum(map(len, held.values())) > IN_ONE_TURN:
@@ -190,6 +202,7 @@ class Mover:
         """Begin nothing more of some jobs, and wait for what runs."""
         loads = set()
         for job in jobs:
+            job.shorter = None
             for shelf in self.shelves:
                 shelf.catalogue.cancel(job.job_id)
             if job.kind is JobKind.LOAD:  # a store's copies go on: others may wait for them
@@ -242,17 +255,40 @@ class Mover:
             if news.outcome is not JobOutcome.DONE:
                 for other in self.shelves:  # a prefix needs all of them
                     other.catalogue.cancel(job.job_id)
-        if job.ended is None and all(part is not None for part in job.parts.values()):
+        if job.ended is None and all(part is not None for part in job.parts.values()) and not self._goes_on(job):
             ended = job.end(now, self._config.held_s)
             if ended.is_held:
                 self._held[job.job_id] = job
             self.counts[f"{ended.kind.value}.{ended.outcome.value}"] += 1
             if self._driver.observers:
                 self._driver.tell(Observer.offload_ended, ended.kind.value, now - job.begun_at, now)
+            if job.kind is JobKind.STORE and (missed := sum(map(len, ended.missing))):
+                why = JobOutcome.NO_ROOM if ended.outcome is JobOutcome.DONE else ended.outcome
+                self.counts[f"not_stored.{why.value}"] += missed
+                if why is JobOutcome.NO_ROOM:
+                    self._log_failed(job, structs.replace(ended, outcome=why), self._no_room)
             if ended.outcome in (JobOutcome.FAILED, JobOutcome.TIMEOUT, JobOutcome.NO_ROOM):
-                self._log_failed(job, ended)
+                self._log_failed(job, ended, self._failures)
         if job.ended is not None and not job.held_by:
             self._release(job)
+
+    def _goes_on(self, job: OffloadJob) -> bool:
+        """Load what precedes the blocks that are lost; False if that is nothing of use."""
+        parts = [part for part in job.parts.values() if part is not None]
+        outcomes = {part.outcome for part in parts}
+        is_lost = JobOutcome.FAILED in outcomes or JobOutcome.MISSING in outcomes
+        if not is_lost or JobOutcome.TIMEOUT in outcomes or job.shorter is None or job.held_by or self.cause:
+            return False
+        if (less := job.shorter(job)) is None:
+            return False
+        for part in parts:
+            if part.outcome is JobOutcome.FAILED:
+                self._log_failed(job, part, self._failures)
+        job.tokens, where = less
+        job.parts = dict.fromkeys(shelf.far for shelf in where)
+        for shelf, positions in where.items():
+            shelf.catalogue.load(job.job_id, job.chain, job.tokens, positions=positions, until=job.until)
+        return True
 
     def _doubt(self, now: float) -> float:
         """Wait no longer for copies that have not ended in their job's time: who asked is told, and what they may touch
@@ -389,14 +425,15 @@ class Mover:
 
     def _lose_files(self, shelf: Shelf, news: RecordsLost) -> None:
         """The file tier takes no more writes, or nothing at all."""
+        shelf.files_lost = news.cause
         shelf.catalogue.switch_off(reads=news.reads)
         self._idle.set()
         self.counts[f"files_lost.{'all' if news.reads else 'writes'}"] += 1
         self._driver.recorder.event("warning", EVENT.OFFLOAD_FILES_LOST, cause=news.cause, reads=int(news.reads))
 
-    def _log_failed(self, job: OffloadJob, ended: JobEnded) -> None:
+    def _log_failed(self, job: OffloadJob, ended: JobEnded, rate: Rate) -> None:
         now = self._driver.clock.now()
-        if ended.is_held or self._failures.take(now):
+        if ended.is_held or rate.take(now):
             self._driver.recorder.event(
                 "warning",
                 EVENT.OFFLOAD_FAILED,
@@ -408,7 +445,7 @@ class Mover:
                 blocks=sum(map(len, ended.missing)),
                 held=int(ended.is_held),
                 seconds=round(now - job.begun_at, 6),
-                **self._failures.left_out(),
+                **rate.left_out(),
             )
 
     def _log_late(self, level: Literal["warning", "error"], event: EVENT, job: OffloadJob) -> None:

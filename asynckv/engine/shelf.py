@@ -12,7 +12,6 @@ import asyncio
 import math
 from collections.abc import Callable
 
-import anyio.to_thread
 import msgspec
 
 from asynckv.config import OffloadConfig
@@ -26,6 +25,7 @@ from asynckv.offload.keys import stored_groups
 from asynckv.ports import Record, RecordPlane
 
 __all__ = ["Shelf"]
+
 
 LARGE = 256 << 20
 """Bytes of memory that the system takes back in more than a millisecond or two, so not on the loop."""
@@ -49,6 +49,7 @@ class Shelf:
     Attributes:
         kept: Groups of the form that this rank has a part of; what the catalogue calls a group is a place in it.
         form_id: Short for the form.
+        files_lost: Why its files take no more writes, or nothing; empty while they do.
         unfit: Blocks that its files had, and that were dropped, for they are of another model or length.
 
     Raises:
@@ -67,7 +68,7 @@ class Shelf:
         is_own: bool = True,
     ) -> None:
         self.far, self.form, self.form_id, self.records = far, form, fingerprint(form), records
-        self._is_own = is_own
+        self._is_own, self.files_lost = is_own, ""
         self._config, self._host_bytes = config, host_bytes
         strides = [size.stride for size in record_sizes(form)]
         groups = stored_groups(form, strides, config.hash_tokens, config.model)
@@ -140,7 +141,7 @@ class Shelf:
         if self.memory is not None:
             memory, self.memory = self.memory, None
             if memory.num_bytes > LARGE:
-                await anyio.to_thread.run_sync(memory.close)
+                await asyncio.get_running_loop().run_in_executor(None, memory.close)
             else:
                 memory.close()
 

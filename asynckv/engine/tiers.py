@@ -8,6 +8,7 @@ only then blocks are given back that something might have written.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from asynckv.geometry.check import Registration
 from asynckv.geometry.packed import record_form
 from asynckv.observe.events import EVENT
 from asynckv.offload.found import Found
-from asynckv.offload.job import JobEnded, JobOutcome, MoveKind
+from asynckv.offload.job import JobOutcome, MoveKind
 from asynckv.offload.keys import needed
 from asynckv.ports import FOUND_DAMAGED, CopyPlane, RecordPlane
 
@@ -292,21 +293,30 @@ class Tiers:
 
     def counters(self) -> dict[str, int]:
         """What is told with the engine's own."""
-        return self.figures.told_by_the_engine()
+        return {f"offload.{name}": count for name, count in self.figures.counters().items()}
+
+    def gauges(self) -> dict[str, int]:
+        """The same, of how things stand."""
+        return {f"offload.{name}": value for name, value in self.figures.gauges().items()}
 
     def describe(self) -> dict[str, str]:
-        """Name versions, transports and modes in use."""
+        """Name versions, transports and modes in use, and why what is not used is not."""
         planes = self._copies, self.own.records, self.own.memory
-        return {name: what for plane in planes if plane is not None for name, what in plane.describe().items()}
+        said = {name: what for plane in planes if plane is not None for name, what in plane.describe().items()}
+        off = {"off": self.mover.cause, "files_off": self.own.files_lost}
+        return said | {name: cause for name, cause in off.items() if cause}
 
     # -- what they hold ------------------------------------------------------------------------------
 
     def found(self, chain: list[bytes]) -> Found:
         """What is kept of a prefix on the rank's own shelf, or on those of others if that is more."""
+        if self.mover.cause:
+            chain = []  # a load is refused
         found = self.own.catalogue.lookup(chain)
         if self.others and found.tokens < len(chain) * self.config.hash_tokens:
             there = min((shelf.catalogue.lookup(chain) for shelf in self.others), key=lambda each: each.tokens)
-            tokens = there.tokens // self.align * self.align
+            every = math.lcm(self.align, *(shelf.align for shelf in self.others))
+            tokens = there.tokens // every * every
             if tokens > found.tokens:
                 return msgspec.structs.replace(there, tokens=tokens, ready_tokens=found.ready_tokens)
         return found
@@ -327,12 +337,31 @@ class Tiers:
                 }
         return {self.own: wanted}
 
-    def loaded(self, job: OffloadJob, ended: JobEnded, tokens: int) -> int:
+    def shorter(self, wanted: list[list[int]], job: OffloadJob) -> tuple[int, dict[Shelf, list[list[int]]]] | None:
+        """Say which prefix can still be loaded of one of which some is lost, and of which shelves; None if none can."""
+        tokens = self.found(job.chain[: job.tokens // self.config.hash_tokens]).tokens
+        if self._is_hybrid or not self._had(job) < tokens < job.tokens:
+            return None
+        sizes = [group.block_size for group in self.own.groups]
+        less = [[at for at in some if (at + 1) * size <= tokens] for some, size in zip(wanted, sizes, strict=True)]
+        return tokens, self.sources(job.chain, tokens, job.blocks, less)
+
+    @property
+    def _is_hybrid(self) -> bool:
+        """Another prefix needs other blocks."""
+        return any(group.is_state or group.window for group in self.own.groups)
+
+    def _had(self, job: OffloadJob) -> int:
+        """How long a prefix was there before a load."""
+        return min(min(job.blocks[index][0], job.tokens) for index in self.own.kept) // self.align * self.align
+
+    def loaded(self, job: OffloadJob) -> int:
         """Say how long a prefix is in place in all groups: all, what precedes the first gap, or what was there."""
+        tokens = job.tokens
         if all(part is not None and not any(part.missing) for part in job.parts.values()):
             return tokens
-        had = min(min(job.blocks[index][0], tokens) for index in self.own.kept) // self.align * self.align
-        if any(group.is_state or group.window for group in self.own.groups):
+        had = self._had(job)
+        if self._is_hybrid:
             return had  # a shorter prefix would need other blocks
         ends = [tokens]
         for shelf in self.mover.shelves:

@@ -532,8 +532,8 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
     EVENT.OFFLOAD_MOVED: Event(
         "both",
         ("info",),
-        "What was moved between the tiers since the last line that said so: at most one line a minute, none while "
-        "nothing is moved, and one at the end.",
+        "What was moved between the tiers since the last line that said so: after a second, two, four and so on, then "
+        "one line a minute at most; none while nothing is moved, and one at the end.",
         (
             always(SECONDS, "seconds", "Since the last such line, or the start."),
             always(OBJECT, "counters", "What was counted in these, as in `offload_stopped`, if above 0."),
@@ -553,11 +553,14 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
     EVENT.OFFLOAD_FAILED: Event(
         "both",
         ("warning",),
-        "A store or a load failed, or took too long; what was wanted of it is a miss. Ten at once, then one per "
-        "second; with `held` always.",
+        "A store or a load failed, took too long, or found no room; what was wanted of it is a miss. Ten at once, then "
+        "one per second; of stores without room one per minute; with `held` always.",
         (
             always(
-                TEXT, "cause", "`failed`, `timeout`, or `no_room`: host memory is pinned, so nothing can be promoted."
+                TEXT,
+                "cause",
+                "`failed`, `timeout`, or `no_room`: host memory is pinned, so a load cannot bring what is in files; or "
+                "it has no room for all that was to be stored.",
             ),
             always(TEXT, "detail", "In words."),
             always(TEXT, "what", "`store` or `load`."),

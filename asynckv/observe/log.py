@@ -28,6 +28,7 @@ from asynckv.core.outbox import HeldForLong
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
 from asynckv.core.types import Key, Params, PullId, Reason
+from asynckv.geometry.bounds import NULL
 from asynckv.observe.events import EVENT
 from asynckv.observe.release import release
 from asynckv.observe.sampling import Rate, Sampler
@@ -494,7 +495,7 @@ class Recorder:
 
 
 def _num_blocks(lease: Lease) -> int:
-    return sum(n for g in lease.lent.groups for _, n in g.runs)
+    return sum(n for g in lease.lent.groups for first, n in g.runs if first != NULL)
 
 
 def _names(pull: Pull) -> dict[str, Any]:

@@ -143,6 +143,12 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "offload_bytes": Family("gauge", "Bytes that the kept blocks take, by tier.", ("tier",)),
     "offload_limit_bytes": Family("gauge", "Bytes that a tier has (host_bytes, file_bytes).", ("tier",)),
+    "offload_up": Family(
+        "gauge",
+        "1 while a tier is read from, or written to; 0 if its disk has failed, or all is off.",
+        ("what", "tier"),
+    ),
+    "offload_waiting_blocks": Family("gauge", "Blocks in host memory that are to be written back to files."),
     "offload_duration_seconds": Family("histogram", "From the call of store or load to its outcome.", ("call",)),
     "offload_blocks_moved": Family("counter", "Blocks that were moved, by kind of move.", ("move",)),
     "offload_bytes_moved": Family("counter", "Bytes that were moved, by kind of move.", ("move",)),
@@ -150,6 +156,7 @@ FAMILIES: Mapping[str, Family] = {
     "offload_loads_ended": Family("counter", "Loads that ended, by how.", ("outcome",)),
     "offload_tokens": Family("counter", "Tokens that were looked up, found, loaded, and missed by loads.", ("what",)),
     "offload_evicted": Family("counter", "Blocks given up to make room, by tier.", ("tier",)),
+    "offload_not_stored": Family("counter", "Blocks that stores left out, by why (no_room, ...).", ("reason",)),
     "offload_not_written_back": Family("counter", "Blocks that did not get from host memory to files.", ("reason",)),
     "offload_records_lost": Family("counter", "Records of files that were not what was stored, or could not be read."),
     "offload_disk_failures": Family(
@@ -187,8 +194,12 @@ _PLAIN = {
 }
 """Counters of the engine that are a metric each."""
 
-_OFFLOAD = {"offload.records_lost": "offload_records_lost", "offload.moves_failed": "offload_moves_failed"}
-"""The same, of engines that have an offload."""
+_OFFLOAD = {
+    "offload.records_lost": "offload_records_lost",
+    "offload.moves_failed": "offload_moves_failed",
+    "offload.to_write_back": "offload_waiting_blocks",
+}
+"""The same, of engines that have an offload; its gauges are shown by the same rules."""
 
 _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "pulls.": ("pulls_ended", (), _OUTCOMES),
@@ -208,6 +219,8 @@ _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "offload.leaving.": ("offload_blocks", ("leaving",), ()),
     "offload.kept_bytes.": ("offload_bytes", (), ()),
     "offload.limit_bytes.": ("offload_limit_bytes", (), ()),
+    "offload.reads.": ("offload_up", ("reads",), ()),
+    "offload.writes.": ("offload_up", ("writes",), ()),
     "offload.files_lost.": ("offload_disk_failures", (), ()),
     "offload.blocks.": ("offload_blocks_moved", (), ()),
     "offload.bytes.": ("offload_bytes_moved", (), ()),
@@ -215,6 +228,7 @@ _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "offload.load.": ("offload_loads_ended", (), ()),
     "offload.tokens.": ("offload_tokens", (), ()),
     "offload.evicted.": ("offload_evicted", (), ()),
+    "offload.not_stored.": ("offload_not_stored", (), ()),
     "offload.not_written_back.": ("offload_not_written_back", (), ()),
 }
 """Counters of the engine that begin so: the metric, labels before the rest of the name, and what is shown as 0."""
@@ -400,6 +414,9 @@ def _gauges(reading: Reading) -> Iterator[tuple[str, tuple[str, ...], float]]:
     }
     for name, value in plain.items():
         yield name, (), value
+    for gauge, amount in gauges.items():
+        if (where := place_of(gauge)) is not None:
+            yield *where, amount
 
 
 def _counters(counters: Mapping[str, int]) -> Iterator[tuple[str, tuple[str, ...], float]]:
@@ -417,7 +434,8 @@ def _counters(counters: Mapping[str, int]) -> Iterator[tuple[str, tuple[str, ...
 
 
 def place_of(counter: str) -> tuple[str, tuple[str, ...]] | None:
-    """Say which metric, and which labels of it, a counter of the engine is; None if it is not shown."""
+    """Say which metric, and which labels of it, a counter of the engine, or a gauge of its offload, is; None if it is
+    not shown."""
     if counter in _PLAIN:
         return _PLAIN[counter], ()
     if counter in _OFFLOAD:

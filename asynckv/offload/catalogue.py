@@ -34,9 +34,10 @@ from asynckv.errors import ConfigError, LocalProtocolError
 from asynckv.offload.cutting import Cutting
 from asynckv.offload.entry import Entry, EntryEvent, EntryState
 from asynckv.offload.found import Found, look_up
-from asynckv.offload.job import Item, JobEnded, JobKind, JobOutcome, JobReturned, Move, MoveKind, Piece
+from asynckv.offload.job import Item, JobEnded, JobKind, JobOutcome, JobReturned, JobState, Move, MoveKind, Piece
 from asynckv.offload.jobs import Jobs
 from asynckv.offload.keys import StoredGroup, as_hashes, block_hashes, needed
+from asynckv.offload.room import make_room
 from asynckv.offload.tier import Place, Tier
 from asynckv.offload.traffic import Budgets, Running, Traffic
 from asynckv.offload.write_back import WriteBack
@@ -85,13 +86,12 @@ class Catalogue:
         budgets = replace(budgets, write_back_bytes=min(budgets.write_back_bytes, host_bytes // 4))
         self.host = Tier(Place.HOST, self.groups, host_bytes, policy)
         self.file = Tier(Place.FILE, self.groups, file_bytes, policy) if file_bytes else None
-        self.pins: dict[str, list[tuple[Tier, Entry]]] = {}
         self.wake_at = math.inf
         """When to call `moves` again though nothing else happens."""
         self.corrupt_or_unread = 0
         self.traffic = Traffic(budgets)
         self._jobs = Jobs(len(self.groups), self.host, self.file)
-        self.jobs = self._jobs.by_name
+        self.jobs, self.pins = self._jobs.by_name, self._jobs.pins
         self._cutting = Cutting(self.groups, self.host, self.file, self._jobs, self.traffic)
         self._write_back = WriteBack(self.groups, self.host, self.file, self.traffic) if self.file else None
         self._tick = 0
@@ -122,6 +122,7 @@ class Catalogue:
             "to_write_back": len(self.host.onward),
             "write_backs_without_room": back.without_room if back else 0,
             "write_backs_failed": back.failed if back else 0,
+            "write_backs_lost": back.lost if back else 0,
             "corrupt_or_unread": self.corrupt_or_unread,
         }
 
@@ -147,6 +148,7 @@ class Catalogue:
         first_token: int = 0,
         positions: Positions | None = None,
         until: float = math.inf,
+        is_prefix: bool = False,
     ) -> None:
         """Store blocks of a request; `news` says how it ended.
 
@@ -159,6 +161,7 @@ class Catalogue:
             first_token: Where it begins to be of interest.
             positions: Per group, the blocks to store; what `needed` says if left out.
             until: When what has not been posted is given up.
+            is_prefix: If there is no room for all, store what is of use to a lookup of this prompt (see `room`).
 
         Raises:
             LocalProtocolError: The job is known already, or an argument makes no sense; nothing was changed.
@@ -169,21 +172,30 @@ class Catalogue:
         used += [self._used(self.file, mine, where)] if self.file else []
         self.host.spare(used[0])
         job = self._jobs.begin(job_id, JobKind.STORE, until)
+        new: list[list[int]] = [[] for _ in where]
         for g, wanted in enumerate(where):
-            new: list[int] = []
             for position in wanted:
                 entry = self.host.index[g].get(mine[g][position])
                 if entry is None:
-                    new.append(position)
+                    new[g].append(position)
                 elif entry.state is EntryState.READY:
                     job.known += 1
                 else:
                     self._jobs.wait(job, position, entry)
-            made = self.host.make(g, [mine[g][position] for position in new], spare=self._tick)
-            for entry, position in zip(made, new, strict=False):
+        if is_prefix:
+            new = [*map(sorted, new)]
+            made = make_room(self.groups, self.host, self.file, mine, new, self._tick)
+        else:
+            made = [
+                self.host.make(g, [mine[g][position] for position in some], self._tick) for g, some in enumerate(new)
+            ]
+        for g, (entries, some) in enumerate(zip(made, new, strict=True)):
+            for entry, position in zip(entries, some, strict=False):
                 self._jobs.hold(job, entry)
                 self._jobs.do(job, position, entry)
-            job.missing += [(g, position) for position in new[len(made) :]]
+            job.missing += [(g, position) for position in some[len(entries) :]]
+        if job.missing:
+            job.cause = self._why_not_stored(len(job.missing), sum(map(len, where)))
         # After what is new, so that it stays longer than what goes on from it.
         for tier, entries in zip(self._tiers(), used, strict=True):
             tier.use(entries)
@@ -198,6 +210,7 @@ class Catalogue:
         first_token: int = 0,
         positions: Positions | None = None,
         until: float = math.inf,
+        is_pinning: bool = False,
     ) -> None:
         """Load blocks of a request; `news` says how it ended.
 
@@ -210,12 +223,13 @@ class Catalogue:
             first_token: The caller has what is before it.
             positions: Per group, the blocks to load; what `needed` says if left out.
             until: When what has not been posted is given up.
+            is_pinning: What has been loaded stays in host memory; once all has, until `unpin` of the job's id.
 
         Raises:
             LocalProtocolError: The job is known already, or an argument makes no sense; nothing was changed.
         """
         mine, where = self._request(job_id, hashes, tokens, first_token, positions)
-        job = self._jobs.begin(job_id, JobKind.LOAD, until)
+        job = self._jobs.begin(job_id, JobKind.LOAD, until, is_pinning=is_pinning)
         found: list[tuple[int, Entry | None, bool]] = []
         for g, wanted in enumerate(where):
             file = self.file.index[g] if self.file else {}
@@ -302,28 +316,35 @@ class Catalogue:
             tier.let_go(entry, name)
         return True
 
-    def evict(self, hashes: Sequence[str | bytes] | None = None, place: Place | None = None) -> int:
-        """Let nobody find a prompt's blocks any more, or any block; returns how many there were.
+    def evict(self, hashes: Sequence[str | bytes] | None = None, place: Place | None = None) -> tuple[int, int]:
+        """Let nobody find a prompt's blocks any more, or any block, but for those that are pinned.
 
         What is being read is read to its end. With a `place` only what that tier has is evicted.
+
+        Returns:
+            How many blocks were given up, and how many were left because they are pinned.
         """
-        keys, count = None if hashes is None else as_hashes(hashes), 0
+        keys, count, left = None if hashes is None else as_hashes(hashes), 0, 0
+        pinned = {entry for held in self.pins.values() for _, entry in held if entry.state is EntryState.READY}
         for tier in [tier for tier in self._tiers() if place in (None, tier.place)]:
             if keys is None:
                 count += sum(map(len, tier.index))
-                writing = tier.drop_all()
+                writing = tier.drop_all(pinned)
+                left += sum(map(len, tier.index))
             else:
-                doomed = []
+                doomed = list[Entry]()
                 for index, group in zip(tier.index, self.groups, strict=True):
                     mine = dict.fromkeys(block_hashes(keys, group.block_size, self.hash_tokens))
                     doomed += [entry for key in mine if (entry := index.get(key)) is not None]
                 writing = [entry for entry in doomed if entry.state is EntryState.WRITING]
                 count += len(doomed)
+                left += len(pinned.intersection(doomed))
                 for entry in doomed:
-                    tier.drop(entry)
+                    if entry not in pinned:
+                        tier.drop(entry)
             for entry in writing if tier is self.host else ():
                 self._jobs.lost(entry, JobOutcome.MISSING, "it was evicted while it was written")
-        return count
+        return count - left, left
 
     def recover(self, found: Iterable[tuple[int, int, bytes]]) -> int:
         """Take in `(group, slot, hash)` that the file tier found in its index, the least recently used first.
@@ -339,10 +360,10 @@ class Catalogue:
 
     def switch_off(self, *, reads: bool = True) -> None:
         """Write nothing to the file tier any more; unless it can still be read, what it has is not found, either."""
-        if self.file is None or self.file.is_off:
+        if self.file is None or self._write_back is None or self.file.is_off:
             return
-        self.file.takes_more, self.file.is_off = False, reads
-        self.host.onward.clear()
+        self.file.is_off = reads
+        self._write_back.switch_off()
         if not reads:
             return
         self.file.drop_all()
@@ -375,16 +396,29 @@ class Catalogue:
             back, when = self._write_back.moves(now)
             moves += back
             self.wake_at = min(self.wake_at, when)
-        if not moves and self.traffic.is_idle():
-            for job in list(self._jobs.absent.values()):
-                self._jobs.fail(job, JobOutcome.NO_ROOM, self._why_no_room())
+        while not moves and self.traffic.is_idle() and self._jobs.absent:
+            jobs, why = list(self._jobs.absent.values()), self._why_no_room()
+            partly = [job for job in jobs if job.loaded]
+            for job in partly[-1:] or jobs:  # the last that keeps others from going on, or else all
+                self._jobs.fail(job, JobOutcome.NO_ROOM, why)
+            moves = [*self._cutting.promotions(), *self._cutting.of(MoveKind.LOAD, JobKind.LOAD)]
         return moves
 
     def _why_no_room(self) -> str:
-        held = len({id(entry) for entries in self.pins.values() for tier, entry in entries if tier is self.host})
+        held = {id(entry) for entries in self.pins.values() for tier, entry in entries if tier is self.host}
+        held |= {id(entry) for job in self.jobs.values() for entry in job.loaded}
+        names = [*self.pins, *(name for name, job in self.jobs.items() if job.loaded)]
         return (
-            f"no slot of host memory can be had: {held} blocks are held by {len(self.pins)} pins and leases "
-            f"({', '.join(shown(name) for name in list(self.pins)[:4])}); unpin some, or give the host tier more bytes"
+            f"no slot of host memory can be had: {len(held)} of {sum(map(len, self.host.index))} blocks are held by "
+            f"{len(names)} pins and leases ({', '.join(map(shown, names[:4]))}); let some go, or raise host_bytes"
+        )
+
+    def _why_not_stored(self, missing: int, wanted: int) -> str:
+        pinned = sum(tier is self.host for held in self.pins.values() for tier, _ in held)
+        return (
+            f"no room in host memory for {missing} of {wanted} blocks: it keeps {sum(map(len, self.host.index))}, of "
+            f"which {sum(map(len, self.host.writing))} are being written and {pinned} are pinned or lent; store less "
+            f"at a time, or raise host_bytes"
         )
 
     def ended(self, move_id: int, ending: Ending, cause: str = "", lost: Collection[int] = ()) -> None:
@@ -445,7 +479,10 @@ class Catalogue:
                 job.blocks += 1
             else:
                 job.missing.append((entry.group, position))
-            self._jobs.let_go(job, self.host, entry)
+            if is_good and job.is_pinning and job.state is JobState.RUNNING:
+                job.loaded.append(entry)
+            else:
+                self._jobs.let_go(job, self.host, entry)
         self.host.end(entry, move_id)
 
     def _store_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
@@ -590,7 +627,7 @@ class Catalogue:
         for job in self.jobs.values():
             for entry in job.holding:
                 holders.setdefault(entry, set()).add(job.job_id)
-            if job.holding != {item.entry for item in (*job.todo, *job.absent)} | set(job.waits) | {
+            if job.holding != {item.entry for item in (*job.todo, *job.absent)} | {*job.waits, *job.loaded} | {
                 item.entry
                 for running in self.traffic.running.values()
                 if running.job is job and running.move.kind is MoveKind.LOAD and not running.is_doubtful

@@ -215,6 +215,9 @@ class Job:
         holding: What it holds, in any tier.
         missing: `(group, position)` that will not be moved.
         until: When it fails unless all has been posted.
+        is_pinning: What it has loaded stays held until it is over, and after that, if all is there, as a pin of its
+            name.
+        loaded: What is held so.
     """
 
     __slots__ = (
@@ -223,9 +226,11 @@ class Job:
         "cause",
         "doubtful",
         "holding",
+        "is_pinning",
         "job_id",
         "kind",
         "known",
+        "loaded",
         "missing",
         "outcome",
         "running",
@@ -235,8 +240,8 @@ class Job:
         "waits",
     )
 
-    def __init__(self, job_id: str, kind: JobKind, until: float = math.inf) -> None:
-        self.job_id, self.kind, self.until = job_id, kind, until
+    def __init__(self, job_id: str, kind: JobKind, until: float = math.inf, *, is_pinning: bool = False) -> None:
+        self.job_id, self.kind, self.until, self.is_pinning = job_id, kind, until, is_pinning
         self.state = S.RUNNING
         self.outcome, self.cause = JobOutcome.DONE, ""
         self.todo: deque[Item] = deque()
@@ -245,6 +250,7 @@ class Job:
         self.running: set[int] = set()
         self.doubtful: set[int] = set()
         self.holding: set[Entry] = set()
+        self.loaded: list[Entry] = []
         self.missing: list[tuple[int, int]] = []
         self.blocks = self.known = 0
 

@@ -23,6 +23,7 @@ class Jobs:
         by_name: All of them.
         ready: Those of each kind that have something to be moved at once.
         absent: Those that need blocks from the file tier.
+        pins: By name, what is kept in which tier.
     """
 
     def __init__(self, num_groups: int, host: Tier, file: Tier | None) -> None:
@@ -30,13 +31,14 @@ class Jobs:
         self.by_name: dict[str, Job] = {}
         self.ready: dict[JobKind, dict[str, Job]] = {kind: {} for kind in JobKind}
         self.absent: dict[str, Job] = {}
+        self.pins: dict[str, list[tuple[Tier, Entry]]] = {}
         self._news: list[JobEnded | JobReturned] = []
         self._deadline = math.inf
         """Of some job the first, or before: jobs are looked at then, and not in every turn."""
 
-    def begin(self, job_id: str, kind: JobKind, until: float) -> Job:
+    def begin(self, job_id: str, kind: JobKind, until: float, *, is_pinning: bool = False) -> Job:
         """Know a job."""
-        job = self.by_name[job_id] = Job(job_id, kind, until)
+        job = self.by_name[job_id] = Job(job_id, kind, until, is_pinning=is_pinning)
         self._deadline = min(self._deadline, until)
         return job
 
@@ -109,10 +111,12 @@ class Jobs:
 
     def _abandon(self, job: Job, cause: str) -> None:
         """Let go of all that was not posted; what others wait for is theirs to store, if they can."""
-        todo, waits, absent = job.todo, job.waits, job.absent
-        job.todo, job.waits, job.absent = deque(), {}, deque()
+        todo, waits, absent, loaded = job.todo, job.waits, job.absent, job.loaded
+        job.todo, job.waits, job.absent, job.loaded = deque(), {}, deque(), []
         self.ready[job.kind].pop(job.job_id, None)
         self.absent.pop(job.job_id, None)
+        for entry in loaded:
+            self.let_go(job, self._host, entry)
         for position, entry in absent:
             assert self._file is not None
             job.missing.append((entry.group, position))
@@ -135,8 +139,9 @@ class Jobs:
         """Look whether a job is over."""
         if (told := job.settle(self._num_groups)) is not None:
             self._news.append(told)
-        if job.is_over:
-            self.by_name.pop(job.job_id, None)
+        if job.is_over and self.by_name.pop(job.job_id, None) is not None and job.is_pinning:
+            if job.outcome is JobOutcome.DONE:
+                self.pins[job.job_id] = [(self._host, entry) for entry in job.loaded]
 
     def time_out(self, now: float) -> float:
         """Fail those whose time is over; returns when to call again."""

@@ -95,12 +95,13 @@ class Slots:
     Args:
         num_bytes: The tier's size.
         record_bytes: Per group, bytes from one slot to the next.
+        name: What the tier's size is called in settings.
 
     Raises:
         ConfigError: The tier is too small to hold `RECORDS_PER_CHUNK` of every group's records.
     """
 
-    def __init__(self, num_bytes: int, record_bytes: Sequence[int]) -> None:
+    def __init__(self, num_bytes: int, record_bytes: Sequence[int], name: str = "num_bytes") -> None:
         self.num_bytes = num_bytes
         self.sizes = sorted(set(record_bytes))
         self.kinds = tuple(self.sizes.index(size) for size in record_bytes)
@@ -116,7 +117,8 @@ class Slots:
             self.chunk_bytes = min(self.chunk_bytes, num_bytes // len(self.sizes))
         if num_bytes < least:
             raise ConfigError(
-                f"a tier of {num_bytes} bytes cannot hold records of {self.sizes} bytes: it needs {least} bytes or more"
+                f"{name} is {num_bytes}, which cannot hold records of {', '.join(map(str, self.sizes))} bytes; "
+                f"give {least} or more"
             )
         self.num_chunks = num_bytes // self.chunk_bytes
         self.owners: list[int | None] = [None] * self.num_chunks

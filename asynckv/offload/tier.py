@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from asynckv.core.types import members
 from asynckv.offload.entry import Entry, EntryEvent, EntryState
@@ -49,7 +49,7 @@ class Tier:
 
     def __init__(self, place: Place, groups: Sequence[StoredGroup], num_bytes: int, policy: str) -> None:
         self.place = place
-        self.slots = Slots(num_bytes, [group.record_bytes for group in groups])
+        self.slots = Slots(num_bytes, [group.record_bytes for group in groups], f"{place}_bytes")
         self.index: list[dict[bytes, Entry]] = [{} for _ in groups]
         """Per group, what is found by its hash: WRITING or READY."""
         self.writing: list[set[bytes]] = [set() for _ in groups]
@@ -221,18 +221,23 @@ class Tier:
             self.policies[entry.kind].remove(entry)
             self._forget(entry)
 
-    def drop_all(self) -> list[Entry]:
-        """Let nobody find any block any more, at once; returns those that were being written.
+    def drop_all(self, but: Collection[Entry] = ()) -> list[Entry]:
+        """Let nobody find any block any more, but for some, at once; returns those that were being written.
 
         There may be millions, so what is complete is dropped by `drop_some`.
         """
+        left: list[dict[bytes, Entry]] = [{} for _ in self.index]
+        for entry in but:
+            if self.index[entry.group].get(entry.hash) is entry:
+                left[entry.group][entry.hash] = self.index[entry.group].pop(entry.hash)
         writing = [index[hash_] for index, some in zip(self.index, self.writing, strict=True) for hash_ in some]
         for entry in writing:
             self.drop(entry)
         self._doomed += self.index
-        self.index = [{} for _ in self.index]
-        self.lost += len(self.onward)
-        self.onward = {}
+        self.index = left
+        onward = {entry: None for entry in self.onward if left[entry.group].get(entry.hash) is entry}
+        self.lost += len(self.onward) - len(onward)
+        self.onward = onward
         self.drop_some()
         return writing
 

@@ -23,16 +23,27 @@ class WriteBack:
     Attributes:
         without_room: Blocks for which the file tier had no room.
         failed: Blocks that could not be written, however often it was tried.
+        lost: Blocks that were to be written to a file tier that takes no more.
     """
 
     def __init__(self, groups: Sequence[StoredGroup], host: Tier, file: Tier, traffic: Traffic) -> None:
         self._groups, self._host, self._file, self._traffic = groups, host, file, traffic
-        self.without_room = self.failed = 0
+        self.without_room = self.failed = self.lost = 0
 
     def want(self, entry: Entry) -> None:
         """A block of host memory is to be written, unless the file tier has it."""
-        if self._file.takes_more and entry.hash not in self._file.index[entry.group]:
+        if entry.hash in self._file.index[entry.group]:
+            return
+        if self._file.takes_more:
             self._host.onward[entry] = None
+        else:
+            self.lost += 1
+
+    def switch_off(self) -> None:
+        """The file tier takes no more."""
+        self._file.takes_more = False
+        self.lost += len(self._host.onward)
+        self._host.onward.clear()
 
     def moves(self, now: float) -> tuple[list[Move], float]:
         """Cut moves within budget and rate; returns also when there is more to be had."""

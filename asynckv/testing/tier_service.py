@@ -696,6 +696,7 @@ class TierService:
     def _give_up(self, rank: _Rank, call: _Call, is_task: bool) -> None:
         if is_task:
             if rank in call.begun:
+                call.begun.discard(rank)  # whoever waits for blocks is not disturbed
                 call.tasks[rank].cancel()
         elif rank.offload is not None:
             with suppress(EngineClosed):

@@ -6,6 +6,7 @@ or from files, or is computed again; which of them it was is counted.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from asynckv.integrations.vllm.offload.region import path_of
 from asynckv.tools.offload_folder import look
 from tests.vllm.engines import Dead, Engine, Server, continued, prompt
 from tests.vllm.models import Attention, Model
@@ -29,7 +31,8 @@ LENGTHS = (31, 32, 33, 64, 65, 100, 200, 300)
 def offloading(name: str = "dense", extra: Mapping[str, Any] | None = None, **fields: Any) -> Setup:
     options = {"spec_name": "AsyncKVOffloadingSpec", "spec_module_path": "asynckv.integrations.vllm.offload"}
     connector = Connector("OffloadingConnector", None, options | {"host_bytes": 64 * MIB} | dict(extra or {}))
-    return Setup("offloads", MODELS[name], connector, environment={"PYTHONHASHSEED": "0"}, **fields)
+    # Other tests may run on this host: an engine's memory is found by its name.
+    return Setup(f"offloads-{os.getpid()}", MODELS[name], connector, environment={"PYTHONHASHSEED": "0"}, **fields)
 
 
 class Judge:
@@ -220,7 +223,7 @@ def test_a_killed_engine_leaves_what_it_had_written_and_no_memory(server: Server
     judge.generate(*prompts)
     assert judge.kept()["loaded_blocks"] > 0
     judge.settle()
-    assert not list(Path("/dev/shm").glob("asynckv-offload-*"))
+    assert not path_of(setup.name).exists()
 
 
 def test_what_is_forgotten_everywhere_is_computed_again(server: Server, tmp_path: Path) -> None:

@@ -286,6 +286,9 @@ class Records:
 
     def forget(self, places: Any) -> None: ...
 
+    def statistics(self) -> dict[str, int]:
+        return {}
+
     def poll(self) -> list[Any]:
         news, self.news = self.news, []
         return news

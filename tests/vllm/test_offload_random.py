@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from asynckv.integrations.vllm.offload.region import path_of
 from tests.vllm.engines import Engine, Reply, Server, continued, prompt
 from tests.vllm.test_offload import CACHED, MIB, Judge, offloading
 from tests.vllm.zoo import MODELS
@@ -68,7 +69,7 @@ class Run:
             else:
                 judge.settle()
         assert self.fetched or not self.has_files
-        assert not list(Path("/dev/shm").glob("asynckv-offload-*"))
+        assert not path_of(self.setup.name).exists()
 
     def some(self) -> list[list[int]]:
         """Beginnings of prompts that come again and again."""

@@ -108,7 +108,7 @@ def answered(facts: Facts) -> Iterator[Finding]:
     if peer.is_doctor:
         yield finding("to-engine", f"asynckv doctor --serve offers {peer.memory_bytes >> 20} MiB")
     elif not peer.unwelcome:
-        busy = ", ".join(f"{name} {value}" for name, value in peer.gauges.items() if value)
+        busy = ", ".join(f"{name} {value}" for name, value in peer.gauges.items() if value and "." not in name)
         memory = f"{peer.memory_bytes / 1e9:.3g} GB in {peer.memories} regions of {'/'.join(peer.memory_kinds)} memory"
         yield finding(
             "to-engine",

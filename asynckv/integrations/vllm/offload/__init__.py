@@ -14,7 +14,8 @@ record is such a slot, the parts of all ranks in one; so there is one directory,
 - `options`: what a user may say.
 - `spec`: the class that vLLM makes, and what a record is.
 - `region`: the host memory.
-- `manager`: the catalogue, in vLLM's words. `files`: the thread on which its files are.
+- `manager`: the catalogue, in vLLM's words. `open_moves`: what workers carry out. `seen`: what vLLM has been told.
+  `files`: the thread on which its files are.
 - `worker`: the other half.
 
 vLLM is imported when the class is asked for, not before.

@@ -21,7 +21,7 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -50,7 +50,9 @@ from asynckv.edges.block_records import BlockRecords
 from asynckv.edges.file_tier import FileTier
 from asynckv.errors import BackendError
 from asynckv.integrations.vllm.offload.files import Files
+from asynckv.integrations.vllm.offload.open_moves import OpenMoves
 from asynckv.integrations.vllm.offload.region import Region, Shape, path_of
+from asynckv.integrations.vllm.offload.seen import Seen
 from asynckv.offload.catalogue import Budgets, Catalogue
 from asynckv.offload.entry import EntryState
 from asynckv.offload.job import JobEnded, JobOutcome, Move, MoveKind
@@ -104,15 +106,6 @@ class _Request:
         self.num_new = 0
         """How many of them have come to host memory, or were loaded, since the policy was told of all in order."""
         self.is_over = False
-
-
-class _Open:
-    """A move that workers carry out: which of its keys vLLM has not told of."""
-
-    __slots__ = ("keys", "move")
-
-    def __init__(self, move: Move, keys: Iterable[OffloadKey]) -> None:
-        self.move, self.keys = move, set(keys)
 
 
 class Manager(OffloadingManager):
@@ -169,8 +162,7 @@ class Manager(OffloadingManager):
         self._names = itertools.count(1)
         self._cut: dict[str, list[Move]] = {}
         """Moves for workers, of the job that is being asked for."""
-        self._stores: defaultdict[OffloadKey, deque[_Open]] = defaultdict(deque)
-        self._loads: defaultdict[OffloadKey, deque[_Open]] = defaultdict(deque)
+        self._stores, self._loads = OpenMoves(), OpenMoves()
         self._stale: list[Move] = []
         """Those of before the last `reset_cache`, which workers may still carry out."""
         self._fetches: dict[str, tuple[_Request, list[OffloadKey]]] = {}
@@ -180,10 +172,7 @@ class Manager(OffloadingManager):
         """Those for which something is kept, by their ids."""
         self._moving: dict[int, tuple[str, int]] = {}
         """Between files and memory: as what it is counted, and how many blocks it has."""
-        self._events: list[OffloadingEvent] | None = [] if config.enable_kv_cache_events else None
-        self._at: dict[int, OffloadKey] = {}
-        """What has been said to be stored, by its slot: no two groups have one of the same number."""
-        self._evicted: list[OffloadKey] = []
+        self._seen = Seen(self.catalogue.host, self._is_known, config.enable_kv_cache_events)
         self._path = path_of(config.engine_id)
         self._has_name = True
         self._region: Region | None = None
@@ -273,14 +262,14 @@ class Manager(OffloadingManager):
         """Find slots for blocks that are not stored; for as many as there is room, and None if there is none."""
         wanted = list(dict.fromkeys(keys))
         new = [key for key in wanted if not self._is_known(key)]
-        self._evicted = []
+        self._seen.evicted = []
         where: dict[OffloadKey, int] = {}
         if wanted:
             name = f"store{next(self._names)}"
             self.catalogue.store(name, wanted, positions=self._positions(wanted))
             self._advance()
             for move in self._cut.pop(name, []):
-                where |= self._opened(move, wanted, self._stores)
+                where |= self._stores.open(move, wanted)
         if refused := sum(key not in where for key in new):
             self.counts["refused_blocks"] += refused
             self._tell_full()
@@ -288,7 +277,7 @@ class Manager(OffloadingManager):
             return None
         self._request(req_context).used |= dict.fromkeys(wanted)
         stored = [key for key in wanted if key in where]
-        return PrepareStoreOutput(stored, CPULoadStoreSpec([where[key] for key in stored]), self._evicted)
+        return PrepareStoreOutput(stored, CPULoadStoreSpec([where[key] for key in stored]), self._seen.evicted)
 
     def _tell_full(self) -> None:
         """Say what keeps all slots, once a minute at most: vLLM says in each step that it cannot store."""
@@ -319,45 +308,17 @@ class Manager(OffloadingManager):
             out[self._places[get_offload_group_idx(key)]].append(position)
         return out
 
-    def _opened(
-        self, move: Move, keys: Sequence[OffloadKey], into: defaultdict[OffloadKey, deque[_Open]]
-    ) -> dict[OffloadKey, int]:
-        """Note a move that vLLM will tell of, key by key; returns its slots."""
-        where = {
-            keys[position]: slot
-            for piece in move.pieces
-            for position, slot in zip(piece.positions, piece.host_slots, strict=True)
-        }
-        opened = _Open(move, where)
-        for key in where:
-            into[key].append(opened)
-        return where
-
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """Blocks are in their slots, on all ranks."""
         ending = Ending.DONE if success else Ending.FAILED
-        for move in self._completed(keys, self._stores):
+        self._take_name()
+        for move in self._stores.completed(keys):
             self.catalogue.ended(move.move_id, ending)
             if success:
                 self.counts["stored_blocks"] += move.num_blocks
-                self._tell_stored(move)
+                self._seen.stored(move)
         self._chain(self._request(req_context), req_context, len(keys))
         self._advance()
-
-    def _completed(self, keys: Collection[OffloadKey], among: defaultdict[OffloadKey, deque[_Open]]) -> list[Move]:
-        """Moves of which the last key has been told of. Of moves that share a key, the oldest is told of first."""
-        over = []
-        self._take_name()
-        for key in keys:
-            if (some := among.get(key)) is None:
-                continue
-            opened = some.popleft()
-            if not some:
-                del among[key]
-            opened.keys.discard(key)
-            if not opened.keys:
-                over.append(opened.move)
-        return over
 
     def _take_name(self) -> None:
         """All workers have mapped the memory: nobody has to find it any more."""
@@ -377,7 +338,7 @@ class Manager(OffloadingManager):
         self._advance()
         where: dict[OffloadKey, int] = {}
         for move in self._cut.pop(name, []):
-            where |= self._opened(move, wanted, self._loads)
+            where |= self._loads.open(move, wanted)
         if len(where) != len(wanted):
             self.catalogue.cancel(name)
             raise BackendError(f"{len(wanted) - len(where)} of {len(wanted)} blocks are not in host memory")
@@ -406,7 +367,8 @@ class Manager(OffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Blocks have been read."""
-        for move in self._completed(keys, self._loads):
+        self._take_name()
+        for move in self._loads.completed(keys):
             self.counts["loaded_blocks"] += move.num_blocks
             self.catalogue.ended(move.move_id, Ending.DONE)
         self._advance()
@@ -458,12 +420,8 @@ class Manager(OffloadingManager):
         for name in [*self._fetches]:
             self.catalogue.cancel(name)
         self.catalogue.evict()
-        self._at.clear()
-        for opened in (*self._stores.values(), *self._loads.values()):
-            self._stale += [each.move for each in opened]
-        self._stale = list({move.move_id: move for move in self._stale}.values())
-        self._stores.clear()
-        self._loads.clear()
+        self._seen.clear()
+        self._stale += self._stores.abandon() + self._loads.abandon()
         self._advance()
 
     def on_reset_flushed(self) -> None:
@@ -477,10 +435,7 @@ class Manager(OffloadingManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """What came to host memory, and left it."""
-        if self._events is None:
-            return ()
-        events, self._events = self._events, []
-        return events
+        return self._seen.take()
 
     def statistics(self) -> dict[str, int]:
         """Counters and gauges."""
@@ -496,29 +451,6 @@ class Manager(OffloadingManager):
         for name in GAUGES:
             stats.set_gauge(PREFIX + name, said.get(name, 0))
         return stats
-
-    def _tell_stored(self, move: Move) -> None:
-        """Note what lies in a move's slots from now on."""
-        keys = []
-        for piece in move.pieces:
-            for hash_, slot in zip(piece.hashes, piece.host_slots, strict=True):
-                entry = self.catalogue.host.index[piece.group].get(hash_)
-                if entry is not None and entry.slot == slot and entry.state is READY:
-                    if slot in self._at:
-                        continue  # it was brought from files for another request as well
-                    key = OffloadKey(hash_)
-                    self._at[slot] = key
-                    keys.append(key)
-        if keys and self._events is not None:
-            self._events.append(OffloadingEvent(keys, Medium.CPU, removed=False))
-
-    def _reuse(self, move: Move) -> None:
-        """Tell vLLM of what was in slots that are written anew: it has been given up."""
-        slots = [slot for piece in move.pieces for slot in piece.host_slots]
-        gone = [key for slot in slots if (key := self._at.pop(slot, None)) is not None and not self._is_known(key)]
-        self._evicted += gone
-        if gone and self._events is not None:
-            self._events.append(OffloadingEvent(gone, Medium.CPU, removed=True))
 
     def _forget(self) -> None:
         """Rid the files' index of what was given up."""
@@ -547,7 +479,7 @@ class Manager(OffloadingManager):
             self._forget()  # before what is written there anew is posted, or that would be forgotten
             for move in moves:
                 if move.kind in (MoveKind.STORE, MoveKind.PROMOTION):
-                    self._reuse(move)
+                    self._seen.reuse(move)
                 if move.kind in (MoveKind.PROMOTION, MoveKind.WRITE_BACK):
                     self._post(move)
                 elif (fetch := self._fetches.get(move.job_id)) is not None:
@@ -587,7 +519,7 @@ class Manager(OffloadingManager):
 
     def _keep(self, move: Move, request: _Request, keys: list[OffloadKey]) -> None:
         """What a request waited for is in host memory: keep it there for the request."""
-        self._tell_stored(move)
+        self._seen.stored(move)
         if not request.is_over:
             positions = [[] for _ in self._groups]  # type: list[list[int]]
             for piece in move.pieces:

@@ -12,7 +12,8 @@ import fcntl
 import hashlib
 import mmap
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,10 +93,18 @@ class Region:
         self.memory = Memory(self.array.ctypes.data, num_bytes)
         self._pinned: Pinned | None = None
 
-    def _agree(self, shape: Shape) -> None:
-        """Write down how it is cut, or compare what is written."""
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process writes what is before the memory."""
         fcntl.lockf(self._fd, fcntl.LOCK_EX, HEAD)
         try:
+            yield
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, HEAD)
+
+    def _agree(self, shape: Shape) -> None:
+        """Write down how it is cut, or compare what is written."""
+        with self._alone():
             said = ", ".join(f"{name}={value}" for name, value in shape._asdict().items()).encode()
             found = os.pread(self._fd, RANKS, 0).rstrip(b"\0")
             if not found:
@@ -105,14 +114,23 @@ class Region:
                 raise ConfigError(
                     f"this process would cut the host memory by {said.decode()}, and another one of the engine by "
                     f"{found.decode(errors='replace')}: all must have layers of the same bytes; use a "
-                    f"pipeline-parallel size of which the number of layers is a multiple"
+                    f"pipeline-parallel size of which the number of layers is a multiple, or, if these are two "
+                    f"engines, give each an engine_id of its own"
                 )
-        finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN, HEAD)
 
     def join(self, rank: int) -> None:
-        """Note that a rank uses it."""
-        os.pwrite(self._fd, b"\1", RANKS + rank)
+        """Note that a rank uses it.
+
+        Raises:
+            ConfigError: Another process is this rank.
+        """
+        with self._alone():
+            if os.pread(self._fd, 1, RANKS + rank) == b"\1":
+                raise ConfigError(
+                    f"another process has this host memory as rank {rank} of an engine of this id: two engines "
+                    f"would write into each other's blocks; leave engine_id out, or give each its own"
+                )
+            os.pwrite(self._fd, b"\1", RANKS + rank)
 
     def joined(self) -> int:
         """How many ranks use it: those on other hosts have a region of their own."""

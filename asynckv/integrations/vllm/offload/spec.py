@@ -92,10 +92,10 @@ class AsyncKVOffloadingSpec(OffloadingSpec):
         """A worker's half."""
         if self._worker is None:
             region = Region(self.config.engine_id, self.shape)
-            region.join(self.config.parallel.rank)
             rank = 0 if self.replicated_layout else self.config.parallel.rank
             name = f"{self.config.engine_id}-{self.config.parallel.rank}"
             try:
+                region.join(self.config.parallel.rank)
                 self._worker = Worker(self.shape, rank, name, kv_caches, region, self.offload.max_post_bytes)
             except BaseException:
                 region.close()
