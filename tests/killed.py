@@ -197,6 +197,8 @@ def main(root: Path, kills: int, back_end: BackEnd) -> Counter[str]:
             if number % EVERY == 1:
                 found = asyncio.run(read_along(folder))
                 total.update({f"along_{name}": found[name] for name in ("served", "lost", "wrong")})
+                checked = check(folder, drop=False)
+                total.update({"unsound": sum(checked.bad.values()), "checked_beside": checked.sound})
                 for refused in (partial(prune_folder, folder), partial(check, folder, drop=True)):
                     try:
                         refused()

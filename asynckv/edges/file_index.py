@@ -188,7 +188,9 @@ def read_index(folder: Path, *, records: bool = True, check: bool = False) -> Sa
             return _read(path, "immutable=1", records, check)  # sqlite would make files to read along
         try:
             return _read(path, "readonly_shm=1", records, check)
-        except sqlite3.OperationalError:  # its owner has ended, and a file of its is not there
+        except sqlite3.OperationalError as exc:  # its owner has ended, and a file of its is not there, or no good
+            if exc.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
+                raise
             with TemporaryDirectory(prefix="asynckv-") as scratch:
                 for name in (INDEX, f"{INDEX}-wal"):
                     shutil.copyfile(folder / name, Path(scratch) / name)
@@ -318,8 +320,11 @@ class FileIndex:
 
     def lacks(self, num_records: int) -> int:
         """Say how many bytes `reserve` is going to take from the disk."""
-        pages, log = self._wanted(num_records)
-        return (max(0, pages - self._number("page_count")) + log) * self._number("page_size")
+        (pages, log), size = self._wanted(num_records), self._number("page_size")
+        there = 0
+        with suppress(FileNotFoundError):
+            there = self._path.with_name(f"{INDEX}-wal").stat().st_size
+        return max(0, pages - self._number("page_count")) * size + max(0, log * size - there)
 
     def reserve(self, num_records: int) -> None:
         """Take space for so many records, and for the log: a disk that is full later keeps neither from being written.

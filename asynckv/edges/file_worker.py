@@ -553,7 +553,10 @@ class Worker:
         at = time.monotonic()
         if self._index is not None and at - self._looked_at >= LOOK_S:
             self._looked_at = at
-            if gone := self._segments.removed() or self._index.removed():
+            gone = ""
+            with suppress(OSError):  # of whoever may not look
+                gone = self._segments.removed() or self._index.removed()
+            if gone:
                 with self._gate:
                     self._take(
                         Takes.READS,

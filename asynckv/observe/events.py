@@ -600,7 +600,8 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
     EVENT.OFFLOAD_FILES_LOST: Event(
         "both",
         ("warning",),
-        "The file tier takes no more writes, or nothing at all: a disk that is full or broken. Host memory goes on.",
+        "The file tier takes no more writes, or nothing at all: a disk that is full or broken, or files that somebody "
+        "has removed. Host memory goes on.",
         (
             always(TEXT, "cause", "What happened, and the remedy."),
             always(INTEGER, "reads", "1 if nothing is read either."),
