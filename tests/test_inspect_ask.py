@@ -252,8 +252,8 @@ async def test_a_file_is_no_socket(tmp_path: Path) -> None:
 # -- the socket of the host ----------------------------------------------------------------------------------
 
 
-async def test_a_rank_answers_on_its_socket_and_takes_it_away(tmp_path: Path) -> None:
-    directory = tmp_path / "new"
+async def test_a_rank_answers_on_its_socket_and_takes_it_away(short_path: Path) -> None:
+    directory = short_path / "new"
     async with pair(inspect=InspectConfig(directory=directory)) as (prefill, decode, group):
         params = lend(prefill, group, 300)
         decode.announce("d0", params[0])
@@ -479,8 +479,8 @@ async def test_json_goes_where_it_is_told_to(tmp_path: Path, capsys: pytest.Capt
         assert document["engines"][0]["rank"] == written["engines"][0]["rank"]
 
 
-async def test_doctor_is_told_by_a_socket_where_its_engine_listens(tmp_path: Path) -> None:
-    folder, two = str(tmp_path / "one"), str(tmp_path / "two")
+async def test_doctor_is_told_by_a_socket_where_its_engine_listens(short_path: Path) -> None:
+    folder, two = str(short_path / "one"), str(short_path / "two")
     config = EngineConfig(engine_id="p", inspect=InspectConfig(directory=folder))
     async with Engine(config, memory(0)[0], data=SimData(SimNetwork(), "p")) as engine:
         for named in (folder, f"{folder}/{os.listdir(folder)[0]}", engine.endpoint.address):
