@@ -88,7 +88,8 @@ class Stored:
     Attributes:
         num_blocks: Blocks, over all groups, that are in the host tier now: stored by this call or before.
         num_new: Those of them that this call has copied.
-        num_missed: Blocks that are not there: no room (all that could make room is in use), or their copy failed.
+        num_missed: Blocks that are not there: no room (all that could make room is in use, or all of the prompt is more
+            than the tier holds), or their copy failed.
         num_bytes: Bytes copied.
         seconds: From the call to its end.
     """

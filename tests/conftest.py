@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,12 @@ from tests.engines import Bench
 # How long an example takes says what else the machine does.
 settings.register_profile("without deadlines", deadline=None)
 settings.load_profile("without deadlines")
+
+# Many tests start processes. Where these may not write down what they have compiled, each compiles the package anew,
+# and that takes longer than most of these tests: so they share a folder of their own.
+COMPILED = tempfile.TemporaryDirectory(prefix="akv-pyc-") if os.environ.pop("PYTHONDONTWRITEBYTECODE", "") else None
+if COMPILED is not None:
+    os.environ["PYTHONPYCACHEPREFIX"] = COMPILED.name
 
 # Modules and tests are there to the end. The collector does not look through them as they are loaded, nor in any test.
 gc.disable()

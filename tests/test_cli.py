@@ -287,3 +287,8 @@ def wait_for_pids(log: Path, driver: subprocess.Popen[str]) -> dict[str, int]:
         except subprocess.TimeoutExpired:
             continue
     raise AssertionError("the driver ended too early")
+
+
+def test_processes_that_tests_start_compile_the_package_once() -> None:
+    asked = [sys.executable, "-c", "import sys; print(sys.dont_write_bytecode)"]
+    assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == "False\n"

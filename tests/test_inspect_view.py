@@ -355,7 +355,9 @@ def test_bad_input_is_one_line(
 def with_tiers(planes: dict[str, str], **gauges: int) -> Answer:
     """An engine with an offload."""
     counters = {"offload.tokens.looked_up": 4000, "offload.tokens.found": 3000, "offload.tokens.missed": 16}
-    facts = Facts(life="running", counters=counters | {"offload.evicted.host": 7}, planes=planes)
+    facts = Facts(
+        life="running", counters=counters | {"offload.evicted.host": 7, "offload.not_stored.no_room": 9}, planes=planes
+    )
     now = {"kept.host": 3, "kept_bytes.host": 3 << 20, "limit_bytes.host": 4 << 20, "to_write_back": 2, "jobs": 1}
     now |= {
         "kept.file": 10,
@@ -370,10 +372,11 @@ def with_tiers(planes: dict[str, str], **gauges: int) -> Answer:
 
 
 def test_tiers_are_shown_with_how_full_they_are_and_what_is_found() -> None:
-    lines = shown([with_tiers({"offload.folder": "/nvme/kv/tp0of1-ab"})], width=120).splitlines()
+    lines = shown([with_tiers({"offload.folder": "/nvme/kv/tp0of1-ab"})], width=140).splitlines()
     at = next(i for i, line in enumerate(lines) if "offload" in line)
     assert [line.strip() for line in lines[at : at + 3]] == [
-        "offload: found 3,000 of 4,000 tokens (75%) · 16 of them missed by loads · stores and loads under way: 1",
+        "offload: stores and loads under way: 1 · found 3,000 of 4,000 tokens (75%) · 16 of them missed by loads · "
+        "9 blocks not stored",
         "host   3 blocks, 3 MiB of 4 MiB (75%) · 2 to be written back · 7 evicted",
         "file   10 blocks, 10 MiB of 1 GiB (1%) · /nvme/kv/tp0of1-ab",
     ]

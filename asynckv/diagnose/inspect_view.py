@@ -28,6 +28,7 @@ MOST_IDS = 64
 MOST_OTHERS = 8
 MOST_REFUSALS = 4
 MOST_NEAR = 20
+NOT_STORED = "offload.not_stored."
 
 AGE, IS = 7, 11
 """Widths of columns."""
@@ -182,11 +183,14 @@ def _tiers(account: Account, gauges: Mapping[str, int]) -> Iterator[Text]:
         return
     count, planes = account.facts.counters.get, account.facts.planes
     looked_up, found = count("offload.tokens.looked_up", 0), count("offload.tokens.found", 0)
-    words = [Text(f"found {found:,} of {looked_up:,} tokens" + (f" ({found / looked_up:.0%})" if looked_up else ""))]
+    words = [Text(f"stores and loads under way: {jobs:,}")] if (jobs := gauges.get("offload.jobs")) else []
+    words.append(
+        Text(f"found {found:,} of {looked_up:,} tokens" + (f" ({found / looked_up:.0%})" if looked_up else ""))
+    )
     if missed := count("offload.tokens.missed", 0):
         words.append(Text(f"{missed:,} of them missed by loads", "yellow"))
-    if jobs := gauges.get("offload.jobs"):
-        words.append(Text(f"stores and loads under way: {jobs:,}"))
+    if left_out := sum(number for name, number in account.facts.counters.items() if name.startswith(NOT_STORED)):
+        words.append(Text(f"{left_out:,} blocks not stored", "yellow"))
     yield Text.assemble("  ", Text("offload", STRONG), ": ", *_join(words))
     if off := planes.get("offload.off"):
         yield Text.assemble("    ", text(f"nothing is stored or loaded: {off}", BAD))

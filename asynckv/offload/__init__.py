@@ -42,7 +42,8 @@ Where to look
 - `catalogue` is all of it put together: calls, moves and their ends come in by it.
 - `keys`: what blocks are called, and which of them somebody needs who continues after some token. `found`: how long a
   stored prefix is.
-- `tier`: the blocks of one tier. `entry`: one of them. `slots`: where they lie. `eviction`: who has to go.
+- `tier`: the blocks of one tier. `entry`: one of them. `slots`: where they lie. `eviction`: who has to go. `room`: what
+  is stored of a prompt for which there is not enough of it.
 - `job`: one caller's request, and the moves that carry it out. `jobs`: all of them, and what each holds. `cutting`:
   what they wait for is cut into moves. `write_back`: what goes on to files. `traffic`: all moves that are under way,
   and their budgets.
