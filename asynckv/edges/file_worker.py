@@ -563,7 +563,8 @@ class Worker:
                     self._take(
                         Takes.READS,
                         f"{gone} was removed from {self._folder} while it was in use, so no more is stored there; the "
-                        f"space is free when this process ends: start again (`asynckv offload prune` removes what nobody has)",
+                        f"space is free when this process ends: start again, and remove only what nobody has (asynckv "
+                        f"offload prune)",
                     )
 
     def _is_due(self) -> bool:
