@@ -392,7 +392,8 @@ class OffloadConfig:
     Attributes:
         model: Whatever decides what KV a prompt has, beside its tokens: the model's name, its revision, an adapter.
             Blocks that were stored under another name are not found.
-        hash_tokens: Tokens per hash. Every block size must be a multiple of it.
+        hash_tokens: Tokens per hash. Every block size must be a multiple of it. It cannot be checked: if hashes cover
+            fewer tokens than it says, prompts are taken to share more than they do, and get wrong KV.
         host_bytes: Host memory for blocks. Taken when the offload starts.
         directory: Where blocks are kept in files, which outlive the process; no files if empty. One process at a time
             has it; each rank makes a directory of its own inside.
@@ -401,7 +402,7 @@ class OffloadConfig:
             asks for again, or "lru".
         write_back_bytes_per_s: Most bytes per second from host memory to files, on average over a second; 0: as many
             as there is time for. Loads and stores go first whatever this says.
-        max_bytes: Most bytes that are moved at a time.
+        max_bytes: Most bytes that are moved at a time by stores, by loads, from files and to files, each.
         max_post_bytes: Most bytes in one copy: a copy that has begun cannot be stopped, so this bounds for how long a
             cancelled request's blocks are still in use. Fewer bytes than some 16 MiB cost speed, above all where other
             threads compute in Python, for which each copy may wait 5 ms.

@@ -1233,3 +1233,26 @@ def test_a_configuration_is_checked() -> None:
     with pytest.raises(ConfigError, match="policy"):
         OffloadConfig(model="m", hash_tokens=16, host_bytes=1 << 20, policy="mru")  # type: ignore[arg-type]
     assert (Stored("a", 1, 1, 0, 2, 0.1).num_new, Loaded("a", 1, 1, 2, 0, 0.1).num_tokens) == (1, 1)
+
+
+async def test_text_is_its_utf_8_bytes_and_hex_of_bytes_is_another_hash() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1])], ["ab12"])
+        assert offload.lookup([b"ab12"]).tokens == SIZE
+        assert offload.lookup([bytes.fromhex("ab12")]).tokens == 0
+
+
+async def test_of_a_window_only_what_the_next_token_needs_is_filled() -> None:
+    rank = Rank(hybrid(), host_bytes=1 << 20)
+    hashes = chain("p", 6)
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1, 2, 3, 4, 5, 6]), (0, [1, 2, 3, 4, 5, 6]), (0, [1, 2, 3])], hashes)
+        blocks = [rank.arrays[1].reshape(BLOCKS, -1)[i].tobytes() for i in range(BLOCKS)]
+        every = [(0, [7, 8, 9, 10, 11, 12, 13]), (0, [7, 8, 9, 10, 11, 12, 13]), (0, [7, 8, 9])]
+        loaded = await offload.load("b", every, hashes, num_tokens=96)
+        assert loaded.num_tokens == 96
+        changed = {i for i in range(BLOCKS) if rank.arrays[1].reshape(BLOCKS, -1)[i].tobytes() != blocks[i]}
+        assert changed == {10, 11, 12}  # a window of 40 tokens: those before are nobody's to read, and 13 is beyond
+        nothing = await offload.load("c", [(0, [None] * 6), (0, [None] * 6), (0, [None] * 3)], hashes, num_tokens=96)
+        assert (nothing.num_tokens, nothing.num_blocks) == (96, 0)
