@@ -684,7 +684,7 @@ async def test_the_index_takes_its_space_at_the_start(make: Make, tmp_path: Path
 async def test_files_that_are_removed_under_it_take_no_more_and_it_is_said(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(file_worker, "LOOK_S", 0.0)
+    monkeypatch.setattr(file_worker, "LOOK_S", 0.05)
     tier = make()
     tier.start()
     assert (await tier.store(records(1))).ending is DONE
@@ -692,12 +692,12 @@ async def test_files_that_are_removed_under_it_take_no_more_and_it_is_said(
         (tmp_path / "tier" / what).unlink()
     else:
         shutil.rmtree(tmp_path / "tier")
-    tier.post(WRITE, [])
+    tier.post(WRITE, records(2))
     (off,) = [news for news in await tier.heard(2) if isinstance(news, RecordsLost)]
     assert off.reads is False
     assert f"was removed from {tmp_path / 'tier'} while it was in use" in off.cause
     assert (await tier.load(records(1))).ending is DONE
-    assert (await tier.store(records(2))).ending is Ending.FAILED
+    assert (await tier.store(records(3))).ending is Ending.FAILED
 
 
 class Stuck(PlainFiles):

@@ -241,12 +241,12 @@ async def test_an_address_that_is_none_is_bad_input(address: str) -> None:
         targets([address])
 
 
-async def test_a_file_is_no_socket(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+async def test_a_file_is_no_socket(short_path: Path) -> None:
+    (short_path / "file").touch()
     for name, says in (("file", "it is no socket"), ("none", "cannot be used: No such file"), ("x" * 300, "cannot")):
-        assert says in (await one(str(tmp_path / name))).error
+        assert says in (await one(str(short_path / name))).error
     with pytest.raises(ConfigError, match="without sockets of engines"):
-        targets([str(tmp_path)])
+        targets([str(short_path)])
 
 
 # -- the socket of the host ----------------------------------------------------------------------------------
@@ -270,9 +270,9 @@ async def test_a_rank_answers_on_its_socket_and_takes_it_away(short_path: Path) 
     assert list(directory.iterdir()) == []
 
 
-async def test_nothing_else_is_taken_over_it(tmp_path: Path) -> None:
-    async with pair(inspect=InspectConfig(directory=tmp_path)) as (prefill, _, _):
-        path = next(each for each in targets([str(tmp_path)]) if "prefill" in each)
+async def test_nothing_else_is_taken_over_it(short_path: Path) -> None:
+    async with pair(inspect=InspectConfig(directory=short_path)) as (prefill, _, _):
+        path = next(each for each in targets([str(short_path)]) if "prefill" in each)
         for data in (
             encode_packet("x", "", [Ping(1)]),
             encode_packet("x", "", [StatusRequest(1, 1), StatusRequest(2, 1)]),
@@ -291,9 +291,9 @@ async def test_nothing_else_is_taken_over_it(tmp_path: Path) -> None:
         assert (await one(path)).engine_id == "prefill"
 
 
-async def test_no_more_guests_than_there_is_room_for(tmp_path: Path) -> None:
-    async with pair(inspect=InspectConfig(directory=tmp_path)) as (_, _, _):
-        path = targets([str(tmp_path)])[0]
+async def test_no_more_guests_than_there_is_room_for(short_path: Path) -> None:
+    async with pair(inspect=InspectConfig(directory=short_path)) as (_, _, _):
+        path = targets([str(short_path)])[0]
         question = encode_packet("x", "", [StatusRequest(1)])
         guests = []
         for _ in range(MAX_GUESTS):
@@ -309,8 +309,8 @@ async def test_no_more_guests_than_there_is_room_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])
-async def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
-    directory = tmp_path / "open"
+async def test_a_directory_that_others_may_write_to_is_refused(short_path: Path, mode: int) -> None:
+    directory = short_path / "open"
     directory.mkdir()
     directory.chmod(mode)
     engine = Engine(
@@ -323,43 +323,43 @@ async def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path, m
     assert list(directory.iterdir()) == []
 
 
-async def test_a_path_that_the_system_has_no_room_for_is_refused(tmp_path: Path) -> None:
-    door = LocalDoor(tmp_path / ("x" * 90), lambda who, asked, answer: None)
+async def test_a_path_that_the_system_has_no_room_for_is_refused(short_path: Path) -> None:
+    door = LocalDoor(short_path / ("x" * 90), lambda who, asked, answer: None)
     with pytest.raises(BackendError, match="has room for 107; choose a shorter"):
         await door.open(socket_name("engine", 0, 0, "0123456789abcdef"), "i")
 
 
-async def test_what_a_dead_process_left_is_known_and_taken_away_by_the_next(tmp_path: Path) -> None:
-    left = tmp_path / socket_name("decode", 1, 2, "0123456789abcdef")
+async def test_what_a_dead_process_left_is_known_and_taken_away_by_the_next(short_path: Path) -> None:
+    left = short_path / socket_name("decode", 1, 2, "0123456789abcdef")
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(left))
     assert is_left_behind(left)
     answer = await one(str(left))
     assert (answer.is_left_behind, answer.rank) == (True, "decode/pp1/tp2@01234567")
     assert "its process has ended without taking the socket away" in answer.error
-    async with pair(inspect=InspectConfig(directory=tmp_path)) as (_, _, _):
+    async with pair(inspect=InspectConfig(directory=short_path)) as (_, _, _):
         assert not left.exists()
-        assert len(targets([str(tmp_path)])) == 2
+        assert len(targets([str(short_path)])) == 2
 
 
-async def test_what_others_keep_in_the_directory_is_theirs(tmp_path: Path) -> None:
+async def test_what_others_keep_in_the_directory_is_theirs(short_path: Path) -> None:
     """A socket that nobody listens on yet is no ruin: another program's, or another engine's that is being made."""
-    theirs = (tmp_path / "postgres.sock", tmp_path / ".prefill.pp0.tp1.01234567.sock")
-    left = tmp_path / "decode.pp0.tp0.89abcdef.sock"
+    theirs = (short_path / "postgres.sock", short_path / ".prefill.pp0.tp1.01234567.sock")
+    left = short_path / "decode.pp0.tp0.89abcdef.sock"
     with contextlib.ExitStack() as stack:
         for path in (*theirs, left):
             stack.enter_context(socket.socket(socket.AF_UNIX)).bind(os.fspath(path))
-        door = LocalDoor(tmp_path, lambda who, asked, answer: None)
+        door = LocalDoor(short_path, lambda who, asked, answer: None)
         await door.open(socket_name("e", 0, 0, "c" * 32), "c" * 32)
         await door.close()
-        assert sorted(os.listdir(tmp_path)) == sorted(path.name for path in theirs)
+        assert sorted(os.listdir(short_path)) == sorted(path.name for path in theirs)
 
 
 async def test_a_question_that_is_never_answered_takes_no_place_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asynckv.edges.local.IDLE_S", SHORT_S)
-    door = LocalDoor(tmp_path, lambda who, asked, answer: None)
+    door = LocalDoor(short_path, lambda who, asked, answer: None)
     await door.open(socket_name("e", 0, 0, "c" * 32), "c" * 32)
     try:
         assert door.path is not None
@@ -380,33 +380,33 @@ async def test_a_socket_of_another_name_is_nobodys(name: str) -> None:
     assert rank_of(Path(name)) == ""
 
 
-async def test_an_engine_that_closes_hangs_up(tmp_path: Path) -> None:
-    async with pair(inspect=InspectConfig(directory=tmp_path)) as (prefill, _, _):
-        path = next(each for each in targets([str(tmp_path)]) if "prefill" in each)
+async def test_an_engine_that_closes_hangs_up(short_path: Path) -> None:
+    async with pair(inspect=InspectConfig(directory=short_path)) as (prefill, _, _):
+        path = next(each for each in targets([str(short_path)]) if "prefill" in each)
         reader, writer = await asyncio.open_unix_connection(path)
         await prefill.aclose()
         assert await reader.read() == b""
         writer.close()
         await writer.wait_closed()
-        assert path not in targets([str(tmp_path)])
+        assert path not in targets([str(short_path)])
 
 
 @pytest.mark.nixl
 @pytest.mark.slow
-async def test_an_engine_on_a_thread_answers_as_well(tmp_path: Path) -> None:
+async def test_an_engine_on_a_thread_answers_as_well(short_path: Path) -> None:
     config = EngineConfig(
-        engine_id="prefill", inspect=InspectConfig(directory=tmp_path), nixl=NixlConfig(posting_threads=0)
+        engine_id="prefill", inspect=InspectConfig(directory=short_path), nixl=NixlConfig(posting_threads=0)
     )
     thread = EngineThread(config, memory(1)[0])
     await asyncio.to_thread(thread.start)
     try:
-        found = await ask_all([thread.engine.endpoint.address, *targets([str(tmp_path)])])
+        found = await ask_all([thread.engine.endpoint.address, *targets([str(short_path)])])
         assert [answer.engine_id for answer in found] == ["prefill", "prefill"]
         assert "nixl" in found[0].account.facts.planes
     finally:
         await asyncio.to_thread(thread.close)
     with pytest.raises(ConfigError, match="without sockets"):
-        targets([str(tmp_path)])
+        targets([str(short_path)])
 
 
 async def test_one_asker_asks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,17 +465,17 @@ async def test_a_request_is_found_by_the_beginning_of_its_id(
         assert answers[0].account.facts.address == prefill.endpoint.address
 
 
-async def test_json_goes_where_it_is_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_json_goes_where_it_is_told_to(short_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with pair() as (prefill, _, group):
         lend(prefill, group, 1)
         addresses = [prefill.endpoint.address]
-        for target in ("-", str(tmp_path / "out.json")):
+        for target in ("-", str(short_path / "out.json")):
             session = inspect_cli._Session(addresses, addresses, "", 64, follow=False)
             assert await inspect_cli._run(session, Asker(), 0.0, 20, target) == 0
         out = capsys.readouterr().out
         (document, end) = json.JSONDecoder().raw_decode(out)
         assert "p0" in out[end:]  # a person sees it beside the file
-        written = json.loads((tmp_path / "out.json").read_text())
+        written = json.loads((short_path / "out.json").read_text())
         assert document["engines"][0]["rank"] == written["engines"][0]["rank"]
 
 

@@ -45,7 +45,7 @@ COMMIT_S = 0.02
 """How long a change of the index waits for others."""
 
 LOOK_S = 1.0
-"""How often it is seen, while there is something to do, that the files are there."""
+"""Within what time of a write it is seen that the files are there."""
 
 MAX_ERRORS = 8
 """Failed records, one after another, after which a tier is given up."""
@@ -173,7 +173,8 @@ class Worker:
         self._pending_since = 0.0
         self._errors = 0
         """Records in a row that failed."""
-        self._looked_at = 0.0
+        self._looked_at, self._is_unseen = 0.0, False
+        """When it was seen last that the files are there, and whether something was written since."""
         self._counts: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name=f"{name}-files", daemon=True)
         _started.add(self)
@@ -384,7 +385,7 @@ class Worker:
             self._nap_s = min(2 * self._nap_s, NAPS_S[1])
         else:
             self._busy_since = None
-            self._gate.wait(COMMIT_S if self._stored or self._dropped else None)
+            self._gate.wait(COMMIT_S if self._stored or self._dropped else LOOK_S if self._is_unseen else None)
         return True
 
     def _next_batch(self) -> _Batch | None:
@@ -421,6 +422,7 @@ class Worker:
                 with self._gate:
                     move.void(self._cause)
                 batch.positions = []
+            self._is_unseen = True
         else:
             known = []
             for i in batch.positions:
@@ -549,10 +551,10 @@ class Worker:
             self._pending_since = self._pending_since or time.monotonic()
 
     def _look_for_files(self) -> None:
-        """See, now and then, that the files have not been removed: what is written then is gone with the process."""
+        """See, soon after a write, that the files have not been removed: what is in them is gone with the process."""
         at = time.monotonic()
-        if self._index is not None and at - self._looked_at >= LOOK_S:
-            self._looked_at = at
+        if self._index is not None and self._is_unseen and at - self._looked_at >= LOOK_S:
+            self._looked_at, self._is_unseen = at, False
             gone = ""
             with suppress(OSError):  # of whoever may not look
                 gone = self._segments.removed() or self._index.removed()
@@ -561,7 +563,8 @@ class Worker:
                     self._take(
                         Takes.READS,
                         f"{gone} was removed from {self._folder} while it was in use, so no more is stored there; the "
-                        f"space is free when this process ends: start again, and prune what nobody has",
+                        f"space is free when this process ends: start again, and remove only what nobody has (asynckv "
+                        f"offload prune)",
                     )
 
     def _is_due(self) -> bool:
