@@ -14,6 +14,7 @@ from pathlib import Path
 
 import anyio
 import msgspec
+import numpy as np
 
 from asynckv.config import EngineConfig, OffloadConfig
 from asynckv.core.inspect import HeldBlocks
@@ -32,6 +33,7 @@ from asynckv.observe.events import EVENT
 from asynckv.offload.found import Codes, Found, GroupFound, known, longest
 from asynckv.offload.job import JobOutcome, MoveKind
 from asynckv.offload.keys import StoredGroup
+from asynckv.offload.tier import Place
 from asynckv.ports import FOUND_DAMAGED, CopyPlane, RecordPlane
 
 __all__ = ["GRACE_S", "Leftovers", "Serve", "Tiers"]
@@ -335,6 +337,18 @@ class Tiers:
             counts = [sum(each) for each in zip(*((p.ready, p.in_file, p.storing) for p in parts), strict=True)]
             joined.append(GroupFound(min(part.tokens for part in parts), *counts))
         return msgspec.structs.replace(there, groups=tuple(joined))
+
+    def pin(self, name: str, chain: list[bytes]) -> None:
+        """Keep what is kept of a prompt: of its own, and what others have left, if that is more.
+
+        Of that in their files: through the little memory beside them other prompts have to pass.
+        """
+        own = self.own.catalogue
+        own.pin(name, chain)
+        if self.others and own.lookup(chain).tokens < (tokens := self._left(chain).tokens):
+            nothing = [(0, np.zeros(0, np.int64))] * len(self.engine.registration.layout.groups)
+            for shelf, copying in self.others.items():
+                shelf.catalogue.pin(name, chain, tokens, positions=copying.wanted(nothing, tokens), place=Place.FILE)
 
     def sources(
         self, chain: list[bytes], tokens: int, blocks: Sequence[BlockList], wanted: list[list[int]]
