@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -124,6 +126,26 @@ def test_what_was_claimed_is_taken_and_the_rest_is_free(wanted: list[tuple[int, 
     assert sum(map(len, places)) == len(set().union(*places))
     assert all(0 <= b < 200 for p in places for b in p)
     assert slots.audit([{s for k, s in claimed if k == kind} for kind in (0, 1)]) == []
+
+
+def test_what_is_claimed_costs_its_records_and_not_the_tier() -> None:
+    steps = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal steps
+        steps += 1
+        assert steps < 1_000, "every slot is looked at"
+        return count
+
+    slots = Slots(1 << 50, [4096])
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        claimed = slots.claim([(0, 5), (0, 1 << 30), (0, 5)])
+    finally:
+        sys.settrace(before)
+    assert claimed == [True, True, False]
+    assert slots.take(0, 6) == [6, 7, 8, 9, 10, 11]
 
 
 def test_chunks_that_no_size_divides_do_not_overlap() -> None:
