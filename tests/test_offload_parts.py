@@ -241,6 +241,8 @@ def test_a_policy_lets_everything_go_once_and_nothing_that_is_busy(data: st.Data
             here.add(key)
         elif what == "busy":
             busy.symmetric_difference_update({key})
+            if key not in busy:
+                policy.idle(key)
         elif what == "choose":
             chosen = policy.choose(busy.__contains__)
             assert (chosen is None) == (here <= busy)
@@ -251,7 +253,34 @@ def test_a_policy_lets_everything_go_once_and_nothing_that_is_busy(data: st.Data
             here -= {key} if what == "remove" else set()
         assert len(policy) == len(here)
         assert all((key in policy) == (key in here) for key in range(13))
+    for key in busy:
+        policy.idle(key)
     assert Counter(iter(lambda: policy.choose(idle), None)) == Counter(here)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_what_is_busy_is_passed_over_once_and_keeps_its_turn(name: str) -> None:
+    policy: Policy[int] = policy_named(name)()
+    for key in range(1000):
+        policy.add(key)
+    looks: list[int] = []
+
+    def is_busy(key: int) -> bool:
+        looks.append(key)
+        return key < 999
+
+    assert policy.choose(is_busy) == 999
+    assert looks == list(range(1000))
+    for key in range(1000, 1010):  # each finds what came just before
+        assert policy.choose(is_busy) is None
+        policy.add(key)
+        assert policy.choose(idle) == key
+    assert len(looks) == 1000
+    policy.add(2000)
+    for key in (7, 5, 6):
+        policy.idle(key)
+    assert [policy.choose(idle) for _ in range(5)] == [5, 6, 7, 2000, None]
+    assert len(policy) == 996
 
 
 def test_an_unknown_policy_is_refused_with_the_names() -> None:
