@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -607,11 +607,56 @@ async def test_a_disk_that_only_fails_is_given_up_and_said_once(make: Make, back
     assert ended.ending is Ending.FAILED
     (off,) = await tier.heard()
     assert isinstance(off, RecordsLost)
-    assert (off.reads, "records in a row failed" in off.cause) == (True, True)
+    assert (off.reads, "reading failed for 8 records in a row" in off.cause) == (True, True)
     for op in (READ, WRITE):
         tier.post(op, some)
     assert await tier.heard(2) == [RecordsEnded(TransferId(n), Ending.FAILED, off.cause) for n in (3, 4)]
     assert tier.news == []
+
+
+def break_segments(tier: Tier, numbers: Iterable[int]) -> None:
+    """Have the system refuse whatever is asked of some files."""
+    for number in numbers:
+        put_in_place(fds_of(tier)[number], "/proc/self/mem", os.O_RDONLY)
+
+
+@both
+async def test_failures_among_records_that_do_not_fail_are_not_in_a_row(make: Make, back_end: str) -> None:
+    tier, some = make(back_end=back_end, segment_bytes=SIZE), records(*range(COUNT))
+    tier.start()
+    await tier.store(some)
+    broken = {2 * COUNT - 1 - i for i in range(0, COUNT, 2)}
+    break_segments(tier, broken)
+    for ended in (await tier.store(some), await tier.load(some)):
+        assert set(ended.lost) == set(range(0, COUNT, 2))
+    assert (tier.count("is_read_only"), tier.count("is_off"), tier.news) == (0, 0, [])
+
+
+@both
+async def test_few_bad_places_that_are_tried_again_and_again_end_nothing(make: Make, back_end: str) -> None:
+    tier, some = make(back_end=back_end, segment_bytes=SIZE), records(*range(3))
+    tier.start()
+    break_segments(tier, range(2 * COUNT - 3, 2 * COUNT))
+    for _ in range(4):
+        assert (await tier.store(some)).lost == (0, 1, 2)
+    assert (tier.count("io_errors"), tier.count("is_read_only"), tier.news) == (12, 0, [])
+
+
+@both
+async def test_a_disk_that_takes_no_writes_is_read_on(make: Make, back_end: str) -> None:
+    tier, some = make(back_end=back_end, segment_bytes=SIZE), records(*range(COUNT))
+    old, new = some[: COUNT // 2], some[COUNT // 2 :]
+    tier.start()
+    await tier.store(old)
+    break_segments(tier, range(COUNT, 2 * COUNT - len(old)))
+    ended = await tier.store(new)
+    assert ended.lost == tuple(range(len(new)))
+    (off,) = await tier.heard()
+    assert isinstance(off, RecordsLost)
+    assert (off.reads, "writing failed for 8 records in a row" in off.cause) == (False, True)
+    assert (await tier.load(old)).ending is DONE
+    ended = await tier.store(new)
+    assert (ended.ending, ended.cause) == (Ending.FAILED, off.cause)
 
 
 async def test_an_index_that_cannot_be_written_ends_the_writes(make: Make) -> None:

@@ -13,9 +13,9 @@ written or forgotten there, any number of processes may read at a time, and the 
 likes. What it writes over, or removes, is a miss here.
 
 A disk that fails makes misses. A batch that NIXL says has failed is tried again record by record with system calls, to
-learn which records are lost, and why. If the disk is full or cannot be written, or fails too often, the tier takes no
-more writes; if a call does not come back within `slow_s`, it takes nothing any more. Either is told once, and what is
-posted from then on fails at once. A read that waits for longer than `slow_s` is a miss as well, whatever the reason.
+learn which records are lost, and why. If the disk is full or cannot be written, or writes fail one after another, the
+tier takes no more writes; if reads do, or a call does not come back within `slow_s`, it takes nothing any more. Either
+is told once, and what is posted from then on fails at once. A read that waits for longer than `slow_s` is a miss as well, whatever the reason.
 """
 
 from __future__ import annotations
