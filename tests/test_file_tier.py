@@ -27,6 +27,7 @@ import pytest
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges import file_tier, file_worker
+from asynckv.edges.agent import Agent
 from asynckv.edges.file_index import INDEX, checksum, read_index
 from asynckv.edges.file_io import Extent, PlainFiles
 from asynckv.edges.file_tier import FileTier
@@ -485,7 +486,15 @@ async def test_a_directory_that_others_may_write_is_refused(
     with pytest.raises(BackendError, match=r"mode 757.*chmod o-w"):
         tier.start()
     folder.chmod(0o770)
+    with pytest.raises(BackendError, match=rf"group {os.getegid()} may write .*mode 770.*chmod g-w"):
+        tier.start()
+    folder.chmod(0o2770)  # as of a container's volume
     tier.start()
+    tier.plane.close()
+    monkeypatch.setattr(os, "getegid", lambda: -1)
+    monkeypatch.setattr(os, "getgroups", lambda: [])
+    with pytest.raises(BackendError, match=r"mode 2770.*chmod g-w"):
+        tier.start()
 
 
 async def test_a_child_of_a_fork_does_not_keep_the_directory(make: Make) -> None:
@@ -508,6 +517,23 @@ async def test_a_child_of_a_fork_does_not_keep_the_directory(make: Make) -> None
         os.waitpid(child, 0)  # noqa: ASYNC222 - it is dead
         os.close(heard)
         os.close(said)
+
+
+@pytest.mark.nixl
+async def test_a_start_that_fails_leaves_no_agent(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[Agent] = []
+
+    def refuse(agent: Agent, files: object) -> None:
+        left.append(agent)
+        raise BackendError("no room for files")
+
+    tier = make(back_end="nixl")
+    with monkeypatch.context() as patch:
+        patch.setattr(Agent, "register_files", refuse)
+        with pytest.raises(BackendError, match="no room for files"):
+            tier.start()
+    assert left[0]._agent is None
+    tier.start()
 
 
 # -- a disk that fails -------------------------------------------------------------------------------------
