@@ -406,6 +406,58 @@ async def test_a_load_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follow
         assert (await offload.load("c", [(0, [5, 6])], chain("p", 2), num_tokens=2 * SIZE)).num_tokens == 2 * SIZE
 
 
+async def test_a_store_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follow() -> None:
+    rank = Rank(layout_of(), timeout_s=2.0, held_s=60.0)
+    async with rank.running() as offload:
+        rank.copies.deferred = True
+        for name, blocks in (("back", [1, 2]), ("lost", [3, 4])):
+            storing = [
+                asyncio.create_task(offload.store(who, [(0, blocks)], chain(name, 2))) for who in (name, "waits for it")
+            ]
+            await until(lambda: rank.copies.moves)
+            rank.clock.advance(1.9)
+            await asyncio.sleep(0)
+            assert not any(each.done() for each in storing)
+            rank.clock.advance(0.2)
+            with pytest.raises(PullTimeout, match=r"its store .* has not ended.* may still read") as told:
+                await storing[0]
+            assert told.value.held == {0: tuple(blocks)}
+            assert (await storing[1]).num_missed == 2
+            assert [(h.request_id, h.reason) for h in rank.engine.holds()] == [(name, "quarantined")]
+            rank.engine.check_integrity()
+            offload.check_integrity()
+            if name == "back":
+                rank.copies.finish()
+                await told.value.returned()
+                assert not rank.engine.holds()
+        rank.clock.advance(61.0)
+        with pytest.raises(BlocksRetired):
+            await told.value.returned()
+        rank.copies.deferred = False
+        assert (await offload.store("again", [(0, [5, 6])], chain("lost", 2))).num_new == 2
+        counters = offload.statistics().counters
+        assert (counters["store.timeout"], counters["not_stored.timeout"], counters["jobs_retired"]) == (4, 8, 1)
+
+
+async def test_what_a_store_has_not_begun_in_its_time_is_not_stored_and_what_it_has_begun_has_as_long_again() -> None:
+    rank = Rank(layout_of(), timeout_s=2.0, max_bytes=RECORD)
+    async with rank.running() as offload:
+        rank.copies.deferred = True
+        first, second, third = (
+            asyncio.create_task(offload.store(f"r{i}", [(0, [i])], chain(f"p{i}", 1))) for i in range(3)
+        )
+        await until(lambda: rank.copies.moves)
+        rank.clock.advance(1.9)
+        rank.copies.finish()
+        assert (await first).num_new == 1
+        await until(lambda: rank.copies.moves)
+        rank.clock.advance(1.9)
+        assert (await third).num_missed == 1
+        assert not second.done()
+        rank.copies.finish()
+        assert (await second).num_new == 1
+
+
 async def test_a_copy_that_was_just_begun_when_the_time_is_over_is_waited_for() -> None:
     rank = Rank(layout_of())
     async with rank.running() as offload:
@@ -661,23 +713,25 @@ async def test_a_copy_that_cannot_be_planned_takes_no_other_with_it(monkeypatch:
         offload._mover.forsake()
 
 
-async def test_more_jobs_than_there_may_be_are_refused() -> None:
+async def test_more_jobs_than_there_may_be_are_refused_and_neither_kind_keeps_the_other_out() -> None:
     rank = Rank(layout_of(), max_jobs=2)
     async with rank.running() as offload:
+        await offload.store("before", [(0, [8])], chain("q", 1))
         rank.copies.deferred = True
-        stores = [asyncio.create_task(offload.store("a", [(0, [i])], chain(f"p{i}", 1))) for i in range(2)]
-        await until(lambda: len(rank.copies.moves) == 2)
-        for call in (
-            offload.store("b", [(0, [9])], chain("q", 1)),
-            offload.load("b", [(0, [9])], chain("p0", 1), num_tokens=SIZE),
+        running: list[asyncio.Task[Any]] = []
+        for kind, call in (
+            ("store", lambda i: offload.store("a", [(0, [i])], chain(f"p{i}", 1))),
+            ("load", lambda i: offload.load(f"b{i}", [(0, [10 + i])], chain("q", 1), num_tokens=SIZE)),
         ):
-            with pytest.raises(Overloaded, match=r"2 stores and loads wait or run already.* raise max_jobs") as caught:
-                await call
+            running += [asyncio.create_task(call(i)) for i in range(2)]
+            await until(lambda: len(rank.copies.moves) == len(running))
+            with pytest.raises(Overloaded, match=f"2 {kind}s wait or run already.* raise max_jobs") as caught:
+                await call(9)
             assert (caught.value.reason, caught.value.is_retryable) == ("queue_full", True)
         rank.copies.deferred = False
         rank.copies.finish()
-        await asyncio.gather(*stores)
-        assert (await offload.store("b", [(0, [9])], chain("q", 1))).num_new == 1
+        await asyncio.gather(*running)
+        assert (await offload.store("b", [(0, [9])], chain("r", 1))).num_new == 1
         counters = offload.statistics().counters
         assert counters["store.overloaded"] == counters["load.overloaded"] == 1
 

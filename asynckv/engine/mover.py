@@ -38,7 +38,8 @@ from asynckv.ports import CopyOp, CopyPlane, RecordsEnded, RecordsLost, TimerHan
 __all__ = ["Mover"]
 
 LATE_S = 1.0
-"""How long a copy may take, though the time of its job is over: it takes milliseconds, or hangs."""
+"""How long a load's copy may take, though the time of its job is over: it takes milliseconds, or hangs. Nobody is in
+such a hurry for a store, whose copies wait for those of loads: they have `timeout_s` from when they are posted."""
 
 IN_ONE_TURN = 256
 """Blocks that are taken and posted in one turn of the loop: a thousand take two milliseconds for the one, and two for
@@ -56,7 +57,7 @@ COUNTERS = (
     *(f"tokens.{what}" for what in ("looked_up", "found", "loaded", "missed")),
     *(f"{what}.{kind.value}" for kind in MoveKind for what in ("bytes", "blocks")),
     *(f"{kind.value}.{outcome.value}" for kind in JobKind for outcome in JobOutcome),
-    *(f"not_stored.{why}" for why in ("no_room", "failed", "missing", "cancelled")),
+    *(f"not_stored.{why}" for why in ("no_room", "failed", "missing", "cancelled", "timeout")),
     *(f"{kind.value}.overloaded" for kind in JobKind),
 )
 """What is counted of an offload: what its metrics and `Offload.statistics` are made of."""
@@ -101,6 +102,8 @@ class Mover:
         self.is_copying = self.is_open = self._is_flushing = False
         self.cause = "it has not started yet"
         self.jobs: dict[str, OffloadJob] = {}
+        self._running: Counter[JobKind] = Counter()
+        """How many of `jobs` are stores and loads: neither keeps the other out."""
         self._by_request: dict[str, dict[str, OffloadJob]] = {}
         self.posted: dict[TransferId, _Posted] = {}
         self._held: dict[str, OffloadJob] = {}
@@ -123,7 +126,7 @@ class Mover:
         request_id: str,
         blocks: Sequence[BlockList],
         ids: Mapping[int, Int64s],
-        timeout_s: float | None,
+        timeout_s: float,
         chain: list[bytes],
         tokens: int,
         where: Mapping[Shelf, Positions | None],
@@ -146,14 +149,14 @@ class Mover:
         Raises:
             EngineClosed: Nothing is begun any more.
             LocalProtocolError: A block is in use; nothing was changed.
-            Overloaded: `max_jobs` wait or run already.
+            Overloaded: `max_jobs` of that kind wait or run already.
         """
         if self.cause:
             raise EngineClosed(f"the offload takes nothing: {self.cause}")
-        if len(self.jobs) >= self._config.max_jobs:
+        if self._running[kind] >= self._config.max_jobs:
             self.counts[f"{kind.value}.overloaded"] += 1
             raise Overloaded(
-                f"the {kind.value} of request {request_id[:200]!r} is not taken: {len(self.jobs)} stores and loads "
+                f"the {kind.value} of request {request_id[:200]!r} is not taken: {self._running[kind]} {kind.value}s "
                 f"wait or run already; ask again later, or raise max_jobs",
                 request_id=request_id,
                 reason=Reason.QUEUE_FULL,
@@ -162,7 +165,7 @@ class Mover:
         core, now = self._driver.core, self._driver.clock.now()
         use: Literal["lent", "writing"] = "lent" if kind is JobKind.STORE else "writing"
         held = core.ledger.check(use, ids)
-        until = math.inf if timeout_s is None else now + timeout_s
+        until = now + timeout_s
         job = OffloadJob(f"{kind.value}-{next(self.ids)}", request_id, kind, blocks, held, now, until)
         job.chain, job.tokens, job.shorter = chain, tokens, shorter
         for shelf, positions in where.items():
@@ -173,6 +176,7 @@ class Mover:
             job.parts[shelf.far] = None
         core.ledger.hold(job.job_id, use, request_id, held, now, kind.value)
         core.inspect.guests[job.job_id] = self.jobs[job.job_id] = job
+        self._running[kind] += 1
         self._by_request.setdefault(request_id, {})[job.job_id] = job
         if sum(map(len, held.values())) > IN_ONE_TURN:
             self.soon()
@@ -298,13 +302,14 @@ class Mover:
             job = self.jobs.get(posted.move.job_id)
             if job is None or posted.is_doubtful or posted.move.kind is MoveKind.PROMOTION:
                 continue
-            if (late_at := max(job.until, posted.since + LATE_S)) > now:
+            takes_s = LATE_S if job.kind is JobKind.LOAD else self._config.timeout_s
+            if (late_at := max(job.until, posted.since + takes_s)) > now:
                 when = min(when, late_at)
                 continue
             posted.is_doubtful = True
             self.counts["moves_doubted"] += 1
-            if job.kind is JobKind.LOAD and self.copies is not None:
-                self.copies.cancel(transfer_id)
+            if self.copies is not None:
+                self.copies.cancel(transfer_id)  # if it has not begun, its blocks come back at once
             cause = f"a copy was begun {now - posted.since:.3g} s ago and has not ended"
             posted.shelf.catalogue.overdue(posted.move.move_id, cause)
         return when
@@ -334,6 +339,7 @@ class Mover:
             self._log_late("warning", EVENT.OFFLOAD_RETURNED, job)
         core.inspect.guests.pop(job.job_id, None)
         if self.jobs.pop(job.job_id, None) is not None:
+            self._running[job.kind] -= 1
             same = self._by_request[job.request_id]
             del same[job.job_id]
             if not same:

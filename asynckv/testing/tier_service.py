@@ -49,6 +49,7 @@ from asynckv.testing.world import Process, World, WorldClock, WorldControl, Worl
 __all__ = ["TierService"]
 
 HELD_S = 5.0
+TIMEOUT_S = 4.0
 QUIET_S = 30.0
 """How long everything may take to settle once the faults are over."""
 
@@ -167,7 +168,7 @@ class _Rank:
             write_back_bytes_per_s=round(script.write_back_records_per_s * max(strides)),
             max_bytes=round(script.max_records * max(strides)),
             max_post_bytes=script.post_bytes,
-            timeout_s=4.0,
+            timeout_s=TIMEOUT_S,
             held_s=HELD_S,
             network=EngineConfig(engine_id=f"{self.name}-host", lease=LEASE, pull=PULL),
         )
@@ -312,8 +313,9 @@ class _Rank:
                 service.world.violate(f"{what} ended as {outcome} without any fault")
         service.outcomes[f"{call.kind}.{outcome}"] += 1
         service.world.note(self.name, f"{call} ended", outcome)
-        if call.kind == "load" and begun.ran_s > (call.ask.timeout_s + service.slack_s) * 1.001 + TURN_S:
-            service.world.violate(f"{what} ended after {begun.ran_s:.3f} s, its deadline was {call.ask.timeout_s} s")
+        within_s = {"load": call.ask.timeout_s, "store": 2 * TIMEOUT_S}.get(call.kind, math.inf)
+        if begun.ran_s > (within_s + service.slack_s) * 1.001 + TURN_S:
+            service.world.violate(f"{what} ended after {begun.ran_s:.3f} s, its deadline was {within_s} s")
         is_lost = False
         if is_held:
             since = Stopwatch.start(process)
