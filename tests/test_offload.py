@@ -769,7 +769,7 @@ async def test_more_jobs_than_there_may_be_are_refused_and_neither_kind_keeps_th
         }
         for kind, call in calls.items():
             running += [asyncio.create_task(call(i)) for i in range(2)]
-            await until(lambda: len(rank.copies.moves) == len(running))
+            await until(lambda: len(rank.copies.moves) == len(running))  # noqa: B023  # waited for in this turn
             with pytest.raises(Overloaded, match=rf"2 {kind}s wait or run already.* raise max_jobs") as caught:
                 await call(9)
             assert (caught.value.reason, caught.value.is_retryable) == ("queue_full", True)

@@ -25,7 +25,7 @@ from asynckv.engine.figures import Figures
 from asynckv.engine.jobs import OffloadJob
 from asynckv.engine.mover import Mover
 from asynckv.engine.shelf import Shelf
-from asynckv.errors import BackendError, ConfigError, EngineClosed, LocalProtocolError
+from asynckv.errors import AsyncKVError, BackendError, EngineClosed, LocalProtocolError
 from asynckv.geometry.blocks import BlockList
 from asynckv.geometry.check import Registration
 from asynckv.geometry.packed import record_form
@@ -231,7 +231,7 @@ class Tiers:
                 found += shelf.open_files(partial(mover.on_records, shelf), loop)
             if opened := mover.shelves[1:]:
                 self.others = reading(self.engine.registration.layout, opened, config.max_post_bytes)
-        except (BackendError, ConfigError) as exc:
+        except AsyncKVError as exc:
             self._left_out.append(str(exc))
         return found
 
