@@ -49,6 +49,10 @@ def test_a_rank_takes_what_it_needs_of_another_engine_and_never_what_its_sibling
     assert ranks(tmp_path, two[1]) == [(2, 4), (3, 4)]
     assert ranks(tmp_path / "nothing", two[0]) == []
     assert {left.num_bytes for left in left_in(tmp_path, two[1], [])} == {(3 << 20) + 4096}  # of files that are there
+    (rank_folder(tmp_path, four[3]) / "segment-00003.kv").unlink()  # as `prune` does with what is empty
+    left_out: list[str] = []
+    assert ranks(tmp_path, two[1], left_out) == []
+    assert [cause for cause in left_out if "strange" not in cause] == []
 
 
 def test_it_takes_those_of_the_engine_that_stored_last_and_has_left_all(tmp_path: Path) -> None:
@@ -82,10 +86,9 @@ def test_it_takes_nothing_that_somebody_else_may_have_made_up(tmp_path: Path, ho
         os.rename(folder, tmp_path / f"\x1b[2J-{fingerprint(large)}")
     left_out: list[str] = []
     assert ranks(tmp_path, one, left_out) == []
-    if how == "mode":
-        (cause,) = left_out
-        assert str(folder) in cause
-        assert "chmod o-w" in cause
+    (cause,) = left_out
+    assert str(tmp_path) in cause
+    assert ("chmod o-w" if how == "mode" else "does not say what its records are") in cause
 
 
 def test_what_cannot_be_read_is_said_unless_somebody_has_it(tmp_path: Path) -> None:
@@ -100,3 +103,20 @@ def test_what_cannot_be_read_is_said_unless_somebody_has_it(tmp_path: Path) -> N
     assert ranks(tmp_path, one, left_out) == []
     (cause,) = left_out
     assert f"the index of {folder} is damaged" in cause
+
+
+@pytest.mark.parametrize("lost", ["layout", "facts"])
+def test_what_says_too_little_of_itself_is_left_out_and_said(tmp_path: Path, lost: str) -> None:
+    (one,), (large,) = forms(1), forms(1, block_size=64)
+    folder = rank_folder(tmp_path, large)
+    folder.mkdir()
+    index = FileIndex(folder)
+    if lost != "facts":
+        index.note(num_bytes=1 << 50, segment_bytes=1 << 20)
+    index.put_layout(fingerprint(large), b"no layout" if lost == "layout" else msgspec.msgpack.encode(large))
+    index.close()
+    left_out: list[str] = []
+    (folder / "segment-00000.kv").write_bytes(bytes(4096))
+    assert ranks(tmp_path, one, left_out) == []
+    (cause,) = left_out
+    assert f"{folder} does not say what its records are" in cause

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from asynckv.edges.file_index import INDEX, STORED_AT, read_index
 from asynckv.edges.file_store import check_folder, owner_of
-from asynckv.errors import AsyncKVError, BackendError, LayoutError
+from asynckv.errors import AsyncKVError, LayoutError
 from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.kept import kept_tables
 from asynckv.geometry.layout import Layout, fingerprint
@@ -25,6 +25,7 @@ from asynckv.geometry.layout import Layout, fingerprint
 __all__ = ["Left", "left_in", "rank_folder"]
 
 MAX_FOLDERS = 4096
+SEGMENTS = "segment-*.kv"
 
 
 class Left(NamedTuple):
@@ -59,18 +60,21 @@ def left_in(directory: Path, own: Layout, left_out: list[str]) -> Sequence[Left]
     engines: dict[tuple[object, ...], list[Left]] = defaultdict(list)
     with suppress(OSError):
         for folder in sorted(directory.iterdir())[:MAX_FOLDERS]:
-            if (folder / INDEX).is_file():
-                with suppress(OSError, ValueError, LookupError, AsyncKVError):
-                    try:
-                        left = _read(folder)
-                    except BackendError as exc:
-                        if not owner_of(folder)[1]:  # else it may be starting
-                            left_out.append(str(exc))
+            with suppress(OSError):  # that of one is not to hide the others
+                if not (folder / INDEX).is_file():
+                    continue
+                try:
+                    left = _read(folder)
+                except AsyncKVError as exc:
+                    if not owner_of(folder)[1]:  # else it may be starting
+                        left_out.append(str(exc))
+                    continue
+                if left is None:
+                    continue
+                if _engine(left.form) == mine:
+                    if (left.form.tp_rank, left.form.pp_stage) != place or left.form == own:
                         continue
-                    if _engine(left.form) == mine:
-                        if (left.form.tp_rank, left.form.pp_stage) != place or left.form == own:
-                            continue
-                    engines[_engine(left.form)].append(left)
+                engines[_engine(left.form)].append(left)
     for ranks in sorted(engines.values(), key=lambda ranks: -max(left.stored_at for left in ranks)):
         # Of a rank that changed its memory order there may be two.
         newest = {(left.form.tp_rank, left.form.pp_stage): left for left in sorted(ranks, key=lambda each: each[-1])}
@@ -85,24 +89,29 @@ def _engine(form: Layout) -> tuple[object, ...]:
     return form.tp_size, form.pp_size, form.model, tuple((group.name, group.block_size) for group in form.groups)
 
 
-def _read(folder: Path) -> Left:
-    """Read what a directory says of itself.
+def _read(folder: Path) -> Left | None:
+    """Read what a directory says of itself; None if all of its files are gone.
 
     Raises:
         AsyncKVError: It makes no sense, or is not to be trusted.
     """
     check_folder(folder)
-    said = read_index(folder, records=False)
-    for body in said.layouts.values():
-        form = decode_layout(body)
-        check_layout(form)
-        if folder == rank_folder(folder.parent, form):
-            num_bytes = min(said.facts["num_bytes"], _end(folder, said.facts["segment_bytes"]))
-            return Left(folder, num_bytes, form, said.facts.get(STORED_AT, 0))
-    raise AsyncKVError(f"{folder} does not say what its records are")
+    said, why = read_index(folder, records=False), ""
+    try:
+        for body in said.layouts.values():
+            form = decode_layout(body)
+            check_layout(form)
+            if folder == rank_folder(folder.parent, form):
+                if not any(folder.glob(SEGMENTS)):
+                    return None
+                num_bytes = min(said.facts["num_bytes"], _end(folder, said.facts["segment_bytes"]))
+                return Left(folder, num_bytes, form, said.facts.get(STORED_AT, 0))
+    except (ValueError, LookupError, LayoutError) as exc:
+        why = f" ({exc})"
+    raise AsyncKVError(f"{folder} does not say what its records are{why}; if nobody uses it any more, remove it")
 
 
 def _end(folder: Path, segment_bytes: int) -> int:
     """Say where the last of its files ends, whatever the index says."""
-    last = max(folder.glob("segment-*.kv"))
+    last = max(folder.glob(SEGMENTS))
     return int(last.stem.removeprefix("segment-")) * segment_bytes + last.stat().st_size
