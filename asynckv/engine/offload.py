@@ -220,7 +220,7 @@ class Offload:
         """Copy blocks to the host tier; returns when they are there, and nobody reads the blocks any more.
 
         What is there already is not copied, and what another store copies just now is waited for. From the host tier
-        they go on to the files, in the background.
+        they go on to the files, in the background. What is not begun within `timeout_s` is not stored.
 
         Args:
             request_id: For people, and for `cancel` and `returned`; several stores may have the same.
@@ -232,7 +232,8 @@ class Offload:
             EngineClosed: The offload or its engine is closed or suspended.
             PlanRefused: The blocks do not fit the layout.
             LocalProtocolError: A block is being written, or an argument is malformed.
-            PullError: A copy failed so that it may still read; says which blocks are held, as for a pull.
+            PullError: A copy failed so that it may still read, or has not ended `timeout_s` after its begin; says which
+                blocks are held, as for a pull.
                 `PullCancelled` if the store was given up (`cancel`).
         """
         self._here(self.store)
@@ -246,7 +247,7 @@ class Offload:
             wanted.append([start + i for i, block in enumerate(ids[: max(end - start, 0)].tolist()) if block != NULL])
 
         used, where = self._ids(blocks, wanted), {self._own: wanted}
-        job = self._mover.begin(JobKind.STORE, request_id, blocks, used, None, chain, tokens, where)
+        job = self._mover.begin(JobKind.STORE, request_id, blocks, used, self.config.timeout_s, chain, tokens, where)
         ended = await self._mover.outcome(job)
         if ended.is_held or ended.outcome is JobOutcome.CANCELLED:
             raise job.error()

@@ -41,8 +41,12 @@ __all__ = ["GRACE_S", "Leftovers", "Serve", "Tiers"]
 HOST = "host"
 """The name of the host tier's memory among what the copy plane knows."""
 
-THROUGH_BYTES = 32 << 20
-"""Of host memory through which the records of another geometry pass, per rank that has left some."""
+THROUGH_BYTES, THROUGH_RECORDS = 32 << 20, 16
+"""Of host memory through which the records of another geometry pass, per rank that has left some: so much, or for so
+many of the largest records per group where that is more."""
+
+MAX_THROUGH_BYTES = 512 << 20
+"""The same at most: how large a record is says another's index."""
 
 MAX_TOLD = 8
 """Directories that are left out, one line each."""
@@ -418,8 +422,16 @@ def _left_by_others(left_out: list[str], config: OffloadConfig, own: Shelf, name
 
     shelves = []
     for at, left in enumerate(left_in(Path(config.directory), own.form, left_out)):
+        largest, groups = left.form.memories[0].length, len(left.form.groups)
+        through = max(THROUGH_BYTES, THROUGH_RECORDS * largest * groups)
+        if through > MAX_THROUGH_BYTES:
+            left_out.append(
+                f"{left.folder} has blocks of {largest} bytes, in {groups} groups: {THROUGH_RECORDS} of each need "
+                f"{through} bytes of host memory to pass through, and {MAX_THROUGH_BYTES} are given; with smaller "
+                f"blocks they can be read"
+            )
+            return []  # all of them are needed
         files = FileTier(left.folder, left.num_bytes, name=f"{name}-left{at}", read_only=True)
-        through = max(THROUGH_BYTES, 16 * left.form.memories[0].length * len(left.form.groups))
         far = f"left{at}"
         shelves.append(
             Shelf(far, left.form, config, host_bytes=through, file_bytes=left.num_bytes, records=files, is_own=False)

@@ -191,7 +191,7 @@ class Catalogue:
             ]
         for g, (entries, some) in enumerate(zip(made, new, strict=True)):
             for entry, position in zip(entries, some, strict=False):
-                self._jobs.hold(job, entry)
+                self._jobs.hold(job, self.host, entry)
                 self._jobs.do(job, position, entry)
             job.missing += [(g, position) for position in some[len(entries) :]]
         if job.missing:
@@ -251,7 +251,7 @@ class Catalogue:
             if is_file:
                 self._jobs.fetch(job, position, entry)
             elif entry.state is EntryState.READY:
-                self._jobs.hold(job, entry)
+                self._jobs.hold(job, self.host, entry)
                 self._jobs.do(job, position, entry)
             else:
                 self._jobs.wait(job, position, entry)
@@ -298,7 +298,7 @@ class Catalogue:
                 for tier in tiers:
                     entry = tier.index[g].get(mine[g][position])
                     if entry is not None and entry.state is EntryState.READY:
-                        entry.hold(name)
+                        tier.hold(entry, name)
                         held.append((tier, entry))
                         if tier is self.host:
                             here.append(Item(position, entry))
