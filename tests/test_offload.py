@@ -973,6 +973,16 @@ async def test_what_is_pinned_is_not_given_up() -> None:
         assert offload.lookup(chain("r", 3)).tokens == 0
 
 
+async def test_a_pin_of_a_longer_prompt_keeps_what_a_lookup_of_it_finds() -> None:
+    rank = Rank(hybrid(), host_bytes=1 << 20)
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1, 2, 3, 4]), (0, [5, 6, 7, 8]), (0, [9, 10])], chain("p", 4))
+        with offload.pin(chain("p", 12)):
+            assert offload.evict().num_pinned == 4 + 3 + 1
+            assert offload.lookup(chain("p", 12)).tokens == 64
+        assert offload.evict().num_pinned == 0
+
+
 async def test_stores_that_find_no_room_are_counted_and_told_once(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     rank = Rank(layout_of(), host_bytes=8 * RECORD, engine={"log": LogConfig(file=str(log))})

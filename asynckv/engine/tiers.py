@@ -322,8 +322,8 @@ class Tiers:
         if self.others and found.tokens < len(chain) * self.config.hash_tokens:
             there = self._left(chain)
             if there.tokens > found.tokens:
-                ready = there.ready_tokens if there.ready_tokens > found.tokens else found.ready_tokens
-                return msgspec.structs.replace(there, ready_tokens=ready)
+                # What of it is in the little memory beside its files may be gone in a moment, pinned or not.
+                return msgspec.structs.replace(there, ready_tokens=found.ready_tokens)
         return found
 
     def _left(self, chain: list[bytes]) -> Found:
@@ -348,8 +348,10 @@ class Tiers:
         Of that in their files: through the little memory beside them other prompts have to pass.
         """
         own = self.own.catalogue
-        own.pin(name, chain)
-        if self.others and own.lookup(chain).tokens < (tokens := self._left(chain).tokens):
+        kept = own.lookup(chain).tokens
+        # Another prefix needs other blocks of windows and states.
+        own.pin(name, chain, kept if self._is_hybrid and kept else None)
+        if self.others and kept < (tokens := self._left(chain).tokens):
             nothing = [(0, np.zeros(0, np.int64))] * len(self.engine.registration.layout.groups)
             for shelf, copying in self.others.items():
                 shelf.catalogue.pin(name, chain, tokens, positions=copying.wanted(nothing, tokens), place=Place.FILE)
