@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from asynckv import (
+    BackendError,
     BlocksRetired,
     ConfigError,
     EngineClosed,
@@ -768,7 +769,7 @@ async def test_more_jobs_than_there_may_be_are_refused_and_neither_kind_keeps_th
             "load": lambda i: offload.load(f"b{i}", [(0, [10 + i])], chain("q", 1), num_tokens=SIZE),
         }
         for kind, call in calls.items():
-            running += [asyncio.create_task(call(i)) for i in range(2)]
+            running.extend(asyncio.create_task(call(i)) for i in range(2))
             await until(lambda: len(rank.copies.moves) == len(running))
             with pytest.raises(Overloaded, match=rf"2 {kind}s wait or run already.* raise max_jobs") as caught:
                 await call(9)
@@ -1239,6 +1240,63 @@ async def test_the_loop_goes_on_while_files_are_opened() -> None:
             await starting
         await closing
         assert not records.is_open
+
+
+@contextlib.contextmanager
+def hanging(rank: Rank) -> Iterator[threading.Event]:
+    """A disk that does not answer before it is told to."""
+    assert rank.records is not None
+    go, begin = threading.Event(), rank.records.start
+
+    def hang(*args: Any) -> Any:
+        assert go.wait(30.0)
+        return begin(*args)
+
+    rank.records.start = hang  # type: ignore[assignment, method-assign]
+    try:
+        yield go
+    finally:
+        go.set()
+
+
+@pytest.mark.parametrize("way", ["cancelled", "closed", "engine closed"])
+async def test_a_start_on_a_disk_that_hangs_is_given_up_in_time(way: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), engine={"log": LogConfig(file=str(log))})
+    async with rank.engine:
+        with hanging(rank) as go:
+            starting = asyncio.create_task(rank.offload.start())
+            await asyncio.sleep(0)
+            if way == "cancelled":
+                starting.cancel()
+            else:
+                closing = asyncio.create_task((rank.offload if way == "closed" else rank.engine).aclose(2.0))
+            began = rank.clock.now()
+            while not starting.done():
+                await asyncio.sleep(0)
+                rank.clock.advance(0.01)
+            assert rank.clock.now() - began < (1.1 if way == "cancelled" else 2.1)
+            if way == "cancelled":
+                assert starting.cancelled()
+            else:
+                assert "'simulated'" in str(starting.exception())
+            if way == "closed":
+                with pytest.raises(BackendError, match=r"files in 'simulated'.* close again to wait again"):
+                    await closing
+            if way == "engine closed":
+                await until(closing.done)
+                assert closing.result() == ()
+            assert rank.engine._driver.guests == []
+            assert rank.records is not None
+            assert not rank.records.is_open
+            go.set()
+            await until(lambda: rank.offload._tiers._tidying)
+            await until(lambda: rank.offload._tiers._tidying.done())  # type: ignore[union-attr]
+            assert not rank.records.is_open
+            assert rank.offload._own.memory is None
+        if way != "engine closed":
+            await rank.offload.aclose(2.0)
+    assert log.read_text().count('"offload_broken"') == 1
 
 
 async def test_an_offload_that_starts_while_its_engine_ends_does_not_start() -> None:

@@ -186,12 +186,12 @@ class FileTier:
         self.found["bytes"] = sum(entry.size for entry in good.values())
         return good, [*malformed, *(entry.far for entry in entries if entry.far not in good)]
 
-    async def quiesce(self) -> None:
-        """Stop the thread, and wait for it off the loop, at most `CLOSE_S`."""
+    async def quiesce(self, timeout_s: float = CLOSE_S) -> None:
+        """Stop the thread, and wait for it off the loop."""
         if self._worker is not None:
             self._worker.stop()
-            self._close_by = time.monotonic() + CLOSE_S
-            await anyio.to_thread.run_sync(self._worker.wait, CLOSE_S)
+            self._close_by = time.monotonic() + timeout_s
+            await anyio.to_thread.run_sync(self._worker.wait, timeout_s)
 
     def close(self) -> None:
         """Stop the thread, write the index, and let others in; moves that had not ended have `FAILED`. Idempotent.

@@ -126,6 +126,9 @@ class Offload:
             BackendError: The memory, the disk's space or NIXL is not to be had, or another process has the directory;
                 nothing is left running.
             EngineClosed: The engine does not run.
+
+        Whoever is cancelled here waits a second at most for what is being opened. A disk that does not answer is left
+        behind with what it holds (`offload_broken`); it lets go of that once it has answered.
         """
         self.engine._driver.home.here(self.start)
         await self._tiers.start()
@@ -138,14 +141,16 @@ class Offload:
         restarts it, and wants to find more, closes the offload before, with all the time that there is.
 
         Args:
-            timeout_s: How long blocks are written to files, and copies that run are waited for (a second if left out),
-                and promises of what is lent.
+            timeout_s: How long all of it takes at most: writing to files, waiting for copies that run and for
+                promises of what is lent, and for threads, which are given a second to end in any case. If left out, a
+                second for the first two, and ten for threads.
 
         Returns:
             What was not waited for.
 
         Raises:
-            BackendError: Something may still write the memory. Call again to wait again.
+            BackendError: Something may still write the memory, or a `start` has not come to its end. Call again to
+                wait again.
         """
         if not self._tiers.is_started:
             return ()
