@@ -39,7 +39,7 @@ from asynckv import (
 from asynckv.cli import app
 from asynckv.core.account import decode_account
 from asynckv.core.wire import Status, StatusRequest
-from asynckv.embed import EngineDesk, Lookup, Store
+from asynckv.embed import Cancel, EngineDesk, Lookup, Store
 from asynckv.geometry.layout import Layout
 from asynckv.offload.tier import Place
 from asynckv.results import Evicted, Loaded, Stored
@@ -318,7 +318,35 @@ async def test_a_store_whose_task_is_cancelled_is_told_when_nobody_reads_its_blo
         assert rank.engine.holds()
         rank.copies.finish()
         await until(lambda: desk.has_news)
-        assert isinstance(desk.take_finished().refused[0].error, PullCancelled)
+        (failed,) = desk.take_finished().failed
+        assert (failed.request_id, failed.is_held) == ("a", False)
+        assert isinstance(failed.error, PullCancelled)
+
+
+@pytest.mark.parametrize("way", ["cancelled", "returned", "retired"])
+async def test_a_store_that_fails_is_told_as_loads_are_and_so_are_its_blocks(way: str) -> None:
+    rank = Rank(layout_of(), timeout_s=2.0, held_s=60.0)
+    async with rank.running():
+        rank.copies.deferred, desk = True, EngineDesk(rank.engine)
+        desk.submit([Store(request_id="a", groups=[(0, [1, 2])], hashes=chain("p", 2))])
+        await until(lambda: rank.copies.moves)
+        if way == "cancelled":
+            desk.submit([Cancel("a")])
+            await asyncio.sleep(0)
+            rank.copies.finish()
+        else:
+            rank.clock.advance(2.1)
+        await until(lambda: desk.has_news)
+        told = desk.take_finished()
+        assert (told.failed[0].request_id, told.failed[0].is_held) == ("a", way != "cancelled")
+        if way == "returned":
+            rank.copies.finish()
+        elif way == "retired":
+            rank.clock.advance(61.0)
+        if way != "cancelled":
+            assert told.failed[0].error.held == {0: (1, 2)}  # type: ignore[attr-defined]
+            await until(lambda: desk.has_news)
+            assert getattr(desk.take_finished(), way) == ["a"]
 
 
 async def test_a_load_that_is_given_up_by_its_id_says_so() -> None:
@@ -1235,11 +1263,48 @@ async def test_the_loop_goes_on_while_files_are_opened() -> None:
         closing = asyncio.create_task(rank.offload.aclose())  # nor are they closed while they are opened
         await asyncio.sleep(0)
         assert not closing.done()
+        for call in (rank.offload.touch, rank.offload.pin, rank.offload.evict):
+            with pytest.raises(EngineClosed, match="until its `start` has returned"):
+                call(chain("p", 1))
         go.set()
         with pytest.raises(EngineClosed):
             await starting
         await closing
         assert not records.is_open
+
+
+async def test_closing_has_one_time_for_all_of_it_and_a_second_attempt_tells_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), engine={"log": LogConfig(file=str(log))})
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1])], chain("p", 1))
+        rank.copies.deferred, given = True, list[float]()
+        loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
+        await until(lambda: rank.copies.moves)
+
+        async def quiesce(timeout_s: float = 10.0) -> None:
+            given.append(round(timeout_s, 3))
+
+        def stuck() -> None:
+            raise BackendError("a thread is inside")
+
+        for plane in (rank.copies, rank.records):
+            monkeypatch.setattr(plane, "quiesce", quiesce)
+        with monkeypatch.context() as inside:
+            inside.setattr(rank.copies, "close", stuck)
+            closing = asyncio.create_task(offload.aclose(5.0))
+            await until(lambda: offload._mover.cause)
+            rank.clock.advance(3.0)
+            rank.copies.finish()
+            with pytest.raises(BackendError, match="inside"):
+                await closing
+            with pytest.raises(PullCancelled):
+                await loading
+        await offload.aclose(5.0)
+        assert given == [2.0, 5.0, 5.0]
+    assert log.read_text().count('"offload_stopped"') == 1
 
 
 @contextlib.contextmanager

@@ -194,12 +194,12 @@ class Offload:
 
     def touch(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> None:
         """Say that a prompt is wanted: what is kept of it is given up later."""
-        self._here(self.touch)
+        self._opened(self.touch)
         self._catalogue.touch(self._chain(hashes, num_tokens))
 
     def pin(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> Pin:
         """Keep what is kept of a prompt, until the pin is released or left (`with offload.pin(hashes):`)."""
-        self._here(self.pin)
+        self._opened(self.pin)
         name = f"pin-{next(self._mover.ids)}"
         self._catalogue.pin(name, self._chain(hashes, num_tokens))
         return Pin(lambda: self._mover.unpin(name))
@@ -209,7 +209,7 @@ class Offload:
 
         What is being copied is copied to its end, and found no more.
         """
-        self._here(self.evict)
+        self._opened(self.evict)
         given_up, pinned = self._catalogue.evict(None if hashes is None else self._chain(hashes, None))
         self._mover.soon()
         return Evicted(given_up, pinned)
@@ -417,6 +417,11 @@ class Offload:
         if not self._tiers.is_started:
             raise EngineClosed("the offload is not started; use `async with Offload(config, engine)`")
         self._tiers.driver.home.here(call)
+
+    def _opened(self, call: Callable[..., Any]) -> None:
+        self._here(call)
+        if not self._mover.is_open:  # what is kept is another thread's still
+            raise EngineClosed("the offload has not found out yet what is kept; wait until its `start` has returned")
 
     def _chain(self, hashes: Sequence[str | bytes], num_tokens: int | None) -> list[bytes]:
         chain = as_hashes(hashes)
