@@ -274,7 +274,7 @@ class CopyPlane(Protocol):
     def describe(self) -> dict[str, str]:
         """Versions, transports and modes in use, for reports."""
 
-    async def quiesce(self, timeout_s: float = ...) -> None:
+    async def quiesce(self, timeout_s: float | None = None) -> None:
         """Before `close`: stop threads, and wait for them off the loop, so long at most. Idempotent."""
 
     def close(self) -> None:
@@ -389,7 +389,7 @@ class RecordPlane(Protocol):
     def describe(self) -> dict[str, str]:
         """What is used, for reports."""
 
-    async def quiesce(self, timeout_s: float = ...) -> None:
+    async def quiesce(self, timeout_s: float | None = None) -> None:
         """Before `close`: finish what runs and write the index, off the loop, and wait so long at most. Idempotent."""
 
     def close(self) -> None:

@@ -1284,7 +1284,7 @@ async def test_closing_has_one_time_for_all_of_it_and_a_second_attempt_tells_its
         loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
         await until(lambda: rank.copies.moves)
 
-        async def quiesce(timeout_s: float = 10.0) -> None:
+        async def quiesce(timeout_s: float) -> None:
             given.append(round(timeout_s, 3))
 
         def stuck() -> None:

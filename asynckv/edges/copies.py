@@ -154,12 +154,12 @@ class NixlCopies:
             raise
         return agent
 
-    async def quiesce(self, timeout_s: float = CLOSE_S) -> None:
-        """Stop the threads, and wait for them off the loop."""
+    async def quiesce(self, timeout_s: float | None = None) -> None:
+        """Stop the threads, and wait for them off the loop, at most `CLOSE_S` or so long."""
         for poster in self._posters:
             poster.stop()
         if self._posters:
-            self._close_by = time.monotonic() + timeout_s
+            self._close_by = time.monotonic() + (CLOSE_S if timeout_s is None else timeout_s)
             await anyio.to_thread.run_sync(wait_all, tuple(self._posters), self._close_by)
 
     def close(self) -> None:
