@@ -184,7 +184,7 @@ class Catalogue:
                     self._jobs.wait(job, position, entry)
         if is_prefix:
             new = [*map(sorted, new)]
-            made = make_room(self.groups, self.host, self.file, mine, new, self._tick)
+            made = make_room(self.groups, self.host, self.file, mine, new, used[0])
         else:
             made = [
                 self.host.make(g, [mine[g][position] for position in some], self._tick) for g, some in enumerate(new)

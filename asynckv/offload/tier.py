@@ -20,7 +20,7 @@ from asynckv.core.types import members
 from asynckv.offload.entry import Entry, EntryEvent, EntryState
 from asynckv.offload.eviction import Policy, S3Fifo, policy_named
 from asynckv.offload.keys import StoredGroup
-from asynckv.offload.slots import Slots
+from asynckv.offload.slots import Room, Slots
 
 __all__ = ["Place", "Tier"]
 
@@ -105,6 +105,21 @@ class Tier:
             self.policies[kind].add(entry)
         self._place(made)
         return made
+
+    def room(self, spared: Iterable[Entry]) -> Room:
+        """Return how many slots can be had by evicting all that may be evicted, but for what was used in this tick."""
+        free, num_whole = self.slots.room(), [0] * len(self._idle)
+        have = [n + m for n, m in zip(free.slots, self._idle, strict=True)]
+        for entry in spared:
+            have[entry.kind] -= self._is_idle(entry)
+        if self._is_mixed:
+            self._spared = self.tick
+            for chunk, kind in enumerate(self.slots.owners):
+                if kind is not None and self._is_idle_chunk(chunk):
+                    lo, hi = self.slots.bounds(kind, chunk)
+                    have[kind] -= hi - lo
+                    num_whole[kind] += 1
+        return Room(have, num_whole, free.free, free.per_chunk)
 
     def _entry(self, group: int, hash_: bytes, slot: int, state: EntryState) -> Entry:
         kind = self.slots.kinds[group]
