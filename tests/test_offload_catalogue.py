@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -181,6 +182,22 @@ def test_a_store_that_one_group_has_no_room_for_evicts_nothing_of_others(policy:
     catalogue.store("c", prompt(100, "c"), positions=[range(100), [99]], is_prefix=True)
     carry_out(catalogue)
     assert catalogue.lookup(prompt(100, "c")).tokens == 1600
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_store_evicts_for_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    groups = [FULL, WINDOW, STATE]
+    catalogue = Catalogue(groups, 16, rng.randrange(130, 400) * KIB, policy=rng.choice(["lru", "s3-fifo"]))
+    for i in range(50):
+        blocks, name, evicted = rng.randrange(4, 150), f"p{rng.randrange(12)}", catalogue.host.evicted
+        ends = [blocks * 16 // group.block_size for group in groups]
+        positions = [range(max(0, end - 2) if end < blocks and rng.random() < 0.5 else 0, end) for end in ends]
+        catalogue.store(f"s{i}", prompt(blocks, name), positions=positions, is_prefix=True)
+        assert f"s{i}" in catalogue.jobs or catalogue.host.evicted == evicted
+        carry_out(catalogue)
+        if rng.random() < 0.5 and not catalogue.unpin(pin := f"pin{rng.randrange(3)}"):
+            catalogue.pin(pin, prompt(rng.randrange(1, 150), f"p{rng.randrange(12)}"))
 
 
 def test_of_a_prompt_that_is_too_large_nothing_is_stored_that_nobody_could_use() -> None:

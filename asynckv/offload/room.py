@@ -8,6 +8,7 @@ how much that is before anything is evicted.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
@@ -56,10 +57,12 @@ def make_room(
         if not room.fits(by_kind(counts)):
             counts = _fitting(groups, host, file, keys, new, lambda counts: room.fits(by_kind(counts)))
     wanted = by_kind(counts)
+    host.may_take = room.over(wanted)
     made: list[list[Entry]] = [[] for _ in groups]
     # Who has to take chunks of others comes first: they cannot be had once their owners have put new blocks into them.
     for at in sorted(range(len(groups)), key=lambda at: room.short(wanted, kinds[at]), reverse=True):
         made[at] = host.make(at, [keys[at][place] for place in new[at][: counts[at]]], host.tick)
+    host.may_take = math.inf
     if [*map(len, made)] != counts:  # a chunk was taken that another needed
         have = [*map(len, made)]
         counts = _fitting(

@@ -107,8 +107,12 @@ class Room(NamedTuple):
 
     def fits(self, wanted: Sequence[int]) -> bool:
         """Whether so many slots of every size can be had at once."""
+        return self.over(wanted) >= 0
+
+    def over(self, wanted: Sequence[int]) -> int:
+        """How many chunks are left over then; less than 0 if there are too few."""
         chunks = (max(0, -(-(n - m) // per)) for n, m, per in zip(wanted, self.slots, self.per_chunk, strict=True))
-        return sum(chunks) <= sum(self.whole) + self.free
+        return sum(self.whole) + self.free - sum(chunks)
 
     def short(self, wanted: Sequence[int], kind: int) -> int:
         """How many chunks a size of record takes from others to have so many slots; less than 0 if it has some over."""

@@ -74,6 +74,8 @@ class Tier:
         self.evicted = self.lost = 0
         """Blocks evicted, and those among them that the next tier should have got."""
         self._spared = -1
+        self.may_take = math.inf
+        """How many chunks may be taken of records of another size by one that has blocks to evict itself."""
         self._idle = [0] * len(self.slots.sizes)
         """Per size of record, how much is READY, and nobody holds or moves it."""
         self._idle_in = [0] * self.slots.num_chunks
@@ -156,9 +158,9 @@ class Tier:
         self._forget(victim)
         self._evictions[kind] += 1
         lo, hi = self.slots.bounds(kind, 0)
-        if self._is_mixed and self._evictions[kind] >= hi - lo:
+        if self._is_mixed and self._evictions[kind] >= hi - lo and self.may_take > 0:
             self._evictions[kind] = 0
-            self._evict_chunk(kind, victim.used)
+            self.may_take -= self._evict_chunk(kind, victim.used)
         return True
 
     def _evict_chunk(self, kind: int, before: float = math.inf) -> bool:
