@@ -283,7 +283,7 @@ class Tier:
         if holder in entry.holders:
             if entry.let_go(holder):
                 self._gone(entry)
-            else:
+            elif entry.state is S.READY:
                 self._settle(entry)
 
     def begin(self, entry: Entry, move: int) -> None:
@@ -297,13 +297,14 @@ class Tier:
         if move in entry.moves:
             if entry.end(move):
                 self._gone(entry)
-            else:
+            elif entry.state is S.READY:
                 self._settle(entry)
 
     def _settle(self, entry: Entry) -> None:
-        """See whether what was busy is idle."""
-        if self._is_idle(entry):
-            self._count(entry, 1)
+        """See whether what was busy, and is READY, is idle."""
+        if not entry.holders and not entry.moves:
+            self._idle[entry.kind] += 1
+            self._idle_in[entry.chunk] += 1
             self.policies[entry.kind].idle(entry)
 
     def _forget(self, entry: Entry) -> None:
