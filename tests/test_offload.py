@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import threading
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -406,6 +407,58 @@ async def test_a_load_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follow
         assert (await offload.load("c", [(0, [5, 6])], chain("p", 2), num_tokens=2 * SIZE)).num_tokens == 2 * SIZE
 
 
+async def test_a_store_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follow() -> None:
+    rank = Rank(layout_of(), timeout_s=2.0, held_s=60.0)
+    async with rank.running() as offload:
+        rank.copies.deferred = True
+        for name, blocks in (("back", [1, 2]), ("lost", [3, 4])):
+            storing = [
+                asyncio.create_task(offload.store(who, [(0, blocks)], chain(name, 2))) for who in (name, "waits for it")
+            ]
+            await until(lambda: rank.copies.moves)
+            rank.clock.advance(1.9)
+            await asyncio.sleep(0)
+            assert not any(each.done() for each in storing)
+            rank.clock.advance(0.2)
+            with pytest.raises(PullTimeout, match=r"its store .* has not ended.* may still read") as told:
+                await storing[0]
+            assert told.value.held == {0: tuple(blocks)}
+            assert (await storing[1]).num_missed == 2
+            assert [(h.request_id, h.reason) for h in rank.engine.holds()] == [(name, "quarantined")]
+            rank.engine.check_integrity()
+            offload.check_integrity()
+            if name == "back":
+                rank.copies.finish()
+                await told.value.returned()
+                assert not rank.engine.holds()
+        rank.clock.advance(61.0)
+        with pytest.raises(BlocksRetired):
+            await told.value.returned()
+        rank.copies.deferred = False
+        assert (await offload.store("again", [(0, [5, 6])], chain("lost", 2))).num_new == 2
+        counters = offload.statistics().counters
+        assert (counters["store.timeout"], counters["not_stored.timeout"], counters["jobs_retired"]) == (4, 8, 1)
+
+
+async def test_what_a_store_has_not_begun_in_its_time_is_not_stored_and_what_it_has_begun_has_as_long_again() -> None:
+    rank = Rank(layout_of(), timeout_s=2.0, max_bytes=RECORD)
+    async with rank.running() as offload:
+        rank.copies.deferred = True
+        first, second, third = (
+            asyncio.create_task(offload.store(f"r{i}", [(0, [i])], chain(f"p{i}", 1))) for i in range(3)
+        )
+        await until(lambda: rank.copies.moves)
+        rank.clock.advance(1.9)
+        rank.copies.finish()
+        assert (await first).num_new == 1
+        await until(lambda: rank.copies.moves)
+        rank.clock.advance(1.9)
+        assert (await third).num_missed == 1
+        assert not second.done()
+        rank.copies.finish()
+        assert (await second).num_new == 1
+
+
 async def test_a_copy_that_was_just_begun_when_the_time_is_over_is_waited_for() -> None:
     rank = Rank(layout_of())
     async with rank.running() as offload:
@@ -635,6 +688,49 @@ async def test_an_engine_that_closes_gives_its_files_a_second() -> None:
     assert 6 <= len(disk.records) <= 10
 
 
+async def test_who_closes_writes_to_files_what_still_arrives() -> None:
+    disk = SimDisk(64 * RECORD)
+    rank = Rank(layout_of(), disk=disk)
+    async with rank.running() as offload:
+        rank.copies.deferred = True
+        storing = asyncio.create_task(offload.store("a", [(0, [1, 2, 3])], chain("p", 3)))
+        await until(lambda: rank.copies.moves)
+        closing = asyncio.create_task(offload.aclose(30.0))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert not closing.done()
+        rank.copies.finish()
+        await closing
+        with pytest.raises(PullCancelled):
+            await storing
+    assert len(disk.records) == 3
+
+
+async def test_who_closes_and_waits_for_a_copy_takes_no_turns_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), write_back_bytes_per_s=RECORD)
+    async with rank.running() as offload:
+        await offload.store("a", [(0, list(range(8)))], chain("p", 8))
+        rank.copies.deferred = True
+        storing = asyncio.create_task(offload.store("b", [(0, [20])], chain("q", 1)))
+        await until(lambda: rank.copies.moves)
+        turns, pump = list[float](), offload._mover.pump
+
+        def counted() -> None:
+            turns.append(rank.clock.now())
+            pump()
+
+        monkeypatch.setattr(offload._mover, "pump", counted)
+        closing, began = asyncio.create_task(rank.engine.aclose(8.0)), rank.clock.now()
+        while rank.clock.now() < began + 7.0:  # of which it writes to files for a second
+            await asyncio.sleep(0)
+            rank.clock.advance(0.01)
+        assert not closing.done()
+        assert len(turns) < 20
+        rank.copies.finish()
+        with pytest.raises(PullCancelled):
+            await storing
+
+
 async def test_a_copy_that_cannot_be_planned_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(layout_of(), held_s=1.0, engine={"pull": PullConfig(held_s=1.0)})
     async with rank.running() as offload:
@@ -661,23 +757,26 @@ async def test_a_copy_that_cannot_be_planned_takes_no_other_with_it(monkeypatch:
         offload._mover.forsake()
 
 
-async def test_more_jobs_than_there_may_be_are_refused() -> None:
+async def test_more_jobs_than_there_may_be_are_refused_and_neither_kind_keeps_the_other_out() -> None:
     rank = Rank(layout_of(), max_jobs=2)
     async with rank.running() as offload:
+        await offload.store("before", [(0, [8])], chain("q", 1))
         rank.copies.deferred = True
-        stores = [asyncio.create_task(offload.store("a", [(0, [i])], chain(f"p{i}", 1))) for i in range(2)]
-        await until(lambda: len(rank.copies.moves) == 2)
-        for call in (
-            offload.store("b", [(0, [9])], chain("q", 1)),
-            offload.load("b", [(0, [9])], chain("p0", 1), num_tokens=SIZE),
-        ):
-            with pytest.raises(Overloaded, match=r"2 stores and loads wait or run already.* raise max_jobs") as caught:
-                await call
+        running: list[asyncio.Task[Any]] = []
+        calls: dict[str, Callable[[int], Coroutine[Any, Any, Any]]] = {
+            "store": lambda i: offload.store("a", [(0, [i])], chain(f"p{i}", 1)),
+            "load": lambda i: offload.load(f"b{i}", [(0, [10 + i])], chain("q", 1), num_tokens=SIZE),
+        }
+        for kind, call in calls.items():
+            running += [asyncio.create_task(call(i)) for i in range(2)]
+            await until(lambda: len(rank.copies.moves) == len(running))
+            with pytest.raises(Overloaded, match=rf"2 {kind}s wait or run already.* raise max_jobs") as caught:
+                await call(9)
             assert (caught.value.reason, caught.value.is_retryable) == ("queue_full", True)
         rank.copies.deferred = False
         rank.copies.finish()
-        await asyncio.gather(*stores)
-        assert (await offload.store("b", [(0, [9])], chain("q", 1))).num_new == 1
+        await asyncio.gather(*running)
+        assert (await offload.store("b", [(0, [9])], chain("r", 1))).num_new == 1
         counters = offload.statistics().counters
         assert counters["store.overloaded"] == counters["load.overloaded"] == 1
 
@@ -838,18 +937,6 @@ async def test_larger_blocks_of_others_are_written_only_where_it_was_wanted() ->
     async with rank.running() as offload:
         assert (await offload.load("b", [(0, list(range(10, 18)))], chain("p", 8), num_tokens=128)).num_tokens == 128
         assert [i for i in range(BLOCKS) if rank.block(i) != before[i]] == [15, 16, 17]
-
-
-async def test_what_others_have_left_is_lent_once_it_is_ones_own() -> None:
-    disk = SimDisk(64 * RECORD)
-    async with Rank(layout_of(block_size=32), disk=disk, hash_tokens=16, host_bytes=64 * RECORD).running() as offload:
-        await offload.store("a", [(0, [1, 2])], chain("p", 4))
-        await until(lambda: offload.statistics().counters["blocks.write_back"] == 2)
-    rank = Rank(layout_of(), left=[disk], host_bytes=1 << 20, network_=EngineConfig(engine_id="host"))
-    async with rank.running() as offload:
-        assert offload.lookup(chain("p", 4)).tokens == 64
-        with pytest.raises(LocalProtocolError, match="not all of its 64 tokens are kept"):
-            await offload.lend("b", chain("p", 4), num_tokens=64)
 
 
 async def test_what_does_not_fit_is_left_alone() -> None:

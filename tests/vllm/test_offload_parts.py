@@ -88,6 +88,7 @@ def test_the_spec_is_found_by_its_path_and_names_its_metrics() -> None:
     manager = OffloadingSpecFactory.create_spec(given).get_manager()
     manager.prepare_store([key(1)], ReqContext("r"))
     manager.complete_store([key(1)], ReqContext("r"))
+    manager.touch([key(1), key(1)], ReqContext("r"))  # groups may name a block each
     stats = manager.get_stats().reduce()
     assert stats[PREFIX + "stored_blocks"] == 1
     assert stats[PREFIX + "host_blocks"] == 1
