@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import threading
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -687,6 +688,49 @@ async def test_an_engine_that_closes_gives_its_files_a_second() -> None:
     assert 6 <= len(disk.records) <= 10
 
 
+async def test_who_closes_writes_to_files_what_still_arrives() -> None:
+    disk = SimDisk(64 * RECORD)
+    rank = Rank(layout_of(), disk=disk)
+    async with rank.running() as offload:
+        rank.copies.deferred = True
+        storing = asyncio.create_task(offload.store("a", [(0, [1, 2, 3])], chain("p", 3)))
+        await until(lambda: rank.copies.moves)
+        closing = asyncio.create_task(offload.aclose(30.0))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert not closing.done()
+        rank.copies.finish()
+        await closing
+        with pytest.raises(PullCancelled):
+            await storing
+    assert len(disk.records) == 3
+
+
+async def test_who_closes_and_waits_for_a_copy_takes_no_turns_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), write_back_bytes_per_s=RECORD)
+    async with rank.running() as offload:
+        await offload.store("a", [(0, list(range(8)))], chain("p", 8))
+        rank.copies.deferred = True
+        storing = asyncio.create_task(offload.store("b", [(0, [20])], chain("q", 1)))
+        await until(lambda: rank.copies.moves)
+        turns, pump = list[float](), offload._mover.pump
+
+        def counted() -> None:
+            turns.append(rank.clock.now())
+            pump()
+
+        monkeypatch.setattr(offload._mover, "pump", counted)
+        closing, began = asyncio.create_task(rank.engine.aclose(8.0)), rank.clock.now()
+        while rank.clock.now() < began + 7.0:  # of which it writes to files for a second
+            await asyncio.sleep(0)
+            rank.clock.advance(0.01)
+        assert not closing.done()
+        assert len(turns) < 20
+        rank.copies.finish()
+        with pytest.raises(PullCancelled):
+            await storing
+
+
 async def test_a_copy_that_cannot_be_planned_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(layout_of(), held_s=1.0, engine={"pull": PullConfig(held_s=1.0)})
     async with rank.running() as offload:
@@ -719,13 +763,14 @@ async def test_more_jobs_than_there_may_be_are_refused_and_neither_kind_keeps_th
         await offload.store("before", [(0, [8])], chain("q", 1))
         rank.copies.deferred = True
         running: list[asyncio.Task[Any]] = []
-        for kind, call in (
-            ("store", lambda i: offload.store("a", [(0, [i])], chain(f"p{i}", 1))),
-            ("load", lambda i: offload.load(f"b{i}", [(0, [10 + i])], chain("q", 1), num_tokens=SIZE)),
-        ):
+        calls: dict[str, Callable[[int], Coroutine[Any, Any, Any]]] = {
+            "store": lambda i: offload.store("a", [(0, [i])], chain(f"p{i}", 1)),
+            "load": lambda i: offload.load(f"b{i}", [(0, [10 + i])], chain("q", 1), num_tokens=SIZE),
+        }
+        for kind, call in calls.items():
             running += [asyncio.create_task(call(i)) for i in range(2)]
             await until(lambda: len(rank.copies.moves) == len(running))
-            with pytest.raises(Overloaded, match=f"2 {kind}s wait or run already.* raise max_jobs") as caught:
+            with pytest.raises(Overloaded, match=rf"2 {kind}s wait or run already.* raise max_jobs") as caught:
                 await call(9)
             assert (caught.value.reason, caught.value.is_retryable) == ("queue_full", True)
         rank.copies.deferred = False
@@ -892,18 +937,6 @@ async def test_larger_blocks_of_others_are_written_only_where_it_was_wanted() ->
     async with rank.running() as offload:
         assert (await offload.load("b", [(0, list(range(10, 18)))], chain("p", 8), num_tokens=128)).num_tokens == 128
         assert [i for i in range(BLOCKS) if rank.block(i) != before[i]] == [15, 16, 17]
-
-
-async def test_what_others_have_left_is_lent_once_it_is_ones_own() -> None:
-    disk = SimDisk(64 * RECORD)
-    async with Rank(layout_of(block_size=32), disk=disk, hash_tokens=16, host_bytes=64 * RECORD).running() as offload:
-        await offload.store("a", [(0, [1, 2])], chain("p", 4))
-        await until(lambda: offload.statistics().counters["blocks.write_back"] == 2)
-    rank = Rank(layout_of(), left=[disk], host_bytes=1 << 20, network_=EngineConfig(engine_id="host"))
-    async with rank.running() as offload:
-        assert offload.lookup(chain("p", 4)).tokens == 64
-        with pytest.raises(LocalProtocolError, match="not all of its 64 tokens are kept"):
-            await offload.lend("b", chain("p", 4), num_tokens=64)
 
 
 async def test_what_does_not_fit_is_left_alone() -> None:

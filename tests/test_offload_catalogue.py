@@ -273,8 +273,35 @@ def test_a_tier_that_is_pinned_is_not_searched_again_and_again() -> None:
     catalogue.host._is_busy = look  # type: ignore[method-assign]
     for i in range(10):
         catalogue.store(f"b{i}", prompt(3, f"b{i}"))
-    assert looks == 200
+    assert looks == 0  # nothing is idle, which is known
+    catalogue.store("b", prompt(3, "b"))
     assert catalogue.held() == {"lease": 200}
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3-fifo"])
+def test_what_is_pinned_is_not_passed_again_by_each_store(policy: str) -> None:
+    catalogue = Catalogue([FULL], 16, 201 * KIB, policy=policy)
+    catalogue.store("a", prompt(200))
+    carry_out(catalogue)
+    catalogue.pin("lease", prompt(200))
+    looks = 0
+
+    def look(entry: Entry) -> bool:
+        nonlocal looks
+        looks += 1
+        return Tier._is_busy(catalogue.host, entry)
+
+    catalogue.host._is_busy = look  # type: ignore[method-assign]
+    for i in range(100):  # all through one slot
+        catalogue.store(f"b{i}", prompt(1, f"b{i}"))
+        assert sum(move.num_blocks for move in carry_out(catalogue)) == 1
+        catalogue.pin("nothing", prompt(1, "c"))
+        catalogue.unpin("nothing")
+    assert looks <= 200 + 100
+    assert catalogue.check_integrity() == []
+    catalogue.unpin("lease")
+    catalogue.store("all", prompt(201, "all"))
+    assert len(catalogue.jobs["all"].todo) == 201
 
 
 def test_what_is_pinned_stays() -> None:
@@ -479,6 +506,12 @@ def test_what_is_about_to_be_written_is_not_evicted_for_another_group() -> None:
     moves = carry_out(catalogue)
     assert [move.num_blocks for move in moves] == [8, 4]
     assert catalogue.statistics()["write_backs_without_room"] == 4
+    tier = Tier(Place.FILE, [FULL], 5 * KIB, "lru")
+    tier.make(0, prompt(4))
+    [old] = tier.make(0, [b"old"])
+    tier.written(old)
+    assert len(tier.make(0, prompt(2, "new"))) == 1
+    assert set(tier.index[0]) == {*prompt(4), b"new0"}
 
 
 def test_loads_come_before_stores_promotions_and_write_backs() -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from asynckv import Offload
+from asynckv import EngineConfig, LocalProtocolError, Offload
 from asynckv.geometry.layout import Group, Layout, Memory, View, dense_part
 from asynckv.offload.keys import needed
 from asynckv.testing import SimDisk
 from tests.engines import until
-from tests.offloads import SIZE, Rank, chain
+from tests.offloads import RECORD, SIZE, Rank, chain, layout_of
 
 WIDTHS, TOKENS, COUNT = (32, 64, 96), 384, 64
 """Bytes per token, or per state, of three groups: attention, a window, states; and how many blocks each has."""
@@ -125,3 +126,81 @@ async def test_what_was_loaded_and_stored_again_is_right_in_every_byte(left: int
     async with rank.running() as offload:
         found = {(await load(rank, offload, rng, 0, most))[0] for most in range(0, TOKENS + 1, own)}
         assert tokens in found
+
+
+async def left_by_another(tokens: int = 128) -> SimDisk:
+    """Leave a prompt in blocks of 64 tokens."""
+    disk = SimDisk(64 * RECORD)
+    rank = Rank(layout_of(block_size=64), disk=disk, host_bytes=64 * RECORD)
+    async with rank.running() as offload:
+        await offload.store("store", [(0, list(range(tokens // 64)))], chain("p", tokens // SIZE))
+        await until(lambda: not offload.statistics().gauges["to_write_back"])
+    return disk
+
+
+@pytest.mark.parametrize("is_all", [False, True])
+async def test_what_another_has_left_is_given_up_in_memory_and_not_in_its_files(is_all: bool) -> None:
+    disk = await left_by_another()
+    hashes = chain("p", 8)
+    for _ in range(2):  # its files are as they were
+        async with Rank(layout_of(), left=[disk], host_bytes=1 << 20).running() as offload:
+            assert offload.lookup(hashes).tokens == 128
+            with offload.pin(hashes):
+                evicted = offload.evict(None if is_all else hashes)
+                assert (evicted.num_blocks, evicted.num_pinned) == (0, 2)
+                assert (await offload.load("a", [(0, list(range(8)))], hashes, num_tokens=128)).num_tokens == 128
+                offload.evict(hashes)  # what has passed through host memory
+                await until(lambda: offload.lookup(hashes).tokens == 128)
+            assert offload.evict(None if is_all else hashes[:5]).num_blocks == (2 if is_all else 1)
+            assert offload.lookup(hashes).tokens == 0
+            assert (await offload.load("a", [(0, list(range(8)))], hashes, num_tokens=128)).num_tokens == 0
+            await until(lambda: not offload._own.catalogue.jobs)
+    assert len(disk.records) == 2
+
+
+async def test_less_than_was_found_is_loaded_as_far_as_whole_blocks_of_all_reach() -> None:
+    rank = Rank(layout_of(), left=[await left_by_another()], host_bytes=1 << 20)
+    async with rank.running() as offload:
+        before = rank.block(*range(8))
+        loaded = await offload.load("a", [(0, list(range(7)))], chain("p", 8), num_tokens=112)
+        assert loaded.num_tokens == 64
+        assert rank.block(4, 5, 6, 7) == before[len(before) // 2 :]
+
+
+async def test_what_another_has_left_is_lent_once_it_was_stored() -> None:
+    network = EngineConfig(engine_id="host")
+    rank = Rank(layout_of(), left=[await left_by_another()], host_bytes=1 << 20, network_=network)
+    async with rank.running() as offload:
+        for tokens in (128, 112):
+            with pytest.raises(LocalProtocolError, match="load them, store what was loaded, then lend"):
+                await offload.lend("a", chain("p", 8), num_tokens=tokens)
+        await offload.load("a", [(0, list(range(8)))], chain("p", 8), num_tokens=128)
+        await offload.store("a", [(0, list(range(8)))], chain("p", 8))
+        assert await offload.lend("a", chain("p", 8), num_tokens=128, lease_s=2.0)
+
+
+async def test_what_several_have_left_is_as_long_as_all_of_them_can_give() -> None:
+    """One is of use after 48, 112 and 128 tokens, another after up to 96: the least of both is of no use to the one."""
+
+    def windowed(tp_rank: int, tp_size: int) -> Layout:
+        layout = layout_of(tp_rank, tp_size)
+        return msgspec.structs.replace(layout, groups=(msgspec.structs.replace(layout.groups[0], window=40),))
+
+    disks = []
+    for tp_rank, lost in ((0, 3), (1, 6)):
+        disks.append(SimDisk(64 * RECORD))
+        rank = Rank(windowed(tp_rank, 2), disk=disks[-1], host_bytes=64 * RECORD)
+        async with rank.running() as offload:
+            given = [block if block != lost else None for block in range(8)]
+            await offload.store("store", [(0, given)], chain("p", 8))
+            await until(lambda: not offload.statistics().gauges["to_write_back"])
+    rank = Rank(windowed(0, 1), left=disks, host_bytes=1 << 20)
+    async with rank.running() as offload:
+        found = offload.lookup(chain("p", 8))
+        assert (found.tokens, found.ready_tokens) == (48, 0)
+        (group,) = found.groups
+        assert (group.tokens, group.in_file, group.ready) == (96, 6, 0)
+        assert offload.would_wait(chain("p", 8))
+        for tokens, loaded in ((48, 48), (96, 0)):
+            ids = list(range(tokens // SIZE))
+            assert (await offload.load("a", [(0, ids)], chain("p", 8), num_tokens=tokens)).num_tokens == loaded

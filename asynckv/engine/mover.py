@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal
@@ -190,7 +190,8 @@ class Mover:
 
     def unpin(self, name: str) -> None:
         """Let go of a pin."""
-        if self.shelves[0].catalogue.unpin(name) and not self.cause:
+        was_pinned = [shelf.catalogue.unpin(name) for shelf in self.shelves]
+        if any(was_pinned) and not self.cause:
             self.soon()
 
     async def outcome(self, job: OffloadJob) -> JobEnded:
@@ -232,7 +233,7 @@ class Mover:
         """Do what the catalogue wants, and tell what became of jobs."""
         now = self._driver.clock.now()
         for shelf in self.shelves:
-            moves = [] if self.cause and not self._is_flushing else shelf.catalogue.moves(now)
+            moves = shelf.catalogue.moves(now) if self._is_moving else []
             # A place in the files that was given up for one of these moves is forgotten before it is written anew.
             shelf.forget()
             for move in moves:
@@ -245,6 +246,11 @@ class Mover:
                 self.soon()  # there may be room for what has waited for it
         self._retire(now)
         self._arm(now, late_at)
+
+    @property
+    def _is_moving(self) -> bool:
+        """Something may be begun, if only to write to files what is in memory alone."""
+        return self._is_flushing or not self.cause
 
     def _take_news(self, shelf: Shelf, news: JobEnded | JobReturned, now: float) -> None:
         """A part of a job has ended, or touches its caller's blocks no more."""
@@ -327,7 +333,8 @@ class Mover:
             self._timer.cancel()
             self._timer = None
         held = [job.retired_at for job in self._held.values() if not job.is_retired]
-        when = min([late_at, *(shelf.catalogue.wake_at for shelf in self.shelves), *held])
+        wakes = [shelf.catalogue.wake_at for shelf in self.shelves] if self._is_moving else []
+        when = min([late_at, *wakes, *held])
         if when < math.inf and (self.is_copying or self._is_flushing):
             self._timer = self._driver.clock.call_at(max(when, now), self.soon)
 
@@ -485,7 +492,11 @@ class Mover:
         driver, began = self._driver, self._driver.clock.now()
         self._is_flushing = flush_s > 0 and self.is_open
         self.give_up(self.jobs.values())
-        await self._wait(lambda: self.to_write_back > 0, began + flush_s if self._is_flushing else began)
+        # What still arrives is to be in files as well.
+        await self._wait(
+            lambda: self.to_write_back > 0 or any(self._running_of(MoveKind.STORE)),
+            began + flush_s if self._is_flushing else began,
+        )
         self._is_flushing = False
         await self._wait(lambda: any(not each.is_doubtful for each in self.posted.values()), began + timeout_s)
         now = driver.clock.now()
@@ -506,8 +517,10 @@ class Mover:
     def to_write_back(self) -> int:
         """Blocks that are in host memory, and are to be in files as well."""
         own = self.shelves[0].catalogue
-        running = (each.move for each in self.posted.values() if not each.is_doubtful)
-        return len(own.host.onward) + sum(m.num_blocks for m in running if m.kind is MoveKind.WRITE_BACK)
+        return len(own.host.onward) + sum(move.num_blocks for move in self._running_of(MoveKind.WRITE_BACK))
+
+    def _running_of(self, kind: MoveKind) -> Iterator[Move]:
+        return (each.move for each in self.posted.values() if each.move.kind is kind and not each.is_doubtful)
 
     async def let_go_of_device(self) -> None:
         if self.is_copying and self.copies is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import anyio
 import msgspec
+import numpy as np
 
 from asynckv.config import EngineConfig, OffloadConfig
 from asynckv.core.inspect import HeldBlocks
@@ -32,6 +33,7 @@ from asynckv.observe.events import EVENT
 from asynckv.offload.found import Codes, Found, GroupFound, known, longest
 from asynckv.offload.job import JobOutcome, MoveKind
 from asynckv.offload.keys import StoredGroup
+from asynckv.offload.tier import Place
 from asynckv.ports import FOUND_DAMAGED, CopyPlane, RecordPlane
 
 __all__ = ["GRACE_S", "Leftovers", "Serve", "Tiers"]
@@ -39,8 +41,12 @@ __all__ = ["GRACE_S", "Leftovers", "Serve", "Tiers"]
 HOST = "host"
 """The name of the host tier's memory among what the copy plane knows."""
 
-THROUGH_BYTES = 32 << 20
-"""Of host memory through which the records of another geometry pass, per rank that has left some."""
+THROUGH_BYTES, THROUGH_RECORDS = 32 << 20, 16
+"""Of host memory through which the records of another geometry pass, per rank that has left some: so much, or for so
+many of the largest records per group where that is more."""
+
+MAX_THROUGH_BYTES = 512 << 20
+"""The same at most: how large a record is says another's index."""
 
 MAX_TOLD = 8
 """Directories that are left out, one line each."""
@@ -336,6 +342,18 @@ class Tiers:
             joined.append(GroupFound(min(part.tokens for part in parts), *counts))
         return msgspec.structs.replace(there, groups=tuple(joined))
 
+    def pin(self, name: str, chain: list[bytes]) -> None:
+        """Keep what is kept of a prompt: of its own, and what others have left, if that is more.
+
+        Of that in their files: through the little memory beside them other prompts have to pass.
+        """
+        own = self.own.catalogue
+        own.pin(name, chain)
+        if self.others and own.lookup(chain).tokens < (tokens := self._left(chain).tokens):
+            nothing = [(0, np.zeros(0, np.int64))] * len(self.engine.registration.layout.groups)
+            for shelf, copying in self.others.items():
+                shelf.catalogue.pin(name, chain, tokens, positions=copying.wanted(nothing, tokens), place=Place.FILE)
+
     def sources(
         self, chain: list[bytes], tokens: int, blocks: Sequence[BlockList], wanted: list[list[int]]
     ) -> dict[Shelf, list[list[int]]]:
@@ -404,8 +422,16 @@ def _left_by_others(left_out: list[str], config: OffloadConfig, own: Shelf, name
 
     shelves = []
     for at, left in enumerate(left_in(Path(config.directory), own.form, left_out)):
+        largest, groups = left.form.memories[0].length, len(left.form.groups)
+        through = max(THROUGH_BYTES, THROUGH_RECORDS * largest * groups)
+        if through > MAX_THROUGH_BYTES:
+            left_out.append(
+                f"{left.folder} has blocks of {largest} bytes, in {groups} groups: {THROUGH_RECORDS} of each need "
+                f"{through} bytes of host memory to pass through, and {MAX_THROUGH_BYTES} are given; with smaller "
+                f"blocks they can be read"
+            )
+            return []  # all of them are needed
         files = FileTier(left.folder, left.num_bytes, name=f"{name}-left{at}", read_only=True)
-        through = max(THROUGH_BYTES, 16 * left.form.memories[0].length * len(left.form.groups))
         far = f"left{at}"
         shelves.append(
             Shelf(far, left.form, config, host_bytes=through, file_bytes=left.num_bytes, records=files, is_own=False)

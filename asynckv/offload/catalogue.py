@@ -191,7 +191,7 @@ class Catalogue:
             ]
         for g, (entries, some) in enumerate(zip(made, new, strict=True)):
             for entry, position in zip(entries, some, strict=False):
-                self._jobs.hold(job, entry)
+                self._jobs.hold(job, self.host, entry)
                 self._jobs.do(job, position, entry)
             job.missing += [(g, position) for position in some[len(entries) :]]
         if job.missing:
@@ -251,7 +251,7 @@ class Catalogue:
             if is_file:
                 self._jobs.fetch(job, position, entry)
             elif entry.state is EntryState.READY:
-                self._jobs.hold(job, entry)
+                self._jobs.hold(job, self.host, entry)
                 self._jobs.do(job, position, entry)
             else:
                 self._jobs.wait(job, position, entry)
@@ -278,10 +278,12 @@ class Catalogue:
         *,
         first_token: int = 0,
         positions: Positions | None = None,
+        place: Place | None = None,
     ) -> tuple[Piece, ...]:
         """Keep what is stored of a prefix until `unpin`; returns what is in host memory, by group.
 
-        What is in the file tier alone stays there, and what is not stored yet is not pinned.
+        What is in the file tier alone stays there, and what is not stored yet is not pinned. With a `place` only what
+        that tier has is.
 
         Raises:
             LocalProtocolError: There is a pin or a job of that name.
@@ -289,14 +291,14 @@ class Catalogue:
         mine, where = self._request(name, hashes, tokens, first_token, positions)
         self._use(mine, where)
         held = self.pins[name] = []
-        pieces = []
+        tiers, pieces = [tier for tier in self._tiers() if place in (None, tier.place)], []
         for g, wanted in enumerate(where):
             here: list[Item] = []
             for position in wanted:
-                for tier in self._tiers():
+                for tier in tiers:
                     entry = tier.index[g].get(mine[g][position])
                     if entry is not None and entry.state is EntryState.READY:
-                        entry.hold(name)
+                        tier.hold(entry, name)
                         held.append((tier, entry))
                         if tier is self.host:
                             here.append(Item(position, entry))

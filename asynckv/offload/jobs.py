@@ -49,9 +49,9 @@ class Jobs:
 
     # -- what they hold ----------------------------------------------------------------------------
 
-    def hold(self, job: Job, entry: Entry) -> None:
+    def hold(self, job: Job, tier: Tier, entry: Entry) -> None:
         """A job needs a block."""
-        entry.hold(job.job_id)
+        tier.hold(entry, job.job_id)
         job.holding.add(entry)
 
     def let_go(self, job: Job, tier: Tier, entry: Entry) -> None:
@@ -66,12 +66,13 @@ class Jobs:
 
     def wait(self, job: Job, position: int, entry: Entry) -> None:
         """A job waits until somebody else has written a block."""
-        self.hold(job, entry)
+        self.hold(job, self._host, entry)
         job.waits[entry] = position
 
     def fetch(self, job: Job, position: int, source: Entry) -> None:
         """A job needs a block of the file tier."""
-        self.hold(job, source)
+        assert self._file is not None
+        self.hold(job, self._file, source)
         job.absent.append(Item(position, source))
         self.absent[job.job_id] = job
 

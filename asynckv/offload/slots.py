@@ -162,27 +162,27 @@ class Slots:
         Only while none is taken. Says of each whether it could be taken: it is in the tier, in a chunk of its size of
         record, and not taken twice.
         """
-        taken: list[set[int]] = [set() for _ in self.sizes]
+        taken: dict[int, set[int]] = {}
         answers = []
         for kind, slot in wanted:
             chunk = self.chunk(kind, slot)
-            is_good = 0 <= chunk < self.num_chunks and self.owners[chunk] in (None, kind) and slot not in taken[kind]
+            is_good = 0 <= chunk < self.num_chunks and self.owners[chunk] in (None, kind)
             if is_good:
                 lo, hi = self.bounds(kind, chunk)
-                is_good = lo <= slot < hi
+                is_good = lo <= slot < hi and slot not in taken.get(chunk, ())
             if is_good:
                 self.owners[chunk] = kind
                 self._free_chunks.pop(chunk, None)
-                taken[kind].add(slot)
+                taken.setdefault(chunk, set()).add(slot)
             answers.append(is_good)
-        for chunk, owner in enumerate(self.owners):
-            if owner is not None:
-                lo, hi = self.bounds(owner, chunk)
-                start = lo
-                for slot in [s for s in range(lo, hi) if s in taken[owner]] + [hi]:
-                    if slot > start:
-                        self._runs[owner].add(start, slot - start, start, slot)
-                    start = slot + 1
+        for chunk, slots in taken.items():
+            owner = self.owners[chunk]
+            assert owner is not None
+            start, hi = self.bounds(owner, chunk)
+            for slot in [*sorted(slots), hi]:  # there may be far more slots than were taken
+                if slot > start:
+                    self._runs[owner].add(start, slot - start, start, slot)
+                start = slot + 1
         return answers
 
     def _own(self, kind: int, chunk: int) -> None:

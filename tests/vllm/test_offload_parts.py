@@ -87,6 +87,7 @@ def test_the_spec_is_found_by_its_path_and_names_its_metrics() -> None:
     manager = OffloadingSpecFactory.create_spec(given).get_manager()
     manager.prepare_store([key(1)], ReqContext("r"))
     manager.complete_store([key(1)], ReqContext("r"))
+    manager.touch([key(1), key(1)], ReqContext("r"))  # groups may name a block each
     stats = manager.get_stats().reduce()
     assert stats[PREFIX + "stored_blocks"] == 1
     assert stats[PREFIX + "host_blocks"] == 1
@@ -228,10 +229,9 @@ def test_bytes_that_nobody_can_copy_end_the_rank(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(worker, "_copy", fail)
     worker.submit_store(1, GPULoadStoreSpec([5, 2], (2, 0), (0, 0)), CPULoadStoreSpec([3]))
-    with pytest.raises(BackendError, match="jobs \\[1\\] did not end"):
-        worker.wait({1})
-    with pytest.raises(BackendError, match="the device is gone"):
-        worker.get_finished()
+    for ask in (lambda: worker.wait({1}), worker.get_finished):
+        with pytest.raises(BackendError, match=r"the device is gone.*knows no job that failed, so this rank ends"):
+            ask()
     worker.shutdown()
 
 
@@ -242,11 +242,91 @@ def test_waiting_and_shutting_down_are_bounded_when_a_copy_hangs(
     copies = Copies(None)
     worker, _, region = made(copies)
     worker.submit_load(1, CPULoadStoreSpec([3]), GPULoadStoreSpec([5, 2], (2, 0), (0, 0)))
-    with pytest.raises(BackendError, match="wanted for something else"):
+    with pytest.raises(BackendError, match=r"jobs \[1\] do not end: 0 stores and 1 loads, of 3800 bytes"):
         worker.wait({1})
     worker.shutdown()
     assert len(region.array), "memory that may still be written was given back"
     region.close()
+
+
+class Clock:
+    """What the worker takes for the time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(workers, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def loading(worker: Worker, job_id: int) -> None:
+    worker.submit_load(job_id, CPULoadStoreSpec([3]), GPULoadStoreSpec([5, 2], (2, 0), (0, 0)))
+
+
+def storing(worker: Worker, job_id: int) -> None:
+    worker.submit_store(job_id, GPULoadStoreSpec([4], (0, 1), (0, 0)), CPULoadStoreSpec([4]))
+
+
+def test_a_copy_that_does_not_end_ends_the_rank_and_gives_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    worker, _, region = made(Copies(None))
+    loading(worker, 1)
+    storing(worker, 2)
+    clock.now += workers.WAIT_S
+    assert worker.get_finished() == []
+    clock.now += 30
+    assert worker.get_finished() == [], "the process may have been stopped itself"
+    clock.now += workers.GRACE_S
+    with pytest.raises(BackendError, match=r"jobs \[1, 2\] do not end: 1 stores and 1 loads, of 4800 bytes, .* 91 s"):
+        worker.get_finished()
+    worker.shutdown()
+    assert len(region.array), "memory that may still be written was given back"
+    region.close()
+
+
+class StuckStores(Copies):
+    """Loads end, and of stores nothing is heard, or that they are in doubt."""
+
+    def post(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterator[ReadRequest]) -> None:
+        was, self.ending = self.ending, Ending.DONE if op is CopyOp.READ else self.ending
+        super().post(move_id, op, far, pieces)
+        self.ending = was
+
+
+@pytest.mark.parametrize("ending", [None, Ending.IN_DOUBT])
+def test_a_job_that_waits_while_others_end_is_not_late_unless_it_is_in_doubt(
+    ending: Ending | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    worker, _, _ = made(StuckStores(ending))
+    storing(worker, 1)
+    for job_id in range(2, 6):
+        loading(worker, job_id)
+        worker.wait({job_id})
+        assert [each.job_id for each in worker.get_finished()] == [job_id]
+        if ending is not None and clock.now > 1000 + workers.WAIT_S:
+            break
+        clock.now += 40
+    else:
+        clock.now += workers.WAIT_S
+        assert worker.get_finished() == []
+    clock.now += workers.GRACE_S
+    with pytest.raises(BackendError, match=r"jobs \[1\] do not end: 1 stores and 0 loads"):
+        worker.get_finished()
+    worker.shutdown()
+
+
+def test_what_cannot_be_handed_over_ends_the_rank() -> None:
+    class Refuses(Copies):
+        def post(self, *_: Any) -> None:
+            raise RuntimeError("the tables do not fit")
+
+    worker, _, _ = made(Refuses(Ending.DONE))
+    worker.submit_store(1, GPULoadStoreSpec([5, 2], (2, 0), (0, 0)), CPULoadStoreSpec([3]))
+    with pytest.raises(BackendError, match="the tables do not fit"):
+        worker.wait({1})
+    worker.shutdown()
 
 
 def test_a_job_whose_slots_do_not_match_its_blocks_is_refused() -> None:

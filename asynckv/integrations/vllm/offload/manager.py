@@ -254,7 +254,7 @@ class Manager(OffloadingManager):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Note that blocks were used."""
-        self.catalogue.touch(list(keys))
+        self.catalogue.touch(list(dict.fromkeys(keys)))
 
     # -- what workers move ---------------------------------------------------------------------------
 
