@@ -43,13 +43,16 @@ from asynckv.testing.oracles import TURN_S, Stopwatch
 from asynckv.testing.script import Fault
 from asynckv.testing.service import Listener
 from asynckv.testing.tier_planes import MoveFate, WorldCopies, WorldDisk, WorldRecords
-from asynckv.testing.tier_script import COPY_FAULTS, DISK_FAULTS, LONG, TierAsk, TierScript, prompt_hashes
+from asynckv.testing.tier_script import LONG, TierAsk, TierScript, prompt_hashes
 from asynckv.testing.world import Process, World, WorldClock, WorldControl, WorldData
 
 __all__ = ["TierService"]
 
 HELD_S = 5.0
 TIMEOUT_S = 4.0
+SLACK_S = 3.0
+"""What a copy that was begun may take, and whoever waits for it."""
+
 QUIET_S = 30.0
 """How long everything may take to settle once the faults are over."""
 
@@ -314,14 +317,14 @@ class _Rank:
         service.outcomes[f"{call.kind}.{outcome}"] += 1
         service.world.note(self.name, f"{call} ended", outcome)
         within_s = {"load": call.ask.timeout_s, "store": 2 * TIMEOUT_S}.get(call.kind, math.inf)
-        if begun.ran_s > (within_s + service.slack_s) * 1.001 + TURN_S:
+        if begun.ran_s > (within_s + SLACK_S) * 1.001 + TURN_S:
             service.world.violate(f"{what} ended after {begun.ran_s:.3f} s, its deadline was {within_s} s")
         is_lost = False
         if is_held:
             since = Stopwatch.start(process)
             is_lost = not await self._returned(call)
             held_s = PULL.held_s if call.kind == "pull" else HELD_S
-            if since.ran_s > (held_s + service.slack_s) * 1.001 + TURN_S:
+            if since.ran_s > (held_s + SLACK_S) * 1.001 + TURN_S:
                 service.world.violate(f"{what} waited {since.ran_s:.3f} s for its blocks")
         elif any(holding.request_id == call.request_id for holding in self.engine._core.ledger):
             service.world.violate(f"{what} has ended as {outcome}, and the ledger says that it holds blocks")
@@ -561,7 +564,6 @@ class TierService:
         self.life = -1
         self.is_changing = False
         self.calls: dict[str, _Call] = {}
-        self.slack_s = self._slack()
         self.free: dict[str, list[list[int]]] = {}
         self._faults: dict[str, list[Fault]] = {}
         for fault in script.faults:
@@ -571,10 +573,6 @@ class TierService:
     def shape(self) -> Shape:
         """The engine's geometry."""
         return self.script.shapes[self.life % len(self.script.shapes)]
-
-    def _slack(self) -> float:
-        """What a copy that was begun may take."""
-        return math.inf if any(f.kind in (*COPY_FAULTS, *DISK_FAULTS) for f in self.script.faults) else 3.0
 
     # -- running --------------------------------------------------------------------------------------
 
@@ -650,8 +648,7 @@ class TierService:
         usual = (1e-5 + r[0] ** 3 * 1e-3) * self.script.data * (5 if prefix else 1)
         after = rng.randrange(3) if not prefix else 0
         if r[1] < self._active(f"{prefix}stuck", name):
-            # A copy that says nothing ends some day; a disk need not.
-            late = r[0] * 8 if not prefix or r[7] < 0.6 else math.inf
+            late = r[0] * 8 if r[7] < 0.6 else math.inf
             return MoveFate(usual, "stuck", after, late, "fail" if prefix else "finish")
         if r[2] < self._active(f"{prefix}doubt", name):
             late = r[0] * 6 if r[7] < 0.8 else math.inf
