@@ -223,3 +223,24 @@ def test_only_releases_wait_for_company() -> None:
         assert outbox.is_urgent
         assert len(list(outbox.take_packets())) == 1
         assert (bool(outbox.messages), outbox.is_urgent) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "filled"),
+    [
+        (Group("g", 64, 8, 4, window=100), Group("g", 64, 8, 4, window=100), [0, 128]),
+        (Group("g", 64, 8, 1, window=100), Group("g", 16, 32, 1, window=100), [0, 128]),
+        (Group("g", 16, 32, 1, window=100), Group("g", 64, 8, 1, window=100), [16, 128]),
+    ],
+    ids=["kernel blocks", "smaller there", "larger there"],
+)
+def test_of_a_window_the_first_block_is_read_whole(here: Group, there: Group, filled: list[int]) -> None:
+    """A prefix cache gives a block to a prompt that ends sooner as well, which needs its first tokens."""
+    lists = BlockLists([(0, np.arange(128 // here.block_size))], [BlockRuns(0, ((0, 128 // there.block_size),))], 128)
+    pair = GroupPair(0, 0, here, there, 1)
+    size, tokens = pair.local_size, set[int]()
+    for pairs in lists._pair_tokens(pair):
+        for block in pairs.local.tolist():
+            begin = block * size + pairs.span.local_offset
+            tokens |= set(range(begin, begin + pairs.span.tokens))
+    assert tokens == set(range(*filled))

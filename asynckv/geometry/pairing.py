@@ -188,14 +188,19 @@ class BlockLists:
         """Say from which token on a group with a sliding window is read, and from which on it is needed."""
         # `inside` is the first token that is needed: a window of 1,024 at token 5,000 begins at 3,977. `wider` is where
         # reading begins if those tokens are there: one earlier, for an engine that computes the last token again (vLLM
-        # does after a full hit), and from the start of its block, so that there are fewer kinds of spans.
+        # does after a full hit), and from the start of its block, so that there are fewer kinds of spans, and so that
+        # no block is filled in part: an engine's prefix cache gives it to a prompt that ends sooner as well.
         inside = max(0, self.num_tokens - pair.local.window + 1)
         wider = max(0, inside - 1)
+        whole = wider - wider % pair.local.block_size
         wider -= wider % (pair.local_size if pair.local_size == pair.remote_size else pair.entry)
         if inside < self.num_tokens:  # a window of one token needs none
             inside -= inside % pair.entry
         inside = max(listed, inside)
-        return max(listed, wider if wider >= lent_from else inside), inside
+        for first in (whole, wider):
+            if max(first, listed) >= lent_from:
+                return max(listed, first), inside
+        return inside, inside
 
     def _pair_aligned(self, pair: GroupPair, first: int, end: int) -> Sequence[Pairs]:
         """Pair kernel blocks one to one: the usual case, where both sides' have one size and none is missing.
