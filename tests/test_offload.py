@@ -968,18 +968,6 @@ async def test_larger_blocks_of_others_are_written_only_where_it_was_wanted() ->
         assert [i for i in range(BLOCKS) if rank.block(i) != before[i]] == [15, 16, 17]
 
 
-async def test_what_others_have_left_is_lent_once_it_is_ones_own() -> None:
-    disk = SimDisk(64 * RECORD)
-    async with Rank(layout_of(block_size=32), disk=disk, hash_tokens=16, host_bytes=64 * RECORD).running() as offload:
-        await offload.store("a", [(0, [1, 2])], chain("p", 4))
-        await until(lambda: offload.statistics().counters["blocks.write_back"] == 2)
-    rank = Rank(layout_of(), left=[disk], host_bytes=1 << 20, network_=EngineConfig(engine_id="host"))
-    async with rank.running() as offload:
-        assert offload.lookup(chain("p", 4)).tokens == 64
-        with pytest.raises(LocalProtocolError, match="not all of its 64 tokens are kept"):
-            await offload.lend("b", chain("p", 4), num_tokens=64)
-
-
 async def test_what_does_not_fit_is_left_alone() -> None:
     disk = SimDisk(64 * RECORD)
     rank = Rank(layout_of(0, 2), disk=disk)
@@ -1012,6 +1000,16 @@ async def test_what_is_pinned_is_not_given_up() -> None:
         assert offload.lookup(chain("p", 2)).tokens == 0
         assert offload.evict().num_blocks > 0
         assert offload.lookup(chain("r", 3)).tokens == 0
+
+
+async def test_a_pin_of_a_longer_prompt_keeps_what_a_lookup_of_it_finds() -> None:
+    rank = Rank(hybrid(), host_bytes=1 << 20)
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1, 2, 3, 4]), (0, [5, 6, 7, 8]), (0, [9, 10])], chain("p", 4))
+        with offload.pin(chain("p", 12)):
+            assert offload.evict().num_pinned == 4 + 3 + 1
+            assert offload.lookup(chain("p", 12)).tokens == 64
+        assert offload.evict().num_pinned == 0
 
 
 async def test_stores_that_find_no_room_are_counted_and_told_once(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -126,6 +128,26 @@ def test_what_was_claimed_is_taken_and_the_rest_is_free(wanted: list[tuple[int, 
     assert slots.audit([{s for k, s in claimed if k == kind} for kind in (0, 1)]) == []
 
 
+def test_what_is_claimed_costs_its_records_and_not_the_tier() -> None:
+    steps = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal steps
+        steps += 1
+        assert steps < 1_000, "every slot is looked at"
+        return count
+
+    slots = Slots(1 << 50, [4096])
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        claimed = slots.claim([(0, 5), (0, 1 << 30), (0, 5)])
+    finally:
+        sys.settrace(before)
+    assert claimed == [True, True, False]
+    assert slots.take(0, 6) == [6, 7, 8, 9, 10, 11]
+
+
 def test_chunks_that_no_size_divides_do_not_overlap() -> None:
     slots = Slots(1000, [5, 7, 11])
     places = [
@@ -219,6 +241,8 @@ def test_a_policy_lets_everything_go_once_and_nothing_that_is_busy(data: st.Data
             here.add(key)
         elif what == "busy":
             busy.symmetric_difference_update({key})
+            if key not in busy:
+                policy.idle(key)
         elif what == "choose":
             chosen = policy.choose(busy.__contains__)
             assert (chosen is None) == (here <= busy)
@@ -229,7 +253,34 @@ def test_a_policy_lets_everything_go_once_and_nothing_that_is_busy(data: st.Data
             here -= {key} if what == "remove" else set()
         assert len(policy) == len(here)
         assert all((key in policy) == (key in here) for key in range(13))
+    for key in busy:
+        policy.idle(key)
     assert Counter(iter(lambda: policy.choose(idle), None)) == Counter(here)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_what_is_busy_is_passed_over_once_and_keeps_its_turn(name: str) -> None:
+    policy: Policy[int] = policy_named(name)()
+    for key in range(1000):
+        policy.add(key)
+    looks: list[int] = []
+
+    def is_busy(key: int) -> bool:
+        looks.append(key)
+        return key < 999
+
+    assert policy.choose(is_busy) == 999
+    assert looks == list(range(1000))
+    for key in range(1000, 1010):  # each finds what came just before
+        assert policy.choose(is_busy) is None
+        policy.add(key)
+        assert policy.choose(idle) == key
+    assert len(looks) == 1000
+    policy.add(2000)
+    for key in (7, 5, 6):
+        policy.idle(key)
+    assert [policy.choose(idle) for _ in range(5)] == [5, 6, 7, 2000, None]
+    assert len(policy) == 996
 
 
 def test_an_unknown_policy_is_refused_with_the_names() -> None:

@@ -190,7 +190,8 @@ class Mover:
 
     def unpin(self, name: str) -> None:
         """Let go of a pin."""
-        if self.shelves[0].catalogue.unpin(name) and not self.cause:
+        was_pinned = [shelf.catalogue.unpin(name) for shelf in self.shelves]
+        if any(was_pinned) and not self.cause:
             self.soon()
 
     async def outcome(self, job: OffloadJob) -> JobEnded:

@@ -106,7 +106,7 @@ class Offload:
         self.config, self.engine = config, engine
         tiers = self._tiers = Tiers(self, config, engine, copies, records, serve, leftovers)
         self._mover, self._own, self._catalogue = tiers.mover, tiers.own, tiers.own.catalogue
-        self._lending = Lending(config, tiers.mover)
+        self._lending = Lending(config, tiers.mover, tiers.found)
 
     # -- life ----------------------------------------------------------------------------------------
 
@@ -193,7 +193,10 @@ class Offload:
         return self._tiers.found(self._chain(hashes, num_tokens)).would_wait
 
     def touch(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> None:
-        """Say that a prompt is wanted: what is kept of it is given up later."""
+        """Say that a prompt is wanted: what is kept of it is given up later.
+
+        What another geometry has left is not given up to make room, wanted or not.
+        """
         self._opened(self.touch)
         self._catalogue.touch(self._chain(hashes, num_tokens))
 
@@ -201,18 +204,20 @@ class Offload:
         """Keep what is kept of a prompt, until the pin is released or left (`with offload.pin(hashes):`)."""
         self._opened(self.pin)
         name = f"pin-{next(self._mover.ids)}"
-        self._catalogue.pin(name, self._chain(hashes, num_tokens))
+        self._tiers.pin(name, self._chain(hashes, num_tokens))
         return Pin(lambda: self._mover.unpin(name))
 
     def evict(self, hashes: Sequence[str | bytes] | None = None) -> Evicted:
         """Give up what is kept of a prompt, or all that is kept, but for what is pinned or lent; says how many blocks.
 
-        What is being copied is copied to its end, and found no more.
+        What is being copied is copied to its end, and found no more. What another geometry has left is found no more
+        either, until the next start: its files are not this rank's to change.
         """
         self._opened(self.evict)
-        given_up, pinned = self._catalogue.evict(None if hashes is None else self._chain(hashes, None))
+        chain = None if hashes is None else self._chain(hashes, None)
+        evicted = [shelf.catalogue.evict(chain) for shelf in (self._own, *self._tiers.others)]
         self._mover.soon()
-        return Evicted(given_up, pinned)
+        return Evicted(*map(sum, zip(*evicted, strict=True)))
 
     # -- moves: awaited, and given up by cancelling --------------------------------------------------
 
@@ -347,7 +352,8 @@ class Offload:
             Params, as `PrefillGroup.make_params` makes them.
 
         Raises:
-            LocalProtocolError: There is no `config.network`; or not all of it is kept (any more).
+            LocalProtocolError: There is no `config.network`; or not all of it is kept (any more), or only by another
+                geometry: load and store it first.
             Overloaded: There is no room in host memory, because of what is pinned or lent; says how much. Or `max_jobs`
                 wait or run already.
             PullCancelled: It was given up (`cancel`).

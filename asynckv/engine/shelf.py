@@ -157,5 +157,5 @@ class Shelf:
     def forget(self) -> None:
         """What was given up is to be found in the files no more."""
         freed = self.catalogue.forgotten()
-        if freed and self.records is not None:
+        if freed and self.records is not None and self._is_own:
             self.records.forget(self._blocks.places(freed))

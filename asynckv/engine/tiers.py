@@ -8,7 +8,6 @@ only then blocks are given back that something might have written.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,25 +15,27 @@ from pathlib import Path
 
 import anyio
 import msgspec
+import numpy as np
 
 from asynckv.config import EngineConfig, OffloadConfig
 from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lifecycle import LifeState
 from asynckv.edges.aside import Aside
-from asynckv.engine.copying import Copying, SlotBySlot, reading
+from asynckv.engine.copying import ByTokens, Copying, SlotBySlot, reading
 from asynckv.engine.engine import Engine
 from asynckv.engine.figures import Figures
 from asynckv.engine.jobs import OffloadJob
 from asynckv.engine.mover import Mover
 from asynckv.engine.shelf import Shelf
-from asynckv.errors import BackendError, ConfigError, EngineClosed, LocalProtocolError
+from asynckv.errors import AsyncKVError, BackendError, EngineClosed, LocalProtocolError
 from asynckv.geometry.blocks import BlockList
 from asynckv.geometry.check import Registration
 from asynckv.geometry.packed import record_form
 from asynckv.observe.events import EVENT
-from asynckv.offload.found import Found
+from asynckv.offload.found import Codes, Found, GroupFound, known, longest
 from asynckv.offload.job import JobOutcome, MoveKind
-from asynckv.offload.keys import needed
+from asynckv.offload.keys import StoredGroup
+from asynckv.offload.tier import Place
 from asynckv.ports import FOUND_DAMAGED, CopyPlane, RecordPlane
 
 __all__ = ["GRACE_S", "Leftovers", "Serve", "Tiers"]
@@ -42,8 +43,12 @@ __all__ = ["GRACE_S", "Leftovers", "Serve", "Tiers"]
 HOST = "host"
 """The name of the host tier's memory among what the copy plane knows."""
 
-THROUGH_BYTES = 32 << 20
-"""Of host memory through which the records of another geometry pass, per rank that has left some."""
+THROUGH_BYTES, THROUGH_RECORDS = 32 << 20, 16
+"""Of host memory through which the records of another geometry pass, per rank that has left some: so much, or for so
+many of the largest records per group where that is more."""
+
+MAX_THROUGH_BYTES = 512 << 20
+"""The same at most: how large a record is says another's index."""
 
 MAX_TOLD = 8
 """Directories that are left out, one line each."""
@@ -74,7 +79,7 @@ class Tiers:
 
     Attributes:
         own: The rank's own shelf.
-        others: All of them are needed for a prefix.
+        others: All of them are needed for a prefix; and how each is read.
         align: Prefixes end at multiples of it.
         mover: Carries out what catalogues want.
         network: The host tier's own engine.
@@ -103,7 +108,7 @@ class Tiers:
             file_bytes=config.file_bytes,
             records=records,
         )
-        self.others: list[Shelf] = []
+        self.others: dict[Shelf, ByTokens] = {}
         self.align = self.own.align
         self.mover = Mover(self.driver, config)
         self.mover.shelves = (self.own,)
@@ -169,7 +174,8 @@ class Tiers:
         most = self.config.max_post_bytes
         copying: dict[Shelf, Copying] = {self.own: SlotBySlot(self.own, layout, most)}
         if self.others:
-            copying |= reading(layout, self.others, most)
+            self.others = reading(layout, list(self.others), most)
+            copying |= self.others
         if self._copies is None:
             self._copies = _nixl_copies(f"{self._name}-{self.engine.memory_epoch}")
         far = {shelf.far: [shelf.memory.memory] for shelf in mover.shelves if shelf.memory is not None}
@@ -292,8 +298,8 @@ class Tiers:
                 shelf.take_memory(self.engine.registration.layout)
                 found += shelf.open_files(partial(mover.on_records, shelf), loop)
             if opened := mover.shelves[1:]:
-                self.others = list(reading(self.engine.registration.layout, opened, config.max_post_bytes))
-        except (BackendError, ConfigError) as exc:
+                self.others = reading(self.engine.registration.layout, opened, config.max_post_bytes)
+        except AsyncKVError as exc:
             self._left_out.append(str(exc))
         return found
 
@@ -404,27 +410,49 @@ class Tiers:
             chain = []  # a load is refused
         found = self.own.catalogue.lookup(chain)
         if self.others and found.tokens < len(chain) * self.config.hash_tokens:
-            there = min((shelf.catalogue.lookup(chain) for shelf in self.others), key=lambda each: each.tokens)
-            every = math.lcm(self.align, *(shelf.align for shelf in self.others))
-            tokens = there.tokens // every * every
-            if tokens > found.tokens:
-                return msgspec.structs.replace(there, tokens=tokens, ready_tokens=found.ready_tokens)
+            there = self._left(chain)
+            if there.tokens > found.tokens:
+                # What of it is in the little memory beside its files may be gone in a moment, pinned or not.
+                return msgspec.structs.replace(there, ready_tokens=found.ready_tokens)
         return found
+
+    def _left(self, chain: list[bytes]) -> Found:
+        """What ranks of another geometry have left of a prefix: all of them, for every block that it takes here."""
+        groups, codes, partners = list[StoredGroup](), list[Codes](), list[list[int]]()
+        for shelf, copying in self.others.items():
+            kept = shelf.catalogue
+            codes += known(copying.groups, self.config.hash_tokens, kept.host, kept.file, chain)
+            groups += copying.groups.values()
+            partners += copying.partners.values()
+        there = longest(groups, codes, self.align)
+        joined = []
+        for index in self.own.kept:
+            parts = [part for part, mine in zip(there.groups, partners, strict=True) if index in mine]
+            counts = [sum(each) for each in zip(*((p.ready, p.in_file, p.storing) for p in parts), strict=True)]
+            joined.append(GroupFound(min(part.tokens for part in parts), *counts))
+        return msgspec.structs.replace(there, groups=tuple(joined))
+
+    def pin(self, name: str, chain: list[bytes]) -> None:
+        """Keep what is kept of a prompt: of its own, and what others have left, if that is more.
+
+        Of that in their files: through the little memory beside them other prompts have to pass.
+        """
+        own = self.own.catalogue
+        kept = own.lookup(chain).tokens
+        # Another prefix needs other blocks of windows and states.
+        own.pin(name, chain, kept if self._is_hybrid and kept else None)
+        if self.others and kept < (tokens := self._left(chain).tokens):
+            nothing = [(0, np.zeros(0, np.int64))] * len(self.engine.registration.layout.groups)
+            for shelf, copying in self.others.items():
+                shelf.catalogue.pin(name, chain, tokens, positions=copying.wanted(nothing, tokens), place=Place.FILE)
 
     def sources(
         self, chain: list[bytes], tokens: int, blocks: Sequence[BlockList], wanted: list[list[int]]
     ) -> dict[Shelf, list[list[int]]]:
         """Say of which shelves a prefix is loaded, and which blocks of their groups are needed for those wanted."""
         whole = chain[: tokens // self.config.hash_tokens]
-        if self.others and all(tokens % shelf.align == 0 for shelf in self.others):
-            if self.own.catalogue.lookup(whole).tokens < tokens <= self.found(whole).tokens:
-                firsts = {
-                    group.namespace: blocks[at][0] for group, at in zip(self.own.groups, self.own.kept, strict=True)
-                }
-                return {
-                    shelf: [list(needed(group, firsts.get(group.namespace, 0), tokens)) for group in shelf.groups]
-                    for shelf in self.others
-                }
+        if self.others and self.own.catalogue.lookup(whole).tokens < tokens == self._left(whole).tokens:
+            return {shelf: copying.wanted(blocks, tokens) for shelf, copying in self.others.items()}
         return {self.own: wanted}
 
     def shorter(self, wanted: list[list[int]], job: OffloadJob) -> tuple[int, dict[Shelf, list[list[int]]]] | None:
@@ -486,8 +514,16 @@ def _left_by_others(left_out: list[str], config: OffloadConfig, own: Shelf, name
 
     shelves = []
     for at, left in enumerate(left_in(Path(config.directory), own.form, left_out)):
+        largest, groups = left.form.memories[0].length, len(left.form.groups)
+        through = max(THROUGH_BYTES, THROUGH_RECORDS * largest * groups)
+        if through > MAX_THROUGH_BYTES:
+            left_out.append(
+                f"{left.folder} has blocks of {largest} bytes, in {groups} groups: {THROUGH_RECORDS} of each need "
+                f"{through} bytes of host memory to pass through, and {MAX_THROUGH_BYTES} are given; with smaller "
+                f"blocks they can be read"
+            )
+            return []  # all of them are needed
         files = FileTier(left.folder, left.num_bytes, name=f"{name}-left{at}", read_only=True)
-        through = max(THROUGH_BYTES, 16 * left.form.memories[0].length * len(left.form.groups))
         far = f"left{at}"
         shelves.append(
             Shelf(far, left.form, config, host_bytes=through, file_bytes=left.num_bytes, records=files, is_own=False)

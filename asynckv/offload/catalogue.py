@@ -184,15 +184,13 @@ class Catalogue:
                     self._jobs.wait(job, position, entry)
         if is_prefix:
             new = [*map(sorted, new)]
-            made = make_room(self.groups, self.host, self.file, mine, new, self._tick)
+            made = make_room(self.groups, self.host, self.file, mine, new, used[0])
         else:
             made = [
                 self.host.make(g, [mine[g][position] for position in some], self._tick) for g, some in enumerate(new)
             ]
         for g, (entries, some) in enumerate(zip(made, new, strict=True)):
-            for entry, position in zip(entries, some, strict=False):
-                self._jobs.hold(job, entry)
-                self._jobs.do(job, position, entry)
+            self._jobs.do_all(job, list(map(Item, some, entries)))
             job.missing += [(g, position) for position in some[len(entries) :]]
         if job.missing:
             job.cause = self._why_not_stored(len(job.missing), sum(map(len, where)))
@@ -246,15 +244,16 @@ class Catalogue:
             self._jobs.fail(job, JobOutcome.MISSING, f"{len(job.missing)} of {len(found)} blocks are not stored")
             return
         self._use(mine, where)
+        ready = list[Item]()
         for position, entry, is_file in found:
             assert entry is not None
             if is_file:
                 self._jobs.fetch(job, position, entry)
             elif entry.state is EntryState.READY:
-                self._jobs.hold(job, entry)
-                self._jobs.do(job, position, entry)
+                ready.append(Item(position, entry))
             else:
                 self._jobs.wait(job, position, entry)
+        self._jobs.do_all(job, ready)
         self._jobs.settle(job)
 
     def cancel(self, job_id: str) -> bool:
@@ -278,10 +277,12 @@ class Catalogue:
         *,
         first_token: int = 0,
         positions: Positions | None = None,
+        place: Place | None = None,
     ) -> tuple[Piece, ...]:
         """Keep what is stored of a prefix until `unpin`; returns what is in host memory, by group.
 
-        What is in the file tier alone stays there, and what is not stored yet is not pinned.
+        What is in the file tier alone stays there, and what is not stored yet is not pinned. With a `place` only what
+        that tier has is.
 
         Raises:
             LocalProtocolError: There is a pin or a job of that name.
@@ -289,14 +290,14 @@ class Catalogue:
         mine, where = self._request(name, hashes, tokens, first_token, positions)
         self._use(mine, where)
         held = self.pins[name] = []
-        pieces = []
+        tiers, pieces = [tier for tier in self._tiers() if place in (None, tier.place)], []
         for g, wanted in enumerate(where):
             here: list[Item] = []
             for position in wanted:
-                for tier in self._tiers():
+                for tier in tiers:
                     entry = tier.index[g].get(mine[g][position])
                     if entry is not None and entry.state is EntryState.READY:
-                        entry.hold(name)
+                        tier.hold(entry, name)
                         held.append((tier, entry))
                         if tier is self.host:
                             here.append(Item(position, entry))

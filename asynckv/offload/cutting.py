@@ -61,7 +61,7 @@ class Cutting:
 
     def _post(self, kind: MoveKind, job: Job, items: list[Item], num_bytes: int) -> Move:
         """Hand out a move between the device and host memory."""
-        move = self._traffic.begin(kind, job, items, [], num_bytes)
+        move = self._traffic.begin(kind, job, items, self._host, [], num_bytes)
         job.running.add(move.move_id)
         if kind is MoveKind.STORE:  # from now on the move keeps the slots
             for _, entry in items:
@@ -96,7 +96,7 @@ class Cutting:
             self._jobs.wait(job, position, entry)
         sources = [item.entry for item in items[: len(made)]]
         num_bytes = len(made) * self._groups[made[0].group].record_bytes
-        move = self._traffic.begin(MoveKind.PROMOTION, job, todo, sources, num_bytes)
+        move = self._traffic.begin(MoveKind.PROMOTION, job, todo, self._file, sources, num_bytes)
         for entry in sources:
             self._jobs.let_go(job, self._file, entry)
         return move
@@ -119,7 +119,7 @@ class Cutting:
                 continue
             job.absent.popleft()
             if entry.state is EntryState.READY:
-                self._jobs.hold(job, entry)
+                self._jobs.hold(job, self._host, entry)
                 self._jobs.do(job, position, entry)
             else:
                 self._jobs.wait(job, position, entry)

@@ -1,8 +1,8 @@
 """Which stored block has to go when room is wanted: policies, by name.
 
 A policy keeps an order of whatever it was told of, and knows nothing of slots, groups or transfers. Asked to `choose`,
-it lets go of one that is not busy. What is busy when its turn comes is in use, so it goes to the end of its queue:
-looking past the same ones again and again would cost more than any order is worth.
+it lets go of one that is not busy. What is busy when its turn comes is in use, so its next turn is after all that there
+are; until it is `idle` it stands aside, so that nobody looks past the same ones again and again.
 
 - `lru`: what was not used for longest goes first.
 - `s3-fifo`: three queues (Yang, Zhang, Qiu, Yue and Vigfusson, "FIFO queues are all you need for cache eviction", SOSP
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
 from asynckv.arguments import shown
@@ -37,11 +38,17 @@ class Policy(Protocol[K]):
     def use(self, key: K) -> None:
         """Note that it was used."""
 
+    def idle(self, key: K) -> None:
+        """Note that it is busy no more; needed only of what was busy when its turn came, and was not used since."""
+
     def remove(self, key: K) -> None:
         """Forget it: it has left on other grounds."""
 
     def choose(self, is_busy: Callable[[K], bool]) -> K | None:
         """Let one go that is not busy; None if all are."""
+
+    def is_aside(self, key: K) -> bool:
+        """Whether it was busy when its turn came, and is taken to be still."""
 
     def __len__(self) -> int:
         """How many there are."""
@@ -50,41 +57,85 @@ class Policy(Protocol[K]):
         """Whether it is one of them."""
 
 
-class LRU(Generic[K]):
-    """What was not used for longest goes first."""
+class Queue(Generic[K]):
+    """First in, first out, but for what stands aside."""
 
     def __init__(self) -> None:
-        self._order: OrderedDict[K, None] = OrderedDict()
+        self._line: OrderedDict[K, int] = OrderedDict()
+        """Key -> how many had stood aside when it came."""
+        self._aside: dict[K, int] = {}
+        """Key -> the how manieth it was that stood aside."""
+        self._back: dict[K, int] = {}
+        """The same of those that are idle again: each precedes what came after it had stood aside."""
+        self._heap: list[tuple[int, K]] = []
+        """The same in order, and some that have gone elsewhere since."""
+        self._count = 0
 
     def add(self, key: K) -> None:
-        """Take in what is new here."""
-        self._order[key] = None
+        """Put what is new here at the end."""
+        self._line[key] = self._count
 
-    def use(self, key: K) -> None:
-        """Note that it was used."""
-        self._order.move_to_end(key)
+    def to_end(self, key: K) -> None:
+        """Put what is here at the end."""
+        if key not in self._line:
+            self.remove(key)
+        self._line[key] = self._count
+        self._line.move_to_end(key)
+
+    def next(self) -> K | None:
+        """Take out whose turn it is; None if all stand aside."""
+        while self._heap and self._back.get(self._heap[0][1]) != self._heap[0][0]:
+            heappop(self._heap)
+        if self._heap and (not self._line or self._heap[0][0] <= self._line[next(iter(self._line))]):
+            _, key = heappop(self._heap)
+            del self._back[key]
+            return key
+        return self._line.popitem(last=False)[0] if self._line else None
+
+    def stand_aside(self, key: K) -> None:
+        """Put back what was taken out, to be passed over until it is idle."""
+        self._count += 1
+        self._aside[key] = self._count
+
+    def idle(self, key: K) -> None:
+        """Pass over it no more."""
+        if (turn := self._aside.pop(key, None)) is not None:
+            self._back[key] = turn
+            heappush(self._heap, (turn, key))
+            if len(self._heap) > 2 * len(self._back) + 64:
+                self._heap = [(turn, key) for key, turn in self._back.items()]
+                heapify(self._heap)
 
     def remove(self, key: K) -> None:
-        """Forget it: it has left on other grounds."""
-        del self._order[key]
+        """Forget it."""
+        for some in (self._line, self._aside, self._back):
+            if some.pop(key, None) is not None:
+                return
+        raise KeyError(key)
 
-    def choose(self, is_busy: Callable[[K], bool]) -> K | None:
-        """Let one go that is not busy; None if all are."""
-        for _ in range(len(self._order)):
-            key = next(iter(self._order))
-            if not is_busy(key):
-                del self._order[key]
-                return key
-            self._order.move_to_end(key)
-        return None
+    def is_aside(self, key: K) -> bool:
+        """Whether it is passed over."""
+        return key in self._aside
 
     def __len__(self) -> int:
         """How many there are."""
-        return len(self._order)
+        return len(self._line) + len(self._aside) + len(self._back)
 
     def __contains__(self, key: K) -> bool:
         """Whether it is one of them."""
-        return key in self._order
+        return key in self._line or key in self._aside or key in self._back
+
+
+class LRU(Queue[K]):
+    """What was not used for longest goes first."""
+
+    use = Queue.to_end
+
+    def choose(self, is_busy: Callable[[K], bool]) -> K | None:
+        """Let one go that is not busy; None if all are."""
+        while (key := self.next()) is not None and is_busy(key):
+            self.stand_aside(key)
+        return key
 
 
 class S3Fifo(Generic[K]):
@@ -102,29 +153,37 @@ class S3Fifo(Generic[K]):
 
     def __init__(self, ghost_of: Callable[[K], Hashable] | None = None) -> None:
         self._ghost_of = ghost_of or (lambda key: key)
-        self._small: OrderedDict[K, int] = OrderedDict()
-        """Key -> how often it was used since it came; the oldest first."""
-        self._main: OrderedDict[K, int] = OrderedDict()
+        self._small, self._main = Queue[K](), Queue[K]()
+        self._uses: dict[K, int] = {}
+        """How often each was used since it came."""
         self._ghosts: OrderedDict[Hashable, None] = OrderedDict()
 
     def add(self, key: K) -> None:
         """Take in what is new here, or has come back."""
         ghost = self._ghost_of(key)
+        self._uses[key] = 0
         if ghost in self._ghosts:
             del self._ghosts[ghost]
-            self._main[key] = 0
+            self._main.add(key)
         else:
-            self._small[key] = 0
+            self._small.add(key)
 
     def use(self, key: K) -> None:
         """Note that it was used."""
-        queue = self._small if key in self._small else self._main
-        queue[key] = min(queue[key] + 1, self.MOST)
+        self._uses[key] = min(self._uses[key] + 1, self.MOST)
+        self.idle(key)
+
+    def idle(self, key: K) -> None:
+        """Note that it is busy no more."""
+        for queue in (self._small, self._main):
+            if queue.is_aside(key):
+                queue.idle(key)
 
     def remove(self, key: K) -> None:
         """Forget it: it has left on other grounds."""
+        del self._uses[key]
         queue = self._small if key in self._small else self._main
-        del queue[key]
+        queue.remove(key)
 
     def choose(self, is_busy: Callable[[K], bool]) -> K | None:
         """Let one go that is not busy; None if all are."""
@@ -134,40 +193,43 @@ class S3Fifo(Generic[K]):
         return next((key for queue in queues if (key := queue(is_busy)) is not None), None)
 
     def _from_small(self, is_busy: Callable[[K], bool]) -> K | None:
-        for _ in range(len(self._small)):
-            key, uses = self._small.popitem(last=False)
-            if uses > 1:
-                self._main[key] = 0
+        while (key := self._small.next()) is not None:
+            if self._uses[key] > 1:
+                self._uses[key] = 0
+                self._main.add(key)
             elif is_busy(key):
-                self._small[key] = uses
+                self._small.stand_aside(key)
             else:
+                del self._uses[key]
                 self._ghosts[self._ghost_of(key)] = None
-                while len(self._ghosts) > len(self._main) + len(self._small):
+                while len(self._ghosts) > len(self):
                     self._ghosts.popitem(last=False)
                 return key
         return None
 
     def _from_main(self, is_busy: Callable[[K], bool]) -> K | None:
-        busy = 0
-        while busy < len(self._main):
-            key, uses = self._main.popitem(last=False)
+        while (key := self._main.next()) is not None:
             if is_busy(key):
-                self._main[key] = uses
-                busy += 1
-            elif uses:
-                self._main[key] = uses - 1
-                busy = 0
+                self._main.stand_aside(key)
+            elif self._uses[key]:
+                self._uses[key] -= 1
+                self._main.add(key)
             else:
+                del self._uses[key]
                 return key
         return None
 
+    def is_aside(self, key: K) -> bool:
+        """Whether it was busy when its turn came, and is taken to be still."""
+        return self._small.is_aside(key) or self._main.is_aside(key)
+
     def __len__(self) -> int:
         """How many there are."""
-        return len(self._small) + len(self._main)
+        return len(self._uses)
 
     def __contains__(self, key: K) -> bool:
         """Whether it is one of them."""
-        return key in self._small or key in self._main
+        return key in self._uses
 
 
 POLICIES = {"lru": LRU, "s3-fifo": S3Fifo}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from asynckv.offload.entry import Entry, EntryState
 from asynckv.offload.job import Item, Job, JobEnded, JobEvent, JobKind, JobOutcome, JobReturned, JobState
@@ -49,9 +49,9 @@ class Jobs:
 
     # -- what they hold ----------------------------------------------------------------------------
 
-    def hold(self, job: Job, entry: Entry) -> None:
+    def hold(self, job: Job, tier: Tier, entry: Entry) -> None:
         """A job needs a block."""
-        entry.hold(job.job_id)
+        tier.hold(entry, job.job_id)
         job.holding.add(entry)
 
     def let_go(self, job: Job, tier: Tier, entry: Entry) -> None:
@@ -64,14 +64,25 @@ class Jobs:
         job.todo.append(Item(position, entry))
         self.ready[job.kind][job.job_id] = job
 
+    def do_all(self, job: Job, items: Sequence[Item]) -> None:
+        """A job needs blocks of host memory that can be moved."""
+        if items:
+            name, hold = job.job_id, self._host.hold
+            for _, entry in items:
+                hold(entry, name)
+            job.holding.update([entry for _, entry in items])
+            job.todo += items
+            self.ready[job.kind][name] = job
+
     def wait(self, job: Job, position: int, entry: Entry) -> None:
         """A job waits until somebody else has written a block."""
-        self.hold(job, entry)
+        self.hold(job, self._host, entry)
         job.waits[entry] = position
 
     def fetch(self, job: Job, position: int, source: Entry) -> None:
         """A job needs a block of the file tier."""
-        self.hold(job, source)
+        assert self._file is not None
+        self.hold(job, self._file, source)
         job.absent.append(Item(position, source))
         self.absent[job.job_id] = job
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from asynckv.core.types import members
 from asynckv.offload.entry import Entry, EntryEvent, EntryState
 from asynckv.offload.eviction import Policy, S3Fifo, policy_named
 from asynckv.offload.keys import StoredGroup
-from asynckv.offload.slots import Slots
+from asynckv.offload.slots import Room, Slots
 
 __all__ = ["Place", "Tier"]
 
@@ -73,10 +74,12 @@ class Tier:
         self.evicted = self.lost = 0
         """Blocks evicted, and those among them that the next tier should have got."""
         self._spared = -1
-        self._has_spared = False
-        """Something was not evicted only because it was to be spared."""
-        self._stuck: set[int] = set()
-        """Sizes of record for which nothing was to be had, and nothing has been let go since."""
+        self.may_take = math.inf
+        """How many chunks may be taken of records of another size by one that has blocks to evict itself."""
+        self._idle = [0] * len(self.slots.sizes)
+        """Per size of record, how much is READY, and nobody holds or moves it."""
+        self._idle_in = [0] * self.slots.num_chunks
+        """The same per chunk."""
         self._evictions = [0] * len(self.slots.sizes)
         self._is_mixed = len(self.slots.sizes) > 1
         self._in_chunk: list[set[Entry]] = [set() for _ in range(self.slots.num_chunks)]
@@ -93,12 +96,7 @@ class Tier:
         """
         if not self.takes_more:
             return []
-        kind = self.slots.kinds[group]
-        if spare != self._spared:
-            self._spared = spare
-            if self._has_spared:
-                self._stuck.clear()
-                self._has_spared = False
+        kind, self._spared = self.slots.kinds[group], spare
         while self.slots.reserve(kind, len(hashes)) < len(hashes) and self._evict(kind):
             pass
         slots = self.slots.take(kind, len(hashes))
@@ -109,6 +107,21 @@ class Tier:
             self.policies[kind].add(entry)
         self._place(made)
         return made
+
+    def room(self, spared: Iterable[Entry]) -> Room:
+        """Return how many slots can be had by evicting all that may be evicted, but for what was used in this tick."""
+        free, num_whole = self.slots.room(), [0] * len(self._idle)
+        have = [n + m for n, m in zip(free.slots, self._idle, strict=True)]
+        for entry in spared:
+            have[entry.kind] -= self._is_idle(entry)
+        if self._is_mixed:
+            self._spared = self.tick
+            for chunk, kind in enumerate(self.slots.owners):
+                if kind is not None and self._is_idle_chunk(chunk):
+                    lo, hi = self.slots.bounds(kind, chunk)
+                    have[kind] -= hi - lo
+                    num_whole[kind] += 1
+        return Room(have, num_whole, free.free, free.per_chunk)
 
     def _entry(self, group: int, hash_: bytes, slot: int, state: EntryState) -> Entry:
         kind = self.slots.kinds[group]
@@ -128,25 +141,26 @@ class Tier:
     def _is_busy(self, entry: Entry) -> bool:
         if entry.holders or entry.moves or entry.state is not S.READY:
             return True
-        is_spared = entry.used == self._spared
-        self._has_spared |= is_spared
-        return is_spared
+        return entry.used == self._spared  # `use` follows, and tells the policy
+
+    def _is_idle(self, entry: Entry) -> bool:
+        return entry.state is S.READY and not entry.holders and not entry.moves
+
+    def _count(self, entry: Entry, more: int) -> None:
+        self._idle[entry.kind] += more
+        self._idle_in[entry.chunk] += more
 
     def _evict(self, kind: int) -> bool:
-        if kind in self._stuck:
-            return False
-        victim = self.policies[kind].choose(self._is_busy)
+        victim = self.policies[kind].choose(self._is_busy) if self._idle[kind] else None
         if victim is None:
-            if not self._evict_chunk(kind):
-                self._stuck.add(kind)
-            return kind not in self._stuck
+            return self._evict_chunk(kind)
         self.evicted += 1
         self._forget(victim)
         self._evictions[kind] += 1
         lo, hi = self.slots.bounds(kind, 0)
-        if self._is_mixed and self._evictions[kind] >= hi - lo:
+        if self._is_mixed and self._evictions[kind] >= hi - lo and self.may_take > 0:
             self._evictions[kind] = 0
-            self._evict_chunk(kind, victim.used)
+            self.may_take -= self._evict_chunk(kind, victim.used)
         return True
 
     def _evict_chunk(self, kind: int, before: float = math.inf) -> bool:
@@ -155,16 +169,19 @@ class Tier:
         others = [
             (used, chunk)
             for chunk, used in enumerate(self._used)
-            if used < before and owners[chunk] not in (None, kind) and self._in_chunk[chunk]
+            if used < before and owners[chunk] not in (None, kind) and self._is_idle_chunk(chunk)
         ]
-        for _, chunk in sorted(others):
-            entries = self._in_chunk[chunk]
-            if not any(map(self._is_busy, entries)):
-                self.evicted += len(entries)
-                for entry in sorted(entries, key=lambda entry: entry.slot):
-                    self.drop(entry)
-                return True
-        return False
+        if not others:
+            return False
+        entries = self._in_chunk[min(others)[1]]
+        self.evicted += len(entries)
+        for entry in sorted(entries, key=lambda entry: entry.slot):
+            self.drop(entry)
+        return True
+
+    def _is_idle_chunk(self, chunk: int) -> bool:
+        """Whether all that lies in a chunk may be evicted, and something does."""
+        return 0 < self._idle_in[chunk] == len(self._in_chunk[chunk]) and self._used[chunk] != self._spared
 
     def recover(self, found: Iterable[tuple[int, int, bytes]]) -> int:
         """Take in `(group, slot, hash)` that were found in the tier, the least recently used first; returns how many.
@@ -180,7 +197,8 @@ class Tier:
             if is_good:
                 entry = self._entry(group, hash_, slot, S.READY)
                 self.index[group][hash_] = entry
-                self.policies[self.slots.kinds[group]].add(entry)
+                self.policies[entry.kind].add(entry)
+                self._count(entry, 1)
                 self._place([entry])
         kept = {(entry.group, entry.slot) for index in self.index for entry in index.values()}
         self.freed += [place for place in dict.fromkeys((group, slot) for group, slot, _ in found) if place not in kept]
@@ -205,7 +223,7 @@ class Tier:
         if entry.state is not S.READY:
             return False
         self.writing[entry.group].remove(entry.hash)
-        self._stuck.clear()
+        self._settle(entry)
         return True
 
     def failed(self, entry: Entry, event: EntryEvent) -> None:
@@ -254,19 +272,44 @@ class Tier:
             left -= 1
         return bool(self._doomed)
 
+    def hold(self, entry: Entry, holder: str) -> None:
+        """Keep a block for somebody."""
+        if self._is_idle(entry):
+            self._count(entry, -1)
+        entry.hold(holder)
+
     def let_go(self, entry: Entry, holder: str) -> None:
         """Let one holder go."""
-        self._stuck.clear()
-        if entry.let_go(holder):
-            self._gone(entry)
+        if holder in entry.holders:
+            if entry.let_go(holder):
+                self._gone(entry)
+            elif entry.state is S.READY:
+                self._settle(entry)
+
+    def begin(self, entry: Entry, move: int) -> None:
+        """Note a transfer that will touch a slot."""
+        if self._is_idle(entry):
+            self._count(entry, -1)
+        entry.begin(move)
 
     def end(self, entry: Entry, move: int) -> None:
         """Note that a transfer touches a slot no more."""
-        self._stuck.clear()
-        if entry.end(move):
-            self._gone(entry)
+        if move in entry.moves:
+            if entry.end(move):
+                self._gone(entry)
+            elif entry.state is S.READY:
+                self._settle(entry)
+
+    def _settle(self, entry: Entry) -> None:
+        """See whether what was busy, and is READY, is idle."""
+        if not entry.holders and not entry.moves:
+            self._idle[entry.kind] += 1
+            self._idle_in[entry.chunk] += 1
+            self.policies[entry.kind].idle(entry)
 
     def _forget(self, entry: Entry) -> None:
+        if self._is_idle(entry):
+            self._count(entry, -1)
         self._hide(entry)
         self._take(entry, E.DROPPED)
 
@@ -290,7 +333,6 @@ class Tier:
         self.leaving.discard(entry)
         if self._is_mixed:
             self._in_chunk[entry.chunk].discard(entry)
-        self._stuck.clear()
         self.slots.put(entry.kind, entry.slot)
         if self.place is Place.FILE:
             self.freed.append((entry.group, entry.slot))
@@ -311,6 +353,11 @@ class Tier:
     def audit(self) -> list[str]:
         """Recount everything; a list of what does not add up."""
         wrong, taken = [], [set[int]() for _ in self.slots.sizes]
+        idle = Counter(entry.chunk for entry in self.entries() if self._is_idle(entry))
+        if idle != Counter(dict(enumerate(self._idle_in))) or self._idle != [
+            sum(n for chunk, n in idle.items() if self.slots.owners[chunk] == kind) for kind in range(len(self._idle))
+        ]:
+            wrong.append(f"{self.place} counts {self._idle} blocks as idle, and {sum(idle.values())} are")
         unfound = set(self._unfound())
         entries = [(True, entry) for index in self.index for entry in index.values()]
         for is_found, entry in entries + [(False, entry) for entry in (*self.leaving, *unfound)]:
@@ -323,6 +370,8 @@ class Tier:
                 wrong.append(f"{name} is {entry.state}, and {'found' if is_found else 'not found'} by its key")
             if (entry in self.policies[kind]) != is_kept:
                 wrong.append(f"{name} is {entry.state}, which its policy does not know")
+            if self._is_idle(entry) and self.policies[kind].is_aside(entry):
+                wrong.append(f"{name} is idle, and its policy does not know")
             if is_found and (entry.hash in self.writing[entry.group]) != (entry.state is S.WRITING):
                 wrong.append(f"{name} is {entry.state}, and is listed otherwise")
             if is_found and self.index[entry.group].get(entry.hash) is not entry:

@@ -16,6 +16,7 @@ from msgspec import Struct
 from asynckv.errors import LocalProtocolError
 from asynckv.offload.entry import Entry
 from asynckv.offload.job import Item, Job, Move, MoveKind, Piece
+from asynckv.offload.tier import Tier
 
 __all__ = ["Budgets", "Running", "Traffic"]
 
@@ -84,8 +85,10 @@ class Traffic:
         """Whether nothing runs but what is in doubt."""
         return all(running.is_doubtful for running in self.running.values())
 
-    def begin(self, kind: MoveKind, job: Job | None, items: list[Item], sources: list[Entry], num_bytes: int) -> Move:
-        """Hand out a move, and note it with all that it touches."""
+    def begin(
+        self, kind: MoveKind, job: Job | None, items: list[Item], of: Tier, sources: list[Entry], num_bytes: int
+    ) -> Move:
+        """Hand out a move, and note it with all that it touches; `sources` are blocks of the tier `of`."""
         self._last_id += 1
         groups: dict[int, list[int]] = {}
         for i, item in enumerate(items):
@@ -101,7 +104,7 @@ class Traffic:
         for _, entry in items:
             entry.begin(move.move_id)
         for entry in sources:
-            entry.begin(move.move_id)
+            of.begin(entry, move.move_id)
         self.under_way[kind] += num_bytes
         is_device = kind in (MoveKind.LOAD, MoveKind.STORE)
         self.running[move.move_id] = Running(move, job if is_device else None, items, sources)

@@ -58,7 +58,7 @@ class WriteBack:
             if items:
                 num_bytes = sum(self._size(item.entry) for item in items)
                 self._traffic.wrote_back(num_bytes)
-                moves.append(self._traffic.begin(kind, None, items, sources, num_bytes))
+                moves.append(self._traffic.begin(kind, None, items, self._host, sources, num_bytes))
         return moves, math.inf
 
     def _take(self) -> tuple[list[Item], list[Entry]]:

@@ -188,12 +188,12 @@ class SimDisk:
         self.layouts: dict[str, bytes] = {}
 
     def put(self, record: Record, data: bytes, checksum: bytes = b"") -> None:
-        """Write a record over whatever was there."""
+        """Write a record in the place of one that begins there; no other may know any of these bytes for its own."""
         end = record.far + record.size
         assert end <= self.num_bytes, "a record beyond the disk's end"
-        for far, (other, _) in list(self.records.items()):
-            if far < end and record.far < far + other.size:
-                del self.records[far]
+        for far, (other, _) in self.records.items():
+            if far != record.far and far < end and record.far < far + other.size:
+                raise AssertionError(f"a record at {record.far} is written over one at {far} that was not forgotten")
         self.records[record.far] = record, data
         self.sums[record.far] = checksum or digest(record.key, data)
 
