@@ -8,6 +8,7 @@ only then blocks are given back that something might have written.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
