@@ -79,7 +79,7 @@ PLANTED = {
         Entry, "_settle", "condition(self)", "not self.holders and self.state.name == 'LEAVING'", 10
     ),
     "a slot is given up under a reader": Bug(Tier, "_is_busy", "entry.holders or entry.moves", "()", 36),
-    "a pin is ignored": Bug(Catalogue, "pin", "entry.hold(name)", "pass", 1),
+    "a pin is ignored": Bug(Catalogue, "pin", "tier.hold(entry, name)", "pass", 1),
     "a checksum is not compared": Bug(SimRecords, "finish", "not self.disk.is_good(record.far)", "False", 84),
     "a cancelled load's blocks are given back at once": Bug(
         Catalogue, "cancel", "self._jobs.cancel(job)", "job.running.clear(); self._jobs.cancel(job)", 20
