@@ -406,10 +406,11 @@ class OffloadConfig:
         max_post_bytes: Most bytes in one copy: a copy that has begun cannot be stopped, so this bounds for how long a
             cancelled request's blocks are still in use. Fewer bytes than some 16 MiB cost speed, above all where other
             threads compute in Python, for which each copy may wait 5 ms.
-        max_jobs: Most stores and loads that wait or run; one more is refused (`Overloaded`).
-        timeout_s: Default deadline of a load.
-        held_s: How long after its outcome a load's blocks may still be held by a copy that does not end, before they
-            are retired: an error is logged, and whoever waits for them is told.
+        max_jobs: Most stores that wait or run, and most loads; one more is refused (`Overloaded`).
+        timeout_s: Default deadline of a load. What a store has not begun to copy by then is not stored, and what it
+            copies has as long again: then it is waited for no longer, and holds its blocks.
+        held_s: How long after the outcome of a load or a store its blocks may still be held by a copy that does not
+            end, before they are retired: an error is logged, and whoever waits for them is told.
         network: How the host tier's own engine is reached, by which stored blocks are lent (`Offload.lend`), with an
             `engine_id` of its own; nothing is lent if left out.
     """

@@ -3,7 +3,8 @@
 Each seed stands for a model (groups of attention, latents, scales, windows, states) and for several engines after each
 other in one directory, each with block sizes, orders of memory and a parallel size of its own. Their ranks store, load,
 evict and cancel at once; blocks that are given back are overwritten at once, and every byte that a load says to be in
-place is compared with what the prompt says. What an engine has left in files is asked for by the next.
+place, or that a tier has, is compared with what the prompt says. What is loaded is stored as it is, and only the rest
+is computed. What an engine has left in files is asked for by the next.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import typer
 from asynckv import Engine, EngineConfig, Offload, OffloadConfig, register_memory
 from asynckv.errors import PullError
 from asynckv.geometry.packed import record_form, record_sizes
+from asynckv.offload.entry import EntryState
 from asynckv.testing.caches import FREED, Cache, Model, Shape, chain, draw_model, draw_shape, layout_of
 from scripts import command
 
@@ -67,6 +69,22 @@ class Rank:
         )
         self.offload = Offload(config, self.engine)
 
+    def audit(self) -> None:
+        """Whatever can be found in host memory is what its key says: all of its bytes."""
+        for shelf in self.offload._mover.shelves:
+            assert shelf.memory is not None
+            assert shelf.memory.array is not None
+            slots = Cache(self.cache.model, shelf.layout, [shelf.memory.array])
+            for entry in [entry for index in shelf.catalogue.host.index for entry in index.values()]:
+                if entry.state is not EntryState.READY:
+                    continue
+                group, (prompt, _, last) = shelf.kept[entry.group], entry.hash.decode().partition(":")
+                every = slots.layout.groups[group].block_size // HASH_TOKENS
+                if not slots.is_right(group, entry.slot, chain(prompt, int(last) + 1)[-every:]):
+                    raise Wrong(
+                        f"{shelf.far}: what is kept of group {group} as {entry.hash.decode()} is something else"
+                    )
+
 
 class Life:
     """All ranks of one engine, and its allocator."""
@@ -94,6 +112,9 @@ class Life:
                         rank.engine.check_integrity()
                         if rank.engine.holds():
                             raise Wrong(f"{rank.engine.holds()} are held, and nothing runs")
+                        rank.audit()
+                for prompt in range(PROMPTS):
+                    await self.load_all(chain(f"p{prompt}", LONGEST))
                 if self.rng.random() < 0.9:
                     await self.written_back()
 
@@ -128,53 +149,78 @@ class Life:
         if (blocks := self.take(count)) is None:
             return
         is_cancelled = rng.random() < 0.15
-        tokens = min(rank.offload.lookup(hashes).tokens for rank in self.ranks)
+        tokens, loaded = min(rank.offload.lookup(hashes).tokens for rank in self.ranks), 0
         if tokens:
             own = (rank.offload._catalogue.lookup(hashes).tokens for rank in self.ranks)
             self.counts["from_others"] += min(own) < tokens
             load = [self.load(rank, f"load-{number}", blocks, hashes, tokens, is_cancelled) for rank in self.ranks]
-            await asyncio.gather(*load)
+            loaded = min(await asyncio.gather(*load))
         if rng.random() < 0.7:
-            for rank in self.ranks:
-                for group, at, block in self.each(blocks):
-                    every = self.shape.hashes[group]
-                    rank.cache.fill(group, block, hashes[at * every : (at + 1) * every])
-            store = [self.store(rank, f"store-{number}", blocks, hashes, is_cancelled) for rank in self.ranks]
+            whole = self.compute(blocks, hashes, loaded)
+            store = [self.store(rank, f"store-{number}", whole, hashes, is_cancelled) for rank in self.ranks]
             await asyncio.gather(*store)
         for rank in self.ranks:
             for group, _, block in self.each(blocks):
                 rank.cache.scribble(group, block)
             if rng.random() < 0.03:
-                rank.offload.evict(hashes)
+                said = rank.offload.evict(hashes)
+                if not said.num_pinned and (left := rank.offload.lookup(hashes).tokens):
+                    raise Wrong(f"{left} tokens are found of what was evicted")
         for group, _, block in self.each(blocks):
+            self.free[self.shape.pool(group)].append(block)
+
+    def compute(self, blocks: list[list[int | None]], hashes: list[str], loaded: int) -> list[list[int | None]]:
+        """Fill what was not loaded; returns the blocks that are whole, which are not those that nobody needs then."""
+        whole: list[list[int | None]] = [[None] * len(ids) for ids in blocks]
+        for group, at, block in self.each(blocks):
+            every = self.shape.hashes[group]
+            if (at + 1) * every * HASH_TOKENS > loaded:
+                for rank in self.ranks:
+                    rank.cache.fill(group, block, hashes[at * every : (at + 1) * every])
+            elif at not in self.model.groups[group].in_place(every * HASH_TOKENS, 0, loaded):
+                continue
+            whole[group][at] = block
+        return whole
+
+    async def load_all(self, hashes: list[str]) -> None:
+        """While nothing else goes on, what is found can be loaded."""
+        if (blocks := self.take(len(hashes))) is None:
+            return
+        found = {rank.offload.lookup(hashes).tokens for rank in self.ranks}
+        tokens = min(found)
+        if tokens and (len(found) == 1 or not self.model.is_hybrid):
+            load = [self.load(rank, "load-all", blocks, hashes, tokens, False) for rank in self.ranks]
+            if (loaded := min(await asyncio.gather(*load))) < tokens:
+                raise Wrong(f"{tokens} tokens of {hashes[0]} are found, and {loaded} can be loaded")
+        for group, _, block in self.each(blocks):
+            for rank in self.ranks:
+                rank.cache.scribble(group, block)
             self.free[self.shape.pool(group)].append(block)
 
     async def load(
         self, rank: Rank, name: str, blocks: list[list[int | None]], hashes: list[str], tokens: int, is_cancelled: bool
-    ) -> None:
-        """Load a prompt, and look at every byte of it."""
+    ) -> int:
+        """Load a prompt, and look at every byte of it; returns how many tokens are in place."""
         groups = [(0, ids) for ids in blocks]
         work = asyncio.create_task(rank.offload.load(name, groups, hashes, num_tokens=tokens))
         if not await self.waited(rank, name, work, is_cancelled):
-            return
+            return 0
         result = work.result()
         self.counts["tokens.loaded"] += result.num_tokens
         self.counts["tokens.missed"] += tokens - result.num_tokens
         self.counts["from_files"] += result.file_bytes > 0
-        if result.num_tokens < tokens and any(kind.is_state or kind.window for kind in self.model.groups):
-            return
+        if result.num_tokens < tokens and self.model.is_hybrid:
+            return 0
         for group, at, block in self.each(blocks):
             kind, every = self.model.groups[group], self.shape.hashes[group]
             size = every * HASH_TOKENS
-            if (at + 1) * size > result.num_tokens or (kind.is_state and (at + 1) * size != result.num_tokens):
+            if at not in kind.in_place(size, 0, result.num_tokens):
                 continue
-            skipped = 0
-            if kind.window:
-                skipped = max(-(-(result.num_tokens - kind.window + 1 - at * size) // HASH_TOKENS), 0)
-            if skipped < every:
-                self.counts["blocks.compared"] += 1
-                if not rank.cache.is_right(group, block, hashes[at * every : (at + 1) * every], skipped):
-                    raise Wrong(f"{name}: block {at} of group {group} ({kind.name}) is not what was stored")
+            skipped = -(-(result.num_tokens - kind.window + 1 - at * size) // HASH_TOKENS) if kind.window else 0
+            self.counts["blocks.compared"] += 1
+            if not rank.cache.is_right(group, block, hashes[at * every : (at + 1) * every], max(skipped, 0)):
+                raise Wrong(f"{name}: block {at} of group {group} ({kind.name}) is not what was stored")
+        return result.num_tokens
 
     async def store(
         self, rank: Rank, name: str, blocks: list[list[int | None]], hashes: list[str], is_cancelled: bool

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,14 @@ import pytest
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges import file_tier, file_worker
+from asynckv.edges import file_nixl, file_tier, file_worker
+from asynckv.edges.agent import Agent
 from asynckv.edges.file_index import INDEX, checksum, read_index
 from asynckv.edges.file_io import Extent, PlainFiles
 from asynckv.edges.file_tier import FileTier
 from asynckv.edges.host_pool import HostPool
 from asynckv.errors import BackendError, ConfigError
+from asynckv.geometry.layout import Memory
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded, RecordsLost, Stored
 from asynckv.tools.offload_folder import check, prune_folder
 from tests.killed import EVERY
@@ -485,7 +487,15 @@ async def test_a_directory_that_others_may_write_is_refused(
     with pytest.raises(BackendError, match=r"mode 757.*chmod o-w"):
         tier.start()
     folder.chmod(0o770)
+    with pytest.raises(BackendError, match=rf"group {os.getegid()} may write .*mode 770.*chmod g-w"):
+        tier.start()
+    folder.chmod(0o2770)  # as of a container's volume
     tier.start()
+    tier.plane.close()
+    monkeypatch.setattr(os, "getegid", lambda: -1)
+    monkeypatch.setattr(os, "getgroups", lambda: [])
+    with pytest.raises(BackendError, match=r"mode 2770.*chmod g-w"):
+        tier.start()
 
 
 async def test_a_child_of_a_fork_does_not_keep_the_directory(make: Make) -> None:
@@ -508,6 +518,23 @@ async def test_a_child_of_a_fork_does_not_keep_the_directory(make: Make) -> None
         os.waitpid(child, 0)  # noqa: ASYNC222 - it is dead
         os.close(heard)
         os.close(said)
+
+
+@pytest.mark.nixl
+async def test_a_start_that_fails_leaves_no_agent(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[Agent] = []
+
+    def refuse(agent: Agent, files: object) -> None:
+        left.append(agent)
+        raise BackendError("no room for files")
+
+    tier = make(back_end="nixl")
+    with monkeypatch.context() as patch:
+        patch.setattr(Agent, "register_files", refuse)
+        with pytest.raises(BackendError, match="no room for files"):
+            tier.start()
+    assert left[0]._agent is None
+    tier.start()
 
 
 # -- a disk that fails -------------------------------------------------------------------------------------
@@ -607,11 +634,56 @@ async def test_a_disk_that_only_fails_is_given_up_and_said_once(make: Make, back
     assert ended.ending is Ending.FAILED
     (off,) = await tier.heard()
     assert isinstance(off, RecordsLost)
-    assert (off.reads, "records in a row failed" in off.cause) == (True, True)
+    assert (off.reads, "reading failed for 8 records in a row" in off.cause) == (True, True)
     for op in (READ, WRITE):
         tier.post(op, some)
     assert await tier.heard(2) == [RecordsEnded(TransferId(n), Ending.FAILED, off.cause) for n in (3, 4)]
     assert tier.news == []
+
+
+def break_segments(tier: Tier, numbers: Iterable[int]) -> None:
+    """Have the system refuse whatever is asked of some files."""
+    for number in numbers:
+        put_in_place(fds_of(tier)[number], "/proc/self/mem", os.O_RDONLY)
+
+
+@both
+async def test_failures_among_records_that_do_not_fail_are_not_in_a_row(make: Make, back_end: str) -> None:
+    tier, some = make(back_end=back_end, segment_bytes=SIZE), records(*range(COUNT))
+    tier.start()
+    await tier.store(some)
+    broken = {2 * COUNT - 1 - i for i in range(0, COUNT, 2)}
+    break_segments(tier, broken)
+    for ended in (await tier.store(some), await tier.load(some)):
+        assert set(ended.lost) == set(range(0, COUNT, 2))
+    assert (tier.count("is_read_only"), tier.count("is_off"), tier.news) == (0, 0, [])
+
+
+@both
+async def test_few_bad_places_that_are_tried_again_and_again_end_nothing(make: Make, back_end: str) -> None:
+    tier, some = make(back_end=back_end, segment_bytes=SIZE), records(*range(3))
+    tier.start()
+    break_segments(tier, range(2 * COUNT - 3, 2 * COUNT))
+    for _ in range(4):
+        assert (await tier.store(some)).lost == (0, 1, 2)
+    assert (tier.count("io_errors"), tier.count("is_read_only"), tier.news) == (12, 0, [])
+
+
+@both
+async def test_a_disk_that_takes_no_writes_is_read_on(make: Make, back_end: str) -> None:
+    tier, some = make(back_end=back_end, segment_bytes=SIZE), records(*range(COUNT))
+    old, new = some[: COUNT // 2], some[COUNT // 2 :]
+    tier.start()
+    await tier.store(old)
+    break_segments(tier, range(COUNT, 2 * COUNT - len(old)))
+    ended = await tier.store(new)
+    assert ended.lost == tuple(range(len(new)))
+    (off,) = await tier.heard()
+    assert isinstance(off, RecordsLost)
+    assert (off.reads, "writing failed for 8 records in a row" in off.cause) == (False, True)
+    assert (await tier.load(old)).ending is DONE
+    ended = await tier.store(new)
+    assert (ended.ending, ended.cause) == (Ending.FAILED, off.cause)
 
 
 async def test_an_index_that_cannot_be_written_ends_the_writes(make: Make) -> None:
@@ -940,3 +1012,24 @@ def test_nothing_wrong_is_served_after_a_kill_at_any_instant(tmp_path: Path, bac
         assert found["served"] > kills
         assert found["along_served"] > 0
         assert found["killed_while_writing"] > kills / 2
+
+
+def test_an_agent_that_cannot_have_the_files_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    class Refusing:
+        def __init__(self, *_: object) -> None: ...
+
+        def register(self, memories: object) -> None: ...
+
+        def register_files(self, fds: object) -> None:
+            raise BackendError("no such file")
+
+        def close(self) -> None:
+            closed.append(self)
+
+    monkeypatch.setattr(file_nixl, "Agent", Refusing)
+    monkeypatch.setattr(file_nixl, "load_nixl", lambda: None)
+    with pytest.raises(BackendError, match="no such file"):
+        file_nixl.NixlFiles("a", Memory(0, 4096), {3: 4096})
+    assert len(closed) == 1

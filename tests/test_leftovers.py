@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from asynckv.edges.file_index import INDEX, STORED_AT, FileIndex
+from asynckv.config import OffloadConfig
+from asynckv.edges import leftovers
+from asynckv.edges.file_index import ALIGN, INDEX, STORED_AT, Entry, FileIndex, read_index
 from asynckv.edges.file_store import OwnerLock
 from asynckv.edges.leftovers import left_in, rank_folder
+from asynckv.engine.shelf import Shelf
+from asynckv.engine.tiers import MAX_THROUGH_BYTES, _left_by_others
+from asynckv.errors import BackendError
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.geometry.packed import record_form
 from tests.offloads import layout_of
@@ -70,7 +78,7 @@ def test_it_takes_those_of_the_engine_that_stored_last_and_has_left_all(tmp_path
     assert ranks(tmp_path, one) == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
 
-@pytest.mark.parametrize("how", ["mode", "name"])
+@pytest.mark.parametrize("how", ["mode", "group", "name"])
 def test_it_takes_nothing_that_somebody_else_may_have_made_up(tmp_path: Path, how: str) -> None:
     (one,), (large,) = forms(1), forms(1, block_size=64)
     keep(tmp_path, large)
@@ -78,14 +86,15 @@ def test_it_takes_nothing_that_somebody_else_may_have_made_up(tmp_path: Path, ho
     assert ranks(tmp_path, one) == [(0, 1)]
     if how == "mode":
         folder.chmod(0o777)
+    elif how == "group":
+        folder.chmod(0o770)
     else:
         os.rename(folder, tmp_path / f"\x1b[2J-{fingerprint(large)}")
     left_out: list[str] = []
     assert ranks(tmp_path, one, left_out) == []
-    if how == "mode":
-        (cause,) = left_out
-        assert str(folder) in cause
-        assert "chmod o-w" in cause
+    (cause,) = left_out
+    assert {"mode": "chmod o-w", "group": "chmod g-w", "name": "does not say what its records are"}[how] in cause
+    assert (str(folder) in cause) == (how != "name")
 
 
 def test_what_cannot_be_read_is_said_unless_somebody_has_it(tmp_path: Path) -> None:
@@ -100,3 +109,105 @@ def test_what_cannot_be_read_is_said_unless_somebody_has_it(tmp_path: Path) -> N
     assert ranks(tmp_path, one, left_out) == []
     (cause,) = left_out
     assert f"the index of {folder} is damaged" in cause
+
+
+def spoil(folder: Path, script: str) -> None:
+    with closing(sqlite3.connect(folder / INDEX)) as db:
+        db.executescript(script)
+
+
+ENDLESS = """
+    ALTER TABLE layouts RENAME TO layouts2;
+    CREATE VIEW layouts AS WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c)
+    SELECT 'a' AS fingerprint, 1 AS body FROM c;
+"""
+TRIGGER = "CREATE TRIGGER forged AFTER DELETE ON records BEGIN DELETE FROM meta; END"
+SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a view without end": (lambda folder: spoil(folder, ENDLESS), "its tables are not those of an index"),
+    "a trigger": (lambda folder: spoil(folder, TRIGGER), "its tables are not those of an index"),
+    "another column": (lambda folder: spoil(folder, "ALTER TABLE meta ADD more"), "its tables are not those"),
+    "a layout of no sense": (lambda folder: spoil(folder, "UPDATE layouts SET body = x'00'"), "makes no sense"),
+    "no layout": (lambda folder: spoil(folder, "DELETE FROM layouts"), "does not say what its records are"),
+    "no numbers": (lambda folder: spoil(folder, "DELETE FROM meta"), "'segment_bytes'"),
+    "no files": (lambda folder: (folder / "segment-00003.kv").unlink(), "has no files of blocks any more"),
+    "a strange file": (lambda folder: (folder / "segment-x.kv").touch(), "makes no sense"),
+    "a pipe": (lambda folder: os.mkfifo(folder / f"{INDEX}-wal"), "is no regular file"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_one_rank_that_cannot_be_used_is_named_with_its_cause(tmp_path: Path, how: str) -> None:
+    two, (one,) = forms(2), forms(1)
+    for form in two:
+        keep(tmp_path, form)
+    folder = rank_folder(tmp_path, two[1])
+    change, cause = SPOILT[how]
+    change(folder)
+    left_out: list[str] = []
+    assert ranks(tmp_path, one, left_out) == []
+    (told,) = left_out
+    assert cause in told.replace("num_bytes", "segment_bytes")
+    assert str(folder) in told
+
+
+def test_all_of_them_have_so_much_time_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (one,), (large,) = forms(1), forms(1, block_size=64)
+    keep(tmp_path, large)
+    left_out: list[str] = []
+    monkeypatch.setattr(leftovers, "LOOK_S", 0.0)
+    assert ranks(tmp_path, one, left_out) == []
+    assert left_out == [f"{rank_folder(tmp_path, large)} and what comes after it: those before it took 0 s to read"]
+
+
+def test_an_index_is_read_until_a_deadline_and_no_longer_than_it_can_be(tmp_path: Path) -> None:
+    index = FileIndex(tmp_path)
+    index.change({at: Entry(at * ALIGN, ALIGN, b"key", 0, "form", "tag", 0) for at in range(20_000)}, [])
+    index.close()
+    assert len(read_index(tmp_path, within_s=60.0).entries) == 20_000
+    with pytest.raises(BackendError, match="was not read within 0 s"):
+        read_index(tmp_path, within_s=0.0)
+    # All that the root of the records' tree says is to be found below is one page now, over and over again.
+    path = tmp_path / INDEX
+    with closing(sqlite3.connect(path)) as db:
+        (root,) = db.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'records'").fetchone()
+        (page,) = db.execute("PRAGMA page_size").fetchone()
+        db.execute("PRAGMA journal_mode = DELETE")
+    data = bytearray(path.read_bytes())
+    at = (root - 1) * page
+    cells = int.from_bytes(data[at + 3 : at + 5])
+    assert data[at] == 5  # an inner page
+    first = at + int.from_bytes(data[at + 12 : at + 14])
+    leaf = data[first : first + 4]
+    for cell in range(cells):
+        begin = at + int.from_bytes(data[at + 12 + 2 * cell : at + 14 + 2 * cell])
+        data[begin : begin + 4] = root.to_bytes(4)
+    data[at + 8 : at + 12] = leaf
+    path.write_bytes(data)
+    with pytest.raises(BackendError, match="is damaged"):
+        read_index(tmp_path, within_s=60.0)
+
+
+def test_what_many_rows_say_alike_is_short(tmp_path: Path) -> None:
+    index = FileIndex(tmp_path)
+    index.change({0: Entry(0, ALIGN, b"key", 0, "form", "tag" * 100, 0)}, [])
+    index.close()
+    said = read_index(tmp_path)
+    assert (said.entries, said.malformed) == ([], [0])
+
+
+@pytest.mark.parametrize(("size", "is_taken"), [(20 << 20, True), (40 << 20, False)])
+def test_what_needs_too_much_memory_to_pass_through_is_left_out_with_the_numbers(
+    tmp_path: Path, size: int, is_taken: bool
+) -> None:
+    head_dim = 8 * size // record_form(layout_of(block_size=64)).memories[0].length
+    (large,), (one,) = forms(1, block_size=64, head_dim=head_dim), forms(1, head_dim=head_dim)
+    keep(tmp_path, large)
+    os.truncate(rank_folder(tmp_path, large) / "segment-00003.kv", size)
+    config = OffloadConfig(model="toy", hash_tokens=16, host_bytes=size, directory=str(tmp_path), file_bytes=1 << 20)
+    left_out: list[str] = []
+    shelves = _left_by_others(left_out, config, Shelf("host", one, config, host_bytes=size, file_bytes=0), "name")
+    assert [shelf.form for shelf in shelves] == [large][: int(is_taken)]
+    if not is_taken:
+        (cause,) = left_out
+        for number in (size, 16 * size, MAX_THROUGH_BYTES):
+            assert str(number) in cause

@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import threading
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from asynckv import (
+    BackendError,
     BlocksRetired,
     ConfigError,
     EngineClosed,
@@ -37,7 +39,7 @@ from asynckv import (
 from asynckv.cli import app
 from asynckv.core.account import decode_account
 from asynckv.core.wire import Status, StatusRequest
-from asynckv.embed import EngineDesk, Lookup, Store
+from asynckv.embed import Cancel, EngineDesk, Lookup, Store
 from asynckv.geometry.layout import Layout
 from asynckv.offload.tier import Place
 from asynckv.results import Evicted, Loaded, Stored
@@ -316,7 +318,35 @@ async def test_a_store_whose_task_is_cancelled_is_told_when_nobody_reads_its_blo
         assert rank.engine.holds()
         rank.copies.finish()
         await until(lambda: desk.has_news)
-        assert isinstance(desk.take_finished().refused[0].error, PullCancelled)
+        (failed,) = desk.take_finished().failed
+        assert (failed.request_id, failed.is_held) == ("a", False)
+        assert isinstance(failed.error, PullCancelled)
+
+
+@pytest.mark.parametrize("way", ["cancelled", "returned", "retired"])
+async def test_a_store_that_fails_is_told_as_loads_are_and_so_are_its_blocks(way: str) -> None:
+    rank = Rank(layout_of(), timeout_s=2.0, held_s=60.0)
+    async with rank.running():
+        rank.copies.deferred, desk = True, EngineDesk(rank.engine)
+        desk.submit([Store(request_id="a", groups=[(0, [1, 2])], hashes=chain("p", 2))])
+        await until(lambda: rank.copies.moves)
+        if way == "cancelled":
+            desk.submit([Cancel("a")])
+            await asyncio.sleep(0)
+            rank.copies.finish()
+        else:
+            rank.clock.advance(2.1)
+        await until(lambda: desk.has_news)
+        told = desk.take_finished()
+        assert (told.failed[0].request_id, told.failed[0].is_held) == ("a", way != "cancelled")
+        if way == "returned":
+            rank.copies.finish()
+        elif way == "retired":
+            rank.clock.advance(61.0)
+        if way != "cancelled":
+            assert told.failed[0].error.held == {0: (1, 2)}  # type: ignore[attr-defined]
+            await until(lambda: desk.has_news)
+            assert getattr(desk.take_finished(), way) == ["a"]
 
 
 async def test_a_load_that_is_given_up_by_its_id_says_so() -> None:
@@ -428,6 +458,58 @@ async def test_a_load_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follow
             await told.value.returned()
         rank.copies.deferred = False
         assert (await offload.load("c", [(0, [5, 6])], chain("p", 2), num_tokens=2 * SIZE)).num_tokens == 2 * SIZE
+
+
+async def test_a_store_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follow() -> None:
+    rank = Rank(layout_of(), timeout_s=2.0, held_s=60.0)
+    async with rank.running() as offload:
+        rank.copies.deferred = True
+        for name, blocks in (("back", [1, 2]), ("lost", [3, 4])):
+            storing = [
+                asyncio.create_task(offload.store(who, [(0, blocks)], chain(name, 2))) for who in (name, "waits for it")
+            ]
+            await until(lambda: rank.copies.moves)
+            rank.clock.advance(1.9)
+            await asyncio.sleep(0)
+            assert not any(each.done() for each in storing)
+            rank.clock.advance(0.2)
+            with pytest.raises(PullTimeout, match=r"its store .* has not ended.* may still read") as told:
+                await storing[0]
+            assert told.value.held == {0: tuple(blocks)}
+            assert (await storing[1]).num_missed == 2
+            assert [(h.request_id, h.reason) for h in rank.engine.holds()] == [(name, "quarantined")]
+            rank.engine.check_integrity()
+            offload.check_integrity()
+            if name == "back":
+                rank.copies.finish()
+                await told.value.returned()
+                assert not rank.engine.holds()
+        rank.clock.advance(61.0)
+        with pytest.raises(BlocksRetired):
+            await told.value.returned()
+        rank.copies.deferred = False
+        assert (await offload.store("again", [(0, [5, 6])], chain("lost", 2))).num_new == 2
+        counters = offload.statistics().counters
+        assert (counters["store.timeout"], counters["not_stored.timeout"], counters["jobs_retired"]) == (4, 8, 1)
+
+
+async def test_what_a_store_has_not_begun_in_its_time_is_not_stored_and_what_it_has_begun_has_as_long_again() -> None:
+    rank = Rank(layout_of(), timeout_s=2.0, max_bytes=RECORD)
+    async with rank.running() as offload:
+        rank.copies.deferred = True
+        first, second, third = (
+            asyncio.create_task(offload.store(f"r{i}", [(0, [i])], chain(f"p{i}", 1))) for i in range(3)
+        )
+        await until(lambda: rank.copies.moves)
+        rank.clock.advance(1.9)
+        rank.copies.finish()
+        assert (await first).num_new == 1
+        await until(lambda: rank.copies.moves)
+        rank.clock.advance(1.9)
+        assert (await third).num_missed == 1
+        assert not second.done()
+        rank.copies.finish()
+        assert (await second).num_new == 1
 
 
 async def test_a_copy_that_was_just_begun_when_the_time_is_over_is_waited_for() -> None:
@@ -659,6 +741,49 @@ async def test_an_engine_that_closes_gives_its_files_a_second() -> None:
     assert 6 <= len(disk.records) <= 10
 
 
+async def test_who_closes_writes_to_files_what_still_arrives() -> None:
+    disk = SimDisk(64 * RECORD)
+    rank = Rank(layout_of(), disk=disk)
+    async with rank.running() as offload:
+        rank.copies.deferred = True
+        storing = asyncio.create_task(offload.store("a", [(0, [1, 2, 3])], chain("p", 3)))
+        await until(lambda: rank.copies.moves)
+        closing = asyncio.create_task(offload.aclose(30.0))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert not closing.done()
+        rank.copies.finish()
+        await closing
+        with pytest.raises(PullCancelled):
+            await storing
+    assert len(disk.records) == 3
+
+
+async def test_who_closes_and_waits_for_a_copy_takes_no_turns_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), write_back_bytes_per_s=RECORD)
+    async with rank.running() as offload:
+        await offload.store("a", [(0, list(range(8)))], chain("p", 8))
+        rank.copies.deferred = True
+        storing = asyncio.create_task(offload.store("b", [(0, [20])], chain("q", 1)))
+        await until(lambda: rank.copies.moves)
+        turns, pump = list[float](), offload._mover.pump
+
+        def counted() -> None:
+            turns.append(rank.clock.now())
+            pump()
+
+        monkeypatch.setattr(offload._mover, "pump", counted)
+        closing, began = asyncio.create_task(rank.engine.aclose(8.0)), rank.clock.now()
+        while rank.clock.now() < began + 7.0:  # of which it writes to files for a second
+            await asyncio.sleep(0)
+            rank.clock.advance(0.01)
+        assert not closing.done()
+        assert len(turns) < 20
+        rank.copies.finish()
+        with pytest.raises(PullCancelled):
+            await storing
+
+
 async def test_a_copy_that_cannot_be_planned_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(layout_of(), held_s=1.0, engine={"pull": PullConfig(held_s=1.0)})
     async with rank.running() as offload:
@@ -685,23 +810,26 @@ async def test_a_copy_that_cannot_be_planned_takes_no_other_with_it(monkeypatch:
         offload._mover.forsake()
 
 
-async def test_more_jobs_than_there_may_be_are_refused() -> None:
+async def test_more_jobs_than_there_may_be_are_refused_and_neither_kind_keeps_the_other_out() -> None:
     rank = Rank(layout_of(), max_jobs=2)
     async with rank.running() as offload:
+        await offload.store("before", [(0, [8])], chain("q", 1))
         rank.copies.deferred = True
-        stores = [asyncio.create_task(offload.store("a", [(0, [i])], chain(f"p{i}", 1))) for i in range(2)]
-        await until(lambda: len(rank.copies.moves) == 2)
-        for call in (
-            offload.store("b", [(0, [9])], chain("q", 1)),
-            offload.load("b", [(0, [9])], chain("p0", 1), num_tokens=SIZE),
-        ):
-            with pytest.raises(Overloaded, match=r"2 stores and loads wait or run already.* raise max_jobs") as caught:
-                await call
+        running: list[asyncio.Task[Any]] = []
+        calls: dict[str, Callable[[int], Coroutine[Any, Any, Any]]] = {
+            "store": lambda i: offload.store("a", [(0, [i])], chain(f"p{i}", 1)),
+            "load": lambda i: offload.load(f"b{i}", [(0, [10 + i])], chain("q", 1), num_tokens=SIZE),
+        }
+        for kind, call in calls.items():
+            running.extend(asyncio.create_task(call(i)) for i in range(2))
+            await until(lambda: len(rank.copies.moves) == len(running))
+            with pytest.raises(Overloaded, match=rf"2 {kind}s wait or run already.* raise max_jobs") as caught:
+                await call(9)
             assert (caught.value.reason, caught.value.is_retryable) == ("queue_full", True)
         rank.copies.deferred = False
         rank.copies.finish()
-        await asyncio.gather(*stores)
-        assert (await offload.store("b", [(0, [9])], chain("q", 1))).num_new == 1
+        await asyncio.gather(*running)
+        assert (await offload.store("b", [(0, [9])], chain("r", 1))).num_new == 1
         counters = offload.statistics().counters
         assert counters["store.overloaded"] == counters["load.overloaded"] == 1
 
@@ -864,18 +992,6 @@ async def test_larger_blocks_of_others_are_written_only_where_it_was_wanted() ->
         assert [i for i in range(BLOCKS) if rank.block(i) != before[i]] == [15, 16, 17]
 
 
-async def test_what_others_have_left_is_lent_once_it_is_ones_own() -> None:
-    disk = SimDisk(64 * RECORD)
-    async with Rank(layout_of(block_size=32), disk=disk, hash_tokens=16, host_bytes=64 * RECORD).running() as offload:
-        await offload.store("a", [(0, [1, 2])], chain("p", 4))
-        await until(lambda: offload.statistics().counters["blocks.write_back"] == 2)
-    rank = Rank(layout_of(), left=[disk], host_bytes=1 << 20, network_=EngineConfig(engine_id="host"))
-    async with rank.running() as offload:
-        assert offload.lookup(chain("p", 4)).tokens == 64
-        with pytest.raises(LocalProtocolError, match="not all of its 64 tokens are kept"):
-            await offload.lend("b", chain("p", 4), num_tokens=64)
-
-
 async def test_what_does_not_fit_is_left_alone() -> None:
     disk = SimDisk(64 * RECORD)
     rank = Rank(layout_of(0, 2), disk=disk)
@@ -908,6 +1024,16 @@ async def test_what_is_pinned_is_not_given_up() -> None:
         assert offload.lookup(chain("p", 2)).tokens == 0
         assert offload.evict().num_blocks > 0
         assert offload.lookup(chain("r", 3)).tokens == 0
+
+
+async def test_a_pin_of_a_longer_prompt_keeps_what_a_lookup_of_it_finds() -> None:
+    rank = Rank(hybrid(), host_bytes=1 << 20)
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1, 2, 3, 4]), (0, [5, 6, 7, 8]), (0, [9, 10])], chain("p", 4))
+        with offload.pin(chain("p", 12)):
+            assert offload.evict().num_pinned == 4 + 3 + 1
+            assert offload.lookup(chain("p", 12)).tokens == 64
+        assert offload.evict().num_pinned == 0
 
 
 async def test_stores_that_find_no_room_are_counted_and_told_once(tmp_path: Path) -> None:
@@ -1159,11 +1285,105 @@ async def test_the_loop_goes_on_while_files_are_opened() -> None:
         closing = asyncio.create_task(rank.offload.aclose())  # nor are they closed while they are opened
         await asyncio.sleep(0)
         assert not closing.done()
+        for call in (rank.offload.touch, rank.offload.pin, rank.offload.evict):
+            with pytest.raises(EngineClosed, match="until its `start` has returned"):
+                call(chain("p", 1))
         go.set()
         with pytest.raises(EngineClosed):
             await starting
         await closing
         assert not records.is_open
+
+
+async def test_closing_has_one_time_for_all_of_it_and_a_second_attempt_tells_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), engine={"log": LogConfig(file=str(log))})
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1])], chain("p", 1))
+        rank.copies.deferred, given = True, list[float]()
+        loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
+        await until(lambda: rank.copies.moves)
+
+        async def quiesce(timeout_s: float) -> None:
+            given.append(round(timeout_s, 3))
+
+        def stuck() -> None:
+            raise BackendError("a thread is inside")
+
+        for plane in (rank.copies, rank.records):
+            monkeypatch.setattr(plane, "quiesce", quiesce)
+        with monkeypatch.context() as inside:
+            inside.setattr(rank.copies, "close", stuck)
+            closing = asyncio.create_task(offload.aclose(5.0))
+            await until(lambda: offload._mover.cause)
+            rank.clock.advance(3.0)
+            rank.copies.finish()
+            with pytest.raises(BackendError, match="inside"):
+                await closing
+            with pytest.raises(PullCancelled):
+                await loading
+        await offload.aclose(5.0)
+        assert given == [2.0, 5.0, 5.0]
+    assert log.read_text().count('"offload_stopped"') == 1
+
+
+@contextlib.contextmanager
+def hanging(rank: Rank) -> Iterator[threading.Event]:
+    """A disk that does not answer before it is told to."""
+    assert rank.records is not None
+    go, begin = threading.Event(), rank.records.start
+
+    def hang(*args: Any) -> Any:
+        assert go.wait(30.0)
+        return begin(*args)
+
+    rank.records.start = hang  # type: ignore[assignment, method-assign]
+    try:
+        yield go
+    finally:
+        go.set()
+
+
+@pytest.mark.parametrize("way", ["cancelled", "closed", "engine closed"])
+async def test_a_start_on_a_disk_that_hangs_is_given_up_in_time(way: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), engine={"log": LogConfig(file=str(log))})
+    async with rank.engine:
+        with hanging(rank) as go:
+            starting = asyncio.create_task(rank.offload.start())
+            await asyncio.sleep(0)
+            if way == "cancelled":
+                starting.cancel()
+            else:
+                closing = asyncio.create_task((rank.offload if way == "closed" else rank.engine).aclose(2.0))
+            began = rank.clock.now()
+            while not starting.done():
+                await asyncio.sleep(0)
+                rank.clock.advance(0.01)
+            assert rank.clock.now() - began < (1.1 if way == "cancelled" else 2.1)
+            if way == "cancelled":
+                assert starting.cancelled()
+            else:
+                assert "'simulated'" in str(starting.exception())
+            if way == "closed":
+                with pytest.raises(BackendError, match=r"files in 'simulated'.* close again to wait again"):
+                    await closing
+            if way == "engine closed":
+                await until(closing.done)
+                assert closing.result() == ()
+            assert rank.engine._driver.guests == []
+            assert rank.records is not None
+            assert not rank.records.is_open
+            go.set()
+            await until(lambda: rank.offload._tiers._tidying)
+            await until(lambda: rank.offload._tiers._tidying.done())  # type: ignore[union-attr]
+            assert not rank.records.is_open
+            assert rank.offload._own.memory is None
+        if way != "engine closed":
+            await rank.offload.aclose(2.0)
+    assert log.read_text().count('"offload_broken"') == 1
 
 
 async def test_an_offload_that_starts_while_its_engine_ends_does_not_start() -> None:

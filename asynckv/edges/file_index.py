@@ -5,14 +5,21 @@ that it had committed with the system, and what a power failure leaves is either
 here has to be true. A checksum is made over the bytes *and* the key, so that a record is only ever served under the key
 that it was stored under, whatever the index says: an index that is old, torn or foreign costs records, not truth.
 That is why others may read along: they take a snapshot, and what the owner changes afterwards fails its checksum.
+
+Nor has a database to be what it looks like. Only tables that are word for word ours are read, so that no view or
+trigger runs what somebody has written into it; from each at most as many rows as its pages have room for; and whoever
+reads another's does so until a deadline.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import math
 import os
 import shutil
 import sqlite3
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
@@ -58,6 +65,24 @@ RECORD_BYTES = 256
 ROOM = "room"
 """A table that holds space for a moment."""
 
+MAX_FEW = 64
+"""Rows that are read of what there are few of: facts and layouts."""
+
+MAX_TEXT = 256
+"""Characters of a layout's fingerprint, and of a tag."""
+
+MAX_VALUE = 1 << 20
+"""Bytes of one value of another's index."""
+
+MAX_COPY = 4 << 30
+"""Bytes of another's index that are copied where it cannot be read in place."""
+
+LEAST_ROW = 8
+"""Bytes: less than any row takes in its page."""
+
+STEPS = 100_000
+"""Of sqlite's machine, some milliseconds, between two looks at the time."""
+
 STORED_AT = "stored_at"
 """The fact of a directory that says when something was stored there last: nanoseconds since 1970."""
 
@@ -82,6 +107,7 @@ UNUSABLE = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_INTERRUPT,
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_LOCKED,
     sqlite3.SQLITE_NOMEM,
@@ -95,7 +121,8 @@ FROM = "FROM records LEFT JOIN kinds ON kind = id"
 SENSIBLE = (
     " AND ".join(f"typeof({x}) = 'integer'" for x in ("size", "checksum", "stored_at"))
     + " AND typeof(key) = 'blob' AND typeof(layout) = 'text' AND typeof(tag) = 'text'"
-    + f" AND length(key) <= {MAX_KEY} AND far >= 0 AND size > 0 AND far % {ALIGN} = 0 AND size % {ALIGN} = 0"
+    + f" AND length(key) <= {MAX_KEY} AND length(layout) <= {MAX_TEXT} AND length(tag) <= {MAX_TEXT}"
+    + f" AND far >= 0 AND size > 0 AND far % {ALIGN} = 0 AND size % {ALIGN} = 0"
 )
 """What a row has to be like: asked of sqlite, which takes any value in any column."""
 
@@ -132,8 +159,23 @@ def checksum(key: bytes, data: memoryview | bytes) -> int:
     return found - (1 << 64) if found >= 1 << 63 else found
 
 
-def open_index(path: Path, *, how: str = "mode=rwc") -> sqlite3.Connection:
+@functools.cache
+def _tables() -> dict[tuple[str, str], str | None]:
+    """What an index consists of: by type and name, in the words that made it."""
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(SCHEMA)
+        return _made(db)
+
+
+def _made(db: sqlite3.Connection) -> dict[tuple[str, str], str | None]:
+    rows = db.execute(f"SELECT type, name, sql FROM sqlite_schema WHERE name <> '{ROOM}' LIMIT {MAX_FEW}")
+    return {(kind, name): sql for kind, name, sql in rows}
+
+
+def open_index(path: Path, *, how: str = "mode=rwc", within_s: float = math.inf) -> sqlite3.Connection:
     """Open an index, and make it if it is not there, unless told otherwise in the words of a URI of sqlite's.
+
+    All that is done with it has to be done `within_s`, or is interrupted.
 
     Raises:
         BackendError: It is of another format, of another application, or cannot be opened.
@@ -151,11 +193,17 @@ def open_index(path: Path, *, how: str = "mode=rwc") -> sqlite3.Connection:
     except sqlite3.OperationalError as exc:
         raise BackendError(f"{path} cannot be opened: {exc}") from None
     try:
-        db.execute("PRAGMA synchronous = OFF")
+        if not is_made:
+            db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE)
+        if within_s < math.inf:
+            until = time.monotonic() + within_s
+            db.set_progress_handler(lambda: time.monotonic() > until, STEPS)
+        for pragma in "synchronous = OFF", "trusted_schema = OFF", "cell_size_check = ON":
+            db.execute(f"PRAGMA {pragma}")
         version, application = (
             int(db.execute(f"PRAGMA {x}").fetchone()[0]) for x in ("user_version", "application_id")
         )
-        has_tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        has_tables = db.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone() is not None
         if has_tables and application != APPLICATION:
             raise BackendError(f"{path} is no index of stored blocks; name another directory")
         if has_tables and version != FORMAT:
@@ -165,46 +213,75 @@ def open_index(path: Path, *, how: str = "mode=rwc") -> sqlite3.Connection:
             )
         if not has_tables and is_made:
             db.executescript(f"PRAGMA journal_mode = WAL; BEGIN; {SCHEMA} COMMIT;")
+        elif _made(db) != _tables():
+            raise _corrupt("its tables are not those of an index of stored blocks")
     except BaseException:
         db.close()
         raise
     return db
 
 
-def read_index(folder: Path, *, records: bool = True, check: bool = False) -> Said:
+def read_index(folder: Path, *, records: bool = True, check: bool = False, within_s: float = math.inf) -> Said:
     """Say what an index says, whoever writes it meanwhile; changes nothing, and lets go of it at once.
 
     Args:
         folder: Where it is.
         records: Whether to read what is stored as well.
         check: Whether to look through all of it for damage.
+        within_s: How long it may take.
 
     Raises:
-        BackendError: It is damaged, of another format, or cannot be read.
+        BackendError: It is damaged, of another format, or cannot be read, or not in time.
     """
     path = folder / INDEX
     try:
-        if not path.with_name(f"{INDEX}-wal").exists():
-            return _read(path, "immutable=1", records, check)  # sqlite would make files to read along
+        sizes = [_size(path), _size(path.with_name(f"{INDEX}-wal"))]
+        _size(path.with_name(f"{INDEX}-shm"))
+        if sizes[1] is None:
+            return _read(path, "immutable=1", records, check, within_s)  # sqlite would make files to read along
         try:
-            return _read(path, "readonly_shm=1", records, check)
+            return _read(path, "readonly_shm=1", records, check, within_s)
         except sqlite3.OperationalError as exc:  # its owner has ended, and a file of its is not there, or no good
-            if exc.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
+            if exc.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_INTERRUPT):
                 raise
             with TemporaryDirectory(prefix="asynckv-") as scratch:
+                size, free = sum(each or 0 for each in sizes), shutil.disk_usage(scratch).free
+                if size > min(MAX_COPY, free // 2):
+                    raise BackendError(
+                        f"{path} has to be copied to be read, and its {size} bytes are more than {MAX_COPY}, or than "
+                        f"half of the {free} that are free in {scratch}; start and end its owner once"
+                    ) from None
                 for name in (INDEX, f"{INDEX}-wal"):
-                    shutil.copyfile(folder / name, Path(scratch) / name)
-                return _read(Path(scratch) / INDEX, "", records, check)
+                    shutil.copyfile(folder / name, Path(scratch) / name, follow_symlinks=False)
+                return _read(Path(scratch) / INDEX, "", records, check, within_s)
     except sqlite3.Error as exc:
-        if getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in UNUSABLE:
+        code = getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+        if code == sqlite3.SQLITE_INTERRUPT:
+            raise BackendError(f"{path} was not read within {within_s:g} s: it is damaged, or its disk slow") from None
+        if code in UNUSABLE:
             raise BackendError(f"{path} cannot be read: {one_line(exc)}") from None
         raise damaged(folder, one_line(exc)) from None
     except OSError as exc:
         raise BackendError(f"{path} cannot be read: {exc.strerror}") from None
 
 
-def _read(path: Path, how: str, records: bool, check: bool) -> Said:
-    with closing(open_index(path, how=f"mode=ro&{how}")) as db:
+def _size(path: Path) -> int | None:
+    """Say how long a file is; None if there is none. What is no file might never end.
+
+    Raises:
+        BackendError: It is something else.
+    """
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        raise BackendError(f"{path} is no regular file")
+    return found.st_size
+
+
+def _read(path: Path, how: str, records: bool, check: bool, within_s: float) -> Said:
+    with closing(open_index(path, how=f"mode=ro&{how}", within_s=within_s)) as db:
         if check:
             _check(db)
         return _said(db, records)
@@ -218,10 +295,13 @@ def _check(db: sqlite3.Connection) -> None:
     """
     found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
     if found != "ok":
-        exc = sqlite3.DatabaseError(one_line(found))
-        exc.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-        raise exc
-    db.execute("SELECT far, size, key, checksum, kind, stored_at FROM records LIMIT 1").fetchone()
+        raise _corrupt(one_line(found))
+
+
+def _corrupt(how: str) -> sqlite3.DatabaseError:
+    exc = sqlite3.DatabaseError(how)
+    exc.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    return exc
 
 
 def one_line(said: object) -> str:
@@ -239,15 +319,18 @@ def damaged(folder: Path, how: str) -> BackendError:
 
 def _said(db: sqlite3.Connection, records: bool) -> Said:
     db.execute("BEGIN")
-    facts = {str(name): value for name, value in db.execute("SELECT name, value FROM meta") if type(value) is int}
-    rows = db.execute("SELECT fingerprint, body FROM layouts")
+    rows = db.execute(f"SELECT name, value FROM meta LIMIT {MAX_FEW}")
+    facts = {str(name): value for name, value in rows if type(value) is int}
+    rows = db.execute(f"SELECT fingerprint, body FROM layouts LIMIT {MAX_FEW}")
     layouts = {str(name): body for name, body in rows if isinstance(body, bytes)}
     entries, malformed = list[Entry](), list[int]()
     if records:
-        malformed += [far for (far,) in db.execute(f"SELECT far {FROM} WHERE NOT ({SENSIBLE})")]
+        pages, page = (int(db.execute(f"PRAGMA {x}").fetchone()[0]) for x in ("page_count", "page_size"))
+        limit = f"LIMIT {pages * page // LEAST_ROW}"  # pages that lead back to themselves would have no end
+        malformed += [far for (far,) in db.execute(f"SELECT far {FROM} WHERE NOT ({SENSIBLE}) {limit}")]
         columns = "far, size, key, checksum, layout, tag, stored_at"
         with no_collection():
-            entries += map(Entry._make, db.execute(f"SELECT {columns} {FROM} WHERE {SENSIBLE} ORDER BY far"))
+            entries += map(Entry._make, db.execute(f"SELECT {columns} {FROM} WHERE {SENSIBLE} ORDER BY far {limit}"))
     db.execute("COMMIT")
     return Said(facts, layouts, entries, malformed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from asynckv.core.types import TransferId
 from asynckv.edges.agent import Agent
 from asynckv.edges.file_io import Extent
 from asynckv.edges.nixl import load_nixl
+from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 
 __all__ = ["NixlFiles"]
@@ -44,8 +46,13 @@ class NixlFiles:
 
     def _make_agent(self) -> Agent:
         agent = Agent(self._api, f"{self._name}-files{next(self._numbers)}", "POSIX", AIO)
-        agent.register([self._memory])
-        agent.register_files(self._fds)
+        try:
+            agent.register([self._memory])
+            agent.register_files(self._fds)
+        except BaseException:
+            with suppress(BackendError):
+                agent.close()  # nobody else could: it is not known to anybody yet
+            raise
         return agent
 
     def submit(self, number: int, extents: Sequence[Extent], is_write: bool) -> None:

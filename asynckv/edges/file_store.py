@@ -95,8 +95,11 @@ def owner_of(folder: Path) -> tuple[Owner | None, bool]:
 def check_folder(folder: Path) -> None:
     """See that nobody else decides what is in a directory: a checksum says that bytes are whole, not who made them up.
 
+    A group may write it as a container volume has it (Kubernetes: `fsGroup`), which sets the setgid bit and gives the
+    group to the volume's containers. A group that has come by it otherwise is refused.
+
     Raises:
-        BackendError: It is another user's, everybody may write it, or it cannot be looked at.
+        BackendError: It is another user's, everybody or some group may write it, or it cannot be looked at.
     """
     me = os.geteuid()
     try:
@@ -112,6 +115,13 @@ def check_folder(folder: Path) -> None:
         raise BackendError(
             f"everybody may write {folder} (mode {stat.S_IMODE(found.st_mode):o}), and put anything into the KV cache; "
             f"chmod o-w it if nobody has, or name another directory"
+        )
+    is_volume = found.st_mode & stat.S_ISGID and found.st_gid in (os.getegid(), *os.getgroups())
+    if found.st_mode & stat.S_IWGRP and not is_volume:
+        raise BackendError(
+            f"group {found.st_gid} may write {folder} (mode {stat.S_IMODE(found.st_mode):o}), and put anything into "
+            f"the KV cache; chmod g-w it if nobody has, or name another directory (a container volume's is taken: "
+            f"setgid, and of a group of this process)"
         )
 
 

@@ -13,9 +13,10 @@ written or forgotten there, any number of processes may read at a time, and the 
 likes. What it writes over, or removes, is a miss here.
 
 A disk that fails makes misses. A batch that NIXL says has failed is tried again record by record with system calls, to
-learn which records are lost, and why. If the disk is full or cannot be written, or fails too often, the tier takes no
-more writes; if a call does not come back within `slow_s`, it takes nothing any more. Either is told once, and what is
-posted from then on fails at once. A read that waits for longer than `slow_s` is a miss as well, whatever the reason.
+learn which records are lost, and why. If the disk is full or cannot be written, or writes fail one after another, the
+tier takes no more writes; if reads do, or a call does not come back within `slow_s`, it takes nothing any more. Either
+is told once, and what is posted from then on fails at once. A read that waits for longer than `slow_s` is a miss as
+well, whatever the reason.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ __all__ = ["FileTier"]
 RECORD_BYTES = 64 << 10
 SLOW_S = 10.0
 CLOSE_S = 10.0
+READ_S = 60.0
+"""How long reading the index of another may take."""
 
 
 class FileTier:
@@ -129,7 +132,7 @@ class FileTier:
         try:
             check_folder(self._folder)
             index = FileIndex(self._folder) if is_owned else None
-            said = index.said() if index is not None else read_index(self._folder)
+            said = index.said() if index is not None else read_index(self._folder, within_s=READ_S)
             segment_bytes = said.facts.get("segment_bytes", 0)
             if segment_bytes < ALIGN or segment_bytes % ALIGN:
                 segment_bytes = self._segment_bytes
@@ -186,12 +189,13 @@ class FileTier:
         self.found["bytes"] = sum(entry.size for entry in good.values())
         return good, [*malformed, *(entry.far for entry in entries if entry.far not in good)]
 
-    async def quiesce(self) -> None:
-        """Stop the thread, and wait for it off the loop, at most `CLOSE_S`."""
+    async def quiesce(self, timeout_s: float | None = None) -> None:
+        """Stop the thread, and wait for it off the loop, at most `CLOSE_S` or so long."""
         if self._worker is not None:
             self._worker.stop()
-            self._close_by = time.monotonic() + CLOSE_S
-            await anyio.to_thread.run_sync(self._worker.wait, CLOSE_S)
+            in_time = CLOSE_S if timeout_s is None else timeout_s
+            self._close_by = time.monotonic() + in_time
+            await anyio.to_thread.run_sync(self._worker.wait, in_time)
 
     def close(self) -> None:
         """Stop the thread, write the index, and let others in; moves that had not ended have `FAILED`. Idempotent.

@@ -48,7 +48,7 @@ LOOK_S = 1.0
 """Within what time of a write it is seen that the files are there."""
 
 MAX_ERRORS = 8
-"""Failed records, one after another, after which a tier is given up."""
+"""Places that failed, one after another, after which a tier takes no more writes, or no more reads."""
 
 NAPS_S = 0.00005, 0.0004
 """How often queued batches are asked for: ever less often until one has ended, for each time takes others' time."""
@@ -171,8 +171,8 @@ class Worker:
         self._dropped: set[int] = set()
         """What the index has not been told yet, and since when."""
         self._pending_since = 0.0
-        self._errors = 0
-        """Records in a row that failed."""
+        self._failing: dict[bool, set[int]] = {False: set(), True: set()}
+        """Where reads, and writes, have failed since the last one that did not: a place that is tried again is one."""
         self._looked_at, self._is_unseen = 0.0, False
         """When it was seen last that the files are there, and whether something was written since."""
         self._counts: Counter[str] = Counter()
@@ -486,6 +486,7 @@ class Worker:
             except OSError as exc:
                 self._trouble(move, i, exc)
             else:
+                self._failing[move.is_write].clear()
                 good.append(i)
                 sums.append(found)
         batch.positions, batch.sums = good, sums
@@ -505,7 +506,7 @@ class Worker:
             elif self._sum(record) != expected:
                 self._lose(move, i, "its bytes are not what was stored", "corrupted")
                 continue
-            self._errors = 0
+            self._failing[move.is_write].clear()
             self._counts["records_written" if move.is_write else "records_read"] += 1
             self._counts["bytes_written" if move.is_write else "bytes_read"] += record.size
         self._end(batch)
@@ -530,16 +531,22 @@ class Worker:
 
     def _trouble(self, move: _Move, i: int, exc: OSError) -> None:
         """The system refuses to move a record."""
-        word = exc.strerror or str(exc)
-        self._lose(move, i, f"{'writing' if move.is_write else 'reading'} failed: {word}", "io_errors")
-        self._errors += not isinstance(exc, FileTooShort)
+        word, what = exc.strerror or str(exc), "writing" if move.is_write else "reading"
+        self._lose(move, i, f"{what} failed: {word}", "io_errors")
+        failing = self._failing[move.is_write]
+        if not isinstance(exc, FileTooShort):
+            failing.add(move.records[i].far)
         with self._gate:
             if move.is_write and exc.errno in FULL:
                 why = explained(self._folder, exc)
                 self._take(Takes.READS, f"{self._folder} takes no more writes: {why}, and start again")
-            elif self._errors >= MAX_ERRORS:
-                last = f"{self._errors} records in a row failed, the last: {word}"
-                self._take(Takes.NOTHING, f"{self._folder}: {last}; see to the disk, and start again")
+            elif len(failing) >= MAX_ERRORS:
+                # A disk that can only be read still serves what it has.
+                self._take(
+                    Takes.READS if move.is_write else Takes.NOTHING,
+                    f"{self._folder}: {what} failed for {len(failing)} records in a row, the last: {word}; see to the "
+                    f"disk, and start again",
+                )
 
     # -- the index -----------------------------------------------------------------------------------
 

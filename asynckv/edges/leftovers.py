@@ -1,21 +1,23 @@
 """Where ranks keep their files, and what others have left beside a rank's own: of another parallel size, or block size.
 
 Each form of records has a directory of its own. What others have left, and may be using still, is only read, and by
-as many ranks as need it. Nothing is believed: an index that cannot be read is nobody's, a directory that somebody else
-may write is left alone, and a form is checked as everything is that comes from outside.
+as many ranks as need it. Nothing is believed: a directory that somebody else may write is left alone, and a form is
+checked as everything is that comes from outside. One that cannot be used may be the one rank without which the others'
+are of no use, so it is told, with its cause, unless somebody has it: who is starting has not written all of it yet.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from asynckv.edges.file_index import INDEX, STORED_AT, read_index
+from asynckv.edges.file_index import ALIGN, INDEX, STORED_AT, read_index
 from asynckv.edges.file_store import check_folder, owner_of
 from asynckv.errors import AsyncKVError, BackendError, LayoutError
 from asynckv.geometry.check import check_layout, decode_layout
@@ -25,6 +27,9 @@ from asynckv.geometry.layout import Layout, fingerprint
 __all__ = ["Left", "left_in", "rank_folder"]
 
 MAX_FOLDERS = 4096
+
+LOOK_S = 30.0
+"""How long all of them may take to say what they are."""
 
 
 class Left(NamedTuple):
@@ -57,20 +62,20 @@ def left_in(directory: Path, own: Layout, left_out: list[str]) -> Sequence[Left]
     """
     mine, place = _engine(own), (own.tp_rank, own.pp_stage)
     engines: dict[tuple[object, ...], list[Left]] = defaultdict(list)
-    with suppress(OSError):
-        for folder in sorted(directory.iterdir())[:MAX_FOLDERS]:
-            if (folder / INDEX).is_file():
-                with suppress(OSError, ValueError, LookupError, AsyncKVError):
-                    try:
-                        left = _read(folder)
-                    except BackendError as exc:
-                        if not owner_of(folder)[1]:  # else it may be starting
-                            left_out.append(str(exc))
-                        continue
-                    if _engine(left.form) == mine:
-                        if (left.form.tp_rank, left.form.pp_stage) != place or left.form == own:
-                            continue
-                    engines[_engine(left.form)].append(left)
+    until = time.monotonic() + LOOK_S
+    for folder in _folders(directory):
+        if (left_s := until - time.monotonic()) <= 0:
+            left_out.append(f"{folder} and what comes after it: those before it took {LOOK_S:g} s to read")
+            break
+        try:
+            left = _read(folder, left_s)
+        except AsyncKVError as exc:
+            if not owner_of(folder)[1]:  # else it may be starting
+                left_out.append(str(exc))
+            continue
+        if _engine(left.form) == mine and ((left.form.tp_rank, left.form.pp_stage) != place or left.form == own):
+            continue
+        engines[_engine(left.form)].append(left)
     for ranks in sorted(engines.values(), key=lambda ranks: -max(left.stored_at for left in ranks)):
         # Of a rank that changed its memory order there may be two.
         newest = {(left.form.tp_rank, left.form.pp_stage): left for left in sorted(ranks, key=lambda each: each[-1])}
@@ -85,24 +90,42 @@ def _engine(form: Layout) -> tuple[object, ...]:
     return form.tp_size, form.pp_size, form.model, tuple((group.name, group.block_size) for group in form.groups)
 
 
-def _read(folder: Path) -> Left:
+def _folders(directory: Path) -> Iterator[Path]:
+    """Name the directories that have an index, and ranks' that may not be looked into."""
+    with suppress(OSError):
+        for folder in sorted(directory.iterdir())[:MAX_FOLDERS]:
+            try:
+                has_index = (folder / INDEX).is_file()
+            except OSError:
+                has_index = folder.name.startswith("tp")
+            if has_index:
+                yield folder
+
+
+def _read(folder: Path, within_s: float) -> Left:
     """Read what a directory says of itself.
 
     Raises:
         AsyncKVError: It makes no sense, or is not to be trusted.
     """
     check_folder(folder)
-    said = read_index(folder, records=False)
-    for body in said.layouts.values():
-        form = decode_layout(body)
-        check_layout(form)
-        if folder == rank_folder(folder.parent, form):
-            num_bytes = min(said.facts["num_bytes"], _end(folder, said.facts["segment_bytes"]))
-            return Left(folder, num_bytes, form, said.facts.get(STORED_AT, 0))
-    raise AsyncKVError(f"{folder} does not say what its records are")
+    said = read_index(folder, records=False, within_s=within_s)
+    try:
+        forms = [decode_layout(body) for body in said.layouts.values()]
+        for each in forms:
+            check_layout(each)
+        form = next((form for form in forms if folder == rank_folder(folder.parent, form)), None)
+        num_bytes = min(said.facts["num_bytes"], _end(folder, said.facts["segment_bytes"]))
+    except (OSError, ValueError, LookupError, AsyncKVError) as exc:
+        raise BackendError(f"{folder} says of its records what makes no sense: {exc!r:.200}") from None
+    if form is None:
+        raise BackendError(f"{folder} does not say what its records are")
+    if num_bytes < ALIGN:
+        raise BackendError(f"{folder} has no files of blocks any more; asynckv offload prune --all removes it")
+    return Left(folder, num_bytes, form, said.facts.get(STORED_AT, 0))
 
 
 def _end(folder: Path, segment_bytes: int) -> int:
-    """Say where the last of its files ends, whatever the index says."""
-    last = max(folder.glob("segment-*.kv"))
-    return int(last.stem.removeprefix("segment-")) * segment_bytes + last.stat().st_size
+    """Say where the last of its files ends, whatever the index says; 0 if there is none."""
+    last = max(folder.glob("segment-*.kv"), default=None)
+    return int(last.stem.removeprefix("segment-")) * segment_bytes + last.stat().st_size if last is not None else 0

@@ -17,9 +17,10 @@ from asynckv.engine.shelf import Shelf
 from asynckv.geometry.blocks import BlockList, runs_of
 from asynckv.geometry.bounds import BlockRuns, Int64s
 from asynckv.geometry.kept import kept_tables, plan_copies, plan_loads
-from asynckv.geometry.layout import Layout
+from asynckv.geometry.layout import Group, Layout
 from asynckv.geometry.plan import PeerTables, ReadRequest
 from asynckv.offload.job import Move
+from asynckv.offload.keys import StoredGroup, needed
 
 __all__ = ["ByTokens", "Copying", "SlotBySlot", "reading"]
 
@@ -63,21 +64,47 @@ class SlotBySlot:
 
 
 class ByTokens:
-    """The shelf has another form, of which a part is needed."""
+    """The shelf has another form, of which a part is needed.
+
+    A block of the device that is loaded is loaded whole: it may be stored later. So of a window all is read that lies
+    in the blocks in which it lies, where one form's window may begin inside of the other's block.
+
+    Attributes:
+        groups: By their places on the shelf, those that are read, with the windows that are read of them.
+        partners: By the same places, the groups of the device that they fill.
+    """
 
     def __init__(self, shelf: Shelf, device: Layout, tables: PeerTables, max_bytes: int) -> None:
         self._shelf, self._groups, self._tables, self._max_bytes = shelf, device.groups, tables, max_bytes
-        self._partners = {pair.remote_index: pair.local_index for pair in tables.group_pairs}
+        self.groups: dict[int, StoredGroup] = {}
+        self.partners: dict[int, list[int]] = {}
+        for place, (index, group) in enumerate(zip(shelf.kept, shelf.groups, strict=True)):
+            # Of what another rank has left as well nothing is read.
+            if mine := [pair.local_index for pair in tables.group_pairs if pair.remote_index == index]:
+                wide = [_in_whole_blocks(device.groups[at]) for at in mine]
+                self.groups[place] = msgspec.structs.replace(group, window=max(wide) if all(wide) else 0)
+                self.partners[place] = mine
+
+    def wanted(self, blocks: Sequence[BlockList], tokens: int) -> list[list[int]]:
+        """Say which blocks of the shelf's groups hold what is to be loaded of a prefix.
+
+        Args:
+            blocks: Per group of the device, the first token and the blocks of its request.
+            tokens: Where the prefix ends, a multiple of all block sizes.
+        """
+        places: list[list[int]] = [[] for _ in self._shelf.groups]
+        for place, group in self.groups.items():
+            first = min(blocks[mine][0] for mine in self.partners[place])
+            places[place] = list(needed(group, first, tokens))
+        return places
 
     def pieces(self, move: Move, blocks: Sequence[BlockList]) -> Iterator[ReadRequest]:
         """Read by tokens, one run of blocks at a time."""
         for piece in move.pieces:
             index = self._shelf.kept[piece.group]
-            if (mine := self._partners.get(index)) is None:
-                continue  # another rank has left the same
             size = self._shelf.groups[piece.group].block_size
             slots = dict(zip(piece.positions, piece.host_slots, strict=True))
-            for first, stop in _stretches(sorted(slots)):
+            for mine, (first, stop) in itertools.product(self.partners[piece.group], _stretches(sorted(slots))):
                 local: list[BlockList] = [(0, np.zeros(0, np.int64)) for _ in self._groups]
                 local[mine] = _from(blocks[mine], first * size, self._groups[mine].block_size)
                 kept = [BlockRuns(0, ()) for _ in self._shelf.form.groups]
@@ -87,7 +114,7 @@ class ByTokens:
                     yield from plan.posts(self._max_bytes, MAX_DESCRIPTORS)
 
 
-def reading(device: Layout, shelves: Sequence[Shelf], max_bytes: int) -> dict[Shelf, Copying]:
+def reading(device: Layout, shelves: Sequence[Shelf], max_bytes: int) -> dict[Shelf, ByTokens]:
     """Say how shelves of all ranks of another engine are read into a device's memory; of those that are needed.
 
     Raises:
@@ -100,6 +127,11 @@ def reading(device: Layout, shelves: Sequence[Shelf], max_bytes: int) -> dict[Sh
         for shelf, some in zip(shelves, tables, strict=True)
         if some is not None
     }
+
+
+def _in_whole_blocks(group: Group) -> int:
+    """Return a group's window, made wider so that it begins where a block does whenever it ends where one does."""
+    return -(-(group.window - 1) // group.block_size) * group.block_size + 1 if group.window else 0
 
 
 def _without_windows(layout: Layout) -> Layout:

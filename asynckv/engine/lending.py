@@ -6,7 +6,7 @@ What is lent is pinned until nobody may read it any more. To whoever pulls, it i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from asynckv.arguments import integer, number, text
@@ -17,6 +17,7 @@ from asynckv.engine.lent import LentRequest
 from asynckv.engine.mover import Mover
 from asynckv.errors import LocalProtocolError, Overloaded
 from asynckv.geometry.bounds import MAX_RANKS
+from asynckv.offload.found import Found
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome
 from asynckv.offload.keys import needed
 from asynckv.scheduler import PrefillGroup
@@ -27,8 +28,8 @@ __all__ = ["Lending"]
 class Lending:
     """What is lent of a rank's own shelf."""
 
-    def __init__(self, config: OffloadConfig, mover: Mover) -> None:
-        self._config, self._mover = config, mover
+    def __init__(self, config: OffloadConfig, mover: Mover, found: Callable[[list[bytes]], Found]) -> None:
+        self._config, self._mover, self._found = config, mover, found
         (self._own,) = mover.shelves
         self._leases: set[asyncio.Task[None]] = set()
 
@@ -96,6 +97,11 @@ class Lending:
             places, piece = needed(group, 0, tokens), pieces.get(at)
             known = dict(zip(piece.positions, piece.host_slots, strict=True)) if piece is not None else {}
             if any(place not in known for place in places):
+                if is_miss and self._own.catalogue.lookup(chain).tokens < tokens <= self._found(chain).tokens:
+                    raise LocalProtocolError(
+                        f"request {request_id[:200]!r}: not all of its {tokens} tokens are this geometry's own, and "
+                        f"what another has left cannot be lent as it is; load them, store what was loaded, then lend"
+                    )
                 raise LocalProtocolError(
                     f"request {request_id[:200]!r}: not all of its {tokens} tokens "
                     f"{'are kept any more' if is_miss else 'could be brought to host memory'} "

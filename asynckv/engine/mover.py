@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal
@@ -38,7 +38,8 @@ from asynckv.ports import CopyOp, CopyPlane, RecordsEnded, RecordsLost, TimerHan
 __all__ = ["Mover"]
 
 LATE_S = 1.0
-"""How long a copy may take, though the time of its job is over: it takes milliseconds, or hangs."""
+"""How long a load's copy may take, though the time of its job is over: it takes milliseconds, or hangs. Nobody is in
+such a hurry for a store, whose copies wait for those of loads: they have `timeout_s` from when they are posted."""
 
 IN_ONE_TURN = 256
 """Blocks that are taken and posted in one turn of the loop: a thousand take two milliseconds for the one, and two for
@@ -56,7 +57,7 @@ COUNTERS = (
     *(f"tokens.{what}" for what in ("looked_up", "found", "loaded", "missed")),
     *(f"{what}.{kind.value}" for kind in MoveKind for what in ("bytes", "blocks")),
     *(f"{kind.value}.{outcome.value}" for kind in JobKind for outcome in JobOutcome),
-    *(f"not_stored.{why}" for why in ("no_room", "failed", "missing", "cancelled")),
+    *(f"not_stored.{why}" for why in ("no_room", "failed", "missing", "cancelled", "timeout")),
     *(f"{kind.value}.overloaded" for kind in JobKind),
 )
 """What is counted of an offload: what its metrics and `Offload.statistics` are made of."""
@@ -101,6 +102,8 @@ class Mover:
         self.is_copying = self.is_open = self._is_flushing = False
         self.cause = "it has not started yet"
         self.jobs: dict[str, OffloadJob] = {}
+        self._running: Counter[JobKind] = Counter()
+        """How many of `jobs` are stores and loads: neither keeps the other out."""
         self._by_request: dict[str, dict[str, OffloadJob]] = {}
         self.posted: dict[TransferId, _Posted] = {}
         self._held: dict[str, OffloadJob] = {}
@@ -125,7 +128,7 @@ class Mover:
         request_id: str,
         blocks: Sequence[BlockList],
         ids: Mapping[int, Int64s],
-        timeout_s: float | None,
+        timeout_s: float,
         chain: list[bytes],
         tokens: int,
         where: Mapping[Shelf, Positions | None],
@@ -148,14 +151,14 @@ class Mover:
         Raises:
             EngineClosed: Nothing is begun any more.
             LocalProtocolError: A block is in use; nothing was changed.
-            Overloaded: `max_jobs` wait or run already.
+            Overloaded: `max_jobs` of that kind wait or run already.
         """
         if self.cause:
             raise EngineClosed(f"the offload takes nothing: {self.cause}")
-        if len(self.jobs) >= self._config.max_jobs:
+        if self._running[kind] >= self._config.max_jobs:
             self.counts[f"{kind.value}.overloaded"] += 1
             raise Overloaded(
-                f"the {kind.value} of request {request_id[:200]!r} is not taken: {len(self.jobs)} stores and loads "
+                f"the {kind.value} of request {request_id[:200]!r} is not taken: {self._running[kind]} {kind.value}s "
                 f"wait or run already; ask again later, or raise max_jobs",
                 request_id=request_id,
                 reason=Reason.QUEUE_FULL,
@@ -164,7 +167,7 @@ class Mover:
         core, now = self._driver.core, self._driver.clock.now()
         use: Literal["lent", "writing"] = "lent" if kind is JobKind.STORE else "writing"
         held = core.ledger.check(use, ids)
-        until = math.inf if timeout_s is None else now + timeout_s
+        until = now + timeout_s
         job = OffloadJob(f"{kind.value}-{next(self.ids)}", request_id, kind, blocks, held, now, until)
         job.chain, job.tokens, job.shorter = chain, tokens, shorter
         for shelf, positions in where.items():
@@ -175,6 +178,7 @@ class Mover:
             job.parts[shelf.far] = None
         core.ledger.hold(job.job_id, use, request_id, held, now, kind.value)
         core.inspect.guests[job.job_id] = self.jobs[job.job_id] = job
+        self._running[kind] += 1
         self._by_request.setdefault(request_id, {})[job.job_id] = job
         if sum(map(len, held.values())) > IN_ONE_TURN:
             self.soon()
@@ -188,7 +192,8 @@ class Mover:
 
     def unpin(self, name: str) -> None:
         """Let go of a pin."""
-        if self.shelves[0].catalogue.unpin(name) and not self.cause:
+        was_pinned = [shelf.catalogue.unpin(name) for shelf in self.shelves]
+        if any(was_pinned) and not self.cause:
             self.soon()
 
     async def outcome(self, job: OffloadJob) -> JobEnded:
@@ -228,9 +233,11 @@ class Mover:
 
     def pump(self) -> None:
         """Do what the catalogue wants, and tell what became of jobs."""
+        if not self.is_open:
+            return  # catalogues are another thread's still
         now = self._driver.clock.now()
         for shelf in self.shelves:
-            moves = [] if self.cause and not self._is_flushing else shelf.catalogue.moves(now)
+            moves = shelf.catalogue.moves(now) if self._is_moving else []
             # A place in the files that was given up for one of these moves is forgotten before it is written anew.
             shelf.forget()
             for move in moves:
@@ -243,6 +250,11 @@ class Mover:
                 self.soon()  # there may be room for what has waited for it
         self._retire(now)
         self._arm(now, late_at)
+
+    @property
+    def _is_moving(self) -> bool:
+        """Something may be begun, if only to write to files what is in memory alone."""
+        return self._is_flushing or not self.cause
 
     def _take_news(self, shelf: Shelf, news: JobEnded | JobReturned, now: float) -> None:
         """A part of a job has ended, or touches its caller's blocks no more."""
@@ -302,13 +314,14 @@ class Mover:
             job = self.jobs.get(posted.move.job_id)
             if job is None or posted.is_doubtful or posted.move.kind is MoveKind.PROMOTION:
                 continue
-            if (late_at := max(job.until, posted.since + LATE_S)) > now:
+            takes_s = LATE_S if job.kind is JobKind.LOAD else self._config.timeout_s
+            if (late_at := max(job.until, posted.since + takes_s)) > now:
                 when = min(when, late_at)
                 continue
             posted.is_doubtful = True
             self.counts["moves_doubted"] += 1
-            if job.kind is JobKind.LOAD and self.copies is not None:
-                self.copies.cancel(transfer_id)
+            if self.copies is not None:
+                self.copies.cancel(transfer_id)  # if it has not begun, its blocks come back at once
             cause = f"a copy was begun {now - posted.since:.3g} s ago and has not ended"
             posted.shelf.catalogue.overdue(posted.move.move_id, cause)
         self._late_at = when
@@ -327,7 +340,8 @@ class Mover:
             self._timer.cancel()
             self._timer = None
         held = [job.retired_at for job in self._held.values() if not job.is_retired]
-        when = min([late_at, *(shelf.catalogue.wake_at for shelf in self.shelves), *held])
+        wakes = [shelf.catalogue.wake_at for shelf in self.shelves] if self._is_moving else []
+        when = min([late_at, *wakes, *held])
         if when < math.inf and (self.is_copying or self._is_flushing):
             self._timer = self._driver.clock.call_at(max(when, now), self.soon)
 
@@ -339,6 +353,7 @@ class Mover:
             self._log_late("warning", EVENT.OFFLOAD_RETURNED, job)
         core.inspect.guests.pop(job.job_id, None)
         if self.jobs.pop(job.job_id, None) is not None:
+            self._running[job.kind] -= 1
             same = self._by_request[job.request_id]
             del same[job.job_id]
             if not same:
@@ -485,7 +500,11 @@ class Mover:
         driver, began = self._driver, self._driver.clock.now()
         self._is_flushing = flush_s > 0 and self.is_open
         self.give_up(self.jobs.values())
-        await self._wait(lambda: self.to_write_back > 0, began + flush_s if self._is_flushing else began)
+        # What still arrives is to be in files as well.
+        await self._wait(
+            lambda: self.to_write_back > 0 or any(self._running_of(MoveKind.STORE)),
+            began + flush_s if self._is_flushing else began,
+        )
         self._is_flushing = False
         await self._wait(lambda: any(not each.is_doubtful for each in self.posted.values()), began + timeout_s)
         now = driver.clock.now()
@@ -506,12 +525,19 @@ class Mover:
     def to_write_back(self) -> int:
         """Blocks that are in host memory, and are to be in files as well."""
         own = self.shelves[0].catalogue
-        running = (each.move for each in self.posted.values() if not each.is_doubtful)
-        return len(own.host.onward) + sum(m.num_blocks for m in running if m.kind is MoveKind.WRITE_BACK)
+        return len(own.host.onward) + sum(move.num_blocks for move in self._running_of(MoveKind.WRITE_BACK))
 
-    async def let_go_of_device(self) -> None:
+    def _running_of(self, kind: MoveKind) -> Iterator[Move]:
+        return (each.move for each in self.posted.values() if each.move.kind is kind and not each.is_doubtful)
+
+    async def let_go_of_device(self, timeout_s: float) -> None:
+        """End the copy plane, for whose threads so long is waited.
+
+        Raises:
+            BackendError: Something may still write the memory.
+        """
         if self.is_copying and self.copies is not None:
-            await self.copies.quiesce()
+            await self.copies.quiesce(timeout_s)
             self.copies.close()
             self.is_copying = False
 

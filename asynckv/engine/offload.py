@@ -106,7 +106,7 @@ class Offload:
         self.config, self.engine = config, engine
         tiers = self._tiers = Tiers(self, config, engine, copies, records, serve, leftovers)
         self._mover, self._own, self._catalogue = tiers.mover, tiers.own, tiers.own.catalogue
-        self._lending = Lending(config, tiers.mover)
+        self._lending = Lending(config, tiers.mover, tiers.found)
 
     # -- life ----------------------------------------------------------------------------------------
 
@@ -126,6 +126,9 @@ class Offload:
             BackendError: The memory, the disk's space or NIXL is not to be had, or another process has the directory;
                 nothing is left running.
             EngineClosed: The engine does not run.
+
+        Whoever is cancelled here waits a second at most for what is being opened. A disk that does not answer is left
+        behind with what it holds (`offload_broken`); it lets go of that once it has answered.
         """
         self.engine._driver.home.here(self.start)
         await self._tiers.start()
@@ -138,14 +141,16 @@ class Offload:
         restarts it, and wants to find more, closes the offload before, with all the time that there is.
 
         Args:
-            timeout_s: How long blocks are written to files, and copies that run are waited for (a second if left out),
-                and promises of what is lent.
+            timeout_s: How long all of it takes at most: writing to files, waiting for copies that run and for
+                promises of what is lent, and for threads, which are given a second to end in any case. If left out, a
+                second for the first two, and ten for threads.
 
         Returns:
             What was not waited for.
 
         Raises:
-            BackendError: Something may still write the memory. Call again to wait again.
+            BackendError: Something may still write the memory, or a `start` has not come to its end. Call again to
+                wait again.
         """
         if not self._tiers.is_started:
             return ()
@@ -188,26 +193,31 @@ class Offload:
         return self._tiers.found(self._chain(hashes, num_tokens)).would_wait
 
     def touch(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> None:
-        """Say that a prompt is wanted: what is kept of it is given up later."""
-        self._here(self.touch)
+        """Say that a prompt is wanted: what is kept of it is given up later.
+
+        What another geometry has left is not given up to make room, wanted or not.
+        """
+        self._opened(self.touch)
         self._catalogue.touch(self._chain(hashes, num_tokens))
 
     def pin(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> Pin:
         """Keep what is kept of a prompt, until the pin is released or left (`with offload.pin(hashes):`)."""
-        self._here(self.pin)
+        self._opened(self.pin)
         name = f"pin-{next(self._mover.ids)}"
-        self._catalogue.pin(name, self._chain(hashes, num_tokens))
+        self._tiers.pin(name, self._chain(hashes, num_tokens))
         return Pin(lambda: self._mover.unpin(name))
 
     def evict(self, hashes: Sequence[str | bytes] | None = None) -> Evicted:
         """Give up what is kept of a prompt, or all that is kept, but for what is pinned or lent; says how many blocks.
 
-        What is being copied is copied to its end, and found no more.
+        What is being copied is copied to its end, and found no more. What another geometry has left is found no more
+        either, until the next start: its files are not this rank's to change.
         """
-        self._here(self.evict)
-        given_up, pinned = self._catalogue.evict(None if hashes is None else self._chain(hashes, None))
+        self._opened(self.evict)
+        chain = None if hashes is None else self._chain(hashes, None)
+        evicted = [shelf.catalogue.evict(chain) for shelf in (self._own, *self._tiers.others)]
         self._mover.soon()
-        return Evicted(given_up, pinned)
+        return Evicted(*map(sum, zip(*evicted, strict=True)))
 
     # -- moves: awaited, and given up by cancelling --------------------------------------------------
 
@@ -215,7 +225,7 @@ class Offload:
         """Copy blocks to the host tier; returns when they are there, and nobody reads the blocks any more.
 
         What is there already is not copied, and what another store copies just now is waited for. From the host tier
-        they go on to the files, in the background.
+        they go on to the files, in the background. What is not begun within `timeout_s` is not stored.
 
         Args:
             request_id: For people, and for `cancel` and `returned`; several stores may have the same.
@@ -227,7 +237,8 @@ class Offload:
             EngineClosed: The offload or its engine is closed or suspended.
             PlanRefused: The blocks do not fit the layout.
             LocalProtocolError: A block is being written, or an argument is malformed.
-            PullError: A copy failed so that it may still read; says which blocks are held, as for a pull.
+            PullError: A copy failed so that it may still read, or has not ended `timeout_s` after its begin; says which
+                blocks are held, as for a pull.
                 `PullCancelled` if the store was given up (`cancel`).
         """
         self._here(self.store)
@@ -241,7 +252,7 @@ class Offload:
             wanted.append([start + i for i, block in enumerate(ids[: max(end - start, 0)].tolist()) if block != NULL])
 
         used, where = self._ids(blocks, wanted), {self._own: wanted}
-        job = self._mover.begin(JobKind.STORE, request_id, blocks, used, None, chain, tokens, where)
+        job = self._mover.begin(JobKind.STORE, request_id, blocks, used, self.config.timeout_s, chain, tokens, where)
         ended = await self._mover.outcome(job)
         if ended.is_held or ended.outcome is JobOutcome.CANCELLED:
             raise job.error()
@@ -341,7 +352,8 @@ class Offload:
             Params, as `PrefillGroup.make_params` makes them.
 
         Raises:
-            LocalProtocolError: There is no `config.network`; or not all of it is kept (any more).
+            LocalProtocolError: There is no `config.network`; or not all of it is kept (any more), or only by another
+                geometry: load and store it first.
             Overloaded: There is no room in host memory, because of what is pinned or lent; says how much. Or `max_jobs`
                 wait or run already.
             PullCancelled: It was given up (`cancel`).
@@ -411,6 +423,11 @@ class Offload:
         if not self._tiers.is_started:
             raise EngineClosed("the offload is not started; use `async with Offload(config, engine)`")
         self._tiers.driver.home.here(call)
+
+    def _opened(self, call: Callable[..., Any]) -> None:
+        self._here(call)
+        if not self._mover.is_open:  # what is kept is another thread's still
+            raise EngineClosed("the offload has not found out yet what is kept; wait until its `start` has returned")
 
     def _chain(self, hashes: Sequence[str | bytes], num_tokens: int | None) -> list[bytes]:
         chain = as_hashes(hashes)

@@ -629,15 +629,17 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
             always(
                 TEXT,
                 "cause",
-                "Which directory, and why: its index is damaged or of another format, it is another user's, or there "
-                "is no memory for it. `asynckv offload prune --all` removes what nobody needs.",
+                "Which directory, and why: its index is damaged, of another format or not read in time, its files are "
+                "gone, somebody else may write it, its blocks are too large to pass through, or there is no memory for "
+                "them. `asynckv offload prune --all` removes what nobody needs.",
             ),
         ),
     ),
     EVENT.OFFLOAD_BROKEN: Event(
         "both",
         ("error",),
-        "The engine was resumed, and its memory cannot be used for offload any more.",
+        "The engine was resumed, and its memory cannot be used for offload any more; or what is opened at the start "
+        "has not come to an end, and was left behind.",
         (always(TEXT, "cause", "Why."),),
     ),
     EVENT.LOOP_WAS_AWAY: Event(

@@ -277,10 +277,12 @@ class Catalogue:
         *,
         first_token: int = 0,
         positions: Positions | None = None,
+        place: Place | None = None,
     ) -> tuple[Piece, ...]:
         """Keep what is stored of a prefix until `unpin`; returns what is in host memory, by group.
 
-        What is in the file tier alone stays there, and what is not stored yet is not pinned.
+        What is in the file tier alone stays there, and what is not stored yet is not pinned. With a `place` only what
+        that tier has is.
 
         Raises:
             LocalProtocolError: There is a pin or a job of that name.
@@ -288,11 +290,11 @@ class Catalogue:
         mine, where = self._request(name, hashes, tokens, first_token, positions)
         self._use(mine, where)
         held = self.pins[name] = []
-        pieces = []
+        tiers, pieces = [tier for tier in self._tiers() if place in (None, tier.place)], []
         for g, wanted in enumerate(where):
             here: list[Item] = []
             for position in wanted:
-                for tier in self._tiers():
+                for tier in tiers:
                     entry = tier.index[g].get(mine[g][position])
                     if entry is not None and entry.state is EntryState.READY:
                         tier.hold(entry, name)

@@ -10,7 +10,7 @@ It is worked out over arrays, a group's blocks at once: a prompt has thousands o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from msgspec import Struct
 from asynckv.offload.keys import StoredGroup, block_hashes, needed
 from asynckv.offload.tier import Tier
 
-__all__ = ["ABSENT", "IN_FILE", "READY", "STORING", "Found", "GroupFound", "longest", "look_up"]
+__all__ = ["ABSENT", "IN_FILE", "READY", "STORING", "Codes", "Found", "GroupFound", "known", "longest", "look_up"]
 
 ABSENT, READY, IN_FILE, STORING = range(4)
 """What is known of one block: nothing; in host memory; in the file tier alone; being written into host memory. The
@@ -66,14 +66,17 @@ class Found(Struct, frozen=True, gc=False):
         return any(group.in_file or group.storing for group in self.groups)
 
 
-def longest(groups: Sequence[StoredGroup], codes: Sequence[Codes]) -> Found:
-    """Say how long the stored prefix is, from what is known of every group's blocks; what lies beyond is absent."""
-    align = math.lcm(*(group.block_size for group in groups))
-    known = [_usable(group, code != ABSENT) for group, code in zip(groups, codes, strict=True)]
+def longest(groups: Sequence[StoredGroup], codes: Sequence[Codes], align: int = 1) -> Found:
+    """Say how long the stored prefix is, from what is known of every group's blocks; what lies beyond is absent.
+
+    It ends at a multiple of `align`, as well as of all block sizes.
+    """
+    align = math.lcm(align, *(group.block_size for group in groups))
+    there = [_usable(group, code != ABSENT) for group, code in zip(groups, codes, strict=True)]
     ready = [_usable(group, code == READY) for group, code in zip(groups, codes, strict=True)]
-    tokens = _common(groups, known, align)
+    tokens = _common(groups, there, align)
     found = []
-    for group, code, usable in zip(groups, codes, known, strict=True):
+    for group, code, usable in zip(groups, codes, there, strict=True):
         blocks = needed(group, 0, tokens)
         counts = np.bincount(code[blocks.start : blocks.stop], minlength=4).tolist()
         found.append(GroupFound(_last(usable) * group.block_size, *counts[1:]))
@@ -111,11 +114,17 @@ def _last(usable: npt.NDArray[np.bool_]) -> int:
 
 def look_up(groups: Sequence[StoredGroup], hash_tokens: int, host: Tier, file: Tier | None, keys: list[bytes]) -> Found:
     """Say how long the stored prefix of a prompt is; `keys` are its hashes."""
-    codes = [np.zeros(0, np.uint8)] * len(groups)
+    return longest(groups, known(dict(enumerate(groups)), hash_tokens, host, file, keys))
+
+
+def known(
+    groups: Mapping[int, StoredGroup], hash_tokens: int, host: Tier, file: Tier | None, keys: list[bytes]
+) -> list[Codes]:
+    """Say what is known of a prompt's blocks, for groups by their places in the tiers."""
+    codes = dict.fromkeys(groups, np.zeros(0, np.uint8))
     most = len(keys) * hash_tokens
     # Groups that need every block end at the first gap, and nobody needs what others have beyond it.
-    for g in sorted(range(len(groups)), key=lambda g: groups[g].is_state or groups[g].window > 0):
-        group = groups[g]
+    for g, group in sorted(groups.items(), key=lambda each: each[1].is_state or each[1].window > 0):
         mine = block_hashes(keys, group.block_size, hash_tokens)[: most // group.block_size]
         if group.is_state or group.window:
             codes[g] = _codes(host, file, g, mine)
@@ -128,7 +137,7 @@ def look_up(groups: Sequence[StoredGroup], hash_tokens: int, host: Tier, file: T
                 break
         codes[g] = np.concatenate(parts)
         most = min(most, len(codes[g]) * group.block_size)
-    return longest(groups, codes)
+    return list(codes.values())
 
 
 def _codes(host: Tier, file: Tier | None, g: int, hashes: list[bytes]) -> Codes:

@@ -67,6 +67,15 @@ class GroupKind:
     is_state: bool = False
     window: int = 0
 
+    def in_place(self, size: int, first: int, tokens: int) -> range:
+        """Which blocks of some size are filled by a load, or a pull, that begins at one token and ends at another."""
+        end, begin = -(-tokens // size), first // size
+        if self.is_state:  # the one after the last token, wherever that is
+            begin = end - 1 if first < tokens else end
+        elif self.window:
+            begin = max(begin, (tokens - self.window + 1) // size)
+        return range(max(begin, 0), end)
+
 
 @dataclass(frozen=True)
 class Model:
@@ -79,6 +88,11 @@ class Model:
     groups: tuple[GroupKind, ...]
     hash_tokens: int
     heads: int
+
+    @property
+    def is_hybrid(self) -> bool:
+        """A shorter prefix needs other blocks than a longer one."""
+        return any(kind.is_state or kind.window for kind in self.groups)
 
     def __str__(self) -> str:
         return ", ".join(

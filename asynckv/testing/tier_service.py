@@ -43,17 +43,21 @@ from asynckv.testing.oracles import TURN_S, Stopwatch
 from asynckv.testing.script import Fault
 from asynckv.testing.service import Listener
 from asynckv.testing.tier_planes import MoveFate, WorldCopies, WorldDisk, WorldRecords
-from asynckv.testing.tier_script import COPY_FAULTS, DISK_FAULTS, TierAsk, TierScript, prompt_hashes
+from asynckv.testing.tier_script import LONG, TierAsk, TierScript, prompt_hashes
 from asynckv.testing.world import Process, World, WorldClock, WorldControl, WorldData
 
 __all__ = ["TierService"]
 
 HELD_S = 5.0
+TIMEOUT_S = 4.0
+SLACK_S = 3.0
+"""What a copy that was begun may take, and whoever waits for it."""
+
 QUIET_S = 30.0
 """How long everything may take to settle once the faults are over."""
 
 AUDIT_S = 0.2
-PROBE = 1_000_000
+PROBE, TRIES = 1_000_000, 12
 LEASE = LeaseConfig(lease_s=4.0, grant_s=2.0, max_lease_s=15.0, parked_s=5.0, max_parked=100)
 PULL = PullConfig(timeout_s=6.0, announce_s=6.0, handshake_s=2.0, drain_s=1.0, held_s=10.0, release_timeout_s=5.0)
 ASLEEP_S = 0.2
@@ -87,6 +91,8 @@ class _Call:
         self.tasks: dict[_Rank, asyncio.Task[None]] = {}
         self.begun: set[_Rank] = set()
         self.found: dict[_Rank, int] = {}
+        self.loaded: dict[Process, int] = {}
+        """Tokens that are in place, in the memory of a process."""
         self.is_lost = False
         """A rank's copy may write its blocks for ever."""
         self.is_whole = True
@@ -165,7 +171,7 @@ class _Rank:
             write_back_bytes_per_s=round(script.write_back_records_per_s * max(strides)),
             max_bytes=round(script.max_records * max(strides)),
             max_post_bytes=script.post_bytes,
-            timeout_s=4.0,
+            timeout_s=TIMEOUT_S,
             held_s=HELD_S,
             network=EngineConfig(engine_id=f"{self.name}-host", lease=LEASE, pull=PULL),
         )
@@ -310,13 +316,15 @@ class _Rank:
                 service.world.violate(f"{what} ended as {outcome} without any fault")
         service.outcomes[f"{call.kind}.{outcome}"] += 1
         service.world.note(self.name, f"{call} ended", outcome)
-        if call.kind == "load" and begun.ran_s > (call.ask.timeout_s + service.slack_s) * 1.001 + TURN_S:
-            service.world.violate(f"{what} ended after {begun.ran_s:.3f} s, its deadline was {call.ask.timeout_s} s")
+        within_s = {"load": call.ask.timeout_s, "store": 2 * TIMEOUT_S}.get(call.kind, math.inf)
+        if begun.ran_s > (within_s + SLACK_S) * 1.001 + TURN_S:
+            service.world.violate(f"{what} ended after {begun.ran_s:.3f} s, its deadline was {within_s} s")
         is_lost = False
         if is_held:
             since = Stopwatch.start(process)
             is_lost = not await self._returned(call)
-            if since.ran_s > (HELD_S + service.slack_s) * 1.001 + TURN_S:
+            held_s = PULL.held_s if call.kind == "pull" else HELD_S
+            if since.ran_s > (held_s + SLACK_S) * 1.001 + TURN_S:
                 service.world.violate(f"{what} waited {since.ran_s:.3f} s for its blocks")
         elif any(holding.request_id == call.request_id for holding in self.engine._core.ledger):
             service.world.violate(f"{what} has ended as {outcome}, and the ledger says that it holds blocks")
@@ -382,8 +390,13 @@ class _Rank:
         )
         service = self.service
         first = min(start for start, _ in groups)
+        call.loaded[self.process] = result.num_tokens
         if result.num_tokens < tokens:
             call.is_whole = False
+            if self.cache.model.is_hybrid:
+                del call.loaded[self.process]  # nothing of it is said to be in place
+            if call.ask.number >= PROBE and (found.tokens == tokens or not self.cache.model.is_hybrid):
+                service.outcomes["probes.less"] += 1
             if not service.script.faults and self.service.shape.tp_size == 1 and found.ready_tokens >= tokens:
                 if begun.ran_s < call.ask.timeout_s * 0.99:
                     service.world.violate(f"{call} found {tokens} tokens ready, and has {result.num_tokens}")
@@ -398,7 +411,7 @@ class _Rank:
     def _verify(self, call: _Call, process: Process, result: Loaded, tokens: int) -> None:
         if process is not self.process or process.is_dead:
             return
-        if result.num_tokens < tokens and any(kind.is_state or kind.window for kind in self.cache.model.groups):
+        if result.num_tokens < tokens and self.cache.model.is_hybrid:
             return  # nothing of it is said to be in place
         firsts = [first for first, _ in self.service.from_cached(call)]
         self.judge(call, firsts, result.num_tokens, str(call))
@@ -408,12 +421,7 @@ class _Rank:
         model, shape = self.cache.model, self.shape
         for group, (kind, every, first) in enumerate(zip(model.groups, shape.hashes, firsts, strict=True)):
             size, ids = every * model.hash_tokens, call.blocks[group]
-            end, begin = -(-tokens // size), first // size
-            if kind.is_state:  # the one after the last token, wherever that is
-                begin = end - 1 if first < tokens else end
-            elif kind.window:
-                begin = max(begin, (tokens - kind.window + 1) // size)
-            for at in range(max(begin, 0), end):
+            for at in kind.in_place(size, first, tokens):
                 block = ids[at]
                 if block is not None:
                     self.service.outcomes["blocks.judged"] += 1
@@ -461,7 +469,13 @@ class _Rank:
     async def evict(self, call: _Call) -> None:
         """Give up what is kept of a prompt, now and then of all."""
         assert self.offload is not None
-        self.offload.evict(call.hashes if call.ask.number % 4 else None)
+        is_all, chains = call.ask.number % 4 == 0, [call.hashes]
+        if is_all:
+            chains += [prompt_hashes(prompt, LONG) for prompt in self.service.prompts]
+        said = self.offload.evict(None if is_all else call.hashes)
+        left = max(self.offload.lookup(chain).tokens for chain in chains)
+        if left and not said.num_pinned:
+            self.service.world.violate(f"{call} on {self.process.name}: {left} tokens are found of what was evicted")
 
     async def touch(self, call: _Call) -> None:
         """Want it."""
@@ -540,6 +554,7 @@ class TierService:
         self.world = World(script.seed)
         self.world.fate = self._wire
         self.rng = self.world.random_of("service")
+        self.prompts = sorted({ask.prompt for ask in script.asks})
         self.outcomes: Counter[str] = Counter()
         self.disks: list[tuple[Layout, WorldDisk]] = []
         self.ranks: list[_Rank] = []
@@ -549,7 +564,6 @@ class TierService:
         self.life = -1
         self.is_changing = False
         self.calls: dict[str, _Call] = {}
-        self.slack_s = self._slack()
         self.free: dict[str, list[list[int]]] = {}
         self._faults: dict[str, list[Fault]] = {}
         for fault in script.faults:
@@ -559,10 +573,6 @@ class TierService:
     def shape(self) -> Shape:
         """The engine's geometry."""
         return self.script.shapes[self.life % len(self.script.shapes)]
-
-    def _slack(self) -> float:
-        """What a copy that was begun may take."""
-        return math.inf if any(f.kind in (*COPY_FAULTS, *DISK_FAULTS) for f in self.script.faults) else 3.0
 
     # -- running --------------------------------------------------------------------------------------
 
@@ -638,8 +648,7 @@ class TierService:
         usual = (1e-5 + r[0] ** 3 * 1e-3) * self.script.data * (5 if prefix else 1)
         after = rng.randrange(3) if not prefix else 0
         if r[1] < self._active(f"{prefix}stuck", name):
-            # A copy that says nothing ends some day; a disk need not.
-            late = r[0] * 8 if not prefix or r[7] < 0.6 else math.inf
+            late = r[0] * 8 if r[7] < 0.6 else math.inf
             return MoveFate(usual, "stuck", after, late, "fail" if prefix else "finish")
         if r[2] < self._active(f"{prefix}doubt", name):
             late = r[0] * 6 if r[7] < 0.8 else math.inf
@@ -780,6 +789,8 @@ class TierService:
             if rank.process is process and not process.is_dead:
                 self.world.note(rank.name, "sleeps" if is_asleep else "wakes")
                 rank.is_asleep, rank.is_moving = is_asleep, is_asleep
+                for call in self.calls.values():
+                    call.loaded.pop(process, None)
                 rank.bytes[:] = FREED
 
         process.spawn(sleep)
@@ -828,13 +839,26 @@ class TierService:
         return [[pools[shape.pool(group)].pop() for _ in range(count)] for group, count in enumerate(counts)]
 
     def _compute(self, call: _Call, ranks: Sequence[_Rank]) -> None:
-        """Fill blocks with what the prompt says, and store some of them or all."""
+        """Fill blocks with what the prompt says, but for what was loaded, and store them."""
         self.calls[call.request_id] = call
-        for rank in ranks:
-            for group, (every, ids) in enumerate(zip(rank.shape.hashes, call.blocks, strict=True)):
-                for at, block in enumerate(ids):
-                    if block is not None:
+        loaded = min(call.loaded.get(rank.process, 0) for rank in ranks)
+        model, firsts = self.script.model, [first for first, _ in self.from_cached(call)]
+        for group, (kind, every, first) in enumerate(zip(model.groups, self.shape.hashes, firsts, strict=True)):
+            ids, size = call.blocks[group], every * model.hash_tokens
+            in_place = kind.in_place(size, first, loaded)
+            for at, block in enumerate(ids):
+                if block is None or at in in_place:
+                    continue
+                is_computed = at * size < first or (at + 1) * size > loaded
+                for rank in ranks:
+                    if is_computed:
                         rank.cache.fill(group, block, call.hashes[at * every : (at + 1) * every])
+                    else:
+                        rank.cache.scribble(group, block)
+                if not is_computed:  # nobody needs it who goes on after what was loaded
+                    self.free["p"][self.shape.pool(group)].append(block)
+                    ids[at] = None
+        for rank in ranks:
             rank.spawn(call, rank.store)
 
     def from_cached(self, call: _Call) -> list[tuple[int, list[int | None]]]:
@@ -858,7 +882,9 @@ class TierService:
         who, shape = ("d", self.script.reader) if call.kind == "pull" else ("p", self.shape)
         ranks = [rank for rank in self.ranks if rank.is_ready and not rank.process.is_dead]
         if self.goes_on(call) and ranks and not self.is_changing and call.ask.number < PROBE:
-            self._compute(_Call(call.ask, "store", call.blocks, call.hashes), ranks)
+            store = _Call(call.ask, "store", call.blocks, call.hashes)
+            store.loaded = call.loaded
+            self._compute(store, ranks)
             return
         for group, ids in enumerate(call.blocks):
             self.free[who][shape.pool(group)] += [block for block in ids if block is not None]
@@ -928,6 +954,8 @@ class TierService:
         ranks = [rank for rank in self.ranks if rank.is_ready and not rank.process.is_dead]
         if len(ranks) < self.shape.tp_size or kinds & {"stuck", "doubt", "disk_stuck", "disk_doubt"}:
             return
+        for prompt in self.prompts:
+            self._probe_kept(prompt)
         before = self.outcomes["load.tokens"]
         for kind, number in (("compute", PROBE), ("reuse", PROBE + 1)):
             self._ask(TierAsk(number, world.now, kind, 1000, self.shape.align, 0, 4.0))
@@ -935,3 +963,23 @@ class TierService:
         tokens = self.shape.align * self.script.model.hash_tokens * self.shape.tp_size
         if self.outcomes["load.tokens"] != before + tokens and not world.violation:
             world.violate(f"a fresh prompt: {self.outcomes['load.tokens'] - before} tokens of {tokens} were loaded")
+        if not world.violation:
+            self._ask(TierAsk(PROBE + 4, world.now, "evict", 1000, LONG, 0, 4.0))
+            world.run(world.now + 1.0)
+
+    def _probe_kept(self, prompt: int) -> None:
+        """What is found can be loaded: all of it, or the next look says that it is less."""
+        world = self.world
+        for _ in range(TRIES):
+            if world.violation:
+                return
+            less = self.outcomes["probes.less"]
+            for hashes in (LONG, LONG // 2):
+                had_room = self.outcomes["asks.no_room"]
+                self._ask(TierAsk(PROBE + 2, world.now, "reuse", prompt, hashes, 0, 4.0))
+                if self.outcomes["asks.no_room"] == had_room:
+                    break
+            world.run(world.now + 4.5)
+            if self.outcomes["probes.less"] == less:
+                return
+        world.violate(f"what is found of prompt {prompt} cannot be loaded, {TRIES} times in a row")

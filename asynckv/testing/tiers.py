@@ -163,7 +163,7 @@ class SimCopies:
         """Say what this is."""
         return {"copies": "simulated"}
 
-    async def quiesce(self) -> None:
+    async def quiesce(self, timeout_s: float | None = None) -> None:
         """There are no threads."""
 
     def close(self) -> None:
@@ -188,12 +188,12 @@ class SimDisk:
         self.layouts: dict[str, bytes] = {}
 
     def put(self, record: Record, data: bytes, checksum: bytes = b"") -> None:
-        """Write a record over whatever was there."""
+        """Write a record in the place of one that begins there; no other may know any of these bytes for its own."""
         end = record.far + record.size
         assert end <= self.num_bytes, "a record beyond the disk's end"
-        for far, (other, _) in list(self.records.items()):
-            if far < end and record.far < far + other.size:
-                del self.records[far]
+        for far, (other, _) in self.records.items():
+            if far != record.far and far < end and record.far < far + other.size:
+                raise AssertionError(f"a record at {record.far} is written over one at {far} that was not forgotten")
         self.records[record.far] = record, data
         self.sums[record.far] = checksum or digest(record.key, data)
 
@@ -340,7 +340,7 @@ class SimRecords:
         """Say what this is."""
         return {"files": "simulated"}
 
-    async def quiesce(self) -> None:
+    async def quiesce(self, timeout_s: float | None = None) -> None:
         """There are no threads."""
 
     def close(self) -> None:

@@ -46,6 +46,7 @@ from asynckv.core.types import TransferId
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
+from asynckv.integrations.vllm.offload import files
 from asynckv.integrations.vllm.offload import worker as workers
 from asynckv.integrations.vllm.offload.manager import COUNTED, GAUGES, PREFIX, Manager
 from asynckv.integrations.vllm.offload.region import Region, Shape
@@ -229,10 +230,9 @@ def test_bytes_that_nobody_can_copy_end_the_rank(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(worker, "_copy", fail)
     worker.submit_store(1, GPULoadStoreSpec([5, 2], (2, 0), (0, 0)), CPULoadStoreSpec([3]))
-    with pytest.raises(BackendError, match="jobs \\[1\\] did not end"):
-        worker.wait({1})
-    with pytest.raises(BackendError, match="the device is gone"):
-        worker.get_finished()
+    for ask in (lambda: worker.wait({1}), worker.get_finished):
+        with pytest.raises(BackendError, match=r"the device is gone.*knows no job that failed, so this rank ends"):
+            ask()
     worker.shutdown()
 
 
@@ -243,11 +243,91 @@ def test_waiting_and_shutting_down_are_bounded_when_a_copy_hangs(
     copies = Copies(None)
     worker, _, region = made(copies)
     worker.submit_load(1, CPULoadStoreSpec([3]), GPULoadStoreSpec([5, 2], (2, 0), (0, 0)))
-    with pytest.raises(BackendError, match="wanted for something else"):
+    with pytest.raises(BackendError, match=r"jobs \[1\] do not end: 0 stores and 1 loads, of 3800 bytes"):
         worker.wait({1})
     worker.shutdown()
     assert len(region.array), "memory that may still be written was given back"
     region.close()
+
+
+class Clock:
+    """What the worker takes for the time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(workers, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def loading(worker: Worker, job_id: int) -> None:
+    worker.submit_load(job_id, CPULoadStoreSpec([3]), GPULoadStoreSpec([5, 2], (2, 0), (0, 0)))
+
+
+def storing(worker: Worker, job_id: int) -> None:
+    worker.submit_store(job_id, GPULoadStoreSpec([4], (0, 1), (0, 0)), CPULoadStoreSpec([4]))
+
+
+def test_a_copy_that_does_not_end_ends_the_rank_and_gives_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    worker, _, region = made(Copies(None))
+    loading(worker, 1)
+    storing(worker, 2)
+    clock.now += workers.WAIT_S
+    assert worker.get_finished() == []
+    clock.now += 30
+    assert worker.get_finished() == [], "the process may have been stopped itself"
+    clock.now += workers.GRACE_S
+    with pytest.raises(BackendError, match=r"jobs \[1, 2\] do not end: 1 stores and 1 loads, of 4800 bytes, .* 91 s"):
+        worker.get_finished()
+    worker.shutdown()
+    assert len(region.array), "memory that may still be written was given back"
+    region.close()
+
+
+class StuckStores(Copies):
+    """Loads end, and of stores nothing is heard, or that they are in doubt."""
+
+    def post(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterator[ReadRequest]) -> None:
+        was, self.ending = self.ending, Ending.DONE if op is CopyOp.READ else self.ending
+        super().post(move_id, op, far, pieces)
+        self.ending = was
+
+
+@pytest.mark.parametrize("ending", [None, Ending.IN_DOUBT])
+def test_a_job_that_waits_while_others_end_is_not_late_unless_it_is_in_doubt(
+    ending: Ending | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    worker, _, _ = made(StuckStores(ending))
+    storing(worker, 1)
+    for job_id in range(2, 6):
+        loading(worker, job_id)
+        worker.wait({job_id})
+        assert [each.job_id for each in worker.get_finished()] == [job_id]
+        if ending is not None and clock.now > 1000 + workers.WAIT_S:
+            break
+        clock.now += 40
+    else:
+        clock.now += workers.WAIT_S
+        assert worker.get_finished() == []
+    clock.now += workers.GRACE_S
+    with pytest.raises(BackendError, match=r"jobs \[1\] do not end: 1 stores and 0 loads"):
+        worker.get_finished()
+    worker.shutdown()
+
+
+def test_what_cannot_be_handed_over_ends_the_rank() -> None:
+    class Refuses(Copies):
+        def post(self, *_: Any) -> None:
+            raise RuntimeError("the tables do not fit")
+
+    worker, _, _ = made(Refuses(Ending.DONE))
+    worker.submit_store(1, GPULoadStoreSpec([5, 2], (2, 0), (0, 0)), CPULoadStoreSpec([3]))
+    with pytest.raises(BackendError, match="the tables do not fit"):
+        worker.wait({1})
+    worker.shutdown()
 
 
 def test_a_job_whose_slots_do_not_match_its_blocks_is_refused() -> None:
@@ -490,10 +570,10 @@ class AtOnce(SimRecords):
 class Filed:
     """A manager with files, whose blocks hold what their keys say."""
 
-    def __init__(self, folder: Path, disk: SimDisk | None) -> None:
-        given = config()
+    def __init__(self, folder: Path, disk: SimDisk | None, model: str = "m", **fields: Any) -> None:
+        given = config(**fields)
         offload = OffloadConfig(
-            model="m", hash_tokens=16, host_bytes=1, directory=str(folder), file_bytes=8 * PAGE, policy="lru"
+            model=model, hash_tokens=16, host_bytes=1, directory=str(folder), file_bytes=8 * PAGE, policy="lru"
         )
         shape = Shape(PAGE, 1, 1, 8)
         self.region = Region(given.engine_id, shape)
@@ -558,10 +638,70 @@ def test_a_place_in_the_files_that_changes_hands_keeps_its_new_block(tmp_path: P
         said = kept.until_written()
     assert (said["file_evicted"], said["file_blocks"]) == (28, 8)
     kept.close()
-    assert (look(tmp_path).blocks if disk is None else len(disk.records)) == 8
+    assert (sum(look(each).blocks for each in tmp_path.iterdir()) if disk is None else len(disk.records)) == 8
     again = Filed(tmp_path, disk)
     found = {number: data for number in range(36) if (data := again.load(number)) is not None}
     assert len(found) == 8
     assert set(range(30, 36)) < set(found)
     assert all(data == bytes([number]) * PAGE for number, data in found.items())
     again.close()
+
+
+def test_another_model_beside_is_told_of_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = Filed(tmp_path, None)
+    first.store(range(3), "r")
+    first.until_written()
+    first.close()
+    with caplog.at_level("INFO", "vllm.asynckv"):
+        # As large, but more blocks: it would write over all that is there.
+        other = Filed(tmp_path, None, model="another")
+    said = [record.message for record in caplog.records if record.name == "vllm.asynckv"]
+    assert f"{8 * PAGE} bytes are taken from the disk" in said[0]
+    assert f"{tmp_path} has files of another model" in said[1]
+    assert f"prune {tmp_path}/NAME --all" in said[1]
+    assert "0 blocks were found" in said[2]
+    other.store(range(8), "r")
+    other.until_written()
+    other.close()
+    ranks = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 1, 2, None, False)
+    Filed(tmp_path, None, parallel=ranks).close()
+    assert sorted(look(each).blocks for each in tmp_path.iterdir()) == [0, 3, 8]
+    caplog.clear()
+    again = Filed(tmp_path, None)
+    assert [again.load(number) for number in range(4)] == [bytes([number]) * PAGE for number in range(3)] + [None]
+    again.close()
+
+
+def test_files_that_do_not_open_are_an_error_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+
+    class Hangs(Records):
+        def start(self, memory: Memory, on_ready: Callable[[], None]) -> list[Any]:
+            hangs.wait(WITHIN_S)
+            return []
+
+    monkeypatch.setattr(files, "START_S", 0.05)
+    given = config()
+    offload = OffloadConfig(model="m", hash_tokens=16, host_bytes=1, directory="/x", file_bytes=8 * PAGE)
+    shape = Shape(PAGE, 1, 1, 8)
+    with pytest.raises(BackendError, match=r"not open after 0.05 s: the disk hangs"):
+        Manager(given, offload, shape, stored(given, offload, shape), Hangs())  # type: ignore[arg-type]
+    hangs.set()
+
+
+def test_a_key_that_is_there_twice_does_no_harm() -> None:
+    given = config()
+    offload = OffloadConfig(model="m", hash_tokens=16, host_bytes=1)
+    shape = Shape(PAGE, 1, 1, 8)
+    manager = Manager(given, offload, shape, stored(given, offload, shape))
+    context, twice = ReqContext("r"), [key(1), key(2), key(1)]
+    output = manager.prepare_store(twice, context)
+    assert output is not None
+    assert output.keys_to_store == twice[:2]
+    manager.complete_store(output.keys_to_store, context)
+    manager.touch(twice, context)
+    slots = manager.prepare_load(twice, context).block_ids
+    assert slots[0] == slots[2] != slots[1]
+    manager.complete_load(twice, context)
+    assert manager.catalogue.check_integrity() == []
+    assert not manager.catalogue.traffic.running

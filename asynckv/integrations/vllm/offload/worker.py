@@ -4,8 +4,10 @@ A job of vLLM says which blocks of which groups belong into which slots; the tab
 bytes these are, and the copy plane moves them on a thread. vLLM's thread hands jobs over, and asks which have ended; it
 waits only where vLLM itself does, for blocks that are about to be used for something else.
 
-vLLM 0.33.0 knows no job that failed: it asserts success. So what the copy plane could not copy is copied by torch, and
-if that is not possible either, this rank ends rather than serve bytes that are not those that were stored.
+vLLM 0.33.0 knows no job that failed: it asserts success, and has nobody who would keep blocks that a copy may still
+write. So what the copy plane could not copy is copied by torch; and if that is not possible either, or a copy does not
+end, this rank ends with an error, and the engine with it, rather than serve wrong bytes or have requests wait for ever.
+A job that has not ended is not told of: until then nobody else uses its blocks and slots.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import threading
 import time
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,7 +54,16 @@ log = logging.getLogger("vllm.asynckv")
 HOST = "host"
 MAX_DESCRIPTORS = 4096
 WAIT_S = 60.0
-"""How long vLLM is kept waiting for blocks that it wants for something else. Copies take milliseconds, or hang."""
+"""How long vLLM is kept waiting for blocks that it wants for something else, a copy may be in doubt, or there may be
+jobs of which none ends. Copies take milliseconds, or hang."""
+
+GRACE_S = 1.0
+"""Between two looks at what is late: a process that was stopped for a minute has had no time to copy."""
+
+HUNG = (
+    "their blocks may still be written, and vLLM cannot set them aside, so this rank ends; start the engine anew, and "
+    "if this comes again, look for what keeps copies: swapping (`vmstat 1`: si, so), a device that hangs (`dmesg`)"
+)
 
 CLOSE_S = 3.0
 """vLLM kills a worker five seconds after it has asked it to end."""
@@ -112,6 +125,13 @@ class Worker(OffloadingWorker):
             except BackendError as exc:
                 log.warning("host memory cannot be pinned (%s): copies will be slower", exc)
         self._jobs: dict[int, _Job] = {}
+        """The oldest first."""
+        self._doubtful: dict[int, float] = {}
+        """Since when: jobs of which the copy plane does not know whether they go on."""
+        self._ended_at = -math.inf
+        """When one did."""
+        self._late_at = math.inf
+        """When one was first seen not to."""
         self._ended: list[TransferResult] = []
         self._changed = threading.Condition()
         self._broken: BaseException | None = None
@@ -177,9 +197,14 @@ class Worker(OffloadingWorker):
         return out
 
     def _post(self, job_id: int, op: CopyOp, plan: Plan, event: Any) -> None:
-        if event is None or event.query():
-            self._copies.post(TransferId(job_id), op, HOST, plan.posts(self._max, MAX_DESCRIPTORS))
-        else:
+        try:
+            is_due = event is None or event.query()
+            if is_due:
+                self._copies.post(TransferId(job_id), op, HOST, plan.posts(self._max, MAX_DESCRIPTORS))
+        except Exception as exc:  # nobody else hears of it: the loop only logs it
+            self._break(exc)
+            return
+        if not is_due:
             task = asyncio.ensure_future(written(event))
             task.add_done_callback(lambda task: self._after(task, job_id, op, plan))
 
@@ -195,7 +220,12 @@ class Worker(OffloadingWorker):
         """On the thread: tell what has ended."""
         for news in self._copies.poll():
             if news.ending is Ending.IN_DOUBT:
-                log.error("a copy of job %d does not end: %s", news.transfer_id, news.cause)
+                log.error(
+                    "it is not known whether a copy of job %d goes on (%s): this rank ends if it is not within %g s",
+                    *(news.transfer_id, news.cause, WAIT_S),
+                )
+                with self._changed:
+                    self._doubtful.setdefault(news.transfer_id, time.monotonic())
                 continue
             with self._changed:
                 job = self._jobs.get(news.transfer_id)
@@ -208,9 +238,11 @@ class Worker(OffloadingWorker):
                 except Exception as exc:
                     self._break(exc)
                     continue
-            passed = time.monotonic() - job.begun_at
             with self._changed:
+                self._ended_at = time.monotonic()
                 del self._jobs[news.transfer_id]
+                self._doubtful.pop(news.transfer_id, None)
+                passed = self._ended_at - job.begun_at
                 self._ended.append(TransferResult(news.transfer_id, True, job.num_bytes, passed))
                 self._changed.notify_all()
 
@@ -240,10 +272,13 @@ class Worker(OffloadingWorker):
     # -- what vLLM asks ------------------------------------------------------------------------------
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that have ended since the last call."""
+        """Jobs that have ended since the last call; vLLM asks in every step, and makes steps while a job has not.
+
+        Raises:
+            BackendError: One could not be copied, or does not end.
+        """
         with self._changed:
-            if self._broken is not None:
-                raise BackendError(f"blocks could not be copied: {self._broken!r}") from self._broken
+            self._check()
             ended, self._ended = self._ended, []
         return ended
 
@@ -251,15 +286,39 @@ class Worker(OffloadingWorker):
         """Wait until jobs have ended.
 
         Raises:
-            BackendError: One does not end. Its blocks must not be used for anything else.
+            BackendError: One could not be copied, or does not end. Its blocks must not be used for anything else.
         """
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._broken) or self._jobs.keys().isdisjoint(job_ids), WAIT_S)
-            left = sorted(self._jobs.keys() & job_ids)
-        if left:
-            raise BackendError(
-                f"jobs {left[:8]} did not end within {WAIT_S:g} s, and their blocks are wanted for something else"
+            self._changed.wait_for(
+                lambda: self._broken is not None or self._jobs.keys().isdisjoint(job_ids),
+                WAIT_S,
             )
+            self._check()
+            if late := self._jobs.keys() & job_ids:
+                raise self._hung(late)
+
+    def _check(self) -> None:
+        """See that jobs end."""
+        if self._broken is not None:
+            raise BackendError(
+                f"blocks could not be copied: {self._broken!r}; vLLM knows no job that failed, so this rank ends"
+            ) from self._broken
+        long_ago = time.monotonic() - WAIT_S
+        late = {job_id for job_id, since in self._doubtful.items() if since < long_ago}
+        if self._jobs and self._ended_at < long_ago and next(iter(self._jobs.values())).begun_at < long_ago:
+            late |= self._jobs.keys()
+        self._late_at = min(self._late_at, time.monotonic()) if late else math.inf
+        if late and time.monotonic() - self._late_at >= GRACE_S:
+            raise self._hung(late)
+
+    def _hung(self, late: Collection[int]) -> BackendError:
+        jobs = [self._jobs[job_id] for job_id in late]
+        stores = sum(job.op is CopyOp.WRITE for job in jobs)
+        return BackendError(
+            f"jobs {sorted(late)[:8]} do not end: {stores} stores and {len(jobs) - stores} loads, of "
+            f"{sum(job.num_bytes for job in jobs)} bytes, the oldest of them for "
+            f"{time.monotonic() - min(job.begun_at for job in jobs):.0f} s, while {WAIT_S:g} s are waited; {HUNG}"
+        )
 
     def shutdown(self) -> None:
         """Post nothing more, end the thread, and give the memory back. Idempotent; takes some seconds at most."""
