@@ -388,6 +388,30 @@ async def test_a_load_in_doubt_names_its_blocks_until_there_is_evidence() -> Non
         assert not rank.engine.holds()
 
 
+async def test_copies_that_are_in_time_are_not_looked_at_in_every_turn() -> None:
+    class Counting(dict):  # type: ignore[type-arg]
+        walks = 0
+
+        def items(self) -> Any:
+            self.walks += 1
+            return super().items()
+
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1])], chain("p", 1))
+        rank.copies.deferred = True
+        posted = offload._mover.posted = Counting(offload._mover.posted)
+        loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE, timeout_s=2.0))
+        await until(lambda: rank.copies.moves)
+        for _ in range(50):
+            offload._mover.pump()
+        assert posted.walks <= 1
+        rank.clock.advance(2.1)
+        with pytest.raises(PullError):
+            await loading
+        rank.copies.finish()
+
+
 async def test_blocks_of_a_copy_that_never_ends_are_retired() -> None:
     rank = Rank(layout_of(), held_s=60.0)
     async with rank.running() as offload:

@@ -14,7 +14,7 @@ from asynckv.core.events import Ending
 from asynckv.errors import ConfigError, LocalProtocolError
 from asynckv.offload.catalogue import Budgets, Catalogue
 from asynckv.offload.entry import Entry, EntryState
-from asynckv.offload.job import JobEnded, JobOutcome, JobReturned, Move, MoveKind
+from asynckv.offload.job import Item, Job, JobEnded, JobOutcome, JobReturned, Move, MoveKind
 from asynckv.offload.keys import StoredGroup, block_hashes
 from asynckv.offload.tier import SLICE, Place, Tier
 
@@ -386,6 +386,28 @@ def test_promotions_do_not_evict_what_their_job_needs() -> None:
     moves = carry_out(catalogue)
     assert sum(move.num_blocks for move in moves if move.kind is MoveKind.PROMOTION) == 8
     assert outcomes(catalogue) == {"a": JobOutcome.DONE, "b": JobOutcome.DONE, "c": JobOutcome.DONE}
+
+
+def test_loads_that_wait_for_room_are_not_all_looked_at_in_every_turn() -> None:
+    catalogue = with_file(blocks=8, stored=16, budgets=Budgets(move_bytes=KIB, promotion_bytes=KIB))
+    looks, look = 0, catalogue._cutting._next_absent
+
+    def count(job: Job, full: set[int]) -> list[Item]:
+        nonlocal looks
+        looks += 1
+        return look(job, full)
+
+    catalogue._cutting._next_absent = count  # type: ignore[method-assign]
+    for i in range(1000):
+        catalogue.load(f"{i}", prompt(16), positions=[[i % 16]])
+    turns = 0
+    while moves := catalogue.moves(0.0):
+        turns += 1
+        assert looks <= 300 * turns + 1000
+        for move in moves:
+            catalogue.ended(move.move_id, Ending.DONE)
+    assert list(outcomes(catalogue).values()) == [JobOutcome.DONE] * 1000
+    assert catalogue.check_integrity() == []
 
 
 def test_a_load_fails_that_could_only_wait_for_pins() -> None:

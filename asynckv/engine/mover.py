@@ -111,6 +111,8 @@ class Mover:
         self.ids = count(1)
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.on_moved: Callable[[], None] = lambda: None
+        self._late_at = math.inf
+        """No copy is late before."""
         self._timer: TimerHandle | None = None
         self._is_due = False
         self._idle = asyncio.Event()
@@ -305,6 +307,8 @@ class Mover:
     def _doubt(self, now: float) -> float:
         """Wait no longer for copies that have not ended in their job's time: who asked is told, and what they may touch
         is held. Returns when to look again."""
+        if now < self._late_at:
+            return self._late_at
         when = math.inf
         for transfer_id, posted in self.posted.items():
             job = self.jobs.get(posted.move.job_id)
@@ -320,6 +324,7 @@ class Mover:
                 self.copies.cancel(transfer_id)  # if it has not begun, its blocks come back at once
             cause = f"a copy was begun {now - posted.since:.3g} s ago and has not ended"
             posted.shelf.catalogue.overdue(posted.move.move_id, cause)
+        self._late_at = when
         return when
 
     def _retire(self, now: float) -> None:
@@ -360,8 +365,9 @@ class Mover:
 
     def _post(self, shelf: Shelf, move: Move) -> None:
         """Hand a move to its plane; a bug that one meets does not take the others of this turn with it."""
-        transfer_id = TransferId(next(self.ids))
-        self.posted[transfer_id] = _Posted(shelf, move, self._driver.clock.now())
+        transfer_id, now = TransferId(next(self.ids)), self._driver.clock.now()
+        self.posted[transfer_id] = _Posted(shelf, move, now)
+        self._late_at = min(self._late_at, now + min(LATE_S, self._config.timeout_s))
         try:
             self._hand_over(shelf, move, transfer_id)
         except Exception as exc:

@@ -398,11 +398,12 @@ class Catalogue:
             moves += back
             self.wake_at = min(self.wake_at, when)
         while not moves and self.traffic.is_idle() and self._jobs.absent:
-            jobs, why = list(self._jobs.absent.values()), self._why_no_room()
-            partly = [job for job in jobs if job.loaded]
-            for job in partly[-1:] or jobs:  # the last that keeps others from going on, or else all
-                self._jobs.fail(job, JobOutcome.NO_ROOM, why)
-            moves = [*self._cutting.promotions(), *self._cutting.of(MoveKind.LOAD, JobKind.LOAD)]
+            moves = [*self._cutting.promotions(math.inf), *self._cutting.of(MoveKind.LOAD, JobKind.LOAD)]
+            if not moves and self._jobs.absent:
+                jobs, why = list(self._jobs.absent.values()), self._why_no_room()
+                partly = [job for job in jobs if job.loaded]
+                for job in partly[-1:] or jobs:  # the last that keeps others from going on, or else all
+                    self._jobs.fail(job, JobOutcome.NO_ROOM, why)
         return moves
 
     def _why_no_room(self) -> str:

@@ -13,6 +13,9 @@ from asynckv.offload.traffic import Traffic
 
 __all__ = ["Cutting"]
 
+LOOKED_AT = 64
+"""Loads that wait, in one turn."""
+
 
 class Cutting:
     """Cuts loads, stores and promotions."""
@@ -21,6 +24,7 @@ class Cutting:
         self, groups: Sequence[StoredGroup], host: Tier, file: Tier | None, jobs: Jobs, traffic: Traffic
     ) -> None:
         self._groups, self._host, self._file, self._jobs, self._traffic = groups, host, file, jobs, traffic
+        self._turn = 0
 
     def of(self, kind: MoveKind, of: JobKind) -> list[Move]:
         """Cut moves between the device and host memory."""
@@ -64,30 +68,42 @@ class Cutting:
         move = self._traffic.begin(kind, job, items, self._host, [], num_bytes)
         job.running.add(move.move_id)
         if kind is MoveKind.STORE:  # from now on the move keeps the slots
-            for _, entry in items:
-                self._jobs.let_go(job, self._host, entry)
+            self._jobs.let_go_all(job, items)
         return move
 
-    def promotions(self) -> Iterator[Move]:
-        """Find slots for what loads need from the file tier, the first job first."""
+    def promotions(self, patience: float = LOOKED_AT) -> Iterator[Move]:
+        """Find slots for what loads need from the file tier, the first job first.
+
+        After so many jobs that have to go on waiting, only some of the others are looked at, by turns: what they need
+        may have come to host memory for somebody else.
+        """
         absent, full = self._jobs.absent, set[int]()
-        over = []
-        for job in absent.values():
-            while job.absent:
-                items = self._next_absent(job, full)
-                if not items:
-                    break
-                group = items[0].entry.group
-                made = self._host.make(group, [item.entry.hash for item in items])
-                job.absent.extendleft(reversed(items[len(made) :]))
-                if len(made) < len(items):
-                    full.add(self._host.slots.kinds[group])
-                if made:
-                    yield self._promote(job, items, made)
-            if not job.absent:
-                over.append(job)
-        for job in over:
-            del absent[job.job_id]
+        jobs, waiting = list(absent.values()), 0
+        for i, job in enumerate(jobs):
+            if waiting >= patience:
+                rest = jobs[i:]
+                self._turn %= len(rest)
+                for other in rest[self._turn : self._turn + LOOKED_AT]:
+                    yield from self._promotions_of(other, full)
+                self._turn += LOOKED_AT
+                break
+            yield from self._promotions_of(job, full)
+            waiting += bool(job.absent)
+
+    def _promotions_of(self, job: Job, full: set[int]) -> Iterator[Move]:
+        while job.absent:
+            items = self._next_absent(job, full)
+            if not items:
+                break
+            group = items[0].entry.group
+            made = self._host.make(group, [item.entry.hash for item in items])
+            job.absent.extendleft(reversed(items[len(made) :]))
+            if len(made) < len(items):
+                full.add(self._host.slots.kinds[group])
+            if made:
+                yield self._promote(job, items, made)
+        if not job.absent:
+            del self._jobs.absent[job.job_id]
 
     def _promote(self, job: Job, items: list[Item], made: list[Entry]) -> Move:
         assert self._file is not None

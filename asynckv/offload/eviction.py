@@ -187,10 +187,11 @@ class S3Fifo(Generic[K]):
 
     def choose(self, is_busy: Callable[[K], bool]) -> K | None:
         """Let one go that is not busy; None if all are."""
-        queues = [self._from_small, self._from_main]
         if len(self._small) * self.SMALL < len(self):
-            queues.reverse()
-        return next((key for queue in queues if (key := queue(is_busy)) is not None), None)
+            key = self._from_main(is_busy)
+            return self._from_small(is_busy) if key is None else key
+        key = self._from_small(is_busy)
+        return self._from_main(is_busy) if key is None else key
 
     def _from_small(self, is_busy: Callable[[K], bool]) -> K | None:
         while (key := self._small.next()) is not None:
@@ -202,7 +203,7 @@ class S3Fifo(Generic[K]):
             else:
                 del self._uses[key]
                 self._ghosts[self._ghost_of(key)] = None
-                while len(self._ghosts) > len(self):
+                while len(self._ghosts) > len(self._uses):
                     self._ghosts.popitem(last=False)
                 return key
         return None

@@ -59,6 +59,13 @@ class Jobs:
         job.holding.discard(entry)
         tier.let_go(entry, job.job_id)
 
+    def let_go_all(self, job: Job, items: Sequence[Item]) -> None:
+        """A job needs blocks of host memory no more."""
+        name, let_go = job.job_id, self._host.let_go
+        job.holding.difference_update([entry for _, entry in items])
+        for _, entry in items:
+            let_go(entry, name)
+
     def do(self, job: Job, position: int, entry: Entry) -> None:
         """A block that a job holds can be moved."""
         job.todo.append(Item(position, entry))

@@ -156,11 +156,12 @@ class Tier:
             return self._evict_chunk(kind)
         self.evicted += 1
         self._forget(victim)
-        self._evictions[kind] += 1
-        lo, hi = self.slots.bounds(kind, 0)
-        if self._is_mixed and self._evictions[kind] >= hi - lo and self.may_take > 0:
-            self._evictions[kind] = 0
-            self.may_take -= self._evict_chunk(kind, victim.used)
+        if self._is_mixed:
+            self._evictions[kind] += 1
+            lo, hi = self.slots.bounds(kind, 0)
+            if self._evictions[kind] >= hi - lo and self.may_take > 0:
+                self._evictions[kind] = 0
+                self.may_take -= self._evict_chunk(kind, victim.used)
         return True
 
     def _evict_chunk(self, kind: int, before: float = math.inf) -> bool:
