@@ -274,8 +274,8 @@ class CopyPlane(Protocol):
     def describe(self) -> dict[str, str]:
         """Versions, transports and modes in use, for reports."""
 
-    async def quiesce(self) -> None:
-        """Before `close`: stop threads, and wait for them off the loop. Idempotent."""
+    async def quiesce(self, timeout_s: float | None = None) -> None:
+        """Before `close`: stop threads, and wait for them off the loop, so long at most. Idempotent."""
 
     def close(self) -> None:
         """End everything; nothing reads or writes the memory afterwards. Idempotent. Waits for threads, if any.
@@ -389,8 +389,8 @@ class RecordPlane(Protocol):
     def describe(self) -> dict[str, str]:
         """What is used, for reports."""
 
-    async def quiesce(self) -> None:
-        """Before `close`: finish what runs and write the index, off the loop. Idempotent."""
+    async def quiesce(self, timeout_s: float | None = None) -> None:
+        """Before `close`: finish what runs and write the index, off the loop, and wait so long at most. Idempotent."""
 
     def close(self) -> None:
         """End everything and let others in. Idempotent.

@@ -20,7 +20,8 @@ class PullResult:
         descriptors_planned: Contiguous pieces before merging.
         descriptors_posted: What they came to after NIXL merged neighbours.
         phases: Seconds by phase (see `asynckv.observe.log.phases`); `release` is still going on.
-        padding: Tokens of the given blocks that hold no KV of the request, for the engine to ignore. States have none.
+        padding: Tokens after `num_tokens` in the given blocks, which hold no KV of the request, for the engine to
+            ignore. States have none. Of tokens before a sliding window, in the block where it begins, nothing is said.
         num_tokens: Tokens of the request that are valid here now: all, or those on which hashes agree.
         attempts: How many it took.
     """

@@ -26,13 +26,14 @@ import pytest
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges import file_tier, file_worker
+from asynckv.edges import file_nixl, file_tier, file_worker
 from asynckv.edges.agent import Agent
 from asynckv.edges.file_index import INDEX, checksum, read_index
 from asynckv.edges.file_io import Extent, PlainFiles
 from asynckv.edges.file_tier import FileTier
 from asynckv.edges.host_pool import HostPool
 from asynckv.errors import BackendError, ConfigError
+from asynckv.geometry.layout import Memory
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded, RecordsLost, Stored
 from asynckv.tools.offload_folder import check, prune_folder
 from tests.killed import EVERY
@@ -1011,3 +1012,24 @@ def test_nothing_wrong_is_served_after_a_kill_at_any_instant(tmp_path: Path, bac
         assert found["served"] > kills
         assert found["along_served"] > 0
         assert found["killed_while_writing"] > kills / 2
+
+
+def test_an_agent_that_cannot_have_the_files_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    class Refusing:
+        def __init__(self, *_: object) -> None: ...
+
+        def register(self, memories: object) -> None: ...
+
+        def register_files(self, fds: object) -> None:
+            raise BackendError("no such file")
+
+        def close(self) -> None:
+            closed.append(self)
+
+    monkeypatch.setattr(file_nixl, "Agent", Refusing)
+    monkeypatch.setattr(file_nixl, "load_nixl", lambda: None)
+    with pytest.raises(BackendError, match="no such file"):
+        file_nixl.NixlFiles("a", Memory(0, 4096), {3: 4096})
+    assert len(closed) == 1

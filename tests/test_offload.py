@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from asynckv import (
+    BackendError,
     BlocksRetired,
     ConfigError,
     EngineClosed,
@@ -38,7 +39,7 @@ from asynckv import (
 from asynckv.cli import app
 from asynckv.core.account import decode_account
 from asynckv.core.wire import Status, StatusRequest
-from asynckv.embed import EngineDesk, Lookup, Store
+from asynckv.embed import Cancel, EngineDesk, Lookup, Store
 from asynckv.geometry.layout import Layout
 from asynckv.offload.tier import Place
 from asynckv.results import Evicted, Loaded, Stored
@@ -317,7 +318,35 @@ async def test_a_store_whose_task_is_cancelled_is_told_when_nobody_reads_its_blo
         assert rank.engine.holds()
         rank.copies.finish()
         await until(lambda: desk.has_news)
-        assert isinstance(desk.take_finished().refused[0].error, PullCancelled)
+        (failed,) = desk.take_finished().failed
+        assert (failed.request_id, failed.is_held) == ("a", False)
+        assert isinstance(failed.error, PullCancelled)
+
+
+@pytest.mark.parametrize("way", ["cancelled", "returned", "retired"])
+async def test_a_store_that_fails_is_told_as_loads_are_and_so_are_its_blocks(way: str) -> None:
+    rank = Rank(layout_of(), timeout_s=2.0, held_s=60.0)
+    async with rank.running():
+        rank.copies.deferred, desk = True, EngineDesk(rank.engine)
+        desk.submit([Store(request_id="a", groups=[(0, [1, 2])], hashes=chain("p", 2))])
+        await until(lambda: rank.copies.moves)
+        if way == "cancelled":
+            desk.submit([Cancel("a")])
+            await asyncio.sleep(0)
+            rank.copies.finish()
+        else:
+            rank.clock.advance(2.1)
+        await until(lambda: desk.has_news)
+        told = desk.take_finished()
+        assert (told.failed[0].request_id, told.failed[0].is_held) == ("a", way != "cancelled")
+        if way == "returned":
+            rank.copies.finish()
+        elif way == "retired":
+            rank.clock.advance(61.0)
+        if way != "cancelled":
+            assert told.failed[0].error.held == {0: (1, 2)}  # type: ignore[attr-defined]
+            await until(lambda: desk.has_news)
+            assert getattr(desk.take_finished(), way) == ["a"]
 
 
 async def test_a_load_that_is_given_up_by_its_id_says_so() -> None:
@@ -768,7 +797,7 @@ async def test_more_jobs_than_there_may_be_are_refused_and_neither_kind_keeps_th
             "load": lambda i: offload.load(f"b{i}", [(0, [10 + i])], chain("q", 1), num_tokens=SIZE),
         }
         for kind, call in calls.items():
-            running += [asyncio.create_task(call(i)) for i in range(2)]
+            running.extend(asyncio.create_task(call(i)) for i in range(2))
             await until(lambda: len(rank.copies.moves) == len(running))
             with pytest.raises(Overloaded, match=rf"2 {kind}s wait or run already.* raise max_jobs") as caught:
                 await call(9)
@@ -971,6 +1000,16 @@ async def test_what_is_pinned_is_not_given_up() -> None:
         assert offload.lookup(chain("p", 2)).tokens == 0
         assert offload.evict().num_blocks > 0
         assert offload.lookup(chain("r", 3)).tokens == 0
+
+
+async def test_a_pin_of_a_longer_prompt_keeps_what_a_lookup_of_it_finds() -> None:
+    rank = Rank(hybrid(), host_bytes=1 << 20)
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1, 2, 3, 4]), (0, [5, 6, 7, 8]), (0, [9, 10])], chain("p", 4))
+        with offload.pin(chain("p", 12)):
+            assert offload.evict().num_pinned == 4 + 3 + 1
+            assert offload.lookup(chain("p", 12)).tokens == 64
+        assert offload.evict().num_pinned == 0
 
 
 async def test_stores_that_find_no_room_are_counted_and_told_once(tmp_path: Path) -> None:
@@ -1222,11 +1261,105 @@ async def test_the_loop_goes_on_while_files_are_opened() -> None:
         closing = asyncio.create_task(rank.offload.aclose())  # nor are they closed while they are opened
         await asyncio.sleep(0)
         assert not closing.done()
+        for call in (rank.offload.touch, rank.offload.pin, rank.offload.evict):
+            with pytest.raises(EngineClosed, match="until its `start` has returned"):
+                call(chain("p", 1))
         go.set()
         with pytest.raises(EngineClosed):
             await starting
         await closing
         assert not records.is_open
+
+
+async def test_closing_has_one_time_for_all_of_it_and_a_second_attempt_tells_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), engine={"log": LogConfig(file=str(log))})
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1])], chain("p", 1))
+        rank.copies.deferred, given = True, list[float]()
+        loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
+        await until(lambda: rank.copies.moves)
+
+        async def quiesce(timeout_s: float) -> None:
+            given.append(round(timeout_s, 3))
+
+        def stuck() -> None:
+            raise BackendError("a thread is inside")
+
+        for plane in (rank.copies, rank.records):
+            monkeypatch.setattr(plane, "quiesce", quiesce)
+        with monkeypatch.context() as inside:
+            inside.setattr(rank.copies, "close", stuck)
+            closing = asyncio.create_task(offload.aclose(5.0))
+            await until(lambda: offload._mover.cause)
+            rank.clock.advance(3.0)
+            rank.copies.finish()
+            with pytest.raises(BackendError, match="inside"):
+                await closing
+            with pytest.raises(PullCancelled):
+                await loading
+        await offload.aclose(5.0)
+        assert given == [2.0, 5.0, 5.0]
+    assert log.read_text().count('"offload_stopped"') == 1
+
+
+@contextlib.contextmanager
+def hanging(rank: Rank) -> Iterator[threading.Event]:
+    """A disk that does not answer before it is told to."""
+    assert rank.records is not None
+    go, begin = threading.Event(), rank.records.start
+
+    def hang(*args: Any) -> Any:
+        assert go.wait(30.0)
+        return begin(*args)
+
+    rank.records.start = hang  # type: ignore[assignment, method-assign]
+    try:
+        yield go
+    finally:
+        go.set()
+
+
+@pytest.mark.parametrize("way", ["cancelled", "closed", "engine closed"])
+async def test_a_start_on_a_disk_that_hangs_is_given_up_in_time(way: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), engine={"log": LogConfig(file=str(log))})
+    async with rank.engine:
+        with hanging(rank) as go:
+            starting = asyncio.create_task(rank.offload.start())
+            await asyncio.sleep(0)
+            if way == "cancelled":
+                starting.cancel()
+            else:
+                closing = asyncio.create_task((rank.offload if way == "closed" else rank.engine).aclose(2.0))
+            began = rank.clock.now()
+            while not starting.done():
+                await asyncio.sleep(0)
+                rank.clock.advance(0.01)
+            assert rank.clock.now() - began < (1.1 if way == "cancelled" else 2.1)
+            if way == "cancelled":
+                assert starting.cancelled()
+            else:
+                assert "'simulated'" in str(starting.exception())
+            if way == "closed":
+                with pytest.raises(BackendError, match=r"files in 'simulated'.* close again to wait again"):
+                    await closing
+            if way == "engine closed":
+                await until(closing.done)
+                assert closing.result() == ()
+            assert rank.engine._driver.guests == []
+            assert rank.records is not None
+            assert not rank.records.is_open
+            go.set()
+            await until(lambda: rank.offload._tiers._tidying)
+            await until(lambda: rank.offload._tiers._tidying.done())  # type: ignore[union-attr]
+            assert not rank.records.is_open
+            assert rank.offload._own.memory is None
+        if way != "engine closed":
+            await rank.offload.aclose(2.0)
+    assert log.read_text().count('"offload_broken"') == 1
 
 
 async def test_an_offload_that_starts_while_its_engine_ends_does_not_start() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from asynckv.errors import ConfigError, LocalProtocolError
 from asynckv.offload.catalogue import Budgets, Catalogue
 from asynckv.offload.entry import Entry, EntryState
 from asynckv.offload.job import JobEnded, JobOutcome, JobReturned, Move, MoveKind
-from asynckv.offload.keys import StoredGroup
+from asynckv.offload.keys import StoredGroup, block_hashes
 from asynckv.offload.tier import SLICE, Place, Tier
 
 KIB = 1024
@@ -146,16 +147,57 @@ def test_a_block_in_the_middle_that_is_gone_ends_the_prefix() -> None:
 def test_of_a_prompt_that_is_too_large_the_beginning_is_stored_that_can_be_used(policy: str) -> None:
     catalogue = Catalogue([FULL, WINDOW, STATE], 16, 200 * KIB, policy=policy)
     for number in range(3):
-        name, all_of = f"p{number}", [range(100), range(50), range(25)]
+        name, all_of, evicted = f"p{number}", [range(100), range(50), range(25)], catalogue.host.evicted
         catalogue.store(name, prompt(100, name), positions=all_of, is_prefix=True)  # 375 KiB
         assert sum(move.num_bytes for move in carry_out(catalogue)) > 120 * KIB
         [told] = [each for each in catalogue.news() if isinstance(each, JobEnded)]
         missed = sum(map(len, told.missing))
         assert told.outcome is JobOutcome.DONE
-        assert f"no room in host memory for {missed} of 175 blocks: it keeps {175 - missed}, of which" in told.cause
+        kept = sum(map(len, catalogue.host.index))
+        assert f"for {missed} of 175 blocks: it keeps {kept}, of which {175 - missed} are being written" in told.cause
         tokens = catalogue.lookup(prompt(100, name)).tokens
         assert 9 * 64 <= tokens < 100 * 16
-        assert [len(index) for index in catalogue.host.index] == [tokens // 16, tokens // 32, tokens // 64]
+        for group, index in zip(catalogue.groups, catalogue.host.index, strict=True):
+            mine = set(block_hashes(prompt(100, name), group.block_size, 16))
+            assert len(mine & index.keys()) == tokens // group.block_size
+        assert catalogue.host.evicted - evicted <= told.blocks
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3-fifo"])
+def test_a_store_that_one_group_has_no_room_for_evicts_nothing_of_others(policy: str) -> None:
+    state = StoredGroup(name="state", block_size=16, record_bytes=2 * KIB, is_state=True)
+    catalogue = Catalogue([FULL, state], 16, 256 * KIB, policy=policy)
+    for i in range(16):
+        catalogue.store(f"a{i}", prompt(14, f"a{i}"), positions=[range(14), [13]])
+        carry_out(catalogue)
+    for i in range(16):
+        catalogue.pin(f"lease{i}", prompt(14, f"a{i}"), positions=[[0], [13]])
+    before = [dict(index) for index in catalogue.host.index]
+    for blocks in (20, 200):
+        catalogue.store(f"b{blocks}", prompt(blocks, "b"), positions=[range(blocks), [blocks - 1]], is_prefix=True)
+        assert not carry_out(catalogue)
+    assert catalogue.host.evicted == 0
+    assert catalogue.host.index == before
+    catalogue.unpin("lease3")
+    catalogue.store("c", prompt(100, "c"), positions=[range(100), [99]], is_prefix=True)
+    carry_out(catalogue)
+    assert catalogue.lookup(prompt(100, "c")).tokens == 1600
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_store_evicts_for_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    groups = [FULL, WINDOW, STATE]
+    catalogue = Catalogue(groups, 16, rng.randrange(130, 400) * KIB, policy=rng.choice(["lru", "s3-fifo"]))
+    for i in range(50):
+        blocks, name, evicted = rng.randrange(4, 150), f"p{rng.randrange(12)}", catalogue.host.evicted
+        ends = [blocks * 16 // group.block_size for group in groups]
+        positions = [range(max(0, end - 2) if end < blocks and rng.random() < 0.5 else 0, end) for end in ends]
+        catalogue.store(f"s{i}", prompt(blocks, name), positions=positions, is_prefix=True)
+        assert f"s{i}" in catalogue.jobs or catalogue.host.evicted == evicted
+        carry_out(catalogue)
+        if rng.random() < 0.5 and not catalogue.unpin(pin := f"pin{rng.randrange(3)}"):
+            catalogue.pin(pin, prompt(rng.randrange(1, 150), f"p{rng.randrange(12)}"))
 
 
 def test_of_a_prompt_that_is_too_large_nothing_is_stored_that_nobody_could_use() -> None:

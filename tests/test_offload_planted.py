@@ -176,7 +176,7 @@ PLANTED = {
         Slots, "put", "length == hi - lo", "False", part.test_a_chunk_goes_back_with_its_last_slot
     ),
     "a size of record keeps what another has no room for": Bug(
-        T, "_evict", "self._evict_chunk(kind, victim.used)", "pass", example.test_a_size_of_record_follows_what_is_used
+        T, "_evict", "self._evict_chunk(kind, victim.used)", "0", example.test_a_size_of_record_follows_what_is_used
     ),
     "a scan evicts what is used": Bug(
         S3Fifo,

@@ -50,9 +50,9 @@ def test_a_step_stores_and_loads_by_orders() -> None:
     registration = register_memory(rank.layout, tuple(rank.arrays))
     with EngineThread(EngineConfig(engine_id="worker"), registration) as thread:
         thread.submit([Store(request_id="x", groups=[(0, [1])], hashes=chain("p", 1))])
-        (refused,) = finished(thread, 1).refused
-        assert isinstance(refused.error, LocalProtocolError)
-        assert "has no offload" in str(refused.error)
+        (failed,) = finished(thread, 1).failed
+        assert isinstance(failed.error, LocalProtocolError)
+        assert "has no offload" in str(failed.error)
         offload = Offload(OffloadConfig(model="toy", hash_tokens=SIZE, host_bytes=64 * RECORD), thread.engine)
         thread.call(offload.start(), GIVE_UP_S)
         before = rank.block(3, 4, 9)

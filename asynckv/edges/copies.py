@@ -154,12 +154,12 @@ class NixlCopies:
             raise
         return agent
 
-    async def quiesce(self) -> None:
-        """Stop the threads, and wait for them off the loop, at most `CLOSE_S`."""
+    async def quiesce(self, timeout_s: float | None = None) -> None:
+        """Stop the threads, and wait for them off the loop, at most `CLOSE_S` or so long."""
         for poster in self._posters:
             poster.stop()
         if self._posters:
-            self._close_by = time.monotonic() + CLOSE_S
+            self._close_by = time.monotonic() + (CLOSE_S if timeout_s is None else timeout_s)
             await anyio.to_thread.run_sync(wait_all, tuple(self._posters), self._close_by)
 
     def close(self) -> None:
@@ -183,8 +183,7 @@ class NixlCopies:
         self._given = {poster: self._given[poster] for poster in left}
         if causes:
             raise BackendError(
-                f"{'; '.join(causes)} (waited {CLOSE_S:g} s at most): memory that is copied to may still be written; "
-                f"keep it, and call close() again"
+                f"{'; '.join(causes)}: memory that is copied to may still be written; keep it, and call close() again"
             )
         self._take_inbox()
         for move in list(self._moves.values()):

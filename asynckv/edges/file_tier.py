@@ -189,12 +189,13 @@ class FileTier:
         self.found["bytes"] = sum(entry.size for entry in good.values())
         return good, [*malformed, *(entry.far for entry in entries if entry.far not in good)]
 
-    async def quiesce(self) -> None:
-        """Stop the thread, and wait for it off the loop, at most `CLOSE_S`."""
+    async def quiesce(self, timeout_s: float | None = None) -> None:
+        """Stop the thread, and wait for it off the loop, at most `CLOSE_S` or so long."""
         if self._worker is not None:
             self._worker.stop()
-            self._close_by = time.monotonic() + CLOSE_S
-            await anyio.to_thread.run_sync(self._worker.wait, CLOSE_S)
+            in_time = CLOSE_S if timeout_s is None else timeout_s
+            self._close_by = time.monotonic() + in_time
+            await anyio.to_thread.run_sync(self._worker.wait, in_time)
 
     def close(self) -> None:
         """Stop the thread, write the index, and let others in; moves that had not ended have `FAILED`. Idempotent.

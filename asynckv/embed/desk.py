@@ -42,8 +42,8 @@ __all__ = ["EngineDesk", "checked"]
 SLICE_S = 0.001
 """How long a turn may go on carrying out orders."""
 
-BEGUN_LATER = frozenset((Pull, Load, Store))
-"""Orders that are awaited, each in a task of its own."""
+AWAITED = (Pull, Load, Store)
+"""Orders that are awaited, each in a task of its own, and that hold blocks until their end or longer."""
 
 FINISH_S = 0.25
 """How long an engine that ends goes on carrying out what was handed over before."""
@@ -93,7 +93,7 @@ class EngineDesk:
         self._unbegun: set[asyncio.Task[None]] = set()
         """Pulls, loads and stores whose task has not had its first turn."""
         self._failed: set[asyncio.Task[None]] = set()
-        """Pulls and loads that were told in `failed`, and whose blocks may still be written."""
+        """Pulls, loads and stores that were told in `failed`, and whose blocks are not the engine's yet."""
         self._news: deque[tuple[str, Any]] = deque()
         self._is_shut = self._is_over = False
         self.num_handovers = self.num_orders = 0
@@ -182,12 +182,10 @@ class EngineDesk:
         for task, order in tasks.items():
             if task in self._unbegun:
                 self._refuse(order, EngineClosed("the engine was closed before this was carried out"))
-            elif isinstance(order, Pull | Load):
+            elif isinstance(order, AWAITED):
                 if task not in self._failed:
                     self._tell("failed", Failed(order.request_id, _held(order, cause)))
                 self._tell("retired", order.request_id)
-            elif isinstance(order, Store):
-                self._refuse(order, EngineClosed(f"the engine's loop was ended while this was carried out: {cause!r}"))
             elif isinstance(order, Lend):
                 request_id = decode_params(order.params).request_id
                 self._tell("sent", LeaseEnd(request_id, "closed", {}, ("*",), 0.0))
@@ -213,7 +211,7 @@ class EngineDesk:
                     return
                 self.num_handovers += 1
             # A pull begins in the loop's next turn, and what follows it, such as its cancellation, after that.
-            if (self._unbegun and type(left[0]) not in BEGUN_LATER) or time.monotonic() > until:
+            if (self._unbegun and type(left[0]) not in AWAITED) or time.monotonic() > until:
                 self._soon()
                 return
             order = left.popleft()
@@ -263,7 +261,7 @@ class EngineDesk:
         raise LocalProtocolError("this engine has no offload; start an Offload(config, engine) on its loop first")
 
     def _refuse(self, order: Order, error: Exception) -> None:
-        if isinstance(order, Pull | Load):
+        if isinstance(order, AWAITED):
             self._tell("failed", Failed(order.request_id, error))
         else:
             self._tell("refused", Refused(order, error))
@@ -295,30 +293,17 @@ class EngineDesk:
             priority=order.priority,
             retries=order.retries,
         )
-        await self._fill(order, pull, "received", self.engine.returned)
+        await self._outcome(order, pull, "received", self.engine.returned)
 
     async def _load(self, order: Load, offload: Offload) -> None:
         load = offload.load(
             order.request_id, order.groups, order.hashes, num_tokens=order.num_tokens, timeout_s=order.timeout_s
         )
-        await self._fill(order, load, "loaded", offload.returned)
+        await self._outcome(order, load, "loaded", offload.returned)
 
     async def _store(self, order: Store, offload: Offload) -> None:
-        self._has_begun()
-        try:
-            stored = await offload.store(order.request_id, order.groups, order.hashes)
-        except Exception as exc:
-            if isinstance(exc, PullError):  # a copy that failed may read the blocks still
-                with suppress(BlocksRetired):
-                    await exc.returned()
-            self._report("refused", Refused(order, exc))
-        except asyncio.CancelledError as exc:  # somebody cancels every task of the loop, and the blocks are read still
-            with suppress(BlocksRetired):
-                await offload.returned(order.request_id)
-            self._report("refused", Refused(order, PullCancelled(f"request {order.request_id!r}: {exc!r}")))
-            raise
-        else:
-            self._report("stored", stored)
+        store = offload.store(order.request_id, order.groups, order.hashes)
+        await self._outcome(order, store, "stored", offload.returned)
 
     def _has_begun(self) -> asyncio.Task[None]:
         task = asyncio.current_task()
@@ -326,14 +311,14 @@ class EngineDesk:
         self._unbegun.discard(task)
         return task
 
-    async def _fill(
+    async def _outcome(
         self,
-        order: Pull | Load,
+        order: Pull | Load | Store,
         work: Coroutine[Any, Any, object],
         kind: str,
         returned: Callable[[str], Coroutine[Any, Any, None]],
     ) -> None:
-        """Wait for blocks to be filled, and tell what comes of it."""
+        """Wait for blocks to be filled or stored, and tell what comes of it."""
         task = self._has_begun()
         try:
             result = await work
@@ -357,9 +342,9 @@ class EngineDesk:
             self._report(kind, result)
 
     async def _tell_when_returned(
-        self, order: Pull | Load, exc: BaseException, returned: Callable[[str], Coroutine[Any, Any, None]]
+        self, order: Pull | Load | Store, exc: BaseException, returned: Callable[[str], Coroutine[Any, Any, None]]
     ) -> None:
-        """Tell of a pull that ended in a way that says nothing of its blocks."""
+        """Tell of one that ended in a way that says nothing of its blocks."""
         is_returned = False
         try:
             await returned(order.request_id)
@@ -391,8 +376,8 @@ class EngineDesk:
         self._on_news()
 
 
-def _held(order: Pull | Load, cause: BaseException) -> PullCancelled:
-    """Return the error of a pull whose blocks may still be written, for all that is known."""
+def _held(order: Pull | Load | Store, cause: BaseException) -> PullCancelled:
+    """Return the error of an order whose blocks may still be touched, for all that is known."""
     held: dict[int, tuple[int, ...]] = {}
     with suppress(TypeError, ValueError):  # what is no list of blocks was never pulled into
         held = {i: tuple(b for b in ids if b is not None) for i, (_, ids) in enumerate(order.groups)}

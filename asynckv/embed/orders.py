@@ -4,7 +4,7 @@ A scheduler decides once per step what is to happen, and its workers carry it ou
 a list of orders, handed over in one go, and everything that has ended since the last look is one `Finished`.
 
 Every order ends in one place, once: a `Pull` in `received` or `failed`, a `Load` in `loaded` or `failed`, a `Lend` in
-`sent` or `refused`, a `Store` in `stored` or `refused`, a `Lookup` in `found` or `refused`, any other in `refused`, or
+`sent` or `refused`, a `Store` in `stored` or `failed`, a `Lookup` in `found` or `refused`, any other in `refused`, or
 nowhere if there was nothing to complain of. That holds when the engine is closed under way, too.
 """
 
@@ -101,7 +101,7 @@ class Lookup(Order, frozen=True, kw_only=True):
 
 
 class Store(Order, frozen=True, kw_only=True):
-    """Keep blocks outside of the accelerator (`Offload.store`). Ends in `stored` or `refused`, always."""
+    """Keep blocks outside of the accelerator (`Offload.store`). Ends in `stored` or `failed`, always."""
 
     request_id: str
     groups: Sequence[tuple[int, Sequence[int | None]]]
@@ -120,13 +120,14 @@ class Load(Order, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A pull or load that ended badly.
+    """A pull, load or store that ended badly.
 
     Attributes:
         request_id: Whose.
-        error: What `Engine.pull` or `Offload.load` raised. If it names blocks (`PullError.held`) they may still be
-            written; the request's id follows in `Finished.returned` or `Finished.retired`. It is an `AsyncKVError`, or
-            else a bug.
+        error: What `Engine.pull`, `Offload.load` or `Offload.store` raised. If it names blocks (`PullError.held`) they
+            may still be written, or read by a store; the request's id follows in `Finished.returned` or
+            `Finished.retired`. It is an `AsyncKVError`, or else a bug. `PullError.failed_in` tells a `store` from a
+            `load`.
     """
 
     request_id: str
@@ -134,7 +135,7 @@ class Failed:
 
     @property
     def is_held(self) -> bool:
-        """Blocks may still be written; wait for the id in `returned`."""
+        """Blocks may still be written, or read; wait for the id in `returned`."""
         return isinstance(self.error, PullError) and bool(self.error.held)
 
 
@@ -155,12 +156,12 @@ class Finished:
             `close` says were cut short, which nobody may write before the process ends.
         received: Pulls whose bytes are in place.
         found: What lookups have found, with the ids that they were given.
-        stored: Blocks that were to be stored and are the engine's again, whatever became of them.
+        stored: Stores that have ended, and whose blocks are the engine's again: how many are kept, and how many not.
         loaded: Loads whose bytes are in place, as far as they say.
-        failed: Pulls and loads that ended badly.
-        returned: Ids of failed pulls and loads whose held blocks nothing can write any more.
+        failed: Pulls, loads and stores that ended badly.
+        returned: Ids of those whose held blocks nothing can write or read any more.
         retired: Ids of those whose held blocks must never be used again (`BlocksRetired`).
-        refused: Orders other than pulls and loads of which nothing was done.
+        refused: Orders other than those of which nothing was done.
     """
 
     sent: list[LeaseEnd] = field(default_factory=list)

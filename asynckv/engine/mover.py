@@ -231,6 +231,8 @@ class Mover:
 
     def pump(self) -> None:
         """Do what the catalogue wants, and tell what became of jobs."""
+        if not self.is_open:
+            return  # catalogues are another thread's still
         now = self._driver.clock.now()
         for shelf in self.shelves:
             moves = shelf.catalogue.moves(now) if self._is_moving else []
@@ -522,9 +524,14 @@ class Mover:
     def _running_of(self, kind: MoveKind) -> Iterator[Move]:
         return (each.move for each in self.posted.values() if each.move.kind is kind and not each.is_doubtful)
 
-    async def let_go_of_device(self) -> None:
+    async def let_go_of_device(self, timeout_s: float) -> None:
+        """End the copy plane, for whose threads so long is waited.
+
+        Raises:
+            BackendError: Something may still write the memory.
+        """
         if self.is_copying and self.copies is not None:
-            await self.copies.quiesce()
+            await self.copies.quiesce(timeout_s)
             self.copies.close()
             self.is_copying = False
 

@@ -126,6 +126,9 @@ class Offload:
             BackendError: The memory, the disk's space or NIXL is not to be had, or another process has the directory;
                 nothing is left running.
             EngineClosed: The engine does not run.
+
+        Whoever is cancelled here waits a second at most for what is being opened. A disk that does not answer is left
+        behind with what it holds (`offload_broken`); it lets go of that once it has answered.
         """
         self.engine._driver.home.here(self.start)
         await self._tiers.start()
@@ -138,14 +141,16 @@ class Offload:
         restarts it, and wants to find more, closes the offload before, with all the time that there is.
 
         Args:
-            timeout_s: How long blocks are written to files, and copies that run are waited for (a second if left out),
-                and promises of what is lent.
+            timeout_s: How long all of it takes at most: writing to files, waiting for copies that run and for
+                promises of what is lent, and for threads, which are given a second to end in any case. If left out, a
+                second for the first two, and ten for threads.
 
         Returns:
             What was not waited for.
 
         Raises:
-            BackendError: Something may still write the memory. Call again to wait again.
+            BackendError: Something may still write the memory, or a `start` has not come to its end. Call again to
+                wait again.
         """
         if not self._tiers.is_started:
             return ()
@@ -192,12 +197,12 @@ class Offload:
 
         What another geometry has left is not given up to make room, wanted or not.
         """
-        self._here(self.touch)
+        self._opened(self.touch)
         self._catalogue.touch(self._chain(hashes, num_tokens))
 
     def pin(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> Pin:
         """Keep what is kept of a prompt, until the pin is released or left (`with offload.pin(hashes):`)."""
-        self._here(self.pin)
+        self._opened(self.pin)
         name = f"pin-{next(self._mover.ids)}"
         self._tiers.pin(name, self._chain(hashes, num_tokens))
         return Pin(lambda: self._mover.unpin(name))
@@ -208,7 +213,7 @@ class Offload:
         What is being copied is copied to its end, and found no more. What another geometry has left is found no more
         either, until the next start: its files are not this rank's to change.
         """
-        self._here(self.evict)
+        self._opened(self.evict)
         chain = None if hashes is None else self._chain(hashes, None)
         evicted = [shelf.catalogue.evict(chain) for shelf in (self._own, *self._tiers.others)]
         self._mover.soon()
@@ -418,6 +423,11 @@ class Offload:
         if not self._tiers.is_started:
             raise EngineClosed("the offload is not started; use `async with Offload(config, engine)`")
         self._tiers.driver.home.here(call)
+
+    def _opened(self, call: Callable[..., Any]) -> None:
+        self._here(call)
+        if not self._mover.is_open:  # what is kept is another thread's still
+            raise EngineClosed("the offload has not found out yet what is kept; wait until its `start` has returned")
 
     def _chain(self, hashes: Sequence[str | bytes], num_tokens: int | None) -> list[bytes]:
         chain = as_hashes(hashes)

@@ -129,14 +129,17 @@ class Shelf:
         self.catalogue.switch_off(reads=False)  # what the files lose is not written there again: they are another's
         return count
 
-    async def close(self) -> None:
+    async def close(self, timeout_s: float) -> None:
         """End the files, and give the memory back; nothing touches it afterwards.
+
+        Args:
+            timeout_s: How long what runs is waited for.
 
         Raises:
             BackendError: Something may still write it.
         """
         if self.records is not None:
-            await self.records.quiesce()
+            await self.records.quiesce(timeout_s)
             self.records.close()
         if self.memory is not None:
             memory, self.memory = self.memory, None

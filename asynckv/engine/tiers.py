@@ -8,7 +8,9 @@ only then blocks are given back that something might have written.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -19,13 +21,14 @@ import numpy as np
 from asynckv.config import EngineConfig, OffloadConfig
 from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lifecycle import LifeState
+from asynckv.edges.aside import Aside
 from asynckv.engine.copying import ByTokens, Copying, SlotBySlot, reading
 from asynckv.engine.engine import Engine
 from asynckv.engine.figures import Figures
 from asynckv.engine.jobs import OffloadJob
 from asynckv.engine.mover import Mover
 from asynckv.engine.shelf import Shelf
-from asynckv.errors import BackendError, ConfigError, EngineClosed, LocalProtocolError
+from asynckv.errors import AsyncKVError, BackendError, EngineClosed, LocalProtocolError
 from asynckv.geometry.blocks import BlockList
 from asynckv.geometry.check import Registration
 from asynckv.geometry.packed import record_form
@@ -53,6 +56,9 @@ MAX_TOLD = 8
 
 GRACE_S = 1.0
 """How long closing writes to files, and waits for copies that run, unless it is told otherwise."""
+
+CLOSE_S = 10.0
+"""How long a plane's threads are waited for, unless closing is told otherwise."""
 
 WRITTEN = f"blocks.{MoveKind.WRITE_BACK.value}"
 
@@ -110,11 +116,18 @@ class Tiers:
         self.figures = Figures(self.driver, self.mover, config)
         self.mover.on_moved = self.figures.tell
         self.network: Engine | None = None
-        self.is_started = False
+        self.is_started = self._is_to_be_told = False
+        self._written_before: int | None = None
+        """Blocks that had been written to files when closing began."""
         self._copies = copies
         self._closing: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
-        self._opening = asyncio.Lock()
-        """Held while another thread takes memory and opens files."""
+        self._opening: asyncio.Future[int] | None = None
+        """Another thread takes memory and opens files: until it has ended, they are its own."""
+        self._is_left = False
+        """That thread did not come back in time, and is waited for no longer; when it comes back it lets go of all."""
+        self._waiting: set[asyncio.Future[None]] = set()
+        """Who waits for that thread."""
+        self._tidying: asyncio.Task[None] | None = None
 
     # -- beginning -----------------------------------------------------------------------------------
 
@@ -126,8 +139,7 @@ class Tiers:
         driver.attach(self)
         self.is_started, began = True, driver.clock.now()
         try:
-            async with self._opening:
-                found = await self._open()
+            found = await self._open()
             if config.network is not None:
                 self.network = self._serve(config.network, Registration(self.own.layout, (self.own.memory,)))
                 await self.network.start()
@@ -136,11 +148,12 @@ class Tiers:
             self._take()
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await self._let_go_of_planes(0.0)
+                if not self._is_left:
+                    await self._let_go_of_planes(driver.clock.now() + CLOSE_S)
             if self in driver.guests:
                 driver.guests.remove(self)
             raise
-        self.mover.cause = ""
+        self.mover.cause, self._is_to_be_told = "", True
         driver.recorder.event(
             "info",
             EVENT.OFFLOAD_STARTED,
@@ -179,25 +192,79 @@ class Tiers:
     async def _open(self) -> int:
         """Take the memory, and open the files, away from the loop; returns how many blocks these have."""
         loop, mover = asyncio.get_running_loop(), self.mover
-        work = loop.run_in_executor(None, self._open_all, loop)
+        work = self._opening = loop.run_in_executor(Aside(f"{self._name}-opening"), self._open_all, loop)
+        work.add_done_callback(self._came_back)
         try:
-            found = await asyncio.shield(work)
+            await self._until_opened(math.inf)
         except asyncio.CancelledError:
-            with anyio.CancelScope(shield=True):  # nobody may close what is still being opened
-                await asyncio.wait([work])
+            with anyio.CancelScope(shield=True), suppress(BackendError):  # which the log has told
+                await self._until_opened(GRACE_S)
             raise
+        if self._is_left:
+            raise BackendError(self._hangs)  # it came back just now, and is let go of
+        found = work.result()
         for cause in self._left_out[:MAX_TOLD]:
             self.driver.recorder.event("warning", EVENT.OFFLOAD_LEFT_OUT, cause=cause)
         self._tell_of_damage()
         opened, mover.shelves = mover.shelves, (self.own, *self.others)
         for shelf in opened:
             if shelf not in mover.shelves:
-                await shelf.close()
+                await shelf.close(CLOSE_S)
         mover.is_open = True
         for shelf in mover.shelves:
             if shelf.records is not None:
                 mover.on_records(shelf)  # what was not heard meanwhile
         return found
+
+    async def _until_opened(self, timeout_s: float) -> None:
+        """Wait until nothing is being opened any more; nobody may close it before.
+
+        Raises:
+            BackendError: It takes too long, for this or for somebody else who waits, and was left behind.
+        """
+        work, clock = self._opening, self.driver.clock
+        if work is None or work.done():
+            return
+        over = asyncio.get_running_loop().create_future()
+        self._waiting.add(over)
+        handle = clock.call_at(clock.now() + timeout_s, self._leave) if timeout_s < math.inf else None
+        try:
+            await asyncio.wait([work, over], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._waiting.discard(over)
+            if handle is not None:
+                handle.cancel()
+        if not work.done():
+            raise BackendError(self._hangs)
+
+    @property
+    def _hangs(self) -> str:
+        """Say what does not come to an end."""
+        where = f"opening the files in {self.config.directory!r}, or taking" if self.config.directory else "taking"
+        return (
+            f"{where} {self.config.host_bytes} bytes of host memory, has not come to an end: the disk or the system "
+            f"does not answer. The thread that waits for it is left behind with the memory and the directory, and lets "
+            f"go of them once it is answered; close again to wait again"
+        )
+
+    def _leave(self) -> None:
+        """Wait no longer for what is being opened: whoever does is told."""
+        if not self._is_left:
+            self._is_left = True
+            self.driver.recorder.event("error", EVENT.OFFLOAD_BROKEN, cause=self._hangs)
+        for over in self._waiting:
+            if not over.done():
+                over.set_result(None)
+
+    def _came_back(self, work: asyncio.Future[int]) -> None:
+        """Nothing is being opened any more; if nobody has waited for it, let go of it."""
+        work.exception()
+        if self._is_left:
+            self._tidying = asyncio.get_running_loop().create_task(self._tidy())
+
+    async def _tidy(self) -> None:
+        with suppress(BackendError):  # a disk that hangs again: `aclose` tells
+            await self._let_go_of_planes(self.driver.clock.now() + CLOSE_S)
 
     def _tell_of_damage(self) -> None:
         """Say if the rank's own files have not all that they should have."""
@@ -226,12 +293,14 @@ class Tiers:
         found = own.open_files(partial(mover.on_records, own), loop)
         try:
             for shelf in self._leftovers(config, own, self._name):
+                if self._is_left:
+                    break
                 mover.shelves = (*mover.shelves, shelf)
                 shelf.take_memory(self.engine.registration.layout)
                 found += shelf.open_files(partial(mover.on_records, shelf), loop)
             if opened := mover.shelves[1:]:
                 self.others = reading(self.engine.registration.layout, opened, config.max_post_bytes)
-        except (BackendError, ConfigError) as exc:
+        except AsyncKVError as exc:
             self._left_out.append(str(exc))
         return found
 
@@ -248,15 +317,18 @@ class Tiers:
 
     async def _close(self, timeout_s: float | None, flush_s: float) -> tuple[HeldBlocks, ...]:
         driver, mover = self.driver, self.mover
-        was_open, mover.cause = not mover.cause, mover.cause or "it was closed"
-        before = mover.counts[WRITTEN]
-        left = await mover.end_work(GRACE_S if timeout_s is None else timeout_s, flush_s)
-        written, lost = mover.counts[WRITTEN] - before, mover.to_write_back
-        await self._let_go_of_planes(timeout_s)
+        if is_first := self._written_before is None:
+            self._written_before = mover.counts[WRITTEN]
+        mover.cause = mover.cause or "it was closed"
+        by = driver.clock.now() + (GRACE_S if timeout_s is None else timeout_s)
+        left = await mover.end_work(by - driver.clock.now(), flush_s if is_first else 0.0)
+        written, lost = mover.counts[WRITTEN] - (self._written_before or 0), mover.to_write_back
+        await self._let_go_of_planes(None if timeout_s is None else by)
         mover.forsake()
         if self in driver.guests:
             driver.guests.remove(self)
-        if was_open:
+        if self._is_to_be_told:
+            self._is_to_be_told = False
             self.figures.tell(0.0)
             driver.recorder.event(
                 "info", EVENT.OFFLOAD_STOPPED, counters=self.figures.counters(), written_back=written, lost=lost
@@ -264,25 +336,44 @@ class Tiers:
         driver.soon()
         return left
 
-    async def _let_go_of_planes(self, timeout_s: float | None) -> None:
-        """End all planes; nothing touches any memory afterwards."""
-        async with self._opening:
-            pass
+    async def _let_go_of_planes(self, by: float | None) -> None:
+        """End all planes; nothing touches any memory afterwards.
+
+        Args:
+            by: Until when that may take; each plane `CLOSE_S` if None. What is well ends in milliseconds, and has
+                `GRACE_S` for it in any case.
+
+        Raises:
+            BackendError: Something may still write the memory.
+        """
+
+        def left(least: float) -> float:
+            return CLOSE_S if by is None else max(by - self.driver.clock.now(), least)
+
+        await self._until_opened(left(0.0))
         if self.network is not None:
-            await self.network.aclose(timeout_s)
-        await self.mover.let_go_of_device()
-        for shelf in self.mover.shelves:
-            await shelf.close()
+            await self.network.aclose(None if by is None else left(0.0))
+        await self.mover.let_go_of_device(left(GRACE_S))
+        shelves = self.mover.shelves
+        ended = await asyncio.gather(*(shelf.close(left(GRACE_S)) for shelf in shelves), return_exceptions=True)
+        for each in ended:
+            if isinstance(each, BaseException):
+                raise each
 
     # -- what the engine asks of its guest -----------------------------------------------------------
 
     async def let_go(self, timeout_s: float | None) -> tuple[HeldBlocks, ...]:
         """The engine ends, or is suspended: use its memory no more."""
         if self.driver.life.state is not LifeState.SUSPENDING:
-            return await self.close(timeout_s, GRACE_S if timeout_s is None else min(timeout_s, GRACE_S))
+            try:
+                return await self.close(timeout_s, GRACE_S if timeout_s is None else min(timeout_s, GRACE_S))
+            except BackendError:
+                if self._opening is None or self._opening.done():
+                    raise
+                return ()  # what is left behind touches no block of the engine
         self.mover.cause = "its engine is suspended"
         left = await self.mover.end_work(GRACE_S if timeout_s is None else timeout_s)
-        await self.mover.let_go_of_device()
+        await self.mover.let_go_of_device(CLOSE_S)
         self.mover.forsake((MoveKind.STORE, MoveKind.LOAD))
         return left
 
@@ -322,8 +413,8 @@ class Tiers:
         if self.others and found.tokens < len(chain) * self.config.hash_tokens:
             there = self._left(chain)
             if there.tokens > found.tokens:
-                ready = there.ready_tokens if there.ready_tokens > found.tokens else found.ready_tokens
-                return msgspec.structs.replace(there, ready_tokens=ready)
+                # What of it is in the little memory beside its files may be gone in a moment, pinned or not.
+                return msgspec.structs.replace(there, ready_tokens=found.ready_tokens)
         return found
 
     def _left(self, chain: list[bytes]) -> Found:
@@ -348,8 +439,10 @@ class Tiers:
         Of that in their files: through the little memory beside them other prompts have to pass.
         """
         own = self.own.catalogue
-        own.pin(name, chain)
-        if self.others and own.lookup(chain).tokens < (tokens := self._left(chain).tokens):
+        kept = own.lookup(chain).tokens
+        # Another prefix needs other blocks of windows and states.
+        own.pin(name, chain, kept if self._is_hybrid and kept else None)
+        if self.others and kept < (tokens := self._left(chain).tokens):
             nothing = [(0, np.zeros(0, np.int64))] * len(self.engine.registration.layout.groups)
             for shelf, copying in self.others.items():
                 shelf.catalogue.pin(name, chain, tokens, positions=copying.wanted(nothing, tokens), place=Place.FILE)

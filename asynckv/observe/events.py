@@ -638,7 +638,8 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
     EVENT.OFFLOAD_BROKEN: Event(
         "both",
         ("error",),
-        "The engine was resumed, and its memory cannot be used for offload any more.",
+        "The engine was resumed, and its memory cannot be used for offload any more; or what is opened at the start "
+        "has not come to an end, and was left behind.",
         (always(TEXT, "cause", "Why."),),
     ),
     EVENT.LOOP_WAS_AWAY: Event(

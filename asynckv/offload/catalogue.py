@@ -184,15 +184,13 @@ class Catalogue:
                     self._jobs.wait(job, position, entry)
         if is_prefix:
             new = [*map(sorted, new)]
-            made = make_room(self.groups, self.host, self.file, mine, new, self._tick)
+            made = make_room(self.groups, self.host, self.file, mine, new, used[0])
         else:
             made = [
                 self.host.make(g, [mine[g][position] for position in some], self._tick) for g, some in enumerate(new)
             ]
         for g, (entries, some) in enumerate(zip(made, new, strict=True)):
-            for entry, position in zip(entries, some, strict=False):
-                self._jobs.hold(job, self.host, entry)
-                self._jobs.do(job, position, entry)
+            self._jobs.do_all(job, list(map(Item, some, entries)))
             job.missing += [(g, position) for position in some[len(entries) :]]
         if job.missing:
             job.cause = self._why_not_stored(len(job.missing), sum(map(len, where)))
@@ -246,15 +244,16 @@ class Catalogue:
             self._jobs.fail(job, JobOutcome.MISSING, f"{len(job.missing)} of {len(found)} blocks are not stored")
             return
         self._use(mine, where)
+        ready = list[Item]()
         for position, entry, is_file in found:
             assert entry is not None
             if is_file:
                 self._jobs.fetch(job, position, entry)
             elif entry.state is EntryState.READY:
-                self._jobs.hold(job, self.host, entry)
-                self._jobs.do(job, position, entry)
+                ready.append(Item(position, entry))
             else:
                 self._jobs.wait(job, position, entry)
+        self._jobs.do_all(job, ready)
         self._jobs.settle(job)
 
     def cancel(self, job_id: str) -> bool:

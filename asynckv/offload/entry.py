@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
 
 from msgspec import Struct
 
@@ -79,6 +81,12 @@ NOBODY: frozenset[str] = frozenset()
 NOTHING: frozenset[int] = frozenset()
 
 
+@lru_cache(64)
+def only(one: str | int) -> frozenset[Any]:
+    """Return the set of one holder, or of one transfer: thousands of blocks share it."""
+    return frozenset((one,))
+
+
 class Entry(Struct, eq=False, gc=False):
     """One stored block in one tier. Its fields are everybody's to read, and nobody else's to write.
 
@@ -122,7 +130,7 @@ class Entry(Struct, eq=False, gc=False):
 
     def hold(self, holder: str) -> None:
         """Keep it for somebody."""
-        self.holders |= {holder}
+        self.holders = self.holders | {holder} if self.holders else only(holder)
 
     def let_go(self, holder: str) -> bool:
         """Keep it for somebody no more; True if it has just gone."""
@@ -133,7 +141,7 @@ class Entry(Struct, eq=False, gc=False):
 
     def begin(self, move: int) -> None:
         """Note a transfer that will touch its slot."""
-        self.moves |= {move}
+        self.moves = self.moves | {move} if self.moves else only(move)
 
     def end(self, move: int) -> bool:
         """Note that a transfer will not touch its slot any more; True if it has just gone."""

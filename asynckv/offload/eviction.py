@@ -175,8 +175,9 @@ class S3Fifo(Generic[K]):
 
     def idle(self, key: K) -> None:
         """Note that it is busy no more."""
-        self._small.idle(key)
-        self._main.idle(key)
+        for queue in (self._small, self._main):
+            if queue.is_aside(key):
+                queue.idle(key)
 
     def remove(self, key: K) -> None:
         """Forget it: it has left on other grounds."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from asynckv.offload.entry import Entry, EntryState
 from asynckv.offload.job import Item, Job, JobEnded, JobEvent, JobKind, JobOutcome, JobReturned, JobState
@@ -63,6 +63,16 @@ class Jobs:
         """A block that a job holds can be moved."""
         job.todo.append(Item(position, entry))
         self.ready[job.kind][job.job_id] = job
+
+    def do_all(self, job: Job, items: Sequence[Item]) -> None:
+        """A job needs blocks of host memory that can be moved."""
+        if items:
+            name, hold = job.job_id, self._host.hold
+            for _, entry in items:
+                hold(entry, name)
+            job.holding.update([entry for _, entry in items])
+            job.todo += items
+            self.ready[job.kind][name] = job
 
     def wait(self, job: Job, position: int, entry: Entry) -> None:
         """A job waits until somebody else has written a block."""

@@ -2,13 +2,15 @@
 
 Groups share the bytes of a tier, and a prefix is of use only if all of them have it. So if one finds no room for all of
 its blocks, none keeps more than the longest beginning of the prompt for which there is room in all of them: what lies
-beyond would be found by no lookup, and would have taken the place of something that is.
+beyond would be found by no lookup, and would have taken the place of something that is. For the same reason it is known
+how much that is before anything is evicted.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -26,7 +28,7 @@ def make_room(
     file: Tier | None,
     keys: Sequence[Sequence[bytes]],
     new: Sequence[Sequence[int]],
-    spare: int,
+    spared: Sequence[Entry],
 ) -> list[list[Entry]]:
     """Find room for a prompt's new blocks, or for those of its longest beginning that can be used.
 
@@ -36,26 +38,41 @@ def make_room(
         file: What it has counts as kept.
         keys: Per group, those of all blocks of the prompt.
         new: Per group, which are to be stored, in order.
-        spare: See `Tier.make`.
+        spared: What was used in this tick: it is not evicted.
 
     Returns:
         Per group, entries for the first of the new blocks.
     """
-    wanted, tokens = (
-        new,
-        max(((some[-1] + 1) * g.block_size for g, some in zip(groups, new, strict=True) if some), default=0),
-    )
-    while True:
-        made = [host.make(at, [keys[at][place] for place in some], spare) for at, some in enumerate(wanted)]
-        if all(len(have) == len(some) for have, some in zip(made, wanted, strict=True)):
-            return made
-        num_bytes = sum(len(have) * group.record_bytes for have, group in zip(made, groups, strict=True))
-        for have in made:
-            for entry in have:
+    kinds, room = host.slots.kinds, host.slots.room()
+
+    def by_kind(counts: Sequence[int]) -> list[int]:
+        wanted = [0] * len(room.slots)
+        for kind, count in zip(kinds, counts, strict=True):
+            wanted[kind] += count
+        return wanted
+
+    counts = [*map(len, new)]
+    if not room.fits(by_kind(counts)):
+        room = host.room(spared)
+        if not room.fits(by_kind(counts)):
+            counts = _fitting(groups, host, file, keys, new, lambda counts: room.fits(by_kind(counts)))
+    wanted = by_kind(counts)
+    host.may_take = room.over(wanted)
+    made: list[list[Entry]] = [[] for _ in groups]
+    # Who has to take chunks of others comes first: they cannot be had once their owners have put new blocks into them.
+    for at in sorted(range(len(groups)), key=lambda at: room.short(wanted, kinds[at]), reverse=True):
+        made[at] = host.make(at, [keys[at][place] for place in new[at][: counts[at]]], host.tick)
+    host.may_take = math.inf
+    if [*map(len, made)] != counts:  # a chunk was taken that another needed
+        have = [*map(len, made)]
+        counts = _fitting(
+            groups, host, file, keys, new, lambda counts: all(n <= m for n, m in zip(counts, have, strict=True))
+        )
+        for at, entries in enumerate(made):
+            for entry in entries[counts[at] :]:
                 host.drop(entry)
-        below = tokens if wanted is new else tokens * 7 // 8 + 1  # records of several sizes leave gaps
-        tokens = _fitting(groups, host, file, keys, new, num_bytes, below)
-        wanted = [some[: _count(some, tokens, group)] for some, group in zip(new, groups, strict=True)]
+            del entries[counts[at] :]
+    return made
 
 
 def _count(places: Sequence[int], tokens: int, group: StoredGroup) -> int:
@@ -69,15 +86,14 @@ def _fitting(
     file: Tier | None,
     keys: Sequence[Sequence[bytes]],
     new: Sequence[Sequence[int]],
-    num_bytes: int,
-    below: int,
-) -> int:
-    """Return the longest prefix below some tokens that can be used, and whose new blocks take so many bytes at most."""
-    low, high = 0, below - 1  # what takes more bytes than there are is above
+    fits: Callable[[Sequence[int]], bool],
+) -> list[int]:
+    """Return how many new blocks each group stores of the longest prefix that can be used, and that fits."""
+    low, high = 0, max((some[-1] + 1) * group.block_size for group, some in zip(groups, new, strict=True) if some)
     while low < high:
         middle = (low + high + 1) // 2
-        taken = (_count(some, middle, g) * g.record_bytes for some, g in zip(new, groups, strict=True))
-        low, high = (middle, high) if sum(taken) <= num_bytes else (low, middle - 1)
+        is_good = fits([_count(some, middle, group) for some, group in zip(new, groups, strict=True)])
+        low, high = (middle, high) if is_good else (low, middle - 1)
     codes = []
     for at, (group, places) in enumerate(zip(groups, new, strict=True)):
         known = np.ones(low // group.block_size, np.uint8)
@@ -87,4 +103,5 @@ def _fitting(
             known[:] = [any(key in index for index in tiers) for key in mine] + [0] * (len(known) - len(mine))
             known[list(places[: _count(places, low, group)])] = 1
         codes.append(known)
-    return longest(groups, codes).tokens
+    tokens = longest(groups, codes).tokens
+    return [_count(some, tokens, group) for some, group in zip(new, groups, strict=True)]

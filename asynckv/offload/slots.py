@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from asynckv.errors import ConfigError
 
-__all__ = ["Slots"]
+__all__ = ["Room", "Slots"]
 
 RECORDS_PER_CHUNK = 8
 """Of the largest records at least, so that little is lost at a chunk's ends."""
@@ -89,6 +90,35 @@ class Runs:
         return length
 
 
+class Room(NamedTuple):
+    """How many slots can be had, per size of record.
+
+    Attributes:
+        slots: Those in chunks that hold something which stays.
+        whole: Chunks that each size of record has, and could give away.
+        free: Chunks that nobody has.
+        per_chunk: Slots of a chunk.
+    """
+
+    slots: list[int]
+    whole: list[int]
+    free: int
+    per_chunk: list[int]
+
+    def fits(self, wanted: Sequence[int]) -> bool:
+        """Whether so many slots of every size can be had at once."""
+        return self.over(wanted) >= 0
+
+    def over(self, wanted: Sequence[int]) -> int:
+        """How many chunks are left over then; less than 0 if there are too few."""
+        chunks = (max(0, -(-(n - m) // per)) for n, m, per in zip(wanted, self.slots, self.per_chunk, strict=True))
+        return sum(self.whole) + self.free - sum(chunks)
+
+    def short(self, wanted: Sequence[int], kind: int) -> int:
+        """How many chunks a size of record takes from others to have so many slots; less than 0 if it has some over."""
+        return -(-(wanted[kind] - self.slots[kind]) // self.per_chunk[kind]) - self.whole[kind]
+
+
 class Slots:
     """The slots of one tier.
 
@@ -124,6 +154,10 @@ class Slots:
         self.owners: list[int | None] = [None] * self.num_chunks
         """Per chunk, the size of record that it holds."""
         self._free_chunks = dict.fromkeys(range(self.num_chunks))
+        self._per_chunk = [
+            min(hi - lo for lo, hi in (self.bounds(kind, chunk) for chunk in range(self.num_chunks)))
+            for kind in range(len(self.sizes))
+        ]
         self._runs = [Runs() for _ in self.sizes]
 
     def bounds(self, kind: int, chunk: int) -> tuple[int, int]:
@@ -134,6 +168,10 @@ class Slots:
     def chunk(self, kind: int, slot: int) -> int:
         """Return the chunk that a slot lies in."""
         return slot * self.sizes[kind] // self.chunk_bytes
+
+    def room(self) -> Room:
+        """Return how many slots are free."""
+        return Room([run.total for run in self._runs], [0] * len(self.sizes), len(self._free_chunks), self._per_chunk)
 
     def reserve(self, kind: int, n: int) -> int:
         """Take chunks until so many slots are free, if there are as many; returns how many are, `n` at most."""

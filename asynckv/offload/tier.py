@@ -20,7 +20,7 @@ from asynckv.core.types import members
 from asynckv.offload.entry import Entry, EntryEvent, EntryState
 from asynckv.offload.eviction import Policy, S3Fifo, policy_named
 from asynckv.offload.keys import StoredGroup
-from asynckv.offload.slots import Slots
+from asynckv.offload.slots import Room, Slots
 
 __all__ = ["Place", "Tier"]
 
@@ -74,6 +74,8 @@ class Tier:
         self.evicted = self.lost = 0
         """Blocks evicted, and those among them that the next tier should have got."""
         self._spared = -1
+        self.may_take = math.inf
+        """How many chunks may be taken of records of another size by one that has blocks to evict itself."""
         self._idle = [0] * len(self.slots.sizes)
         """Per size of record, how much is READY, and nobody holds or moves it."""
         self._idle_in = [0] * self.slots.num_chunks
@@ -105,6 +107,21 @@ class Tier:
             self.policies[kind].add(entry)
         self._place(made)
         return made
+
+    def room(self, spared: Iterable[Entry]) -> Room:
+        """Return how many slots can be had by evicting all that may be evicted, but for what was used in this tick."""
+        free, num_whole = self.slots.room(), [0] * len(self._idle)
+        have = [n + m for n, m in zip(free.slots, self._idle, strict=True)]
+        for entry in spared:
+            have[entry.kind] -= self._is_idle(entry)
+        if self._is_mixed:
+            self._spared = self.tick
+            for chunk, kind in enumerate(self.slots.owners):
+                if kind is not None and self._is_idle_chunk(chunk):
+                    lo, hi = self.slots.bounds(kind, chunk)
+                    have[kind] -= hi - lo
+                    num_whole[kind] += 1
+        return Room(have, num_whole, free.free, free.per_chunk)
 
     def _entry(self, group: int, hash_: bytes, slot: int, state: EntryState) -> Entry:
         kind = self.slots.kinds[group]
@@ -141,9 +158,9 @@ class Tier:
         self._forget(victim)
         self._evictions[kind] += 1
         lo, hi = self.slots.bounds(kind, 0)
-        if self._is_mixed and self._evictions[kind] >= hi - lo:
+        if self._is_mixed and self._evictions[kind] >= hi - lo and self.may_take > 0:
             self._evictions[kind] = 0
-            self._evict_chunk(kind, victim.used)
+            self.may_take -= self._evict_chunk(kind, victim.used)
         return True
 
     def _evict_chunk(self, kind: int, before: float = math.inf) -> bool:
@@ -266,7 +283,7 @@ class Tier:
         if holder in entry.holders:
             if entry.let_go(holder):
                 self._gone(entry)
-            else:
+            elif entry.state is S.READY:
                 self._settle(entry)
 
     def begin(self, entry: Entry, move: int) -> None:
@@ -280,13 +297,14 @@ class Tier:
         if move in entry.moves:
             if entry.end(move):
                 self._gone(entry)
-            else:
+            elif entry.state is S.READY:
                 self._settle(entry)
 
     def _settle(self, entry: Entry) -> None:
-        """See whether what was busy is idle."""
-        if self._is_idle(entry):
-            self._count(entry, 1)
+        """See whether what was busy, and is READY, is idle."""
+        if not entry.holders and not entry.moves:
+            self._idle[entry.kind] += 1
+            self._idle_in[entry.chunk] += 1
             self.policies[entry.kind].idle(entry)
 
     def _forget(self, entry: Entry) -> None:

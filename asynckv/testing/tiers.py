@@ -163,7 +163,7 @@ class SimCopies:
         """Say what this is."""
         return {"copies": "simulated"}
 
-    async def quiesce(self) -> None:
+    async def quiesce(self, timeout_s: float | None = None) -> None:
         """There are no threads."""
 
     def close(self) -> None:
@@ -340,7 +340,7 @@ class SimRecords:
         """Say what this is."""
         return {"files": "simulated"}
 
-    async def quiesce(self) -> None:
+    async def quiesce(self, timeout_s: float | None = None) -> None:
         """There are no threads."""
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 SEGMENTS = "segment-?????.kv"
-RANK = re.compile(r"tp\d+of\d+")
+RANK = re.compile(r"tp\d+of\d+|vllm-")
 """How the names of ranks' directories begin."""
 
 MAX_RECORD = 1 << 30

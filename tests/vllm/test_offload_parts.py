@@ -46,6 +46,7 @@ from asynckv.core.types import TransferId
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
+from asynckv.integrations.vllm.offload import files
 from asynckv.integrations.vllm.offload import worker as workers
 from asynckv.integrations.vllm.offload.manager import COUNTED, GAUGES, PREFIX, Manager
 from asynckv.integrations.vllm.offload.region import Region, Shape
@@ -569,10 +570,10 @@ class AtOnce(SimRecords):
 class Filed:
     """A manager with files, whose blocks hold what their keys say."""
 
-    def __init__(self, folder: Path, disk: SimDisk | None) -> None:
-        given = config()
+    def __init__(self, folder: Path, disk: SimDisk | None, model: str = "m", **fields: Any) -> None:
+        given = config(**fields)
         offload = OffloadConfig(
-            model="m", hash_tokens=16, host_bytes=1, directory=str(folder), file_bytes=8 * PAGE, policy="lru"
+            model=model, hash_tokens=16, host_bytes=1, directory=str(folder), file_bytes=8 * PAGE, policy="lru"
         )
         shape = Shape(PAGE, 1, 1, 8)
         self.region = Region(given.engine_id, shape)
@@ -637,10 +638,70 @@ def test_a_place_in_the_files_that_changes_hands_keeps_its_new_block(tmp_path: P
         said = kept.until_written()
     assert (said["file_evicted"], said["file_blocks"]) == (28, 8)
     kept.close()
-    assert (look(tmp_path).blocks if disk is None else len(disk.records)) == 8
+    assert (sum(look(each).blocks for each in tmp_path.iterdir()) if disk is None else len(disk.records)) == 8
     again = Filed(tmp_path, disk)
     found = {number: data for number in range(36) if (data := again.load(number)) is not None}
     assert len(found) == 8
     assert set(range(30, 36)) < set(found)
     assert all(data == bytes([number]) * PAGE for number, data in found.items())
     again.close()
+
+
+def test_another_model_beside_is_told_of_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = Filed(tmp_path, None)
+    first.store(range(3), "r")
+    first.until_written()
+    first.close()
+    with caplog.at_level("INFO", "vllm.asynckv"):
+        # As large, but more blocks: it would write over all that is there.
+        other = Filed(tmp_path, None, model="another")
+    said = [record.message for record in caplog.records if record.name == "vllm.asynckv"]
+    assert f"{8 * PAGE} bytes are taken from the disk" in said[0]
+    assert f"{tmp_path} has files of another model" in said[1]
+    assert f"prune {tmp_path}/NAME --all" in said[1]
+    assert "0 blocks were found" in said[2]
+    other.store(range(8), "r")
+    other.until_written()
+    other.close()
+    ranks = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 1, 2, None, False)
+    Filed(tmp_path, None, parallel=ranks).close()
+    assert sorted(look(each).blocks for each in tmp_path.iterdir()) == [0, 3, 8]
+    caplog.clear()
+    again = Filed(tmp_path, None)
+    assert [again.load(number) for number in range(4)] == [bytes([number]) * PAGE for number in range(3)] + [None]
+    again.close()
+
+
+def test_files_that_do_not_open_are_an_error_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+
+    class Hangs(Records):
+        def start(self, memory: Memory, on_ready: Callable[[], None]) -> list[Any]:
+            hangs.wait(WITHIN_S)
+            return []
+
+    monkeypatch.setattr(files, "START_S", 0.05)
+    given = config()
+    offload = OffloadConfig(model="m", hash_tokens=16, host_bytes=1, directory="/x", file_bytes=8 * PAGE)
+    shape = Shape(PAGE, 1, 1, 8)
+    with pytest.raises(BackendError, match=r"not open after 0.05 s: the disk hangs"):
+        Manager(given, offload, shape, stored(given, offload, shape), Hangs())  # type: ignore[arg-type]
+    hangs.set()
+
+
+def test_a_key_that_is_there_twice_does_no_harm() -> None:
+    given = config()
+    offload = OffloadConfig(model="m", hash_tokens=16, host_bytes=1)
+    shape = Shape(PAGE, 1, 1, 8)
+    manager = Manager(given, offload, shape, stored(given, offload, shape))
+    context, twice = ReqContext("r"), [key(1), key(2), key(1)]
+    output = manager.prepare_store(twice, context)
+    assert output is not None
+    assert output.keys_to_store == twice[:2]
+    manager.complete_store(output.keys_to_store, context)
+    manager.touch(twice, context)
+    slots = manager.prepare_load(twice, context).block_ids
+    assert slots[0] == slots[2] != slots[1]
+    manager.complete_load(twice, context)
+    assert manager.catalogue.check_integrity() == []
+    assert not manager.catalogue.traffic.running

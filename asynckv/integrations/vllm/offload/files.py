@@ -2,19 +2,33 @@
 
 What is handed over is handed over in order, and what the plane tells comes back on this thread; the manager's lock is
 the manager's affair.
+
+Each model and geometry has a directory of its own in the one that a user names: the records of another are of no use
+here, and would be written over.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from vllm.v1.kv_offload.config import OffloadingConfig
 
 from asynckv.core.types import TransferId
+from asynckv.edges.file_index import INDEX
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.integrations.vllm.offload.loop import LoopThread
+from asynckv.offload.keys import StoredGroup
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, Stored
 
-__all__ = ["Files"]
+__all__ = ["Files", "folder_of", "tell_of_start"]
+
+log = logging.getLogger("vllm.asynckv")
 
 START_S = 600.0
 """Space is taken from the disk at the start, which takes long where the file system writes zeros."""
@@ -51,8 +65,13 @@ class Files:
 
         try:
             return self._thread.call(start, START_S)
-        except BaseException:
+        except BaseException as exc:
             self._thread.close(1.0)
+            if isinstance(exc, TimeoutError):
+                raise BackendError(
+                    f"the files were not open after {START_S:g} s: the disk hangs, or has not written so much by then; "
+                    f"look at it, or name a directory on another one, give file_bytes less, or leave both out"
+                ) from None
             raise
 
     def post(self, move_id: int, op: CopyOp, records: Sequence[Record]) -> None:
@@ -92,3 +111,28 @@ class Files:
         finally:
             self._thread.close(1.0)
         return True
+
+
+def folder_of(directory: str | os.PathLike[str], config: OffloadingConfig, groups: Sequence[StoredGroup]) -> Path:
+    """Say where an engine has its files."""
+    what = hashlib.sha256("".join(group.namespace for group in groups).encode()).hexdigest()[:16]
+    rank = f"-dp{config.parallel.data_parallel_index}" if config.parallel.data_parallel_size > 1 else ""
+    return Path(directory) / f"vllm-{what}{rank}"
+
+
+def tell_of_start(folder: Path, num_bytes: int) -> None:
+    """Say what an engine waits for, and what lies beside its files, which nobody removes by himself."""
+    log.info(
+        "opening %s: %d bytes are taken from the disk, where they are not yet, and what is there is read before the "
+        "engine starts: seconds, or minutes where a file system writes zeros",
+        *(folder, num_bytes),
+    )
+    mine, _, _ = folder.name.partition("-dp")
+    with suppress(OSError):  # if that cannot be read, the start says so
+        beside = sorted(path.parent.name for path in folder.parent.glob(f"vllm-*/{INDEX}"))
+        if others := [name for name in beside if name.partition("-dp")[0] != mine]:
+            log.warning(
+                "%s has files of another model, dtype, block size, memory order or parallel size as well, in %s%s; "
+                "they keep their space on the disk: `asynckv offload prune %s/NAME --all` removes what is of no use",
+                *(folder.parent, ", ".join(others[:4]), ", ..." * (len(others) > 4), folder.parent),
+            )

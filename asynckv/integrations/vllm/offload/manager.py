@@ -23,7 +23,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from pathlib import Path
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -49,7 +48,7 @@ from asynckv.core.events import Ending
 from asynckv.edges.block_records import BlockRecords
 from asynckv.edges.file_tier import FileTier
 from asynckv.errors import BackendError
-from asynckv.integrations.vllm.offload.files import Files
+from asynckv.integrations.vllm.offload.files import Files, folder_of, tell_of_start
 from asynckv.integrations.vllm.offload.open_moves import OpenMoves
 from asynckv.integrations.vllm.offload.region import Region, Shape, path_of
 from asynckv.integrations.vllm.offload.seen import Seen
@@ -181,31 +180,26 @@ class Manager(OffloadingManager):
 
     def _open(self, config: OffloadingConfig, offload: OffloadConfig, records: RecordPlane | None) -> None:
         """Map what the workers map, if there are files, and open them."""
+        folder = folder_of(offload.directory, config, self._groups)
         if records is None and offload.directory:
-            folder = Path(offload.directory)
-            if config.parallel.data_parallel_size > 1:
-                folder /= f"dp{config.parallel.data_parallel_index}"
             name, smallest = f"{config.engine_id}-files", self._shape.slot_bytes
             records = FileTier(folder, offload.file_bytes, name=name, record_bytes=smallest)
+            tell_of_start(folder, offload.file_bytes)
         if records is None:
             return
         self._region = Region(config.engine_id, self._shape)
-        files = Files(records, self._hear, self._on_time)
+        files, begun_at = Files(records, self._hear, self._on_time), time.monotonic()
         found, strange = self._blocks.known(files.start(self._region.memory))
         self._files = files
         files.forget(strange)
         kept = self.catalogue.recover(found)
-        log.info("%d blocks were found in %s", kept, offload.directory)
+        log.info("%d blocks were found in %s, within %.1f s", kept, folder, time.monotonic() - begun_at)
         said = records.statistics()
         damage = {what: said.get(f"found_{what}", 0) for what in FOUND_DAMAGED}
         if any(damage.values()):
-            log.warning("not all that %s should have is there: %s", offload.directory, damage)
+            log.warning("not all that %s should have is there: %s", folder, damage)
         if strange:
-            log.warning(
-                "%d blocks in %s are given up: they are of another model, dtype, block size, memory order or parallel "
-                "size; use one directory for each",
-                *(len(strange), offload.directory),
-            )
+            log.warning("%d blocks in %s are given up: they are not what its name says", len(strange), folder)
         self._forget()
 
     @property
@@ -495,13 +489,13 @@ class Manager(OffloadingManager):
             self._files.wake_in(max(0.0, self._wake_at - self._clock()))
 
     def _post(self, move: Move) -> None:
-        assert self._files is not None
-        if not self._is_checked and not self._check():
+        files = self._files  # none any more while it is shut down
+        if files is None or (not self._is_checked and not self._check()):
             self.catalogue.ended(move.move_id, Ending.FAILED)
             return
         is_read = move.kind is MoveKind.PROMOTION
         self._moving[move.move_id] = "fetched_blocks" if is_read else "written_back_blocks", move.num_blocks
-        self._files.post(move.move_id, CopyOp.READ if is_read else CopyOp.WRITE, self._blocks.of(move))
+        files.post(move.move_id, CopyOp.READ if is_read else CopyOp.WRITE, self._blocks.of(move))
 
     def _check(self) -> bool:
         """See that all workers use the memory that is mapped here; else files are of no use."""

@@ -34,7 +34,7 @@ class OpenMoves:
     def completed(self, keys: Iterable[OffloadKey]) -> list[Move]:
         """Moves of which the last key has been told of. Of moves that share a key, the oldest is told of first."""
         over = []
-        for key in keys:
+        for key in dict.fromkeys(keys):
             if (some := self._by_key.get(key)) is None:
                 continue
             move, left = some.popleft()
