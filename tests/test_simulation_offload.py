@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from asynckv.engine import copying
 from asynckv.engine.copying import ByTokens, SlotBySlot
 from asynckv.engine.mover import Mover
 from asynckv.engine.offload import Offload
+from asynckv.engine.shelf import Shelf
+from asynckv.engine.tiers import Tiers
 from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.entry import Entry
 from asynckv.offload.tier import Tier
@@ -73,14 +76,14 @@ class Bug(NamedTuple):
 
 PLANTED = {
     "a block is loaded before its copy has ended": Bug(
-        Catalogue, "load", "elif entry.state is EntryState.READY:", "elif entry.state:", 21
+        Catalogue, "load", "elif entry.state is EntryState.READY:", "elif entry.state:"
     ),
     "a slot is free though a copy may touch it": Bug(
         Entry, "_settle", "condition(self)", "not self.holders and self.state.name == 'LEAVING'", 10
     ),
-    "a slot is given up under a reader": Bug(Tier, "_is_busy", "entry.holders or entry.moves", "()", 36),
+    "a slot is given up under a reader": Bug(Tier, "_is_busy", "entry.holders or entry.moves", "()", 62),
     "a pin is ignored": Bug(Catalogue, "pin", "tier.hold(entry, name)", "pass", 1),
-    "a checksum is not compared": Bug(SimRecords, "finish", "not self.disk.is_good(record.far)", "False", 84),
+    "a checksum is not compared": Bug(SimRecords, "finish", "not self.disk.is_good(record.far)", "False", 108),
     "a cancelled load's blocks are given back at once": Bug(
         Catalogue, "cancel", "self._jobs.cancel(job)", "job.running.clear(); self._jobs.cancel(job)", 20
     ),
@@ -105,6 +108,23 @@ PLANTED = {
     "a list that begins later is taken for one from the start": Bug(
         SlotBySlot, "pieces", "- first // self._groups[index].block_size", "- 0", 1
     ),
+    "what is loaded of smaller blocks is not whole": Bug(
+        copying,
+        "_in_whole_blocks",
+        "-(-(group.window - 1) // group.block_size) * group.block_size + 1",
+        "group.window",
+        106,
+    ),
+    "what another geometry has left is not evicted": Bug(
+        Offload, "evict", "for shelf in (self._own, *self._tiers.others)", "for shelf in (self._own,)", 4
+    ),
+    "what another geometry has left is found and cannot be loaded": Bug(
+        Tiers, "sources", "tokens == self._left(whole).tokens", "tokens == 0", 7
+    ),
+    "a place in the files is written again before it was forgotten": Bug(
+        Shelf, "forget", "self.records.forget(self._blocks.places(freed))", "pass", 53
+    ),
+    "a store waits for ever for a copy": Bug(Mover, "_doubt", "else self._config.timeout_s", "else math.inf", 12),
     "a job that has ended holds its blocks for ever": Bug(Mover, "_release", "core.ledger.drop(job.job_id)", "pass", 2),
 }
 

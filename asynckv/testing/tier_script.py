@@ -126,6 +126,9 @@ def make_tier_script(seed: int, faults: Sequence[str] = TIER_FAULTS) -> TierScri
     if faults and rng.random() < 0.85:
         kinds = rng.sample(list(faults), min(len(faults), rng.randint(1, 4)))
         drawn = [_draw(rng, rng.choice(kinds), asks, seconds) for _ in range(rng.randint(1, 9))]
+    sizes = random.Random(repr(("sizes", seed)))
+    if len(model.groups) > 1 and sizes.random() < 0.5:
+        model = _with_sizes(sizes, model)
     host, file, data = rng.choice([3, 6, 12, 40]), rng.choice([0, 6, 40, 100]), rng.choice([1, 10, 30, 100])
     if "reshape" in faults and rng.random() < 0.4:
         # What one geometry has left is asked for by the next, and by the one after that.
@@ -150,6 +153,18 @@ def make_tier_script(seed: int, faults: Sequence[str] = TIER_FAULTS) -> TierScri
         write_back_records_per_s=rng.choice([0, 0, 20]),
         data=data,
     )
+
+
+def _with_sizes(rng: random.Random, model: Model) -> Model:
+    """Let one group have larger records than the others: tiers are cut into pieces of several sizes then."""
+    wide = rng.randrange(len(model.groups))
+    groups = list(model.groups)
+    parts = [
+        replace(part, dims=tuple((name, 16 * size if name == "dim" else size) for name, size in part.dims))
+        for part in groups[wide].parts
+    ]
+    groups[wide] = replace(groups[wide], parts=tuple(parts))
+    return replace(model, groups=tuple(groups))
 
 
 def _draw(rng: random.Random, kind: str, asks: Sequence[TierAsk], seconds: float) -> Fault:
