@@ -1329,6 +1329,23 @@ async def test_closing_has_one_time_for_all_of_it_and_a_second_attempt_tells_its
     assert log.read_text().count('"offload_stopped"') == 1
 
 
+async def test_an_engine_that_is_closed_again_waits_for_its_offload_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(layout_of())
+
+    def stuck() -> None:
+        raise BackendError("a thread is inside")
+
+    async with rank.running():
+        for _ in range(2):
+            with monkeypatch.context() as inside:
+                inside.setattr(rank.copies, "close", stuck)
+                with pytest.raises(BackendError, match="inside"):
+                    await rank.engine.aclose()
+            assert rank.copies.is_open
+        await rank.engine.aclose()
+        assert not rank.copies.is_open
+
+
 @contextlib.contextmanager
 def hanging(rank: Rank) -> Iterator[threading.Event]:
     """A disk that does not answer before it is told to."""

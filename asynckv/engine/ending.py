@@ -68,8 +68,6 @@ class Ending:
         """A data plane is about to be closed."""
         self._is_stopped = False
         """Observers were told so."""
-        self._is_work_left = False
-        """It is closed, and what runs has not been ended yet."""
         self.door: LocalDoor | None = None
         """Where processes of this host ask."""
 
@@ -195,12 +193,9 @@ class Ending:
         if self._life.takes(LifeEvent.CLOSE):
             self._life.receive(LifeEvent.CLOSE)
             driver.core.shut("closed")
-            self._is_work_left = True
-        for guest in tuple(driver.guests):  # again, too, if one could not let go before: it has the engine's memory
-            in_time = None if self._close_by == math.inf else max(self._close_by - driver.clock.now(), 0.0)
-            left += await guest.let_go(in_time)
-        if self._is_work_left:
-            self._is_work_left = False
+            for guest in tuple(driver.guests):
+                in_time = None if self._close_by == math.inf else max(self._close_by - driver.clock.now(), 0.0)
+                left += await guest.let_go(in_time)
             left += await self._end_work("closed")
         in_time = max(self._close_by - driver.clock.now(), GRACE_S)
         await driver.end_loading(min(self._config.pull.handshake_s, in_time))
