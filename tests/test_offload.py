@@ -1057,7 +1057,10 @@ async def test_stores_that_find_no_room_are_counted_and_told_once(tmp_path: Path
     assert (first["cause"], first["what"], first["blocks"], first["held"]) == ("no_room", "store", 3, 0)
     assert "no room in host memory for 3 of 3 blocks: it keeps 8, of which 8 are being written" in first["detail"]
     assert (second["request_id"], second["blocks"], second["not_logged"]) == ("large", 11, 5)
-    assert "5 are being written and 3 are pinned or lent; store less at a time, or raise host_bytes" in second["detail"]
+    assert (
+        "5 are being written and 3 are pinned, lent or being copied; store less at a time, or raise host_bytes"
+        in second["detail"]
+    )
 
 
 async def test_a_prompt_that_is_larger_than_host_memory_is_found_as_far_as_it_fits() -> None:

@@ -416,11 +416,11 @@ class Catalogue:
         )
 
     def _why_not_stored(self, missing: int, wanted: int) -> str:
-        pinned = sum(tier is self.host for held in self.pins.values() for tier, _ in held)
+        kept, writing = sum(map(len, self.host.index)), sum(map(len, self.host.writing))
+        held = max(0, kept - writing - self.host.num_idle)  # pins are not walked: they may be long
         return (
-            f"no room in host memory for {missing} of {wanted} blocks: it keeps {sum(map(len, self.host.index))}, of "
-            f"which {sum(map(len, self.host.writing))} are being written and {pinned} are pinned or lent; store less "
-            f"at a time, or raise host_bytes"
+            f"no room in host memory for {missing} of {wanted} blocks: it keeps {kept}, of which {writing} are being "
+            f"written and {held} are pinned, lent or being copied; store less at a time, or raise host_bytes"
         )
 
     def ended(self, move_id: int, ending: Ending, cause: str = "", lost: Collection[int] = ()) -> None:

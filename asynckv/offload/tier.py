@@ -340,6 +340,11 @@ class Tier:
 
     # -- questions ---------------------------------------------------------------------------------
 
+    @property
+    def num_idle(self) -> int:
+        """How many blocks are complete, and nobody holds or moves them."""
+        return sum(self._idle)
+
     def entries(self) -> Iterator[Entry]:
         """Return all blocks, those that are leaving among them."""
         for index in self.index:
