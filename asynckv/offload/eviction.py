@@ -63,7 +63,7 @@ class Queue(Generic[K]):
     def __init__(self) -> None:
         self._line: OrderedDict[K, int] = OrderedDict()
         """Key -> how many had stood aside when it came."""
-        self._aside: dict[K, int] = {}
+        self.aside: dict[K, int] = {}
         """Key -> the how manieth it was that stood aside."""
         self._back: dict[K, int] = {}
         """The same of those that are idle again: each precedes what came after it had stood aside."""
@@ -95,11 +95,11 @@ class Queue(Generic[K]):
     def stand_aside(self, key: K) -> None:
         """Put back what was taken out, to be passed over until it is idle."""
         self._count += 1
-        self._aside[key] = self._count
+        self.aside[key] = self._count
 
     def idle(self, key: K) -> None:
         """Pass over it no more."""
-        if (turn := self._aside.pop(key, None)) is not None:
+        if (turn := self.aside.pop(key, None)) is not None:
             self._back[key] = turn
             heappush(self._heap, (turn, key))
             if len(self._heap) > 2 * len(self._back) + 64:
@@ -108,22 +108,22 @@ class Queue(Generic[K]):
 
     def remove(self, key: K) -> None:
         """Forget it."""
-        for some in (self._line, self._aside, self._back):
+        for some in (self._line, self.aside, self._back):
             if some.pop(key, None) is not None:
                 return
         raise KeyError(key)
 
     def is_aside(self, key: K) -> bool:
         """Whether it is passed over."""
-        return key in self._aside
+        return key in self.aside
 
     def __len__(self) -> int:
         """How many there are."""
-        return len(self._line) + len(self._aside) + len(self._back)
+        return len(self._line) + len(self.aside) + len(self._back)
 
     def __contains__(self, key: K) -> bool:
         """Whether it is one of them."""
-        return key in self._line or key in self._aside or key in self._back
+        return key in self._line or key in self.aside or key in self._back
 
 
 class LRU(Queue[K]):
@@ -175,9 +175,10 @@ class S3Fifo(Generic[K]):
 
     def idle(self, key: K) -> None:
         """Note that it is busy no more."""
-        for queue in (self._small, self._main):
-            if queue.is_aside(key):
-                queue.idle(key)
+        if key in self._small.aside:
+            self._small.idle(key)
+        elif key in self._main.aside:
+            self._main.idle(key)
 
     def remove(self, key: K) -> None:
         """Forget it: it has left on other grounds."""
