@@ -29,7 +29,7 @@ from asynckv import (
     PrefillGroup,
 )
 from asynckv.core import survey
-from asynckv.core.account import MAX_ACCOUNT, Account, decode_account, encode_account
+from asynckv.core.account import MAX_ACCOUNT, Account, decode_account, encode_account, receipt
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAJOR, MAX_TOLD, Ping, Status, StatusRequest, decode_packet, encode_packet
 from asynckv.diagnose import doctor_cli, inspect_cli
@@ -132,6 +132,26 @@ async def test_many_who_ask_at_once_are_all_answered() -> None:
         lend(prefill, group, 1)
         found = await ask_all([prefill.endpoint.address] * 20, None, 20.0)
         assert {answer.error for answer in found} == {""}
+
+
+async def test_a_refusal_is_no_answer_that_was_read() -> None:
+    """The engine looks for what was read last among its answers, and answers no more if it does not find it."""
+
+    class Line:
+        def __init__(self, *accounts: Account) -> None:
+            self.accounts, self.read = list(accounts), list[bytes]()
+
+        async def ask(self, most: int, after: str, request_id: str, read: bytes) -> Status:
+            self.read.append(read)
+            return Status(1, "e", 0, 1, {}, encode_account(self.accounts.pop(0)))
+
+    good, wait = Account(engine_id="e", rank="e/tp0"), Account(refused="wait", retry_s=0.001)
+    line = Line(good, wait, wait, good)
+    async with Asker() as asker:
+        for _ in range(2):
+            answer = await asker._converse(line, "tcp://a:1", 10, "")  # type: ignore[arg-type]
+            assert not answer.error
+    assert line.read == [b"", *3 * [receipt(encode_account(good))]]
 
 
 @pytest.mark.slow

@@ -244,7 +244,6 @@ class Asker:
                 status = await line.ask(min(most - told, MAX_TOLD), after, request_id, self._read.get(address, b""))
             if not status.account:
                 return _of(status, address, is_older=True)
-            self._read[address] = receipt(status.account)
             try:
                 account = decode_account(status.account)
             except RemoteProtocolError as exc:
@@ -254,6 +253,7 @@ class Asker:
                     await asyncio.sleep(min(account.retry_s, REPEAT_S))
                     continue
                 raise _Vain(f"it refuses to answer: {account.refused[:1000]}")
+            self._read[address] = receipt(status.account)  # of a refusal the engine keeps no account
             first, patience = first or account, loop.time() + self._timeout_s
             before = len(requests)
             requests |= {(each.kind, each.pull_id or each.request_id, each.sequence): each for each in account.requests}

@@ -312,7 +312,8 @@ class _Rank:
             service.world.violate(f"{what} raised {exc!r}")
         if outcome != "done":
             call.is_whole = False
-            if not service.script.faults and call.kind != "lend":
+            is_short = outcome == "timeout" and call.ask.timeout_s < 1.0  # for copies that are drawn to be slow
+            if not service.script.faults and call.kind != "lend" and not is_short:
                 service.world.violate(f"{what} ended as {outcome} without any fault")
         service.outcomes[f"{call.kind}.{outcome}"] += 1
         service.world.note(self.name, f"{call} ended", outcome)
