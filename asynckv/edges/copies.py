@@ -91,7 +91,7 @@ class NixlCopies:
 
     Args:
         agent_name: Unique per process start; every agent of this plane adds a number.
-        threads: How many copy. One is as fast as one `memcpy`.
+        threads: How many copy. One is a little slower than `memcpy`.
         window_bytes: Handed to one thread at a time, unless a single piece is larger.
     """
 

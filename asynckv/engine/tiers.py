@@ -178,7 +178,7 @@ class Tiers:
             self.others = reading(layout, list(self.others), most)
             copying |= self.others
         if self._copies is None:
-            self._copies = _nixl_copies(f"{self._name}-{self.engine.memory_epoch}")
+            self._copies = _nixl_copies(f"{self._name}-{self.engine.memory_epoch}", self.config.copy_threads)
         far = {shelf.far: [shelf.memory.memory] for shelf in mover.shelves if shelf.memory is not None}
         self._copies.start(layout.memories, far, mover.on_copies)
         mover.use(self._copies, copying)
@@ -492,10 +492,10 @@ class Tiers:
         return max(min(ends) // self.align * self.align, had)
 
 
-def _nixl_copies(name: str) -> CopyPlane:
+def _nixl_copies(name: str, threads: int) -> CopyPlane:
     from asynckv.edges.copies import NixlCopies
 
-    return NixlCopies(name)
+    return NixlCopies(name, threads=threads)
 
 
 def _files(config: OffloadConfig, own: Shelf, name: str) -> RecordPlane:
