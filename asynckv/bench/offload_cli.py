@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from asynckv.bench.parameters import options_given, taking_options
+from asynckv.config import POLICIES
 from asynckv.errors import ConfigError
 from asynckv.observe.output import check_writable, columns, write_json
 
@@ -66,7 +67,6 @@ COPIED = 128 * MiB
 MOST_MB = 1 << 34
 MOST_RUNS = 256
 TIERS, RUN, OUT = "Tiers", "Run", "Output"
-POLICIES = ("s3-fifo", "lru")
 
 
 @partial(taking_options, names=TAKEN)
