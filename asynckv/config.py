@@ -28,7 +28,7 @@ __all__ = [
 MAX_RETRIES = 1000
 MAX_PATH = 4096
 MAX_POSTING_THREADS = 16
-MAX_COPY_THREADS = 16
+COPY_THREADS, MAX_COPY_THREADS = 2, 16
 MAX_BACKUPS = 1000
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FILE = ("engine_id", "rank", "pid", "host")
@@ -427,7 +427,7 @@ class OffloadConfig:
     write_back_bytes_per_s: int = 0
     max_bytes: int = 256 * 1024 * 1024
     max_post_bytes: int = 32 * 1024 * 1024
-    copy_threads: int = 2
+    copy_threads: int = COPY_THREADS
     max_jobs: int = 4096
     timeout_s: float = 30.0
     held_s: float = 600.0

@@ -31,6 +31,7 @@ from asynckv.bench.offload_floor import (
     met,
     table_of,
 )
+from asynckv.config import COPY_THREADS, MAX_COPY_THREADS
 from asynckv.tools.layouts import ORDERS
 from asynckv.tools.models import Heads, Model
 from scripts import command
@@ -47,7 +48,7 @@ def measure(
     runs: Annotated[bool, typer.Option("--runs", help="Blocks and slots one after another, not scattered.")] = False,
     at_once: Annotated[int, typer.Option(help="Requests under way together.", min=1, max=1000)] = 1,
     transfer_mib: Annotated[int, typer.Option(help="Of one transfer; what is urgent waits for its end.", min=1)] = 32,
-    threads: Annotated[int, typer.Option(help="That copy.", min=1, max=16)] = 2,
+    threads: Annotated[int, typer.Option(help="That copy.", min=1, max=MAX_COPY_THREADS)] = COPY_THREADS,
     rounds: Annotated[int, typer.Option(help="Of everything.", min=3, max=10_000)] = 31,
     folder: Annotated[
         str, typer.Option(metavar="DIR", help="Where files are made, and removed again; the system's for temporaries.")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from asynckv.bench.offload_cli import POLICIES
 from asynckv.bench.offload_replay import Prompts, Tiers, replay
 from asynckv.bench.workload import Workload
 from asynckv.cli import main
+from asynckv.config import POLICIES
 from asynckv.offload.eviction import POLICIES as KNOWN
 from asynckv.offload.keys import StoredGroup
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from asynckv.bench.parameters import options_given, taking_options
-from asynckv.config import POLICIES
+from asynckv.config import COPY_THREADS, POLICIES
 from asynckv.errors import ConfigError
 from asynckv.observe.output import check_writable, columns, write_json
 
@@ -240,7 +240,7 @@ def _copies(experiment: Experiment, tp: int, rounds: int, directory: str, *, wit
             offload_floor.measured(
                 rig,
                 rounds,
-                1,
+                COPY_THREADS,
                 folder if with_files else "",
                 is_run=options.block_order == "runs",
                 is_direct=True,
