@@ -106,8 +106,8 @@ class PullError(AsyncKVError):
             block is the caller's again.
         is_retryable: The same params may do better in another attempt.
         attempts: How many were made.
-        failed_in: The phase in which it failed: `announced`, a phase of `asynckv.observe.log.phases` (`handshake`, `queue`, `plan`,
-            `read`, `confirm`), or `retry` between two attempts; empty if nothing was started.
+        failed_in: The phase in which it failed: `announced`, a phase of `asynckv.observe.log.phases` (`handshake`,
+            `queue`, `plan`, `read`, `confirm`), or `retry` between two attempts; empty if nothing was started.
     """
 
     def __init__(
