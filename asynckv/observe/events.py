@@ -440,8 +440,8 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         "decode",
         ("info", "warning"),
         "A pull has ended, or a request that was never pulled is done (`discharged`), announced or not. Sampled if it "
-        "went well; a warning if it failed (always logged) or was slow. If another failed in the same words within the last "
-        "second, the line is short.",
+        "went well; a warning if it failed (always logged) or was slow. If another failed in the same words within the "
+        "last second, the line is short.",
         (
             always(TEXT, "cause", "`complete`, `cancelled`, `discharged`, or why it failed."),
             maybe(TEXT, "same_as", "The pull that failed in the same words just before; its line has the rest."),
