@@ -99,7 +99,7 @@ def test_a_lease_stands_beside_its_readers_attempt() -> None:
     [
         (answer(DECODE), "knows nothing of it", True),
         (answer(DECODE, pull(sequence=8)), "knows nothing of it", True),
-        (answer(DECODE, is_cut=True), "not among the oldest that it told", False),
+        (answer(DECODE, is_cut=True), "not among the oldest requests that it reported", False),
         (answer("decode/tp0@cccccccc"), "its process has ended: decode/tp0@cccccccc is there now", True),
         (silent(DECODE), "does not answer", True),
         (silent(DECODE, is_left_behind=True), "its process has ended", True),
