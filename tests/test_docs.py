@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from scripts import draw_geometry
+from asynckv.tools.pictures import PAPER, THEMES
+from scripts import draw_geometry, drawing
 from scripts.draw_states import TARGET, page
 
 
@@ -16,10 +19,30 @@ def test_the_states_page_is_fresh() -> None:
     assert TARGET.read_text() == page(), "run python -m scripts.draw_states"
 
 
-def test_the_pictures_are_fresh() -> None:
-    drawn = draw_geometry.pictures()
-    found = {path.name: path.read_text() for path in draw_geometry.TARGET.iterdir()}
-    assert found == drawn, "run python -m scripts.draw_geometry"
+DRAWN_BY = {"draw_geometry": draw_geometry.pictures}
+"""The scripts that draw pictures; each returns its files' texts by their names."""
+
+
+@pytest.mark.parametrize("script", DRAWN_BY)
+def test_the_pictures_are_fresh(script: str) -> None:
+    for name, drawn in DRAWN_BY[script]().items():
+        assert (drawing.PICTURES / name).read_text() == drawn, f"run python -m scripts.{script}"
+
+
+def test_every_picture_is_drawn_by_a_script() -> None:
+    drawn = [name for pictures in DRAWN_BY.values() for name in pictures()]
+    assert sorted(drawn) == sorted(path.name for path in drawing.PICTURES.iterdir())
+
+
+@pytest.mark.parametrize("path", sorted(drawing.PICTURES.iterdir()), ids=lambda path: path.stem)
+def test_a_picture_is_read_on_light_and_on_dark_pages(path: Path) -> None:
+    root = ElementTree.parse(path).getroot()
+    spaces = {"": "http://www.w3.org/2000/svg"}
+    assert root.get("class") == "picture"
+    assert THEMES in (root.findtext("style", "", spaces))
+    paper = root.find("rect", spaces)
+    assert paper is not None
+    assert (paper.get("fill"), paper.get("width"), paper.get("height")) == (PAPER, "100%", "100%")
 
 
 @pytest.mark.nixl
