@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from asynckv.tools.pictures import PAPER, THEMES
-from scripts import draw_geometry, drawing
+from scripts import draw_geometry, draw_life, drawing
 from scripts.draw_states import TARGET, page
 
 
@@ -19,7 +19,7 @@ def test_the_states_page_is_fresh() -> None:
     assert TARGET.read_text() == page(), "run python -m scripts.draw_states"
 
 
-DRAWN_BY = {"draw_geometry": draw_geometry.pictures}
+DRAWN_BY = {"draw_geometry": draw_geometry.pictures, "draw_life": draw_life.pictures}
 """The scripts that draw pictures; each returns its files' texts by their names."""
 
 
