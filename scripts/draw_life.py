@@ -1,8 +1,8 @@
 """Draw the life of a request across the two engines: the first picture that a reader sees.
 
 Time runs downwards. On the left is what a prefill rank holds, on the right what a decode rank does. It is drawn by hand
-from `docs/structure.md`, "The life of a request", and shows the one thing that is different here: two bars on the right,
-the reads and the grant, and that bytes are believed if the first ends before the second.
+from `docs/structure.md`, "The life of a request". It shows what is different here: two bars on the right, the reads and
+the grant. Bytes are believed if the first ends before the second.
 """
 
 from __future__ import annotations
