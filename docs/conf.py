@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from importlib.metadata import version as installed_version
 
-from pygments.lexers.special import TextLexer
-from sphinx.application import Sphinx
-
 project = "asynckv"
 author = "The asynckv maintainers"
 copyright = "the asynckv maintainers"
@@ -32,8 +29,3 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(anyio|msgspec|nixl|np|npt|numpy|rich|structlog|torch|typer|zmq)(\..*)?"),
     (r"py:class", r"(Any|Awaitable|Callable|Iterable|Iterator|Mapping|Path|Sequence)"),
 ]
-
-
-def setup(app: Sphinx) -> None:
-    # Diagrams stay text here: drawing them would need a script from the network in the reader's browser.
-    app.add_lexer("mermaid", TextLexer)

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from asynckv.tools.pictures import PAPER, THEMES
-from scripts import draw_geometry, drawing
+from scripts import draw_geometry, draw_states, drawing
 from scripts.draw_states import TARGET, page
 
 
@@ -29,8 +29,14 @@ def test_the_pictures_are_fresh(script: str) -> None:
         assert (drawing.PICTURES / name).read_text() == drawn, f"run python -m scripts.{script}"
 
 
+@pytest.mark.parametrize("machine", draw_states.MACHINES, ids=lambda machine: machine.name)
+def test_the_pictures_of_states_are_fresh(machine: draw_states.Machine) -> None:
+    assert draw_states.is_fresh(machine), "run python -m scripts.draw_states (it needs Graphviz)"
+
+
 def test_every_picture_is_drawn_by_a_script() -> None:
     drawn = [name for pictures in DRAWN_BY.values() for name in pictures()]
+    drawn += [machine.picture for machine in draw_states.MACHINES]
     assert sorted(drawn) == sorted(path.name for path in drawing.PICTURES.iterdir())
 
 
