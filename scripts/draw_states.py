@@ -165,7 +165,7 @@ def graph(machine: Machine) -> str:
         if len(states) < ALIKE:
             lines += [f'  {state} -> {after} [label="{label}"]' for state in states]
         else:
-            lines += [f'  joint{number} [shape=point, width=0.06, label=""]']
+            lines += [f'  joint{number} [shape=point, width=0.06, fillcolor=black, label=""]']
             lines += [f"  {state} -> joint{number} [arrowhead=none]" for state in states]
             lines += [f'  joint{number} -> {after} [label="{label}"]']
     return "\n".join([*lines, "}", ""])
