@@ -1,8 +1,9 @@
-"""Records what this version says to others, so that later versions can be held to reading it.
+"""Records what this version says to others, and which names it has, so that later versions can be held to both.
 
 Written into `tests/data/wire/VERSION/`: packets with every kind of message, every reason and every outcome, as bytes in
-hex and as the values that they mean; params as a router carries them; layouts as files. `tests/test_compatibility.py`
-reads the folders of all versions. Run it once for a release; a folder of a version that was released never changes.
+hex and as the values that they mean; params as a router carries them; a layout as a file; and the public names: of
+Python, of the command line, of events and metrics. `tests/test_compatibility.py` reads the folders of all versions. Run
+it once for a release; a folder of a version that was released never changes.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import inspect
 import json
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import typer
 from msgspec import Raw, Struct
 
+import asynckv
+from asynckv.cli import app
 from asynckv.core import wire
 from asynckv.core.account import (
     Account,
@@ -31,10 +36,13 @@ from asynckv.core.account import (
     encode_account,
 )
 from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
-from asynckv.core.types import Cohort, Endpoint, Key, Outcome, Params
+from asynckv.core.types import Cohort, Endpoint, Key, Outcome, Params, Reason
+from asynckv.diagnose.causes import CAUSE
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.layout import ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View
+from asynckv.observe.events import EVENTS
+from asynckv.observe.metrics import FAMILIES
 from asynckv.tools.layout_file import dump_layouts
 from scripts import command
 
@@ -219,6 +227,43 @@ def made() -> dict[str, str]:
     return files | {"layout.json": dump_layouts([LAYOUT])}
 
 
+def parameters(value: Any) -> list[str]:
+    """The names of a function's parameters; those that can only be given by position have none."""
+    skipped = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return [x.name for x in inspect.signature(value).parameters.values() if x.kind not in skipped]
+
+
+def members(value: Any) -> dict[str, list[str]]:
+    """What a public name has: parameters of a function or class; public members of a class, with those of methods."""
+    if not isinstance(value, type):
+        return {"": parameters(value)} if callable(value) else {}
+    found = {"": [] if issubclass(value, BaseException) else parameters(value)}
+    for name in dir(value):
+        if not name.startswith("_") and not hasattr(BaseException, name):
+            member = inspect.getattr_static(value, name)
+            found[name] = [x for x in parameters(member) if x != "self"] if inspect.isfunction(member) else []
+    return found
+
+
+def commands(found: Any, name: str) -> Iterator[tuple[str, list[str]]]:
+    """Every command with its options."""
+    yield name, sorted(x for option in found.params for x in (*option.opts, *option.secondary_opts) if x[:2] == "--")
+    for word, each in getattr(found, "commands", {}).items():
+        yield from commands(each, f"{name} {word}")
+
+
+def names() -> dict[str, Any]:
+    """What others may name: see docs/compatibility.md."""
+    return {
+        "python": {name: members(getattr(asynckv, name)) for name in asynckv.__all__},
+        "commands": dict(commands(typer.main.get_command(app), "asynckv")),
+        "events": {name: sorted(field.name for field in event.fields) for name, event in EVENTS.items()},
+        "metrics": sorted(FAMILIES),
+        "reasons": sorted(Reason),
+        "causes": sorted(CAUSE),
+    }
+
+
 def version() -> str:
     """The version that pyproject.toml states."""
     return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
@@ -233,6 +278,7 @@ def record() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in made().items():
         (folder / name).write_text(text)
+    (folder / "names.json").write_text(json.dumps(names(), indent=1) + "\n")
 
 
 main = command.script(record, "record_wire", "[bold]Exit status[/bold]  0 written, 2 bad input")

@@ -70,7 +70,7 @@ def test_a_recorded_layout_file_is_what_was_sent_to_a_peer(version: str) -> None
 
 
 def test_this_version_is_recorded_and_writes_the_same_bytes() -> None:
-    found = {path.name: path.read_text() for path in HERE.iterdir()}
+    found = {path.name: path.read_text() for path in HERE.iterdir() if path.name != "names.json"}
     assert found == record_wire.made(), (
         "what this version says has changed: if it was not released yet, run python -m scripts.record_wire; if it was, "
         "a new version says so (docs/compatibility.md)"
@@ -104,6 +104,30 @@ def test_the_record_has_every_kind_of_message_and_every_field() -> None:
     made: list[Struct] = [layout, *layout.memories, *layout.groups, *layout.views, *parts]
     for kind in (Layout, Memory, Group, View, Part):
         assert set.intersection(*(at_default(x) for x in made if type(x) is kind)) <= {"schema"}, kind
+
+
+def line(version: str) -> list[str]:
+    """Versions of one line keep their names: 0.2.0 and 0.2.1, 1.0.0 and 1.1.0."""
+    major, minor, _ = version.split(".")
+    return [major, minor] if major == "0" else [major]
+
+
+@pytest.mark.parametrize("version", [x for x in VERSIONS if line(x) == line(HERE.name)])
+def test_names_of_this_line_of_versions_are_still_there(version: str) -> None:
+    """Whatever may be named: what came later may be there as well."""
+
+    def lost(recorded: Any, found: Any, where: str) -> Iterator[str]:
+        if isinstance(recorded, dict):
+            for name, value in recorded.items():
+                yield from lost(value, found[name], f"{where} {name}") if name in found else [f"{where} {name}"]
+        else:
+            yield from (f"{where} {name}" for name in sorted(set(recorded) - set(found)))
+
+    recorded = json.loads((record_wire.TARGET / version / "names.json").read_text())
+    assert list(lost(recorded, record_wire.names(), "")) == [], (
+        "a later version has to keep these (docs/compatibility.md); if this one was not released yet, run "
+        "python -m scripts.record_wire"
+    )
 
 
 # -- what a later minor version may say ------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def test_every_news_fragment_is_of_a_known_kind() -> None:
 
 
 def named_paths(text: str) -> set[str]:
-    """Files and folders in backticks, and in blocks those that lie in a folder: what lies in none is an example's own."""
+    """Files and folders in backticks; in blocks only those that lie in a folder: the rest is an example's own."""
     quoted = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
     blocks = " ".join(re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).split()
     found = {word.split("::")[0] for word in [*quoted, *(word for word in blocks if "/" in word[:-1])]}
