@@ -164,7 +164,8 @@ class Driver:
         """Go on to the next part of the run."""
         if not self.found.interrupted:
             self.found.stage = stage
-        self._progress.begin({"warm-up": "warm-up, first handshakes", "run": "requests"}[stage], total)
+        what = {"warm-up": "warm-up, first handshakes", "run": "requests"}[stage]
+        self._progress.begin(what, total, has_rate=stage == "run")
 
     def _of(self, wanted: Callable[[Place], bool]) -> list[Worker]:
         return [worker for place, workers in self._engines.items() if wanted(place) for worker in workers]
@@ -182,7 +183,7 @@ class Driver:
     async def _ready(self) -> Groups:
         """Wait until all workers are up; returns the schedulers' views of the engines that lend."""
         endpoints: dict[Place, list[Endpoint]] = {}
-        self._progress.begin(f"starting {len(self._roles)} workers", len(self._roles))
+        self._progress.begin(f"starting {len(self._roles)} workers", len(self._roles), has_rate=False)
         self._progress.note("they register memory")
         for place, workers in self._engines.items():
             for worker in workers:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,15 @@ from asynckv.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["check_writable", "columns", "print_table", "write", "write_json"]
+__all__ = ["check_writable", "help_of", "print_table", "write", "write_json"]
 
 WORDS = 16
 """Columns of the terminal that a column of words needs at least; it is wrapped there."""
+
+
+def help_of(function: Callable[..., Any]) -> str:
+    """Return what a command says of itself, in lines as wide as the terminal and not as the source."""
+    return "\n\n".join(" ".join(x.split()) for x in inspect.cleandoc(function.__doc__ or "").split("\n\n"))
 
 
 def write(option: str, target: str, text: str) -> None:
@@ -26,7 +32,13 @@ def write(option: str, target: str, text: str) -> None:
         ConfigError: The file cannot be written.
     """
     if target == "-":
-        sys.stdout.write(text)
+        bare = getattr(sys.stdout, "buffer", None)
+        if bare is None:
+            sys.stdout.write(text)
+        else:
+            # Files are UTF-8, whatever the terminal can show.
+            sys.stdout.flush()
+            bare.write(text.encode())
         sys.stdout.flush()
         return
     try:
@@ -61,13 +73,6 @@ def check_writable(option: str, target: str | None) -> None:
                 path.unlink()
         except OSError as exc:
             raise ConfigError(f"{option} {target}: cannot be written: {exc.strerror}") from exc
-
-
-def columns() -> tuple[Any, ...]:
-    """Columns of a progress bar that counts."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-
-    return TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
 
 
 def print_table(

@@ -23,8 +23,8 @@ EVERY_S = 15.0
 class Steps(Protocol):
     """Who is told how far the work is."""
 
-    def begin(self, what: str, total: int | None = None) -> None:
-        """Say what is done from now on, and how much of it there is, if anybody knows."""
+    def begin(self, what: str, total: int | None = None, *, has_rate: bool = True) -> None:
+        """Say what is done from now on, how much of it there is, if anybody knows, and whether it goes at a rate."""
 
     def at(self, done: int, total: int | None = None) -> None:
         """Say how much of it is done."""
@@ -36,7 +36,7 @@ class Steps(Protocol):
 class Unseen:
     """Nobody looks."""
 
-    def begin(self, what: str, total: int | None = None) -> None:
+    def begin(self, what: str, total: int | None = None, *, has_rate: bool = True) -> None:
         pass
 
     def at(self, done: int, total: int | None = None) -> None:
@@ -56,7 +56,7 @@ class Bar:
 
     def __init__(self, console: Console | None = None, every_s: float = EVERY_S) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._console = console or Console(stderr=True)
         self._is_drawn = self._console.is_terminal and not self._console.is_dumb_terminal
@@ -64,6 +64,7 @@ class Bar:
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=16),
             TextColumn("{task.fields[figures]}", markup=False),
+            TimeElapsedColumn(),
             console=self._console,
             disable=not self._is_drawn,
             transient=True,
@@ -73,6 +74,7 @@ class Bar:
         self._what, self._note = "", ""
         self._done, self._begun_at = 0, time.monotonic()
         self._total: int | None = None
+        self._has_rate = True
 
     def __enter__(self) -> Self:
         self._bar.__enter__()
@@ -83,10 +85,10 @@ class Bar:
     ) -> None:
         self._bar.__exit__(kind, error, trace)
 
-    def begin(self, what: str, total: int | None = None) -> None:
-        """Say what is done from now on, and how much of it there is, if anybody knows."""
+    def begin(self, what: str, total: int | None = None, *, has_rate: bool = True) -> None:
+        """Say what is done from now on, how much of it there is, if anybody knows, and whether it goes at a rate."""
         self._what, self._note, self._begun_at = what, "", time.monotonic()
-        self._done, self._total = 0, total
+        self._done, self._total, self._has_rate = 0, total, has_rate
         self._show()
 
     def at(self, done: int, total: int | None = None) -> None:
@@ -119,7 +121,7 @@ class Bar:
             return ""
         said = f"{self._done:,}/{self._total:,}"
         seconds = time.monotonic() - self._begun_at
-        if self._done and seconds > 0:
+        if self._has_rate and self._done and seconds > 0:
             rate = self._done / seconds
             said += f", {rate:,.0f}/s" if rate >= 10 else f", {rate:.1f}/s"
             if self._done < self._total:
