@@ -277,7 +277,7 @@ def _verdict(found: Sequence[Summary]) -> str:
             said.append(f"{of}: {most:,.4g} {FIGURES[name].unit} at {where}{late}.")
     for figure in _shares(found)[:1]:
         shares = [y.median for point in found if (y := point.interval(figure))]
-        said.append(f"Share of the {figure.title}'s bytes per second: {min(shares):.0%} to {max(shares):.0%}.")
+        said.append(f"Share of the floor's bytes per second ({figure.title}): {min(shares):.0%} to {max(shares):.0%}.")
     return frame.verdict(said, is_good=not faulty)
 
 
