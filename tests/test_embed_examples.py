@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -87,6 +88,14 @@ def test_the_two_engines_run_and_leave_nothing_behind(tmp_path: Path) -> None:
     leaks = [sys.executable, "-m", "asynckv", "leaks", str(tmp_path)]
     told = subprocess.run(leaks, capture_output=True, text=True, timeout=50, check=False, env=env)
     assert told.returncode == 0, told.stdout + told.stderr
+
+
+def test_the_example_on_simulated_planes_passes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    runpy.run_path(str(EXAMPLES / "simulated.py"), run_name="__main__")
+    assert capsys.readouterr().out == "held after PullTimeout, and returned\n"
 
 
 class Workers:
