@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asynckv.errors import ConfigError
 
-__all__ = ["check_writable", "columns", "write", "write_json"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["check_writable", "columns", "print_table", "write", "write_json"]
+
+WORDS = 16
+"""Columns of the terminal that a column of words needs at least; it is wrapped there."""
 
 
 def write(option: str, target: str, text: str) -> None:
@@ -61,3 +68,63 @@ def columns() -> tuple[Any, ...]:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
     return TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+
+
+def print_table(
+    console: Console,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    texts: Sequence[int] = (0,),
+    wrapped: Sequence[int] = (),
+    styles: Sequence[str] = (),
+) -> None:
+    """Print a table whose heads and numbers are never cut: it becomes narrower, and then a list.
+
+    Args:
+        console: Where.
+        heads: Of the columns.
+        rows: Of texts, without markup.
+        texts: Columns that are aligned left.
+        wrapped: Columns of words, which may be broken into lines.
+        styles: Of the rows.
+    """
+    from rich.cells import cell_len
+    from rich.markup import escape
+    from rich.table import Table
+
+    def widths(heads: Sequence[str]) -> int:
+        total = 2 * (len(heads) - 1)
+        for i, head in enumerate(heads):
+            most = max((cell_len(line) for row in (heads, *rows) for line in row[i].split("\n")), default=0)
+            least = max(cell_len(line) for line in head.split("\n"))
+            total += max(least, min(most, WORDS)) if i in wrapped else most
+        return total
+
+    styled = [*styles, *[""] * (len(rows) - len(styles))]
+    if widths(heads) > console.width:
+        heads = [head.replace(" ", "\n") for head in heads]
+    if widths(heads) > console.width:
+        heads = [head.replace("\n", " ") for head in heads]
+        for row, style in zip(rows, styled, strict=True):
+            name, *cells = row
+            words = [f"{head} {cell}".strip() for head, cell in zip(heads[1:], cells, strict=True) if cell]
+            lines = [f"{heads[0]} {name.strip()}".strip(), ""]
+            for word in words:
+                # Broken between figures, never within one.
+                more = f"{lines[-1]}, {word}" if lines[-1] else f"  {word}"
+                if cell_len(more) < console.width or not lines[-1]:
+                    lines[-1] = more
+                else:
+                    lines[-1] += ","
+                    lines.append(f"  {word}")
+            console.print(escape("\n".join(filter(None, lines))), highlight=False, style=style)
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for i, head in enumerate(heads):
+        table.add_column(
+            escape(head), justify="left" if i in texts else "right", no_wrap=i not in wrapped, vertical="bottom"
+        )
+    for row, style in zip(rows, styled, strict=True):
+        table.add_row(*map(escape, row), style=style)
+    console.print(table)
