@@ -208,8 +208,8 @@ def test_a_long_line_goes_on_indented() -> None:
 
 
 def test_who_did_not_answer_may_hold_what_nobody_speaks_of() -> None:
-    assert "by those that answered" in shown([answer(PREFILL), silent()])
-    assert "by those that answered" not in shown([answer(PREFILL)])
+    assert "by the engines that answered" in shown([answer(PREFILL), silent()])
+    assert "by the engines that answered" not in shown([answer(PREFILL)])
 
 
 def test_one_request_is_shown_with_all_that_is_known() -> None:
