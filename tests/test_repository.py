@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from asynckv.core.wire import MAJOR, MINOR
+from asynckv.edges.file_index import FORMAT
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -64,3 +67,24 @@ def test_modules_that_documents_would_have_run_are_there() -> None:
     assert modules
     homes = {name: ROOT.joinpath(*name.split(".")) for name in modules}
     assert [x for x, home in homes.items() if not home.with_suffix(".py").exists() and not home.is_dir()] == []
+
+
+def test_the_page_on_compatibility_says_what_the_code_and_the_pins_say() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    assert f"speaks **{MAJOR}.{MINOR}**" in page
+    sources = (path.read_text() for path in (ROOT / "asynckv").rglob("*.py"))
+    schemas = {schema for text in sources for schema in re.findall(r'"(asynckv\.[a-z_.]+/\d+)"', text)}
+    assert schemas == set(re.findall(r"`(asynckv\.[a-z_.]+/\d+)`", page))
+    assert f"(format {FORMAT}, in the index)" in page
+
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    bounds = dict(each.split(">=") for each in PROJECT["project"]["dependencies"])
+    row = re.compile(r"^\| ([\w, ]+) \| ([\d., ]+)(?:, the CPU build)? \| ([\d., ]+) \|$", re.MULTILINE)
+    said = {
+        name.lower(): (pin, bound)
+        for names, tested, least in row.findall(page)
+        for name, pin, bound in zip(names.split(", "), tested.split(", "), least.split(", "), strict=True)
+    }
+    assert said.pop("python")[1] == PROJECT["project"]["requires-python"].removeprefix(">=")
+    assert said == {name: (pins[name], bounds[name]) for name in said}
+    assert {"nixl", "torch", "pyzmq"} <= set(said)
