@@ -6,6 +6,7 @@ import functools
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,3 +89,11 @@ def test_the_page_on_compatibility_says_what_the_code_and_the_pins_say() -> None
     assert said.pop("python")[1] == PROJECT["project"]["requires-python"].removeprefix(">=")
     assert said == {name: (pins[name], bounds[name]) for name in said}
     assert {"nixl", "torch", "pyzmq"} <= set(said)
+
+
+def test_the_first_test_of_a_contributor_passes() -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    (test,) = (value for name, value in names.items() if name.startswith("test_"))
+    test()
