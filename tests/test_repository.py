@@ -29,6 +29,12 @@ def test_the_changelogs_newest_section_is_this_version() -> None:
     assert numbers == sorted(set(numbers), reverse=True)
 
 
+def test_pages_show_this_version() -> None:
+    """What commands print, as pages have it; what is said of another version is said in other words."""
+    shown = {x for path in DOCUMENTS for x in re.findall(r"\basynckv (\d+\.\d+\.\d+)", path.read_text())}
+    assert shown == {PROJECT["project"]["version"]}
+
+
 def test_every_news_fragment_is_of_a_known_kind() -> None:
     """Towncrier passes over what it does not know."""
     kinds = "|".join(kind["directory"] for kind in PROJECT["tool"]["towncrier"]["type"])
