@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from asynckv.diagnose.colours import BAD, PHASES, STATES, Colour
-from asynckv.diagnose.report_text import bytes_text, count_text, duration, number, safe, share, time_text
+from asynckv.diagnose.report_text import bytes_text, count_text, duration, named, number, safe, share, time_text
 from asynckv.diagnose.summary_model import Away, Kind, Pair, Summary
 from asynckv.tools import frame
 
@@ -367,7 +367,7 @@ def _spans(
         }
         for name, found in spans.items()
     ]
-    ticks = [_label(row, 44) for row in rows]
+    ticks = [escape(named(row, 44), quote=False) for row in rows]
     yaxis = {
         "title": {"text": ""},
         "tickvals": list(range(len(rows))),
