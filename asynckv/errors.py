@@ -1,4 +1,4 @@
-"""What can go wrong, as a tree: who is at fault, and how far the damage reaches.
+"""All errors, as a tree: who is at fault, and how far the damage reaches.
 
 AsyncKVError
 ├── ConfigError             the caller's configuration; nothing was started
@@ -17,7 +17,7 @@ AsyncKVError
     ├── PeerUnreachable     no handshake within its deadline
     ├── PeerLost            the remote rank died, restarted or went away
     ├── LeaseRefused        the prefill side refused the claim (expired, consumed ...)
-    ├── LeaseLost           bytes arrived, but no lease provably covered them
+    ├── LeaseLost           bytes arrived, but no lease provably covered the read
     ├── ReadFailed          a NIXL transfer failed
     ├── PullTimeout         the caller's deadline passed
     │   └── NotLentYet      ... and the prefill side had not lent the request
@@ -56,7 +56,7 @@ __all__ = [
 
 
 class AsyncKVError(Exception):
-    """Base of every error that asynckv raises on purpose."""
+    """Base of all errors that asynckv raises on purpose."""
 
 
 class ConfigError(AsyncKVError):
@@ -68,15 +68,15 @@ class LayoutError(ConfigError):
 
 
 class ProtocolError(AsyncKVError):
-    """Somebody broke the rules of a conversation."""
+    """One side broke the protocol."""
 
 
 class LocalProtocolError(ProtocolError):
-    """This side called out of order; nothing was changed."""
+    """A call came out of order, or with a wrong argument; nothing was changed."""
 
 
 class WrongThread(LocalProtocolError):
-    """An engine was called from another thread or event loop than the one that it runs on; nothing was changed."""
+    """An engine was called from another thread or event loop than its own; nothing was changed."""
 
 
 class RemoteProtocolError(ProtocolError):
@@ -84,15 +84,15 @@ class RemoteProtocolError(ProtocolError):
 
 
 class BlocksRetired(AsyncKVError):
-    """Blocks of a failed pull are lost to this process: a transfer that does not end may still write them."""
+    """This process must never use these blocks of a failed pull again: a transfer that does not end may write them."""
 
 
 class EngineClosed(AsyncKVError):
-    """The engine is closed or draining and takes no new work."""
+    """The engine is closed, draining or suspended, and takes no new work."""
 
 
 class BackendError(AsyncKVError):
-    """A back end (NIXL, ZMQ) could not do what start-up asked of it."""
+    """NIXL or ZMQ could not do what it was asked at start-up."""
 
 
 class PullError(AsyncKVError):
@@ -104,10 +104,10 @@ class PullError(AsyncKVError):
         reason: Machine-readable cause, one of `asynckv.core.types.Reason`'s values.
         held: Group index -> local block ids that must not be reused yet. Empty when every
             block is the caller's again.
-        is_retryable: Another attempt with the same params may do better.
+        is_retryable: The same params may do better in another attempt.
         attempts: How many were made.
-        failed_in: What it was at: `announced`, a phase of `asynckv.observe.log.phases` (`handshake`, `queue`, `plan`,
-            `read`, `confirm`), or `retry` between two attempts; empty if nothing was started.
+        failed_in: The phase in which it failed: `announced`, a phase of `asynckv.observe.log.phases` (`handshake`,
+            `queue`, `plan`, `read`, `confirm`), or `retry` between two attempts; empty if nothing was started.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class PullError(AsyncKVError):
     async def returned(self) -> None:
         """Wait until every block of the failed pull is the caller's again.
 
-        This may take arbitrarily long: NIXL cannot cancel a transfer, so blocks come back only on
-        evidence that nothing can write them any more.
+        This may take arbitrarily long: NIXL cannot cancel a transfer, so blocks come back only when
+        nothing can write them any more.
         """
         if self._wait_returned is not None:
             await self._wait_returned()
@@ -177,11 +177,11 @@ class PeerLost(PullError):
 
 
 class LeaseRefused(PullError):
-    """The prefill side refused the claim, so the blocks are not (or no longer) lent to us."""
+    """The prefill side refused the claim: the blocks are not, or no longer, lent to this request."""
 
 
 class LeaseLost(PullError):
-    """Bytes arrived, but no lease provably covered the read, so they are not published."""
+    """Bytes arrived, but no lease provably covered the read; they are not published."""
 
 
 class ReadFailed(PullError):
@@ -189,11 +189,11 @@ class ReadFailed(PullError):
 
 
 class PullTimeout(PullError):
-    """The caller's deadline passed first."""
+    """The caller's deadline passed."""
 
 
 class NotLentYet(PullTimeout):
-    """The deadline passed, and the last that the prefill side had said was that the request is not lent yet."""
+    """The deadline passed, and the prefill side had last said that the request is not lent yet."""
 
 
 class PullCancelled(PullError):

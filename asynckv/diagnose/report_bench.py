@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 from asynckv.bench import report as bench
-from asynckv.bench import sides
+from asynckv.bench import report_text, sides
 from asynckv.bench.figures import FIGURES, at
 from asynckv.bench.floor import NAMES
 from asynckv.diagnose import report_plots as plots
@@ -31,7 +32,7 @@ def read(found: dict[str, Any], name: str) -> Bench:
     sides.check(found, name)
     try:
         one = Bench(name=name, is_good=bench.is_good(found), report=found)
-        for look in (bench.rows, _phases, _shares, _wrong):
+        for look in (report_text.parts, report_text.verdict, _phases, _shares, _wrong):
             look(found)
         verdict(one)
         return one
@@ -49,8 +50,11 @@ def verdict(one: Bench) -> str:
     said += f"{moved['gbytes_per_s']:.3g} GB/s, {moved['requests_per_s']:,.4g} requests/s, p99 "
     said += duration(found["latency_s"]["p99"])
     if found["interrupted"]:
-        said += "; interrupted"
-    if not one.is_good:
+        cut = found.get("interruption") or {"says": "before its end; the figures are not those of the whole run"}
+        said = (
+            f"{safe(one.name, 60)} was INTERRUPTED {safe(str(cut['says']), 200)}. {said[len(safe(one.name, 60)) + 2 :]}"
+        )
+    elif not one.is_good:
         leaked = sum(x for x in found["blocks"].values() if isinstance(x, int))
         bad = [
             f"{requests['failed']:,} failed",
@@ -99,16 +103,21 @@ def section(one: Bench) -> str:
     ]
     if shares := _shares(found):
         figures.append(_floors(shares))
-    # Latency by another clock has no name of its own there.
-    said = {name or "latency of pulls": safe(text, 600) for name, text in bench.rows(found)}
+    said = {name: safe(text, 600) for name, text in report_text.facts(found)}
     said |= {
         str(name).replace("_", " "): safe(str(value), 200)
         for name, value in found["environment"].items()
         if isinstance(value, str | int | float)
     }
     wrong = _wrong(found)
+    tables = "".join(
+        frame.table(part.head, [[safe(x, 200) for x in row] for row in part.rows], label=part.head[0])
+        + "".join(f"<p>{escape(safe(note, 400))}</p>" for note in part.notes)
+        for part in report_text.parts(found)
+        if part.head and part.rows
+    )
     table = frame.table(["what went wrong"], [[x] for x in wrong[:MOST_FAULTS]], label="Faults") if wrong else ""
-    return f'<div class="plots">\n{"".join(figures)}</div>\n{table}<div class="rows">{frame.facts(said)}</div>'
+    return f'<div class="plots">\n{"".join(figures)}</div>\n{table}{tables}<div class="rows">{frame.facts(said)}</div>'
 
 
 def _wrong(found: Mapping[str, Any]) -> list[str]:
