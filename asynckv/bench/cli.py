@@ -240,7 +240,7 @@ def _bench(experiment: Any, half: Any) -> int:
     stream = _logs(experiment.options)
     log = structlog.get_logger("asynckv.bench")
     try:
-        with Bar(errors) as bar:
+        with Bar(errors, says_interrupted=False) as bar:
             bar.begin("sizing the pools")
             if half is None:
                 work = session.alone(experiment, bar, log)
