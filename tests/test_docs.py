@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
 import asynckv
@@ -38,6 +40,23 @@ def test_the_reference_has_every_public_name_once() -> None:
         "asynckv": sorted(asynckv.__all__),
         "asynckv.testing": sorted(asynckv.testing.__all__),
     }
+
+
+DATA = [
+    kind
+    for kind in (getattr(asynckv, name) for name in asynckv.__all__)
+    if inspect.isclass(kind)
+    and (is_dataclass(kind) or issubclass(kind, msgspec.Struct))
+    and not issubclass(kind, asynckv.Order)
+]
+"""Public plain data, but orders: their fields are the arguments of the methods that they name."""
+
+
+@pytest.mark.parametrize("kind", DATA, ids=lambda kind: kind.__name__)
+def test_every_field_of_public_data_is_explained(kind: type) -> None:
+    names = {x.name for x in fields(kind)} if is_dataclass(kind) else set(kind.__struct_fields__)  # type: ignore[attr-defined]
+    listed = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
+    assert set(re.findall(r"^    (\w+): ", listed, re.MULTILINE)) == names
 
 
 def test_the_configuration_page_refuses_a_field_that_nobody_explains() -> None:

@@ -249,12 +249,12 @@ _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 class Metrics(Collector):
     """A collector for the registry of the application: `prometheus_client.REGISTRY.register(Metrics(engine))`.
 
-    Give it every engine of the process, in whatever form it runs: `Engine`, `EngineThread`, `EnginePump`, `EngineDesk`;
-    before it is started, if you like. One registry takes one of these: `add` what comes later.
+    Give it every engine of the process, in whatever form it runs: `Engine`, `EngineThread`, `EnginePump` or
+    `EngineDesk`, started or not. A registry takes one `Metrics`: `add` engines that come later.
 
     Args:
-        engines: To be shown.
-        wait_s: How long a scrape waits for an engine's event loop; 0: it always shows the reading before.
+        engines: The engines to show.
+        wait_s: How long a scrape waits for an engine's event loop; 0: it always shows the previous reading.
 
     Raises:
         ConfigError: A value is out of range.
