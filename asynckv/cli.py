@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -17,26 +15,51 @@ from asynckv.bench.cli import bench_app
 from asynckv.bench.parameters import taking_options
 from asynckv.diagnose import doctor_cli, inspect_cli, leaks_cli, report_cli, timeline_cli
 from asynckv.errors import AsyncKVError, ConfigError
-from asynckv.observe.output import columns, write, write_json
+from asynckv.observe.output import help_of, write, write_json
+from asynckv.observe.streams import prepare, unwritten
 from asynckv.tools.offload_cli import offload_app
 
 __all__ = ["main"]
 
+START_EPILOG = """
+[bold]Begin with[/bold]
+
+  asynckv doctor
+
+  asynckv bench --layers 4 --requests 400 --floor
+
+[bold]Every command has[/bold] -h with its options, examples and exit status. [bold]Exit status[/bold]  0 good,
+1 something is wrong, 2 bad input, 130 Ctrl-C
+"""
+
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Move KV cache between prefill and decode workers: NIXL carries the bytes, ZMQ the decisions.",
+    epilog=START_EPILOG,
 )
 
 
 @app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the versions of asynckv and what it stands on, and exit.")
+    ] = False,
+) -> None:
     if version:
-        import asynckv
+        from importlib import metadata
 
-        typer.echo(asynckv.__version__)
+        from asynckv.observe.release import release
+
+        found = [f"asynckv {release()}"]
+        for name in ("nixl", "torch", "pyzmq"):
+            try:
+                found.append(f"{name} {metadata.version(name)}")
+            except metadata.PackageNotFoundError:
+                found.append(f"{name} is not installed")
+        typer.echo(f"{', '.join(found)}, Python {sys.version.split()[0]}")
         raise typer.Exit
 
 
@@ -48,24 +71,25 @@ GEOMETRY, WORK, RUN, OUT = "Geometry", "Workload", "Run", "Output"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def command(epilog: str) -> Callable[[F], F]:
-    """Register a command. Its help is what its docstring says, in lines as wide as the terminal, not as the source."""
+MEASURE, LOOK, PREPARE = "Measure", "Look into a service", "Prepare and try out"
+
+
+def command(epilog: str, panel: str) -> Callable[[F], F]:
+    """Register a command."""
 
     def register(function: F) -> F:
-        paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-        said = "\n\n".join(" ".join(x.split()) for x in paragraphs)
-        return app.command(epilog=epilog, help=said)(function)
+        return app.command(epilog=epilog, help=help_of(function), rich_help_panel=panel)(function)
 
     return register
 
 
-app.add_typer(bench_app, name="bench")
-command(inspect_cli.EPILOG)(inspect_cli.inspect)
-command(leaks_cli.EPILOG)(leaks_cli.leaks)
-command(timeline_cli.EPILOG)(timeline_cli.timeline)
-command(report_cli.EPILOG)(report_cli.report)
-command(doctor_cli.EPILOG)(doctor_cli.doctor)
-app.add_typer(offload_app, name="offload")
+app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
+command(doctor_cli.EPILOG, MEASURE)(doctor_cli.doctor)
+command(inspect_cli.EPILOG, LOOK)(inspect_cli.inspect)
+command(leaks_cli.EPILOG, LOOK)(leaks_cli.leaks)
+command(timeline_cli.EPILOG, LOOK)(timeline_cli.timeline)
+command(report_cli.EPILOG, LOOK)(report_cli.report)
+app.add_typer(offload_app, name="offload", rich_help_panel=LOOK)
 
 
 LAYOUT_EPILOG = """
@@ -91,7 +115,7 @@ PLAN_EPILOG = """
 """
 
 
-@app.command(epilog=LAYOUT_EPILOG)
+@command(LAYOUT_EPILOG, PREPARE)
 @taking_options
 def layout(
     model: Annotated[
@@ -172,7 +196,7 @@ def layout(
     write("--output", output, dump_layouts(made))
 
 
-@app.command(epilog=PLAN_EPILOG)
+@command(PLAN_EPILOG, PREPARE)
 def plan(
     local: Annotated[Path, typer.Argument(help="Layouts of the decode ranks, from asynckv layout or an engine.")],
     remote: Annotated[Path, typer.Argument(help="Layouts of the prefill ranks.")],
@@ -196,9 +220,9 @@ def plan(
     Runs the planner of a running engine on two files. Give all ranks of both engines to see the whole group.
     """
     from rich.console import Console
-    from rich.progress import Progress
 
     from asynckv.bench.workload import cached_tokens
+    from asynckv.observe.progress import Bar
     from asynckv.tools import explain
     from asynckv.tools.layout_file import load_layouts
     from asynckv.tools.pictures import to_svg
@@ -209,10 +233,9 @@ def plan(
         raise ConfigError("--json - and --picture - cannot share stdout; give one of them a file")
     mine, theirs = load_layouts(local), load_layouts(remote)
     cached = cached_tokens(prefix_hit, tokens)
-    errors = Console(stderr=True)
-    with Progress(*columns(), console=errors, disable=not errors.is_terminal, transient=True) as bar:
-        task = bar.add_task("ranks", total=len(mine))
-        report = explain.explain(mine, theirs, tokens, cached, lambda: bar.advance(task))
+    with Bar() as bar:
+        bar.begin("ranks", len(mine))
+        report = explain.explain(mine, theirs, tokens, cached, bar.advance)
     write_json(json, report)
     console = Console(stderr="-" in (json, picture))
     explain.show(report, console)
@@ -253,7 +276,7 @@ SIMULATE_EPILOG = """
 """
 
 
-@app.command(epilog=SIMULATE_EPILOG)
+@command(SIMULATE_EPILOG, PREPARE)
 def simulate(
     seeds: Annotated[
         int, typer.Option(help="How many services to simulate, one per seed.", rich_help_panel=RUN)
@@ -288,8 +311,8 @@ def simulate(
     Real engines run on simulated planes; freed memory is overwritten at once. The same seed gives the same run.
     """
     from rich.console import Console
-    from rich.progress import Progress
 
+    from asynckv.observe.progress import Bar
     from asynckv.testing import simulation
 
     known = simulation.TIER_FAULTS if offload else simulation.FAULTS
@@ -305,20 +328,16 @@ def simulate(
             logs.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise ConfigError(f"--logs {logs}: cannot be written: {exc.strerror}") from exc
-    errors = Console(stderr=True)
-    with Progress(*columns(), console=errors, disable=not errors.is_terminal, transient=True) as bar:
-        task = bar.add_task("seeds", total=seeds)
+    with Bar() as bar:
+        bar.begin("seeds", seeds)
         found = simulation.simulate_many(
-            range(first_seed, first_seed + seeds),
-            chosen,
-            jobs or os.cpu_count() or 1,
-            lambda n: bar.advance(task, n),
-            logs,
-            make,
+            range(first_seed, first_seed + seeds), chosen, jobs or os.cpu_count() or 1, bar.advance, logs, make
         )
     report = {
         "schema": "asynckv.simulate/1",
         "seeds": found.seeds,
+        "requested": seeds,
+        "interrupted": found.interrupted,
         "first_seed": first_seed,
         "faults": list(chosen),
         "violations": dict(found.violations),
@@ -336,6 +355,18 @@ def simulate(
         f"{len(found.violations)} violations",
         highlight=False,
     )
+    if found.interrupted:
+        again = f"asynckv simulate{' --offload' * offload} --faults {faults}"
+        failed = f"; of these failed: {', '.join(map(str, found.violations)) or 'none'}" if found.seeds else ""
+        console.print(
+            f"INTERRUPTED after {found.seeds:,} of {seeds:,} seeds (from {first_seed}){failed}\n"
+            f"go on: {again} --first-seed {first_seed + found.seeds} --seeds {seeds - found.seeds}",
+            style="yellow",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(130)
     if found.violations:
         seed, violation = next(iter(found.violations.items()))
         console.print(f"\nseed {seed}: {violation}\nminimised:", highlight=False, markup=False)
@@ -362,7 +393,7 @@ Each engine's host gets its own secret, and a copy of authorized/. Pass KeysConf
 """
 
 
-@command(KEYGEN_EPILOG)
+@command(KEYGEN_EPILOG, PREPARE)
 def keygen(
     name: Annotated[str, typer.Argument(help="Of the engine that will own the keys, such as prefill-0.")],
     dir: Annotated[Path, typer.Option("--dir", help="Where to write them.", metavar="DIR")] = Path("keys"),
@@ -382,39 +413,45 @@ def keygen(
 
 def main() -> None:
     """Run the command line; errors are one line on stderr."""
+    prepare()
     try:
-        sys.exit(app(standalone_mode=False))
-    except typer.Abort:
-        sys.exit(130)
+        status = _run()
+    except Exception as exc:
+        if (said := unwritten(exc)) is None:
+            raise
+        text, status = said
+        if text:
+            _fail(text, status)
+    sys.exit(status)
+
+
+def _run() -> int:
+    try:
+        found = app(standalone_mode=False)
+        status = found if isinstance(found, int) else 0
+    except (typer.Abort, KeyboardInterrupt):
+        print("asynckv: interrupted", file=sys.stderr)
+        status = 130
     except USAGE_ERROR as exc:
-        if not exc.format_message():
-            # Without arguments: the help has been printed.
-            sys.exit(2)
-        _fail(_usage(exc), exc.exit_code)
+        status = exc.exit_code
+        if exc.format_message():  # otherwise there were no arguments, and the help has been printed
+            _fail(_usage(exc), status)
     except ConfigError as exc:
         _fail(exc, 2)
     except AsyncKVError as exc:
         _fail(exc, 2 if type(exc).__name__ == "BackendError" else 1)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:
-        _unheard()
     except SystemExit as exc:
         # rich and typer take a closed pipe for an error of status 1.
         if isinstance(exc.__context__, BrokenPipeError):
-            _unheard()
+            raise exc.__context__ from None
         raise
     except OSError as exc:
-        if exc.errno != errno.ENOSPC:
+        if exc.filename is None:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _fail(f"the output cannot be written: {exc.strerror}", 2)
-
-
-def _unheard() -> NoReturn:
-    """End as one whose reader has heard enough; nothing more must be written at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(141)
+        _fail(f"{os.fsdecode(exc.filename)}: {exc.strerror}", 2)
+    # Whoever has hung up is noticed here, and not by the interpreter at exit.
+    sys.stdout.flush()
+    return status
 
 
 USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -429,7 +466,7 @@ def _usage(exc: Any) -> str:
     return f"{text}{hint}"
 
 
-def _fail(exc: object, status: int) -> None:
+def _fail(exc: object, status: int) -> NoReturn:
     from asynckv.observe.console import without_control
 
     print(f"asynckv: {without_control(str(exc))}", file=sys.stderr)

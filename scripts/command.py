@@ -15,6 +15,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from asynckv.errors import ConfigError
+from asynckv.observe.streams import prepare, unwritten
 
 Json = Annotated[str, typer.Option("--json", metavar="FILE", help="Where the JSON goes; - is stdout.")]
 Scenarios = Annotated[list[str] | None, typer.Argument(metavar="SCENARIO", help="What to run; everything if left out.")]
@@ -24,17 +25,26 @@ USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "
 def script(work: Callable[..., Any], name: str, epilog: str) -> Callable[..., int]:
     """Make a script's `main`: it runs what the command line says, and returns the exit status."""
     app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-    app.command(epilog=epilog)(work)
+    app.command(epilog=epilog, context_settings={"help_option_names": ["-h", "--help"]})(work)
 
     def main(arguments: Sequence[str] | None = None) -> int:
+        prepare()
         try:
             found = app(arguments, prog_name=f"python -m scripts.{name}", standalone_mode=False)
+            sys.stdout.flush()
         except (typer.Abort, KeyboardInterrupt):
+            print(f"{name}: interrupted", file=sys.stderr)
             return 130
         except (USAGE_ERROR, ConfigError) as exc:
             text = str(exc) if isinstance(exc, ConfigError) else " ".join(exc.format_message().split())
             print(f"{name}: {text}", file=sys.stderr)
             return 2
+        except OSError as exc:
+            if (said := unwritten(exc)) is None:
+                raise
+            if said[0]:
+                print(f"{name}: {said[0]}", file=sys.stderr)
+            return said[1]
         return int(found or 0)
 
     return main

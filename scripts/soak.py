@@ -28,15 +28,13 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from asynckv import Engine, EngineConfig, LeaseConfig, PrefillGroup, PullConfig, configure_logging
 from asynckv.bench.memory import POISON, Pool
 from asynckv.config import NixlConfig
 from asynckv.engine import LentRequest
 from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError, PlanRefused, PullError
-from asynckv.observe.output import columns
+from asynckv.observe.progress import Bar
 from asynckv.testing.fleet import Blocks, Failure, Fleet, answer, connect, free_memory, memory_kib, usage
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import Heads, Model
@@ -417,20 +415,19 @@ async def soak(transfers: int, seed: int, faults: float) -> dict[str, Any]:
     points: list[dict[str, Any]] = []
     said: dict[str, Any] = {}
     began, busy_s = time.monotonic(), 0.0
-    console = Console(stderr=True)
     async with Fleet() as fleet:
         setup: dict[str, Any] = {"seed": seed, "faults": faults, "path": str(fleet.folder / "prefill.socket")}
         try:
             prefill = await fleet.start("prefill", "scripts.soak:Prefill", **setup)
             await prefill.ask("report")  # it listens
             decode = await fleet.start("decode", "scripts.soak:Decode", **setup)
-            with Progress(*columns(), console=console, disable=not console.is_terminal, transient=True) as progress:
-                bar = progress.add_task("transfers", total=transfers)
+            with Bar() as bar:
+                bar.begin("transfers", transfers)
                 for mark in marks:
                     start = time.monotonic()
                     advancing = asyncio.create_task(decode.ask("advance", None, to=mark))
                     while not (await asyncio.wait({advancing}, timeout=0.5))[0]:
-                        progress.update(bar, completed=await decode.ask("progress"))
+                        bar.at(await decode.ask("progress"))
                     await advancing
                     busy_s += time.monotonic() - start
                     sides = await asyncio.gather(prefill.ask("quiet", 2 * QUIET_S), decode.ask("quiet", 2 * QUIET_S))

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -222,16 +223,28 @@ def test_ratios_are_taken_within_a_round() -> None:
         ratio = found["ratio_to_floor"]["raw_nixl"][key]
         assert (ratio["median"], ratio["low"], ratio["high"]) == (value, value, value)
     assert found["ratio_to_floor"]["memory_copy"]["gbytes_per_s"]["median"] == 0.25
-    texts = dict(floor.lines(found))
-    assert "the engine reaches 50.0% (50.0% to 50.0%) of it" in texts["floor: raw NIXL loop, 1 thread"]
+    rows, _ = floor.table(found)
+    assert ("raw NIXL loop", "0.000", "500.00 ms", "50.0% (50.0%-50.0%)", "2.00", "2.00") in rows
 
 
 def test_the_table_says_when_the_engine_has_more_threads_than_the_floor() -> None:
     found = floor.summary([a_round(1.0, sample("raw_nixl", 0.00005))])
     for threads, said in ((0, False), (1, False), (2, True), ("auto", True)):
-        (text,) = (t for n, t in floor.lines(found | {"config": {"posting_threads": threads}}) if "raw" in n)
-        assert (f"the engine, with --posting-threads {threads}, reaches" in text) == said
-        assert "p50 25.0 µs" in text
+        rows, notes = floor.table(found | {"config": {"posting_threads": threads}})
+        assert any(f"the engine posts with --posting-threads {threads}" in note for note in notes) == said
+        assert rows[0][2] == "25.0 µs"
+
+
+def test_ratios_of_too_few_requests_say_so_and_how_many_are_enough() -> None:
+    one = a_round(1.0, sample("raw_nixl", 0.5))
+    few = msgspec.structs.replace(one, seconds=[0.1] * 31, concurrency=16)
+    enough = msgspec.structs.replace(few, seconds=[0.1] * 32)
+    (text,) = floor.caveats([enough] * 9 + [few])
+    assert "31 requests in a round with 16 in flight; give --requests 320 --rounds 10" in text
+    assert floor.summary([enough] * 9 + [few])["floor"]["caveats"] == [text]
+    (text,) = floor.caveats([enough] * 5)
+    assert "5 rounds, of which 6 make an interval; give --requests 192 --rounds 6" in text
+    assert floor.caveats([enough] * 6) == []
 
 
 def test_a_floor_that_is_wrong_is_a_problem_and_one_that_is_forbidden_is_not() -> None:
@@ -245,7 +258,7 @@ def test_a_floor_that_is_wrong_is_a_problem_and_one_that_is_forbidden_is_not() -
     forbidden = judged(sample("raw_nixl", 0.5), Sample("process_vm_readv", [], 0, 0, 0, 0, "not permitted"))
     assert report.is_good(forbidden)
     assert forbidden["floor"]["not_measured"] == {"process_vm_readv": "not permitted"}
-    assert ("floor: process_vm_readv", "not measured: not permitted") in floor.lines(forbidden)
+    assert "process_vm_readv was not measured: not permitted" in floor.table(forbidden)[1]
     assert not report.is_good(judged(Sample("raw_nixl", [0.5], 0.5, 100, 0.1, 7)))
     assert not report.is_good(judged(Sample("raw_nixl", [], 0, 0, 0, 0, "a read failed")))
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import time
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from asynckv.bench import figures, rank, report
+from asynckv.bench import figures, rank, report, report_text
 from asynckv.bench.driver import Measured
 from asynckv.bench.experiment import Experiment
 from asynckv.bench.options import Options
@@ -96,6 +97,42 @@ def test_what_ctrl_c_cut_off_is_cancelled_but_an_error_is_not() -> None:
     assert report.make(options(), found)["requests"]["failed"] == 1
 
 
+@pytest.mark.parametrize(
+    ("stage", "done", "says"),
+    [
+        ("start", 0, "INTERRUPTED while the workers started; nothing was measured"),
+        ("warm-up", 0, "INTERRUPTED in the warm-up; nothing was measured"),
+        ("run", 0, "INTERRUPTED before a request completed; nothing was measured"),
+        ("run", 1, "INTERRUPTED after 1 of 2 requests; the figures cover these only"),
+        ("run", 2, "INTERRUPTED after all requests; the figures cover these only"),
+    ],
+)
+def test_who_interrupts_a_run_is_told_when_and_what_the_figures_cover(stage: Any, done: int, says: str) -> None:
+    found = measured(*map(outcome, range(done)), interrupted=True, bytes_verified=200, bytes_wanted=200)
+    found.stage = stage
+    result = report.make(options(), found)
+    assert not report.is_good(result)
+    assert report.status(found, result) == 130
+    assert {**result["interruption"], "says": ""} == {"during": stage, "completed": done, "requested": 2, "says": ""}
+    lines = shown(result).splitlines()
+    assert lines[0] == says
+    # No table of zeros.
+    assert (len(lines) > 1) == bool(done)
+
+
+def test_the_first_line_is_the_verdict_and_everything_fits_a_narrow_terminal() -> None:
+    result = report.make(options(), good())
+    assert shown(result).startswith("good: 2 of 2 requests completed, every byte verified, no block leaked\n")
+    bad = report.make(options(), measured(outcome(0), bytes_wrong=7, problems=["decode/tp0 was killed"]))
+    assert shown(bad).startswith("BAD: 1 of 2 requests failed; 7 bytes wrong; decode/tp0 was killed\n")
+    for width in (40, 60, 80):
+        stream = io.StringIO()
+        report_text.show(result, Console(file=stream, width=width))
+        assert all(len(line.rstrip()) <= width for line in stream.getvalue().splitlines())
+        assert "…" not in stream.getvalue()
+        assert re.search(r"max 300.00 ms|from the call of pull( +300.00 ms){4}", stream.getvalue())
+
+
 def test_nothing_measured_divides_by_nothing() -> None:
     result = report.make(options(), Measured())
     assert result["throughput"] == {"gbytes_per_s": 0.0, "requests_per_s": 0.0}
@@ -106,7 +143,7 @@ def test_the_table_names_capped_prompts_and_errors() -> None:
     capped = Experiment(Options(), MODEL, Workload("trace", (32, 32), 1))
     result = report.make(capped, measured(outcome(0), outcome(1, error="[gone]", reason="peer_lost")))
     stream = io.StringIO()
-    report.show(result, Console(file=stream, width=200))
+    report_text.show(result, Console(file=stream, width=200))
     assert "1 prompts were cut by --max-prompt-tokens" in stream.getvalue()
     assert "1 x peer_lost: [gone]" in stream.getvalue()
 
@@ -161,7 +198,7 @@ def test_open_latency_counts_from_the_schedule_and_says_so() -> None:
     assert result["latency_s"]["max"] == 0.5
     assert result["pull_s"]["max"] == pytest.approx(0.3)
     stream = io.StringIO()
-    report.show(result, Console(file=stream, width=200))
+    report_text.show(result, Console(file=stream, width=200))
     assert "from the scheduled arrival" in stream.getvalue()
     assert "8.0 requests/s scheduled, 2.0 achieved; pull was called late by p50" in stream.getvalue()
 
@@ -177,13 +214,13 @@ def test_what_was_cached_and_shared_is_reported() -> None:
     result = report.make(wanted, measured(outcome(0), outcome(1), lent_places=4, shared_places=1))
     assert result["prefix"]["hit_rate"] == 0.25
     stream = io.StringIO()
-    report.show(result, Console(file=stream, width=200))
+    report_text.show(result, Console(file=stream, width=200))
     assert "25.0% of 64 prompt tokens were cached at the reader; 1 of 4 lent blocks" in stream.getvalue()
 
 
 def shown(result: dict[str, Any]) -> str:
     stream = io.StringIO()
-    report.show(result, Console(file=stream, width=300))
+    report_text.show(result, Console(file=stream, width=300))
     return stream.getvalue()
 
 
@@ -199,7 +236,7 @@ def test_what_reads_nothing_is_no_request_per_second_and_no_latency() -> None:
     assert report.is_good(result)
     assert "1.0 requests/s, and 1 that read nothing" in shown(result)
     assert figures.FIGURES["descriptors"].of(result) == 2.0
-    assert "none: nothing was read" in shown(report.make(options(), measured(nothing, Outcome(0, seconds=0.00001))))
+    assert "nothing was read" in shown(report.make(options(), measured(nothing, Outcome(0, seconds=0.00001))))
 
 
 def test_the_report_says_what_else_makes_runs_unlike() -> None:
@@ -213,8 +250,8 @@ def test_the_report_says_what_else_makes_runs_unlike() -> None:
 def test_the_table_says_announced_and_gives_small_times_in_microseconds() -> None:
     found = measured(outcome(0, 0.000042), outcome(1, 0.000042), bytes_verified=200, bytes_wanted=200)
     text = shown(report.make(options(announced=True), found))
-    assert "announced, so claims are granted before each window opens" in text
-    assert "p50 42.0 µs, p90 42.0 µs" in text
+    assert "announced: claims are granted before each measurement window opens" in text
+    assert re.search(r"p50 +p90 .*\nfrom the call of pull +42.0 µs +42.0 µs", text)
     assert "announced" not in shown(report.make(options(), good()))
 
 
@@ -225,7 +262,7 @@ def test_every_submitted_request_is_in_a_count_when_a_half_dies() -> None:
     result = report.make(Experiment(Options(decode_tp=2), MODEL, work), found)
     counts = result["requests"]
     assert counts["failed"] == 4 == counts["submitted"]
-    assert "0 of 6 completed, 4 failed, 0 cancelled by Ctrl-C, 2 never submitted" in shown(result)
+    assert "0 of 6 completed, 4 failed, 2 never started" in shown(result)
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])

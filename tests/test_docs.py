@@ -18,9 +18,11 @@ import asynckv
 import asynckv.testing
 from asynckv.errors import ConfigError
 from asynckv.tools.pictures import PAPER, THEMES
-from scripts import draw_configuration, draw_geometry, draw_states, drawing
+from scripts import draw_configuration, draw_geometry, draw_life, draw_states, drawing
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PACKAGE = ROOT / "asynckv"
 PAGES: dict[str, ModuleType] = {"draw_configuration": draw_configuration, "draw_states": draw_states}
 
 
@@ -73,7 +75,7 @@ def test_the_configuration_page_refuses_a_field_that_nobody_explains() -> None:
         draw_configuration.explained(Forgotten)
 
 
-DRAWN_BY = {"draw_geometry": draw_geometry.pictures}
+DRAWN_BY = {"draw_geometry": draw_geometry.pictures, "draw_life": draw_life.pictures}
 """The scripts that draw pictures; each returns its files' texts by their names."""
 
 
@@ -103,6 +105,15 @@ def test_a_picture_is_read_on_light_and_on_dark_pages(path: Path) -> None:
     paper = root.find("rect", spaces)
     assert paper is not None
     assert (paper.get("fill"), paper.get("width"), paper.get("height")) == (PAPER, "100%", "100%")
+
+
+def test_the_map_names_files_that_exist_and_every_folder() -> None:
+    text = (ROOT / "docs" / "structure.md").read_text()
+    named = {word for word in re.findall(r"`([^`\s]+)`", text) if re.search(r"\.(py|html|md)$|/$", word)}
+    assert len(named) > 150
+    assert not [word for word in sorted(named) if not (ROOT / word).exists() and not (PACKAGE / word).exists()]
+    folders = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
+    assert folders <= named
 
 
 @pytest.mark.nixl

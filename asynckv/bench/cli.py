@@ -18,7 +18,7 @@ from asynckv.bench import offload_cli
 from asynckv.bench.options import Options, flag
 from asynckv.bench.parameters import options_given, taking_options
 from asynckv.errors import ConfigError
-from asynckv.observe.output import check_writable, columns, write, write_json
+from asynckv.observe.output import check_writable, write, write_json
 
 __all__ = ["bench_app"]
 
@@ -212,31 +212,48 @@ def _say(role: str, text: str) -> None:
 def _bench(experiment: Any, half: Any) -> int:
     import structlog
     from rich.console import Console
-    from rich.progress import Progress
 
-    from asynckv.bench import report, session
+    from asynckv.bench import report, report_text, session
+    from asynckv.bench.driver import Measured
+    from asynckv.observe.progress import Bar
 
     json = experiment.options.json
     check_writable("--json", json)
     errors = Console(stderr=True)
     stream = _logs(experiment.options)
     log = structlog.get_logger("asynckv.bench")
-    with Progress(*columns(), console=errors, disable=not errors.is_terminal, transient=True) as bar:
-        task = bar.add_task("requests", total=len(experiment.workload.prompt_tokens))
-
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        if half is None:
-            work = session.alone(experiment, progress, log)
-        else:
-            work = session.leading(experiment, half, lambda text: _say(half.role, text), progress, log)
-        found, result = asyncio.run(work)
+    try:
+        with Bar(errors) as bar:
+            bar.begin("sizing the pools")
+            if half is None:
+                work = session.alone(experiment, bar, log)
+            else:
+                work = session.leading(experiment, half, lambda text: _say(half.role, text), bar, log)
+            found, result = asyncio.run(work)
+    except KeyboardInterrupt:
+        # Before a driver was there to heed it.
+        found = Measured(interrupted=True)
+        result = report.make(experiment, found)
     write_json(json, result)
-    report.show(result, errors if json == "-" else Console())
+    console = errors if json == "-" else Console()
+    report_text.show(result, console)
+    _say_next(result, json, console)
     if stream is not sys.stderr:
         stream.close()
     return report.status(found, result)
+
+
+def _say_next(result: Any, json: str | None, console: Any) -> None:
+    """Tell whoever sits before a terminal what can be done with this."""
+    if not console.is_terminal or result["interrupted"]:
+        return
+    hints = []
+    if json is None:
+        hints.append("--json FILE keeps this report, for asynckv report FILE and asynckv bench compare FILE FILE")
+    if not result["config"]["floor"]:
+        hints.append("--floor measures the bare transfer beside it, so that you see how much the engine reaches of it")
+    for i, hint in enumerate(hints):
+        console.print(f"{'' if i else chr(10)}next: {hint}", style="dim", highlight=False)
 
 
 def _refuse_options(context: typer.Context) -> None:

@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from msgspec.structs import replace as replace_struct
@@ -29,6 +29,7 @@ from asynckv.bench.workers import Worker, WorkerLost, Workers
 from asynckv.config import LeaseConfig
 from asynckv.core.types import Endpoint
 from asynckv.errors import AsyncKVError
+from asynckv.observe.progress import Steps, Unseen
 from asynckv.scheduler import PrefillGroup
 from asynckv.tools.layouts import model_groups
 from asynckv.tools.models import State
@@ -70,6 +71,8 @@ class Measured:
     environment: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     interrupted: bool = False
+    stage: Literal["start", "warm-up", "run"] = "start"
+    """How far it is; after Ctrl-C, how far it was."""
     pids: dict[str, int] = field(default_factory=dict)
     floor: list[Round] = field(default_factory=list)
 
@@ -80,7 +83,7 @@ class Driver:
     Args:
         experiment: What to run.
         num_blocks: Size of the pools per group, by role.
-        progress: Called with requests done and in all, after each wave.
+        progress: Is told how far the run is.
         log: A structlog logger for the driver's own events.
 
     Attributes:
@@ -91,12 +94,12 @@ class Driver:
         self,
         experiment: Experiment,
         num_blocks: Mapping[str, Sequence[int]],
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        progress: Steps | None = None,
         log: Any = None,
     ) -> None:
         self.found = Measured()
         self._experiment, self._options = experiment, experiment.options
-        self._num_blocks, self._progress, self._log = num_blocks, progress, log
+        self._num_blocks, self._progress, self._log = num_blocks, progress or Unseen(), log
         self._schedule = experiment.schedule()
         self._engines: dict[Place, Sequence[Worker]] = {}
         self._roles: dict[Worker, str] = {}
@@ -127,7 +130,9 @@ class Driver:
         self._roles = {worker: place.role for place, ranks in self._engines.items() for worker in ranks}
         started = time.monotonic()
         try:
-            groups = await self._ready()
+            groups = await self._unless_stopped(self._ready())
+            if groups is None:
+                return self.found
             if self._log is not None:
                 self._log.info("workers_started", pids=self.found.pids, seconds=round(time.monotonic() - started, 3))
             with contextlib.suppress(WorkerLost):
@@ -143,6 +148,24 @@ class Driver:
         self._stop.set()
         for worker in self._readers:
             worker.tell(p.Cancel())
+
+    async def _unless_stopped(self, work: Coroutine[None, None, T]) -> T | None:
+        """Do what Ctrl-C breaks off at once."""
+        doing, stopped = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({doing, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            return doing.result() if doing.done() else None
+        finally:
+            for task in (doing, stopped):
+                task.cancel()
+            await asyncio.gather(doing, stopped, return_exceptions=True)
+
+    def _enter(self, stage: Literal["warm-up", "run"], total: int | None) -> None:
+        """Go on to the next part of the run."""
+        if not self.found.interrupted:
+            self.found.stage = stage
+        what = {"warm-up": "warm-up, first handshakes", "run": "requests"}[stage]
+        self._progress.begin(what, total, has_rate=stage == "run")
 
     def _of(self, wanted: Callable[[Place], bool]) -> list[Worker]:
         return [worker for place, workers in self._engines.items() if wanted(place) for worker in workers]
@@ -160,9 +183,12 @@ class Driver:
     async def _ready(self) -> Groups:
         """Wait until all workers are up; returns the schedulers' views of the engines that lend."""
         endpoints: dict[Place, list[Endpoint]] = {}
+        self._progress.begin(f"starting {len(self._roles)} workers", len(self._roles), has_rate=False)
+        self._progress.note("they register memory")
         for place, workers in self._engines.items():
             for worker in workers:
                 ready = await worker.hear(p.Ready, START_S)
+                self._progress.at(len(self.found.pids) + 1)
                 self.found.environment = ready.environment
                 self.found.pids[worker.name] = ready.pid
                 endpoints.setdefault(place, []).append(ready.endpoint)
@@ -183,6 +209,7 @@ class Driver:
         if self._options.floor:
             await self._open_floor()
         await self._warm_up(groups)
+        self._enter("run", len(self._schedule))
         done, clock_s, total = 0, 0.0, len(self._schedule)
         most = -(-total // self._options.rounds) if self._options.floor else total
         while done < total and not self._stop.is_set():
@@ -193,7 +220,8 @@ class Driver:
             clock_s += self.found.windows_s[-1]
             self.found.scheduled_s = wave[-1].request.arrival_s
             done += len(wave)
-            self._progress(self.found.submitted, len(self._schedule))
+            self._progress.at(self.found.submitted)
+        self._progress.begin("ending the workers")
 
     async def _warm_up(self, groups: Groups) -> None:
         """Move some requests of the workload before the clock runs; only their faults count."""
@@ -205,6 +233,7 @@ class Driver:
                 # Under numbers that no measured request has.
                 number = len(self._schedule) + len(todo)
                 todo.append(replace(requests[i % len(requests)], number=number, chunks=(), cancel_s=None))
+        self._enter("warm-up", len(todo))
         while todo and not self._stop.is_set():
             wave = self._allocate(todo)
             todo = todo[len(wave) :]
@@ -245,6 +274,7 @@ class Driver:
                     worker.tell(p.Lend(lend[place]))
                 if it.engines.pulls(place):
                     worker.tell(p.Prepare(pull[place]))
+        self._progress.note("filling blocks" if options.verify != "off" else "")
         for place, workers in self._engines.items():
             for worker in workers:
                 if it.engines.lends(place):
@@ -263,8 +293,10 @@ class Driver:
         span_s = max(wave[-1].request.arrival_s - clock_s, 0.0) if is_open else 0.0
         rounds, cpu_s = 1 if is_open else -(-len(wave) // options.concurrency), found.cpu_s["decode"]
         longest_s = span_s + rounds * (options.timeout_s + GRACE_S) + options.timeout_s + patience
+        self._progress.note("pulling")
         await self._pull(0 if is_open else options.concurrency, longest_s)
         cpu_s = found.cpu_s["decode"] - cpu_s
+        self._progress.note("comparing" if options.verify != "off" else "")
         await self._verify(wave, patience)
         await self._finish()
         if options.floor and not self._stop.is_set():

@@ -213,15 +213,21 @@ class Experiment:
         for role in self.sides:
             out[role] = [max(a, int(b * share)) for a, b in zip(least[role], wanted[role], strict=True)]
         need = {role: self._pool(role, least[role]) for role in self.sides}
+        if not room:
+            have = memory_available() if available is None else available
+            raise ConfigError(
+                f"{ranks} worker processes need {_size(ranks * PROCESS_BYTES + 512 * MiB)} of memory beside their "
+                f"pools ({_size(PROCESS_BYTES)} each), but {_size(have)} can be had; use fewer ranks (--tp, "
+                f"--prefill-tp, --decode-tp) or engines"
+            )
         for role in self.sides:
             limit = self.options.pool_mb * MiB if self.options.pool_mb is not None else room // ranks
             if need[role] > limit:
                 raise ConfigError(
-                    f"the longest prompt ({max(self.workload.prompt_tokens)} tokens) needs a pool of "
-                    f"{need[role] / MiB:.0f} MiB on each of "
-                    f"the {processes[role]} {role} ranks, but {limit / MiB:.0f} MiB can be had for each of {ranks} "
-                    f"processes; shorten it "
-                    f"with --max-prompt-tokens, use fewer --layers or ranks, or raise --pool-mb"
+                    f"the longest prompt ({max(self.workload.prompt_tokens):,} tokens) needs a pool of "
+                    f"{_size(need[role])} on each of the {processes[role]} {role} ranks, but {_size(limit)} can be had "
+                    f"for each of {ranks} processes; shorten it with --max-prompt-tokens, use fewer --layers or ranks, "
+                    f"or {'raise --pool-mb' if limit < room // ranks else 'free memory'}"
                 )
         return out
 
@@ -235,6 +241,14 @@ class Experiment:
 
     def _pool(self, role: str, blocks: Sequence[int]) -> int:
         return max(1, sum(n * size for n, size in zip(blocks, self.block_bytes(role), strict=True)))
+
+
+def _size(num_bytes: float) -> str:
+    """Say so many bytes in a unit that shows something of them."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.{0 if num_bytes >= 100 * size else 1}f} {unit}"
+    return f"{num_bytes:.0f} bytes"
 
 
 def memory_available() -> int:

@@ -43,7 +43,20 @@ from asynckv.ports import AgentInfo
 if TYPE_CHECKING:
     from asynckv.edges.nixl_raw import RawLoop
 
-__all__ = ["KINDS", "Floor", "Probe", "Round", "Server", "faults", "latencies", "lines", "pieces_of", "summary"]
+__all__ = [
+    "HEAD",
+    "KINDS",
+    "Floor",
+    "Probe",
+    "Round",
+    "Server",
+    "caveats",
+    "faults",
+    "latencies",
+    "pieces_of",
+    "summary",
+    "table",
+]
 
 KINDS = {
     "auto": ("memory_copy", "process_vm_readv", "raw_nixl"),
@@ -378,7 +391,7 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
         return {}
     engine = [_figures(r.num_bytes, len(r.seconds), r.window_s, r.seconds, r.cpu_s) for r in rounds]
     missing = {s.kind: s.error for r in rounds for s in r.samples if s.error}
-    floor: dict[str, Any] = {"engine": _medians(engine), "not_measured": missing}
+    floor: dict[str, Any] = {"engine": _medians(engine), "not_measured": missing, "caveats": caveats(rounds)}
     ratio: dict[str, Any] = {}
     for kind in [s.kind for s in rounds[0].samples]:
         both = [
@@ -403,34 +416,57 @@ def faults(rounds: Sequence[Round]) -> list[str]:
 
 
 NAMES = {
-    "memory_copy": "memory copy, 1 thread",
+    "memory_copy": "memory copy",
     "process_vm_readv": "process_vm_readv",
     "tcp_socket": "raw TCP socket",
-    "raw_nixl": "raw NIXL loop, 1 thread",
+    "raw_nixl": "raw NIXL loop",
 }
+HEAD = ("floor (the bare transfer)", "GB/s", "p50", "engine reaches", "p50 x", "CPU x")
+
+LEAST_ROUNDS = 6
+"""From so many rounds on an interval can be as sure as `noise.LEVEL`."""
+LEAST_TURNS = 2
+"""How often each round has to fill what is in flight; otherwise the start and the end of a round are all there is."""
 
 
-def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """Rows for the table: what each floor did, and what part of it the engine reaches."""
-    rows = [
-        (f"floor: {NAMES[k]}", f"not measured: {why}")
-        for k, why in report.get("floor", {}).get("not_measured", {}).items()
-    ]
+def table(report: dict[str, Any]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Rows for the table of `HEAD`: what each floor did, and what part of it the engine reaches; and what to heed."""
+    rows: list[tuple[str, ...]] = []
     for kind, ratio in report.get("ratio_to_floor", {}).items():
         at = report["floor"][kind]
         fast = at["p50_s"]["median"]
-        p50 = f"{fast * 1e3:.2f} ms" if fast >= 1e-4 else f"{fast * 1e6:.1f} µs"
-        threads = report.get("config", {}).get("posting_threads", 0)
-        beside = f", with --posting-threads {threads}," if kind == "raw_nixl" and threads not in (0, 1) else ""
         share, slower, cpu = (ratio[key] for key in ("gbytes_per_s", "p50_s", "cpu_s_per_request"))
-        text = (
-            f"{at['gbytes_per_s']['median']:.3f} GB/s, {at['requests_per_s']['median']:,.0f} requests/s, p50 {p50}; "
-            f"the engine{beside} reaches {share['median']:.1%} "
-            f"({share['low']:.1%} to {share['high']:.1%}) of it, p50 x {slower['median']:.2f} ({slower['low']:.2f} to "
-            f"{slower['high']:.2f}), CPU x {cpu['median']:.2f}, {share['rounds']} rounds"
+        rows.append(
+            (
+                NAMES[kind],
+                f"{at['gbytes_per_s']['median']:.3f}",
+                f"{fast * 1e3:.2f} ms" if fast >= 1e-4 else f"{fast * 1e6:.1f} µs",
+                f"{share['median']:.1%} ({share['low']:.1%}-{share['high']:.1%})",
+                f"{slower['median']:.2f}",
+                f"{cpu['median']:.2f}",
+            )
         )
-        rows.append((f"floor: {NAMES[kind]}", text))
-    return rows
+    notes = [
+        f"{NAMES[k]} was not measured: {why}" for k, why in report.get("floor", {}).get("not_measured", {}).items()
+    ]
+    threads = report.get("config", {}).get("posting_threads", 0)
+    if "raw_nixl" in report.get("ratio_to_floor", {}) and threads not in (0, 1):
+        notes.append(f"every floor has one thread; the engine posts with --posting-threads {threads}")
+    return rows, [*notes, *report.get("floor", {}).get("caveats", [])]
+
+
+def caveats(rounds: Sequence[Round]) -> list[str]:
+    """Say why the ratios mean little, and how many requests would do."""
+    per_round, at_once = min(len(r.seconds) for r in rounds), max(r.concurrency for r in rounds)
+    least_rounds, least = max(len(rounds), LEAST_ROUNDS), LEAST_TURNS * at_once
+    if len(rounds) >= LEAST_ROUNDS and per_round >= least:
+        return []
+    few = [f"{len(rounds)} rounds, of which {LEAST_ROUNDS} make an interval"] if len(rounds) < LEAST_ROUNDS else []
+    few += [f"{per_round} requests in a round with {at_once} in flight"] if per_round < least else []
+    return [
+        f"too few requests for these ratios: {' and '.join(few)}; give --requests {least_rounds * least} "
+        f"--rounds {least_rounds}, or a lower --concurrency"
+    ]
 
 
 def _figures(

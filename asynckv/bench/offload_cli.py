@@ -15,7 +15,7 @@ import typer
 from asynckv.bench.parameters import options_given, taking_options
 from asynckv.config import COPY_THREADS, POLICIES
 from asynckv.errors import ConfigError
-from asynckv.observe.output import check_writable, columns, write_json
+from asynckv.observe.output import check_writable, write_json
 
 if TYPE_CHECKING:
     from asynckv.bench.experiment import Experiment
@@ -133,12 +133,12 @@ def offload(
     the catalogue alone decides what would be found, so that sizes may be any.
     """
     from rich.console import Console
-    from rich.progress import Progress
 
     from asynckv.bench import garbage, offload_replay, offload_report, offload_run
     from asynckv.bench.experiment import Experiment
     from asynckv.bench.memory import Pool
     from asynckv.observe.log import configure
+    from asynckv.observe.progress import Bar
 
     check_writable("--json", json)
     _refuse_idle(context, no_bytes)
@@ -168,16 +168,18 @@ def offload(
     errors = Console(stderr=True)
     configure("error", stream=sys.stderr)
     garbage.settle()
-    with Progress(*columns(), console=errors, disable=not errors.is_terminal, transient=True) as bar:
-        task = bar.add_task("requests", total=len(prompts) * len(runs))
-        step = partial(bar.advance, task)
+    with Bar(errors) as bar:
+        total, step = len(prompts) * len(runs), bar.advance
         copies: dict[str, Any] = {}
         if no_bytes:
+            bar.begin("requests", total)
             done = [_told(tiers) | offload_replay.replay(prompts, groups, tiers, step) for tiers in runs]
         else:
             sized = _sized(experiment, prompts, state_tokens, concurrency, runs)
             if rounds:
+                bar.begin("measuring copies alone")
                 copies = _copies(experiment, tp, rounds, directory, with_files=any(t.file_bytes for t in runs))
+            bar.begin("requests", total)
             pool = Pool(sized, experiment.options.seed)
             serve = partial(
                 offload_run.run,

@@ -345,7 +345,7 @@ class Remote(Worker):
     async def how(self) -> str:
         return self._how
 
-    async def end(self) -> None:
+    async def end(self, within_s: float = 0.0) -> None:
         self.is_lost = True
 
     def gone(self, how: str) -> None:

@@ -1,4 +1,4 @@
-"""A run's figures as data and as a table."""
+"""A run's figures as data. How they read is said in `asynckv.bench.report_text`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from asynckv.bench import floor
 from asynckv.bench.driver import Measured
 from asynckv.bench.experiment import Experiment
-from asynckv.bench.schedule import Engines, Request
+from asynckv.bench.schedule import Request
 from asynckv.bench.workload import Workload
-from asynckv.observe.console import printable
 from asynckv.observe.release import release
 from asynckv.tools.layouts import model_groups
 
-__all__ = ["SCHEMA", "is_good", "make", "quantiles", "rows", "show", "status"]
+__all__ = ["SCHEMA", "is_good", "make", "quantiles", "status"]
 
 SCHEMA = "asynckv.bench/1"
 PHASES = ("queue", "handshake", "plan", "post", "read", "detect", "confirm", "release")
@@ -60,6 +57,7 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "interrupted": found.interrupted,
+        "interruption": _interruption(found, completed, len(schedule)),
         "config": _config(experiment, schedule),
         "environment": {
             "asynckv": release(),
@@ -126,6 +124,19 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
     }
 
 
+def _interruption(found: Measured, completed: int, requested: int) -> dict[str, Any] | None:
+    """Say when Ctrl-C came, and what the figures are of."""
+    if not found.interrupted:
+        return None
+    if found.stage == "run" and completed:
+        some = "all" if completed == requested else f"{completed:,} of {requested:,}"
+        says = f"after {some} requests; the figures cover these only"
+    else:
+        when = {"start": "while the workers started", "warm-up": "in the warm-up", "run": "before a request completed"}
+        says = f"{when[found.stage]}; nothing was measured"
+    return {"during": found.stage, "completed": completed, "requested": requested, "says": says}
+
+
 def _config(experiment: Experiment, schedule: Sequence[Request]) -> dict[str, Any]:
     """Say what was run: the options as they are, and what the others amount to."""
     options, model, work = experiment.options, experiment.model, experiment.workload
@@ -154,7 +165,8 @@ def is_good(report: dict[str, Any]) -> bool:
     """Everything completed but what was to be cancelled, every compared byte was right, and nothing leaked."""
     moved, wanted, verified = (report["bytes"][k] for k in ("moved", "wanted", "verified"))
     return (
-        report["requests"]["completed"] + report["cancellations"]["cancelled"] == report["config"]["requests"]
+        not report["interrupted"]
+        and report["requests"]["completed"] + report["cancellations"]["cancelled"] == report["config"]["requests"]
         and report["bytes"]["wrong"] == 0
         and (report["config"]["verify"] != "full" or verified == wanted)
         and moved >= wanted
@@ -169,113 +181,6 @@ def status(found: Measured, report: dict[str, Any]) -> int:
     return 130 if found.interrupted else 0 if is_good(report) else 1
 
 
-def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """Say the report in rows of a table: a name, and a text."""
-    requests, moved, latency = report["requests"], report["bytes"], report["latency_s"]
-    verified = f"{moved['verified'] / moved['wanted']:.1%} of them verified" if moved["wanted"] else "none wanted"
-    nothing = requests["completed"] == requests["read_nothing"] > 0
-    ms = {k: _seconds(v) for k, v in latency.items()}
-    apart = f", and {requests['read_nothing']} that read nothing" if requests["read_nothing"] else ""
-    left = report["config"]["requests"] - requests["submitted"]
-    clock = report["schedule"]["clock"]
-    found = [
-        (
-            "model",
-            "{model}, {layers} layers, {token_bytes:,} bytes per token, {state_bytes:,} per state".format(
-                **report["config"]
-            ),
-        ),
-        *((role, _side(report["config"][role])) for role in ("prefill", "decode")),
-        ("workload", _workload(report["config"])),
-        (
-            "requests",
-            f"{requests['completed']} of {report['config']['requests']} completed, {requests['failed']} failed, "
-            f"{requests['cancelled']} cancelled by Ctrl-C" + (f", {left} never submitted" if left else ""),
-        ),
-        *_cancellations(report["cancellations"]),
-        *_shared(report["prefix"]),
-        (
-            "bytes",
-            f"{_bytes(moved['moved'])} moved, {_bytes(moved['wanted'])} wanted, {verified}, "
-            f"{moved['wrong']} bytes wrong",
-        ),
-        (
-            "blocks",
-            "{prefill_leaked} leaked on prefill, {decode_leaked} on decode, {quarantined} in quarantine".format(
-                **report["blocks"]
-            ),
-        ),
-        (
-            "throughput",
-            "{gbytes_per_s:.3f} GB/s, {requests_per_s:.1f} requests/s".format(**report["throughput"]) + apart,
-        ),
-        (
-            "warm-up",
-            f"{report['config']['warmup']} between every two engines before the clock ran, the slowest pull took "
-            f"{report['warmup']['max_latency_s'] * 1e3:.2f} ms; {report['warmup']['failed']} failed"
-            if report["config"]["warmup"]
-            else "none: the latencies hold the first connections",
-        ),
-        (
-            "latency",
-            "none: nothing was read"
-            if nothing
-            else f"p50 {ms['p50']}, p90 {ms['p90']}, p99 {ms['p99']}, max {ms['max']}, from the {clock}",
-        ),
-        *_schedule(report),
-        (
-            "phases (p50)",
-            ", ".join(f"{name} {_seconds(q['p50'])}" for name, q in report["phases_s"].items()),
-        ),
-        ("CPU", "prefill {prefill:.2f} s, decode {decode:.2f} s".format(**report["cpu_s"])),
-        ("loop lag", f"p99 {report['loop_lag_s']['p99'] * 1e3:.2f} ms, max {report['loop_lag_s']['max'] * 1e3:.2f} ms"),
-        ("descriptors", "{planned:,} planned, {posted:,} posted after merging".format(**report["descriptors"])),
-        ("windows", "{count} of {seconds:.3f} s in all".format(**report["windows"])),
-        (
-            "transport",
-            f"{report['environment'].get('ucx_transports', '?')}, error mode "
-            f"{report['environment'].get('ucx_error_handling_mode', '?')}",
-        ),
-    ]
-    if report["config"]["prompts_capped"]:
-        found.insert(1, ("capped", f"{report['config']['prompts_capped']} prompts were cut by --max-prompt-tokens"))
-    return found + floor.lines(report)
-
-
-def show(report: dict[str, Any], console: Console) -> None:
-    """Print the table."""
-    report = printable(report)
-    table = Table(box=None, show_header=False, padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column()
-    for name, value in rows(report):
-        table.add_row(name, value)
-    console.print(table)
-    for text in [*report["problems"], *(f"{n} x {cause}" for cause, n in report["errors"].items())]:
-        console.print(f"  ! {text}", style="red", highlight=False)
-
-
-def _workload(config: dict[str, Any]) -> str:
-    whole = config["prompts_wholly_cached"]
-    cached = f"; {whole} of {config['requests']} are cached whole, so nothing of them is read" if whole else ""
-    hit = "" if config["prefix_cache"] is not None else f", prefix hit {config['prefix_hit']}"
-    match config["arrivals"]:
-        case "closed":
-            load = f"{config['concurrency']} in flight"
-        case "trace":
-            load = f"arrivals of the trace at speed {config['speed']:g}"
-        case kind:
-            load = f"{kind} arrivals at {config['rate']:g}/s"
-    engines = config["engines"]
-    announced = "; announced, so claims are granted before each window opens" if config["announced"] else ""
-    many = engines["prefill"] + engines["decode"] > 2 or engines["both_ways"]
-    who = f"; engines: {Engines(**engines)}" if many else ""
-    return (
-        f"{config['prompt_tokens']} tokens{hit}{cached}; {load}, blocks {config['block_order']}, seed "
-        f"{config['seed']}{who}{announced}"
-    )
-
-
 def _prefix(workload: Workload, found: Measured, schedule: Sequence[Request]) -> dict[str, Any]:
     """What the readers' modelled caches held, and what was lent to several requests at a time."""
     tokens, hit = sum(r.tokens for r in schedule), sum(r.cached for r in schedule)
@@ -288,57 +193,6 @@ def _prefix(workload: Workload, found: Measured, schedule: Sequence[Request]) ->
         "lent_blocks": found.lent_places,
         "lent_shared": found.shared_places,
     }
-
-
-def _shared(prefix: dict[str, Any]) -> list[tuple[str, str]]:
-    if not prefix["shared"]:
-        return []
-    return [
-        (
-            "prefixes",
-            f"{prefix['hit_rate']:.1%} of {prefix['prompt_tokens']:,} prompt tokens were cached at the reader; "
-            f"{prefix['lent_shared']:,} of {prefix['lent_blocks']:,} lent blocks were lent to another request as well",
-        )
-    ]
-
-
-def _cancellations(found: dict[str, int]) -> list[tuple[str, str]]:
-    if not found["asked"]:
-        return []
-    return [("to be cancelled", "{asked}: {cancelled} were, {too_late} had completed before".format(**found))]
-
-
-def _schedule(report: dict[str, Any]) -> list[tuple[str, str]]:
-    if report["config"]["arrivals"] == "closed":
-        return []
-    it, pull = report["schedule"], {k: _seconds(v) for k, v in report["pull_s"].items()}
-    late = {k: _seconds(v) for k, v in it["late_s"].items()}
-    return [
-        ("", f"p50 {pull['p50']}, p90 {pull['p90']}, p99 {pull['p99']}, max {pull['max']}, from the call of pull"),
-        (
-            "schedule",
-            f"{it['scheduled_per_s']:.1f} requests/s scheduled, {it['achieved_per_s']:.1f} achieved; pull was called "
-            f"late by p50 {late['p50']}, p99 {late['p99']}, max {late['max']}",
-        ),
-    ]
-
-
-def _seconds(value: float) -> str:
-    """Milliseconds, or microseconds where those would be 0.05 or 0.00."""
-    return f"{value * 1e3:.2f} ms" if value >= 1e-4 or not value else f"{value * 1e6:.1f} µs"
-
-
-def _bytes(number: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size:
-            return f"{number / size:.3f} {unit}"
-    return f"{number:.0f} bytes"
-
-
-def _side(side: dict[str, Any]) -> str:
-    stages = f", pp {side['pp']}" if side["pp"] > 1 else ""
-    ratio = f" of {side['ratio']} kernel blocks" if side["ratio"] > 1 else ""
-    return f"tp {side['tp']}{stages}, {side['block_size']} tokens per block{ratio}, {side['order']}"
 
 
 def quantiles(values: Sequence[float], **at: float) -> dict[str, float]:

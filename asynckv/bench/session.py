@@ -10,21 +10,21 @@ from asynckv.bench import report
 from asynckv.bench.driver import Driver, Measured
 from asynckv.bench.experiment import Experiment, memory_available
 from asynckv.bench.remote import Half, lead
-from asynckv.bench.workers import Host, Workers
+from asynckv.bench.workers import END_S, Host, Workers
 from asynckv.errors import AsyncKVError, ConfigError
+from asynckv.observe.progress import Steps
 
 __all__ = ["alone", "leading"]
 
 Found = tuple[Measured, dict[str, Any]]
-Progress = Callable[[int, int], None]
 
 
-async def alone(experiment: Experiment, progress: Progress = lambda done, total: None, log: Any = None) -> Found:
+async def alone(experiment: Experiment, progress: Steps | None = None, log: Any = None) -> Found:
     """Run a benchmark on this machine; nothing is left running.
 
     Args:
         experiment: What to run.
-        progress: Called with requests done and in all, after each wave.
+        progress: Is told how far the run is.
         log: A structlog logger for the driver's own events.
 
     Returns:
@@ -43,7 +43,7 @@ async def leading(
     experiment: Experiment,
     half: Half,
     say: Callable[[str], None],
-    progress: Progress = lambda done, total: None,
+    progress: Steps | None = None,
     log: Any = None,
 ) -> Found:
     """Run a benchmark together with the other half, as if all workers were our own.
@@ -83,6 +83,7 @@ async def _drive(driver: Driver, experiment: Experiment, host: Host, others: Wor
         try:
             found = await driver.run({**others, **await host.start()})
         finally:
-            await host.end()
+            # Who is interrupted while workers start does not wait for what they do first.
+            await host.end(0.5 if driver.found.interrupted and driver.found.stage == "start" else END_S)
     found.environment["ucx_transports"] = host.transports
     return found, await asyncio.to_thread(report.make, experiment, found)

@@ -20,7 +20,7 @@ from asynckv.bench.schedule import Place
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.testing.fleet import Child, Failure, Fleet
 
-__all__ = ["Host", "Local", "Worker", "WorkerLost", "Workers", "setups"]
+__all__ = ["END_S", "Host", "Local", "Worker", "WorkerLost", "Workers", "setups"]
 
 T = TypeVar("T")
 
@@ -56,8 +56,8 @@ class Worker(ABC):
         """Wait for its end, and say how it came."""
 
     @abstractmethod
-    async def end(self) -> None:
-        """Make sure that the process is gone."""
+    async def end(self, within_s: float = END_S) -> None:
+        """Make sure that the process is gone; it may take so long to end in order."""
 
     def __str__(self) -> str:
         return self.name
@@ -128,9 +128,9 @@ class Local(Worker):
     async def how(self) -> str:
         return await self._child.ended()
 
-    async def end(self) -> None:
+    async def end(self, within_s: float = END_S) -> None:
         with contextlib.suppress(Failure):  # it was killed
-            await self._child.end(END_S)
+            await self._child.end(within_s)
 
 
 class Planned(NamedTuple):
@@ -207,9 +207,9 @@ class Host:
             worker.tell(setup)
         return self.workers
 
-    async def end(self) -> None:
+    async def end(self, within_s: float = END_S) -> None:
         """End every worker; none is left."""
-        await asyncio.gather(*(worker.end() for workers in self.workers.values() for worker in workers))
+        await asyncio.gather(*(worker.end(within_s) for workers in self.workers.values() for worker in workers))
         self.transports = ucx.read(self._fleet.folder)
         await self._fleet.__aexit__()
 

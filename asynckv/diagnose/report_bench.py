@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 from asynckv.bench import report as bench
-from asynckv.bench import sides
+from asynckv.bench import report_text, sides
 from asynckv.bench.figures import FIGURES, at
+from asynckv.bench.floor import NAMES
 from asynckv.diagnose import report_plots as plots
 from asynckv.diagnose.report_text import Card, duration, safe
 from asynckv.diagnose.summary_model import Bench, Kind
@@ -30,7 +32,7 @@ def read(found: dict[str, Any], name: str) -> Bench:
     sides.check(found, name)
     try:
         one = Bench(name=name, is_good=bench.is_good(found), report=found)
-        for look in (bench.rows, _phases, _shares, _wrong):
+        for look in (report_text.parts, report_text.verdict, _phases, _shares, _wrong):
             look(found)
         verdict(one)
         return one
@@ -48,8 +50,11 @@ def verdict(one: Bench) -> str:
     said += f"{moved['gbytes_per_s']:.3g} GB/s, {moved['requests_per_s']:,.4g} requests/s, p99 "
     said += duration(found["latency_s"]["p99"])
     if found["interrupted"]:
-        said += "; interrupted"
-    if not one.is_good:
+        cut = found.get("interruption") or {"says": "before its end; the figures are not those of the whole run"}
+        said = (
+            f"{safe(one.name, 60)} was INTERRUPTED {safe(str(cut['says']), 200)}. {said[len(safe(one.name, 60)) + 2 :]}"
+        )
+    elif not one.is_good:
         leaked = sum(x for x in found["blocks"].values() if isinstance(x, int))
         bad = [
             f"{requests['failed']:,} failed",
@@ -91,21 +96,28 @@ def section(one: Bench) -> str:
     found = one.report
     figures = [
         plots.phase_quantiles(
-            _phases(found), "How long each phase of a pull took: p50 thick, p99 pale", "Release comes after the result."
+            _phases(found),
+            "How long each phase of a pull took",
+            "Thick: p50. Pale: p99. Release comes after the result.",
         )
     ]
     if shares := _shares(found):
         figures.append(_floors(shares))
-    # Latency by another clock has no name of its own there.
-    said = {name or "latency of pulls": safe(text, 600) for name, text in bench.rows(found)}
+    said = {name: safe(text, 600) for name, text in report_text.facts(found)}
     said |= {
         str(name).replace("_", " "): safe(str(value), 200)
         for name, value in found["environment"].items()
         if isinstance(value, str | int | float)
     }
     wrong = _wrong(found)
+    tables = "".join(
+        frame.table(part.head, [[safe(x, 200) for x in row] for row in part.rows], label=part.head[0])
+        + "".join(f"<p>{escape(safe(note, 400))}</p>" for note in part.notes)
+        for part in report_text.parts(found)
+        if part.head and part.rows
+    )
     table = frame.table(["what went wrong"], [[x] for x in wrong[:MOST_FAULTS]], label="Faults") if wrong else ""
-    return f'<div class="plots">\n{"".join(figures)}</div>\n{table}<div class="rows">{frame.facts(said)}</div>'
+    return f'<div class="plots">\n{"".join(figures)}</div>\n{table}{tables}<div class="rows">{frame.facts(said)}</div>'
 
 
 def _wrong(found: Mapping[str, Any]) -> list[str]:
@@ -123,7 +135,7 @@ def _shares(found: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
     """Which part of each floor's throughput was reached, and between what the true one lies."""
     ratios = found.get("ratio_to_floor", {})
     return {
-        str(kind).replace("_", " "): (x["median"] * 100, x["low"] * 100, x["high"] * 100)
+        NAMES.get(str(kind), str(kind).replace("_", " ")): (x["median"] * 100, x["low"] * 100, x["high"] * 100)
         for kind, ratio in ratios.items()
         if (x := ratio.get("gbytes_per_s"))
     }
@@ -155,6 +167,9 @@ def _floors(shares: Mapping[str, tuple[float, float, float]]) -> str:
         "meta": {"height": 110 + 44 * max(len(names), 2)},
     }
     said = "; ".join(f"{x}: {shares[x][0]:.0f} %" for x in names)
-    caption = "Which part of what the machine itself can do was reached"
-    note = "Bars end at the median of the rounds; lines are the intervals that hold the true one."
+    caption = "The share of the floor that was reached"
+    note = (
+        "The floor: the same bytes moved without an engine. A bar ends at the median of the rounds; its line is the "
+        "interval that holds the true one."
+    )
     return frame.figure(caption, f"{caption}. {said}.", [trace], layout, note=note)

@@ -75,11 +75,7 @@ def _first(summary: Summary) -> str:
         f"<small>{escape(x.of)}</small></div>"
         for x in cards
     )
-    kind, first = ("good", "All well.") if is_good else ("bad", "Look here:")
-    return (
-        f'<p class="verdict {kind}"><strong>{first}</strong> {escape(" ".join(said))}</p>\n'
-        f'{notes}<div class="cards">{shown}</div>\n'
-    )
+    return f'{frame.verdict(said, is_good=is_good)}{notes}<div class="cards">{shown}</div>\n'
 
 
 def _cards(summary: Summary) -> list[Card]:

@@ -133,16 +133,14 @@ def verdict(summary: Summary) -> tuple[list[str], bool]:
         )
     elif leases.lent:
         over = leases.lent - leases.open
-        all_ = (
-            "The one lease that ended was" if round(over) == 1 else f"All of {count_text(over)} leases that ended were"
-        )
+        all_ = "The one lease that ended was" if round(over) == 1 else f"All {count_text(over)} leases that ended were"
         said.append(f"{all_} released.")
     if retired := summary.quarantine.retired:
         is_good = False
         said.append(f"{number(retired, 'pull', 'pulls').capitalize()} gave up blocks: a transfer did not end.")
     if pulls.latency_s is not None:
         said.append(
-            f"Of those that completed the p99 took {duration(pulls.latency_s.p99)}, the slowest in the logs "
+            f"The latency of pulls that completed: p99 {duration(pulls.latency_s.p99)}, the slowest in the logs "
             f"{duration(pulls.latency_s.max)}."
         )
     if summary.away:

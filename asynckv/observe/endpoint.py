@@ -20,7 +20,10 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, Self
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+try:
+    from prometheus_client import CollectorRegistry, make_wsgi_app
+except ImportError as exc:
+    raise ImportError("metrics need prometheus_client: pip install 'asynckv[metrics]'") from exc
 
 from asynckv.arguments import MAX_NAME, flag, integer, number, text
 from asynckv.arguments import shown as as_shown

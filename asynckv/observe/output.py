@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asynckv.errors import ConfigError
 
-__all__ = ["check_writable", "columns", "write", "write_json"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["check_writable", "help_of", "print_table", "write", "write_json"]
+
+WORDS = 16
+"""Columns of the terminal that a column of words needs at least; it is wrapped there."""
+
+
+def help_of(function: Callable[..., Any]) -> str:
+    """Return what a command says of itself, in lines as wide as the terminal and not as the source."""
+    return "\n\n".join(" ".join(x.split()) for x in inspect.cleandoc(function.__doc__ or "").split("\n\n"))
 
 
 def write(option: str, target: str, text: str) -> None:
@@ -19,7 +32,13 @@ def write(option: str, target: str, text: str) -> None:
         ConfigError: The file cannot be written.
     """
     if target == "-":
-        sys.stdout.write(text)
+        bare = getattr(sys.stdout, "buffer", None)
+        if bare is None:
+            sys.stdout.write(text)
+        else:
+            # Files are UTF-8, whatever the terminal can show.
+            sys.stdout.flush()
+            bare.write(text.encode())
         sys.stdout.flush()
         return
     try:
@@ -56,8 +75,61 @@ def check_writable(option: str, target: str | None) -> None:
             raise ConfigError(f"{option} {target}: cannot be written: {exc.strerror}") from exc
 
 
-def columns() -> tuple[Any, ...]:
-    """Columns of a progress bar that counts."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+def print_table(
+    console: Console,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    texts: Sequence[int] = (0,),
+    wrapped: Sequence[int] = (),
+    styles: Sequence[str] = (),
+) -> None:
+    """Print a table whose heads and numbers are never cut: it becomes narrower, and then a list.
 
-    return TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    Args:
+        console: Where.
+        heads: Of the columns.
+        rows: Of texts, without markup.
+        texts: Columns that are aligned left.
+        wrapped: Columns of words, which may be broken into lines.
+        styles: Of the rows.
+    """
+    from rich.cells import cell_len
+    from rich.markup import escape
+    from rich.table import Table
+
+    def widths(heads: Sequence[str]) -> int:
+        total = 2 * (len(heads) - 1)
+        for i, head in enumerate(heads):
+            most = max((cell_len(line) for row in (heads, *rows) for line in row[i].split("\n")), default=0)
+            least = max(cell_len(line) for line in head.split("\n"))
+            total += max(least, min(most, WORDS)) if i in wrapped else most
+        return total
+
+    styled = [*styles, *[""] * (len(rows) - len(styles))]
+    if widths(heads) > console.width:
+        heads = [head.replace(" ", "\n") for head in heads]
+    if widths(heads) > console.width:
+        heads = [head.replace("\n", " ") for head in heads]
+        for row, style in zip(rows, styled, strict=True):
+            name, *cells = row
+            words = [f"{head} {cell}".strip() for head, cell in zip(heads[1:], cells, strict=True) if cell]
+            lines = [f"{heads[0]} {name.strip()}".strip(), ""]
+            for word in words:
+                # Broken between figures, never within one.
+                more = f"{lines[-1]}, {word}" if lines[-1] else f"  {word}"
+                if cell_len(more) < console.width or not lines[-1]:
+                    lines[-1] = more
+                else:
+                    lines[-1] += ","
+                    lines.append(f"  {word}")
+            console.print(escape("\n".join(filter(None, lines))), highlight=False, style=style)
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for i, head in enumerate(heads):
+        table.add_column(
+            escape(head), justify="left" if i in texts else "right", no_wrap=i not in wrapped, vertical="bottom"
+        )
+    for row, style in zip(rows, styled, strict=True):
+        table.add_row(*map(escape, row), style=style)
+    console.print(table)

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -135,12 +137,18 @@ def simulate(
 
 @dataclass(slots=True)
 class Found:
-    """What many seeds showed."""
+    """What many seeds showed.
+
+    Attributes:
+        seeds: How many are done: the first ones.
+        interrupted: Ctrl-C came before the last.
+    """
 
     seeds: int = 0
     violations: dict[int, str] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
+    interrupted: bool = False
 
 
 CHUNK = 25
@@ -162,6 +170,19 @@ def _chunk(
     return len(seeds), violations, counts
 
 
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Let processes that are started meanwhile ignore Ctrl-C: this one decides what it means."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def simulate_many(
     seeds: Sequence[int],
     faults: Sequence[str] = FAULTS,
@@ -170,7 +191,7 @@ def simulate_many(
     directory: Path | None = None,
     make: Make = make_script,
 ) -> Found:
-    """Run many seeds, on several processes; stops early once there are many violations.
+    """Run many seeds, on several processes; stops early once there are many violations, and at Ctrl-C.
 
     Args:
         seeds: Which.
@@ -188,15 +209,19 @@ def simulate_many(
             results = (_chunk(chunk, faults, directory, make) for chunk in chunks)
         else:
             context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(context.Pool(min(jobs, len(chunks))))
+            with _deaf():
+                pool = stack.enter_context(context.Pool(min(jobs, len(chunks))))
             results = pool.imap(partial(_chunk, faults=faults, directory=directory, make=make), chunks)
-        for done, violations, counts in results:
-            found.seeds += done
-            found.violations |= violations
-            found.counts += counts
-            progress(done)
-            if len(found.violations) >= MOST_VIOLATIONS:
-                break
+        try:
+            for done, violations, counts in results:
+                found.seeds += done
+                found.violations |= violations
+                found.counts += counts
+                progress(done)
+                if len(found.violations) >= MOST_VIOLATIONS:
+                    break
+        except KeyboardInterrupt:
+            found.interrupted = True
     found.seconds = time.perf_counter() - begun
     return found
 

@@ -105,18 +105,14 @@ def verify(
 
     A block that is not sound is never served either way; it is dropped when somebody asks for it.
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from asynckv.observe.output import columns
+    from asynckv.observe.progress import Bar
     from asynckv.tools.offload_folder import check
 
-    errors = Console(stderr=True)
-    with Progress(*columns(), console=errors, disable=not errors.is_terminal, transient=True) as bar:
-        task = bar.add_task("blocks", total=None)
+    with Bar() as bar:
+        bar.begin("blocks")
 
         def checked(folder: Path) -> Checked:
-            return check(folder, drop=drop, progress=lambda done, total: bar.update(task, completed=done, total=total))
+            return check(folder, drop=drop, progress=bar.at)
 
         found, said = _each(dir, json, checked)
     for each in found:

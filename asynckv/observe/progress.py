@@ -1,0 +1,135 @@
+"""How far a command is, on stderr: what it does now, how much of that is done, how fast, and how long the rest takes.
+
+On a terminal a bar, redrawn in place and gone at the end. Elsewhere a line now and then, so that a log of hours has
+few of them and a run of seconds has none.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["EVERY_S", "Bar", "Steps", "Unseen"]
+
+EVERY_S = 15.0
+"""Seconds between two lines where stderr is no terminal."""
+
+
+class Steps(Protocol):
+    """Who is told how far the work is."""
+
+    def begin(self, what: str, total: int | None = None, *, has_rate: bool = True) -> None:
+        """Say what is done from now on, how much of it there is, if anybody knows, and whether it goes at a rate."""
+
+    def at(self, done: int, total: int | None = None) -> None:
+        """Say how much of it is done."""
+
+    def note(self, text: str) -> None:
+        """Say what of it is done just now."""
+
+
+class Unseen:
+    """Nobody looks."""
+
+    def begin(self, what: str, total: int | None = None, *, has_rate: bool = True) -> None:
+        pass
+
+    def at(self, done: int, total: int | None = None) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+
+class Bar:
+    """A bar on a terminal, lines elsewhere.
+
+    Args:
+        console: Of stderr.
+        every_s: Seconds between two lines.
+    """
+
+    def __init__(self, console: Console | None = None, every_s: float = EVERY_S) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._console = console or Console(stderr=True)
+        self._is_drawn = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=16),
+            TextColumn("{task.fields[figures]}", markup=False),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not self._is_drawn,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=None, figures="")
+        self._every_s, self._said_at = every_s, time.monotonic()
+        self._what, self._note = "", ""
+        self._done, self._begun_at = 0, time.monotonic()
+        self._total: int | None = None
+        self._has_rate = True
+
+    def __enter__(self) -> Self:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.__exit__(kind, error, trace)
+
+    def begin(self, what: str, total: int | None = None, *, has_rate: bool = True) -> None:
+        """Say what is done from now on, how much of it there is, if anybody knows, and whether it goes at a rate."""
+        self._what, self._note, self._begun_at = what, "", time.monotonic()
+        self._done, self._total, self._has_rate = 0, total, has_rate
+        self._show()
+
+    def at(self, done: int, total: int | None = None) -> None:
+        """Say how much of it is done."""
+        self._done, self._total = done, self._total if total is None else total
+        self._show()
+
+    def advance(self, more: int = 1) -> None:
+        """Say that so much more is done."""
+        self.at(self._done + more)
+
+    def note(self, text: str) -> None:
+        """Say what of it is done just now."""
+        self._note = text
+        self._show()
+
+    def _show(self) -> None:
+        if self._is_drawn:
+            what = f"{self._what}: {self._note}" if self._note else self._what
+            self._bar.update(
+                self._task, description=what, completed=self._done, total=self._total, figures=self.figures()
+            )
+        elif (now := time.monotonic()) - self._said_at >= self._every_s:
+            self._said_at = now
+            print(f"{self._what}: {self.figures()}".removesuffix(": "), file=sys.stderr, flush=True)
+
+    def figures(self) -> str:
+        """Say how much is done, how fast, and how long the rest takes."""
+        if self._total is None:
+            return ""
+        said = f"{self._done:,}/{self._total:,}"
+        seconds = time.monotonic() - self._begun_at
+        if self._has_rate and self._done and seconds > 0:
+            rate = self._done / seconds
+            said += f", {rate:,.0f}/s" if rate >= 10 else f", {rate:.1f}/s"
+            if self._done < self._total:
+                said += f", {_span((self._total - self._done) / rate)} left"
+        return said
+
+
+def _span(seconds: float) -> str:
+    whole = round(seconds)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}" if minutes else f"{rest} s"

@@ -1,0 +1,66 @@
+"""What the repository says of itself: its version, its changelog, and the paths that its documents name."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOT_OURS = re.compile(r"[/~]|vllm/|\w+:|.*[<>{}*$ ]|.*[A-Z]{3}|.*\.\.\.")
+"""Absolute paths, vLLM's own, addresses, and names with a part to fill in."""
+MADE = {"authorized/", "bench-results/", "build/", "dist/", "engines/", "logs/", "results/"}
+"""What commands make; no checkout has them."""
+
+
+def test_the_changelogs_newest_section_is_this_version() -> None:
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.fullmatch(rf"{re.escape(PROJECT['project']['version'])} \(\d{{4}}-\d\d-\d\d\)", headings[0])
+    numbers = [tuple(map(int, re.findall(r"\d+", heading.split()[0]))) for heading in headings]
+    assert numbers == sorted(set(numbers), reverse=True)
+
+
+def test_every_news_fragment_is_of_a_known_kind() -> None:
+    """Towncrier passes over what it does not know."""
+    kinds = "|".join(kind["directory"] for kind in PROJECT["tool"]["towncrier"]["type"])
+    names = {path.name for path in (ROOT / "docs" / "newsfragments").iterdir()} - {"README.md"}
+    assert [name for name in sorted(names) if not re.fullmatch(rf"\d+\.({kinds})(\.\d+)?\.md", name)] == []
+
+
+def named_paths(text: str) -> set[str]:
+    """Files and folders in backticks; in blocks only those that lie in a folder: the rest is an example's own."""
+    quoted = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
+    blocks = " ".join(re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).split()
+    found = {word.split("::")[0] for word in [*quoted, *(word for word in blocks if "/" in word[:-1])]}
+    return {word for word in found if re.fullmatch(r"[\w./-]+(\.py|/)", word) and not NOT_OURS.match(word)}
+
+
+@functools.cache
+def endings() -> set[str]:
+    """Every file and folder of this checkout, from the root and from every folder on the way to it."""
+    found = set()
+    for top in ("asynckv", "deploy", "docs", "scripts", "tests"):
+        for path in (ROOT / top, *(ROOT / top).rglob("*")):
+            parts = path.relative_to(ROOT).parts
+            end = "/" if path.is_dir() else ""
+            found |= {"/".join(parts[i:]) + end for i in range(len(parts))}
+    return found | {path.name for path in ROOT.iterdir()}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_path_that_a_document_names_is_there(document: Path) -> None:
+    """Named in full, or from a folder that the document speaks of."""
+    assert sorted(named_paths(document.read_text()) - endings() - MADE) == []
+
+
+def test_modules_that_documents_would_have_run_are_there() -> None:
+    text = " ".join(path.read_text() for path in DOCUMENTS)
+    modules = set(re.findall(r"python3? -m ((?:scripts|tests|asynckv)[\w.]*\w)", text))
+    assert modules
+    homes = {name: ROOT.joinpath(*name.split(".")) for name in modules}
+    assert [x for x, home in homes.items() if not home.with_suffix(".py").exists() and not home.is_dir()] == []
