@@ -73,7 +73,8 @@ def write_signature(
 
 
 def write_types(app: Sphinx, what: str, name: str, obj: typing.Any, options: object, lines: list[str]) -> None:
-    """Write `name (type): ...` in lists of attributes; of configuration, say where its fields are listed."""
+    """Link pages, and write `name (type): ...` in lists of attributes. Configuration has a page of its own for them."""
+    lines[:] = [re.sub(r"`docs/(\w+)\.md`", r":doc:`\1`", line) for line in lines]
     if "Attributes:" not in lines or not inspect.isclass(obj):
         return
     start = lines.index("Attributes:")
