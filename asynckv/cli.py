@@ -460,9 +460,10 @@ USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "
 def _usage(exc: Any) -> str:
     """Say what is wrong with an option in one line."""
     context = getattr(exc, "ctx", None)
-    hint = f"; see {context.command_path} --help" if context is not None else ""
     text = " ".join(exc.format_message().split()).rstrip(".").replace("Value error, ", "")
-    return f"{text}{hint}"
+    if context is None:
+        return text
+    return f"{text}{' See' if text.endswith('?') else '; see'} {context.command_path} --help"
 
 
 def _fail(exc: object, status: int) -> NoReturn:
