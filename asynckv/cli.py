@@ -320,7 +320,12 @@ def simulate(
     chosen = known if faults == "all" else () if faults == "none" else tuple(x.strip() for x in faults.split(","))
     if strange := [x for x in chosen if x not in known]:
         raise ConfigError(f"--faults {strange[0]!r} is unknown; use all, none, or some of {', '.join(known)}")
-    for name, number, least in (("--seeds", seeds, 1), ("--first-seed", first_seed, 0), ("--jobs", jobs, 0)):
+    for name, number, least in (
+        ("--seeds", seeds, 1),
+        ("--first-seed", first_seed, 0),
+        ("--jobs", jobs, 0),
+        ("--events", events, 0),
+    ):
         if not least <= number <= 1 << 40:
             raise ConfigError(f"{name} {number} is outside {least} ... {1 << 40}")
     if logs is not None:
