@@ -47,14 +47,19 @@ MIN_LEASE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseConfig:
-    """What a prefill rank promises.
+    """What a prefill rank promises to its readers.
 
     Attributes:
-        lease_s: How long an unclaimed request stays lent.
-        grant_s: Length of one promise to a reader; renewed while the reader needs it.
-        max_lease_s: Longest that renewals can keep a request lent.
-        parked_s: How long a claim or release for a request that is not lent yet is remembered.
-        max_parked: How many of those.
+        lease_s: How long a request stays lent if no reader claims it. Raise it if decode engines hear of requests late
+            (a long queue at the router, no `Engine.announce`). Lower it if the prefill side is short of KV memory.
+        grant_s: Length of one promise to a reader; the reader renews it while it needs the blocks. It also bounds how
+            long a dead reader holds blocks, and how long `Engine.aclose` takes. Raise it if a reader's event loop may
+            be away for longer. At least 0.5 s.
+        max_lease_s: Longest that renewals can keep a request lent. Raise it if requests wait for longer than that in
+            the decode engine's queue.
+        parked_s: How long a claim or a release is remembered that came before its request was lent. Raise it if params
+            reach the decode side long before the prefill ends.
+        max_parked: Most claims and releases that are remembered so.
     """
 
     lease_s: float = 30.0
@@ -75,36 +80,45 @@ class LeaseConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullConfig:
-    """How a decode rank behaves.
+    """How a decode rank reads: deadlines, repetitions, and how much is in flight.
 
     Attributes:
-        timeout_s: Default deadline of a pull.
-        announce_s: How long an announced request may wait to be pulled, unless `announce` says. Give more than any
-            request waits in its engine's queue: one that has waited for longer was given up, and cannot be pulled.
-        handshake_s: How long one handshake may take.
-        hello_retry_s: When an unanswered hello is repeated first; then doubling.
-        backoff_s: Back-off after the first failed handshake; then doubling to `max_backoff_s`.
-        claim_retry_s: When an unanswered claim is repeated first; then doubling to 2 s.
-        release_retry_s: When an unanswered release is repeated first; then doubling to 5 s.
-        release_timeout_s: When an unanswered release is given up; the lease will expire.
-        drain_s: How long a failed or cancelled pull waits for its transfers before it says so.
-        held_s: How long after its outcome a pull's blocks may still be held by a transfer that does not end,
-            before they are retired: an error is logged, and whoever waits for them is told.
-        heartbeat_s: How often a silent peer is pinged, where something is owed or held.
-        suspect_s: Silence after which no new work goes to a peer.
-        gone_s: Silence after which a peer is taken for dead.
-        idle_s: How long a peer that nothing is read from is kept ready.
+        timeout_s: Deadline of a pull that names none, with its queue and its retries. At least 2 s. Raise it if the
+            largest prompts take longer over the slowest network.
+        announce_s: How long an announced request may wait for its pull, if `Engine.announce` names no time. The engine
+            gives up a request that waited for longer, and it cannot be pulled any more. Give more than any request
+            waits in the inference engine's queue.
+        handshake_s: How long one handshake with a remote rank may take. Raise it for networks where UCX connects
+            slowly.
+        hello_retry_s: When an unanswered hello, the first message of a handshake, is repeated first; the pause doubles
+            from then on.
+        backoff_s: Pause after the first failed handshake; it doubles up to `max_backoff_s`.
+        max_backoff_s: Longest pause between two handshakes with a rank that cannot be reached. Lower it to find a
+            restarted rank sooner.
+        claim_retry_s: When an unanswered claim is repeated first; the pause doubles up to 2 s.
+        release_retry_s: When an unanswered release is repeated first; the pause doubles up to 5 s.
+        release_timeout_s: When an unanswered release is given up. The lease ends by itself then.
+        drain_s: How long a failed or cancelled pull waits for its running transfers before it reports its outcome.
+            Blocks that are still in use by then are named as held.
+        held_s: How long after the outcome a transfer that does not end may hold a pull's blocks. Then the blocks are
+            retired: an error is logged, and whoever waits for them gets `BlocksRetired`.
+        heartbeat_s: How often a silent peer is pinged while it owes or holds something.
+        suspect_s: Silence after which a peer gets no new work.
+        gone_s: Silence after which a peer counts as dead, and its pulls fail. Raise it if a rank's event loop may be
+            away for longer. `heartbeat_s` < `suspect_s` < `gone_s` must hold.
+        idle_s: How long a peer that nothing is read from stays connected.
         max_post_bytes: Most bytes in one NIXL transfer.
-        max_post_descriptors: Most descriptors (after merging) in one NIXL transfer.
-        window_bytes: Most bytes in flight per peer. (A single transfer may be larger; it then goes alone.)
+        max_post_descriptors: Most descriptors, after merging neighbours, in one NIXL transfer.
+        window_bytes: Most bytes in flight per peer. (One transfer may be larger; it then goes alone.) Raise it if the
+            network's bandwidth times its latency is more: 400 Gbit/s and 1 ms are 50 MB.
         window_descriptors: Most descriptors in flight per peer.
-        window_requests: Most pulls that read from one prefill engine at a time; more wait their turn.
-        total_bytes: Most bytes in flight in all.
-        total_descriptors: Most descriptors in flight in all.
-        total_requests: Most pulls that read at a time in all.
-        max_queued: Pulls that were asked for and do not read yet, at most; more are refused at once (`Overloaded`).
-        retries: How often a pull that failed is tried again, within its deadline; 0 turns that off.
-        retry_s: Pause before the first retry; then doubling to 2 s.
+        window_requests: Most pulls that read from one prefill engine at a time; more of them wait their turn.
+        total_bytes: Most bytes in flight from all peers. At least `window_bytes`.
+        total_descriptors: Most descriptors in flight from all peers. At least `window_descriptors`.
+        total_requests: Most pulls that read at a time. At least `window_requests`.
+        max_queued: Most pulls that wait to read; one more is refused at once (`Overloaded`).
+        retries: How often a failed pull is tried again within its deadline; 0: never. 1 or 2 help over TCP.
+        retry_s: Pause before the first retry; it doubles up to 2 s.
     """
 
     timeout_s: float = 30.0
@@ -159,13 +173,14 @@ class PullConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsConfig:
-    """How much one connection may ask of us; what exceeds it is dropped and counted, and nobody else notices.
+    """How much one connection may ask of an engine. What exceeds it is dropped and counted; others notice nothing.
 
     Attributes:
-        messages_per_s: Messages per second that are looked at; a malformed packet counts as a hundred.
-        message_burst: How many may come at once after a silence.
-        hellos_per_s: Handshakes and questions for the status per second that are answered; an answer is large.
-        hello_burst: How many may come at once after a silence.
+        messages_per_s: Messages per second that are looked at. A malformed packet counts as a hundred.
+        message_burst: Most messages that may come at once after a silence.
+        hellos_per_s: Handshakes and questions for the status per second that are answered; an answer is large. Raise it
+            if many operators or dashboards ask one engine.
+        hello_burst: Most of those that may come at once after a silence.
     """
 
     messages_per_s: float = 50_000.0
@@ -179,22 +194,24 @@ class LimitsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NixlConfig:
-    """How NIXL and UCX are set up; measured defaults.
+    """How NIXL and UCX are set up. The defaults are measured.
 
     Attributes:
         backend: NIXL back end.
-        params: Back-end parameters, over the defaults (64 KiB TCP segments).
-        posting_threads: Threads that post bulk reads, so that a copy or a drained socket does not hold up the
-            event loop; each has a NIXL agent, its connections and its registration of the memory. 0: everything
-            is posted on the loop. "auto": 2 where this process may use two cores or more, else 1, and only while
-            that is not much slower than posting on the loop (a loop that never sleeps keeps Python's lock from them).
-        bulk_bytes: A read of so many bytes goes to a posting thread (its descriptors are counted as if each were
-            the longest of its table).
-        bulk_descriptors: So does a read of so many descriptors, before NIXL merges them.
-        process: What of NIXL runs in a process of its own, which can die inside UCX without taking the engine with it,
-            and is followed by another. "never": nothing. "serving": the agent that remote readers reach. "always":
-            our own reads as well. Either needs memory that is shared (`asynckv.shared_memory`), or the start fails.
-            "auto": "serving" where UCX has only TCP between hosts, where that agent can die, if the memory is shared.
+        params: Parameters of the back end. They are added to asynckv's own, which set TCP segments of 64 KiB.
+        posting_threads: Threads that post large reads, so that a copy or a drained socket does not hold up the event
+            loop. 0 to 16; with 0 everything is posted on the loop. "auto" is 2 where this process may use two cores or
+            more, else 1; such threads are used while they are not much slower than the loop (a loop that never sleeps
+            keeps Python's lock from them). Each thread has a NIXL agent with its own connections, and its own
+            registration of the memory. Give 0 to a prefill engine that never reads.
+        bulk_bytes: Reads of at least so many bytes go to a posting thread. (Each descriptor counts as if it were the
+            longest of its table.)
+        bulk_descriptors: So do reads of at least so many descriptors, before NIXL merges them.
+        process: What of NIXL runs in a process of its own. That process may die inside UCX without taking the engine
+            with it; another one follows it. "never": nothing. "serving": the agent that remote readers reach. "always":
+            that agent, and those of our own reads. "auto": "serving" if the memory is shared and UCX has only TCP
+            between hosts, where that agent can die; else "never". With "serving" or "always" the start fails if the
+            memory is not shared (`asynckv.shared_memory`).
     """
 
     backend: str = "UCX"
@@ -232,26 +249,27 @@ class NixlConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """What is logged of requests that end well, and where; failures always are, with their history.
+    """What is logged, and where. Failures are always logged, with their history; successes are sampled.
 
-    What is left out is counted in the next event.
+    The next event counts what was left out.
 
     Attributes:
-        successes_per_s: Most successful requests logged per second (0: none).
-        slow_s: A request that took longer is logged like a failure.
-        slow_per_s: Most slow requests logged per second: when all are, the log must not make them slower.
-        away_s: Where the event loop was away for longer than this, so that nobody was answered, a warning says so
-            (`loop_was_away`): three at once, then one in ten seconds, and any that is much longer than the last.
-        held_fraction: What has been held for this fraction of its lease is warned of, and again at each doubling: a
-            lent request, and an announcement or a pull that has been in one state for so long (0: nothing is). What
-            waits for the same is one line, and there are a few lines in ten seconds at most.
-        file: A file that the engine writes as JSON lines, beside what the application's logging gets of it; none if
-            empty. The name may have `{engine_id}`, `{rank}`, `{pid}` and `{host}`; no two processes may share a file.
-        level: From which level on: `debug`, `info`, `warning` or `error`. (Of the application's logging it is the
-            application that says so.)
-        max_bytes: When the file is as long as this, it is renamed and another begun (0: never). If it cannot be renamed
-            it goes on until it takes what all files together may.
-        backups: How many of the renamed ones are kept; the oldest is removed.
+        successes_per_s: Most successful requests logged per second; 0: none. Raise it while you look for something.
+        slow_s: A request that took longer is logged with its history, as a failure is.
+        slow_per_s: Most slow requests logged per second: when all are slow, the log must not make them slower.
+        away_s: If the event loop was away for longer, so that nobody was answered, a warning says so (`loop_was_away`):
+            three at once, then one in ten seconds, and any that is much longer than the last.
+        held_fraction: A warning names what was held for this fraction of its lease, and again at each doubling: lent
+            requests, and announcements and pulls that stay in one state (0: no warnings). Those that wait for the same
+            share one line, and there are a few lines in ten seconds at most.
+        file: A file to which the engine writes JSON lines, beside what goes to the application's logging; none if
+            empty. The name may contain `{engine_id}`, `{rank}`, `{pid}` and `{host}`. No two processes may share a
+            file.
+        level: The lowest level that goes into the file: `debug`, `info`, `warning` or `error`. (The application sets
+            the level of its own logging.)
+        max_bytes: A file of this length is renamed, and another begun; 0: never. If it cannot be renamed it goes on
+            until it takes what all files together may.
+        backups: How many renamed files are kept; the oldest one is removed.
     """
 
     successes_per_s: float = 10.0
@@ -291,9 +309,9 @@ class InspectConfig:
     """What a running engine says of itself to whoever asks (`asynckv inspect`, `docs/inspect.md`).
 
     Attributes:
-        enabled: Answer at all; if not, whoever asks is told so.
-        directory: Where this rank makes a socket for processes of this host and user, which need no address and no
-            keys; the same for all ranks. Made if it is not there. Empty for none.
+        enabled: Answer questions. If not, whoever asks is told so.
+        directory: Where this rank makes a socket for processes of this host and user, which then need neither address
+            nor keys. All ranks may share one directory; it is made if it does not exist. No socket if empty.
     """
 
     enabled: bool = True
@@ -308,12 +326,15 @@ class InspectConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeysConfig:
-    """Who this engine is to others, and whom it talks to (`docs/security.md`). Read when the engine is made.
+    """Who this engine is to others, and whom it talks to (`docs/security.md`).
+
+    The files are read when the engine is made.
 
     Attributes:
-        secret: This engine's own file, `NAME.key_secret` of `asynckv keygen NAME`. Only its user may read it.
+        secret: This engine's own file, `NAME.key_secret` of `asynckv keygen NAME`. Only its user may be able to read
+            it.
         authorized: Directory with the `*.key` files of all engines that this one talks to, whichever of the two
-            connects. What is added or removed there counts for new connections, without a restart.
+            connects. Files that are added or removed count for new connections, without a restart.
     """
 
     secret: str | os.PathLike[str]
@@ -328,14 +349,22 @@ class KeysConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One engine rank.
+    """One rank's engine.
 
     Attributes:
         engine_id: Name of the inference engine, the same on all of its ranks.
-        bind: Where the control plane listens; port 0 lets the system choose.
-        advertise: What peers are told, if it differs from the bound address.
-        allow_insecure: Listen on other than loopback addresses without keys.
-        keys: Authenticate and encrypt the control plane, on whatever address.
+        bind: Address on which the control plane listens; port 0 lets the system choose. Give the host's address in the
+            data network if other hosts read from this rank.
+        advertise: Address that peers are told; the bound one if empty. Give it if peers reach this rank by another
+            address, such as a service's name or a forwarded port.
+        allow_insecure: Listen on other addresses than loopback without keys: whoever reaches the address may read KV.
+        keys: Authenticate and encrypt the control plane, on whatever address. Without keys it listens on loopback only.
+        lease: What this rank promises as a prefill rank.
+        pull: How this rank reads as a decode rank.
+        nixl: How NIXL and UCX are set up.
+        log: What is logged, and where.
+        limits: How much one connection may ask.
+        inspect: What the engine says of itself to whoever asks.
     """
 
     engine_id: str
@@ -388,34 +417,35 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """What a rank keeps of its blocks outside of the accelerator (`docs/offload.md`).
+    """What a rank keeps of its blocks in host memory and in files (`docs/offload.md`).
 
     Attributes:
-        model: Whatever decides what KV a prompt has, beside its tokens: the model's name, its revision, an adapter.
-            Blocks that were stored under another name are not found.
-        hash_tokens: Tokens per hash. Every block size must be a multiple of it. It cannot be checked: if hashes cover
-            fewer tokens than it says, prompts are taken to share more than they do, and get wrong KV.
-        host_bytes: Host memory for blocks. Taken when the offload starts.
-        directory: Where blocks are kept in files, which outlive the process; no files if empty. One process at a time
-            has it; each rank makes a directory of its own inside.
-        file_bytes: Bytes of files. Taken from the disk when the offload starts.
-        policy: What is given up when a tier is full: "s3-fifo", which is not emptied by a scan of prompts that nobody
-            asks for again, or "lru".
-        write_back_bytes_per_s: Most bytes per second from host memory to files, on average over a second; 0: as many
-            as there is time for. Loads and stores go first whatever this says.
-        max_bytes: Most bytes that are moved at a time by stores, by loads, from files and to files, each.
-        max_post_bytes: Most bytes in one copy: a copy that has begun cannot be stopped, so this bounds for how long a
-            cancelled request's blocks are still in use. Fewer bytes than some 16 MiB cost speed, above all where other
+        model: Whatever decides a prompt's KV beside its tokens: the model's name, its revision, an adapter. Blocks that
+            were stored under another name are not found.
+        hash_tokens: Tokens per hash. Every block size must be a multiple of it. Nothing can check it: if hashes cover
+            fewer tokens than it says, prompts seem to share more than they do, and get wrong KV.
+        host_bytes: Host memory for blocks, taken when the offload starts.
+        directory: Where files keep blocks beyond the life of the process; no files if empty. One process at a time has
+            it; each rank makes a directory of its own inside.
+        file_bytes: Bytes of files, taken from the disk when the offload starts. Give it if, and only if, you give a
+            `directory`.
+        policy: What a full tier gives up. "s3-fifo" is not emptied by a scan of prompts that nobody asks for again;
+            "lru" gives up what was not used for longest.
+        write_back_bytes_per_s: Most bytes per second from host memory to files, on average over a second; 0: as many as
+            there is time for. Loads and stores go first in any case. Limit it to spare a disk that others use.
+        max_bytes: Most bytes in motion at a time, for each of: stores, loads, from files, to files.
+        max_post_bytes: Most bytes in one copy. A copy that has begun cannot be stopped, so this bounds for how long a
+            cancelled request's blocks are still in use. Fewer than about 16 MiB cost speed, above all where other
             threads compute in Python, for which each copy may wait 5 ms.
-        copy_threads: How many threads copy between the device's memory and the host tier. One is a little slower than
-            `memcpy`, two are faster; each takes a processor while it copies.
+        copy_threads: Threads that copy between the device's memory and the host tier. One is a little slower than
+            `memcpy`, two are faster. Each takes a core while it copies.
         max_jobs: Most stores that wait or run, and most loads; one more is refused (`Overloaded`).
-        timeout_s: Default deadline of a load. What a store has not begun to copy by then is not stored, and what it
-            copies has as long again: then it is waited for no longer, and holds its blocks.
-        held_s: How long after the outcome of a load or a store its blocks may still be held by a copy that does not
-            end, before they are retired: an error is logged, and whoever waits for them is told.
-        network: How the host tier's own engine is reached, by which stored blocks are lent (`Offload.lend`), with an
-            `engine_id` of its own; nothing is lent if left out.
+        timeout_s: Deadline of a load that names none. A store that has not begun to copy by then stores nothing; one
+            that copies has as long again. Then nobody waits for it any longer, and it holds its blocks.
+        held_s: How long after the outcome of a load or a store a copy that does not end may hold its blocks. Then the
+            blocks are retired: an error is logged, and whoever waits for them gets `BlocksRetired`.
+        network: How the host tier's own engine is reached, which lends stored blocks (`Offload.lend`). It needs an
+            `engine_id` of its own. Nothing is lent if left out.
     """
 
     model: str

@@ -60,23 +60,23 @@ class AsyncKVError(Exception):
 
 
 class ConfigError(AsyncKVError):
-    """The configuration is wrong; the message names the value and the remedy."""
+    """The configuration is wrong, and nothing was started; the message names the value and the remedy."""
 
 
 class LayoutError(ConfigError):
-    """The declared memory does not hold together (bounds, overlap, counts)."""
+    """The declared memory does not hold together (bounds, overlap, counts); nothing was started."""
 
 
 class ProtocolError(AsyncKVError):
-    """Somebody broke the rules of a conversation."""
+    """A caller or a peer broke the rules; base of the two errors that say who."""
 
 
 class LocalProtocolError(ProtocolError):
-    """This side called out of order; nothing was changed."""
+    """This side's call came out of order, or with an argument of another kind; nothing was changed."""
 
 
 class WrongThread(LocalProtocolError):
-    """An engine was called from another thread or event loop than the one that it runs on; nothing was changed."""
+    """An engine was called from another thread or event loop than its own; nothing was changed."""
 
 
 class RemoteProtocolError(ProtocolError):
@@ -84,15 +84,18 @@ class RemoteProtocolError(ProtocolError):
 
 
 class BlocksRetired(AsyncKVError):
-    """Blocks of a failed pull are lost to this process: a transfer that does not end may still write them."""
+    """Blocks of a failed pull are lost to this process: a transfer that does not end may still write them.
+
+    Never use them again before the process ends.
+    """
 
 
 class EngineClosed(AsyncKVError):
-    """The engine is closed or draining and takes no new work."""
+    """The engine is closed, draining or suspended, and takes no new work."""
 
 
 class BackendError(AsyncKVError):
-    """A back end (NIXL, ZMQ) could not do what start-up asked of it."""
+    """A back end (NIXL, ZMQ, a disk) could not do what start-up or shutdown asked of it."""
 
 
 class PullError(AsyncKVError):
@@ -101,13 +104,12 @@ class PullError(AsyncKVError):
     Attributes:
         request_id: The caller's id of the request.
         pull_id: This attempt's id, as in the logs.
-        reason: Machine-readable cause, one of `asynckv.core.types.Reason`'s values.
-        held: Group index -> local block ids that must not be reused yet. Empty when every
-            block is the caller's again.
-        is_retryable: Another attempt with the same params may do better.
-        attempts: How many were made.
-        failed_in: What it was at: `announced`, a phase of `asynckv.observe.log.phases` (`handshake`, `queue`, `plan`,
-            `read`, `confirm`), or `retry` between two attempts; empty if nothing was started.
+        reason: The cause for programs, one of the values of `asynckv.core.types.Reason`; stable, as in the logs.
+        held: Group index to local block ids that must not be reused yet. Empty if every block is the caller's again.
+        is_retryable: Whether another attempt with the same params may do better.
+        attempts: How many attempts were made.
+        failed_in: The phase in which it failed: `announced`, `handshake`, `queue`, `plan`, `read`, `confirm`; `retry`
+            between two attempts; `store` or `load` of an offload; empty if nothing was started.
     """
 
     def __init__(
@@ -136,8 +138,11 @@ class PullError(AsyncKVError):
     async def returned(self) -> None:
         """Wait until every block of the failed pull is the caller's again.
 
-        This may take arbitrarily long: NIXL cannot cancel a transfer, so blocks come back only on
-        evidence that nothing can write them any more.
+        This may take arbitrarily long: NIXL cannot cancel a transfer, so blocks come back only when it is certain that
+        nothing can write them any more.
+
+        Raises:
+            BlocksRetired: A transfer did not end within `held_s`; the blocks must never be used again.
         """
         if self._wait_returned is not None:
             await self._wait_returned()
@@ -153,7 +158,7 @@ def _rebuild(kind: type[PullError], message: str, fields: dict[str, Any]) -> Pul
 
 
 class Overloaded(PullError):
-    """Too many pulls wait already; nothing was started."""
+    """Too many requests wait already; nothing was started. Try later, or elsewhere."""
 
 
 class PlanRefused(PullError):
@@ -177,11 +182,11 @@ class PeerLost(PullError):
 
 
 class LeaseRefused(PullError):
-    """The prefill side refused the claim, so the blocks are not (or no longer) lent to us."""
+    """The prefill side refused the claim: the blocks are not, or no longer, lent to this reader."""
 
 
 class LeaseLost(PullError):
-    """Bytes arrived, but no lease provably covered the read, so they are not published."""
+    """Bytes arrived, but no lease provably covered the read; they must not be used."""
 
 
 class ReadFailed(PullError):
@@ -193,8 +198,8 @@ class PullTimeout(PullError):
 
 
 class NotLentYet(PullTimeout):
-    """The deadline passed, and the last that the prefill side had said was that the request is not lent yet."""
+    """The deadline passed, and by the prefill side's last answer the request was not lent yet."""
 
 
 class PullCancelled(PullError):
-    """The pull was cancelled."""
+    """The pull, store or load was cancelled, by `cancel` or by an engine that closes or is suspended."""

@@ -15,15 +15,19 @@ class PullResult:
     """A pull that ended well: every byte is in place and provably what was lent.
 
     Attributes:
-        num_bytes: Payload that landed.
-        num_posts: NIXL transfers it took.
-        descriptors_planned: Contiguous pieces before merging.
-        descriptors_posted: What they came to after NIXL merged neighbours.
-        phases: Seconds by phase (see `asynckv.observe.log.phases`); `release` is still going on.
-        padding: Tokens after `num_tokens` in the given blocks, which hold no KV of the request, for the engine to
-            ignore. States have none. Of tokens before a sliding window, in the block where it begins, nothing is said.
-        num_tokens: Tokens of the request that are valid here now: all, or those on which hashes agree.
-        attempts: How many it took.
+        request_id: The decode side's id.
+        pull_id: The id of the attempt that succeeded, as in the logs.
+        num_bytes: Bytes of KV that were read.
+        num_posts: NIXL transfers that this took.
+        descriptors_planned: Pieces before NIXL merged neighbours.
+        descriptors_posted: Pieces after that.
+        phases: Seconds by phase: `handshake`, `queue`, `plan`, `read`, `confirm`. The `release` still goes on.
+        padding: Tokens after `num_tokens` in the given blocks: they hold no KV of the request, and the engine has to
+            ignore them. States have none. It does not list tokens before a sliding window, in the block where the
+            window begins.
+        num_tokens: Tokens of the request that are valid here now: all, or those on which the hashes of both sides
+            agree.
+        attempts: How many attempts it took.
     """
 
     request_id: str
@@ -43,10 +47,13 @@ class LeaseEnd:
     """How a lent request ended.
 
     Attributes:
-        cause: `released`, `expired` or `revoked`; `closed` if the engine was closed with it (in less time than its
-            promises ran: nobody may write the blocks before the process ends; see `Engine.aclose`).
-        readers: Who released it (`decode/tp0`, whichever process that was), and how their attempts ended.
-        owed: Readers that never did; `*` for a cohort that never spoke up.
+        request_id: The prefill side's id.
+        cause: `released`, `expired` or `revoked`; `closed` if the engine closed before its promises had run out (nobody
+            may write the blocks then before the process ends; see `Engine.aclose`).
+        readers: The ranks that released it (`decode/tp0`, whichever process that was), and how their attempts ended:
+            `complete`, `failed` or `cancelled`.
+        owed: The readers that never released it; `*` for a cohort (the ranks of one start of a decode engine) that
+            never claimed it.
         held_s: How long it was lent.
     """
 
@@ -62,16 +69,16 @@ class Statistics:
     """A snapshot of one engine.
 
     Attributes:
-        counters: What happened since the start, by name; they only grow, also over a sleep, so that the difference of
-            two snapshots is what happened between. But those that begin with `control.` or `data.` are the planes' own:
-            some say how things are now, and those of `data.` begin again when an engine resumes; so do some of
-            `offload.`, which are its offload's.
-        gauges: What is owed and held now.
-        release_s: The last releases' durations in the background, oldest first.
-        loop_lag_s: How late the engine's timer fired the last time, and so how long the event loop was away, doing
-            something else; `loop_lag_most_s` is the longest, and `counters["loop.was_away"]` says how often it was
-            longer than `log.away_s`.
-        loop_lags: How often the timer fired how late: keys are the most seconds, as text, or `inf`.
+        counters: What happened since the start, by name. They only grow, also over a sleep: the difference of two
+            snapshots is what happened between them. Exceptions: names that begin with `control.` or `data.` belong to
+            the planes; some of them say how things are now, and those of `data.` begin again when an engine resumes. So
+            do some of `offload.`.
+        gauges: What is owed and held now, by name.
+        release_s: How long the last releases took in the background, oldest first.
+        loop_lag_s: How late the engine's timer fired the last time: for so long the event loop did something else.
+        loop_lag_most_s: The longest of these. `counters["loop.was_away"]` counts those above `log.away_s`.
+        loop_lags: How often the timer fired how late, as a histogram: keys are upper bounds in seconds, as text, or
+            `inf`.
     """
 
     counters: Mapping[str, int]
@@ -84,14 +91,15 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What became of blocks that were to be stored. None of them is in use for it any more.
+    """What became of blocks that were to be stored. The store uses none of them any more.
 
     Attributes:
+        request_id: As given to `Offload.store`.
         num_blocks: Blocks, over all groups, that are in the host tier now: stored by this call or before.
         num_new: Those of them that this call has copied.
-        num_missed: Blocks that are not there: no room (all that could make room is in use, or all of the prompt is more
-            than the tier holds), or their copy failed.
-        num_bytes: Bytes copied.
+        num_missed: Blocks that are not there: there was no room (all that could make room is in use, or the prompt is
+            larger than the tier), or their copy failed.
+        num_bytes: Bytes that were copied.
         seconds: From the call to its end.
     """
 
@@ -105,14 +113,14 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was loaded: a prefix of what was asked for, and every byte of it is what was stored.
+    """What was loaded: a prefix of what was asked for. Every byte of it is what was stored.
 
     Attributes:
-        num_tokens: Tokens whose KV is in place in all groups now; what is above is not, and is to be computed. Less
-            than were asked for if blocks had been given up meanwhile, or could not be read, or were not what was
-            stored.
+        request_id: As given to `Offload.load`.
+        num_tokens: Tokens whose KV is in place in all groups now; the engine computes the rest. They are fewer than
+            were asked for if blocks had been given up meanwhile, could not be read, or were not what was stored.
         num_blocks: Blocks that were loaded, over all groups.
-        num_bytes: Bytes copied into them.
+        num_bytes: Bytes that were copied into them.
         file_bytes: Bytes that had to come from files first.
         seconds: From the call to its end.
     """
@@ -127,11 +135,11 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """What became of blocks that were to be given up; a block that is in both tiers counts twice.
+    """What became of blocks that were to be given up. A block that is in both tiers counts twice.
 
     Attributes:
         num_blocks: Blocks that nobody finds any more.
-        num_pinned: Blocks that are kept still, because they are pinned or lent.
+        num_pinned: Blocks that are still kept, because they are pinned or lent.
     """
 
     num_blocks: int

@@ -33,25 +33,25 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class PrefillGroup:
-    """All ranks of one prefill engine, as the side that hands out requests knows them; for any thread.
+    """All ranks of one prefill engine, as its scheduler knows them. It may be used from any thread.
 
-    Make one per scheduler, not one per request: ranks remember of each which of its requests were lent, and of so many
-    only. (A forked process may go on with its parent's; do not copy one otherwise.)
+    Make one per scheduler, not one per request: the ranks remember a bounded number of schedulers, and for each of them
+    which of its requests were lent. (A forked process may go on with its parent's; do not copy one otherwise.)
 
     Args:
         engine_id: The prefill engine.
         endpoints: Every rank's endpoint (`Engine.endpoint`, or what JSON made of it).
-        lease: Defaults for lease and renewal times; use the ranks' own.
-        memory_epoch: How often the ranks' memory was registered anew: the greatest `Engine.memory_epoch`, never less
-            than before.
+        lease: Defaults for lease and renewal times; give the ranks' own.
+        memory_epoch: How often the ranks' memory was registered anew: the greatest `Engine.memory_epoch` of all ranks,
+            never less than before.
         tp_size: Ranks per pipeline stage; their number if left out.
         pp_size: Pipeline stages.
-        null_block: Id by which the engine's lists mark a place without a block (vLLM: 0). `None` in a
-            list always means that.
+        null_block: Id by which the engine's lists mark a place without a block (vLLM: 0). `None` in a list always means
+            that.
         token_hex: Source of randomness, as `secrets.token_hex`; for simulations.
 
     Raises:
-        ConfigError: Ranks are missing, doubled or malformed.
+        ConfigError: Ranks are missing, given twice or malformed.
     """
 
     def __init__(
@@ -119,24 +119,23 @@ class PrefillGroup:
     ) -> dict[str, Any]:
         """Describe one request to the decode side, as plain data that JSON can carry.
 
-        Every call mints a new key: call it once per request, and hand the result to all prefill ranks and to the
-        decode side. The ranks lend requests in any order (`Engine.lend`), and withdraw those that were aborted before
-        (`Engine.withdraw`).
+        Every call makes a new key: call it once per request, and hand the result to all prefill ranks and to the decode
+        side. Each rank lends the request (`Engine.lend`), or withdraws it if it was aborted before (`Engine.withdraw`).
 
         Args:
             request_id: The prefill side's id; arbitrary text.
-            groups: Per cache group `(first_token, block ids)`, these in a list or a numpy array; the first block
-                holds `first_token`. `None` stands for a block that is not there: outside a sliding window, a state that
-                was not kept.
+            groups: One `(first_token, block ids)` per cache group, the ids in a list or a numpy array; the first block
+                holds `first_token`. `None` stands for a block that is not there: outside a sliding window, or a state
+                that was not kept.
             num_tokens: Tokens whose KV is, or will be, in these blocks.
-            lease_s: How long the request stays lent if nobody claims it.
-            written: The KV is complete already. Leave it False when params travel ahead of the data:
-                readers then make sure that they began after the request was lent.
-            hashes: One per `hash_tokens` tokens, each covering all tokens before it as well. Readers that
-                give theirs take only the tokens on which both agree.
+            lease_s: How long the request stays lent if nobody claims it; `LeaseConfig.lease_s` if left out.
+            written: Whether the KV is complete already. Leave it False if params travel ahead of the data: readers then
+                make sure that they began after the request was lent.
+            hashes: One per `hash_tokens` tokens, each covering all tokens before it as well. Readers that give theirs
+                take only the tokens on which both agree.
             hash_tokens: Tokens per hash.
-            trace: What the request belongs to, with W3C's `traceparent` and perhaps `tracestate`: the headers that it
-                came with, or `asynckv.trace_context()` inside of a span. What is no such context is left out.
+            trace: The trace that the request belongs to: the headers that it came with (W3C's `traceparent` and
+                `tracestate`), or `asynckv.trace_context()` inside of a span. Other keys are ignored.
 
         Raises:
             ConfigError: A value is out of range or of another type; the message names it. No key was minted.

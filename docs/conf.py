@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import re
+import typing
 from importlib.metadata import version as installed_version
+from pathlib import Path
 
-from pygments.lexers.special import TextLexer
+import msgspec
 from sphinx.application import Sphinx
+from sphinx.domains.python import PyObject
+from sphinx.util import logging
+from sphinx.util.typing import stringify_annotation
+
+logger = logging.getLogger(__name__)
 
 project = "asynckv"
 author = "The asynckv maintainers"
@@ -17,23 +27,86 @@ exclude_patterns = ["_build", "newsfragments"]
 
 html_theme = "furo"
 html_title = "asynckv"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
+# In docstrings, one pair of backticks: a name of ours is linked, everything else is shown as code.
+default_role = "py:obj"
 autodoc_member_order = "bysource"
-autodoc_typehints = "description"
 autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 80
 napoleon_use_ivar = True
 
 # Other projects' names cannot be resolved without fetching their inventories.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(collections|contextlib|dataclasses|enum|pathlib|types|typing)(\..*)?"),
-    (r"py:.*", r"(anyio|msgspec|nixl|np|npt|numpy|rich|structlog|torch|typer|zmq)(\..*)?"),
-    (r"py:class", r"(Any|Awaitable|Callable|Iterable|Iterator|Mapping|Path|Sequence)"),
+    (r"py:obj", r".*"),
+    (r"py:.*", r"(asyncio|collections|contextlib|dataclasses|enum|mmap|os|pathlib|types|typing)(\..*)?"),
+    (r"py:.*", r"(anyio|msgspec|nixl|np|npt|numpy|prometheus_client|rich|structlog|torch|typer|zmq)(\..*)?"),
+    (r"py:class", r"(Any|Awaitable|Callable|Iterable|Iterator|Mapping|Path|Sequence|TracerProvider)"),
+    # Types of arguments that nobody but asynckv's own tests gives. Public names are found under both of theirs.
+    (r"py:class", r"asynckv\.(core|edges|embed|engine|geometry|observe|offload|ports|testing)\..*"),
 ]
 
 
+def is_data(obj: object) -> bool:
+    return inspect.isclass(obj) and (dataclasses.is_dataclass(obj) or issubclass(obj, msgspec.Struct | tuple))
+
+
+MADE_BY_HAND = ("asynckv.edges", "asynckv.embed", "asynckv.geometry", "asynckv.testing")
+"""Where the plain data lives that callers make themselves."""
+
+
+def write_signature(
+    app: Sphinx, what: str, name: str, obj: typing.Any, options: object, signature: str | None, returned: str | None
+) -> tuple[str | None, str | None] | None:
+    """Of plain data, write no types: they stand below. Of errors, and of what callers never make, write nothing."""
+    if what == "exception" or is_data(obj):
+        if not signature or not obj.__module__.startswith(MADE_BY_HAND):
+            return signature and "", None
+        wanted = [p.replace(annotation=p.empty) for p in inspect.signature(obj).parameters.values()]
+        return re.sub(r"=(<factory>|UNSET)", "=...", str(inspect.Signature(wanted))), None
+    return None
+
+
+def write_types(app: Sphinx, what: str, name: str, obj: typing.Any, options: object, lines: list[str]) -> None:
+    """Link pages, and write `name (type): ...` in lists of attributes. Configuration has a page of its own for them."""
+    lines[:] = [re.sub(r"`docs/(\w+)\.md`", r":doc:`\1`", line) for line in lines]
+    if "Attributes:" not in lines or not inspect.isclass(obj):
+        return
+    start = lines.index("Attributes:")
+    if obj.__module__ == "asynckv.config":
+        lines[start:] = [f"`Every field <configuration.html#{obj.__name__.lower()}>`__ with its default and meaning."]
+        return
+    try:
+        types = typing.get_type_hints(obj)
+    except NameError:
+        types = {}
+    for at, line in enumerate(lines[start + 1 :], start + 1):
+        found = re.fullmatch(r"    (\w+): (.*)", line)
+        if found and found[1] in types:
+            lines[at] = f"    {found[1]} ({stringify_annotation(types[found[1]], 'smart')}): {found[2]}"
+
+
+def check_that_it_is_complete(app: Sphinx, exception: Exception | None) -> None:
+    """Warn of whatever a page would load from the network: the site is read from files, too."""
+    if exception is not None or app.builder.format != "html":
+        return
+    loads = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*(?:src|href)="(?:https?:)?//[^>]*>""")
+    imports = re.compile(r"""(?:@import|url\()\s*["']?(?:https?:)?//[^;]*""")
+    for path in sorted(Path(app.outdir).rglob("*")):
+        pattern = {".html": loads, ".css": imports, ".svg": imports}.get(path.suffix)
+        for found in pattern.findall(path.read_text(encoding="utf-8")) if pattern else ():
+            logger.warning("%s loads from the network: %s", path.name, found)
+
+
 def setup(app: Sphinx) -> None:
-    # Diagrams stay text here: drawing them would need a script from the network in the reader's browser.
-    app.add_lexer("mermaid", TextLexer)
+    app.connect("autodoc-process-signature", write_signature)
+    app.connect("autodoc-process-docstring", write_types, priority=400)  # before napoleon reads it
+    app.connect("build-finished", check_that_it_is_complete)
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 from rich.console import RenderableType
@@ -19,9 +18,7 @@ from asynckv.tools import explain
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import PRESETS, Heads, Latent, Model, Projection, State
 from asynckv.tools.pictures import Bar, Segment, bars, to_svg
-from scripts import command
-
-TARGET = Path(__file__).parents[1] / "docs" / "pictures"
+from scripts import command, drawing
 
 
 def ranks(model: Model, tp_size: int) -> list[Layout]:
@@ -58,7 +55,7 @@ def shares(title: str, model: Model, prefill: int, decode: int, part: str, exten
                 seen.append(segment)
         rest = [] if segments else [Segment(lo, hi, "a replica, not read")]
         first.append(Bar(f"prefill tp{p}", [*seen, *rest], "" if segments else "released all the same"))
-    return bars(title, extent, [*first, *rows], width=72)
+    return bars(title, extent, [*first, *rows], width=48)
 
 
 def one_group(block_size: int, ratio: int = 1, kind: str = "tokens") -> Layout:
@@ -101,7 +98,7 @@ def tokens(title: str, here: int, there: int, first: int, num_tokens: int) -> Re
         Bar("pieces", pieces),
         Bar("not filled", padding),
     ]
-    return bars(title, extent, rows, width=84)
+    return bars(title, extent, rows, width=64)
 
 
 def conv(title: str) -> RenderableType:
@@ -134,7 +131,7 @@ def conv(title: str) -> RenderableType:
             Segment(*channels(p, *p.held), p.name[5:], names[p.name]) for p in layout.views[0].parts if p.name in names
         ]
         rows.append(Bar(f"decode tp{d}", segments, "16 channels"))
-    return bars(title, 32, rows, width=64)
+    return bars(title, 32, rows, width=48)
 
 
 def states(title: str, num_tokens: int) -> RenderableType:
@@ -156,7 +153,7 @@ def states(title: str, num_tokens: int) -> RenderableType:
         ),
         Bar("decode, one slot", [Segment(0, 80, f"slot 7, read from slot {source}", 2)]),
     ]
-    return bars(title, 80, rows, width=80)
+    return bars(title, 80, rows, width=60)
 
 
 def plan_pictures() -> Iterator[RenderableType]:
@@ -190,9 +187,7 @@ def draw() -> None:
 
     Run it after a change to geometry, the models or the pictures; a test compares what lies there.
     """
-    TARGET.mkdir(exist_ok=True)
-    for name, text in pictures().items():
-        (TARGET / name).write_text(text, encoding="utf-8")
+    drawing.write(pictures())
 
 
 main = command.script(draw, "draw_geometry", "[bold]Exit status[/bold]  0 written, 2 bad input")

@@ -90,7 +90,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                         ENGINE,
                     ),
                 ),
-                "Share of all attempts; one that is cancelled has not failed.",
+                "Share of all attempts. A cancelled one has not failed.",
             ),
             Panel(
                 "Time of a pull",
@@ -99,7 +99,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (quantile("pull_duration_seconds", q, but=',outcome="complete"'), f"p{100 * q:g}")
                     for q in (0.5, 0.9, 0.99)
                 ),
-                "From the call to the outcome, of those that ended well.",
+                "From the call to the outcome, of pulls that ended well.",
             ),
             Panel("Bytes per second", "Bps", ((rate("read_bytes_total"), ENGINE),)),
             Panel("Engines by state", "short", (("sum by (state) (" + gauge("engine_state") + ") > 0", "{{state}}"),)),
@@ -135,7 +135,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Phases, 90th percentile",
                 "s",
                 ((quantile("pull_phase_seconds", 0.9, "phase"), "{{phase}}"),),
-                "Where the time goes; post and detect lie inside of read, and release is in the background.",
+                "Where the time goes. post and detect lie inside read; release runs in the background.",
             ),
             Panel(
                 "Waiting",
@@ -146,7 +146,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (gauge("pulls_admitted"), f"{ENGINE} admitted"),
                     (gauge("pulls_retrying"), f"{ENGINE} retrying"),
                 ),
-                "Queued could read if there were room; the rest of the waiting meet their ranks, or are not lent yet.",
+                "Queued: the limits leave no room. The other waiting pulls still shake hands, or are not lent yet.",
             ),
             Panel(
                 "Budgets in use",
@@ -180,7 +180,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Merging",
                 "short",
                 ((rate("descriptors_planned_total") + " / " + rate("descriptors_posted_total"), ENGINE),),
-                "Pieces per piece that is posted.",
+                "Descriptors planned for each one that is posted.",
             ),
         ),
     ),
@@ -195,7 +195,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (total("leases_ended_total", "state"), "{{state}}"),
                     (total("requests_withdrawn_total"), "withdrawn"),
                 ),
-                "Expired: nobody has released them.",
+                "Expired: nobody released them in time.",
             ),
             Panel(
                 "Leases by age",
@@ -219,7 +219,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (gauge("parked_messages"), f"{ENGINE} parked"),
                     (rate("parked_messages_dropped_total", "reason"), f"{ENGINE} {{{{reason}}}} per second"),
                 ),
-                "Of requests that are not lent yet.",
+                "Claims and releases of requests that are not lent yet.",
             ),
         ),
     ),
@@ -278,7 +278,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Loop lag",
                 "s",
                 tuple((quantile("loop_lag_seconds", q), f"p{100 * q:g}") for q in (0.5, 0.9, 0.99)),
-                "How late the engine's timer fires: what the event loop is away, doing something else.",
+                "How late the engine's timer fires: for how long the event loop does something else.",
             ),
             Panel(
                 "Alarms in the last 5 minutes",
@@ -336,7 +336,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (rate("offload_not_stored_total", "reason"), f"{ENGINE} not stored, {{{{reason}}}}"),
                 ),
                 "Blocks in each tier. What is evicted before it was written back is lost: the disk is too slow. "
-                "What is not stored for no_room came at a time when all was in use: raise host_bytes.",
+                "no_room: all blocks were in use when it was to be stored. Raise host_bytes.",
             ),
             Panel(
                 "How full, and how long calls take",
@@ -361,7 +361,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (rate("offload_disk_failures_total", "what"), f"{ENGINE} files lost: {{{{what}}}}"),
                     (f"{gauge('offload_up')} == 0", f"{ENGINE} {{{{tier}}}}: no {{{{what}}}}"),
                 ),
-                "Records are lost when their bytes are not what was stored: a torn write, or a rotten disk.",
+                "A record is lost when its bytes are not what was stored: a torn write, or a bad disk.",
             ),
         ),
     ),

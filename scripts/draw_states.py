@@ -1,49 +1,209 @@
-"""Write docs/states.md from the transition tables of core and offload; a test compares."""
+"""Write docs/states.md from the transition tables of core and offload, and draw each table as a picture.
+
+Graphviz lays the pictures out (`apt-get install graphviz`); whoever only builds the documentation or runs its tests
+does not need it. Each picture holds a digest of what it was drawn from, and a test compares that.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import subprocess
 import sys
+import textwrap
 from collections import defaultdict
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 from asynckv.core import attempts, lease, lifecycle, peer, pull
+from asynckv.errors import ConfigError
 from asynckv.offload import entry, job
-from scripts import command
+from scripts import command, drawing
 
 TARGET = Path(__file__).parents[1] / "docs" / "states.md"
+WIDTH = 119
+LABEL = 18
+"""Characters of one line of a label: narrow pictures are read on a phone, too."""
+ALIKE = 3
+"""So many transitions to one state for the same reasons are drawn as one arrow."""
 
 HEAD = """# States
 
-Drawn from the transition tables in `asynckv/core` and `asynckv/offload` by `scripts/draw_states.py`; a test fails when
-this page is stale. Words in capitals are events; words in *italics* are conditions that are acted upon at once,
-whatever event led there. Events that a state takes without leaving it stand below each table; an event that is named
-in neither raises before anything has changed.
+Each state machine as a picture and as a table, made from the transition tables in `asynckv/core` and
+`asynckv/offload` by `scripts/draw_states.py`. A test fails when this page is stale.
+
+- Words in capitals are events.
+- Words in *italics* (small letters in the pictures) are conditions. The machine acts on them at once, whatever event
+  made them true.
+- Below each table are the events that a state takes without leaving it. Any other event is refused: it raises, and
+  nothing has changed.
+- In the pictures a thick border is where a machine begins, a double border is where it ends. A dot joins transitions
+  that have the same reasons and the same target.
 """
 
+GRAPH = """digraph {
+  graph [nodesep=0.2, ranksep=0.3, bgcolor=transparent, pad=0.15]
+  node [shape=box, style="rounded,filled", fillcolor="#dddddd", fontname="DejaVu Sans", fontsize=14, height=0.35,
+    margin="0.12,0.04"]
+  edge [fontname="DejaVu Sans", fontsize=12, arrowsize=0.7]"""
 
-def table(title: str, intro: str, on_event: Any, when: Any) -> str:
-    """One machine as a table of transitions and a Mermaid diagram."""
-    edges: dict[tuple[Enum, Enum], list[str]] = defaultdict(list)
-    stays: dict[Enum, list[str]] = defaultdict(list)
-    for state, row in on_event.items():
-        for event, after in row.items():
-            name = event.name if isinstance(event, Enum) else event.__name__
-            (stays[state] if after is state else edges[state, after]).append(name.replace("_", " ").upper())
-    for state, row in when.items():
-        for condition, after in row.items():
-            edges[state, after].append(f"*{_words(condition)}*")
-    lines = [f"## {title}\n", f"{intro}\n", "| from | to | by |", "|---|---|---|"]
-    lines += [f"| {a.name} | {b.name} | {', '.join(why)} |" for (a, b), why in edges.items()]
-    if stays:
+
+class Machine(NamedTuple):
+    """One transition table."""
+
+    name: str
+    intro: str
+    on_event: Mapping[Any, Mapping[Any, Any]]
+    when: Mapping[Any, Mapping[Any, Any]]
+
+    @property
+    def edges(self) -> dict[tuple[str, str], list[str]]:
+        """Why each state is left for each other: events in capitals, conditions in italics."""
+        edges: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for state, row in self.on_event.items():
+            for event, after in row.items():
+                if after is not state:
+                    edges[state.name, after.name].append(_name(event))
+        for state, row in self.when.items():
+            for condition, after in row.items():
+                edges[state.name, after.name].append(f"*{_words(condition)}*")
+        return edges
+
+    @property
+    def stays(self) -> dict[str, list[str]]:
+        """The events that a state takes without leaving it."""
+        all_of = {s.name: [_name(e) for e, after in row.items() if after is s] for s, row in self.on_event.items()}
+        return {state: events for state, events in all_of.items() if events}
+
+    @property
+    def ends(self) -> list[str]:
+        """The states that nothing leaves any more."""
+        left = {state for state, _ in self.edges}
+        return [state.name for state in self.on_event if state.name not in left]
+
+    @property
+    def picture(self) -> str:
+        """The name of its picture's file."""
+        return f"states-{self.name.lower().replace(' ', '-')}.svg"
+
+
+MACHINES = (
+    Machine(
+        "Pull",
+        "One attempt of one decode rank at one request. The outcome is given on entering NOTIFYING. The caller gets "
+        "its blocks back when nothing can write them any more; QUARANTINED waits for that.",
+        pull.ON_EVENT,
+        pull.WHEN,
+    ),
+    Machine(
+        "Lease",
+        "One lent request on a prefill rank. In ENDING nothing more is granted; what was granted is kept.",
+        lease.ON_EVENT,
+        lease.WHEN,
+    ),
+    Machine("Peer", "One start of a remote rank, as a reader knows it.", peer.ON_EVENT, {}),
+    Machine(
+        "Request",
+        "One request over its attempts; every attempt is a pull. A request that is OVER tells the prefill ranks that "
+        "no attempt follows, if they were told that one would.",
+        attempts.ON_EVENT,
+        attempts.WHEN,
+    ),
+    Machine(
+        "Engine",
+        "The life of one engine. From SHUT on the engine takes no turn. In CLOSED it is certain for good that nothing "
+        "writes any more; in SUSPENDED until the engine is resumed.",
+        lifecycle.ON_EVENT,
+        {},
+    ),
+    Machine(
+        "Stored block",
+        "One block in one tier of the offload: host memory, or files. A block in LEAVING cannot be found any more; its "
+        "slot is free in GONE.",
+        entry.ON_EVENT,
+        entry.WHEN,
+    ),
+    Machine(
+        "Store or load",
+        "One request to store blocks in tiers, or to load them. The outcome is given on leaving RUNNING or DRAINING; "
+        "in HELD a transfer in doubt may still touch the caller's blocks.",
+        job.ON_EVENT,
+        job.WHEN,
+    ),
+)
+
+
+def section(machine: Machine) -> str:
+    """One machine as a picture and a table of its transitions."""
+    title = f"The states of: {machine.name.lower()}"
+    lines = [
+        f"## {machine.name}\n",
+        f"{textwrap.fill(machine.intro, WIDTH)}\n",
+        f"![{title}](pictures/{machine.picture})\n",
+    ]
+    lines += ["| from | to | by |", "|---|---|---|"]
+    lines += [f"| {a} | {b} | {', '.join(why)} |" for (a, b), why in machine.edges.items()]
+    if machine.stays:
         lines += ["", "Also takes, and stays:", ""]
-        lines += [f"- {state.name}: {', '.join(events)}" for state, events in stays.items()]
-    if ends := [state.name for state, row in on_event.items() if not row and not when.get(state)]:
-        lines += ["", f"Takes nothing any more: {', '.join(ends)}."]
-    lines += ["", "```mermaid", "stateDiagram-v2"]
-    lines += [f"    {a.name} --> {b.name}: {', '.join(why).replace('*', '')}" for (a, b), why in edges.items()]
-    return "\n".join([*lines, "```", ""])
+        lines += [f"- {state}: {', '.join(events)}" for state, events in machine.stays.items()]
+    if machine.ends:
+        lines += ["", f"Takes nothing any more: {', '.join(machine.ends)}."]
+    return "\n".join([*lines, ""])
+
+
+def graph(machine: Machine) -> str:
+    """One machine in Graphviz' language."""
+    lines = [GRAPH, f"  {next(iter(machine.on_event)).name} [penwidth=2.5]"]
+    lines += [f"  {state} [peripheries=2]" for state in machine.ends]
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for (state, after), why in machine.edges.items():
+        words = textwrap.wrap(", ".join(why).replace("*", "").replace("`", ""), LABEL)
+        alike[after, "".join(f"  {line}\\l" for line in words)].append(state)
+    for number, ((after, label), states) in enumerate(alike.items()):
+        if len(states) < ALIKE:
+            lines += [f'  {state} -> {after} [label="{label}"]' for state in states]
+        else:
+            lines += [f'  joint{number} [shape=point, width=0.06, fillcolor=black, label=""]']
+            lines += [f"  {state} -> joint{number} [arrowhead=none]" for state in states]
+            lines += [f'  joint{number} -> {after} [label="{label}"]']
+    return "\n".join([*lines, "}", ""])
+
+
+def digest(machine: Machine) -> str:
+    """Of all that its picture is drawn from."""
+    text = graph(machine) + drawing.STYLE
+    return f"<!-- drawn by scripts/draw_states.py from {hashlib.sha256(text.encode()).hexdigest()} -->"
+
+
+def picture(machine: Machine) -> str:
+    """One machine, drawn by Graphviz.
+
+    Raises:
+        ConfigError: Graphviz is not installed.
+    """
+    try:
+        done = subprocess.run(["dot", "-Tsvg"], input=graph(machine), capture_output=True, text=True, check=True)
+    except FileNotFoundError:
+        raise ConfigError(f"{machine.picture} needs Graphviz: apt-get install graphviz") from None
+    ElementTree.register_namespace("", "http://www.w3.org/2000/svg")
+    root = ElementTree.fromstring(done.stdout)
+    for element in root.iter():
+        element.attrib.pop("font-family", None)
+        for child in list(element):
+            if child.tag.endswith("title"):
+                element.remove(child)
+        for name in ("fill", "stroke"):
+            if element.get(name) == "black":
+                element.set(name, "currentColor")
+    _, _, width, height = (float(x) for x in root.attrib["viewBox"].split())
+    body = ElementTree.tostring(root[0], encoding="unicode").replace(' xmlns="http://www.w3.org/2000/svg"', "")
+    return drawing.svg(f"The states of: {machine.name.lower()}", width, height, f"{digest(machine)}\n{body}")
+
+
+def _name(event: Any) -> str:
+    return str(event.name if isinstance(event, Enum) else event.__name__).replace("_", " ").upper()
 
 
 def _words(condition: Any) -> str:
@@ -56,61 +216,22 @@ def _words(condition: Any) -> str:
 
 def page() -> str:
     """The whole page."""
-    return "\n".join(
-        (
-            HEAD,
-            table(
-                "Pull",
-                "One attempt of one decode rank at one request. The outcome is given on entering NOTIFYING. The blocks "
-                "are the caller's when nothing can write them, which QUARANTINED waits for.",
-                pull.ON_EVENT,
-                pull.WHEN,
-            ),
-            table(
-                "Lease",
-                "One lent request on a prefill rank. In ENDING nothing is granted any more; what was granted is kept.",
-                lease.ON_EVENT,
-                lease.WHEN,
-            ),
-            table("Peer", "One start of a remote rank, as a reader knows it.", peer.ON_EVENT, {}),
-            table(
-                "Request",
-                "One request over its attempts; every attempt is a pull. Over, it tells the prefill ranks that no "
-                "attempt follows, if they were told that one would.",
-                attempts.ON_EVENT,
-                attempts.WHEN,
-            ),
-            table(
-                "Engine",
-                "The life of one engine. In SHUT and after it no turn is taken. That nothing writes any more is "
-                "certain in CLOSED for good, and in SUSPENDED until the engine is resumed.",
-                lifecycle.ON_EVENT,
-                {},
-            ),
-            table(
-                "Stored block",
-                "One block in one tier of the offload: host memory, or files. In LEAVING it cannot be found any more; "
-                "its slot is free in GONE.",
-                entry.ON_EVENT,
-                entry.WHEN,
-            ),
-            table(
-                "Store or load",
-                "One request to store blocks in tiers, or to load them. The outcome is given on leaving RUNNING or "
-                "DRAINING; in HELD a transfer in doubt may still touch the caller's blocks.",
-                job.ON_EVENT,
-                job.WHEN,
-            ),
-        )
-    )
+    return "\n".join((HEAD, *map(section, MACHINES)))
+
+
+def is_fresh(machine: Machine) -> bool:
+    """Whether its picture was drawn from what the tables say now."""
+    path = drawing.PICTURES / machine.picture
+    return path.exists() and digest(machine) in path.read_text(encoding="utf-8")
 
 
 def draw() -> None:
-    """Write docs/states.md from the transition tables of core and offload.
+    """Write docs/states.md from the transition tables of core and offload, and draw the pictures that are stale.
 
-    Run it after a table changes; a test compares the page.
+    Run it after a table changes; a test compares. Pictures need Graphviz (apt-get install graphviz).
     """
-    TARGET.write_text(page())
+    TARGET.write_text(page(), encoding="utf-8")
+    drawing.write({machine.picture: picture(machine) for machine in MACHINES if not is_fresh(machine)})
 
 
 main = command.script(draw, "draw_states", "[bold]Exit status[/bold]  0 written, 2 bad input")

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from asynckv.bench import journal, page
+from asynckv.bench.floor import NAMES
 from tests.test_bench_compare import floored, made
 from tests.test_bench_sweep import head, row
 from tests.test_cli import complaint
@@ -41,6 +42,9 @@ class Found(HTMLParser):
         if self._is_plot:
             self.plots.append(json.loads(data))
             self._is_plot = False
+
+
+RAW, MEMORY = (f"floor: {NAMES[kind]}" for kind in ("raw_nixl", "memory_copy"))
 
 
 def sweep(*rows: journal.Row, **changes: Any) -> journal.Sweep:
@@ -98,14 +102,14 @@ def test_floors_stand_beside_the_lines_and_shares_in_the_table() -> None:
     text = page.make(sweep(row("1", report=report)), "s")
     for unit in ("GB/s", "requests/s"):
         found = traces(text, unit)
-        assert found.keys() == {"asynckv", "floor: raw nixl", "floor: memory copy"}
-        assert found["floor: raw nixl"]["line"]["dash"] == "dot"
-        assert [name for name, t in found.items() if t.get("visible") == "legendonly"] == ["floor: memory copy"]
-    assert traces(text, "GB/s")["floor: raw nixl"]["y"] == [6.0]
-    assert traces(text, "ms")["floor: raw nixl p50"]["y"] == [1.0]
-    assert traces(text, "µs").keys() == {"asynckv", "floor: raw nixl"}
-    assert traces(text, "ratio")["of raw nixl"]["y"] == [0.95]
-    assert "raw nixl<small>share of its GB/s</small>" in text
+        assert found.keys() == {"asynckv", RAW, MEMORY}
+        assert found[RAW]["line"]["dash"] == "dot"
+        assert [name for name, t in found.items() if t.get("visible") == "legendonly"] == [MEMORY]
+    assert traces(text, "GB/s")[RAW]["y"] == [6.0]
+    assert traces(text, "ms")[f"{RAW} p50"]["y"] == [1.0]
+    assert traces(text, "µs").keys() == {"asynckv", RAW}
+    assert traces(text, "ratio")[f"of {NAMES['raw_nixl']}"]["y"] == [0.95]
+    assert f"{NAMES['raw_nixl']}<small>share of its GB/s</small>" in text
 
 
 def test_an_unfinished_or_faulty_sweep_says_so() -> None:
@@ -114,6 +118,7 @@ def test_an_unfinished_or_faulty_sweep_says_so() -> None:
     assert "1 of 2 points failed or were bad" in text
     assert "failed: no memory" in text
     assert "Points are medians" not in text  # of one round
+    assert "Look here:</strong> <ul><li>2 runs of 2 points; 1 with faults.</li>" in text
 
 
 def test_texts_of_a_sweep_never_become_markup() -> None:

@@ -2,30 +2,124 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
-from scripts import draw_geometry
-from scripts.draw_states import TARGET, page
+import asynckv
+import asynckv.testing
+from asynckv.errors import ConfigError
+from asynckv.tools.pictures import PAPER, THEMES
+from scripts import draw_configuration, draw_geometry, draw_life, draw_states, drawing
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PACKAGE = ROOT / "asynckv"
+PAGES: dict[str, ModuleType] = {"draw_configuration": draw_configuration, "draw_states": draw_states}
 
 
-def test_the_states_page_is_fresh() -> None:
-    assert TARGET.read_text() == page(), "run python -m scripts.draw_states"
+@pytest.mark.parametrize("script", PAGES)
+def test_a_page_that_is_made_from_code_is_fresh(script: str) -> None:
+    assert PAGES[script].TARGET.read_text() == PAGES[script].page(), f"run python -m scripts.{script}"
 
 
-def test_the_pictures_are_fresh() -> None:
-    drawn = draw_geometry.pictures()
-    found = {path.name: path.read_text() for path in draw_geometry.TARGET.iterdir()}
-    assert found == drawn, "run python -m scripts.draw_geometry"
+def test_the_reference_has_every_public_name_once() -> None:
+    blocks = re.split(r"^\.\. currentmodule:: (.*)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE)
+    listed: dict[str, list[str]] = {}
+    for module, block in zip(blocks[1::2], blocks[2::2], strict=True):
+        listed.setdefault(module, []).extend(re.findall(r"^\.\. auto\w+:: (\w+)$", block, re.MULTILINE))
+    assert {module: sorted(names) for module, names in listed.items()} == {
+        "asynckv": sorted(asynckv.__all__),
+        "asynckv.testing": sorted(asynckv.testing.__all__),
+    }
+
+
+DATA = [
+    kind
+    for kind in (getattr(asynckv, name) for name in asynckv.__all__)
+    if inspect.isclass(kind)
+    and (is_dataclass(kind) or issubclass(kind, msgspec.Struct))
+    and not issubclass(kind, asynckv.Order)
+]
+"""Public plain data, but orders: their fields are the arguments of the methods that they name."""
+
+
+@pytest.mark.parametrize("kind", DATA, ids=lambda kind: kind.__name__)
+def test_every_field_of_public_data_is_explained(kind: type) -> None:
+    names = {x.name for x in fields(kind)} if is_dataclass(kind) else set(kind.__struct_fields__)  # type: ignore[attr-defined]
+    listed = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
+    assert set(re.findall(r"^    (\w+): ", listed, re.MULTILINE)) == names
+
+
+def test_the_configuration_page_refuses_a_field_that_nobody_explains() -> None:
+    @dataclass
+    class Forgotten:
+        """A part.
+
+        Attributes:
+            told: Explained.
+        """
+
+        told: int = 0
+        untold: int = 0
+
+    with pytest.raises(ConfigError, match="explains told; it has told, untold"):
+        draw_configuration.explained(Forgotten)
+
+
+DRAWN_BY = {"draw_geometry": draw_geometry.pictures, "draw_life": draw_life.pictures}
+"""The scripts that draw pictures; each returns its files' texts by their names."""
+
+
+@pytest.mark.parametrize("script", DRAWN_BY)
+def test_the_pictures_are_fresh(script: str) -> None:
+    for name, drawn in DRAWN_BY[script]().items():
+        assert (drawing.PICTURES / name).read_text() == drawn, f"run python -m scripts.{script}"
+
+
+@pytest.mark.parametrize("machine", draw_states.MACHINES, ids=lambda machine: machine.name)
+def test_the_pictures_of_states_are_fresh(machine: draw_states.Machine) -> None:
+    assert draw_states.is_fresh(machine), "run python -m scripts.draw_states (it needs Graphviz)"
+
+
+def test_every_picture_is_drawn_by_a_script() -> None:
+    drawn = [name for pictures in DRAWN_BY.values() for name in pictures()]
+    drawn += [machine.picture for machine in draw_states.MACHINES]
+    assert sorted(drawn) == sorted(path.name for path in drawing.PICTURES.iterdir())
+
+
+@pytest.mark.parametrize("path", sorted(drawing.PICTURES.iterdir()), ids=lambda path: path.stem)
+def test_a_picture_is_read_on_light_and_on_dark_pages(path: Path) -> None:
+    root = ElementTree.parse(path).getroot()
+    spaces = {"": "http://www.w3.org/2000/svg"}
+    assert root.get("class") == "picture"
+    assert THEMES in (root.findtext("style", "", spaces))
+    paper = root.find("rect", spaces)
+    assert paper is not None
+    assert (paper.get("fill"), paper.get("width"), paper.get("height")) == (PAPER, "100%", "100%")
+
+
+def test_the_map_names_files_that_exist_and_every_folder() -> None:
+    text = (ROOT / "docs" / "structure.md").read_text()
+    named = {word for word in re.findall(r"`([^`\s]+)`", text) if re.search(r"\.(py|html|md)$|/$", word)}
+    assert len(named) > 150
+    assert not [word for word in sorted(named) if not (ROOT / word).exists() and not (PACKAGE / word).exists()]
+    folders = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
+    assert folders <= named
 
 
 @pytest.mark.nixl
 @pytest.mark.slow
 def test_the_embedding_example_runs() -> None:
-    text = (TARGET.parent / "embedding.md").read_text()
+    text = (DOCS / "embedding.md").read_text()
     (program,) = re.findall(r"```python\n(import asyncio.*?)```", text, re.DOTALL)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,13 +1,19 @@
-"""The examples of the three ways run as they are, with real processes, and are as short as they are said to be."""
+"""The examples run as they are, with real processes; those of the three ways are as short as they are said to be."""
 
 from __future__ import annotations
 
+import importlib
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from asynckv import Cancel, Discharge, Failed, Finished, LeaseEnd, Lend, Pull, PullError, PullResult, Refused, Withdraw
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 WAYS = ("native", "threaded", "pumped")
@@ -57,6 +63,157 @@ def test_the_example_of_an_offload_runs() -> None:
         env=os.environ | {"PYTHONPATH": str(EXAMPLES.parents[1])},
     )
     assert (done.returncode, done.stdout) == (0, "393216 bytes, 48 tokens\n"), done.stderr
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_the_two_engines_run_and_leave_nothing_behind(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(EXAMPLES.parents[1])}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "two_engines" / "run.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=env,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    prefill, decode, r1, r2, r3, end = done.stdout.splitlines()
+    assert "tensor parallel 2" in prefill
+    assert "tensor parallel 1" in decode
+    assert r1 == "r1: 393,216 bytes of KV came from the prefill engine; they are right: True"
+    assert r2.startswith("r2: aborted; the prefill engine has its blocks back after ")
+    assert r3 == "r3: the pull failed (LeaseRefused: revoked); computed here; it is right: True"
+    assert end == "all blocks are free in both engines"
+    leaks = [sys.executable, "-m", "asynckv", "leaks", str(tmp_path)]
+    told = subprocess.run(leaks, capture_output=True, text=True, timeout=50, check=False, env=env)
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
+def test_the_example_on_simulated_planes_passes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    runpy.run_path(str(EXAMPLES / "simulated.py"), run_name="__main__")
+    assert capsys.readouterr().out == "held after PullTimeout, and returned\n"
+
+
+class Workers:
+    """What the workers of an engine tell its scheduler, step by step."""
+
+    def __init__(self, size: int) -> None:
+        self.endpoints = [
+            {"tp_rank": i, "address": f"tcp://127.0.0.1:{i + 1}", "incarnation": "a"} for i in range(size)
+        ]
+        self.told = [Finished() for _ in range(size)]
+        self.orders: list[Any] = []
+        self.num_computed = 0
+
+    def step(self, orders: list[Any], compute: Any = (), check: Any = ()) -> list[tuple[Finished, list[bool]]]:
+        told, self.told = self.told, [Finished() for _ in self.told]
+        self.orders, self.num_computed = orders, self.num_computed + len(compute)
+        return [(each, [True] * len(check)) for each in told]
+
+
+@pytest.fixture
+def two_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Import the example's modules, as `python docs/examples/two_engines/run.py` does."""
+    monkeypatch.syspath_prepend(str(EXAMPLES / "two_engines"))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == EXAMPLES / "two_engines":
+            del sys.modules[name]
+
+
+PROMPT = list(range(40))
+DONE = PullResult("r1", "p", 1, 1, 1, 1, {}, (), 40)
+
+
+def failure(held: dict[int, tuple[int, ...]], failed_in: str = "read") -> Failed:
+    return Failed("r1", PullError("it broke", request_id="r1", reason="lost", held=held, failed_in=failed_in))
+
+
+def pulling(two_engines: Any, size: int) -> tuple[Any, Any, Workers, list[int]]:
+    """A decode engine in the middle of a pull; and the blocks of it."""
+    workers = Workers(size)
+    scheduler = two_engines("decode").Scheduler(workers)
+    call = two_engines("scenery").Call(
+        "/decode", {"request_id": "r1", "prompt": PROMPT, "params": {"request_id": "r1"}}
+    )
+    scheduler.take(call)
+    scheduler.step()
+    (pull,) = [order for order in workers.orders if isinstance(order, Pull)]
+    return scheduler, call, workers, [block for block in pull.groups[0][1] if block is not None]
+
+
+def test_the_decode_example_keeps_blocks_that_are_held_until_every_rank_has_returned_them(two_engines: Any) -> None:
+    scheduler, call, workers, blocks = pulling(two_engines, 2)
+    workers.told[1].failed = [failure({0: tuple(blocks)})]
+    scheduler.step()
+    assert not call.answer.done(), "rank 0 has not said how its pull ended"
+    workers.told[0].received = [DONE]
+    scheduler.step()
+    assert not set(blocks) & set(scheduler.free)
+    scheduler.step()
+    assert workers.num_computed == 1
+    assert call.answer.result()["from"] == "here"
+    assert not set(blocks) & set(scheduler.free), "nobody has returned them"
+    workers.told[1].returned = ["r1"]
+    scheduler.step()
+    assert sorted(scheduler.free) == list(range(64))
+    assert not scheduler.pulling
+
+
+def test_the_decode_example_never_uses_retired_blocks(two_engines: Any) -> None:
+    scheduler, call, workers, blocks = pulling(two_engines, 1)
+    workers.told[0].failed, workers.told[0].retired = [failure({0: tuple(blocks)})], ["r1"]
+    scheduler.step()
+    scheduler.step()
+    assert call.answer.result()["is_right"]
+    assert sorted(scheduler.free + blocks) == list(range(64))
+
+
+def test_the_decode_example_discharges_what_was_refused_before_it_began(two_engines: Any) -> None:
+    scheduler, call, workers, _ = pulling(two_engines, 1)
+    workers.told[0].failed = [failure({}, failed_in="")]
+    scheduler.step()
+    scheduler.step()
+    assert workers.orders == [Discharge("r1", {"request_id": "r1"})]
+    assert call.answer.result()["why"] == "PullError: lost"
+
+
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_the_decode_example_aborts(two_engines: Any, ends: str) -> None:
+    scheduler, call, workers, _ = pulling(two_engines, 1)
+    scheduler.take(two_engines("scenery").Call("/abort", {"request_id": "r1"}))
+    if ends == "well":
+        workers.told[0].received = [DONE]
+    else:
+        workers.told[0].failed = [failure({})]
+    scheduler.step()
+    assert workers.orders == [Cancel("r1")]
+    assert call.answer.result()["why"] == "aborted"
+    assert sorted(scheduler.free) == list(range(64))
+
+
+def test_the_prefill_example_frees_blocks_when_no_rank_lends_them(two_engines: Any) -> None:
+    workers = Workers(2)
+    scheduler = two_engines("prefill").Scheduler(workers)
+    scheduler.take(call := two_engines("scenery").Call("/prefill", {"request_id": "r1", "prompt": PROMPT}))
+    scheduler.step()
+    params = call.answer.result()["params"]
+    scheduler.step()
+    assert workers.orders == [Lend(params)]
+    workers.told[0].sent = [LeaseEnd("r1", "released", {}, (), 0.1)]
+    scheduler.step()
+    assert len(scheduler.free) == 61
+    workers.told[1].refused = [Refused(Lend(params), ValueError("it broke"))]
+    scheduler.step()
+    assert sorted(scheduler.free) == list(range(64))
+    scheduler.step()
+    assert workers.orders == [Withdraw(params)]
 
 
 @pytest.mark.parametrize("way", [*WAYS, "offload"])

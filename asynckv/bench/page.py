@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from asynckv.bench.figures import FIGURES, Figure, at, leaves, named
+from asynckv.bench.floor import NAMES
 from asynckv.bench.journal import Sweep
 from asynckv.bench.noise import Interval
 from asynckv.bench.summary import SHOWN, Summary, summarise
@@ -20,9 +21,11 @@ from asynckv.tools.frame import REMEDY, is_installed
 __all__ = ["REMEDY", "is_installed", "make"]
 
 HINT = (
-    "Points are medians of their rounds, bars their 95 % intervals: of fewer than nine from the lowest to the highest."
+    "Points are medians of their rounds. Bars are their 95 % intervals; with fewer than nine rounds they reach from "
+    "the lowest to the highest."
 )
-ONCE = "Every point was run once: the noise is not known."
+ONCE = "Every point was run once, so the noise is not known."
+FLOOR = "Dotted lines are the floor: the same bytes moved without an engine."
 LOADS = ("rate", "speed", "concurrency", "prompt-tokens")
 """What is drawn along x, if it is an axis: the first of these, else the first axis."""
 FIRST = "raw_nixl"
@@ -35,7 +38,7 @@ FLOOR_SYMBOLS = {
     "raw_nixl": "diamond-open",
 }
 DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot", "dot")
-NAMES = {
+AXES = {
     "rate": "requests offered per second",
     "speed": "speed of the trace's clock",
     "concurrency": "pulls in flight per decode rank",
@@ -55,7 +58,7 @@ def make(sweep: Sweep, name: str) -> str:
     missing, total = len(sweep.missing()), len(sweep.head.points) * sweep.head.rounds
     model = next((str(r["config"]["model"]) for p in found for r in p.reports), "")
     body = (
-        f"{_notes(sweep, found, missing, total)}\n<h2>Against load</h2>\n"
+        f"{_verdict(found)}{_notes(sweep, found, missing, total)}\n<h2>Against load</h2>\n"
         f'<div class="plots">\n{"".join(_figure(plot, found, axis) for plot in _plots(found))}</div>\n'
         '<h2>All points</h2>\n<div class="scroll" tabindex="0" role="region" aria-label="All points">'
         f"{_table(sweep, found)}</div>\n"
@@ -64,6 +67,8 @@ def make(sweep: Sweep, name: str) -> str:
         f'<pre tabindex="0">{_commands(sweep, found)}</pre></details>\n'
     )
     hint = f"{HINT if sweep.head.rounds > 1 else ONCE} Loopback on one host is not a network between two."
+    if _kinds(found, "floor", "gbytes_per_s"):
+        hint += f" {FLOOR}"
     return frame.make(f"asynckv sweep: {model or name}", hint, body)
 
 
@@ -131,10 +136,14 @@ def _kinds(found: Sequence[Summary], under: str, name: str) -> list[str]:
     return sorted((kind for kind in kinds if kind != "engine"), key=lambda kind: kind != FIRST)
 
 
+def _named(kind: str) -> str:
+    return NAMES.get(kind, kind.replace("_", " "))
+
+
 def _shares(found: Sequence[Summary]) -> list[Figure]:
     """Which part of each floor's throughput is reached."""
     paths = {k: f"ratio_to_floor.{k}.gbytes_per_s" for k in _kinds(found, "ratio_to_floor", "gbytes_per_s")}
-    return [replace(named(path, {path}), title=kind.replace("_", " ")) for kind, path in paths.items()]
+    return [replace(named(path, {path}), title=_named(kind)) for kind, path in paths.items()]
 
 
 def _floors(
@@ -189,7 +198,7 @@ def _rows(found: Sequence[Summary], axis: str, plot: Plot) -> Iterator[Row]:
             series = _series(point, axis)
             index = order.index(series)
             if drawn.floor:
-                line = ", ".join(x for x in (f"floor: {drawn.floor.replace('_', ' ')}", series) if x)
+                line = ", ".join(x for x in (f"floor: {_named(drawn.floor)}", series) if x)
                 symbol = FLOOR_SYMBOLS.get(drawn.floor, "x-open")
             else:
                 line, symbol = series, SYMBOLS[index % len(SYMBOLS)]
@@ -229,7 +238,7 @@ def _figure(plot: Plot, found: Sequence[Summary], axis: str) -> str:
     for row in _rows(found, axis, plot):
         lines.setdefault(row.line, []).append(row)
     traces = [_trace(name, rows) for name, rows in lines.items()]
-    label, xs, ys = NAMES.get(axis, axis), {_x(p, axis) for p in found}, [v for trace in traces for v in trace["y"]]
+    label, xs, ys = AXES.get(axis, axis), {_x(p, axis) for p in found}, [v for trace in traces for v in trace["y"]]
     x: dict[str, Any] = {"title": {"text": label}}
     if len(xs) > 1 and all(isinstance(v, float) and v > 0 for v in xs):
         x |= {"type": "log", "tickvals": sorted(xs), "ticktext": [frame.plain(v) for v in sorted(xs)]}
@@ -252,6 +261,24 @@ def _spoken(plot: Plot, label: str, traces: Sequence[Mapping[str, Any]]) -> str:
 
 
 # -- text ------------------------------------------------------------------------------------------
+
+
+def _verdict(found: Sequence[Summary]) -> str:
+    """Say first what matters: whether all points are good, where most goes through, which share of the floor."""
+    faulty, runs = sum(bool(point.faults) for point in found), sum(point.runs for point in found)
+    said = [f"{runs:,} {'run' if runs == 1 else 'runs'} of {len(found):,} points; {faulty or 'none'} with faults."]
+    for name, of in (("gbytes_per_s", "Most bytes"), ("requests_per_s", "Most requests")):
+        reached = [(y.median, point) for point in found if (y := point.interval(FIGURES[name]))]
+        if reached:
+            most, point = max(reached, key=lambda x: x[0])
+            where = ", ".join(f"{k} {v}" for k, v in point.axes.items())
+            p99 = point.interval(FIGURES["p99"])
+            late = f", p99 {p99.median:,.4g} {FIGURES['p99'].unit}" if p99 else ""
+            said.append(f"{of}: {most:,.4g} {FIGURES[name].unit} at {where}{late}.")
+    for figure in _shares(found)[:1]:
+        shares = [y.median for point in found if (y := point.interval(figure))]
+        said.append(f"Share of the floor's bytes per second ({figure.title}): {min(shares):.0%} to {max(shares):.0%}.")
+    return frame.verdict(said, is_good=not faulty)
 
 
 def _notes(sweep: Sweep, found: Sequence[Summary], missing: int, total: int) -> str:

@@ -68,7 +68,8 @@ class RankStatus:
         pull_id: Of a reader's newest attempt.
         granted_s: How long the newest promise still runs, as this side counts; None if there is none.
         heard_s: For how long nothing was heard: of a prefill rank at all, of a reader for this request; None if never.
-        bytes_read: Landed, of `bytes_planned`.
+        bytes_read: Bytes that have landed.
+        bytes_planned: Bytes that are to be read from this rank.
         transfers: Under way, or in doubt.
     """
 

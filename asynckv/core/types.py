@@ -108,7 +108,14 @@ class Cohort(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Endpoint(Struct, frozen=True, gc=False):
-    """How to reach one prefill rank, and which start of it is meant."""
+    """How to reach one prefill rank, and which start of it is meant.
+
+    Attributes:
+        tp_rank: Its place among the ranks that share layers.
+        address: Where its control plane listens, such as `tcp://10.0.0.1:5555`.
+        incarnation: Names this start of the process.
+        pp_stage: Its pipeline stage.
+    """
 
     tp_rank: Rank
     address: NonemptyName
@@ -119,25 +126,29 @@ class Endpoint(Struct, frozen=True, gc=False):
 class Params(Struct, frozen=True, kw_only=True, gc=False):
     """What travels from the prefill side to the decode side by way of a router: plain data.
 
-    Describes the whole prefill group, because one rank cannot know the others.
+    `PrefillGroup.make_params` makes them, as a dict that JSON can carry. They describe all ranks of the prefill engine,
+    because one rank does not know the others. Whoever has them can claim and release the request.
 
     Attributes:
+        schema: Version of this structure.
         engine_id: The prefill engine.
         request_id: The prefill side's id of the request; arbitrary text, never parsed.
-        key: What claims and releases are compared by.
-        endpoints: Every rank of the prefill group.
+        key: By which claims and releases are compared; cannot be guessed.
+        tp_size: Ranks per pipeline stage of the prefill engine.
+        pp_size: Its pipeline stages.
+        endpoints: Every rank of the prefill engine.
         groups: Block ids per cache group, the same on all ranks.
-        num_tokens: Tokens of the request whose KV exists.
-        lease_s: How long a lease lasts if nobody asks for it, counted by each rank from its `lend`; one that is asked
-            for lasts as long as what it grants, if that is longer.
-        renew_s: How often a reader is to renew; a shorter grant is renewed at its half.
-        written: The KV was complete when these params were made, so nobody can read it too early.
-            Otherwise a reader has to show that it began after the request was lent.
-        hashes: Of every `hash_tokens` tokens a hash that covers all tokens before as well, if the
-            engines compare prompts that way; a reader takes only what its own hashes agree with.
+        num_tokens: Tokens of the request whose KV is in these blocks.
+        lease_s: How long a request stays lent if nobody claims it, counted by each rank from its `lend`. A claimed
+            request stays lent for as long as its grants run, if that is longer.
+        renew_s: How often a reader is to renew. It renews a shorter grant when half of it is over.
+        written: The KV was complete when these params were made, so nobody can read it too early. Otherwise a reader
+            has to show that it began after the request was lent.
+        hashes: One per `hash_tokens` tokens, each covering all tokens before it as well, if the engines compare prompts
+            that way. A reader takes only the tokens on which its own hashes agree.
         hash_tokens: Tokens per hash; 0 without hashes.
-        traceparent, tracestate: The trace that the request belongs to, as W3C writes it; empty if none. Never parsed
-            here.
+        traceparent: The trace that the request belongs to, as W3C writes it; empty if none.
+        tracestate: The same for its vendors' state.
     """
 
     schema: Annotated[int, Meta(ge=1, le=1)] = 1

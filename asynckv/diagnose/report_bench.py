@@ -9,6 +9,7 @@ from typing import Any
 from asynckv.bench import report as bench
 from asynckv.bench import report_text, sides
 from asynckv.bench.figures import FIGURES, at
+from asynckv.bench.floor import NAMES
 from asynckv.diagnose import report_plots as plots
 from asynckv.diagnose.report_text import Card, duration, safe
 from asynckv.diagnose.summary_model import Bench, Kind
@@ -97,7 +98,9 @@ def section(one: Bench) -> str:
     found = one.report
     figures = [
         plots.phase_quantiles(
-            _phases(found), "How long each phase of a pull took: p50 thick, p99 pale", "Release comes after the result."
+            _phases(found),
+            "How long each phase of a pull took",
+            "Thick: p50. Pale: p99. Release comes after the result.",
         )
     ]
     if shares := _shares(found):
@@ -134,7 +137,7 @@ def _shares(found: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
     """Which part of each floor's throughput was reached, and between what the true one lies."""
     ratios = found.get("ratio_to_floor", {})
     return {
-        str(kind).replace("_", " "): (x["median"] * 100, x["low"] * 100, x["high"] * 100)
+        NAMES.get(str(kind), str(kind).replace("_", " ")): (x["median"] * 100, x["low"] * 100, x["high"] * 100)
         for kind, ratio in ratios.items()
         if (x := ratio.get("gbytes_per_s"))
     }
@@ -166,6 +169,9 @@ def _floors(shares: Mapping[str, tuple[float, float, float]]) -> str:
         "meta": {"height": 110 + 44 * max(len(names), 2)},
     }
     said = "; ".join(f"{x}: {shares[x][0]:.0f} %" for x in names)
-    caption = "Which part of what the machine itself can do was reached"
-    note = "Bars end at the median of the rounds; lines are the intervals that hold the true one."
+    caption = "The share of the floor that was reached"
+    note = (
+        "The floor: the same bytes moved without an engine. A bar ends at the median of the rounds; its line is the "
+        "interval that holds the true one."
+    )
     return frame.figure(caption, f"{caption}. {said}.", [trace], layout, note=note)

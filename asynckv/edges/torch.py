@@ -134,13 +134,15 @@ class TensorPart:
     """One part of one layer, as a tensor: the whole of it, or a slice or view of a larger one.
 
     Attributes:
-        layer, name: By which both engines know it.
-        tensor: Slices, permutations and `as_strided` views will do: their storage is registered.
-        order: Names of the tensor's dims. One is `block` (kernel blocks, or states); `token` counts entries
-            along the tokens; the others must be the same on both sides, whatever their order.
+        layer: The layer's name, by which both engines know it.
+        name: The part's name, by which both engines know it.
+        tensor: The whole tensor, or a slice, permutation or `as_strided` view of one: its storage is registered.
+        order: Names of the tensor's dims. One is `block` (kernel blocks, or states); `token` counts entries along the
+            tokens; the others must be the same on both sides, whatever their order.
         group: Index of the group.
         axis: The dim that tensor parallelism cuts; empty if every rank holds the same.
-        held, extent: Which range of the whole model's axis this rank holds.
+        held: `[lo, hi)` of the whole model's axis: what this rank holds.
+        extent: Size of the whole model's axis.
         tokens_per_entry: Tokens that one entry along `token` covers.
     """
 
@@ -171,7 +173,10 @@ def register_parts(
     Args:
         parts: Every part of every layer of this rank.
         groups: The cache groups, as the engine's configuration says; the same list on all ranks.
-        tp_rank, tp_size, pp_stage, pp_size: This rank's place.
+        tp_rank: This rank's place among the ranks that share layers.
+        tp_size: How many these are.
+        pp_stage: This rank's pipeline stage.
+        pp_size: How many stages there are.
         model: Name that both engines must agree on; empty to not compare.
         aliases: As for `register_tensors`.
 
@@ -300,9 +305,9 @@ def register_tensors(
 
     Args:
         tensors: Layer name -> tensor. Tensors may share a storage; they may be permuted or padded.
-        order: Names of the tensors' dims: `kv` (2: keys, values), `block`, `head`, `token`, `dim`.
-            Without `kv` a tensor is one part (keys and values packed in `dim`, or a latent); without
-            `head` every rank holds the same (a latent).
+        order: Names of the tensors' dims: `kv` (2: keys, values), `block`, `head`, `token`, `dim`. Without `kv` a
+            tensor is one part (keys and values packed in `dim`, or a latent); without `head` every rank holds the same
+            (a latent).
         block_size: Tokens per block.
         num_blocks: Blocks, as the engine's configuration says. Tensors may hold more.
         heads: `[lo, hi)` of the model's KV heads that this rank holds (`asynckv.shard`).

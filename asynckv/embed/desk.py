@@ -65,15 +65,15 @@ def checked(work: Coroutine[Any, Any, Any], timeout_s: float) -> float:
 
 
 class EngineDesk:
-    """Carries out orders on an engine's loop, and keeps what has ended until somebody takes it.
+    """Carries out orders on an engine's loop, and keeps what has ended until the caller takes it.
 
-    On the loop, `submit` may be called as it is. From elsewhere, whoever owns the loop gives a `wake`, which sees to it
-    that `carry_out` runs on it afterwards. `take_finished` may be called from any thread.
+    `submit` may be called on the loop. To call it from other threads, give a `wake`, which makes `carry_out` run on the
+    loop afterwards. `take_finished` may be called from any thread.
 
     Args:
-        engine: Started and closed by its owner.
-        wake: Sees to it that `carry_out` runs, soon and on the engine's loop; if left out, the running loop does.
-        on_news: Told, on the loop, that something has ended.
+        engine: The engine; the caller starts and closes it.
+        wake: Makes `carry_out` run on the engine's loop, soon; if left out, the running loop does that.
+        on_news: Called on the loop when something has ended.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class EngineDesk:
         self.num_handovers = self.num_orders = 0
 
     def submit(self, orders: Iterable[Order]) -> None:
-        """Hand orders over; they are carried out in the order given, soon.
+        """Hand orders over; the engine carries them out soon, in the order given.
 
         Raises:
-            EngineClosed: No more are taken; none of these will be carried out.
+            EngineClosed: The desk takes no more orders; none of these will be carried out.
             LocalProtocolError: This is no list.
             WrongThread: This is not the engine's loop, and there is no `wake`.
         """
@@ -135,7 +135,7 @@ class EngineDesk:
 
     @property
     def has_news(self) -> bool:
-        """There is something to take."""
+        """Whether there is something to take."""
         return bool(self._news)
 
     # -- ending ------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class EngineDesk:
         self._is_shut = True
 
     def refuse_all(self) -> None:
-        """Carry out nothing any more, and tell so of every order that was handed over and not carried out."""
+        """Carry out nothing more: every order that still waits is refused (`Finished.refused`, or `failed`)."""
         self._is_shut = self._is_over = True
         while self._handed or self._left:
             try:
@@ -156,13 +156,17 @@ class EngineDesk:
                 self._refuse(order, EngineClosed("the engine was closed before this was carried out"))
 
     def forget(self) -> None:
-        """Know of nothing any more: all of it is another process's."""
+        """Forget everything, in a forked process: all of it belongs to the parent."""
         self._is_shut = self._is_over = True
         for each in (self._handed, self._left, self._news):
             each.clear()
 
     async def finish(self, timeout_s: float = FINISH_S) -> None:
-        """Take no more orders, and carry out what was handed over in time: it may be what others wait for."""
+        """Take no more orders, and carry out those that wait: other ranks may wait for them.
+
+        Args:
+            timeout_s: How long this may take.
+        """
         self.shut()
         until = time.monotonic() + timeout_s
         while (self._handed or self._left or self._unbegun) and time.monotonic() < until:
@@ -176,7 +180,7 @@ class EngineDesk:
             await asyncio.wait(tuple(self._tasks))
 
     def abandon(self, cause: BaseException) -> None:
-        """Tell of all that has not ended that nobody will ever know more; the loop runs no longer."""
+        """End everything that has not ended as failed, because the loop runs no longer."""
         self.refuse_all()
         tasks, self._tasks = self._tasks, {}  # what they say from here on is not told: this was the last word
         for task, order in tasks.items():
@@ -198,7 +202,7 @@ class EngineDesk:
             asyncio.get_running_loop().call_soon(self.carry_out)
 
     def carry_out(self) -> None:
-        """Carry out what was handed over, for a slice of the loop's time; what is left has its turn soon."""
+        """Carry out orders for a slice of the loop's time; the rest has its turn soon."""
         self._is_due = False
         if self._is_over:
             return

@@ -38,11 +38,14 @@ __all__ = [
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Something to be done, as plain data: may be pickled, and sent to a worker."""
+    """Something that an engine is to do, as plain data: it may be pickled, and sent to a worker."""
 
 
 class Announce(Order, frozen=True):
-    """A request will be pulled: meet its ranks, claim it and keep it (`Engine.announce`)."""
+    """Say that a request will be pulled: the engine meets its ranks, claims it and keeps it (`Engine.announce`).
+
+    Ends in `Finished.refused` if it was refused, else nowhere.
+    """
 
     request_id: str
     params: Mapping[str, Any]
@@ -51,7 +54,7 @@ class Announce(Order, frozen=True):
 
 
 class Pull(Order, frozen=True, kw_only=True):
-    """Fill blocks with a lent request's KV (`Engine.pull`). Ends in `received` or `failed`, always."""
+    """Fill blocks with a lent request's KV (`Engine.pull`). Ends in `Finished.received` or `failed`, always."""
 
     request_id: str
     groups: Sequence[tuple[int, Sequence[int | None]]]
@@ -66,7 +69,10 @@ class Pull(Order, frozen=True, kw_only=True):
 
 
 class Discharge(Order, frozen=True):
-    """A request is not needed: release it, whether or not it was announced (`Engine.discharge`)."""
+    """Release a request that is not needed, announced or not (`Engine.discharge`).
+
+    Ends in `Finished.refused` if it was refused, else nowhere.
+    """
 
     request_id: str
     params: Mapping[str, Any]
@@ -74,26 +80,32 @@ class Discharge(Order, frozen=True):
 
 
 class Cancel(Order, frozen=True):
-    """Give up a request that is announced, being pulled, stored or loaded (`Engine.cancel`, `Offload.cancel`)."""
+    """Give up a request that is announced, pulled, stored or loaded (`Engine.cancel`, `Offload.cancel`).
+
+    Ends in `Finished.refused` if it was refused, else nowhere; what it gave up ends where it always does.
+    """
 
     request_id: str
 
 
 class Lend(Order, frozen=True):
-    """Lend the blocks that params describe (`Engine.lend`). Ends in `sent` or `refused`, always."""
+    """Lend the blocks that params describe (`Engine.lend`). Ends in `Finished.sent` or `refused`, always."""
 
     params: Mapping[str, Any]
     readers: int = 1
 
 
 class Withdraw(Order, frozen=True):
-    """A request whose params have left will never be lent, or is to be taken back (`Engine.withdraw`)."""
+    """Say that a request whose params have left will never be lent, or take it back (`Engine.withdraw`).
+
+    Ends in `Finished.refused` if it was refused, else nowhere.
+    """
 
     params: Mapping[str, Any]
 
 
 class Lookup(Order, frozen=True, kw_only=True):
-    """Say how much of a prompt is kept (`Offload.lookup`). Ends in `found` or `refused`, always."""
+    """Ask how much of a prompt is kept (`Offload.lookup`). Ends in `Finished.found` or `refused`, always."""
 
     request_id: str
     hashes: Sequence[str | bytes]
@@ -101,7 +113,7 @@ class Lookup(Order, frozen=True, kw_only=True):
 
 
 class Store(Order, frozen=True, kw_only=True):
-    """Keep blocks outside of the accelerator (`Offload.store`). Ends in `stored` or `failed`, always."""
+    """Keep blocks outside of the accelerator (`Offload.store`). Ends in `Finished.stored` or `failed`, always."""
 
     request_id: str
     groups: Sequence[tuple[int, Sequence[int | None]]]
@@ -109,7 +121,7 @@ class Store(Order, frozen=True, kw_only=True):
 
 
 class Load(Order, frozen=True, kw_only=True):
-    """Fill blocks with what is kept of a prompt (`Offload.load`). Ends in `loaded` or `failed`, always."""
+    """Fill blocks with what is kept of a prompt (`Offload.load`). Ends in `Finished.loaded` or `failed`, always."""
 
     request_id: str
     groups: Sequence[tuple[int, Sequence[int | None]]]
@@ -123,10 +135,10 @@ class Failed:
     """A pull, load or store that ended badly.
 
     Attributes:
-        request_id: Whose.
-        error: What `Engine.pull`, `Offload.load` or `Offload.store` raised. If it names blocks (`PullError.held`) they
-            may still be written, or read by a store; the request's id follows in `Finished.returned` or
-            `Finished.retired`. It is an `AsyncKVError`, or else a bug. `PullError.failed_in` tells a `store` from a
+        request_id: The request's id, as in its order.
+        error: What `Engine.pull`, `Offload.load` or `Offload.store` raised: an `AsyncKVError`, or else a bug. If it
+            names blocks (`PullError.held`), a transfer may still write them, or a store still read them; the request's
+            id follows in `Finished.returned` or `Finished.retired`. `PullError.failed_in` tells a `store` from a
             `load`.
     """
 
@@ -135,13 +147,18 @@ class Failed:
 
     @property
     def is_held(self) -> bool:
-        """Blocks may still be written, or read; wait for the id in `returned`."""
+        """Whether blocks may still be written or read. Then wait for the id in `Finished.returned`."""
         return isinstance(self.error, PullError) and bool(self.error.held)
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An order of which nothing was done, and why: an `AsyncKVError`, or else a bug."""
+    """An order that was refused; nothing was done.
+
+    Attributes:
+        order: The order.
+        error: Why: an `AsyncKVError`, or else a bug.
+    """
 
     order: Order
     error: Exception
@@ -149,19 +166,19 @@ class Refused:
 
 @dataclass(slots=True)
 class Finished:
-    """What has ended since it was last asked; each thing is told once.
+    """What has ended since the last call. Each end is told once.
 
     Attributes:
-        sent: Lent requests whose blocks are this engine's again, released or not (`LeaseEnd.cause`); but for those that
-            `close` says were cut short, which nobody may write before the process ends.
+        sent: Lent requests whose blocks are this engine's again, released or not (`LeaseEnd.cause`). Exception: what
+            `close` returned as cut short; nobody may write those blocks before the process ends.
         received: Pulls whose bytes are in place.
-        found: What lookups have found, with the ids that they were given.
-        stored: Stores that have ended, and whose blocks are the engine's again: how many are kept, and how many not.
-        loaded: Loads whose bytes are in place, as far as they say.
+        found: What lookups have found, each with its request's id.
+        stored: Stores that have ended; their blocks are the engine's again.
+        loaded: Loads that have ended; `Loaded.num_tokens` says how many tokens are in place.
         failed: Pulls, loads and stores that ended badly.
-        returned: Ids of those whose held blocks nothing can write or read any more.
-        retired: Ids of those whose held blocks must never be used again (`BlocksRetired`).
-        refused: Orders other than those of which nothing was done.
+        returned: Ids of failed requests whose held blocks nothing can write or read any more.
+        retired: Ids of failed requests whose held blocks must never be used again (`BlocksRetired`).
+        refused: Orders that were refused, other than pulls, loads and stores.
     """
 
     sent: list[LeaseEnd] = field(default_factory=list)

@@ -70,11 +70,11 @@ class _Loop(asyncio.SelectorEventLoop):
 class EnginePump:
     """An engine that runs while it is pumped, on the thread that started it.
 
-    `pump`, `start`, `call`, `close` and `statistics` belong to that thread; `submit` and `take_finished` may be called
-    from any. No event loop may be running there.
+    Call `pump`, `start`, `call`, `close` and `statistics` on that thread, where no event loop may be running. `submit`
+    and `take_finished` may be called from any thread.
 
     Args:
-        config: As for `Engine`; `posting_threads="auto"` is none.
+        config: As for `Engine`; with `posting_threads="auto"` there are none.
         registration: As for `Engine`.
 
     Attributes:
@@ -124,10 +124,13 @@ class EnginePump:
         return self
 
     def close(self, timeout_s: float = CLOSE_S) -> tuple[HeldBlocks, ...]:
-        """End the engine; what is under way is ended and told, and can be taken afterwards.
+        """End the engine. Everything under way ends, and `take_finished` tells how.
 
-        What was promised to readers is kept if the time allows it, but for the last second, and is cut short else:
-        then the memory must not be written before the process ends (`Engine.aclose`).
+        Promises to readers are kept until a second before the time is up; those that run longer are cut short, and the
+        memory must not be written before the process ends (`Engine.aclose`).
+
+        Args:
+            timeout_s: How long to wait.
 
         Returns:
             What was cut short.
@@ -159,15 +162,18 @@ class EnginePump:
     # -- a step ------------------------------------------------------------------------------------
 
     def pump(self, budget_s: float = 0.002) -> bool:
-        """Do what there is to do, for about so long; True if something is left that could be done at once.
+        """Let the engine work for about `budget_s`.
 
-        Time is looked at between turns of the loop, of which one is made at least: a turn takes some milliseconds if
-        it reads.
+        At least one turn of the loop is made, and the clock is read between turns. A turn that reads takes some
+        milliseconds.
+
+        Returns:
+            Whether there is more to do at once.
 
         Raises:
             EngineClosed: The engine is not running.
             WrongThread: This is not the thread that started it, or an event loop runs here.
-            BaseException: What an interrupt or a bug raised out of the loop; the engine can be pumped on.
+            BaseException: What an interrupt or a bug raised out of the loop. You can go on pumping.
         """
         loop, budget_s = self._running("pump"), number("budget_s", budget_s, 0)
         if self._is_handed:
@@ -178,9 +184,9 @@ class EnginePump:
         return not self._selector.is_quiet
 
     def submit(self, orders: Iterable[Order]) -> None:
-        """Hand orders over; they are carried out in the order given, when the engine is pumped.
+        """Hand orders over; the engine carries them out in the order given, when it is pumped.
 
-        What is wrong with one of them is told in `Finished`, and the others are carried out.
+        If one of them is wrong, `Finished` says so, and the others are carried out.
 
         Raises:
             EngineClosed: The engine is not running; none of these is carried out.
@@ -194,7 +200,7 @@ class EnginePump:
         return self._desk.take_finished()
 
     def statistics(self, max_age_s: float = 1.0) -> Statistics:
-        """Return a snapshot that is at most so old; after the engine was closed, the last one.
+        """Return a snapshot that is at most `max_age_s` old; after the engine was closed, the last one.
 
         Raises:
             EngineClosed: The engine was never started.
@@ -207,7 +213,7 @@ class EnginePump:
         return self._snapshot[1]
 
     def call(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine of the engine, and everything else meanwhile: `pump.call(pump.engine.drain(5.0), 10.0)`.
+        """Run a coroutine of the engine, such as `pump.call(pump.engine.drain(5.0), 10.0)`; the engine works meanwhile.
 
         Raises:
             TimeoutError: It did not end in time, and was cancelled.

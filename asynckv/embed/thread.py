@@ -163,13 +163,16 @@ class EngineThread:
         return self
 
     def close(self, timeout_s: float = CLOSE_S) -> tuple[HeldBlocks, ...]:
-        """End the engine and its thread: no order is taken any more, and what is under way is ended and told.
+        """End the engine and its thread. Everything under way ends, and `take_finished` tells how.
 
-        May be called from any thread, at any time and again. On the engine's own thread it asks for the end and waits
-        for nothing. What has ended can be taken afterwards.
+        It takes no more orders. Call it from any thread, at any time, and again. On the engine's own thread it asks for
+        the end and waits for nothing.
 
-        What was promised to readers is kept if the time allows it, but for the last second, and is cut short else:
-        then the memory must not be written before the process ends (`Engine.aclose`).
+        Promises to readers are kept until a second before the time is up; those that run longer are cut short, and the
+        memory must not be written before the process ends (`Engine.aclose`).
+
+        Args:
+            timeout_s: How long to wait.
 
         Returns:
             What was cut short.
@@ -211,13 +214,13 @@ class EngineThread:
     # -- a step ------------------------------------------------------------------------------------
 
     def submit(self, orders: Iterable[Order]) -> None:
-        """Hand orders over; they are carried out in the order given, soon.
+        """Hand orders over; the engine carries them out soon, in the order given. From any thread.
 
-        What is wrong with one of them is told in `Finished`, and the others are carried out.
+        If one of them is wrong, `Finished` says so, and the others are carried out.
 
         Raises:
             EngineClosed: The engine is not running; none of these is carried out.
-            BaseException: What ended the loop, once.
+            BaseException: What ended the loop; it is raised once.
         """
         if self._is_closing or self._snapshot is None:
             self._tell_cause()
@@ -228,7 +231,8 @@ class EngineThread:
         """Return what has ended since the last call; also after the engine was closed.
 
         Raises:
-            BaseException: What ended the loop, once; `EngineClosed` from then on when there is nothing left to tell.
+            BaseException: What ended the loop; it is raised once. From then on `EngineClosed`, if there is nothing left
+                to take.
         """
         if self._untold:
             self._tell_cause()
@@ -240,16 +244,20 @@ class EngineThread:
         return finished
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable from when something has ended until `take_finished`.
+        """Return a file descriptor that is readable while there is something to take, for `select` and its like.
 
-        For `select` and its like. It may be readable without reason now and then.
+        Now and then it may be readable without reason.
         """
         return self._listening().fileno()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until `take_finished` has something to tell or to raise; False if there is nothing by then.
+        """Wait until `take_finished` has something to return or to raise, or the engine has ended.
 
-        Waits no longer when the engine has ended.
+        Args:
+            timeout_s: How long to wait.
+
+        Returns:
+            Whether there is something.
         """
         until, bell, poll = time.monotonic() + number("timeout_s", timeout_s, 0), self._listening(), select.poll()
         poll.register(bell.fileno(), select.POLLIN)
@@ -264,10 +272,10 @@ class EngineThread:
         return self._has_news
 
     def statistics(self, max_age_s: float = 1.0) -> Statistics:
-        """Return the last snapshot that the loop took; if it is older than that, it will take another soon.
+        """Return the last snapshot that the loop took; if it is older than `max_age_s`, the loop takes another soon.
 
-        Never waits, so a call may have to return an older one. Counters that begin with `embed.` are this thread's:
-        hand-overs, orders and wake-ups.
+        It never waits, so it may return an older one. Counters that begin with `embed.` are this thread's: hand-overs,
+        orders and wake-ups.
 
         Raises:
             EngineClosed: The engine was never started.
@@ -288,7 +296,7 @@ class EngineThread:
             TimeoutError: It did not end in time, and was cancelled.
             EngineClosed: The thread does not run, or ended meanwhile.
             WrongThread: This is the engine's thread: await the coroutine instead.
-            BaseException: Whatever the coroutine raised; or what ended the loop, once.
+            BaseException: What the coroutine raised; or what ended the loop, which is raised once.
         """
         timeout_s = checked(work, timeout_s)
         if threading.current_thread() is self._thread:

@@ -66,12 +66,12 @@ MAX_RETRYING = 64
 
 
 class Engine:
-    """One rank of an inference engine: lends its blocks, pulls others'.
+    """One rank of an inference engine: it lends its own blocks, and pulls others'.
 
-    Use it as an async context manager, or call `start` and `aclose`. It belongs to the event loop that `start` ran on:
-    every method raises `WrongThread` elsewhere, with nothing changed. `statistics`, `holds` and the other questions
-    may be asked on that loop's thread whatever runs there. `config`, `registration`, `incarnation`, `endpoint` and
-    `memory_epoch` may be read from any thread; so may `observation`, which is for metrics and traces.
+    Use it as an async context manager, or call `start` and `aclose`. It belongs to the event loop on which `start` ran:
+    elsewhere every method raises `WrongThread`, and changes nothing. The questions (`statistics`, `holds`, `requests`
+    ...) may be asked on that loop's thread at any time. `config`, `registration`, `incarnation`, `endpoint`,
+    `memory_epoch` and `observation` (for metrics and traces) may be read from any thread.
 
     Args:
         config: Checked configuration.
@@ -139,10 +139,11 @@ class Engine:
         await self.aclose()
 
     async def start(self) -> None:
-        """Bring both planes up and register the memory.
+        """Start the control plane and the data plane, and register the memory.
 
         Raises:
-            BackendError: NIXL or the address is not to be had; nothing is left running.
+            BackendError: NIXL cannot start or register the memory, or the address cannot be bound; nothing is left
+                running.
             LayoutError: The layout does not hold together.
         """
         self._home.here(self.start, is_first=True)
@@ -220,8 +221,11 @@ class Engine:
     async def drain(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
         """Take nothing new, tell the readers so, and wait for what is under way.
 
-        Nothing is cancelled: call `aclose` for that. What was announced may still be pulled, and what failed be
-        tried again.
+        Nothing is cancelled: call `aclose` for that. Announced requests may still be pulled, and failed ones tried
+        again.
+
+        Args:
+            timeout_s: How long to wait.
 
         Returns:
             What is still under way after `timeout_s`, the oldest holders of blocks first; empty if all is done.
@@ -233,26 +237,25 @@ class Engine:
     async def aclose(self, timeout_s: float | None = None) -> tuple[HeldBlocks, ...]:
         """End everything: cancel pulls, revoke leases, keep the promises, then let go. Idempotent.
 
-        The promises run for `lease.grant_s` at most. Whoever has less time, because the process is about to be killed,
-        gives `timeout_s`: readers are told and may end what they read, and after so long the rest is cut short. They
-        hear goodbye then, fail what they have not proven by that time, and take none of its bytes. What is left to do,
-        ending the agent, takes milliseconds (a second more if a peer is just being loaded, and ten if something is
-        stuck inside NIXL).
+        Promises to readers run for `lease.grant_s` at most. Give `timeout_s` if there is less time, because the process
+        is about to be killed. Readers are told at once, and may end what they read; after `timeout_s` the rest is cut
+        short. Readers then hear goodbye, fail what they have not proven, and use none of its bytes. Ending the NIXL
+        agent takes milliseconds more (a second if a peer is just being loaded, ten if something is stuck inside NIXL).
 
-        **Whoever cuts promises short must not write the memory** before this process ends, or the promises have ended
-        (`left_s`): a reader whose goodbye was lost may read and believe it until then, and no transport keeps it from
-        that, not even an agent that is destroyed. A later call may shorten the time of an earlier one.
+        **Do not write the memory after promises were cut short**, before this process ends or the promises have run out
+        (`HeldBlocks.left_s`). A reader whose goodbye was lost may read the memory and believe it until then; no
+        transport prevents that, not even a destroyed agent. A later call may shorten the time of an earlier one.
 
         Args:
-            timeout_s: How long promises and transfers are waited for; as long as they need if left out.
+            timeout_s: How long to wait for promises and transfers; as long as they need if left out.
 
         Returns:
-            What was not waited for: blocks that are promised still, transfers, and releases that nobody has
-            acknowledged. Empty if everything ended by itself.
+            Holders that were not waited for (promised blocks, transfers, releases that nobody has acknowledged); empty
+            if everything ended by itself.
 
         Raises:
-            BackendError: Something is still inside NIXL, so the memory may still be written: nothing that is held is
-                returned yet. Call again to wait again.
+            BackendError: Something is still inside NIXL, so the memory may still be written; no held block is returned
+                yet. Call again to wait again.
         """
         self._home.here(self.aclose, is_first=True)
         timeout = None if timeout_s is None else number("timeout_s", timeout_s, 0)
@@ -261,9 +264,12 @@ class Engine:
     async def suspend(self, timeout_s: float = 0.0) -> tuple[HeldBlocks, ...]:
         """Let go of the memory, as for an engine that goes to sleep: nothing reads or writes it afterwards.
 
-        Drains for `timeout_s`, then cancels and revokes what is left and keeps the promises that run (at most
-        `lease.grant_s`). Readers are told goodbye, and the NIXL agent is destroyed. The address stays, and answers
-        that nothing is served. Idempotent.
+        Drains for `timeout_s`, then cancels and revokes what is left, and keeps the promises that run (at most
+        `lease.grant_s`). Readers hear goodbye, and the NIXL agent is destroyed. The address stays, and answers that
+        nothing is served. Idempotent.
+
+        Args:
+            timeout_s: How long to drain.
 
         Returns:
             What had to be cut short.
@@ -281,9 +287,9 @@ class Engine:
         return await self._ending.suspend(timeout_s)
 
     async def resume(self, registration: Registration | None = None) -> None:
-        """Register memory again and serve anew, as another start of the process: every old reference is refused.
+        """Register memory again and serve anew, like another start of the process: old params are refused.
 
-        `endpoint` and `memory_epoch` have changed: make a new `PrefillGroup` of them.
+        `endpoint` and `memory_epoch` change: make a new `PrefillGroup` of them.
 
         Args:
             registration: Where the memory lies now; where it was before if left out.
@@ -336,7 +342,11 @@ class Engine:
 
     @property
     def endpoint(self) -> Endpoint:
-        """How decode ranks reach this one; goes into the endpoints of a `PrefillGroup`."""
+        """How decode ranks reach this one; for the `endpoints` of a `PrefillGroup`.
+
+        Raises:
+            EngineClosed: The engine was not started.
+        """
         layout, address = self.registration.layout, self._driver.control.address
         if not address:
             raise EngineClosed("the engine is not started, so it has no address yet; use `async with Engine(...)`")
@@ -344,7 +354,7 @@ class Engine:
 
     @property
     def memory_epoch(self) -> int:
-        """How often this engine's memory was registered anew; a `PrefillGroup` takes the greatest of its ranks'."""
+        """How often this engine's memory was registered anew; for a `PrefillGroup`, the greatest of all ranks'."""
         # Any thread may ask, even while the engine starts.
         return self._driver.core.prefill.memory_epoch if hasattr(self._driver, "core") else 0
 
@@ -361,13 +371,13 @@ class Engine:
     # -- prefill -----------------------------------------------------------------------------------
 
     def lend(self, params: Params | Mapping[str, Any], *, readers: int = 1) -> LentRequest:
-        """Lend the blocks that params (`PrefillGroup.make_params`) describe; on every prefill rank.
+        """Lend the blocks that params describe. Call it on every prefill rank.
 
-        The KV has to be in the blocks. Requests are lent in any order, each once.
+        The KV must be in the blocks already (`written` waits for a GPU). Lend requests in any order, each once.
 
         Args:
-            params: From the group's scheduler; may have reached the decode side already.
-            readers: Decode engines (cohorts) that will each read the request once.
+            params: What `PrefillGroup.make_params` returned. The decode side may have them already.
+            readers: How many decode engines will read the request, each once.
 
         Raises:
             EngineClosed: The engine is closed or draining.
@@ -387,11 +397,14 @@ class Engine:
         return LentRequest(driver, lease)
 
     def withdraw(self, params: Params | Mapping[str, Any]) -> None:
-        """Say that a request whose params have left will never be lent: it was aborted; on every prefill rank.
+        """Say that a request was aborted and will never be lent. Call it on every prefill rank.
 
-        Readers that wait for it are refused at once, as `withdrawn`, and so are those that come later. (Of very many
-        that wait, those that found no room, `lease.max_parked`, hear of it when they ask again, within 2 s.) A request
-        that is lent already is revoked, and of one that has ended nothing changes: whoever aborts need not know.
+        Readers that wait for it are refused at once (`withdrawn`), and so are those that come later. (If more readers
+        wait than `lease.max_parked`, the others hear of it when they ask again, within 2 s.) A request that is lent
+        already is revoked; one that has ended stays as it is. So the caller need not know how far the request is.
+
+        Args:
+            params: What `PrefillGroup.make_params` returned.
 
         Raises:
             EngineClosed: The engine was not started.
@@ -412,14 +425,14 @@ class Engine:
     ) -> None:
         """Say that a request will be pulled: handshake, claim and renewals start now.
 
-        Follow it by `pull`, `discharge` or `cancel` under the same id within `wait_s`, else it is given up and its
-        reader discharged as failed. The request is claimed and renewed for so long, up to the prefill side's
-        `lease.max_lease_s`. Announcing it again with the same params gives it `wait_s` from then on.
+        Call `pull`, `discharge` or `cancel` with the same id within `wait_s`; else the engine gives the request up, and
+        tells the prefill side that this reader failed. Until then it claims and renews the request, up to the prefill
+        side's `lease.max_lease_s`. Announce it again with the same params to have `wait_s` from then on.
 
         Args:
             request_id: The decode side's id.
             params: What the prefill side gave out for the request.
-            wait_s: How long it may wait; the configuration's `announce_s` if left out.
+            wait_s: How long it may wait; `pull.announce_s` if left out.
             cohort_id: As for `pull`.
 
         Raises:
@@ -453,40 +466,40 @@ class Engine:
         retries: int | None = None,
         renew_params: RenewParams | None = None,
     ) -> PullResult:
-        """Fill blocks with a lent request's KV; on every decode rank.
+        """Fill blocks with a lent request's KV. Call it on every decode rank.
 
         Args:
             request_id: The decode side's id; one pull at a time per id.
-            groups: Per cache group `(first_token, block ids)`: which tokens are missing here, and where
-                they go. The first block is the one that holds `first_token`; nothing below is written.
-                `None` in the list is a place where nothing is wanted (outside a sliding window, a state
-                that is not kept). In a group of states the list has one place per `block_size` tokens,
-                and the state after the last token goes into the place of that token.
-                No blocks at all is a full prefix hit: nothing is read, everybody is released.
+            groups: One `(first_token, block ids)` per cache group: the tokens from `first_token` on are missing here,
+                and go into these blocks. The first block is the one that holds `first_token`; nothing before that token
+                is written. `None` in the list is a place where nothing is wanted (outside a sliding window, a state
+                that is not kept). In a group of states the list has one place per `block_size` tokens, and the state
+                after the last token goes into the place of that token. No blocks at all is a full prefix hit: nothing
+                is read, and the request is released.
             params: What the prefill side gave out for the request.
-            timeout_s: Deadline; the configuration's if left out.
-            cohort_id: Name of this decode engine's attempt, if it is not the engine's id (siblings).
-            hashes: This side's hashes of the prompt, one per `hash_tokens` of the params and each covering
-                all tokens before it. Only tokens on which both sides agree are read; the result's
-                `num_tokens` says how many that are.
-            num_tokens: Tokens that are wanted; all that are lent if left out. The lists have to reach them.
-            is_last: False says that another attempt will follow if this one fails, or its task is cancelled: the
-                request stays lent to this reader. A last attempt discharges it whatever the outcome.
-            priority: Among pulls that have to wait the smaller goes first (vLLM's convention), then who came first.
-            retries: How often to try again within the deadline if this fails, into the same blocks once nothing
-                can write them any more; the configuration's if left out.
-            renew_params: Asked before every retry, with the error: returns params to go on with (a router may have
-                had the prompt prefilled elsewhere; the old ones are discharged), or None to give up. It makes
-                refusals retryable that the same params cannot get over, such as a prefill rank that was restarted. If
-                it raises, the pull fails with the last error, and the exception is that error's cause.
+            timeout_s: Deadline; `pull.timeout_s` if left out.
+            cohort_id: Names the ranks that read this request together; the engine's id if left out. Engines that share
+                an id (siblings) give different ones.
+            hashes: This side's hashes of the prompt, one per `hash_tokens` of the params, each covering all tokens
+                before it. Only tokens on which both sides agree are read (`PullResult.num_tokens`).
+            num_tokens: Tokens that are wanted, from the prompt's start; all that are lent if left out. The lists of
+                blocks have to reach them.
+            is_last: Whether no attempt of the caller's follows. False: the request stays lent to this reader if the
+                pull fails or its task is cancelled. True: the reader is discharged whatever the outcome.
+            priority: Of pulls that wait, the one with the smaller number goes first (as in vLLM), then the older one.
+            retries: How often to try again within the deadline, into the same blocks once nothing can write them any
+                more; `pull.retries` if left out.
+            renew_params: Called before every retry with the error. It returns params to go on with (a router may have
+                had the prompt prefilled elsewhere; the old params are discharged), or None to give up. With it,
+                refusals are retried that the same params cannot get over, such as a restarted prefill rank. If it
+                raises, the pull fails with the last error, and the exception is that error's cause.
 
         Returns:
-            What was moved, once it is proven to be what was lent.
+            What was read, once it is proven to be what was lent.
 
         Raises:
-            PullError: A subclass by cause; says which blocks are still held. `PlanRefused` for blocks
-                that do not fit or that this very rank lends, and `Overloaded` if too many wait already, before anything
-                was started.
+            PullError: A subclass by cause; it says which blocks are still held. `PlanRefused` (the blocks do not fit,
+                or this very rank lends them) and `Overloaded` (too many pulls wait) come before anything was started.
             EngineClosed: The engine is closed or draining.
             LocalProtocolError: The request is being pulled already, or a block is in use.
             RemoteProtocolError: The params are malformed.
@@ -526,11 +539,13 @@ class Engine:
             driver.soon()
 
     def cancel(self, request_id: str) -> bool:
-        """Give up a request, announced, being pulled or waiting for a retry; False if there is nothing to give up.
+        """Give up a request that is announced, pulled or waiting for a retry.
 
-        The reader is discharged on the prefill side, whatever `is_last` said: the request is needed no more. Between
-        two attempts of the caller's own (`is_last=False`) there is nothing to give up: the lease runs out, unless a
-        last attempt is made.
+        The reader is discharged on the prefill side, whatever `is_last` said. Between two attempts of the caller's own
+        (`is_last=False`) there is nothing to give up: call `discharge`, or the lease runs out.
+
+        Returns:
+            Whether there was something to give up.
         """
         self._home.here(self.cancel)
         request_id = text("request_id", request_id)
@@ -543,17 +558,22 @@ class Engine:
         return found
 
     def discharge(self, request_id: str, params: Params | Mapping[str, Any], *, cohort_id: str = "") -> None:
-        """Release a lent request of which nothing is needed, announced or not; on every decode rank.
+        """Release a lent request of which nothing is needed, announced or not. Call it on every decode rank.
 
-        For a full prefix hit, or a request that is aborted before its blocks are allocated: the same to the prefill
-        ranks as a pull without blocks, whose outcome nobody waits for. Nothing is read and nobody met, so it costs one
-        message per prefill rank that this one answers for, the ranks that it would not have read included. They free
-        their blocks as soon as all readers have said so; of a request that is not lent yet, as soon as it is (for
-        `lease.parked_s`, which is the prefill side's; after that the lease runs out by itself). The message is repeated
-        until it is acknowledged, for `pull.release_timeout_s`: of a rank that cannot be reached the lease runs out.
+        For a full prefix hit, or a request that is aborted before its blocks are allocated. To the prefill ranks it is
+        the same as a pull without blocks, and nobody waits for its outcome. It needs no handshake, and costs one
+        message per prefill rank that this rank answers for, ranks that it would not have read included. The prefill
+        ranks free their blocks when all readers have released them. A request that is not lent yet is freed when it is
+        lent (within the prefill side's `lease.parked_s`; later its lease runs out). The message is repeated until it is
+        acknowledged, for `pull.release_timeout_s`; the lease of a rank that cannot be reached runs out.
 
-        May be called at any time but during a pull, and again: what was said before is said once more, and changes
-        nothing. An engine that drains still discharges.
+        Call it at any time except during a pull. A second call repeats the message and changes nothing. An engine that
+        drains still discharges.
+
+        Args:
+            request_id: The decode side's id.
+            params: What the prefill side gave out for the request.
+            cohort_id: As for `pull`.
 
         Raises:
             EngineClosed: The engine was not started, is closed or suspended.
@@ -573,10 +593,10 @@ class Engine:
         driver.core.discharge(request_id, wanted, cohort_id, self._clock.now())
 
     async def returned(self, request_id: str) -> None:
-        """Wait until no attempt at a request may write any block.
+        """Wait until no attempt at a request can write any block.
 
-        What `PullError.returned` is for a failed pull, this is for one whose task was cancelled: the
-        `CancelledError` cannot carry it. Returns at once if nothing is held.
+        For a pull whose task was cancelled: a `CancelledError` cannot carry `PullError.returned`. Returns at once if
+        nothing is held.
 
         Raises:
             BlocksRetired: A transfer did not end within `held_s`; the blocks must never be used again.
@@ -592,7 +612,7 @@ class Engine:
             await driver.waiting.setdefault(held.pull_id, Waiting(held, self._home)).until_returned()
 
     def would_block(self, params: Params | Mapping[str, Any]) -> bool:
-        """Say whether a pull of this request would have to wait for others before it reads, if it came now.
+        """Say whether a pull of this request, made now, would wait for other pulls before it reads.
 
         For schedulers that would rather allocate blocks for another request, or ask another engine.
         """
@@ -601,7 +621,7 @@ class Engine:
         return self._core.is_closed or self._core.would_block(wanted)
 
     def forget_peer(self, address: str) -> None:
-        """Take the caller's word that the rank at an address is gone; what waits for it fails."""
+        """Take the caller's word that the rank at an address is gone: everything that waits for it fails."""
         self._home.here(self.forget_peer)
         address = text("address", address, MAX_NAME)
         driver = self._driver
@@ -652,8 +672,8 @@ class Engine:
     def requests(self) -> tuple[RequestStatus, ...]:
         """Say how every request stands that is announced, pulled or lent here, the oldest first.
 
-        What `holds` is for blocks, this is for requests: an announcement holds no block of this engine, and yet keeps
-        blocks of prefill engines lent. The values are plain: `json.dumps([asdict(r) for r in engine.requests()])`.
+        `holds` is about blocks, this is about requests: an announcement holds no block of this engine, but keeps blocks
+        of prefill engines lent. The values are plain: `json.dumps([asdict(r) for r in engine.requests()])`.
         """
         self._home.asked(self.requests)
         now = self._clock.now()
@@ -665,10 +685,10 @@ class Engine:
         return self._driver.data.describe()
 
     def check_integrity(self) -> None:
-        """Audit holders against what is under way.
+        """Compare who holds blocks with what is under way, as tests do.
 
         Raises:
-            AsyncKVError: Something does not add up; a bug to report, with this message.
+            AsyncKVError: They contradict each other: a bug to report, with this message.
         """
         self._home.asked(self.check_integrity)
         if wrong := self._core.inspect.check_integrity():

@@ -12,7 +12,7 @@ __all__ = ["LentRequest"]
 
 
 class LentRequest:
-    """A lent request in its owner's hands."""
+    """A lent request, as the prefill rank that lent it sees it."""
 
     def __init__(self, driver: Driver, lease: Lease) -> None:
         self._driver = driver
@@ -30,16 +30,16 @@ class LentRequest:
 
     @property
     def is_over(self) -> bool:
-        """The blocks are the engine's again."""
+        """Whether the blocks are the engine's again."""
         return self._lease.is_over
 
     def owed(self) -> tuple[str, ...]:
-        """Name the readers that have not released yet; `*` for a cohort that never spoke up."""
+        """Name the readers that have not released yet; `*` for a decode engine that never claimed the request."""
         self._driver.home.asked(self.owed)
         return self._lease.owed()
 
     def revoke(self) -> None:
-        """Grant nothing any more; the blocks return when no promise runs."""
+        """Grant nothing more; the blocks are the engine's again when no promise runs."""
         driver = self._driver
         driver.home.here(self.revoke)
         driver.soon()

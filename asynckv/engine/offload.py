@@ -44,13 +44,13 @@ __all__ = ["Offload", "Pin"]
 
 
 class Pin:
-    """What is kept from being given up, until it is released."""
+    """Keeps stored blocks from being given up, until it is released or its `with` block is left."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release: Callable[[], None] | None = release
 
     def release(self) -> None:
-        """Let go; harmless a second time."""
+        """Let them be given up again. Harmless a second time."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -63,13 +63,13 @@ class Pin:
 
 
 class Offload:
-    """What one rank keeps of its blocks outside of the accelerator.
+    """What one rank keeps of its blocks in host memory and in files.
 
     Use it as an async context manager inside of its engine's, or call `start` and `aclose`; an engine that ends closes
     it first. It belongs to the engine's event loop, and every method raises `WrongThread` elsewhere.
 
-    Ranks of one engine have one each, and are told the same in the same order. A prefix is usable if every rank has it:
-    take the least `Found.tokens`, and the least `Loaded.num_tokens`.
+    Every rank of an engine has one; make the same calls on all of them, in the same order. A prefix is usable if every
+    rank has it: take the smallest `Found.tokens`, and the smallest `Loaded.num_tokens`.
 
     Args:
         config: Checked configuration.
@@ -122,13 +122,13 @@ class Offload:
     async def start(self) -> None:
         """Take the memory, open the files, and find out what they hold.
 
-        Raises:
-            BackendError: The memory, the disk's space or NIXL is not to be had, or another process has the directory;
-                nothing is left running.
-            EngineClosed: The engine does not run.
+        If the caller is cancelled, it waits for at most a second for what is being opened. A disk that does not answer
+        is left behind with what it holds (`offload_broken`); it lets go of that once it has answered.
 
-        Whoever is cancelled here waits a second at most for what is being opened. A disk that does not answer is left
-        behind with what it holds (`offload_broken`); it lets go of that once it has answered.
+        Raises:
+            BackendError: There is not enough memory or disk space, NIXL cannot start, or another process has the
+                directory; nothing is left running.
+            EngineClosed: The engine does not run.
         """
         self.engine._driver.home.here(self.start)
         await self._tiers.start()
@@ -136,21 +136,21 @@ class Offload:
     async def aclose(self, timeout_s: float | None = None) -> tuple[HeldBlocks, ...]:
         """Take nothing new, cancel loads and stores, wait until nothing is copied any more, and let go. Idempotent.
 
-        What is in host memory alone is written to files first, as far as there is time; the rest is lost, and
-        `offload_stopped` says how much. An engine that closes its offload gives it a second for that: whoever
-        restarts it, and wants to find more, closes the offload before, with all the time that there is.
+        Blocks that are in host memory alone are written to files first, as far as there is time. The rest is lost, and
+        the event `offload_stopped` says how much. An engine that closes its offload gives it one second for that: close
+        the offload before the engine, with more time, if a restart should find more.
 
         Args:
-            timeout_s: How long all of it takes at most: writing to files, waiting for copies that run and for
-                promises of what is lent, and for threads, which are given a second to end in any case. If left out, a
-                second for the first two, and ten for threads.
+            timeout_s: How long all of it takes at most: writing to files, waiting for running copies and for promises
+                of what is lent, and ending threads, which have a second in any case. If left out: a second for the
+                first two, and ten for threads.
 
         Returns:
-            What was not waited for.
+            Holders that were not waited for.
 
         Raises:
-            BackendError: Something may still write the memory, or a `start` has not come to its end. Call again to
-                wait again.
+            BackendError: Something may still write the memory, or a `start` has not come to its end. Call again to wait
+                again.
         """
         if not self._tiers.is_started:
             return ()
@@ -166,13 +166,13 @@ class Offload:
     # -- questions: answered at once -----------------------------------------------------------------
 
     def lookup(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> Found:
-        """Say how long a prefix of a prompt could be loaded now: nothing of it while a load would be refused.
+        """Say how long a prefix of a prompt could be loaded now; 0 tokens while a load would be refused.
 
-        It changes nothing and waits for nothing; 1,000 hashes take half a millisecond.
+        It changes nothing and waits for nothing. 1,000 hashes take half a millisecond.
 
         Args:
             hashes: One per `hash_tokens` tokens, each covering all tokens before it as well.
-            num_tokens: Consider no more tokens than these; a scheduler that computes the last token again gives one
+            num_tokens: Consider no more tokens than these. A scheduler that computes the last token again gives one
                 less than the prompt has.
 
         Raises:
@@ -193,25 +193,28 @@ class Offload:
         return self._tiers.found(self._chain(hashes, num_tokens)).would_wait
 
     def touch(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> None:
-        """Say that a prompt is wanted: what is kept of it is given up later.
+        """Say that a prompt is wanted: what is kept of it is given up later than the rest.
 
-        What another geometry has left is not given up to make room, wanted or not.
+        What ranks of another geometry have left in the files is never given up to make room.
         """
         self._opened(self.touch)
         self._catalogue.touch(self._chain(hashes, num_tokens))
 
     def pin(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> Pin:
-        """Keep what is kept of a prompt, until the pin is released or left (`with offload.pin(hashes):`)."""
+        """Let nothing of a prompt be given up until the pin is released (`with offload.pin(hashes):`)."""
         self._opened(self.pin)
         name = f"pin-{next(self._mover.ids)}"
         self._tiers.pin(name, self._chain(hashes, num_tokens))
         return Pin(lambda: self._mover.unpin(name))
 
     def evict(self, hashes: Sequence[str | bytes] | None = None) -> Evicted:
-        """Give up what is kept of a prompt, or all that is kept, but for what is pinned or lent; says how many blocks.
+        """Give up what is kept of a prompt, or of all prompts, except what is pinned or lent.
 
-        What is being copied is copied to its end, and found no more. What another geometry has left is found no more
-        either, until the next start: its files are not this rank's to change.
+        Copies that run go on to their end, but nobody finds their blocks any more. What ranks of another geometry have
+        left is not found any more either, until the next start: this rank may not change their files.
+
+        Args:
+            hashes: Of the prompt; all prompts if left out.
         """
         self._opened(self.evict)
         chain = None if hashes is None else self._chain(hashes, None)
@@ -222,24 +225,24 @@ class Offload:
     # -- moves: awaited, and given up by cancelling --------------------------------------------------
 
     async def store(self, request_id: str, groups: Groups, hashes: Sequence[str | bytes]) -> Stored:
-        """Copy blocks to the host tier; returns when they are there, and nobody reads the blocks any more.
+        """Copy blocks to the host tier; returns when they are there, and nothing reads the given blocks any more.
 
-        What is there already is not copied, and what another store copies just now is waited for. From the host tier
-        they go on to the files, in the background. What is not begun within `timeout_s` is not stored.
+        Blocks that are there already are not copied again; those that another store is copying are waited for. From the
+        host tier they go on to the files, in the background. Copies that have not begun within `timeout_s` of the
+        configuration are left out.
 
         Args:
             request_id: For people, and for `cancel` and `returned`; several stores may have the same.
-            groups: Per cache group `(first_token, block ids)`, as for `Engine.pull`. `None` in the list is a place of
-                which nothing is to be stored. Blocks that end after the last hash are not whole, and left out.
-            hashes: Of the whole prompt, from its start.
+            groups: One `(first_token, block ids)` per cache group, as for `Engine.pull`. `None` in the list is a place
+                of which nothing is to be stored. Blocks that end after the last hash are not whole, and are left out.
+            hashes: Of the whole prompt, from its start; one per `hash_tokens` tokens.
 
         Raises:
             EngineClosed: The offload or its engine is closed or suspended.
             PlanRefused: The blocks do not fit the layout.
             LocalProtocolError: A block is being written, or an argument is malformed.
-            PullError: A copy failed so that it may still read, or has not ended `timeout_s` after its begin; says which
-                blocks are held, as for a pull.
-                `PullCancelled` if the store was given up (`cancel`).
+            PullError: A copy failed and may still read the blocks, or has not ended `timeout_s` after its begin; it
+                says which blocks are held, as for a pull. `PullCancelled` if the store was given up (`cancel`).
         """
         self._here(self.store)
         request_id, chain = text("request_id", request_id), as_hashes(hashes)
@@ -271,23 +274,23 @@ class Offload:
     ) -> Loaded:
         """Fill blocks with what is kept of a prompt, from files if need be.
 
-        A miss is no error: the result says how many tokens are in place. What lies above them is to be computed, and
-        the blocks given for that may have been written in part. If some of it is lost, what precedes it is loaded; with
-        windows and states, of which a shorter prefix needs other blocks, nothing.
+        A miss is no error: the result says how many tokens are in place. The engine computes the rest; the blocks for
+        it may have been written in part. If a block of the middle is lost, the tokens before it are loaded; with
+        sliding windows and states nothing is, because a shorter prefix needs other blocks of those.
 
         Args:
             request_id: One load at a time per id.
-            groups: Per cache group `(first_token, block ids)`, as for `Engine.pull`: what is before `first_token`,
-                where a block has to begin, is there already. `None` is a place where nothing is wanted.
+            groups: One `(first_token, block ids)` per cache group, as for `Engine.pull`. A block has to begin at
+                `first_token`; what is before it is in place already. `None` is a place where nothing is wanted.
             hashes: Of the whole prompt, from its start.
             num_tokens: Tokens that are wanted: `Found.tokens`, or less by whole blocks of all groups.
-            timeout_s: What is not copied by then is a miss; the configuration's if left out.
+            timeout_s: What is not copied by then is a miss; `OffloadConfig.timeout_s` if left out.
 
         Raises:
             EngineClosed: The offload or its engine is closed or suspended.
             PlanRefused: The blocks do not fit the layout or the tokens.
             LocalProtocolError: A block is in use, the request is being loaded already, or an argument is malformed.
-            PullError: A copy failed so that it may still write; says which blocks are held, as for a pull.
+            PullError: A copy failed and may still write the blocks; it says which blocks are held, as for a pull.
                 `PullCancelled` if the load was given up (`cancel`).
         """
         self._here(self.load)
@@ -337,9 +340,10 @@ class Offload:
         lease_s: float | None = None,
         readers: int = 1,
     ) -> dict[str, Any]:
-        """Lend what is kept of a prompt to engines of other processes, which pull it as any other request.
+        """Lend what is kept of a prompt to engines of other processes, which pull it like any other request.
 
-        What is in files alone is brought to the host tier first. All of it is pinned until the lease has ended.
+        Blocks that are in files alone are brought to the host tier first. All of them are pinned until the lease has
+        ended.
 
         Args:
             request_id: For people, and for the decode side.
@@ -352,9 +356,9 @@ class Offload:
             Params, as `PrefillGroup.make_params` makes them.
 
         Raises:
-            LocalProtocolError: There is no `config.network`; or not all of it is kept (any more), or only by another
-                geometry: load and store it first.
-            Overloaded: There is no room in host memory, because of what is pinned or lent; says how much. Or `max_jobs`
+            LocalProtocolError: There is no `config.network`; or not all of the tokens are kept (any more), or ranks of
+                another geometry left them: load and store those first.
+            Overloaded: What is pinned or lent leaves no room in host memory (the message says how much), or `max_jobs`
                 wait or run already.
             PullCancelled: It was given up (`cancel`).
             EngineClosed: The offload or its engine is closed.
@@ -365,7 +369,7 @@ class Offload:
         return await self._lending.lend(self.network, request_id, hashes, chain, tokens, lease_s, readers)
 
     def cancel(self, request_id: str) -> bool:
-        """Give up the stores and the load of a request; False if there are none."""
+        """Give up the stores and the load of a request; returns whether there were any."""
         self._here(self.cancel)
         request_id = text("request_id", request_id)
         jobs = [job for job in self._mover.of_request(request_id) if job.ended is None]
@@ -375,7 +379,7 @@ class Offload:
     async def returned(self, request_id: str) -> None:
         """Wait until nothing reads or writes a request's blocks, whatever became of its stores and loads.
 
-        What `PullError.returned` is for a load that failed, this is for a call whose task was cancelled.
+        For a call whose task was cancelled: a `CancelledError` cannot carry `PullError.returned`.
 
         Raises:
             BlocksRetired: A copy did not end within `held_s`; the blocks must never be used again.
@@ -398,7 +402,7 @@ class Offload:
     # -- what is said --------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
-        """Take a snapshot: counters and gauges of this offload; the loop's are its engine's."""
+        """Take a snapshot of this offload's counters and gauges. (Those of the loop are in the engine's.)"""
         self._here(self.statistics)
         return self._tiers.figures.statistics()
 
@@ -407,10 +411,10 @@ class Offload:
         return self._tiers.describe()
 
     def check_integrity(self) -> None:
-        """Audit what is kept against what is under way.
+        """Compare what is kept with what is under way, as tests do.
 
         Raises:
-            AsyncKVError: Something does not add up; a bug to report, with this message.
+            AsyncKVError: They contradict each other: a bug to report, with this message.
         """
         self._here(self.check_integrity)
         wrong = self._mover.audit()

@@ -62,7 +62,7 @@ TOKEN = "token"
 """The dim along which a part covers tokens, one entry each."""
 
 ONE_PER_REQUEST = MAX_TOKENS
-"""The `block_size` of a group of states in which a request has a single slot, whatever its length."""
+"""The `block_size` of a `Group` of states in which a request has a single slot, whatever its length."""
 
 ITEMSIZE: Mapping[str, int] = {
     "bfloat16": 2,
@@ -81,7 +81,14 @@ Blocks = Annotated[int, Meta(ge=1, le=MAX_BLOCK_ID)]
 
 
 class Memory(Struct, frozen=True, array_like=True):
-    """One registered range of addresses."""
+    """One registered range of addresses.
+
+    Attributes:
+        base: The first address.
+        length: Bytes.
+        kind: Host memory, or a GPU's.
+        device: Index of the GPU.
+    """
 
     base: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     length: Positive
@@ -90,7 +97,13 @@ class Memory(Struct, frozen=True, array_like=True):
 
 
 class Dim(Struct, frozen=True, array_like=True):
-    """One dim of a part: its name, how many entries this rank holds, and the bytes between them."""
+    """One dim of a part.
+
+    Attributes:
+        name: Such as `token`, `head` or `dim`; matched by name between engines.
+        size: Entries that this rank holds.
+        stride: Bytes from one entry to the next.
+    """
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     size: Annotated[int, Meta(ge=1, le=1 << 31)]
@@ -101,7 +114,7 @@ class Part(Struct, frozen=True, array_like=True):
     """One logical array inside a block.
 
     Attributes:
-        name: Matched by name between engines, such as `k` and `v`.
+        name: Such as `k` and `v`; matched by name between engines.
         dtype: Element type; must be equal on both sides.
         itemsize: Bytes per element.
         offset: Bytes from the start of the block to the first element.
@@ -109,8 +122,8 @@ class Part(Struct, frozen=True, array_like=True):
         axis: Name of the sharded dim, or empty if every rank holds the whole part.
         held: `[lo, hi)` of the global axis that this rank holds; `hi - lo` is the dim's size.
         extent: Size of the global axis.
-        tokens_per_entry: Tokens that one entry of the dim `token` covers: 1, or more for scales and
-            other summaries. A part of a group of tokens without that dim covers a whole kernel block.
+        tokens_per_entry: Tokens that one entry of the dim `token` covers: 1, or more for scales and other summaries. A
+            part of a group of tokens without that dim covers a whole kernel block.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -135,7 +148,8 @@ class View(Struct, frozen=True, array_like=True):
     Attributes:
         memory: Index of the memory.
         group: Index of the group.
-        layer: Matched by name between engines. A layer whose parts lie in several memories has a view in each.
+        layer: The layer's name; matched by name between engines. A layer whose parts lie in several memories has a view
+            in each.
         offset: Bytes from the memory's base to kernel block 0.
         stride: Bytes from one kernel block to the next.
         parts: What a kernel block consists of.
@@ -154,15 +168,16 @@ class Group(Struct, frozen=True, array_like=True):
 
     Attributes:
         name: For people.
-        block_size: Tokens per block, as the engine's block table counts them. For states: tokens
-            between the states that are kept, or `ONE_PER_REQUEST`.
+        block_size: Tokens per block, as the engine's block table counts them. For states: tokens from one state that is
+            kept to the next, or `ONE_PER_REQUEST`.
         num_blocks: Blocks as the engine declares them, whatever the tensors' shapes say.
         ratio: Kernel blocks per block: block `b` is kernel blocks `b*ratio ... b*ratio+ratio-1`.
-        kind: Whether blocks hold tokens, or states after some token.
-        window: Sliding window: the next token attends to itself and the `window - 1` tokens before it,
-            so that no more than these are ever read. 0: all tokens.
-        null_block: Id by which the engine's lists mark a place without a block (vLLM: 0); `NULL` if
-            there is none. `None` in a list always means that.
+        kind: `tokens`: a block holds the KV of tokens. `state`: a block holds a recurrent layer's state after some
+            token.
+        window: Sliding window in tokens: the next token attends to itself and the `window - 1` tokens before it, and no
+            more than these are read. 0: all tokens.
+        null_block: Id by which the engine's lists mark a place without a block (vLLM: 0); -1 if there is none. `None`
+            in a list always means that.
     """
 
     name: Name
@@ -188,11 +203,20 @@ class Layout(Struct, frozen=True, kw_only=True):
     """All that a peer has to know about one rank's memory.
 
     Attributes:
-        aliases: `(alias, layer)`: layers without memory of their own, because the model lets them use the KV of
-            another one. The other side may have memory for both, or for the other of the two.
-        slotted: Groups share a memory as slots, each of its own size, and whoever hands out slots sees to it that no
-            two in use overlap (`packed`). Then groups may overlap with pages of different sizes, and a block id of one
-            group says nothing of another's. Left out of what is encoded where it is not so.
+        schema: Version of this structure.
+        model: Name that both engines must agree on; empty to not compare.
+        tp_rank: This rank's place among the ranks that share layers (tensor parallelism).
+        tp_size: How many these are.
+        pp_stage: This rank's pipeline stage.
+        pp_size: How many stages there are.
+        memories: Registered ranges of addresses.
+        groups: Cache groups, the same on all ranks.
+        views: Where each layer's blocks lie.
+        aliases: `(alias, layer)`: layers without memory of their own, because the model lets them use the KV of another
+            one. The other side may have memory for both, or for the other of the two.
+        slotted: Groups share a memory as slots, each group with slots of its own size, and whoever hands out slots sees
+            to it that no two in use overlap. Then groups with blocks of different sizes may overlap, and a block id of
+            one group says nothing about another group's. The field is not encoded where this is not so.
     """
 
     schema: Annotated[int, Meta(ge=1, le=1)] = 1
@@ -214,13 +238,18 @@ def fingerprint(layout: Layout) -> str:
 
 
 def shard(extent: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """Return the usual contiguous range `[lo, hi)` of an axis that rank `tp_rank` of `tp_size` holds.
+    """Return the range `[lo, hi)` of an axis that a rank holds where engines cut it evenly.
 
-    Where there are fewer entries than ranks, neighbouring ranks hold the same one (GQA replicas):
-    2 heads on 4 ranks are 0, 0, 1, 1.
+    If there are fewer entries than ranks, neighbouring ranks hold the same one (GQA replicas): 2 heads on 4 ranks are
+    0, 0, 1, 1.
+
+    Args:
+        extent: Entries of the whole axis, such as the model's KV heads.
+        tp_rank: This rank.
+        tp_size: Ranks that share the axis.
 
     Raises:
-        LayoutError: Neither size divides the other; declare `held` yourself.
+        LayoutError: Neither `extent` nor `tp_size` divides the other; give each rank's `held` yourself.
     """
     extent = integer("extent", extent, 1, MAX_BYTES, LayoutError)
     tp_size = integer("tp_size", tp_size, 1, MAX_RANKS, LayoutError)
@@ -250,9 +279,19 @@ def dense_part(
     extent: int = 0,
     tokens_per_entry: int = 1,
 ) -> Part:
-    """Declare a part whose dims, `(name, entries)` slowest first, lie densely one in another.
+    """Declare a part whose dims lie densely one in another.
 
-    What is only written down here is checked when its layout is registered.
+    `register_memory` checks it with its layout.
+
+    Args:
+        name: As for `Part`.
+        dtype: Element type: bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, int8 or uint8.
+        dims: `(name, entries)`, slowest first.
+        offset: As for `Part`.
+        axis: As for `Part`.
+        held: As for `Part`.
+        extent: As for `Part`.
+        tokens_per_entry: As for `Part`.
 
     Raises:
         LayoutError: The dtype is unknown, or a dim has no size.
@@ -293,11 +332,11 @@ def attention_view(
 
     Args:
         layer: Name by which both engines know the layer.
-        order: A permutation of `block`, `kv`, `head`, `token`, `dim`, slowest first. Without `kv` the
-            memory holds one part named `kv` (keys and values packed in `dim`, or a latent). Without
-            `head` every rank holds the same (a latent), so that none has a share of the heads.
+        order: A permutation of `block`, `kv`, `head`, `token`, `dim`, slowest first. Without `kv` the memory holds one
+            part named `kv` (keys and values packed in `dim`, or a latent). Without `head` every rank holds the same (a
+            latent), so that none has a share of the heads.
         sizes: Entries per dim; `block` counts kernel blocks, `token` is the kernel block size.
-        dtype: Element type, a key of `ITEMSIZE`.
+        dtype: Element type, as for `dense_part`.
         heads: `[lo, hi)` of the global KV heads that this rank holds.
         num_heads: Global number of KV heads.
         strides: Bytes between entries per dim; dense in `order` if left out.

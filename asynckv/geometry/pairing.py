@@ -44,12 +44,18 @@ __all__ = ["BlockLists", "Padding", "Pairs", "common_prefix"]
 
 
 class Padding(NamedTuple):
-    """Tokens of a local block that the pull did not fill, for the engine to zero or ignore."""
+    """Tokens of a local block that the pull did not fill, for the engine to zero or ignore.
+
+    Attributes:
+        group: Index of the cache group.
+        block_id: The block.
+        first_token: The first of these tokens, counted from the block's begin.
+        num_tokens: How many they are.
+    """
 
     group: int
     block_id: int
     first_token: int
-    """Position inside the block."""
     num_tokens: int
 
 

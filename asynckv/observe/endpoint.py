@@ -20,7 +20,10 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, Self
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+try:
+    from prometheus_client import CollectorRegistry, make_wsgi_app
+except ImportError as exc:
+    raise ImportError("metrics need prometheus_client: pip install 'asynckv[metrics]'") from exc
 
 from asynckv.arguments import MAX_NAME, flag, integer, number, text
 from asynckv.arguments import shown as as_shown
@@ -111,18 +114,19 @@ class _Handler(WSGIRequestHandler):
 class MetricsEndpoint:
     """Serves metrics and health over HTTP while it is open: `with MetricsEndpoint(Metrics(engine), port=9400): ...`.
 
-    `/metrics` shows all that is in the registry. `/healthz` is 200 if the event loop of every engine answers and its
-    data plane serves, `/readyz` if every engine is started and takes new work, and 503 else, with a JSON body that says
-    why. A loop that is away for long is no health; an engine that drains is healthy and not ready.
+    `/metrics` shows everything in the registry. `/healthz` is 200 if the event loop of every engine answers and its
+    data plane serves. `/readyz` is 200 if every engine is started and takes new work. Otherwise they are 503, with a
+    JSON body that says why. An engine whose loop is away for long is not healthy; an engine that drains is healthy and
+    not ready.
 
     Args:
-        metrics: Whose engines are asked.
+        metrics: Shows the engines that are asked.
         host: Where to listen: a loopback address, unless `allow_remote`.
         port: 0 lets the system choose.
-        registry: What `/metrics` shows, such as `prometheus_client.REGISTRY`, where the application has registered the
-            metrics with its own; these metrics alone if left out.
+        registry: What `/metrics` shows, such as `prometheus_client.REGISTRY` with the application's own metrics; only
+            these metrics if left out.
         wait_s: How long an engine's loop may take to answer before it counts as away.
-        allow_remote: Anybody who can reach the address may read it.
+        allow_remote: Listen on other addresses than loopback: everybody who reaches the address may read.
 
     Raises:
         ConfigError: An argument is out of range, or the address is not loopback.
@@ -166,7 +170,7 @@ class MetricsEndpoint:
         """Listen.
 
         Raises:
-            ConfigError: The address is not to be had.
+            ConfigError: The address cannot be bound.
             LocalProtocolError: It listens already, or has ended.
         """
         if self._server is not None:

@@ -64,46 +64,52 @@ FAMILIES: Mapping[str, Family] = {
         "This start of the engine: incarnation as in the logs, versions, transports.",
         ("incarnation", "version", "nixl", "backend", "ucx_tls"),
     ),
-    "engine_state": Family("gauge", "1 for what the engine is at, 0 for all else it could be.", ("state",)),
+    "engine_state": Family("gauge", "1 for the engine's state, 0 for all others.", ("state",)),
     "reading_age_seconds": Family(
-        "gauge", "How old the figures of this scrape are: above 0 if the event loop did not answer."
+        "gauge", "Age of the figures of this scrape: above 0 if the event loop did not answer."
     ),
-    "data_plane_up": Family("gauge", "1 while the data plane serves, 0 while the process that does is being replaced."),
+    "data_plane_up": Family("gauge", "1 while the data plane serves, 0 while its process is being replaced."),
     # -- pulls: the decode side
-    "pulls": Family("gauge", "Pulls and announcements by state; those that only release are notifying.", ("state",)),
-    "pulls_waiting": Family("gauge", "Pulls that were asked for and do not read yet."),
-    "pulls_waiting_limit": Family("gauge", "Most that may wait (max_queued); more are refused at once."),
-    "pulls_queued": Family("gauge", "Pulls that could read if there were room."),
-    "pulls_admitted": Family("gauge", "Pulls that have room to read."),
-    "pulls_admitted_limit": Family("gauge", "Most that have room at a time (total_requests)."),
-    "pulls_retrying": Family("gauge", "Requests whose attempts follow each other."),
-    "pull_oldest_seconds": Family("gauge", "For how long the oldest pull has had no outcome; 0 if there is none."),
-    "pulls_started": Family("counter", "Pulls and announcements begun; every attempt is one."),
-    "pulls_ended": Family("counter", "Pulls that have their outcome, by it; every attempt is one.", ("reason",)),
-    "pulls_rejected": Family("counter", "Pulls not begun since max_queued waited already."),
-    "pulls_retried": Family("counter", "Attempts after which another follows, by why they failed.", ("reason",)),
+    "pulls": Family(
+        "gauge", "Pulls and announcements by state; notifying: only the release is not acknowledged yet.", ("state",)
+    ),
+    "pulls_waiting": Family("gauge", "Pulls that have begun and do not read yet."),
+    "pulls_waiting_limit": Family("gauge", "Limit of waiting pulls (max_queued); more are refused at once."),
+    "pulls_queued": Family("gauge", "Pulls that could read if the limits left room."),
+    "pulls_admitted": Family("gauge", "Pulls that the limits let read."),
+    "pulls_admitted_limit": Family("gauge", "Limit of pulls that may read at a time (total_requests)."),
+    "pulls_retrying": Family("gauge", "Requests that wait for another attempt."),
+    "pull_oldest_seconds": Family("gauge", "Age of the oldest pull without an outcome; 0 if there is none."),
+    "pulls_started": Family("counter", "Pulls and announcements that began; every attempt counts."),
+    "pulls_ended": Family("counter", "Pulls that ended, by reason; every attempt counts.", ("reason",)),
+    "pulls_rejected": Family("counter", "Pulls that were refused because max_queued already waited."),
+    "pulls_retried": Family("counter", "Failed attempts that were followed by another, by reason.", ("reason",)),
     "pull_duration_seconds": Family("histogram", "From the call of pull to its outcome.", ("outcome",)),
-    "pull_phase_seconds": Family("histogram", "What pulls spent in each phase.", ("phase",)),
-    "pull_rereads": Family("counter", "Ranks read again since the first read had begun before the request was lent."),
-    "read_bytes": Family("counter", "Bytes that transfers have read, whatever became of their pulls."),
-    "transfers": Family("gauge", "Transfers under way, and those that failed and may still write.", ("state",)),
+    "pull_phase_seconds": Family("histogram", "Time that pulls spent in each phase.", ("phase",)),
+    "pull_rereads": Family(
+        "counter", "Ranks that were read again, because the first read began before the request was lent."
+    ),
+    "read_bytes": Family("counter", "Bytes that transfers read, whether or not their pulls ended well."),
+    "transfers": Family("gauge", "Transfers under way, and those in doubt: failed, and may still write.", ("state",)),
     "transfers_posted": Family("counter", "Transfers posted by pulls that have ended."),
-    "transfers_ended": Family("counter", "Transfers that ended, and that fell in doubt.", ("result",)),
-    "descriptors_planned": Family("counter", "Contiguous pieces to be read, before merging."),
-    "descriptors_posted": Family("counter", "Pieces posted, after merging."),
+    "transfers_ended": Family("counter", "Transfers that ended, or fell in doubt.", ("result",)),
+    "descriptors_planned": Family("counter", "Descriptors (contiguous pieces) to be read, before merging."),
+    "descriptors_posted": Family("counter", "Descriptors that were posted, after merging."),
     "in_flight_bytes": Family("gauge", "Bytes of transfers under way."),
-    "in_flight_limit_bytes": Family("gauge", "Most bytes in flight (total_bytes)."),
+    "in_flight_limit_bytes": Family("gauge", "Limit of bytes in flight (total_bytes)."),
     "in_flight_descriptors": Family("gauge", "Descriptors of transfers under way."),
-    "in_flight_descriptors_limit": Family("gauge", "Most descriptors in flight (total_descriptors)."),
+    "in_flight_descriptors_limit": Family("gauge", "Limit of descriptors in flight (total_descriptors)."),
     # -- peers
-    "peers": Family("gauge", "Prefill ranks that are known, by state.", ("state",)),
+    "peers": Family("gauge", "Prefill ranks that this engine knows, by state.", ("state",)),
     "peer_changes": Family(
         "counter",
-        "How often a prefill rank came into a state; left if it went in order and took no pull along, gone if not.",
+        "How often a prefill rank entered a state; left: it said goodbye and no pull failed with it, else gone.",
         ("state",),
     ),
-    "peer_pulls_ended": Family("counter", "Pulls by the engine that was read from.", ("peer", "outcome")),
-    "peer_read_bytes": Family("counter", "Bytes of pulls that ended well, by the engine read from.", ("peer",)),
+    "peer_pulls_ended": Family("counter", "Pulls that ended, by the engine that was read from.", ("peer", "outcome")),
+    "peer_read_bytes": Family(
+        "counter", "Bytes of pulls that ended well, by the engine that was read from.", ("peer",)
+    ),
     # -- blocks, on both sides
     "blocks": Family(
         "gauge",
@@ -111,65 +117,71 @@ FAMILIES: Mapping[str, Family] = {
         "failed, a transfer may still write), retired (the same, and given up).",
         ("state",),
     ),
-    "blocks_given_up": Family("counter", "Blocks that were retired since the start."),
-    "quarantined_oldest_seconds": Family("gauge", "For how long blocks of a failed pull have been held; 0: none are."),
+    "blocks_given_up": Family("counter", "Blocks that were retired (lost to the process) since the start."),
+    "quarantined_oldest_seconds": Family(
+        "gauge", "For how long the oldest blocks of a failed pull have been held; 0 if there are none."
+    ),
     # -- leases: the prefill side
     "leases": Family("gauge", "Requests that are lent, by state.", ("state",)),
-    "leases_older_than": Family("gauge", "Of these, lent for longer than so many seconds.", ("seconds",)),
-    "lease_oldest_seconds": Family("gauge", "For how long the oldest has been lent; 0 if none is."),
+    "leases_older_than": Family("gauge", "Requests that have been lent for longer than so many seconds.", ("seconds",)),
+    "lease_oldest_seconds": Family("gauge", "Age of the oldest lease; 0 if there is none."),
     "leases_lent": Family("counter", "Requests that were lent."),
-    "leases_ended": Family("counter", "Leases that ended, by how.", ("state",)),
-    "lease_age_seconds": Family("histogram", "For how long requests were lent when that ended.", ("state",)),
+    "leases_ended": Family("counter", "Leases that ended, by how they ended.", ("state",)),
+    "lease_age_seconds": Family("histogram", "For how long requests had been lent when their lease ended.", ("state",)),
     "requests_withdrawn": Family("counter", "Requests that will never be lent."),
-    "refusals": Family("counter", "Claims, renewals and releases of readers that were turned down.", ("reason",)),
-    "late_releases": Family("counter", "Releases of leases that had ended already."),
-    "parked_messages": Family("gauge", "Claims and releases that came before their request was lent."),
-    "parked_messages_limit": Family("gauge", "Most that are kept (max_parked)."),
+    "refusals": Family("counter", "Claims, renewals and releases that were refused, by reason.", ("reason",)),
+    "late_releases": Family("counter", "Releases that came after their lease had ended."),
+    "parked_messages": Family("gauge", "Claims and releases that came before their request was lent, and are kept."),
+    "parked_messages_limit": Family("gauge", "Limit of kept claims and releases (max_parked)."),
     "parked_messages_dropped": Family(
-        "counter", "Those that were not kept: no room, or not lent in time.", ("reason",)
+        "counter", "Early claims and releases that were dropped: no room, or not lent in time.", ("reason",)
     ),
     "keys_overtaken": Family(
-        "counter", "Keys given up or forgotten since too many were minted and not lent.", ("how",)
+        "counter", "Keys that were given up or forgotten, because too many were made and not lent.", ("how",)
     ),
     # -- messages
     "messages": Family("counter", "Messages by direction and type.", ("direction", "type")),
-    "messages_dropped": Family("counter", "Messages that were not taken, or could not be sent.", ("reason",)),
-    "packets": Family("counter", "Packets of messages.", ("direction",)),
-    "connections_rejected": Family("counter", "Connections to the listener that were not let in.", ("cause",)),
-    "connections_refused": Family("counter", "Addresses that this engine would not connect to.", ("cause",)),
+    "messages_dropped": Family("counter", "Messages that were not accepted, or could not be sent.", ("reason",)),
+    "packets": Family("counter", "Packets, each of several messages.", ("direction",)),
+    "connections_rejected": Family("counter", "Connections that the listener did not admit.", ("cause",)),
+    "connections_refused": Family("counter", "Addresses that this engine refused to connect to.", ("cause",)),
     # -- what is kept outside of the accelerator, where there is an offload
     "offload_blocks": Family(
-        "gauge", "Blocks by tier: kept, and leaving, which are found no more and still in use.", ("state", "tier")
+        "gauge",
+        "Blocks by tier: kept; or leaving, which lookups find no more and something still uses.",
+        ("state", "tier"),
     ),
-    "offload_bytes": Family("gauge", "Bytes that the kept blocks take, by tier.", ("tier",)),
-    "offload_limit_bytes": Family("gauge", "Bytes that a tier has (host_bytes, file_bytes).", ("tier",)),
+    "offload_bytes": Family("gauge", "Bytes of the kept blocks, by tier.", ("tier",)),
+    "offload_limit_bytes": Family("gauge", "Size of a tier (host_bytes, file_bytes).", ("tier",)),
     "offload_up": Family(
         "gauge",
-        "1 while a tier is read from, or written to; 0 if its disk has failed, or all is off.",
+        "1 while a tier is read from, or written to; 0 if its disk has failed, or the offload is off.",
         ("what", "tier"),
     ),
-    "offload_waiting_blocks": Family("gauge", "Blocks in host memory that are to be written back to files."),
+    "offload_waiting_blocks": Family("gauge", "Blocks in host memory that wait to be written back to files."),
     "offload_duration_seconds": Family("histogram", "From the call of store or load to its outcome.", ("call",)),
     "offload_blocks_moved": Family("counter", "Blocks that were moved, by kind of move.", ("move",)),
     "offload_bytes_moved": Family("counter", "Bytes that were moved, by kind of move.", ("move",)),
-    "offload_stores_ended": Family("counter", "Stores that ended, by how.", ("outcome",)),
-    "offload_loads_ended": Family("counter", "Loads that ended, by how.", ("outcome",)),
-    "offload_tokens": Family("counter", "Tokens that were looked up, found, loaded, and missed by loads.", ("what",)),
-    "offload_evicted": Family("counter", "Blocks given up to make room, by tier.", ("tier",)),
-    "offload_not_stored": Family("counter", "Blocks that stores left out, by why (no_room, ...).", ("reason",)),
-    "offload_not_written_back": Family("counter", "Blocks that did not get from host memory to files.", ("reason",)),
-    "offload_records_lost": Family("counter", "Records of files that were not what was stored, or could not be read."),
+    "offload_stores_ended": Family("counter", "Stores that ended, by outcome.", ("outcome",)),
+    "offload_loads_ended": Family("counter", "Loads that ended, by outcome.", ("outcome",)),
+    "offload_tokens": Family("counter", "Tokens that were looked up, found, loaded, or missed by loads.", ("what",)),
+    "offload_evicted": Family("counter", "Blocks that were evicted to make room, by tier.", ("tier",)),
+    "offload_not_stored": Family("counter", "Blocks that stores left out, by reason (no_room, ...).", ("reason",)),
+    "offload_not_written_back": Family(
+        "counter", "Blocks that were not written from host memory to files, by reason.", ("reason",)
+    ),
+    "offload_records_lost": Family("counter", "File records that were not what was stored, or could not be read."),
     "offload_disk_failures": Family(
         "counter", "How often a disk failed, so that files take no more writes, or are not used at all.", ("what",)
     ),
     "offload_moves_failed": Family("counter", "Moves between tiers that failed."),
     # -- how it fares
-    "loop_lag_seconds": Family("histogram", "How late the engine's timer fired: what the event loop was away."),
-    "loop_away": Family("counter", "How often that was longer than log.away_s."),
+    "loop_lag_seconds": Family("histogram", "How late the engine's timer fired: for how long the event loop was away."),
+    "loop_away": Family("counter", "How often the event loop was away for longer than log.away_s."),
     "data_plane_losses": Family("counter", "How often the data plane's process died."),
-    "data_plane_restarts": Family("counter", "How often another took its place."),
-    "internal_errors": Family("counter", "Bugs of asynckv's own, each logged with its traceback."),
-    "observer_errors": Family("counter", "What metrics, traces and other observers raised."),
+    "data_plane_restarts": Family("counter", "How often another process took its place."),
+    "internal_errors": Family("counter", "Bugs of asynckv, each logged with its traceback."),
+    "observer_errors": Family("counter", "Exceptions that metrics, traces and other observers raised."),
     "log_events_lost": Family("counter", "Events that could not be logged.", ("reason",)),
 }
 """Every metric: its name without `asynckv_` (and, of a counter, without `_total`), and what is said of it."""
@@ -237,12 +249,12 @@ _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 class Metrics(Collector):
     """A collector for the registry of the application: `prometheus_client.REGISTRY.register(Metrics(engine))`.
 
-    Give it every engine of the process, in whatever form it runs: `Engine`, `EngineThread`, `EnginePump`, `EngineDesk`;
-    before it is started, if you like. One registry takes one of these: `add` what comes later.
+    Give it every engine of the process, in whatever form it runs: `Engine`, `EngineThread`, `EnginePump` or
+    `EngineDesk`, started or not. A registry takes one `Metrics`: `add` engines that come later.
 
     Args:
-        engines: To be shown.
-        wait_s: How long a scrape waits for an engine's event loop; 0: it always shows the reading before.
+        engines: The engines to show.
+        wait_s: How long a scrape waits for an engine's event loop; 0: it always shows the previous reading.
 
     Raises:
         ConfigError: A value is out of range.

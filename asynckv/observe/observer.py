@@ -68,8 +68,11 @@ class Reading:
     Attributes:
         state: What it is at (`docs/states.md`).
         incarnation: Of its process, or of its memory since it was resumed.
-        counters, gauges: As in `Statistics`.
-        pulls, leases, peers: How many are in which state.
+        counters: As in `Statistics`.
+        gauges: As in `Statistics`.
+        pulls: How many are in which state.
+        leases: How many are in which state.
+        peers: How many are in which state.
         waiting: Pulls that were asked for and do not read yet.
         retrying: Requests that wait for another attempt.
         lease_ages_s: For how long each lease has been lent.

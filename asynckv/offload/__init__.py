@@ -1,27 +1,29 @@
-"""The offload room: which blocks are kept in host memory and in files, in which slots, and what is moved where.
+"""Offload: which blocks are kept in host memory and in files, in which slots, and what is moved where.
 
-Blocks that do not fit the accelerator go to host memory, from there to files, and come back before they are needed. In
-here that is decided; nobody in here has a byte. `asynckv/edges` has the memory, the files and the agent that copies
-between them, `asynckv/geometry` says which bytes of a block lie where, and `asynckv/engine` joins them.
+Blocks that do not fit the accelerator go to host memory, from there to files, and come back before they are needed.
+This folder decides that, and has no bytes. `asynckv/edges` has the memory, the files and the agent that copies between
+them, `asynckv/geometry` says which bytes of a block lie where, and `asynckv/engine` joins them.
 
-The few ideas
--------------
+The ideas
+---------
 
-*Decide, then do.* Nothing in here reads a clock, opens a file or awaits. A caller asks for a job, moves come out, and
-how they ended comes in. So a catalogue may live in a scheduler's process whose workers carry the moves out, and a test
-plays a day of evictions in a second.
+*Decide, then do.* Nothing in here reads a clock, opens a file or awaits. A caller asks for a job; moves come out; and
+how the moves ended comes in. So a catalogue may live in a scheduler's process whose workers carry the moves out, and a
+test plays a day of evictions in a second.
 
 *A block is found by what it depends on.* Its key is the engine's own hash of all tokens up to its end, within a
-namespace that says for which model and which layers. What does not fit has another key, and is not found.
+namespace that says for which model and which layers. A block of another model or layers has another key, and is not
+found.
 
-*Two tables are the machines.* One for a stored block in one tier (`entry`), one for a job (`job`). An event that a
+*Two tables are the machines.* One is for a stored block in one tier (`entry`), one for a job (`job`). An event that a
 table does not list raises before anything was changed.
 
 *Sets of who, and memory follows the writer.* A slot is given to another block when nobody holds it and no transfer may
-read or write it, on no other ground. A transfer in doubt keeps the slots on both of its sides, and the caller's blocks.
+read or write it, and for no other reason. A transfer in doubt keeps the slots on both of its sides, and the caller's
+blocks.
 
-*One of each.* A block that is being stored or promoted is not stored or promoted again: whoever wants it waits for it.
-If its job is cancelled before it was posted, another that waits stores it.
+*One of each.* A block that is being stored or promoted is not stored or promoted a second time: another job that wants
+it waits for it. If the first job is cancelled before its move was posted, one that waits stores the block.
 
 *Nothing waits for ever.* A load needs one slot of host memory to bring any number of blocks from the file tier, and
 fails if it cannot have that one. A store never waits for room.
@@ -39,14 +41,14 @@ A block's life
 Where to look
 -------------
 
-- `catalogue` is all of it put together: calls, moves and their ends come in by it.
-- `keys`: what blocks are called, and which of them somebody needs who continues after some token. `found`: how long a
+- `catalogue` is all of it put together: calls and the ends of moves enter there.
+- `keys`: what blocks are called, and which of them a request needs that continues after some token. `found`: how long a
   stored prefix is.
-- `tier`: the blocks of one tier. `entry`: one of them. `slots`: where they lie. `eviction`: who has to go. `room`: what
-  is stored of a prompt for which there is not enough of it.
+- `tier`: the blocks of one tier. `entry`: one of them. `slots`: where they lie. `eviction`: which go first. `room`: how
+  much of a prompt is stored if there is no room for all of it.
 - `job`: one caller's request, and the moves that carry it out. `jobs`: all of them, and what each holds. `cutting`:
-  what they wait for is cut into moves. `write_back`: what goes on to files. `traffic`: all moves that are under way,
-  and their budgets.
+  cuts what jobs wait for into moves. `write_back`: what goes on to files. `traffic`: all moves that are under way, and
+  their budgets.
 
 Words
 -----

@@ -37,8 +37,8 @@ class GroupFound(Struct, frozen=True, gc=False):
     Attributes:
         tokens: The longest prefix that this group alone could use.
         ready: Blocks of the common prefix that are needed and in host memory.
-        in_file: ... that must be brought from the file tier first.
-        storing: ... that are being written into host memory.
+        in_file: Blocks of it that must be brought from the file tier first.
+        storing: Blocks of it that are being written into host memory.
     """
 
     tokens: int
@@ -51,9 +51,9 @@ class Found(Struct, frozen=True, gc=False):
     """What is stored of a prompt.
 
     Attributes:
-        tokens: The longest prefix that all groups can use.
-        ready_tokens: The longest that can be loaded without waiting for the file tier or a store.
-        groups: The same by group.
+        tokens: Length of the longest prefix that all groups can use.
+        ready_tokens: Length of the longest prefix that can be loaded without waiting for files or for a store.
+        groups: The same for each group.
     """
 
     tokens: int
@@ -62,7 +62,7 @@ class Found(Struct, frozen=True, gc=False):
 
     @property
     def would_wait(self) -> bool:
-        """Loading all of it waits for the file tier, or for a store."""
+        """Whether loading all of it would wait for the file tier, or for a store."""
         return any(group.in_file or group.storing for group in self.groups)
 
 

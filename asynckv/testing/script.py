@@ -141,7 +141,8 @@ class Script:
     """What a seed stands for.
 
     Attributes:
-        prefill, decode: Ranks of each prefill engine, of each decode engine.
+        prefill: Ranks of each prefill engine.
+        decode: Ranks of each decode engine.
     """
 
     seed: int

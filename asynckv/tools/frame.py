@@ -13,7 +13,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-__all__ = ["REMEDY", "axis", "facts", "figure", "is_installed", "log_axis", "make", "plain", "table"]
+__all__ = ["REMEDY", "axis", "facts", "figure", "is_installed", "log_axis", "make", "plain", "table", "verdict"]
 
 REMEDY = "plots need plotly: pip install 'asynckv[plots]'"
 
@@ -113,6 +113,13 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, te
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
         f'<table class="words"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>\n'
     )
+
+
+def verdict(said: Sequence[str], *, is_good: bool | None) -> str:
+    """Say first what matters: whether all is well (None: nothing tells), and one sentence for each thing."""
+    kind, first = {True: ("good", "All well."), False: ("bad", "Look here:"), None: ("", "Nothing to judge:")}[is_good]
+    rest = escape(" ".join(said)) if len(said) < 2 else f"<ul>{''.join(f'<li>{escape(x)}</li>' for x in said)}</ul>"
+    return f'<div class="verdict {kind}"><strong>{first}</strong> {rest}</div>\n'
 
 
 def facts(named: Mapping[str, str]) -> str:

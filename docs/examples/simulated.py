@@ -1,0 +1,42 @@
+"""How to test your integration: simulated planes, a clock by hand. A read hangs, and its blocks are held."""
+
+import asyncio
+
+import kv
+
+from asynckv import Engine, EngineConfig, EngineDesk, Finished, Lend, PrefillGroup, Pull, PullTimeout
+from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
+
+
+async def main() -> None:
+    clock, network = ManualClock(), SimNetwork()
+    planes = SimData(network, "prefill"), SimData(network, "decode")
+    prefill, decode = (
+        Engine(EngineConfig(engine_id=data.name), kv.memory(1)[1], data=data, control=SimControl(network), clock=clock)
+        for data in planes
+    )
+    async with prefill, decode:
+        lender, reader = EngineDesk(prefill), EngineDesk(decode)  # what an EngineThread has inside
+        params = PrefillGroup("prefill", [prefill.endpoint]).make_params("r1", [(0, [3, 4, 9])], 40, written=True)
+        planes[1].deferred = True  # reads begin, and do not end until the test says so
+        lender.submit([Lend(params)])
+        reader.submit([Pull(request_id="r1", groups=[(0, [7, 5, 6])], params=params, timeout_s=5.0)])
+
+        (failed,) = (await told(reader, clock)).failed
+        assert isinstance(failed.error, PullTimeout)
+        assert failed.is_held  # your scheduler must not give blocks 7, 5 and 6 to anybody now
+        planes[1].finish()  # as late as you like: nothing here waits for real time
+        assert (await told(reader, clock)).returned == ["r1"]  # and now it may
+        assert [end.request_id for end in (await told(lender, clock)).sent] == ["r1"]
+    print("held after PullTimeout, and returned")
+
+
+async def told(desk: EngineDesk, clock: ManualClock) -> Finished:
+    while not (finished := desk.take_finished()):
+        clock.advance(0.1)
+        await asyncio.sleep(0)
+    return finished
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,91 @@
+"""The prefill engine: its scheduler, and by default two workers. It has a `PrefillGroup`, and no `Engine`."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from scenery import NUM_BLOCKS, Call, Ranks, blocks_of, run_engine
+from worker import work
+
+from asynckv import Finished, Lend, Order, PrefillGroup, Withdraw
+
+
+@dataclass
+class Lent:
+    """A request that was computed, and whose blocks are not this engine's to use."""
+
+    params: dict[str, Any]
+    blocks: list[int]
+    lent_by: set[int]
+    """Ranks on which the loan has not ended."""
+
+
+class Scheduler:
+    """Decides once per step what happens on all ranks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.group = ranks, PrefillGroup("prefill", ranks.endpoints)
+        self.free = list(range(NUM_BLOCKS))
+        self.waiting = deque[Call]()
+        self.lent: dict[str, Lent] = {}
+        self.orders: list[Order] = []
+        """For the next step."""
+
+    def take(self, call: Call) -> None:
+        """Take a call of the router."""
+        request_id = call.body.get("request_id", "")
+        if call.path == "/prefill":
+            self.waiting.append(call)
+            return  # answered when the prompt is computed
+        if call.path == "/abort" and request_id in self.lent:
+            # The params have left. Whoever comes with them is refused from now on, and the blocks come back when
+            # nobody is in the middle of a read. Without this they would come back when the lease ends, after 30 s.
+            self.orders.append(Withdraw(self.lent[request_id].params))
+        call.answer.set_result({"free_blocks": len(self.free)})
+
+    def step(self) -> None:
+        """Make one step on all ranks."""
+        batch: list[tuple[Call, list[int]]] = []
+        while self.waiting and blocks_of(self.waiting[0].body["prompt"]) <= len(self.free):
+            call = self.waiting.popleft()
+            count = blocks_of(call.body["prompt"])
+            batch.append((call, self.free[:count]))
+            del self.free[:count]
+
+        orders, self.orders = self.orders, []
+        told = self.ranks.step(orders, compute=[(call.body["prompt"], blocks) for call, blocks in batch])
+        for rank, (finished, _) in enumerate(told):
+            self.take_finished(rank, finished)
+
+        for call, blocks in batch:
+            # The KV is in the blocks of all ranks. The params are for everybody: each rank lends by them in the next
+            # step, and the decode engine pulls by them. They are plain data, so they may travel as JSON.
+            request_id, prompt = call.body["request_id"], call.body["prompt"]
+            params = self.group.make_params(request_id, [(0, blocks)], num_tokens=len(prompt), written=True)
+            self.orders.append(Lend(params))
+            self.lent[request_id] = Lent(params, blocks, set(range(len(told))))
+            call.answer.set_result({"params": params})
+
+    def take_finished(self, rank: int, finished: Finished) -> None:
+        """Hear what has ended on one rank."""
+        for end in finished.sent:  # read, withdrawn or expired: `end.cause`. The blocks are free in any case.
+            self.has_ended(rank, end.request_id)
+        for refused in finished.refused:
+            if isinstance(refused.order, Lend):
+                # Nothing is lent on this rank. Tell readers so; they would wait until their deadlines.
+                self.orders.append(Withdraw(refused.order.params))
+                self.has_ended(rank, refused.order.params["request_id"])
+
+    def has_ended(self, rank: int, request_id: str) -> None:
+        """Give blocks back when they are lent by no rank: all ranks use the same block ids."""
+        lent = self.lent[request_id]
+        lent.lent_by.discard(rank)
+        if not lent.lent_by:
+            self.free += lent.blocks
+            del self.lent[request_id]
+
+
+if __name__ == "__main__":
+    run_engine("prefill", Scheduler, work, tp_size=2)

@@ -1,0 +1,181 @@
+"""What your engine has already, as short as it can be: a KV cache, worker processes, a loop of steps, JSON over HTTP.
+
+There is nothing to copy in here. asynckv is in `worker.py`, `prefill.py` and `decode.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import queue
+import signal
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+
+from asynckv import Finished, Order, Registration, register_tensors, shard
+
+NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_DIM = 2, 64, 16, 8, 128
+
+Prompts = Sequence[tuple[list[int], list[int]]]
+"""Of each prompt its tokens, and the blocks of its KV."""
+
+
+def blocks_of(prompt: list[int]) -> int:
+    """How many blocks the KV of a prompt takes."""
+    return -(-len(prompt) // BLOCK_SIZE)
+
+
+class KVCache:
+    """One rank's KV cache, and a model whose KV depends on every token of the prompt, and on nothing else."""
+
+    def __init__(self, tp_rank: int, tp_size: int) -> None:
+        import torch  # here, because schedulers need none
+
+        self._rank, self._heads = (tp_rank, tp_size), shard(NUM_HEADS, tp_rank, tp_size)
+        shape = (2, NUM_BLOCKS, BLOCK_SIZE, self._heads[1] - self._heads[0], HEAD_DIM)
+        self.tensors = {f"layers.{i}": torch.zeros(shape, dtype=torch.bfloat16) for i in range(NUM_LAYERS)}
+
+    def register(self) -> Registration:
+        """Tell asynckv what the tensors hold. Both engines name layers alike; how they cut them may differ."""
+        return register_tensors(
+            self.tensors,
+            order=("kv", "block", "token", "head", "dim"),
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            heads=self._heads,
+            num_heads=NUM_HEADS,
+            tp_rank=self._rank[0],
+            tp_size=self._rank[1],
+        )
+
+    def _forward(self, prompt: list[int], layer: int) -> Any:
+        import torch
+
+        seed = sum(place * token for place, token in enumerate(prompt, 1)) * NUM_LAYERS + layer
+        kv = torch.randn(2, len(prompt), NUM_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
+        return kv[:, :, slice(*self._heads)].bfloat16()
+
+    def compute(self, prompt: list[int], blocks: list[int]) -> None:
+        """Do the prefill of a prompt."""
+        for layer, tensor in enumerate(self.tensors.values()):
+            for each, kv in enumerate(self._forward(prompt, layer).split(BLOCK_SIZE, dim=1)):
+                tensor[:, blocks[each], : kv.shape[1]] = kv
+
+    def is_right(self, prompt: list[int], blocks: list[int]) -> bool:
+        """Whether the blocks hold what this rank would have computed, byte by byte."""
+        return all(
+            bool((tensor[:, blocks].flatten(1, 2)[:, : len(prompt)] == self._forward(prompt, layer)).all())
+            for layer, tensor in enumerate(self.tensors.values())
+        )
+
+
+class Step(NamedTuple):
+    """What a scheduler sends to each of its workers, once per step."""
+
+    orders: list[Order]
+    compute: Prompts
+    check: Prompts
+
+
+def _process(work: Callable[..., None], *args: Any) -> None:
+    with contextlib.suppress(EOFError, ConnectionError):  # the scheduler has died, and its worker ends
+        work(*args)
+
+
+class Ranks:
+    """All workers of one engine, as its scheduler sees them: processes at the other end of pipes."""
+
+    def __init__(self, work: Callable[..., None], engine_id: str, tp_size: int, directory: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for tp_rank in range(tp_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_process, args=(work, engine_id, tp_rank, tp_size, directory, theirs))
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self.endpoints = [pipe.recv() for pipe in self._pipes]
+
+    def step(
+        self, orders: list[Order], compute: Prompts = (), check: Prompts = ()
+    ) -> list[tuple[Finished, list[bool]]]:
+        """Let every rank make a step; returns what each has to tell."""
+        for pipe in self._pipes:
+            pipe.send(Step(orders, compute, check))
+        return [pipe.recv() for pipe in self._pipes]
+
+    def end(self) -> None:
+        """End all workers in order."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                pipe.send(None)
+        for process in self._processes:
+            process.join()
+
+
+@dataclass
+class Call:
+    """A request that came by HTTP, and the place for its answer."""
+
+    path: str
+    body: dict[str, Any]
+    answer: Future[dict[str, Any]] = field(default_factory=Future)
+
+
+def ask(url: str, **body: Any) -> dict[str, Any]:
+    """Send JSON, get JSON."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return dict(json.load(answer))
+
+
+def listen(port: int, calls: queue.SimpleQueue[Call]) -> str:
+    """Put calls that come by HTTP into a queue; returns the URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            call = Call(self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            calls.put(call)
+            answer = json.dumps(call.answer.result()).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def run_engine(engine_id: str, make_scheduler: Callable[[Ranks], Any], work: Callable[..., None], tp_size: int) -> None:
+    """Start an engine's workers, its scheduler and its HTTP server, and make steps until Ctrl-C or SIGTERM."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tp", type=int, default=tp_size, help="tensor-parallel ranks: 1, 2, 4 or 8")
+    parser.add_argument("--port", type=int, default=0, help="where to listen; by default the system chooses")
+    parser.add_argument("--dir", default="", help="for the workers' logs and sockets; by default there are none")
+    options = parser.parse_args()
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, lambda *_: sys.exit())
+    calls = queue.SimpleQueue[Call]()
+    ranks = Ranks(work, engine_id, options.tp, options.dir)
+    scheduler = make_scheduler(ranks)
+    try:
+        print(f"{engine_id} engine, tensor parallel {options.tp}: {listen(options.port, calls)}", flush=True)
+        while True:
+            with contextlib.suppress(queue.Empty):
+                scheduler.take(calls.get(timeout=0.005))
+            scheduler.step()
+    finally:
+        ranks.end()

@@ -1,0 +1,170 @@
+"""Write docs/configuration.md from the configuration's dataclasses and their docstrings; a test compares.
+
+A field that its docstring does not explain, or that the docstring explains and nobody has, is refused here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+from asynckv import config
+from scripts import command
+
+TARGET = Path(__file__).parents[1] / "docs" / "configuration.md"
+KIB, MIB = 1024, 1024 * 1024
+
+HEAD = """# Configuration
+
+Every field of the configuration with its type, default and meaning, made from `asynckv/config.py` by
+`scripts/draw_configuration.py`. A test fails when this page is stale.
+
+```python
+from asynckv import EngineConfig, LeaseConfig, PullConfig
+
+config = EngineConfig(
+    engine_id="decode-0",
+    bind="tcp://127.0.0.1:0",
+    lease=LeaseConfig(lease_s=60.0),
+    pull=PullConfig(timeout_s=10.0, retries=1),
+)
+```
+
+- Only `engine_id` is required. The defaults suit production; where its row names a reason, change a field for that.
+- Names that end in `_s` are seconds, in `_bytes` bytes, in `_per_s` per second.
+- All classes are frozen and take keywords only. A wrong value raises `ConfigError` when the object is made; the message
+  names the field, the value and the remedy.
+- The documentation writes `pull.timeout_s` for the field `timeout_s` of `EngineConfig.pull`.
+- In vLLM the same names are [keys of `kv_connector_extra_config`](vllm.md#options); some defaults differ there.
+- [Sizes](deploy.md#sizes) says how much memory a prefill engine lends, and what bounds each number.
+"""
+
+VARIABLES = (
+    (
+        "`UCX_NET_DEVICES`",
+        "the network devices that carry KV, such as `mlx5_0:1` or `eth0`; all that UCX finds if unset. Set it on every "
+        "host with more than one network",
+        "[devices](deploy.md#which-devices-ucx-uses)",
+    ),
+    (
+        "`UCX_TLS`",
+        "the transports that UCX may use. Leave it unset: a list would have to name those of the GPU, and those within "
+        "a host, as well",
+        "[devices](deploy.md#which-devices-ucx-uses)",
+    ),
+    (
+        "`UCX_TCP_PORT_RANGE`",
+        "the ports on which UCX listens, such as `20000-20100`; any if unset. Set it behind a firewall",
+        "[ports](deploy.md#ports)",
+    ),
+    (
+        "`UCX_TCP_TX_SEG_SIZE`, `UCX_TCP_RX_SEG_SIZE`",
+        "asynckv gives its own agents 64k. A variable that is set wins: set none, or 64k",
+        "[two hosts](two_hosts.md)",
+    ),
+    (
+        "`UCX_PROTO_INFO`",
+        "with `used`, UCX prints what it used when a connection ends",
+        "[devices](deploy.md#which-devices-ucx-uses)",
+    ),
+    (
+        "`UCX_LOG_FILE`",
+        "where UCX logs; by itself to stdout. asynckv sets `/dev/stderr` if it is unset",
+        "[logging](logging.md)",
+    ),
+    ("`NIXL_LOG_LEVEL`", "what NIXL logs. asynckv sets `WARN` if it is unset", "[logging](logging.md)"),
+    (
+        "`NIXL_PLUGIN_DIR`",
+        "the folder of NIXL's plug-ins. Leave it unset, unless you have built NIXL yourself",
+        "[doctor](doctor.md)",
+    ),
+)
+
+ENVIRONMENT = """## Environment variables
+
+asynckv has none of its own. NIXL and UCX read these when the first engine of the process starts:
+
+| variable | meaning | read on |
+|---|---|---|
+"""
+DOCTOR = """
+[`asynckv doctor`](doctor.md) reads them, and says which are unknown, contradict each other or cost speed.
+"""
+
+
+def environment() -> str:
+    """The variables of NIXL and UCX that matter."""
+    return ENVIRONMENT + "".join(f"| {' | '.join(row)} |\n" for row in VARIABLES) + DOCTOR
+
+
+def explained(owner: type) -> tuple[str, dict[str, str]]:
+    """What a class says of itself, and of each of its fields.
+
+    Raises:
+        ConfigError: It explains other fields than it has.
+    """
+    about, _, listed = (inspect.getdoc(owner) or "").partition("\n\nAttributes:\n")
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", listed, re.MULTILINE)
+    found = {name: re.sub(r"\s+", " ", text) for name, text in entries}
+    names = [field.name for field in fields(owner)]
+    command.check(list(found) == names, f"{owner.__name__} explains {', '.join(found)}; it has {', '.join(names)}")
+    return about, found
+
+
+def default(field: Field[Any]) -> str:
+    """A default as people write it, with its unit."""
+    if field.default_factory is not MISSING:
+        return "`{}`" if field.default_factory is dict else f"`{getattr(field.default_factory, '__name__', '')}()`"
+    value = field.default
+    if value is MISSING:
+        return "required"
+    if isinstance(value, bool) or value is None:
+        return f"`{value}`"
+    if isinstance(value, str):
+        return f'`"{value}"`'
+    for unit, size in (("MiB", MIB), ("KiB", KIB)):
+        if "bytes" in field.name and isinstance(value, int) and value >= size and value % size == 0:
+            return f"{value // size:,} {unit}"
+    text = (
+        f"{value:,.3g}" if isinstance(value, float) and value < 1 else f"{value:,g}" if value < 1e5 else f"{value:,.0f}"
+    )
+    unit = " / s" if field.name.endswith("_per_s") and value else " s" if field.name.endswith("_s") else ""
+    return text + unit
+
+
+def section(owner: type) -> str:
+    """One class as a table of its fields."""
+    about, found = explained(owner)
+    about = re.sub(r" \(`docs/(\w+)\.md`\)", r" ([\1](\1.md))", about)
+    lines = [f"## {owner.__name__}\n", f"{about}\n", "| field | type, default | meaning |", "|---|---|---|"]
+    for field in fields(owner):
+        kind = str(field.type).replace("os.PathLike[str]", "PathLike").replace("|", "\\|")
+        kind = kind.removeprefix("Literal[").removesuffix("]") if kind.startswith("Literal") else kind
+        lines.append(f"| `{field.name}` | `{kind}`<br>{default(field)} | {found[field.name]} |")
+    return "\n".join([*lines, ""])
+
+
+def page() -> str:
+    """The whole page."""
+    first = ["EngineConfig", "PullConfig", "LeaseConfig", "NixlConfig", "KeysConfig", "LogConfig", "InspectConfig"]
+    names = [*first, *(name for name in config.__all__ if name not in first)]
+    return "\n".join((HEAD, *(section(getattr(config, name)) for name in names), environment()))
+
+
+def draw() -> None:
+    """Write docs/configuration.md from the configuration's dataclasses.
+
+    Run it after a field or its docstring changes; a test compares the page.
+    """
+    TARGET.write_text(page(), encoding="utf-8")
+
+
+main = command.script(draw, "draw_configuration", "[bold]Exit status[/bold]  0 written, 2 a field is not explained")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

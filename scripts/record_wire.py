@@ -1,0 +1,288 @@
+"""Records what this version says to others, and which names it has, so that later versions can be held to both.
+
+Written into `tests/data/wire/VERSION/`: packets with every kind of message, every reason and every outcome, as bytes in
+hex and as the values that they mean; params as a router carries them; a layout as a file; and the public names: of
+Python, of the command line, of events and metrics. `tests/test_compatibility.py` reads the folders of all versions. Run
+it once for a release; a folder of a version that was released never changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import inspect
+import json
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer
+from msgspec import Raw, Struct
+
+import asynckv
+from asynckv.cli import app
+from asynckv.core import wire
+from asynckv.core.account import (
+    Account,
+    Facts,
+    Lag,
+    PeerStatus,
+    PhaseCount,
+    decode_account,
+    encode_account,
+)
+from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
+from asynckv.core.types import Cohort, Endpoint, Key, Outcome, Params, Reason
+from asynckv.diagnose.causes import CAUSE
+from asynckv.geometry.bounds import BlockRuns
+from asynckv.geometry.check import check_layout, decode_layout
+from asynckv.geometry.layout import ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View
+from asynckv.observe.events import EVENTS
+from asynckv.observe.metrics import FAMILIES
+from asynckv.tools.layout_file import dump_layouts
+from scripts import command
+
+ROOT = Path(__file__).parents[1]
+TARGET = ROOT / "tests" / "data" / "wire"
+
+KEY = Key("5f0c9a2be1d34c7788aa00ff12345678", 3, 41, "00112233445566778899aabbccddeeff")
+COHORT = Cohort("decode:0,é", 2, 1, 4, 3)
+LAYOUT = Layout(
+    model="model",
+    tp_rank=1,
+    tp_size=2,
+    pp_stage=1,
+    pp_size=2,
+    memories=(Memory(1 << 32, 1 << 20), Memory(1 << 40, 1 << 20, "cuda", 1)),
+    groups=(
+        Group("attention", 16, 8, ratio=2, window=64, null_block=0),
+        Group("states", ONE_PER_REQUEST, 4, kind="state"),
+    ),
+    views=(
+        View(
+            0,
+            0,
+            "layers.0",
+            4096,
+            2048,
+            (
+                Part(
+                    "k",
+                    "float16",
+                    2,
+                    0,
+                    (Dim("token", 8, 128), Dim("head", 4, 32), Dim("dim", 16, 2)),
+                    "head",
+                    (4, 8),
+                    8,
+                ),
+                Part("k_scale", "float32", 4, 1024, (Dim("token", 1, 4),), tokens_per_entry=8),
+            ),
+        ),
+        View(
+            1, 1, "layers.1", 0, 64, (Part("ssm", "float32", 4, 0, (Dim("channel", 16, 4),), "channel", (16, 32), 32),)
+        ),
+    ),
+    aliases=(("layers.2", "layers.0"),),
+    slotted=True,
+)
+"""A layout in which no field has its default."""
+
+PARAMS = Params(
+    engine_id="prefill",
+    request_id="req:1,\n\x00é",
+    key=KEY,
+    tp_size=2,
+    pp_size=2,
+    endpoints=(Endpoint(0, "tcp://10.0.0.1:5600", "a" * 32), Endpoint(1, "tcp://10.0.0.2:5600", "b" * 32, 1)),
+    groups=(BlockRuns(0, ((0, 3), (17, 1))), BlockRuns(16, ((5, 2),))),
+    num_tokens=63,
+    lease_s=20.0,
+    renew_s=2.5,
+    written=True,
+    hashes=("hash of 16 tokens", "of 32", "of 48"),
+    hash_tokens=16,
+    traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    tracestate="vendor=1",
+)
+LEAST_PARAMS = Params(
+    engine_id="p",
+    request_id="r",
+    key=KEY,
+    endpoints=(Endpoint(0, "tcp://h:1", "a"),),
+    groups=(BlockRuns(0, ((1, 1),)),),
+    num_tokens=1,
+)
+
+
+def account() -> Account:
+    """What an engine says of itself, every field of it."""
+    rank = RankStatus("decode/tp0@5c3acdd9", "granted", "tcp://h:1", "pull", 9.5, 0.25, 4096, 8192, 2)
+    request = RequestStatus(
+        "lease", "req", "p-req", "granted", 1.5, 0.5, 9.5, 4, "decode/tp0", (rank,), "pull", 2, 41,
+        refused=((0.5, "claim", "consumed", "decode/tp1@5c3acdd9", "in words"),), history=((0.0, "lent"),),
+    )  # fmt: skip
+    facts = Facts(
+        version="0.2.0", host="host", pid=7, address="tcp://h:1", life="running", uptime_s=60.5,
+        planes={"nixl": "1.5.1"}, counters={"sent.ping": 3},
+        lag=Lag(last_s=0.25, most_s=0.5, was_away=1, counts={"0.001": 5, "inf": 1}),
+        retrying=(request,), num_retrying=1,
+    )  # fmt: skip
+    peer = PeerStatus(
+        rank="prefill/tp0@0a1b2c3d", address="tcp://h:2", state="ready", heard_s=0.5, pulls=1, transfers=1,
+        bytes_in_flight=4096, is_draining=True, failures=1, cause="timeout",
+    )  # fmt: skip
+    return Account(
+        refused="too often", retry_s=0.5, engine_id="prefill", rank="prefill/tp1@0a1b2c3d", incarnation="0a1b2c3d" * 4,
+        tp_rank=1, tp_size=2, pp_stage=1, pp_size=2, memory_epoch=3, closed_as="draining", facts=facts,
+        counts=(PhaseCount(kind="lease", phase="granted", number=1, oldest_s=1.5),), counted_s=0.5, requests=(request,),
+        holds=(HeldBlocks("req", "lent", {0: (1, 2)}, 1.5, 9.5, ("decode/tp0",), "pull"),), after="0x1.8p+1 l7",
+        num_peers={"ready": 1}, peers=(peer,), num_readers=1, budgets={"parked": (0, 4096)},
+    )  # fmt: skip
+
+
+def messages() -> dict[str, wire.Message]:
+    """Every kind of message with no field at its default; with every reason and outcome, where it has one."""
+    metadata = b"metadata of NIXL"
+    made: list[wire.Message] = [
+        wire.Hello(1, wire.MAJOR, wire.MINOR, "prefill", 1, COHORT, 1),
+        wire.Welcome(
+            1, wire.MAJOR, wire.MINOR, "prefill", "prefill-0a1b2c3d", metadata, hashlib.sha256(metadata).digest(),
+            Raw(msgspec.msgpack.encode(LAYOUT)),
+        ),
+        wire.Claim(KEY, "req:1,\n\x00é", COHORT, "pull", 5, b"d" * 16, 30.0),
+        wire.Renew(KEY, "pull", 6, 30.0),
+        wire.Granted(KEY, "pull", 5, 10.0, 0.5),
+        wire.NotYet(KEY, "pull", 5),
+        wire.Ack(KEY, "pull"),
+        wire.Ping(1),
+        wire.Pong((1 << 63) - 1),
+        wire.StatusRequest(1, 256, "0x1.8p+1 l7", "req", bytes(8)),
+        wire.Status(1, "prefill", 1, 2, {"leases": 3}, encode_account(account())),
+        wire.Goodbye(),
+        wire.Draining(),
+    ]  # fmt: skip
+    named = {type(message).__name__: message for message in made}
+    named |= {f"Unwelcome, {x}": wire.Unwelcome(1, x, "in words") for x in sorted(wire.UNWELCOME)}
+    named |= {f"Refused, {x}": wire.Refused(KEY, "pull", 5, x, "in words") for x in sorted(wire.REFUSED)}
+    return named | {f"Release, {x}": wire.Release(KEY, "req", COHORT, "pull", x) for x in Outcome}
+
+
+def plain(value: object) -> Any:
+    """A value as JSON, by the names of its fields: what is nested and encoded is decoded."""
+    match value:
+        case Struct() | Account() | HeldBlocks() | RankStatus() | RequestStatus():
+            return {
+                "is": type(value).__name__,
+                **{name: plain(getattr(value, name)) for name in fields(value)},
+            } | nested(value)
+        case enum.Enum():
+            return value.value
+        case Raw() | bytes():
+            return bytes(value).hex()
+        case Mapping():
+            return {str(key): plain(x) for key, x in value.items()}
+        case list() | tuple():
+            return [plain(x) for x in value]
+        case msgspec.UNSET:
+            return None
+        case _:
+            return value
+
+
+def fields(value: Any) -> list[str]:
+    """The names of what a struct or a dataclass holds."""
+    if dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value)]
+    return list(value.__struct_fields__)
+
+
+def nested(value: object) -> dict[str, Any]:
+    """What a message carries encoded, because it is large."""
+    match value:
+        case wire.Welcome():
+            return {"layout": plain(decode_layout(bytes(value.layout)))}
+        case wire.Status() if value.account:
+            return {"account": plain(decode_account(value.account))}
+        case _:
+            return {}
+
+
+def made() -> dict[str, str]:
+    """What this version writes: file names and contents."""
+    check_layout(LAYOUT)
+    packets = []
+    for name, message in messages().items():
+        data = wire.encode_packet("0a1b2c3d" * 4, "5c3acdd9" * 4, [message])
+        packets.append({"name": name, "bytes": data.hex(), "means": plain(wire.decode_packet(data))})
+    written = {
+        "packets.json": {"major": wire.MAJOR, "minor": wire.MINOR, "packets": packets},
+        "params.json": [msgspec.to_builtins(params) for params in (PARAMS, LEAST_PARAMS)],
+    }
+    files = {name: json.dumps(value, indent=1, ensure_ascii=True) + "\n" for name, value in written.items()}
+    return files | {"layout.json": dump_layouts([LAYOUT])}
+
+
+def parameters(value: Any) -> list[str]:
+    """The names of a function's parameters; those that can only be given by position have none."""
+    skipped = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return [x.name for x in inspect.signature(value).parameters.values() if x.kind not in skipped]
+
+
+def members(value: Any) -> dict[str, list[str]]:
+    """What a public name has: parameters of a function or class; public members of a class, with those of methods."""
+    if not isinstance(value, type):
+        return {"": parameters(value)} if callable(value) else {}
+    found = {"": [] if issubclass(value, BaseException) else parameters(value)}
+    for name in dir(value):
+        if not name.startswith("_") and not hasattr(BaseException, name):
+            member = inspect.getattr_static(value, name)
+            found[name] = [x for x in parameters(member) if x != "self"] if inspect.isfunction(member) else []
+    return found
+
+
+def commands(found: Any, name: str) -> Iterator[tuple[str, list[str]]]:
+    """Every command with its options."""
+    yield name, sorted(x for option in found.params for x in (*option.opts, *option.secondary_opts) if x[:2] == "--")
+    for word, each in getattr(found, "commands", {}).items():
+        yield from commands(each, f"{name} {word}")
+
+
+def names() -> dict[str, Any]:
+    """What others may name: see docs/compatibility.md."""
+    return {
+        "python": {name: members(getattr(asynckv, name)) for name in asynckv.__all__},
+        "commands": dict(commands(typer.main.get_command(app), "asynckv")),
+        "events": {name: sorted(field.name for field in event.fields) for name, event in EVENTS.items()},
+        "metrics": sorted(FAMILIES),
+        "reasons": sorted(Reason),
+        "causes": sorted(CAUSE),
+    }
+
+
+def version() -> str:
+    """The version that pyproject.toml states."""
+    return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
+
+
+def record() -> None:
+    """Write what this version says to others into tests/data/wire/VERSION.
+
+    Run it for a release, after the version has changed. If the protocol changes before that release, run it again.
+    """
+    folder = TARGET / version()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in made().items():
+        (folder / name).write_text(text)
+    (folder / "names.json").write_text(json.dumps(names(), indent=1) + "\n")
+
+
+main = command.script(record, "record_wire", "[bold]Exit status[/bold]  0 written, 2 bad input")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
