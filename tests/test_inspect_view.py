@@ -99,7 +99,7 @@ def test_a_lease_stands_beside_its_readers_attempt() -> None:
     [
         (answer(DECODE), "knows nothing of it", True),
         (answer(DECODE, pull(sequence=8)), "knows nothing of it", True),
-        (answer(DECODE, is_cut=True), "not among the oldest that it told", False),
+        (answer(DECODE, is_cut=True), "not among the oldest requests that it reported", False),
         (answer("decode/tp0@cccccccc"), "its process has ended: decode/tp0@cccccccc is there now", True),
         (silent(DECODE), "does not answer", True),
         (silent(DECODE, is_left_behind=True), "its process has ended", True),
@@ -208,8 +208,8 @@ def test_a_long_line_goes_on_indented() -> None:
 
 
 def test_who_did_not_answer_may_hold_what_nobody_speaks_of() -> None:
-    assert "by those that answered" in shown([answer(PREFILL), silent()])
-    assert "by those that answered" not in shown([answer(PREFILL)])
+    assert "by the engines that answered" in shown([answer(PREFILL), silent()])
+    assert "by the engines that answered" not in shown([answer(PREFILL)])
 
 
 def test_one_request_is_shown_with_all_that_is_known() -> None:
