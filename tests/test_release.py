@@ -70,7 +70,7 @@ def clean() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ASYNCKV"))}
 
 
-def call(argv: Sequence[str | Path], cwd: Path, timeout_s: float = 120, env: dict[str, str] | None = None) -> str:
+def call(argv: Sequence[str | Path], cwd: Path, timeout_s: float = 200, env: dict[str, str] | None = None) -> str:
     """Run a command to its end and return its stdout."""
     done = subprocess.run(
         argv, cwd=cwd, env=env or clean(), capture_output=True, text=True, timeout=timeout_s, check=False
@@ -162,7 +162,7 @@ def test_the_source_distribution_has_what_its_tests_and_its_documentation_need(u
 
 def test_the_wheel_runs_in_an_empty_environment(installed: Path, elsewhere: Path) -> None:
     asynckv = installed / "asynckv"
-    assert call([asynckv, "--version"], elsewhere).strip() == VERSION
+    assert call([asynckv, "--version"], elsewhere).startswith(f"asynckv {VERSION}, ")
 
     found = json.loads(call([installed / "python", "-I", "-c", LOOK], elsewhere))
     assert Path(found["home"]).is_relative_to(installed.parent)
