@@ -7,10 +7,15 @@ import inspect
 import re
 import typing
 from importlib.metadata import version as installed_version
+from pathlib import Path
 
 import msgspec
 from sphinx.application import Sphinx
+from sphinx.domains.python import PyObject
+from sphinx.util import logging
 from sphinx.util.typing import stringify_annotation
+
+logger = logging.getLogger(__name__)
 
 project = "asynckv"
 author = "The asynckv maintainers"
@@ -22,6 +27,8 @@ exclude_patterns = ["_build", "newsfragments"]
 
 html_theme = "furo"
 html_title = "asynckv"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -49,21 +56,25 @@ def is_data(obj: object) -> bool:
     return inspect.isclass(obj) and (dataclasses.is_dataclass(obj) or issubclass(obj, msgspec.Struct | tuple))
 
 
+MADE_BY_HAND = ("asynckv.edges", "asynckv.embed", "asynckv.geometry", "asynckv.testing")
+"""Where the plain data lives that callers make themselves."""
+
+
 def write_signature(
     app: Sphinx, what: str, name: str, obj: typing.Any, options: object, signature: str | None, returned: str | None
 ) -> tuple[str | None, str | None] | None:
-    """Say of plain data no types, which stand below, and of errors and configuration nothing."""
-    if signature and (what == "exception" or obj.__module__ == "asynckv.config"):
-        return "", None
-    if is_data(obj):
+    """Of plain data, write no types: they stand below. Of errors, and of what callers never make, write nothing."""
+    if what == "exception" or is_data(obj):
+        if not signature or not obj.__module__.startswith(MADE_BY_HAND):
+            return signature and "", None
         wanted = [p.replace(annotation=p.empty) for p in inspect.signature(obj).parameters.values()]
-        text = str(inspect.Signature(wanted))
-        return re.sub(r"=(<factory>|UNSET)", "=...", text), None
+        return re.sub(r"=(<factory>|UNSET)", "=...", str(inspect.Signature(wanted))), None
     return None
 
 
 def write_types(app: Sphinx, what: str, name: str, obj: typing.Any, options: object, lines: list[str]) -> None:
-    """Write `name (type): ...` in lists of attributes; of configuration, say where its fields are listed."""
+    """Link pages, and write `name (type): ...` in lists of attributes. Configuration has a page of its own for them."""
+    lines[:] = [re.sub(r"`docs/(\w+)\.md`", r":doc:`\1`", line) for line in lines]
     if "Attributes:" not in lines or not inspect.isclass(obj):
         return
     start = lines.index("Attributes:")
@@ -80,6 +91,22 @@ def write_types(app: Sphinx, what: str, name: str, obj: typing.Any, options: obj
             lines[at] = f"    {found[1]} ({stringify_annotation(types[found[1]], 'smart')}): {found[2]}"
 
 
+def check_that_it_is_complete(app: Sphinx, exception: Exception | None) -> None:
+    """Warn of whatever a page would load from the network: the site is read from files, too."""
+    if exception is not None or app.builder.format != "html":
+        return
+    loads = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*(?:src|href)="(?:https?:)?//[^>]*>""")
+    imports = re.compile(r"""(?:@import|url\()\s*["']?(?:https?:)?//[^;]*""")
+    for path in sorted(Path(app.outdir).rglob("*")):
+        pattern = {".html": loads, ".css": imports, ".svg": imports}.get(path.suffix)
+        for found in pattern.findall(path.read_text(encoding="utf-8")) if pattern else ():
+            logger.warning("%s loads from the network: %s", path.name, found)
+
+
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", write_signature)
     app.connect("autodoc-process-docstring", write_types, priority=400)  # before napoleon reads it
+    app.connect("build-finished", check_that_it_is_complete)
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"

@@ -140,11 +140,11 @@ def section(owner: type) -> str:
     """One class as a table of its fields."""
     about, found = explained(owner)
     about = re.sub(r" \(`docs/(\w+)\.md`\)", r" ([\1](\1.md))", about)
-    lines = [f"## {owner.__name__}\n", f"{about}\n", "| field | type | default | meaning |", "|---|---|---|---|"]
+    lines = [f"## {owner.__name__}\n", f"{about}\n", "| field | type, default | meaning |", "|---|---|---|"]
     for field in fields(owner):
         kind = str(field.type).replace("os.PathLike[str]", "PathLike").replace("|", "\\|")
         kind = kind.removeprefix("Literal[").removesuffix("]") if kind.startswith("Literal") else kind
-        lines.append(f"| `{field.name}` | `{kind}` | {default(field)} | {found[field.name]} |")
+        lines.append(f"| `{field.name}` | `{kind}`<br>{default(field)} | {found[field.name]} |")
     return "\n".join([*lines, ""])
 
 

@@ -58,8 +58,8 @@ def text_of(page: str) -> str:
 def rich() -> Logs:
     """A bit of everything."""
     records = [
-        say(0.0, "engine_started", PREFILL, host="h1", pid=1, version="0.1.0"),
-        say(0.0, "engine_started", DECODE, host="h2", pid=2, version="0.1.0"),
+        say(0.0, "engine_started", PREFILL, host="h1", pid=1, version="0.2.0"),
+        say(0.0, "engine_started", DECODE, host="h2", pid=2, version="0.2.0"),
         say(0.1, "peer_changed", peer=PREFILL, state="connecting"),
         say(0.2, "peer_changed", peer=PREFILL, state="ready"),
         *(ended(1.0 + i, seconds=0.01 * (i + 1), successes_not_logged=3) for i in range(8)),

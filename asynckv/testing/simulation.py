@@ -62,9 +62,10 @@ class Outcome:
     """What became of a run.
 
     Attributes:
-        violation: What must never happen and did; empty if nothing.
-        counts: How often what happened.
-        events: Lines of what happened, formatted when asked for.
+        script: What was run.
+        violation: What happened that must never happen; empty if nothing did.
+        counts: How often each thing happened.
+        trace: Everything that happened: when, at which process, what, and details; `events` formats it.
     """
 
     script: AnyScript
@@ -108,7 +109,13 @@ def _silent() -> Iterator[None]:
 
 
 def play(script: AnyScript, doors: Callable[[Process], Doors] = Doors, logs: Logs | None = None) -> Outcome:
-    """Run one script, with other ranks than honest ones if their doors say so, and keep what they log if asked."""
+    """Run one script.
+
+    Args:
+        script: What to run.
+        doors: As for `simulate`.
+        logs: As for `simulate`.
+    """
     listeners = [logs] if logs is not None else []
     service: Service | TierService
     with _silent():
@@ -128,9 +135,14 @@ def simulate(
     logs: Logs | None = None,
     make: Make = make_script,
 ) -> Outcome:
-    """Run what a seed stands for; `logs` has afterwards what its processes have logged.
+    """Run the service, requests and faults that a seed stands for.
 
-    With `make=make_tier_script` and `TIER_FAULTS` a seed stands for an engine that offloads.
+    Args:
+        seed: The same seed gives the same run.
+        faults: Kinds of faults that may happen.
+        doors: What passes through the doors of each process; for ranks that are not honest.
+        logs: Has afterwards what the processes have logged.
+        make: Makes the script of a seed. With `make_tier_script` (and `TIER_FAULTS`) it is an engine that offloads.
     """
     return play(make(seed, faults), doors, logs)
 
@@ -191,15 +203,15 @@ def simulate_many(
     directory: Path | None = None,
     make: Make = make_script,
 ) -> Found:
-    """Run many seeds, on several processes; stops early once there are many violations, and at Ctrl-C.
+    """Run many seeds on several processes. It stops early at many violations, and at Ctrl-C.
 
     Args:
-        seeds: Which.
-        faults: Kinds that may happen.
-        jobs: Processes.
-        progress: Called with how many more are done.
-        directory: Where to write what their processes log, each in a directory of its own, if wanted.
-        make: What a seed stands for.
+        seeds: The seeds to run.
+        faults: Kinds of faults that may happen.
+        jobs: How many processes run them.
+        progress: Called with how many more seeds are done.
+        directory: Where to write the logs, each seed's in a directory of its own; nowhere if left out.
+        make: Makes the script of a seed.
     """
     found, begun = Found(), time.perf_counter()
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
@@ -227,7 +239,13 @@ def simulate_many(
 
 
 def minimise(script: AnyScript, most: int = 200, doors: Callable[[Process], Doors] = Doors) -> Outcome:
-    """Leave out faults and requests as long as the same kind of violation comes."""
+    """Make a script that fails smaller: leave out faults and requests while the same kind of violation comes.
+
+    Args:
+        script: A script that ends in a violation.
+        most: How many runs this may take.
+        doors: As for `simulate`.
+    """
     best = play(script, doors)
     kind = _kind(best.violation)
     changed = True

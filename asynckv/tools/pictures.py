@@ -32,9 +32,11 @@ THEMES = f""".picture {{ color: {INK}; }}
 rectangle the fill `PAPER`, and what is written on it is `currentColor`. A picture in a page is an image of its own: it
 cannot know the page's colours, so it brings its background."""
 CELL, LINE, MARGIN = 12.2, 24.4, 20
-"""Pixels of one character of rich's SVGs, and around all of them."""
+"""Units of one character of rich's SVGs, and around all of them."""
+SCALE = 0.7
+"""Pixels per unit: letters are 14 pixels high."""
 FORM = (
-    """<svg class="picture" viewBox="VIEW" xmlns="http://www.w3.org/2000/svg">
+    """<svg class="picture" SIZE xmlns="http://www.w3.org/2000/svg">
 <style>
 THEMES
 .{unique_id}-matrix {{ font-family: Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: {char_height}px;
@@ -116,7 +118,8 @@ def to_svg(*pictures: RenderableType, width: int = 110, name: str = "asynckv") -
         console.print(picture, highlight=False)
     rows = console.export_text(clear=False).rstrip().splitlines()
     size = max(map(cell_len, rows)) * CELL + 2 * MARGIN, len(rows) * LINE + 2 * MARGIN
-    form = FORM.replace("VIEW", f"{-MARGIN} {-MARGIN} {size[0]:.0f} {size[1]:.0f}")
+    box = f'viewBox="{-MARGIN} {-MARGIN} {size[0]:.0f} {size[1]:.0f}"'
+    form = FORM.replace("SIZE", f'width="{size[0] * SCALE:.0f}" height="{size[1] * SCALE:.0f}" {box}')
     text = console.export_svg(title="", theme=THEME, code_format=form, unique_id=name)
     text = text.replace(f"fill: {INK}", "fill: currentColor")
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
