@@ -320,7 +320,12 @@ def simulate(
     chosen = known if faults == "all" else () if faults == "none" else tuple(x.strip() for x in faults.split(","))
     if strange := [x for x in chosen if x not in known]:
         raise ConfigError(f"--faults {strange[0]!r} is unknown; use all, none, or some of {', '.join(known)}")
-    for name, number, least in (("--seeds", seeds, 1), ("--first-seed", first_seed, 0), ("--jobs", jobs, 0)):
+    for name, number, least in (
+        ("--seeds", seeds, 1),
+        ("--first-seed", first_seed, 0),
+        ("--jobs", jobs, 0),
+        ("--events", events, 0),
+    ):
         if not least <= number <= 1 << 40:
             raise ConfigError(f"{name} {number} is outside {least} ... {1 << 40}")
     if logs is not None:
@@ -460,9 +465,10 @@ USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "
 def _usage(exc: Any) -> str:
     """Say what is wrong with an option in one line."""
     context = getattr(exc, "ctx", None)
-    hint = f"; see {context.command_path} --help" if context is not None else ""
     text = " ".join(exc.format_message().split()).rstrip(".").replace("Value error, ", "")
-    return f"{text}{hint}"
+    if context is None:
+        return text
+    return f"{text}{' See' if text.endswith('?') else '; see'} {context.command_path} --help"
 
 
 def _fail(exc: object, status: int) -> NoReturn:

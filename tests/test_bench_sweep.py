@@ -369,7 +369,7 @@ def test_a_sweep_is_interrupted_and_goes_on_and_a_point_that_fails_does_not_stop
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 1, done.stderr
     assert "a line that was cut off is measured again" in done.stderr
-    assert "failed: the longest prompt (4000000 tokens) needs a pool" in done.stderr
+    assert "failed: the longest prompt (4,000,000 tokens) needs a pool" in done.stderr
     found = journal.load(path)
     assert not found.missing()
     assert len(found.rows) == 4

@@ -14,6 +14,7 @@ from rich.console import Console
 from asynckv import cli
 from asynckv.observe.output import print_table
 from asynckv.observe.progress import Bar
+from scripts import command
 
 HEADS = ("concurrency", "prefill-block-size", "GB/s", "decode CPU µs", "")
 ROWS = [("1", "16", "1,234.567", "1,234,567", ""), ("16", "32", "2.5", "9", "failed")]
@@ -59,6 +60,22 @@ def test_h_is_help(name: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyt
         cli.main()
     assert caught.value.code == 0
     assert "Usage: " in capsys.readouterr().out
+
+
+def test_scripts_hear_h_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        """Do something."""
+
+    assert command.script(work, "something", "")(["-h"]) == 0
+    assert "Do something." in capsys.readouterr().out
+
+
+def test_a_name_that_is_nearly_one_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["asynckv", "benhc"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    assert "Did you mean 'bench'? See " in capsys.readouterr().err
 
 
 def test_the_version_names_what_it_stands_on(

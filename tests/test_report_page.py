@@ -255,6 +255,20 @@ def test_a_benchmark_has_its_figures_phases_and_floors() -> None:
     assert found["environment"]["platform"] in text
 
 
+@pytest.mark.parametrize("completed", [0, 7])
+def test_an_interrupted_benchmark_is_never_taken_for_a_whole_one(completed: int) -> None:
+    requests = bench()["requests"] | {"completed": completed}
+    cut = {"during": "run", "completed": completed, "requested": 400, "says": "while <it> ran"}
+    one = report_bench.read(bench(interrupted=True, interruption=cut, requests=requests), "one.json")
+    assert not one.is_good
+    said = report_bench.verdict(one)
+    assert said.startswith("one.json was INTERRUPTED while <it> ran")
+    assert ("GB/s" in said) == bool(report_bench.cards(one, "")) == bool(completed)
+    old = bench(interrupted=True, requests=requests)
+    old.pop("interruption", None)
+    assert "not those of the whole run" in report_bench.verdict(report_bench.read(old, "one.json"))
+
+
 def test_a_damaged_benchmark_is_one_line_and_status_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,6 +57,8 @@ def targets(out: str) -> tuple[Path, Path]:
     Raises:
         ConfigError: It is another kind of file.
     """
+    if not out:
+        raise ConfigError("--out is empty; give a FILE.jsonl or a directory")
     path = Path(out)
     if path.suffix == ".jsonl" and not path.is_dir():
         return path, path.with_suffix(".html")

@@ -51,9 +51,9 @@ def verdict(one: Bench) -> str:
     said += duration(found["latency_s"]["p99"])
     if found["interrupted"]:
         cut = found.get("interruption") or {"says": "before its end; the figures are not those of the whole run"}
-        said = (
-            f"{safe(one.name, 60)} was INTERRUPTED {safe(str(cut['says']), 200)}. {said[len(safe(one.name, 60)) + 2 :]}"
-        )
+        name = safe(one.name, 60)
+        figures = f". {said[len(name) + 2 :]}" if requests["completed"] else ""
+        said = f"{name} was INTERRUPTED {safe(str(cut['says']), 200)}{figures}"
     elif not one.is_good:
         leaked = sum(x for x in found["blocks"].values() if isinstance(x, int))
         bad = [
@@ -69,6 +69,8 @@ def verdict(one: Bench) -> str:
 def cards(one: Bench, prefix: str) -> list[Card]:
     """The figures of the first screen."""
     found = one.report
+    if found["interrupted"] and not found["requests"]["completed"]:
+        return []
     shown = [
         Card(f"{prefix}{figure.title}", f"{value:,.4g}", figure.unit)
         for name in ("gbytes_per_s", "requests_per_s", "p50", "p99", "loop_lag_p99")

@@ -183,11 +183,11 @@ def _decoded(data: bytes) -> Any:
 
 def _between(records: Sequence[Record], since: str | None, until: str | None) -> tuple[float, float]:
     """Work out which times count."""
-    if not records:
-        return -math.inf, math.inf
-    first, last = records[0].at, records[-1].at
+    first, last = (records[0].at, records[-1].at) if records else (0.0, 0.0)
     least = _moment("--since", since, last) if since is not None else -math.inf
     most = _moment("--until", until, last) if until is not None else math.inf
+    if not records:
+        return -math.inf, math.inf
     if not any(least <= x.at <= most for x in records):
         begin, end = (datetime.fromtimestamp(x, UTC).isoformat(" ", "seconds") for x in (first, last))
         raise ConfigError(f"no event is between --since and --until; there are some from {begin} to {end}")
