@@ -430,7 +430,6 @@ def _run() -> int:
         found = app(standalone_mode=False)
         status = found if isinstance(found, int) else 0
     except (typer.Abort, KeyboardInterrupt):
-        print("asynckv: interrupted", file=sys.stderr)
         status = 130
     except USAGE_ERROR as exc:
         status = exc.exit_code

@@ -29,7 +29,7 @@ from asynckv.bench.offload_floor import (
     lookup_us,
     measured,
     met,
-    table_of,
+    show,
 )
 from asynckv.config import COPY_THREADS, MAX_COPY_THREADS
 from asynckv.tools.layouts import ORDERS
@@ -111,7 +111,7 @@ def measure(
             out.write("\n")
     if json_to != "-":
         console = Console()
-        console.print(table_of(ways))
+        show(ways, console)
         console.print(
             f"{blocks} blocks of {rig.record.num_bytes:,} bytes in {at_once} requests at once, "
             f"{report['descriptors_per_block']:g} descriptors and {report['plan_us_per_block']:g} us of planning per "

@@ -33,7 +33,6 @@ def script(work: Callable[..., Any], name: str, epilog: str) -> Callable[..., in
             found = app(arguments, prog_name=f"python -m scripts.{name}", standalone_mode=False)
             sys.stdout.flush()
         except (typer.Abort, KeyboardInterrupt):
-            print(f"{name}: interrupted", file=sys.stderr)
             return 130
         except (USAGE_ERROR, ConfigError) as exc:
             text = str(exc) if isinstance(exc, ConfigError) else " ".join(exc.format_message().split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -13,15 +14,15 @@ TARGET = Path(__file__).parents[1] / "docs" / "events.md"
 
 HEAD = """# Events
 
-Drawn from the table in `asynckv/observe/events.py` by `scripts/draw_events.py`; a test fails when this page is stale,
-and another one if any engine of any test logs a field that is not in here. [Logging](logging.md) says where lines go,
-which requests are in them, and how to find what one is looking for.
+Every event that asynckv logs, with its fields: look up here what a line means. [Logging](logging.md) says how to search
+the logs, where lines go, and which requests are in them.
 
 Every line is one JSON object (or `key=value`, where the application's logging makes it so). Fields in *italics* are
 left out where there is nothing to say. Lists of ranks name 64 at most, and words of others are cut at 512 letters.
 Request ids are the callers' own words: what should not be in a log should not be in an id.
 
-Fields of every event:
+The page is drawn from the table in `asynckv/observe/events.py` by `scripts/draw_events.py`. A test fails when it is
+stale, and another one if an engine of any test logs a field that is not in here.
 
 """
 
@@ -43,12 +44,24 @@ def table(fields: Iterable[Field]) -> str:
     return "\n".join(["| field | type | meaning |", "|---|---|---|", *rows(fields)]) + "\n"
 
 
+SIDES = {"prefill": "prefill side", "decode": "decode side", "both": "both sides"}
+
+
+def overview() -> str:
+    """A line for each event, with the first sentence of its meaning."""
+    lines = ["| event | logged by | level | what happened |", "|---|---|---|---|"]
+    for name, event in EVENTS.items():
+        first = event.meaning.partition(". ")[0].rstrip(".")
+        lines.append(f"| [`{name}`](#{name}) | {SIDES[event.side]} | {', '.join(event.levels)} | {_cell(first)} |")
+    return "\n".join(lines) + "\n\n"
+
+
 def page() -> str:
     """The whole page."""
-    sides = {"prefill": "prefill side", "decode": "decode side", "both": "both sides"}
-    parts = [HEAD + table(COMMON)]
+    parts = [f"{HEAD}{overview()}## Fields of every event\n\n{table(COMMON)}"]
     for name, event in EVENTS.items():
-        parts.append(f"## {name}\n\n{sides[event.side]}, {' or '.join(event.levels)}. {event.meaning}\n")
+        said = f"{SIDES[event.side].capitalize()}, {' or '.join(event.levels)}. {event.meaning}"
+        parts.append(f"## {name}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}\n")
         if event.fields:
             parts.append(table(event.fields))
     return "\n".join(parts)

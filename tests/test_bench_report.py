@@ -163,6 +163,19 @@ def test_a_prompt_that_fits_no_pool_names_the_remedies() -> None:
         Experiment(Options(pool_mb=1), MODEL, Workload("x", (1 << 20,))).num_blocks()
 
 
+def test_too_little_memory_is_said_in_units_that_show_something_with_its_cause() -> None:
+    many = Experiment(Options(prefill_tp=4, decode_tp=4), MODEL, Workload("x", (32,)))
+    with pytest.raises(ConfigError, match=r"8 worker processes need 5.2 GiB .*\(600 MiB each\), but 1.0 GiB .*--tp"):
+        many.num_blocks(1 << 30)
+    few = Experiment(Options(pool_mb=1), Model("small", (Heads(8, 128),) * 2), Workload("x", (1024,)))
+    with pytest.raises(ConfigError, match=r"needs a pool of 8.0 MiB .* 1.0 MiB can be had .*raise --pool-mb"):
+        few.num_blocks(1 << 40)
+    with pytest.raises(ConfigError, match=r"4.0 MiB can be had .*free memory"):
+        Experiment(Options(), Model("small", (Heads(8, 128),) * 2), Workload("x", (1024,))).num_blocks(
+            2 * (600 << 20) + (512 << 20) + (8 << 20)
+        )
+
+
 def test_what_was_to_be_cancelled_is_neither_an_error_nor_a_latency() -> None:
     cut = outcome(1, 9.0, error="cancelled", reason="cancelled")
     wanted = options(cancel=1.0)

@@ -67,13 +67,14 @@ def test_the_example_of_an_offload_runs() -> None:
 
 @pytest.mark.nixl
 @pytest.mark.slow
+@pytest.mark.timeout(150)
 def test_the_two_engines_run_and_leave_nothing_behind(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(EXAMPLES.parents[1])}
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "two_engines" / "run.py"), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=100,
         check=False,
         env=env,
     )

@@ -148,7 +148,7 @@ def layout_of_a_peer(rng: random.Random, path: Path) -> object:
 
 ACCOUNT = Account(
     rank="p/tp0@0a1b2c3d",
-    facts=Facts(version="0.1.0", planes={"nixl": "1"}, counters={"sent.ping": 3}, lag=Lag(counts={"inf": 0})),
+    facts=Facts(version="0.2.0", planes={"nixl": "1"}, counters={"sent.ping": 3}, lag=Lag(counts={"inf": 0})),
     counts=(PhaseCount(kind="lease", phase="granted", number=1, oldest_s=0.5),),
     requests=(
         RequestStatus("lease", "r", "r", "lent", 1.0, 1.0, None, 2, "w", (RankStatus("d/tp0", "granted"),), "p", 1, 7),

@@ -99,7 +99,7 @@ def test_a_lease_stands_beside_its_readers_attempt() -> None:
     [
         (answer(DECODE), "knows nothing of it", True),
         (answer(DECODE, pull(sequence=8)), "knows nothing of it", True),
-        (answer(DECODE, is_cut=True), "not among the oldest that it told", False),
+        (answer(DECODE, is_cut=True), "not among the oldest requests that it reported", False),
         (answer("decode/tp0@cccccccc"), "its process has ended: decode/tp0@cccccccc is there now", True),
         (silent(DECODE), "does not answer", True),
         (silent(DECODE, is_left_behind=True), "its process has ended", True),
@@ -153,7 +153,7 @@ def test_what_one_engine_calls_by_two_names_is_told_once() -> None:
 
 def whole() -> list[Answer]:
     facts = Facts(
-        version="0.1.0", host="h", pid=7, life="draining", uptime_s=3700, planes={"nixl": "1.5.1"}, lag=Lag(was_away=2)
+        version="0.2.0", host="h", pid=7, life="draining", uptime_s=3700, planes={"nixl": "1.5.1"}, lag=Lag(was_away=2)
     )
     peers = (
         PeerStatus(rank=PREFILL, address="tcp://p:1", state="ready", heard_s=0.1),
@@ -181,7 +181,7 @@ def test_one_screen_answers_who_holds_what() -> None:
     for words in (
         "prefill/tp0@aaaaaaaa",
         "draining for 62 min",
-        "pid 7 on h, asynckv 0.1.0, NIXL 1.5.1, takes nothing new: draining",
+        "pid 7 on h, asynckv 0.2.0, NIXL 1.5.1, takes nothing new: draining",
         "blocks held 2 of 32 · 4 quarantined · reading 1 of 1 · in flight 4 KiB of 256 MiB",
         "pull: reading 1 (oldest 3.0 s) · quarantined 2 (oldest 99 s)",
         "p2/tp0@dd gone, never heard, 3 requests: refused the handshake",
@@ -208,8 +208,8 @@ def test_a_long_line_goes_on_indented() -> None:
 
 
 def test_who_did_not_answer_may_hold_what_nobody_speaks_of() -> None:
-    assert "by those that answered" in shown([answer(PREFILL), silent()])
-    assert "by those that answered" not in shown([answer(PREFILL)])
+    assert "by the engines that answered" in shown([answer(PREFILL), silent()])
+    assert "by the engines that answered" not in shown([answer(PREFILL)])
 
 
 def test_one_request_is_shown_with_all_that_is_known() -> None:

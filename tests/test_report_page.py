@@ -58,8 +58,8 @@ def text_of(page: str) -> str:
 def rich() -> Logs:
     """A bit of everything."""
     records = [
-        say(0.0, "engine_started", PREFILL, host="h1", pid=1, version="0.1.0"),
-        say(0.0, "engine_started", DECODE, host="h2", pid=2, version="0.1.0"),
+        say(0.0, "engine_started", PREFILL, host="h1", pid=1, version="0.2.0"),
+        say(0.0, "engine_started", DECODE, host="h2", pid=2, version="0.2.0"),
         say(0.1, "peer_changed", peer=PREFILL, state="connecting"),
         say(0.2, "peer_changed", peer=PREFILL, state="ready"),
         *(ended(1.0 + i, seconds=0.01 * (i + 1), successes_not_logged=3) for i in range(8)),
@@ -103,7 +103,7 @@ def test_a_log_that_just_ends_is_told_first_and_some_seconds_are_no_news() -> No
     page = text_of(report_page.make(summarise(Logs([*records, say(12.0, "engine_resumed", PREFILL)])), "x"))
     assert "before the last line of all" not in page
     page = text_of(report_page.make(summarise(Logs([*records, say(60.0, "engine_resumed", PREFILL)])), "x"))
-    early = "ends 50.4\u00a0s before the last line of all, without a goodbye: it died, or had nothing more to say."
+    early = "ends 50.4\u00a0s before the last line of all, without a goodbye: it died, or logged nothing more."
     assert early.replace("\u00a0", " ") in page.replace("\u00a0", " ")
 
 
@@ -125,11 +125,12 @@ def test_nothing_is_shown_where_nothing_is_known_and_the_page_says_why() -> None
         "Nothing was held for so long",
     ):
         assert said in text
+    assert "Nothing to judge: No pull ended" in text
     assert "There is no event of asynckv's" in text_of(report_page.make(summarise(Logs()), "nothing"))
 
 
 def test_a_page_with_late_blocks_and_no_failure_says_that_these_are_two_things() -> None:
-    said = "Failed is a pull, for its reader; late are blocks, for their owner."
+    said = "Failed pulls and late blocks are counted apart."
     records = [say(0.0, "engine_started", PREFILL), lent(1.0, 1, 10), *(ended(1.0 + i) for i in range(3))]
     assert said not in text_of(report_page.make(summarise(Logs(records)), "well"))
     records.append(lease_ended(31.0, 1, 10, 30.0, "expired", owed=["*"]))

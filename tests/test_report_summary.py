@@ -243,7 +243,7 @@ def lease_ended(at: float, number: int, blocks: int, seconds: float, cause: str 
 
 def test_blocks_lent_are_integrated_by_hand() -> None:
     found = summed(
-        say(0.0, "engine_started", PREFILL, host="h1", pid=7, version="0.1.0"),
+        say(0.0, "engine_started", PREFILL, host="h1", pid=7, version="0.2.0"),
         lent(10.0, 1, 100),
         lease_ended(30.0, 1, 100, 20.0),
         # Not among the samples, but it failed.
@@ -259,7 +259,7 @@ def test_blocks_lent_are_integrated_by_hand() -> None:
     assert leases.blocks == leases.blocks_logged
     assert [(x.side, x.cause, x.count) for x in found.failures] == [("lease", "expired", 1)]
     (engine,) = found.engines
-    assert (engine.host, engine.pid, engine.version) == ("h1", 7, "0.1.0")
+    assert (engine.host, engine.pid, engine.version) == ("h1", 7, "0.2.0")
     assert (engine.started, engine.stopped) == (START, START + 100)
     assert found.late.requests == 1
 

@@ -6,8 +6,12 @@ import functools
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from asynckv.core.wire import MAJOR, MINOR
+from asynckv.edges.file_index import FORMAT
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -23,6 +27,12 @@ def test_the_changelogs_newest_section_is_this_version() -> None:
     assert re.fullmatch(rf"{re.escape(PROJECT['project']['version'])} \(\d{{4}}-\d\d-\d\d\)", headings[0])
     numbers = [tuple(map(int, re.findall(r"\d+", heading.split()[0]))) for heading in headings]
     assert numbers == sorted(set(numbers), reverse=True)
+
+
+def test_pages_show_this_version() -> None:
+    """What commands print, as pages have it; what is said of another version is said in other words."""
+    shown = {x for path in DOCUMENTS for x in re.findall(r"\basynckv (\d+\.\d+\.\d+)", path.read_text())}
+    assert shown == {PROJECT["project"]["version"]}
 
 
 def test_every_news_fragment_is_of_a_known_kind() -> None:
@@ -64,3 +74,32 @@ def test_modules_that_documents_would_have_run_are_there() -> None:
     assert modules
     homes = {name: ROOT.joinpath(*name.split(".")) for name in modules}
     assert [x for x, home in homes.items() if not home.with_suffix(".py").exists() and not home.is_dir()] == []
+
+
+def test_the_page_on_compatibility_says_what_the_code_and_the_pins_say() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    assert f"speaks **{MAJOR}.{MINOR}**" in page
+    sources = (path.read_text() for path in (ROOT / "asynckv").rglob("*.py"))
+    schemas = {schema for text in sources for schema in re.findall(r'"(asynckv\.[a-z_.]+/\d+)"', text)}
+    assert schemas == set(re.findall(r"`(asynckv\.[a-z_.]+/\d+)`", page))
+    assert f"(format {FORMAT}, in the index)" in page
+
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    bounds = dict(each.split(">=") for each in PROJECT["project"]["dependencies"])
+    row = re.compile(r"^\| ([\w, ]+) \| ([\d., ]+)(?:, the CPU build)? \| ([\d., ]+) \|$", re.MULTILINE)
+    said = {
+        name.lower(): (pin, bound)
+        for names, tested, least in row.findall(page)
+        for name, pin, bound in zip(names.split(", "), tested.split(", "), least.split(", "), strict=True)
+    }
+    assert said.pop("python")[1] == PROJECT["project"]["requires-python"].removeprefix(">=")
+    assert said == {name: (pins[name], bounds[name]) for name in said}
+    assert {"nixl", "torch", "pyzmq"} <= set(said)
+
+
+def test_the_first_test_of_a_contributor_passes() -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    (test,) = (value for name, value in names.items() if name.startswith("test_"))
+    test()

@@ -6,11 +6,15 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
+from asynckv import cli
+from asynckv.testing import simulation
 from asynckv.testing.simulation import FAULTS, Fault, make_script, minimise, play, simulate, simulate_many
 from tests.mutations import PLANTED, doors
 from tests.rigged import Rank, Rigged
@@ -203,3 +207,21 @@ def test_a_violation_is_minimised(monkeypatch: pytest.MonkeyPatch) -> None:
     assert small.violation
     assert len(small.script.faults) < len(padded.faults)
     assert any("VIOLATION" in line for line in small.explain())
+
+
+def test_who_interrupts_a_simulation_is_told_what_is_done_and_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def chunk(seeds: Any, *rest: Any) -> Any:
+        if seeds[0] > 0:
+            raise KeyboardInterrupt
+        return len(seeds), {3: "a violation"}, Counter({"pull.complete": 1})
+
+    monkeypatch.setattr(simulation, "_chunk", chunk)
+    monkeypatch.setattr(sys, "argv", ["asynckv", "simulate", "--seeds", "100", "--jobs", "1", "--faults", "loss"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 130
+    said = capsys.readouterr().out
+    assert "INTERRUPTED after 25 of 100 seeds (from 0); of these failed: 3\n" in said
+    assert "go on: asynckv simulate --faults loss --first-seed 25 --seeds 75\n" in said

@@ -18,7 +18,7 @@ from asynckv.bench import offload_cli
 from asynckv.bench.options import Options, flag
 from asynckv.bench.parameters import options_given, taking_options
 from asynckv.errors import ConfigError
-from asynckv.observe.output import check_writable, write, write_json
+from asynckv.observe.output import check_writable, help_of, write, write_json
 
 __all__ = ["bench_app"]
 
@@ -34,35 +34,47 @@ class _Bench(TyperGroup):
 
 
 bench_app = typer.Typer(cls=_Bench, rich_markup_mode="rich", add_completion=False)
-bench_app.command(epilog=offload_cli.EPILOG)(offload_cli.offload)
+bench_app.command(epilog=offload_cli.EPILOG, help=help_of(offload_cli.offload))(offload_cli.offload)
 
 OUT = "Output"
 WHAT = "What is run"
 
 BENCH_EPILOG = """
-[bold]Examples[/bold]
-
-  asynckv bench --model llama-3.1-8b --layers 4 --requests 200 --concurrency 16
-
-  asynckv bench sweep --concurrency 1,16,64 --prompt-tokens 128,1024 --layers 4 --rounds 5 --out sweep.jsonl
-
-  asynckv bench --model qwen3-32b --layers 2 --tp 2 --prompt-tokens 128:4096 --json report.json
-
-  asynckv bench --model nemotron-h-8b --layers 4 --prefill-tp 1 --decode-tp 2 --prefill-block-size 64 --prefix-hit 30%
-
-  asynckv bench --hf-config config.json --trace trace.jsonl --max-prompt-tokens 8192 --transport tcp
+[bold]How fast is this host, and how much of it is reached?[/bold]
 
   asynckv bench --layers 4 --requests 400 --floor
 
-  asynckv bench --offload --trace trace.jsonl --no-bytes (what tiers find: asynckv bench offload --help)
+[bold]Two ranks on each side, mixed prompts, a report to keep[/bold]
 
-  asynckv bench --trace trace.jsonl --arrivals trace --speed 10 --requests 500 --layers 2 --prefill-engines 3
+  asynckv bench --model qwen3-32b --layers 2 --tp 2 --prompt-tokens 128:4096 --json report.json
 
-  asynckv bench --prompt-tokens 128:0.8,8192:0.2 --shared-prefix 1024 --prefix-groups 8 --rate 200 --cancel 5%
+[bold]Prefill and decode cut differently, part of each prompt cached[/bold]
 
-  asynckv bench --role prefill --bind 10.0.0.1:9000 --secret keys/prefill.key_secret --authorized authorized
+  asynckv bench --model nemotron-h-8b --layers 4 --decode-tp 2 --prefill-block-size 64 --prefix-hit 30%
 
-  asynckv bench --role decode --connect 10.0.0.1:9000#prefill --secret keys/decode.key_secret --authorized authorized
+[bold]Open loop: a rate of requests, shared prefixes, cancellations[/bold]
+
+  asynckv bench --layers 2 --shared-prefix 512 --rate 200 --cancel 5%
+
+[bold]A trace, over TCP, a tenth of the time between arrivals[/bold]
+
+  asynckv bench --layers 2 --trace trace.jsonl --requests 500 --arrivals trace --speed 10 --transport tcp
+
+[bold]A grid of runs, and what changed since[/bold]
+
+  asynckv bench sweep --concurrency 1,16,64 --layers 4 --rounds 5 --out sweep.jsonl
+
+  asynckv bench compare before.json after.json
+
+[bold]Tiers in host memory and files[/bold]
+
+  asynckv bench --offload --trace trace.jsonl --no-bytes
+
+[bold]Two machines; with keys instead of --allow-insecure: asynckv keygen -h[/bold]
+
+  asynckv bench --role prefill --bind 10.0.0.1:9000 --allow-insecure
+
+  asynckv bench --role decode --connect 10.0.0.1:9000 --allow-insecure
 
 [bold]Exit status[/bold]  0 all good, 1 a request failed, a byte was wrong or a block leaked, 2 bad input, 130 Ctrl-C
 """
@@ -106,14 +118,16 @@ COMPARE_EPILOG = """
 # -- one run ---------------------------------------------------------------------------------------
 
 
-@bench_app.callback(invoke_without_command=True, epilog=BENCH_EPILOG)
 @taking_options
 def bench(context: typer.Context, **given: Any) -> None:
-    """Drive prefill and decode processes, verify every byte, report what was measured.
+    """Measure how fast KV cache moves from prefill to decode processes, and verify every byte.
 
-    Real NIXL and real ZMQ between one process per rank. Requests go in waves: blocks are filled with a
-    seeded pattern, lent, pulled while the clock runs, and compared afterwards. In a closed loop so many are in
-    flight at any time; in an open loop (--rate, --arrivals) they come by a schedule, and latency counts from there.
+    A first look, in half a minute: asynckv bench --layers 4 --requests 400 --floor
+
+    Starts one process per rank, on this host or on two, with real NIXL and real ZMQ. Requests go in waves: blocks are
+    filled with a seeded pattern, lent, pulled while the clock runs, and compared afterwards. In a closed loop so many
+    are in flight at any time; in an open loop (--rate, --arrivals) they come by a schedule, and latency counts from
+    there.
     """
     if context.invoked_subcommand is not None:
         _refuse_options(context)
@@ -130,6 +144,9 @@ def bench(context: typer.Context, **given: Any) -> None:
             raise ConfigError(f"--json {options.json}: the half with --connect has the report; leave it out here")
         raise typer.Exit(_serve(experiment, half))
     raise typer.Exit(_bench(experiment, half))
+
+
+bench_app.callback(invoke_without_command=True, epilog=BENCH_EPILOG, help=help_of(bench))(bench)
 
 
 def _refuse_idle(context: typer.Context, options: Options) -> None:
@@ -223,7 +240,7 @@ def _bench(experiment: Any, half: Any) -> int:
     stream = _logs(experiment.options)
     log = structlog.get_logger("asynckv.bench")
     try:
-        with Bar(errors) as bar:
+        with Bar(errors, says_interrupted=False) as bar:
             bar.begin("sizing the pools")
             if half is None:
                 work = session.alone(experiment, bar, log)

@@ -20,6 +20,7 @@ from asynckv.bench.noise import LEVEL, median_of, ratio_of
 from asynckv.bench.sides import Side, flat
 from asynckv.errors import ConfigError
 from asynckv.observe.console import printable
+from asynckv.observe.output import print_table
 
 __all__ = ["SCHEMA", "Change", "compare", "judge", "share", "show"]
 
@@ -281,15 +282,21 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"  changed: {name} was {old}, is {new}", highlight=False)
     for name, (olds, news) in result["environment"].items():
         console.print(f"  [yellow]differs:[/yellow] {name} {' / '.join(olds)} -> {' / '.join(news)}", highlight=False)
-    width = max((len(_titled(n, c)) for p in result["points"] for n, c in p["metrics"].items()), default=0)
     for point in result["points"]:
         console.print(f"{_where(point['point'])} [dim]({_runs(*point['runs'])})[/dim]", highlight=False)
-        for name, change in point["metrics"].items():
-            line = (
-                f"  {_titled(name, change):<{width}}  {change['before']:>9,.4g} -> {change['after']:<9,.4g} "
-                f"{_percent(change['ratio']):>7}  {_interval(change):<18} {_verdict(change)}"
+        rows = [
+            (
+                f"  {_titled(name, change)}",
+                f"{change['before']:,.4g}",
+                f"{change['after']:,.4g}",
+                _percent(change["ratio"]),
+                _interval(change),
+                _verdict(change),
             )
-            console.print(line.rstrip(), highlight=False, soft_wrap=True)
+            for name, change in point["metrics"].items()
+        ]
+        heads = ["", "before", "after", "change", "between", ""]
+        print_table(console, heads, rows, texts=(0, 4, 5), wrapped=(5,), is_markup=True)
         if any(point["unhealthy"]):
             old, new = point["unhealthy"]
             console.print(f"  [red]runs with faults: {old} -> {new}[/red]", highlight=False)

@@ -30,7 +30,7 @@ import anyio
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from rich.table import Table
+from rich.console import Console
 
 from asynckv.bench.noise import Interval, median_of
 from asynckv.core.events import Ending, TransferEnded
@@ -41,6 +41,7 @@ from asynckv.errors import AsyncKVError
 from asynckv.geometry.kept import kept_tables, plan_copies
 from asynckv.geometry.overlap import part_bytes
 from asynckv.geometry.packed import packed, record_sizes
+from asynckv.observe.output import print_table
 from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.keys import StoredGroup
 from asynckv.ports import CopyOp, CopyPlane, Record, RecordNews, RecordPlane, RecordsEnded, RecordsLost
@@ -58,7 +59,6 @@ __all__ = [
     "lookup_us",
     "measured",
     "met",
-    "table_of",
 ]
 
 LEAST = 0.9
@@ -418,21 +418,24 @@ def figures(found: Mapping[str, Found], num_bytes: int) -> dict[str, dict[str, A
     return out
 
 
-def table_of(ways: Mapping[str, Any]) -> Table:
-    """Show figures."""
-    table = Table("", "GB/s", "raw", "of raw", f">= {LEAST:g}", "by CPU", "of one memcpy")
+def show(ways: Mapping[str, Any], console: Console) -> None:
+    """Print figures."""
+    heads = ("copies", "GB/s", "raw GB/s", "of raw", "between", f">= {LEAST:g}", "by CPU", "of one memcpy")
+    rows = []
     for way, each in ways.items():
         part = each["of_raw"]
-        table.add_row(
+        row = (
             way,
             f"{each['gb_per_s']['median']:.2f}",
             f"{each['raw_gb_per_s']['median']:.2f}",
-            f"{part['median']:.2f} [dim]{part['low']:.2f} ... {part['high']:.2f}[/dim]",
+            f"{part['median']:.2f}",
+            f"{part['low']:.2f}-{part['high']:.2f}",
             met(part),
             f"{each['of_raw_by_cpu']['median']:.2f}",
             f"{each['of_one_memcpy']['median']:.2f}" if "of_one_memcpy" in each else "",
         )
-    return table
+        rows.append(row)
+    print_table(console, heads, rows)
 
 
 def met(part: Mapping[str, float]) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
 from asynckv.bench.machine import environment
 from asynckv.observe.console import printable
+from asynckv.observe.output import print_table
 
 if TYPE_CHECKING:
     from asynckv.bench.experiment import Experiment
@@ -73,25 +73,22 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         highlight=False,
     )
     if copies := report["copies"]:
-        from asynckv.bench.offload_floor import table_of
+        from asynckv.bench import offload_floor
 
-        console.print(table_of(copies["ways"]))
-    console.print(_hits(report["runs"]))
+        offload_floor.show(copies["ways"], console)
+    _hits(report["runs"], console)
     best = report["runs"][0]["hit_rate"]["best"]
     console.print(f"share of all prompts' tokens; a cache that forgets nothing would find {best:.1%}", highlight=False)
     if report["mode"] == "bytes":
-        console.print(_speeds(report["runs"]))
+        _speeds(report["runs"], console)
         _faults(report["runs"], console)
 
 
-def _hits(runs: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("policy")
-    for name in ("host", "files", "hits", "host", "files", "device", "evicted", "req/s"):
-        table.add_column(name, justify="right")
+def _hits(runs: Sequence[Mapping[str, Any]], console: Console) -> None:
+    rows = []
     for run in runs:
         rate, evicted = run["hit_rate"], run["evicted"]
-        table.add_row(
+        row = (
             run["policy"],
             _size(run["host_bytes"]),
             _size(run["file_bytes"]),
@@ -99,33 +96,35 @@ def _hits(runs: Sequence[Mapping[str, Any]]) -> Table:
             f"{evicted['host'] + evicted['file']:,}",
             f"{run['requests_per_s']:,.0f}",
         )
-    return table
+        rows.append(row)
+    heads = ("policy", "host", "files", "hits", "in host", "in files", "on device", "evicted", "requests/s")
+    print_table(console, heads, rows)
 
 
-def _speeds(runs: Sequence[Mapping[str, Any]]) -> Table:
+def _speeds(runs: Sequence[Mapping[str, Any]], console: Console) -> None:
     """How fast, in the order of the runs above."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("policy")
-    for name in (
+    heads = (
+        "policy",
         "load GB/s",
         "from host",
         "store GB/s",
         "load ms p50",
         "p99",
-        "from files",
+        "from files p50",
         "p99",
-        "lookup us p50/p99",
-    ):
-        table.add_column(name, justify="right")
+        "lookup µs p50/p99",
+    )
+    rows = []
     for run in runs:
         speed, near, far = run["gb_per_s"], run["load_s"], run["load_with_files_s"]
-        table.add_row(
+        row = (
             run["policy"],
             *(f"{speed[name]:.2f}" for name in ("load", "load_from_host", "store")),
             *(f"{of[at] * 1e3:.1f}" for of in (near, far) for at in ("p50", "p99")),
             "/".join(f"{run['lookup_s'][at] * 1e6:.0f}" for at in ("p50", "p99")),
         )
-    return table
+        rows.append(row)
+    print_table(console, heads, rows)
 
 
 def _faults(runs: Sequence[Mapping[str, Any]], console: Console) -> None:

@@ -143,6 +143,7 @@ class Shape(Struct, frozen=True, kw_only=True):
 
 
 # The record has the model, the two shapes and the engines that these make.
+common = partial(Option, "Begin with these")
 geometry = partial(Option, "Geometry", in_record=False)
 work = partial(Option, "Workload")
 run = partial(Option, "Run")
@@ -167,14 +168,17 @@ class Options(Struct, frozen=True, kw_only=True):
 
     model: Annotated[
         str | None,
-        geometry(
+        common(
             "Preset, such as llama-3.1-8b, gemma-3-4b, deepseek-v3, nemotron-h-8b, qwen3-next-80b-a3b; "
             "an unknown name lists all.",
             shown=DEFAULT_MODEL,
+            in_record=False,
         ),
     ] = None
+    layers: Annotated[
+        int | None, common("Layers, instead of the model's; one of every kind is kept.", in_record=False)
+    ] = None
     hf_config: HfConfig = None
-    layers: Layers = None
     kv_heads: KvHeads = None
     head_dim: HeadDim = None
     dtype: Dtype = None
@@ -185,11 +189,14 @@ class Options(Struct, frozen=True, kw_only=True):
     order: Annotated[
         Order,
         geometry(
-            "Memory order: token before head (nhd) or after (hnd); block-...: K and V in one block; "
-            "cross-...: all layers of a block adjacent."
+            "Memory order: token before head (nhd) or after (hnd); block-nhd, block-hnd: K and V in one block; "
+            "cross-nhd, cross-hnd: all layers of a block adjacent.",
+            metavar="ORDER",
         ),
     ] = "nhd"
-    prefill_order: Annotated[Order | None, geometry("Memory order of the prefill side, if another.")] = None
+    prefill_order: Annotated[
+        Order | None, geometry("Memory order of the prefill side, if another.", metavar="ORDER")
+    ] = None
     conv_order: Annotated[ConvOrder, geometry("Which dim of a convolution's state varies slowest.")] = "channel"
     prefill_conv_order: Annotated[ConvOrder | None, geometry("The same for the prefill side, if another.")] = None
     tp: Annotated[int, geometry("Ranks of each engine: so many prefill and so many decode processes.")] = 1
@@ -200,7 +207,7 @@ class Options(Struct, frozen=True, kw_only=True):
 
     prompt_tokens: Annotated[
         str,
-        work(
+        common(
             "Prompt length: 1024, 128:4096 for uniform ones, 128:0.8,8192:0.2 for a mix with weights.", in_record=False
         ),
     ] = "1024"
@@ -235,9 +242,9 @@ class Options(Struct, frozen=True, kw_only=True):
         ),
     ] = 1 << 20
     requests: Annotated[
-        int | None, work("How many requests; 100, or all of the trace.", least=1, most=MOST, in_record=False)
+        int | None, common("How many requests; 100, or all of the trace.", least=1, most=MOST, in_record=False)
     ] = None
-    concurrency: Annotated[int, work("Pulls in flight on each decode rank (closed loop).", least=1)] = 16
+    concurrency: Annotated[int, common("Pulls in flight on each decode rank (closed loop).", least=1)] = 16
     rate: Annotated[
         float | None,
         work("Open loop: requests per second, however slow they are served.", least=1e-6, most=MOST_RATE),
@@ -248,6 +255,7 @@ class Options(Struct, frozen=True, kw_only=True):
             "When requests come: closed (one begins when another ends), at the trace's times, or with --rate at "
             "random (poisson) or evenly (uniform).",
             shown="closed, or poisson with --rate",
+            metavar="KIND",
             in_record=False,
         ),
     ] = None
@@ -328,7 +336,9 @@ class Options(Struct, frozen=True, kw_only=True):
     process: Annotated[
         Literal["auto", "serving", "always", "never"],
         run(
-            "What of NIXL runs in a process of its own: what serves remote readers, reads as well, or nothing.",
+            "What of NIXL runs in a process of its own: what serves remote readers (serving), reads as well (always), "
+            "nothing (never), or as engines choose by themselves (auto).",
+            metavar="WHAT",
             is_per_half=True,
         ),
     ] = "auto"
@@ -342,13 +352,18 @@ class Options(Struct, frozen=True, kw_only=True):
     ] = False
     loop: Annotated[
         Literal["auto", "asyncio", "uvloop"],
-        run("Event loop of the workers: uvloop where it is installed.", is_per_half=True),
+        run(
+            "Event loop of the workers: asyncio, uvloop, or auto: uvloop where it is installed.",
+            metavar="LOOP",
+            is_per_half=True,
+        ),
     ] = "auto"
     floor: Annotated[
         bool,
-        run(
-            "With every wave move the same bytes without the engine (memory copy, process_vm_readv or a TCP "
-            "socket, and a raw NIXL loop) and report how much of that the engine reaches.",
+        common(
+            "Beside every wave move the same bytes without the engine (memory copy, process_vm_readv or a TCP "
+            "socket, and a raw NIXL loop), and report how much of that the engine reaches.",
+            names=("--floor",),
             is_per_half=True,
         ),
     ] = False
@@ -394,13 +409,24 @@ class Options(Struct, frozen=True, kw_only=True):
         False
     )
 
-    json: Annotated[str | None, output("Write the report there; - for stdout.", metavar="FILE")] = None
+    json: Annotated[
+        str | None,
+        common(
+            "Write the report there; - for stdout. asynckv report draws it, asynckv bench compare compares two.",
+            metavar="FILE",
+            in_record=False,
+            is_per_half=True,
+            is_single=True,
+        ),
+    ] = None
     log: Annotated[str | None, output("Write all processes' structured logs there, as JSON lines.", metavar="FILE")] = (
         None
     )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"] | None,
-        output("info with --log, else error to stderr; debug logs every transition."),
+        output(
+            "debug (every transition), info, warning or error; info with --log, else error to stderr.", metavar="LEVEL"
+        ),
     ] = None
 
     def __post_init__(self) -> None:

@@ -7,17 +7,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from asynckv.bench.figures import FIGURES, Figure, named
 from asynckv.bench.journal import Head, Sweep
 from asynckv.bench.noise import Interval, median_of
-from asynckv.observe.console import printable
+from asynckv.observe.console import printable, without_control
+from asynckv.observe.output import print_table
 
 __all__ = ["SHOWN", "Summary", "show", "summarise"]
 
 FLOOR = named("ratio_to_floor.raw_nixl.gbytes_per_s", {"ratio_to_floor.raw_nixl.gbytes_per_s"})
-SHOWN = ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu")
+TITLES = {
+    "gbytes_per_s": "GB/s",
+    "requests_per_s": "requests/s",
+    "p50": "p50 ms",
+    "p99": "p99 ms",
+    "decode_cpu": "decode CPU µs",
+}
+SHOWN = tuple(TITLES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,30 +73,23 @@ def show(sweep: Sweep, console: Console) -> None:
     found = summarise(sweep)
     if not found:
         return
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in sweep.head.axes:
-        table.add_column(printable(name), justify="right")
-    for name in SHOWN:
-        unit = FIGURES[name].unit
-        table.add_column(unit if name.endswith("per_s") else f"{name} {unit}", justify="right")
+    heads = list(map(without_control, sweep.head.axes))
+    heads += [TITLES[name] for name in SHOWN]
     has_floor = any(point.interval(FLOOR) is not None for point in found)
     if has_floor:
-        table.add_column("of raw NIXL", justify="right")
-    table.add_column()
+        heads.append("of raw NIXL")
+    rows = []
     for point in found:
-        cells = [printable(point.axes[name]) for name in sweep.head.axes]
+        cells = [without_control(point.axes[name]) for name in sweep.head.axes]
         for name in SHOWN:
             interval = point.interval(FIGURES[name])
             cells.append("" if interval is None else f"{interval.median:,.4g}")
         if has_floor:
             interval = point.interval(FLOOR)
             cells.append("" if interval is None else f"{interval.median:.1%}")
-        table.add_row(
-            *cells,
-            printable(", ".join(dict.fromkeys(f.partition(":")[0] for f in point.faults))),
-            style="red" if point.faults else "",
-        )
-    console.print(table)
+        rows.append((*cells, ", ".join(dict.fromkeys(f.partition(":")[0] for f in point.faults))))
+    styles = ["red" if point.faults else "" for point in found]
+    print_table(console, [*heads, ""], rows, texts=(len(heads),), styles=styles)
     for fault, count in Counter(fault for point in found for fault in point.faults).items():
         where = "one point" if count == 1 else f"{count} points"
         console.print(f"  ! {where} {printable(fault)}", style="red", highlight=False)

@@ -247,7 +247,7 @@ class Asker:
             try:
                 account = decode_account(status.account)
             except RemoteProtocolError as exc:
-                raise _Vain(f"its answer is none: {exc}") from exc
+                raise _Vain(f"its answer cannot be read: {exc}") from exc
             if account.refused:
                 if account.retry_s > 0 and loop.time() + account.retry_s < patience:
                     await asyncio.sleep(min(account.retry_s, REPEAT_S))
@@ -324,7 +324,7 @@ class Asker:
         except ConnectionRefusedError:
             return vain + NOBODY
         except TimeoutError:
-            return vain + "no TCP connection either; the host is down, or a firewall is between"
+            return vain + "no TCP connection either; the host is down, or a firewall is in between"
         except OSError as exc:
             return vain + f"no TCP connection either ({exc.strerror or exc})"
         try:
@@ -344,7 +344,7 @@ class Asker:
         if wants_keys and not self._has_keys:
             return vain + "it wants keys: give --keys and --authorized, and its address with what follows the #"
         if wants_keys:
-            return vain + f"it has keys and may not know ours: its .key file belongs into its directory; or {AWAY}"
+            return vain + f"it has keys and may not know ours: put our .key file among its authorized keys; or {AWAY}"
         if self._has_keys:
             return vain + f"it has no keys, and we have; or {AWAY}"
         return vain + f"TCP connects and ZMQ greets, so {AWAY}"
@@ -417,9 +417,9 @@ class _SocketLine:
                 if isinstance(message, Status) and message.nonce == nonce:
                     return message
         except (OSError, EOFError):
-            raise _Vain("it hung up: the engine has closed, or has too many guests") from None
+            raise _Vain("it closed the connection: the engine has closed, or too many ask it") from None
         except RemoteProtocolError as exc:
-            raise _Vain(f"its answer is none: {exc}") from exc
+            raise _Vain(f"its answer cannot be read: {exc}") from exc
         raise _Vain("its answer is to another question")
 
 

@@ -21,6 +21,7 @@ can say. They name whose logs would say more, and stand for several causes that 
 from __future__ import annotations
 
 import enum
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -381,8 +382,14 @@ def markdown() -> str:
     out = []
     for cause, entry in CATALOGUE.items():
         kind = " *(a class)*" if entry.is_class else ""
-        out.append(f"### {entry.title[0].upper()}{entry.title[1:]}\n\n`{cause}`{kind}: *{entry.sentence}.*\n")
+        out.append(f"### {entry.title[0].upper()}{entry.title[1:]}\n")
+        out.append(_filled(f"`{cause}`{kind}: *{entry.sentence}.*") + "\n")
         rows = (("prefill side", entry.prefill), ("decode side", entry.decode), ("with one side only", entry.alone))
-        out += [f"- {name}: {text}" for name, text in rows if text]
-        out.append(f"- what to do: {entry.remedy}\n")
+        out += [_filled(f"- {name}: {text}") for name, text in rows if text]
+        out.append(_filled(f"- what to do: {entry.remedy}") + "\n")
     return "\n".join(out)
+
+
+def _filled(text: str) -> str:
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -139,7 +139,7 @@ def _reader(asked: _Asked, rank: str, lease: RequestStatus, said: RankStatus) ->
         who, pull = next((each for each in mine if each[1].pull_id == said.pull_id), mine[0])
         is_newer = bool(said.pull_id) and pull.pull_id != said.pull_id
         return Other(who, said, pull, "another attempt than the one that was granted" if is_newer else "", False)
-    return _unknown(asked, said, "it is over there, or was never begun: nobody renews or releases it")
+    return _unknown(asked, said, "it ended there or never began, so nobody renews or releases it")
 
 
 def _lender(asked: _Asked, rank: str, pull: RequestStatus, said: RankStatus) -> Other:
@@ -151,7 +151,7 @@ def _lender(asked: _Asked, rank: str, pull: RequestStatus, said: RankStatus) -> 
         return Other(said.rank, said, lease, "", False)
     if said.state == "not_lent" and said.rank in asked.by_rank:
         return Other(said.rank, said, None, "not lent there yet", False)
-    return _unknown(asked, said, "not lent there: not yet, or no more")
+    return _unknown(asked, said, "it is not lent there: not yet, or no longer")
 
 
 def _unknown(asked: _Asked, said: RankStatus, why: str) -> Other:
@@ -159,7 +159,7 @@ def _unknown(asked: _Asked, said: RankStatus, why: str) -> Other:
     start = _start(said.rank)
     if (rank := asked.by_start.get(start)) is not None:
         if asked.by_rank[rank].is_cut:
-            return Other(said.rank, said, None, "not among the oldest that it told", False)
+            return Other(said.rank, said, None, "not among the oldest requests that it reported", False)
         return Other(said.rank, said, None, f"knows nothing of it: {why}", True)
     if (silent := asked.silent.get(start)) is not None:
         gone = "its process has ended" if silent.is_left_behind else "does not answer"

@@ -80,10 +80,10 @@ def overview(answers: Sequence[Answer], top: int) -> RenderableType:
             parts.append(Text(f"... and {left:,} more: --top N shows more of them, --request ID a certain one", FAINT))
     elif any(not answer.error for answer in answers):
         is_silent = any(answer.error and not answer.is_left_behind for answer in answers)
-        only = " by those that answered; what the others hold is not known" if is_silent else ""
+        only = " by the engines that answered; what the others hold is unknown" if is_silent else ""
         parts.append(Text(f"nothing is lent, announced or pulled{only}"))
     if any(other.verdict.startswith("knows nothing") for each in joined for other in each.others):
-        parts.append(Text("(two engines are never asked at the very same moment: look again)", FAINT))
+        parts.append(Text("(the engines were not asked at the very same moment: look again)", FAINT))
     return Group(*parts)
 
 
@@ -326,7 +326,7 @@ def _details(each: Joined) -> Iterator[RenderableType]:
         if said is not None:
             words.append(text(said.state, "yellow" if said.state in UNUSUAL else ""))
             if said.granted_s is not None:
-                words.append(Text(f"promise runs {span(said.granted_s)} more"))
+                words.append(Text(f"grant runs for {span(said.granted_s)} more"))
             words.append(Text(f"heard {span(said.heard_s)} ago" if said.heard_s is not None else "never heard"))
             if said.bytes_planned:
                 words.append(Text(f"{size(said.bytes_read)} of {size(said.bytes_planned)} read"))

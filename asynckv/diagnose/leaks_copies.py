@@ -35,7 +35,7 @@ class LateCopy:
         rank: Whose blocks.
         what: `store` or `load`.
         job: As the rank calls it.
-        state: `returned`, `retired` (given up for this process), `closed` (with its engine), or `held` when the log
+        state: `returned`, `retired` (retired: lost to this process), `closed` (with its engine), or `held` when the log
             ends.
         blocks: How many; -1 if no log says so.
         seconds: For how long they were held after the failure, as far as is known.

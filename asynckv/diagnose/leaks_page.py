@@ -259,7 +259,7 @@ def _show_one(leak: dict[str, Any], console: Console) -> None:
     # What is to be copied is never broken.
     console.print(f"[bold]{leak['cause']}[/bold]  {name}", highlight=False, soft_wrap=True)
     _print(console, leak["sentence"], 2)
-    known = f" of which nothing was taken: {leak['reader']}" if leak["reader"] else " that never spoke up"
+    known = f" from which nothing was accepted: {leak['reader']}" if leak["reader"] else " that never spoke up"
     nobody = f"* (a decode engine{known})"
     rows = [
         ("held", _held(leak)),
@@ -299,11 +299,11 @@ _STATE = {
     "expired": "its lease expired",
     "closed": "its engine was closed",
     "died": "its process died, as far as its log tells",
-    "held": "held still when the log ends",
+    "held": "still held when the log ends",
     "announced": "kept for an announcement",
     "unknown": "what became of it is not in these logs",
     "returned": "returned since",
-    "retired": "given up for this process",
+    "retired": "retired: lost to this process",
     "quarantined": "not returned when the log ends",
 }
 
@@ -331,8 +331,8 @@ def _summary(read: dict[str, Any]) -> list[str]:
         out.append(f"[yellow]ends early: log of {ends}; what came after is not in it, and not judged[/yellow]")
     if read["warnings_only"]:
         out.append(
-            f"[yellow]warnings only, of {_few(read['warnings_only'])}: what ended well is not in there, so that what "
-            f"is held still, or who died, cannot be told from what is missing; level info tells[/yellow]"
+            f"[yellow]warnings only, of {_few(read['warnings_only'])}: what ended well is not logged there, so missing "
+            f"lines do not tell what is still held, or who died; level info has them[/yellow]"
         )
     out += [f"[yellow]no answer from {x}[/yellow]" for x in read["unanswered"]]
     for name, what in (("repeated", "that were there twice"), ("others", "of other programs")):

@@ -153,7 +153,7 @@ class Processes:
             return Fate("silent", why, low, math.inf, False)
         gone_by = self._lapsed.get(process.incarnation, -math.inf)
         if gone_by >= low and self.last >= gone_by + SILENCE_S / 2:
-            return Fate("died", f"{ends}, and it let its promises run out", low, gone_by, False)
+            return Fate("died", f"{ends}, and it let its grants run out", low, gone_by, False)
         others = list(self._would_be_told_of(process))
         ended = [(self.when(x.incarnation, x.stopped.at)[0], x.rank) for x in others if x.stopped is not None]
         ended = [x for x in ended if x[0] > high]

@@ -87,7 +87,7 @@ def life(request: Request) -> str:
     said = [*_few(said), *_few(pulls)]
     if request.withdrawn:
         said.append(f"{request.withdrawn[-1].rank} withdrew it at {moment(request.withdrawn[-1].at)}")
-    return "; ".join(said) or "no more than its name is told"
+    return "; ".join(said) or "the logs have nothing but its name"
 
 
 def _few(said: Sequence[str]) -> list[str]:

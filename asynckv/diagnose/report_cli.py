@@ -28,6 +28,9 @@ SNIFFED = 1 << 16
 SHORT = 80
 """Bytes of the first line of an object that is written in many."""
 
+LONGEST_TITLE = 80
+"""Letters in the title of a page that is named by its engines."""
+
 MAX_BENCH = 1 << 28
 """Bytes of a report of `asynckv bench`."""
 
@@ -207,5 +210,6 @@ def _title(summary: Any) -> str:
     if summary.engines:
         names = list(dict.fromkeys(x.engine_id for x in summary.engines))
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        return f"asynckv: {', '.join(x[:40] for x in names[:4])}{more}"
+        said = f"{', '.join(x[:40] for x in names[:4])}{more}"
+        return f"asynckv: {said if len(said) <= LONGEST_TITLE else f'{len(names):,} engines'}"
     return f"asynckv bench: {Path(summary.bench[0].name).name}"

@@ -75,7 +75,9 @@ def _first(summary: Summary) -> str:
         f"<small>{escape(x.of)}</small></div>"
         for x in cards
     )
-    return f'{frame.verdict(said, is_good=is_good)}{notes}<div class="cards">{shown}</div>\n'
+    has_news = summary.bench or summary.pulls.ended or summary.leases.lent or summary.unseen
+    kind = is_good if has_news or not is_good else None
+    return f'{frame.verdict(said, is_good=kind)}{notes}<div class="cards">{shown}</div>\n'
 
 
 def _cards(summary: Summary) -> list[Card]:
@@ -106,7 +108,10 @@ def _notes(summary: Summary) -> Iterable[str]:
     """What limits the report."""
     read = summary.read
     if summary.late.requests:
-        yield "Failed is a pull, for its reader; late are blocks, for their owner. Either can be without the other."
+        yield (
+            "Failed pulls and late blocks are counted apart. A pull fails for its reader, blocks come back late for "
+            "their owner; one can happen without the other."
+        )
     if summary.engines and not any(x.events > x.warnings + x.errors for x in summary.engines):
         yield (
             "These logs hold warnings and errors only: of what went well nothing is known, so throughput, latency and "
@@ -199,13 +204,13 @@ def _phases(summary: Summary) -> str:
         for name in ordered
     ]
     table = frame.table(["phase", "mean", "p50", "p90", "p99", "slowest"], rows, label="Phases")
-    figure = plots.phase_quantiles(kinds, "How long each phase took: p50 thick, p99 pale")
+    figure = plots.phase_quantiles(kinds, "How long each phase took", "Thick: p50. Pale: p99.")
     return f'<div class="plots">\n{figure}<div>{table}</div></div>\n'
 
 
 def _failures(summary: Summary) -> str:
     if not summary.failures:
-        return _empty(f"Nothing failed, in {summary.pulls.logged + summary.leases.logged:,} ends that are in the logs.")
+        return _empty(f"Nothing failed. ({summary.pulls.logged + summary.leases.logged:,} ends are in the logs.)")
     words = {"pull": "pull", "attempt": "attempt, tried again", "lease": "lease"}
     rows = [
         [

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from asynckv.diagnose.colours import BAD, PHASES, STATES, Colour
-from asynckv.diagnose.report_text import bytes_text, count_text, duration, number, safe, share, time_text
+from asynckv.diagnose.report_text import bytes_text, count_text, duration, named, number, safe, share, time_text
 from asynckv.diagnose.summary_model import Away, Kind, Pair, Summary
 from asynckv.tools import frame
 
@@ -367,7 +367,7 @@ def _spans(
         }
         for name, found in spans.items()
     ]
-    ticks = [_label(row, 44) for row in rows]
+    ticks = [escape(named(row, 60), quote=False) for row in rows]
     yaxis = {
         "title": {"text": ""},
         "tickvals": list(range(len(rows))),
@@ -412,7 +412,7 @@ def states(summary: Summary, pairs: Sequence[Pair]) -> str:
     """Draw the states of peers."""
     shown = pairs[:MOST_LINES]
     is_one = len({x.reader for x in pairs}) == 1
-    rows = [x.peer if is_one else f"{x.peer} ← {x.reader}" for x in shown]
+    rows = [x.peer if is_one else f"{named(x.peer, 28)} ← {named(x.reader, 28)}" for x in shown]
     spans: dict[str, list[tuple[int, float, float, str]]] = {}
     for i, found in enumerate(shown):
         for state, since, until in found.states:

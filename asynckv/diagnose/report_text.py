@@ -15,6 +15,7 @@ __all__ = [
     "bytes_text",
     "count_text",
     "duration",
+    "named",
     "number",
     "safe",
     "share",
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 MOST_LETTERS = 200
+MOST_NAME = 1_000
 GAP = "\u00a0"
 """Between a number and its unit, which stay in one line."""
 
@@ -97,6 +99,12 @@ def safe(text: str, most: int = MOST_LETTERS) -> str:
     return shown if len(shown) <= most else f"{shown[: most - 1]}…"
 
 
+def named(rank: str, most: int = 60) -> str:
+    """Make a process's name fit: names often begin alike and differ at their ends, so both are kept."""
+    shown = without_control(rank[:MOST_NAME])
+    return shown if len(shown) <= most else f"{shown[: most // 2 - 1]}…{shown[-(most - most // 2) :]}"
+
+
 EARLY_S = 5.0
 """Logs of processes that live end at different moments, by some seconds."""
 
@@ -122,9 +130,9 @@ def verdict(summary: Summary) -> tuple[list[str], bool]:
     if late.requests:
         is_good = False
         told = list(late.causes.values())
-        named = [f"{safe(x['title'], 90)} ({x['requests']:,})" for x in told[:2]]
-        named += [f"other causes ({sum(x['requests'] for x in told[2:]):,})"] if told[2:] else []
-        said.append(f"Blocks of {number(late.requests, 'request', 'requests')} came back late: {'; '.join(named)}.")
+        causes = [f"{safe(x['title'], 90)} ({x['requests']:,})" for x in told[:2]]
+        causes += [f"other causes ({sum(x['requests'] for x in told[2:]):,})"] if told[2:] else []
+        said.append(f"Blocks of {number(late.requests, 'request', 'requests')} came back late: {'; '.join(causes)}.")
     elif leases.lent and leases.ended_badly:
         is_good = False
         said.append(
@@ -145,13 +153,13 @@ def verdict(summary: Summary) -> tuple[list[str], bool]:
         )
     if summary.away:
         worst = max(summary.away, key=lambda x: x.seconds)
-        said.append(f"An event loop was away for up to {duration(worst.seconds)} ({safe(worst.rank, 60)}).")
+        said.append(f"An event loop was away for up to {duration(worst.seconds)} ({named(worst.rank)}).")
     if early := [x for x in engines if x.stopped is None and summary.last - x.last > EARLY_S]:
         first = min(early, key=lambda x: x.last)
         others = f", and {number(len(early) - 1, 'other ends', 'others end')} early too" if len(early) > 1 else ""
         said.append(
-            f"The log of {safe(first.rank, 60)} ends {duration(summary.last - first.last)} before the last line of "
-            f"all, without a goodbye{others}: it died, or had nothing more to say."
+            f"The log of {named(first.rank)} ends {duration(summary.last - first.last)} before the last line of "
+            f"all, without a goodbye{others}: it died, or logged nothing more."
         )
     errors = sum(x.errors for x in engines)
     if errors:
@@ -180,9 +188,9 @@ def _unseen(summary: Summary, ended: float) -> str:
 def unseen_text(unseen: Unseen) -> str:
     """Say what is known of one process from other logs."""
     if unseen.ends is None:
-        said = f"There is no log of {safe(unseen.rank, 80)}, which others name"
+        said = f"There is no log of {named(unseen.rank, 80)}, which others name"
     else:
-        said = f"The log of {safe(unseen.rank, 80)} ends at {time_text(unseen.ends)} without a goodbye"
+        said = f"The log of {named(unseen.rank, 80)} ends at {time_text(unseen.ends)} without a goodbye"
     known = [f"{n:,} {'pull' if n == 1 else 'pulls'} {safe(how, 40)}" for how, n in unseen.released.items()]
     known += [f"{number(unseen.owed, 'request', 'requests')} that it never released"] if unseen.owed else []
     since = " since then" if unseen.ends is not None else ""
@@ -194,5 +202,5 @@ def _causes(summary: Summary, side: str) -> str:
     if not found:
         return ""
     rest = sum(x.count for x in found[3:])
-    named = [f"{x.count:,} {safe(x.cause, 40)}" for x in found[:3]] + ([f"{rest:,} other"] if rest else [])
-    return f": {', '.join(named)}"
+    causes = [f"{x.count:,} {safe(x.cause, 40)}" for x in found[:3]] + ([f"{rest:,} other"] if rest else [])
+    return f": {', '.join(causes)}"

@@ -133,48 +133,51 @@ COMMON: Final = (
     always(TEXT, "timestamp", "When it was logged: ISO 8601, UTC, microseconds."),
     always(TEXT, "level", "`debug`, `info`, `warning` or `error`."),
     always(TEXT, "event", "The event's name."),
-    always(TEXT, "engine_id", "The engine that logs."),
+    always(TEXT, "engine_id", "The engine that logs the line."),
     always(INTEGER, "tp_rank", "Its rank."),
-    always(TEXT, "incarnation", "This start of its process; another after the engine was resumed."),
+    always(TEXT, "incarnation", "Names this start of its process; a new one after the engine was resumed."),
     always(TEXT, "rank", "The engine's rank and start as everybody writes it: `prefill/pp1/tp3@0a1b2c3d`."),
-    maybe(INTEGER, "log_dropped", "Lines before this one that the engine's own log file has not got."),
-    maybe(TEXT, "log_not_rotated", "Why the engine's own log file goes on though it is full: said once."),
+    maybe(INTEGER, "log_dropped", "How many lines before this one are missing in the engine's own log file."),
+    maybe(TEXT, "log_not_rotated", "Why the engine's own log file grows beyond `max_bytes`; said once."),
 )
 """What every line has, however it is written; `timestamp`, `level` and `log_...` are added by who writes it."""
 
 LEASE_IDS = (
     always(TEXT, "request_id", "The prefill side's id of the request."),
-    always(INTEGER, "sequence", "Of its key: the same on all ranks of both sides."),
+    always(INTEGER, "sequence", "The number of its key: the same on all ranks of both sides."),
 )
 PULL_IDS = (
     always(TEXT, "request_id", "The decode side's id of the request."),
-    always(TEXT, "prefill_request_id", "The prefill side's."),
+    always(TEXT, "prefill_request_id", "The prefill side's id of the request."),
     always(TEXT, "pull_id", "This attempt: the first half of the reader's incarnation, and a number."),
     always(TEXT, "peer", "The prefill engine's id."),
-    always(INTEGER, "sequence", "Of the request's key: the same on all ranks of both sides."),
+    always(INTEGER, "sequence", "The number of the request's key: the same on all ranks of both sides."),
 )
-NOT_LOGGED = maybe(INTEGER, "not_logged", "How many more there were since the last line that said so.")
+NOT_LOGGED = maybe(INTEGER, "not_logged", "How many more there were since the last such line.")
 SUCCESSES = maybe(
-    INTEGER, "successes_not_logged", "Requests that ended well, or were lent, and are not in the log, since the last."
+    INTEGER, "successes_not_logged", "How many requests ended well, or were lent, without a line since the last line."
 )
 HISTORY = "Every transition and note: `[seconds since the first, words]`."
 REFUSED_MESSAGES = maybe(
     LIST,
     "refused",
-    "Messages about this very request that were turned down, the first of each kind: `[seconds since it was lent, "
-    "claim|renew|release, reason, who, detail]`. `parked_too_long`: a release that came before the request was lent, "
-    "and "
-    "was forgotten.",
+    "Messages about this request that were refused, the first of each kind: `[seconds since it was lent, "
+    "claim|renew|release, reason, who, detail]`. The reason `parked_too_long`: a release that came before the request "
+    "was lent, and was forgotten.",
 )
 OUTCOME = always(TEXT, "outcome", "What the release says: `complete`, `failed`, `cancelled` or `retry`.")
 WAITS = (
-    maybe(TEXT, "state", "Of the lease or the pull (`docs/states.md`); left out where several are said together."),
+    maybe(
+        TEXT,
+        "state",
+        "State of the lease or the pull (`docs/states.md`); left out if the line is about several states.",
+    ),
     always(TEXT, "waits", "What they wait for, in words."),
-    always(INTEGER, "requests", "How many wait for the same."),
+    always(INTEGER, "requests", "How many requests wait for the same."),
 )
 LAYOUT = always(TEXT, "layout", "Fingerprint of the memory's layout.")
 STRAGGLERS = (
-    always(INTEGER, "stragglers", "How many requests were left."),
+    always(INTEGER, "stragglers", "How many requests had not ended."),
     always(LIST, "oldest", "A few of them, in words: request id, why its blocks are held, whom it waits for."),
 )
 
@@ -182,122 +185,126 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
     EVENT.ENGINE_STARTED: Event(
         "both",
         ("info",),
-        "An engine is up. Processes of one host share a wall clock.",
+        "An engine has started. Processes of one host share a wall clock.",
         (
             always(TEXT, "address", "Where its control plane listens."),
             LAYOUT,
-            always(INTEGER, "bytes", "Of memory that is registered."),
+            always(INTEGER, "bytes", "Size of the registered memory."),
             always(TEXT, "host", "Name of the host."),
-            always(INTEGER, "pid", "Of the process."),
-            always(TEXT, "version", "Of asynckv."),
+            always(INTEGER, "pid", "Id of the process."),
+            always(TEXT, "version", "Version of asynckv."),
             always(SECONDS, "lease_s", "How long an unclaimed request stays lent."),
-            always(SECONDS, "grant_s", "Length of one promise to a reader."),
-            always(SECONDS, "max_lease_s", "Longest that renewals keep a request lent."),
-            always(SECONDS, "parked_s", "How long what is said of a request that is not lent yet is remembered."),
+            always(SECONDS, "grant_s", "Length of one grant to a reader."),
+            always(SECONDS, "max_lease_s", "How long renewals can keep a request lent."),
+            always(SECONDS, "parked_s", "How long claims and releases of a request that is not lent yet are kept."),
             always(SECONDS, "timeout_s", "Default deadline of a pull."),
             always(SECONDS, "announce_s", "How long an announced request may wait to be pulled."),
-            always(SECONDS, "held_s", "When blocks that a transfer may still write are given up."),
+            always(SECONDS, "held_s", "When blocks that a transfer may still write are retired."),
             always(SECONDS, "release_timeout_s", "When an unanswered release is given up."),
             always(TEXT, "backend", "NIXL's back end, or `simulated`."),
             maybe(TEXT, "nixl", "Version of NIXL."),
-            maybe(TEXT, "nixl_variant", "Its package."),
-            maybe(TEXT, "ucx_tls", "The transports that UCX may choose."),
-            maybe(TEXT, "ucx_net_devices", "The devices that it may use."),
-            maybe(TEXT, "ucx_error_handling_mode", "Whether it notices that a peer is lost."),
+            maybe(TEXT, "nixl_variant", "NIXL's package."),
+            maybe(TEXT, "ucx_tls", "The transports that UCX may use."),
+            maybe(TEXT, "ucx_net_devices", "The devices that UCX may use."),
+            maybe(TEXT, "ucx_error_handling_mode", "Whether UCX notices that a peer is lost."),
             maybe(TEXT, "engine_config", "Further settings of UCX."),
-            maybe(TEXT, "completions", "How ends of transfers are found."),
-            maybe(TEXT, "posting_threads", "What is posted where."),
+            maybe(TEXT, "completions", "How completed transfers are found."),
+            maybe(TEXT, "posting_threads", "Which threads post what."),
             maybe(TEXT, "sync_mode", "How NIXL's agent is locked."),
-            maybe(TEXT, "serving", "The process that serves remote readers, if it is another."),
-            maybe(TEXT, "reading", "Where our own reads are posted, if that is another process."),
+            maybe(TEXT, "serving", "The process that serves remote readers, if it is a separate one."),
+            maybe(TEXT, "reading", "The process that posts this engine's reads, if it is a separate one."),
         ),
     ),
     EVENT.ENGINE_STOPPED: Event(
         "both",
         ("info",),
-        "An engine was closed. A log that just stops is one of a process that was killed.",
+        "An engine was closed. A log that ends without this line is one of a process that was killed.",
         (
-            always(SECONDS, "seconds", "Since it started."),
-            always(INTEGER, "cut_short", "How many requests were not waited for."),
+            always(SECONDS, "seconds", "Since the engine started."),
+            always(INTEGER, "cut_short", "How many requests the end did not wait for."),
             always(OBJECT, "counters", "Leases, pulls and refusals by outcome, as in the statistics; without zeros."),
         ),
     ),
     EVENT.ENGINE_SUSPENDED: Event(
         "both",
         ("info",),
-        "The memory was let go: nothing reads or writes it.",
+        "The engine has released its memory: nothing reads or writes it.",
         (always(INTEGER, "cut_short", "How many requests had not ended by the end of the drain."),),
     ),
     EVENT.ENGINE_RESUMED: Event(
         "both",
         ("info",),
-        "Memory was registered again; from here on under another incarnation.",
-        (always(INTEGER, "memory_epoch", "How often it was registered anew."), LAYOUT),
+        "The engine has registered its memory again, and has another incarnation from here on.",
+        (always(INTEGER, "memory_epoch", "How often the memory was registered anew."), LAYOUT),
     ),
     EVENT.ENGINE_CLOSED_WITH_STRAGGLERS: Event(
         "both",
         ("warning",),
-        "Closing or suspending did not wait longer for what was under way.",
+        "The engine was closed or suspended before all requests had ended.",
         (
             always(TEXT, "how", "`closed` or `suspended`."),
             *STRAGGLERS,
-            maybe(LIST, "promises_cut_short", "Requests whose readers were promised their blocks for longer."),
+            maybe(LIST, "promises_cut_short", "Requests whose readers held a grant for longer."),
         ),
     ),
-    EVENT.DRAINED: Event("both", ("info",), "A drain ended, and nothing is under way."),
-    EVENT.DRAIN_INCOMPLETE: Event("both", ("warning",), "A drain ended before what was under way.", STRAGGLERS),
+    EVENT.DRAINED: Event("both", ("info",), "A drain ended, and no request is under way."),
+    EVENT.DRAIN_INCOMPLETE: Event("both", ("warning",), "A drain ended before all requests had ended.", STRAGGLERS),
     EVENT.PEER_CHANGED: Event(
         "decode",
         ("info", "warning"),
-        "A remote rank's state changed; a warning if it went badly, and not if it was announced and took no pull "
-        "along.",
+        "A remote rank's state changed. It is a warning if the rank was lost; not if it said goodbye and no pull "
+        "failed with it.",
         (
             always(TEXT, "peer", "The rank and its start."),
-            always(TEXT, "address", "Where it listens."),
-            always(TEXT, "peer_incarnation", "Its start, in full."),
-            always(TEXT, "before", "Its state before."),
-            always(TEXT, "state", "`connecting` (our first hello leaves), `loading` (its welcome came), `ready`, ..."),
-            maybe(TEXT, "cause", "Why it serves us no more."),
-            maybe(TEXT, "detail", "In words."),
-            maybe(INTEGER, "pulls_failed", "How many pulls it took along."),
+            always(TEXT, "address", "Where the rank listens."),
+            always(TEXT, "peer_incarnation", "The incarnation of its process, in full."),
+            always(TEXT, "before", "The state before."),
+            always(
+                TEXT,
+                "state",
+                "`connecting` (this side sends its first hello), `loading` (the welcome came), `ready`, ...",
+            ),
+            maybe(TEXT, "cause", "Why the rank serves this engine no more."),
+            maybe(TEXT, "detail", "The same in words."),
+            maybe(INTEGER, "pulls_failed", "How many pulls failed with it."),
         ),
     ),
     EVENT.PEER_DRAINING: Event(
         "decode",
         ("info",),
-        "A remote rank has said that it lends nothing new.",
-        (always(TEXT, "peer", "The rank and its start."), always(TEXT, "address", "Where it listens.")),
+        "A remote rank drains: it lends nothing new.",
+        (always(TEXT, "peer", "The rank and its start."), always(TEXT, "address", "Where the rank listens.")),
     ),
     EVENT.READER_MET: Event(
         "prefill",
         ("info",),
-        "A start of a reader's process was welcomed for the first time. A thousand at once, then ten per second.",
+        "A reader's process shook hands for the first time. A thousand lines at once, then ten per second.",
         (
-            always(TEXT, "reader", "Its name and start, as it says."),
-            always(TEXT, "reader_incarnation", "Its start, in full."),
-            always(INTEGER, "minor", "Which minor version of the protocol it speaks."),
+            always(TEXT, "reader", "The rank and its start, as the reader says."),
+            always(TEXT, "reader_incarnation", "The incarnation of its process, in full."),
+            always(INTEGER, "minor", "The minor version of its protocol."),
             NOT_LOGGED,
         ),
     ),
     EVENT.READER_REFUSED: Event(
         "prefill",
         ("warning",),
-        "A reader is not served by this start of the process, or not at all. Ten at once, then one per second.",
+        "This process refuses to serve a reader. Ten lines at once, then one per second.",
         (
-            always(TEXT, "reader", "Its name and start, as it says; empty if it speaks another protocol."),
-            always(TEXT, "said", "What it had said: `hello`, `claim`, `renew` or `release`."),
+            always(TEXT, "reader", "The rank and its start, as the reader says; empty if it speaks another protocol."),
+            always(TEXT, "said", "The message that was refused: `hello`, `claim`, `renew` or `release`."),
             always(TEXT, "cause", "`wrong_target`, `restarted`, `engine_closed` or `protocol_version`."),
-            always(TEXT, "detail", "In words, as it was told."),
+            always(TEXT, "detail", "The words that the reader was sent."),
             NOT_LOGGED,
         ),
     ),
     EVENT.REFUSED: Event(
         "both",
         ("warning",),
-        "The listener turned a connection away, or this side may not connect to an address. Ten at once, then one per "
-        "second.",
+        "The listener rejected a connection, or this engine refused to connect to an address. Ten lines at once, then "
+        "one per second.",
         (
-            always(TEXT, "cause", "As in the counters `control.*` (`docs/security.md`)."),
+            always(TEXT, "cause", "The name of the counter `control.*` (`docs/security.md`)."),
             always(TEXT, "who", "Address, and public key if there is one."),
             NOT_LOGGED,
         ),
@@ -305,48 +312,47 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
     EVENT.LEASE_LENT: Event(
         "prefill",
         ("info",),
-        "Blocks were lent. Sampled: who finds it finds the end of the lease, too.",
+        "Blocks were lent. Sampled: if this line is in the log, the end of the lease is, too.",
         (
             *LEASE_IDS,
-            always(INTEGER, "blocks", "How many."),
-            always(SECONDS, "lease_s", "How long the lease lasts if nobody asks for it."),
-            maybe(INTEGER, "readers", "Decode engines that may read it, if more than one."),
+            always(INTEGER, "blocks", "How many blocks."),
+            always(SECONDS, "lease_s", "How long the lease lasts if nobody claims it."),
+            maybe(INTEGER, "readers", "How many decode engines may read it, if more than one."),
             SUCCESSES,
         ),
     ),
     EVENT.LEASE_GRANTED: Event(
         "prefill",
         ("info",),
-        "A reader was promised the blocks of a sampled lease for the first time.",
+        "A reader got its first grant of a sampled lease.",
         (
             *LEASE_IDS,
-            always(TEXT, "reader", "Its name and start."),
-            always(TEXT, "pull_id", "Its attempt."),
-            always(SECONDS, "seconds", "How long the promise runs."),
+            always(TEXT, "reader", "The rank and its start."),
+            always(TEXT, "pull_id", "The reader's attempt."),
+            always(SECONDS, "seconds", "How long the grant runs."),
             always(SECONDS, "after_s", "Since the request was lent."),
         ),
     ),
     EVENT.LEASE_HELD: Event(
         "prefill",
         ("warning",),
-        "Requests have been lent for a third of their lease (`log.held_fraction`), or twice as long, and so on. What "
-        "waits "
-        "for the same is one line; a few lines in ten seconds.",
+        "Requests have been lent for a third of their lease (`log.held_fraction`), or twice as long, and so on. "
+        "Requests that wait for the same share a line; a few lines in ten seconds.",
         (
             *WAITS,
             always(
                 LIST,
                 "oldest",
-                "The three that are held longest.",
+                "The three that have been held longest.",
                 (
                     *LEASE_IDS,
-                    always(SECONDS, "lent_s", "For how long it has been lent."),
-                    maybe(SECONDS, "left_s", "How long this can last if nobody asks for more."),
+                    always(SECONDS, "lent_s", "For how long the request has been lent."),
+                    maybe(SECONDS, "left_s", "How long this can last at most, if nobody asks for more."),
                     always(
                         OBJECT,
                         "claims",
                         "Reader -> `pull_id`, `claimed_s` and `heard_s` (both since it was lent) of its last attempt. "
-                        "Where `claimed_s` is missing, the line is an old one, and `heard_s` says how long ago it was.",
+                        "A line without `claimed_s` is of an older version; there `heard_s` says how long ago it was.",
                     ),
                     REFUSED_MESSAGES,
                 ),
@@ -356,28 +362,29 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
     EVENT.LEASE_ENDED: Event(
         "prefill",
         ("info", "warning"),
-        "Blocks are the prefill engine's again. Sampled if it was released; else a warning, which is always logged.",
+        "The blocks are the prefill engine's again. Sampled if they were released; else a warning, which is always "
+        "logged.",
         (
-            always(TEXT, "cause", "`released`, `expired`, `revoked`, or `closed`: the engine ended before it."),
+            always(TEXT, "cause", "`released`, `expired`, `revoked`, or `closed` (the engine ended before the lease)."),
             *LEASE_IDS,
-            always(SECONDS, "seconds", "For how long it was lent."),
+            always(SECONDS, "seconds", "For how long the request was lent."),
             always(OBJECT, "readers", "Reader -> how it released: `complete`, `failed` or `cancelled`."),
-            always(INTEGER, "blocks", "How many."),
+            always(INTEGER, "blocks", "How many blocks."),
             maybe(LIST, "owed", "Readers that never released; `*` is a decode engine that never spoke up."),
             maybe(
                 OBJECT,
                 "claims",
-                "Reader that is owed -> `pull_id`, `claimed_s` and `heard_s` (both since it was lent) of its last "
+                "Reader in `owed` -> `pull_id`, `claimed_s` and `heard_s` (both since it was lent) of its last "
                 "attempt.",
             ),
             REFUSED_MESSAGES,
             maybe(
                 TEXT,
                 "revoked_by",
-                "Who took it back: `caller` (`LentRequest.revoke`), `withdraw`, or how the engine ended: `closed`, "
+                "Who revoked it: `caller` (`LentRequest.revoke`), `withdraw`, or how the engine ended: `closed`, "
                 "`suspended`. That is no leak.",
             ),
-            maybe(SECONDS, "late_s", "So long after its time was up it was looked at: the loop was away."),
+            maybe(SECONDS, "late_s", "How late the expiry was noticed, because the event loop was away."),
             maybe(LIST, "history", HISTORY),
             SUCCESSES,
         ),
@@ -394,25 +401,24 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         "A request will never be lent.",
         (
             *LEASE_IDS,
-            always(INTEGER, "waited", "How many pulls waited for it."),
-            always(LIST, "pull_ids", "Some of them."),
+            always(INTEGER, "waited", "How many pulls waited for the request."),
+            always(LIST, "pull_ids", "Some of these pulls."),
         ),
     ),
     EVENT.PULL_HELD: Event(
         "decode",
         ("warning",),
         "Announcements or pulls have been in one state for a third of their lease (`log.held_fraction`), or twice as "
-        "long, "
-        "and so on. What waits for the same is one line; a few lines in ten seconds.",
+        "long, and so on. Those that wait for the same share a line; a few lines in ten seconds.",
         (
             *WAITS,
             always(
                 LIST,
                 "oldest",
-                "The three that are held longest.",
+                "The three that have been held longest.",
                 (
                     *PULL_IDS,
-                    always(SECONDS, "state_s", "For how long it has been in this state."),
+                    always(SECONDS, "state_s", "For how long the request has been in this state."),
                     maybe(SECONDS, "left_s", "How long this can last at most."),
                     always(OBJECT, "ranks", "Prefill rank -> how far the request has come with it."),
                 ),
@@ -422,41 +428,41 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
     EVENT.PULL_RETRIED: Event(
         "decode",
         ("info",),
-        "A pull failed, and is tried again.",
+        "A pull failed and is tried again.",
         (
             always(TEXT, "cause", "Why it failed."),
             *PULL_IDS,
-            always(INTEGER, "attempt", "The attempt that follows."),
-            always(SECONDS, "after_s", "In so many seconds."),
+            always(INTEGER, "attempt", "The number of the next attempt."),
+            always(SECONDS, "after_s", "How long until the next attempt."),
         ),
     ),
     EVENT.PULL_ENDED: Event(
         "decode",
         ("info", "warning"),
-        "A pull has its outcome, or an announcement or a request that was never pulled is done with (`discharged`). "
-        "Sampled "
-        "if it went well; a warning, which is always logged, if it failed or was slow. One that failed as another has "
-        "within "
-        "the last second is said in short.",
+        "A pull has ended, or a request that was never pulled is done (`discharged`), announced or not. Sampled if it "
+        "went well; a warning if it failed (always logged) or was slow. If another failed in the same words within the "
+        "last second, the line is short.",
         (
             always(TEXT, "cause", "`complete`, `cancelled`, `discharged`, or why it failed."),
-            maybe(TEXT, "same_as", "The pull that has failed in the same words just before; the rest is said there."),
+            maybe(TEXT, "same_as", "The pull that failed in the same words just before; its line has the rest."),
             maybe(TEXT, "failed_in", "The phase in which it failed."),
             maybe(TEXT, "detail", "Why, in words."),
-            maybe(TEXT, "waited_for", "What it waited for when it failed, in words."),
+            maybe(TEXT, "waited_for", "What the pull waited for when it failed, in words."),
             *PULL_IDS,
-            maybe(INTEGER, "attempt", "Which attempt at the request it is, if not the first."),
-            maybe(LIST, "peer_ranks", "Prefill ranks that it answers for."),
-            maybe(LIST, "read_ranks", "Those that it read, or was to read."),
+            maybe(INTEGER, "attempt", "The number of the attempt, if it is not the first."),
+            maybe(LIST, "peer_ranks", "Prefill ranks to which this pull owes a release."),
+            maybe(LIST, "read_ranks", "Prefill ranks that it read, or was to read."),
             always(SECONDS, "seconds", "From the call to the outcome."),
-            maybe(INTEGER, "bytes", "That were read; 0 if it failed."),
-            maybe(INTEGER, "descriptors", "That were planned, before NIXL merges them."),
+            maybe(INTEGER, "bytes", "Bytes that were read; 0 if the pull failed."),
+            maybe(INTEGER, "descriptors", "Descriptors that were planned, before NIXL merges them."),
             maybe(INTEGER, "posts", "Transfers that were posted."),
-            maybe(INTEGER, "rereads", "How often it read again, because it had been too early."),
+            maybe(INTEGER, "rereads", "How often the pull read again, because it had read too early."),
             maybe(OBJECT, "phases", "Phase -> seconds (`docs/logging.md`)."),
-            maybe(INTEGER, "held_transfers", "That may still write its blocks: `blocks_returned` follows."),
-            maybe(INTEGER, "blocks", "How many these are, where transfers may still write them."),
-            maybe(LIST, "unanswered", "Ranks that were gone: they were told once, and may not have heard it."),
+            maybe(
+                INTEGER, "held_transfers", "How many transfers may still write its blocks; `blocks_returned` follows."
+            ),
+            maybe(INTEGER, "blocks", "How many blocks transfers may still write."),
+            maybe(LIST, "unanswered", "Ranks that were gone: the release was sent once, and may not have arrived."),
             maybe(LIST, "history", HISTORY),
             SUCCESSES,
         ),
@@ -465,15 +471,15 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         "decode",
         ("debug",),
         "One entry of a pull's history.",
-        (*PULL_IDS, always(TEXT, "to", "The state, or a note."), always(SECONDS, "at_s", "Since the first.")),
+        (*PULL_IDS, always(TEXT, "to", "The state, or a note."), always(SECONDS, "at_s", "Since the first entry.")),
     ),
     EVENT.RELEASE_REFUSED: Event(
         "decode",
         ("warning",),
-        "A prefill rank turned a pull's release down: what it lent will expire.",
+        "A prefill rank refused a pull's release: what it lent will expire.",
         (
             always(TEXT, "cause", "The rank's reason, such as `wrong_request`: the key belongs to another request id."),
-            always(TEXT, "detail", "In the rank's words."),
+            always(TEXT, "detail", "The rank's words."),
             *PULL_IDS,
             OUTCOME,
             always(LIST, "ranks", "The rank."),
@@ -482,11 +488,11 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
     EVENT.RELEASE_UNANSWERED: Event(
         "decode",
         ("warning",),
-        "Prefill ranks never acknowledged a pull's release, and are told no more: if they live, what they lent will "
-        "expire.",
+        "Prefill ranks never acknowledged a pull's release, and it is not sent again: if they live, what they lent "
+        "will expire.",
         (
             always(TEXT, "cause", "`timeout` (`release_timeout_s`), `engine_closed`, or why the rank is gone."),
-            maybe(TEXT, "detail", "In words."),
+            maybe(TEXT, "detail", "The same in words."),
             *PULL_IDS,
             OUTCOME,
             always(LIST, "ranks", "The ranks."),
@@ -499,8 +505,8 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         "Nothing can write the blocks of a failed pull any more.",
         (
             *PULL_IDS,
-            maybe(INTEGER, "blocks", "How many."),
-            always(SECONDS, "seconds_after_failure", "How long they were held."),
+            maybe(INTEGER, "blocks", "How many blocks."),
+            always(SECONDS, "seconds_after_failure", "How long the blocks were held."),
         ),
     ),
     EVENT.BLOCKS_RETIRED: Event(
@@ -509,22 +515,22 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         "A transfer did not end within `pull.held_s` after its pull had failed: its blocks must never be used again.",
         (
             *PULL_IDS,
-            always(INTEGER, "blocks", "How many."),
+            always(INTEGER, "blocks", "How many blocks."),
             always(LIST, "held_by", "Ranks whose transfers may still write them, with addresses."),
-            always(INTEGER, "transfers", "How many."),
-            always(SECONDS, "seconds_after_failure", "How long they were held."),
+            always(INTEGER, "transfers", "How many blocks."),
+            always(SECONDS, "seconds_after_failure", "How long the blocks were held."),
             always(LIST, "history", HISTORY),
         ),
     ),
     EVENT.OFFLOAD_STARTED: Event(
         "both",
         ("info",),
-        "Blocks are kept outside of the accelerator from now on. Besides, what the tiers run on, by the names that "
-        "`Offload.describe` gives.",
+        "An offload has started: blocks are kept outside the accelerator from now on. The line also has what the tiers "
+        "run on, under the names of `Offload.describe`.",
         (
-            always(INTEGER, "host_bytes", "Of host memory."),
-            always(INTEGER, "file_bytes", "Of files; 0 if there are none."),
-            always(INTEGER, "blocks_found", "Blocks that the files had kept."),
+            always(INTEGER, "host_bytes", "Size of the host memory tier."),
+            always(INTEGER, "file_bytes", "Size of the file tier; 0 if there is none."),
+            always(INTEGER, "blocks_found", "Blocks that were in the files already."),
             always(SECONDS, "seconds", "How long the start took."),
             always(OBJECT, "tiers", "Versions, transports and modes."),
         ),
@@ -532,41 +538,41 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
     EVENT.OFFLOAD_MOVED: Event(
         "both",
         ("info",),
-        "What was moved between the tiers since the last line that said so: after a second, two, four and so on, then "
-        "one line a minute at most; none while nothing is moved, and one at the end.",
+        "What was moved between the tiers since the last such line. The lines come after one second, two, four and so "
+        "on, later once a minute at most; none while nothing is moved, and one at the end.",
         (
             always(SECONDS, "seconds", "Since the last such line, or the start."),
-            always(OBJECT, "counters", "What was counted in these, as in `offload_stopped`, if above 0."),
-            always(OBJECT, "blocks", "Tier -> how many blocks are kept there now."),
+            always(OBJECT, "counters", "What was counted in this time, as in `offload_stopped`, if above 0."),
+            always(OBJECT, "blocks", "Tier -> how many blocks it keeps now."),
         ),
     ),
     EVENT.OFFLOAD_STOPPED: Event(
         "both",
         ("info",),
-        "Nothing is stored or loaded any more.",
+        "The offload has ended: nothing is stored or loaded any more.",
         (
             always(OBJECT, "counters", "What was counted since the start."),
-            always(INTEGER, "written_back", "Blocks that were written to files while it closed."),
-            always(INTEGER, "lost", "Blocks that were in host memory alone, though there are files."),
+            always(INTEGER, "written_back", "Blocks that were written to files while the offload closed."),
+            always(INTEGER, "lost", "Blocks that were in host memory only, although there is a file tier."),
         ),
     ),
     EVENT.OFFLOAD_FAILED: Event(
         "both",
         ("warning",),
-        "A store or a load failed, took too long, or found no room; what was wanted of it is a miss. Ten at once, then "
-        "one per second; of stores without room one per minute; with `held` always.",
+        "A store or a load failed, took too long, or found no room; its blocks are misses. Ten lines at once, then one "
+        "per second; of stores without room one per minute; with `held` always.",
         (
             always(
                 TEXT,
                 "cause",
-                "`failed`, `timeout`, or `no_room`: host memory is pinned, so a load cannot bring what is in files; or "
-                "it has no room for all that was to be stored.",
+                "`failed`, `timeout`, or `no_room`: host memory is pinned, so a load cannot bring blocks from files, "
+                "or a store does not fit.",
             ),
-            always(TEXT, "detail", "In words."),
+            always(TEXT, "detail", "The same in words."),
             always(TEXT, "what", "`store` or `load`."),
-            always(TEXT, "request_id", "Whose."),
-            always(TEXT, "job", "What the rank calls it."),
-            always(INTEGER, "blocks", "How many were not moved."),
+            always(TEXT, "request_id", "The request's id."),
+            always(TEXT, "job", "The rank's id of the store or load."),
+            always(INTEGER, "blocks", "How many blocks were not moved."),
             always(INTEGER, "held", "1 if a copy in doubt may still touch the caller's blocks."),
             always(SECONDS, "seconds", "From the call to its end."),
             NOT_LOGGED,
@@ -578,30 +584,30 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         "Nothing can read or write the blocks of a failed store or load any more.",
         (
             always(TEXT, "what", "`store` or `load`."),
-            always(TEXT, "request_id", "Whose."),
-            always(TEXT, "job", "What the rank calls it."),
-            always(INTEGER, "blocks", "How many."),
-            always(SECONDS, "seconds_after_failure", "How long they were held."),
+            always(TEXT, "request_id", "The request's id."),
+            always(TEXT, "job", "The rank's id of the store or load."),
+            always(INTEGER, "blocks", "How many blocks."),
+            always(SECONDS, "seconds_after_failure", "How long the blocks were held."),
         ),
     ),
     EVENT.OFFLOAD_RETIRED: Event(
         "both",
         ("error",),
-        "A copy did not end within `offload.held_s` after its store or load had failed: if it was a load, its blocks "
+        "A copy did not end within `offload.held_s` after its store or load had failed. If it was a load, its blocks "
         "must never be used again.",
         (
             always(TEXT, "what", "`store` or `load`."),
-            always(TEXT, "request_id", "Whose."),
-            always(TEXT, "job", "What the rank calls it."),
-            always(INTEGER, "blocks", "How many."),
-            always(SECONDS, "seconds_after_failure", "How long they were held."),
+            always(TEXT, "request_id", "The request's id."),
+            always(TEXT, "job", "The rank's id of the store or load."),
+            always(INTEGER, "blocks", "How many blocks."),
+            always(SECONDS, "seconds_after_failure", "How long the blocks were held."),
         ),
     ),
     EVENT.OFFLOAD_FILES_LOST: Event(
         "both",
         ("warning",),
-        "The file tier takes no more writes, or nothing at all: a disk that is full or broken, or files that somebody "
-        "has removed. Host memory goes on.",
+        "The file tier takes no more writes, or is off: the disk is full or broken, or somebody removed files. Host "
+        "memory goes on.",
         (
             always(TEXT, "cause", "What happened, and the remedy."),
             always(INTEGER, "reads", "1 if nothing is read either."),
@@ -610,21 +616,22 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
     EVENT.OFFLOAD_FILES_DAMAGED: Event(
         "both",
         ("warning",),
-        "At its start the file tier has not found all that it should have: misses, and nothing else. Once per start.",
+        "At its start the file tier did not find all blocks that it should have. They are misses, nothing else. Once "
+        "per start.",
         (
             always(TEXT, "folder", "The rank's directory."),
-            always(INTEGER, "found", "Blocks that it has."),
-            always(INTEGER, "index_damaged", "1 if its index was damaged, and thrown away: nothing is found."),
+            always(INTEGER, "found", "Blocks that were found."),
+            always(INTEGER, "index_damaged", "1 if the index was damaged and thrown away: nothing is found."),
             always(INTEGER, "missing", "Blocks whose file is gone, or was cut short."),
-            always(INTEGER, "malformed", "Blocks of which the index says nothing sensible."),
-            always(INTEGER, "overlapping", "Blocks in the place of newer ones."),
+            always(INTEGER, "malformed", "Blocks whose index entry makes no sense."),
+            always(INTEGER, "overlapping", "Blocks that newer ones have overwritten."),
             always(INTEGER, "unfit", "Blocks of another `model`, `hash_tokens` or length."),
         ),
     ),
     EVENT.OFFLOAD_LEFT_OUT: Event(
         "both",
         ("warning",),
-        "What ranks of another geometry have left in files cannot be read here, and is not found.",
+        "Files that ranks of another geometry left cannot be read here, so their blocks are not found.",
         (
             always(
                 TEXT,
@@ -638,64 +645,66 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
     EVENT.OFFLOAD_BROKEN: Event(
         "both",
         ("error",),
-        "The engine was resumed, and its memory cannot be used for offload any more; or what is opened at the start "
-        "has not come to an end, and was left behind.",
+        "The offload is off: the engine was resumed with memory that cannot be used for it; or opening it at the start "
+        "did not end, and was abandoned.",
         (always(TEXT, "cause", "Why."),),
     ),
     EVENT.LOOP_WAS_AWAY: Event(
         "both",
         ("warning",),
-        "The event loop did not come to the engine for longer than `log.away_s`: nobody was answered. It was away for "
-        "`seconds` up to the line's own timestamp. Three at once, then one in ten seconds, and any that is longer "
-        "by half than the last that was told of.",
+        "The event loop did not run the engine for longer than `log.away_s`: nobody was answered. It was away for the "
+        "`seconds` before the line's timestamp. Three lines at once, then one in ten seconds, and any that is longer "
+        "by half than the last one logged.",
         (
             always(SECONDS, "seconds", "How late the engine's timer was."),
-            always(INTEGER, "leases", "That were open meanwhile."),
-            always(INTEGER, "pulls", "That were open."),
+            always(INTEGER, "leases", "Leases that were open meanwhile."),
+            always(INTEGER, "pulls", "Pulls that were open meanwhile."),
             always(INTEGER, "parked", "Claims and releases that waited for their request to be lent."),
             NOT_LOGGED,
-            maybe(SECONDS, "not_logged_s", "How long it was away in those."),
+            maybe(SECONDS, "not_logged_s", "For how long the loop was away in those."),
         ),
     ),
     EVENT.INTERNAL_ERROR: Event(
         "both",
         ("error",),
-        "A bug of asynckv's own; what met it was dropped, and the engine goes on. Ten at once, then one per second.",
-        (always(TEXT, "error", "What was raised."), always(TEXT, "traceback", "Where."), NOT_LOGGED),
+        "A bug of asynckv. What it was working on was dropped, and the engine goes on. Ten lines at once, then one per "
+        "second.",
+        (always(TEXT, "error", "The exception."), always(TEXT, "traceback", "Where it was raised."), NOT_LOGGED),
     ),
     EVENT.SLOW_GEOMETRY: Event(
         "decode",
         ("warning",),
-        "Two memory orders cost many pieces.",
+        "The two sides' memory orders fit badly: reads need many small pieces.",
         (always(TEXT, "peer", "The rank and its start."), always(TEXT, "detail", "How many, and why.")),
     ),
     EVENT.TABLE_REFUSED: Event(
         "decode",
         ("error",),
-        "NIXL cannot prepare what is to be read of a rank.",
-        (always(TEXT, "peer", "The rank and its start."), always(TEXT, "detail", "What it says.")),
+        "NIXL cannot prepare reads from a rank.",
+        (always(TEXT, "peer", "The rank and its start."), always(TEXT, "detail", "NIXL's words.")),
     ),
     EVENT.DATA_PLANE_RESTARTED: Event(
         "both",
         ("warning",),
-        "The data plane's process died, and another serves.",
+        "The data plane's process died, and another one serves.",
         (
             always(TEXT, "cause", "Exit status or signal."),
             always(TEXT, "agent", "Name of the new agent."),
-            always(SECONDS, "seconds", "For how long there was none."),
-            always(INTEGER, "transfers_failed", "Of our own."),
+            always(SECONDS, "seconds", "For how long no process served."),
+            always(INTEGER, "transfers_failed", "How many of this engine's transfers failed."),
         ),
     ),
     EVENT.DATA_PLANE_BROKEN: Event(
         "both",
         ("error",),
-        "It died too often: the next serves after a pause.",
-        (always(TEXT, "cause", "Exit status or signal."), always(SECONDS, "pause_s", "How long.")),
+        "The data plane's process died too often: the next one starts after a pause.",
+        (always(TEXT, "cause", "Exit status or signal."), always(SECONDS, "pause_s", "How long the pause is.")),
     ),
     EVENT.DATA_PLANE_IN_PROCESS: Event(
         "both",
         ("warning",),
-        "UCX can end this process when a reader dies, and the memory cannot be shared with a process of its own.",
+        "UCX can end this process when a reader dies, because the memory cannot be shared with a separate data plane "
+        "process.",
         (always(TEXT, "detail", "Which memory, and what to do."),),
     ),
 }

@@ -83,53 +83,72 @@ def print_table(
     texts: Sequence[int] = (0,),
     wrapped: Sequence[int] = (),
     styles: Sequence[str] = (),
+    is_markup: bool = False,
 ) -> None:
     """Print a table whose heads and numbers are never cut: it becomes narrower, and then a list.
 
     Args:
         console: Where.
         heads: Of the columns.
-        rows: Of texts, without markup.
+        rows: Of texts.
         texts: Columns that are aligned left.
         wrapped: Columns of words, which may be broken into lines.
         styles: Of the rows.
+        is_markup: The texts are rich's markup already.
     """
     from rich.cells import cell_len
     from rich.markup import escape
     from rich.table import Table
 
-    def widths(heads: Sequence[str]) -> int:
-        total = 2 * (len(heads) - 1)
-        for i, head in enumerate(heads):
-            most = max((cell_len(line) for row in (heads, *rows) for line in row[i].split("\n")), default=0)
-            least = max(cell_len(line) for line in head.split("\n"))
+    safe = str if is_markup else escape
+    kept = [i for i in range(len(heads)) if not i or heads[i] or any(row[i] for row in rows)]
+
+    def width(heads: Sequence[str], gap: int) -> int:
+        total = gap * (len(kept) - 1)
+        for i in kept:
+            least = max(cell_len(line) for line in heads[i].split("\n"))
+            most = max([least, *(cell_len(line) for row in rows for line in row[i].split("\n"))])
             total += max(least, min(most, WORDS)) if i in wrapped else most
         return total
 
     styled = [*styles, *[""] * (len(rows) - len(styles))]
-    if widths(heads) > console.width:
-        heads = [head.replace(" ", "\n") for head in heads]
-    if widths(heads) > console.width:
-        heads = [head.replace("\n", " ") for head in heads]
+    broken = [head.replace(" ", "\n").replace("-", "-\n") for head in heads]
+    for chosen, gap in ((heads, 2), (broken, 2), (broken, 1)):
+        if width(chosen, gap) <= console.width:
+            break
+    else:
         for row, style in zip(rows, styled, strict=True):
-            name, *cells = row
-            words = [f"{head} {cell}".strip() for head, cell in zip(heads[1:], cells, strict=True) if cell]
-            lines = [f"{heads[0]} {name.strip()}".strip(), ""]
-            for word in words:
-                # Broken between figures, never within one.
-                more = f"{lines[-1]}, {word}" if lines[-1] else f"  {word}"
-                if cell_len(more) < console.width or not lines[-1]:
-                    lines[-1] = more
-                else:
-                    lines[-1] += ","
-                    lines.append(f"  {word}")
-            console.print(escape("\n".join(filter(None, lines))), highlight=False, style=style)
+            _print_as_list(console, [heads[i] for i in kept], [row[i] for i in kept], style, safe)
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for i, head in enumerate(heads):
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
+    for i in kept:
         table.add_column(
-            escape(head), justify="left" if i in texts else "right", no_wrap=i not in wrapped, vertical="bottom"
+            safe(chosen[i]),
+            justify="left" if i in (*texts, *wrapped) else "right",
+            no_wrap=i not in wrapped,
+            overflow="fold",
+            vertical="top",
         )
     for row, style in zip(rows, styled, strict=True):
-        table.add_row(*map(escape, row), style=style)
-    console.print(table)
+        table.add_row(*(safe(row[i]) for i in kept), style=style)
+    console.print(table, highlight=False)
+
+
+def _print_as_list(
+    console: Console, heads: Sequence[str], row: Sequence[str], style: str, safe: Callable[[str], str]
+) -> None:
+    """Print one row of a table for which there is no room, broken between figures and never within one."""
+    from rich.cells import cell_len
+
+    lines = [f"{heads[0]} {row[0].strip()}".strip(), ""]
+    for head, cell in zip(heads[1:], row[1:], strict=True):
+        if not cell:
+            continue
+        word = f"{head} {cell}".strip().replace("\n", "; ")
+        more = f"{lines[-1]}, {word}" if lines[-1] else f"  {word}"
+        if cell_len(more) < console.width or not lines[-1]:
+            lines[-1] = more
+        else:
+            lines[-1] += ","
+            lines.append(f"  {word}")
+    console.print(safe("\n".join(filter(None, lines))), highlight=False, style=style)

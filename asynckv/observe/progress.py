@@ -52,9 +52,12 @@ class Bar:
     Args:
         console: Of stderr.
         every_s: Seconds between two lines.
+        says_interrupted: Say so when Ctrl-C comes, because nobody else does.
     """
 
-    def __init__(self, console: Console | None = None, every_s: float = EVERY_S) -> None:
+    def __init__(
+        self, console: Console | None = None, every_s: float = EVERY_S, *, says_interrupted: bool = True
+    ) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -70,6 +73,7 @@ class Bar:
             transient=True,
         )
         self._task = self._bar.add_task("", total=None, figures="")
+        self.says_interrupted = says_interrupted
         self._every_s, self._said_at = every_s, time.monotonic()
         self._what, self._note = "", ""
         self._done, self._begun_at = 0, time.monotonic()
@@ -84,6 +88,9 @@ class Bar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.__exit__(kind, error, trace)
+        if isinstance(error, KeyboardInterrupt) and self.says_interrupted:
+            where = f" at {self._what} {self.figures()}".rstrip()
+            print(f"asynckv: interrupted{where}; there is no result", file=sys.stderr)
 
     def begin(self, what: str, total: int | None = None, *, has_rate: bool = True) -> None:
         """Say what is done from now on, how much of it there is, if anybody knows, and whether it goes at a rate."""

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console, RenderableType
-from rich.table import Table
 
 from asynckv.config import PullConfig
 from asynckv.errors import ConfigError, LayoutError, PlanRefused, RemoteTooShort
@@ -34,6 +33,7 @@ from asynckv.geometry.overlap import pools
 from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
 from asynckv.geometry.strides import strided_descriptors
 from asynckv.observe.console import printable
+from asynckv.observe.output import print_table
 from asynckv.tools.pictures import SHARED, Bar, Segment, bars
 
 __all__ = ["SCHEMA", "explain", "pictures", "show"]
@@ -560,27 +560,25 @@ def show(report: dict[str, Any], console: Console) -> None:
     cached = f", of which {report['cached']:,} are on the decode side already" if report["cached"] else ""
     plural = "s" if report["tokens"] > 1 else ""
     console.print(f"[bold]A request of {report['tokens']:,} token{plural}[/bold]{cached}", highlight=False)
-    table = Table(box=None, padding=(0, 1))
-    for name in ("decode", "reads"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("group", justify="right", no_wrap=True)
-    table.add_column("what")
-    for name in ("bytes", "pieces\nper block", "descrip-\ntors", "if in\nruns", "posts"):
-        table.add_column(name, justify="right", no_wrap=True)
+    heads = ("decode", "reads", "group", "what", "bytes", "pieces per block", "descriptors", "if in runs", "posts")
+    rows: list[tuple[str, ...]] = []
     for rank in report["ranks"]:
         for read in rank["reads"]:
             for group in read["groups"]:
-                table.add_row(
-                    rank["rank"],
-                    read["remote"],
-                    str(group["group"]),
-                    _what(group["parts"]),
-                    _bytes(group["bytes"]),
-                    *(f"{group[n]:,}" for n in ("pieces_per_block", "descriptors", "descriptors_in_runs", "posts")),
+                counts = (group[n] for n in ("pieces_per_block", "descriptors", "descriptors_in_runs", "posts"))
+                rows.append(
+                    (
+                        rank["rank"],
+                        read["remote"],
+                        str(group["group"]),
+                        _what(group["parts"]),
+                        _bytes(group["bytes"]),
+                        *(f"{n:,}" for n in counts),
+                    )
                 )
         if not rank["reads"]:
-            table.add_row(rank["rank"], "nobody", "", "", "0", "", "0", "0", "0")
-    console.print(table)
+            rows.append((rank["rank"], "nobody", "", "", "0", "", "0", "0", "0"))
+    print_table(console, heads, rows, texts=(0, 1), wrapped=(3,), is_markup=True)
     for legend in LEGEND:
         console.print(f"  {legend}", highlight=False, style="dim")
     console.print()
@@ -645,11 +643,12 @@ def _show_refusal(report: dict[str, Any], console: Console) -> None:
             else:
                 values = f": {d['local']} here, {d['remote_value']} there" if d["local"] or d["remote_value"] else ""
                 console.print(f"  decode {rank['rank']}: {d['field']}{values}", highlight=False)
-    table = Table("decode", "prefill", "field", "local", "remote")
-    for (field, mine, theirs), (here, there) in rows.items():
-        table.add_row(_names(here), _names(there), field, mine, theirs)
-    if rows:
-        console.print(table)
+    cells = [
+        (_names(here), _names(there), field, mine, theirs) for (field, mine, theirs), (here, there) in rows.items()
+    ]
+    if cells:
+        heads = ("decode", "prefill", "field", "local", "remote")
+        print_table(console, heads, cells, wrapped=range(5), is_markup=True)
 
 
 def _shortened(value: object) -> str:

@@ -115,9 +115,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, te
     )
 
 
-def verdict(said: Sequence[str], *, is_good: bool) -> str:
-    """Say first what matters: whether all is well, and one sentence for each thing."""
-    kind, first = ("good", "All well.") if is_good else ("bad", "Look here:")
+def verdict(said: Sequence[str], *, is_good: bool | None) -> str:
+    """Say first what matters: whether all is well (None: nothing tells), and one sentence for each thing."""
+    kind, first = {True: ("good", "All well."), False: ("bad", "Look here:"), None: ("", "Nothing to judge:")}[is_good]
     rest = escape(" ".join(said)) if len(said) < 2 else f"<ul>{''.join(f'<li>{escape(x)}</li>' for x in said)}</ul>"
     return f'<div class="verdict {kind}"><strong>{first}</strong> {rest}</div>\n'
 

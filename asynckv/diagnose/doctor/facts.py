@@ -118,7 +118,7 @@ class Software(Struct, frozen=True, kw_only=True):
         plugin_dir_error: What is wrong with `NIXL_PLUGIN_DIR`, if it is set.
     """
 
-    asynckv: str = "0.1.0"
+    asynckv: str = "0.2.0"
     python: str = "3.11.7"
     nixl: str = "1.5.1"
     variants: dict[str, str] = field(default_factory=lambda: {"nixl_cu12": "1.5.1"})

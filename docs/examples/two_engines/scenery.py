@@ -85,6 +85,11 @@ class Step(NamedTuple):
     check: Prompts
 
 
+def _process(work: Callable[..., None], *args: Any) -> None:
+    with contextlib.suppress(EOFError, ConnectionError):  # the scheduler has died, and its worker ends
+        work(*args)
+
+
 class Ranks:
     """All workers of one engine, as its scheduler sees them: processes at the other end of pipes."""
 
@@ -93,7 +98,7 @@ class Ranks:
         self._pipes, self._processes = [], []
         for tp_rank in range(tp_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(engine_id, tp_rank, tp_size, directory, theirs))
+            process = context.Process(target=_process, args=(work, engine_id, tp_rank, tp_size, directory, theirs))
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -161,7 +166,8 @@ def run_engine(engine_id: str, make_scheduler: Callable[[Ranks], Any], work: Cal
     parser.add_argument("--port", type=int, default=0, help="where to listen; by default the system chooses")
     parser.add_argument("--dir", default="", help="for the workers' logs and sockets; by default there are none")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, lambda *_: sys.exit())
     calls = queue.SimpleQueue[Call]()
     ranks = Ranks(work, engine_id, options.tp, options.dir)
     scheduler = make_scheduler(ranks)
@@ -171,7 +177,5 @@ def run_engine(engine_id: str, make_scheduler: Callable[[Ranks], Any], work: Cal
             with contextlib.suppress(queue.Empty):
                 scheduler.take(calls.get(timeout=0.005))
             scheduler.step()
-    except KeyboardInterrupt:
-        pass
     finally:
         ranks.end()

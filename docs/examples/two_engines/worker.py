@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
-from scenery import KVCache, Step
+from scenery import KVCache
 
 from asynckv import EngineConfig, EngineThread, InspectConfig, LogConfig, configure_logging
 
@@ -18,7 +17,7 @@ def work(engine_id: str, tp_rank: int, tp_size: int, directory: str, pipe: Conne
     cache = KVCache(tp_rank, tp_size)
     with EngineThread(configuration(engine_id, directory), cache.register()) as thread:
         pipe.send(thread.engine.endpoint)  # for the scheduler's PrefillGroup
-        for step in steps(pipe):
+        while (step := pipe.recv()) is not None:
             # First the orders: while the model computes, the engine's thread carries them out.
             thread.submit(step.orders)
             for prompt, blocks in step.compute:
@@ -36,11 +35,3 @@ def configuration(engine_id: str, directory: str) -> EngineConfig:
         return EngineConfig(engine_id=engine_id)
     log = LogConfig(file=f"{directory}/{{engine_id}}-{{rank}}.jsonl")  # `asynckv leaks DIRECTORY` reads them all
     return EngineConfig(engine_id=engine_id, log=log, inspect=InspectConfig(directory=directory))
-
-
-def steps(pipe: Connection) -> Iterator[Step]:
-    """Yield steps until the scheduler sends None, or has died."""
-    try:
-        yield from iter(pipe.recv, None)
-    except EOFError:
-        return

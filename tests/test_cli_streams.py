@@ -1,0 +1,111 @@
+"""stdout that is closed, full, hung up on or not UTF-8, and terminals that are narrow."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from asynckv import cli
+from asynckv.observe.output import print_table
+from asynckv.observe.progress import Bar
+
+HEADS = ("concurrency", "prefill-block-size", "GB/s", "decode CPU µs", "")
+ROWS = [("1", "16", "1,234.567", "1,234,567", ""), ("16", "32", "2.5", "9", "failed")]
+
+
+def run(argv: list[str], how: str) -> subprocess.CompletedProcess[str]:
+    command = " ".join([sys.executable, "-m", "asynckv", *argv, how])
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=50, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argv", "how", "status", "says"),
+    [
+        (["layout", "--layers", "1"], ">&-", 2, "asynckv: the output cannot be written: stdout is closed\n"),
+        (["plan", "-h"], ">&-", 2, "asynckv: the output cannot be written: stdout is closed\n"),
+        (["-h"], ">/dev/full", 2, "asynckv: the output cannot be written: No space left on device\n"),
+        (["-h"], "| true; exit ${PIPESTATUS[0]}", None, ""),
+        (["-h"], ">/dev/null 2>&-", 0, ""),
+    ],
+)
+def test_a_stdout_that_takes_nothing_is_one_line(argv: list[str], how: str, status: int | None, says: str) -> None:
+    done = run(argv, how)
+    assert done.stderr == says
+    assert done.returncode == status or (status is None and done.returncode in (0, 141))
+
+
+@pytest.mark.slow
+def test_a_terminal_with_ascii_alone_shows_something_for_every_letter() -> None:
+    code = (
+        "from asynckv.observe.streams import prepare; from asynckv.observe.output import write; prepare()\n"
+        "print('3 µs × 2 … é'); write('--json', '-', '\"µ\"')"
+    )
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=50, check=True)
+    assert done.stdout == b"3 us x 2 ... \\xe9\n" + '"µ"'.encode()
+
+
+@pytest.mark.parametrize("name", [[], ["bench"], ["bench", "sweep"], ["offload"], ["offload", "verify"], ["plan"]])
+def test_h_is_help(name: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["asynckv", *name, "-h"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 0
+    assert "Usage: " in capsys.readouterr().out
+
+
+def test_the_version_names_what_it_stands_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["asynckv", "--version"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith("asynckv ")
+    assert all(f", {name} " in said for name in ("nixl", "torch", "pyzmq", "Python"))
+
+
+def test_what_the_system_says_of_a_file_names_the_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cli, "app", lambda **_: (tmp_path / "none" / "x").read_text())
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"asynckv: {tmp_path}/none/x: No such file or directory\n"
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80])
+def test_no_head_and_no_number_is_ever_cut(width: int) -> None:
+    stream = io.StringIO()
+    print_table(Console(file=stream, width=width), HEADS, ROWS, texts=(4,))
+    shown = stream.getvalue()
+    assert "…" not in shown
+    assert all(len(line) <= max(width, len("  prefill-block-size 16,")) for line in shown.splitlines())
+    for text in ("1,234.567", "1,234,567", "concurrency", "failed", "GB/s"):
+        assert text in shown
+
+
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with Bar(Console(file=io.StringIO()), every_s=0.0) as bar:
+        bar.begin("starting 2 workers", 2, has_rate=False)
+        bar.at(1)
+        bar.begin("requests", 1000)
+        bar._begun_at -= 10.0
+        bar.at(500)
+    *first, last = capsys.readouterr().err.splitlines()
+    assert first == ["starting 2 workers: 0/2", "starting 2 workers: 1/2", "requests: 0/1,000"]
+    assert last.startswith("requests: 500/1,000, 5")
+    assert last.endswith("/s, 10 s left")
+    with Bar(Console(file=io.StringIO())) as bar:
+        bar.begin("requests", 10)
+        bar.at(10)
+    assert capsys.readouterr().err == ""
