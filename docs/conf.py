@@ -25,6 +25,9 @@ version = release = installed_version("asynckv")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "newsfragments"]
 
+# A block that names no language is output, and not Python.
+highlight_language = "none"
+
 html_theme = "furo"
 html_title = "asynckv"
 html_static_path = ["_static"]
