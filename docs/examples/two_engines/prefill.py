@@ -56,8 +56,16 @@ class Scheduler:
 
         orders, self.orders = self.orders, []
         told = self.ranks.step(orders, compute=[(call.body["prompt"], blocks) for call, blocks in batch])
-        for rank, (finished, _) in enumerate(told):
-            self.take_finished(rank, finished)
+        for rank, each in enumerate(told):
+            if each is None:
+                self.has_died(rank)
+            else:
+                self.take_finished(rank, each[0])
+        if None in told:  # a rank's part of this KV is lost: compute it again, when there is another rank
+            for call, blocks in reversed(batch):
+                self.free += blocks
+                self.waiting.appendleft(call)
+            return
 
         for call, blocks in batch:
             # The KV is in the blocks of all ranks. The params are for everybody: each rank lends by them in the next
@@ -77,6 +85,20 @@ class Scheduler:
                 # Nothing is lent on this rank. Tell readers so; they would wait until their deadlines.
                 self.orders.append(Withdraw(refused.order.params))
                 self.has_ended(rank, refused.order.params["request_id"])
+
+    def has_died(self, rank: int) -> None:
+        """Go on without a rank that has died, and with another in its place.
+
+        Its part of every request is lost, so no request can be read whole any more. It will tell nothing, and nothing
+        can read its memory: its loans are over. On the other ranks a reader may be in the middle of a read. They tell
+        in `sent` when it is over.
+        """
+        print(f"prefill: rank {rank} has died; it is started again", flush=True)
+        for request_id, lent in list(self.lent.items()):
+            self.orders.append(Withdraw(lent.params))
+            self.has_ended(rank, request_id)
+        self.ranks.restart(rank)
+        self.group = PrefillGroup("prefill", self.ranks.endpoints)  # readers meet the new rank by the next params
 
     def has_ended(self, rank: int, request_id: str) -> None:
         """Give blocks back when they are lent by no rank: all ranks use the same block ids."""

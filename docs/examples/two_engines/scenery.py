@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 from asynckv import Finished, Order, Registration, register_tensors, shard
@@ -94,24 +96,41 @@ class Ranks:
     """All workers of one engine, as its scheduler sees them: processes at the other end of pipes."""
 
     def __init__(self, work: Callable[..., None], engine_id: str, tp_size: int, directory: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
-        for tp_rank in range(tp_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_process, args=(work, engine_id, tp_rank, tp_size, directory, theirs))
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        self._started_with = (work, engine_id, tp_size, directory)
+        started = [self._start(tp_rank) for tp_rank in range(tp_size)]
+        self._processes, self._pipes = [process for process, _ in started], [pipe for _, pipe in started]
         self.endpoints = [pipe.recv() for pipe in self._pipes]
+
+    def _start(self, tp_rank: int) -> tuple[BaseProcess, Connection]:
+        work, engine_id, tp_size, directory = self._started_with
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_process, args=(work, engine_id, tp_rank, tp_size, directory, theirs))
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def restart(self, tp_rank: int) -> None:
+        """Start another worker in place of one that has died. It has an empty KV cache, and another endpoint."""
+        self._processes[tp_rank].join()
+        self._processes[tp_rank], self._pipes[tp_rank] = self._start(tp_rank)
+        self.endpoints[tp_rank] = self._pipes[tp_rank].recv()
 
     def step(
         self, orders: list[Order], compute: Prompts = (), check: Prompts = ()
-    ) -> list[tuple[Finished, list[bool]]]:
-        """Let every rank make a step; returns what each has to tell."""
+    ) -> list[tuple[Finished, list[bool]] | None]:
+        """Let every rank make a step; returns what each has to tell, and None for one that has died."""
         for pipe in self._pipes:
-            pipe.send(Step(orders, compute, check))
-        return [pipe.recv() for pipe in self._pipes]
+            with contextlib.suppress(OSError):
+                pipe.send(Step(orders, compute, check))
+        return [self._receive(pipe) for pipe in self._pipes]
+
+    def _receive(self, pipe: Connection) -> tuple[Finished, list[bool]] | None:
+        try:
+            told: tuple[Finished, list[bool]] = pipe.recv()
+        except (EOFError, OSError):
+            return None
+        return told
 
     def end(self) -> None:
         """End all workers in order."""
