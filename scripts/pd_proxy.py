@@ -319,9 +319,12 @@ class Router:
             raise Refused(404, "no such request is being decoded")
         self._retried.labels("renewed").inc()
         job.avoid.add(job.lender)
-        asks, found = job.engine, await self._prefill(job)
-        if asks is not None:
-            job.asks(asks)
+        decode = job.engine
+        try:
+            found = await self._prefill(job)
+        finally:
+            if decode is not None:
+                job.asks(decode)
         return web.json_response({"kv_transfer_params": found})
 
     async def _prefill(self, job: Job) -> Any:

@@ -555,15 +555,19 @@ async def test_who_has_had_nothing_for_long_is_named() -> None:
                 for name in ids
             ]
 
+            def named() -> list[Any]:
+                # A prefill takes as long on a busy machine, and may be named as well.
+                return [it for it in events if it["event"] == "request_waits" and it["role"] == "decode"]
+
             async def are_named() -> bool:
                 await client.ready()
-                return len([event for event in events if event["event"] == "request_waits"]) == 9
+                return len(slow.asked) == 10 and len(named()) == 9
 
             await client.until(are_named)
             _, told = await client.ready()
-        waits = [event for event in events if event["event"] == "request_waits"]
+        waits = named()
         assert sorted(event["id"] for event in waits) == ids[1:]  # once each; an answer in one piece takes its time
-        assert {(event["role"], event["engine"]) for event in waits} == {("decode", slow.url)}
+        assert {event["engine"] for event in waits} == {slow.url}
         assert all(event["silent_s"] <= event["age_s"] for event in waits)
         assert (told["in_flight"], len(told["silent_longest"])) == (10, 8)
         assert {it["engine"] for it in told["silent_longest"]} == {slow.url}
