@@ -21,7 +21,7 @@ from asynckv.core.types import Reason
 from asynckv.engine.attempts import ERRORS
 from asynckv.errors import ConfigError
 from asynckv.tools.pictures import PAPER, THEMES
-from scripts import draw_configuration, draw_geometry, draw_life, draw_states, drawing
+from scripts import draw_configuration, draw_geometry, draw_life, draw_states, draw_structure, drawing
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -92,7 +92,11 @@ def test_the_configuration_page_refuses_a_field_that_nobody_explains() -> None:
         draw_configuration.explained(Forgotten)
 
 
-DRAWN_BY = {"draw_geometry": draw_geometry.pictures, "draw_life": draw_life.pictures}
+DRAWN_BY = {
+    "draw_geometry": draw_geometry.pictures,
+    "draw_life": draw_life.pictures,
+    "draw_structure": draw_structure.pictures,
+}
 """The scripts that draw pictures; each returns its files' texts by their names."""
 
 
