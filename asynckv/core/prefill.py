@@ -88,7 +88,7 @@ class Ended(Struct, frozen=True, gc=False):
     def __str__(self) -> str:
         if self.reason is not Reason.CONSUMED:
             return ""
-        more = " and others" if self.readers > len(self.cohorts) else ""
+        more = " and others" if self.readers > MAX_NAMED else ""
         return f"released by {', '.join(map(repr, self.cohorts))}{more}; lent with readers={self.readers}"
 
 
