@@ -107,7 +107,8 @@ def link_files(app: Sphinx, doctree: nodes.document) -> None:
     root = Path(app.srcdir).parent
     for name in list(doctree.findall(nodes.literal)):
         text = name.astext()
-        found = [path for path in (root / text, root / "asynckv" / text) if text.endswith(".py") and path.is_file()]
+        is_one = text.endswith(".py") and text != "__init__.py"  # there are many of these
+        found = [path for path in (root / text, root / "asynckv" / text) if is_one and path.is_file()]
         if found and not isinstance(name.parent, nodes.reference | addnodes.download_reference):
             link = addnodes.download_reference("", "", reftarget=f"/../{found[0].relative_to(root)}", refdoc="")
             link["refdoc"] = app.env.current_document.docname
