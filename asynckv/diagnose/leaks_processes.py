@@ -18,7 +18,7 @@ from asynckv.diagnose.leaks_values import Early, engine_of, moment
 from asynckv.diagnose.records import Record
 from asynckv.observe.events import EVENT
 
-__all__ = ["DEFAULT_LEASE_S", "LATE_S", "SILENCE_S", "Fate", "Processes", "early_ends"]
+__all__ = ["DEFAULT_LEASE_S", "HABIT", "LATE_S", "QUIET", "SILENCE_S", "Fate", "Processes", "early_ends"]
 
 DEFAULT_LEASE_S = 30.0
 """As in `LeaseConfig`, where a log does not say."""
