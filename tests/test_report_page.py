@@ -26,7 +26,7 @@ from tests.test_bench_page import Found
 from tests.test_cli import complaint
 from tests.test_report_summary import DECODE, PREFILL, ended, lease_ended, lent, say, summed
 
-VOID = {"meta", "br", "img", "link", "input", "hr"}
+VOID = {"meta", "br", "wbr", "img", "link", "input", "hr"}
 
 
 class Balanced(Found):
@@ -135,7 +135,8 @@ def test_a_process_that_was_not_there_is_told_before_what_came_of_it() -> None:
 
 def test_names_stay_whole_and_code_is_code() -> None:
     shown = frame.table(["a", "why"], [["x-1", "`docs/a.md` of decode-1/tp0@0a1b2c3d & <b>"]], label="t", texts=["why"])
-    assert '<code>docs/a.md</code> of <span class="name">decode-1/tp0@0a1b2c3d</span> &amp; &lt;b&gt;' in shown
+    rank = '<span class="name">decode-1/</span><wbr><span class="name">tp0@0a1b2c3d</span>'
+    assert f"<code>docs/a.md</code> of {rank} &amp; &lt;b&gt;" in shown
     assert '<span class="name">x-1</span>' in shown
 
 

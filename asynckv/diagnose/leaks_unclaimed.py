@@ -186,7 +186,7 @@ def _unheard_of(processes: Processes, lease: Lease, readers: _Readers) -> Story:
         if found := whole(quiet(processes, readers.silent), readers.alive):
             return unresponsive(found)
         gone_too = listed(x.rank for x in readers.silent)
-        reserve = f"; or {gone_too} died with them, for there a log ends before the lease did" if gone_too else ""
+        reserve = f"; or they were with {gone_too}, whose log ends before the lease did" if gone_too else ""
         if readers.alive == readers.gone:
             reserve = f"; {listed(x.rank for x in readers.gone)} had died before it was lent"
         return Story(C.NEVER_HEARD_OF, {"why": listed(x.rank for x in readers.alive), "died": reserve})

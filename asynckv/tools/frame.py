@@ -18,9 +18,10 @@ __all__ = ["REMEDY", "axis", "facts", "figure", "is_installed", "log_axis", "mak
 
 _CODE = re.compile(r"`([^`<>]{1,200})`")
 _NAME = re.compile(
-    r"[^\s,;:()<>&`]{1,60}/tp\d{1,6}(?:@[0-9a-f]{1,16})?|(?<![^\s])[0-9A-Za-z_.]+(?:-[0-9A-Za-z_.]+)*-\d+(?![^\s,])"
+    r"(?P<engine>[^\s,;:()<>&`/]{1,60}(?:/pp\d{1,6})?/)(?P<rank>tp\d{1,6}(?:@[0-9a-f]{1,16})?)"
+    r"|(?<!\S)[\w.-]{1,60}-\d+(?![^\s,])|(?<!\S)[\w.-]{1,60}:\d+(?![^\s,])"
 )
-"""A rank, or a request's id that ends in a number."""
+"""A rank, a request's id that ends in a number, or a line of a file."""
 
 LONG = 80
 """Letters of a cell that is a sentence."""
@@ -130,7 +131,13 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, te
 def _words(text: str) -> str:
     """Make HTML of a text: what stands in backticks is code, and names are not broken at their hyphens."""
     shown = _CODE.sub(r"<code>\1</code>", escape(text))
-    return _NAME.sub(r'<span class="name">\g<0></span>', shown)
+    return _NAME.sub(_name, shown)
+
+
+def _name(found: re.Match[str]) -> str:
+    """Keep a name in one line; that of a rank may be broken before the rank."""
+    parts = [found["engine"], found["rank"]] if found["engine"] else [found[0]]
+    return "<wbr>".join(f'<span class="name">{x}</span>' for x in parts)
 
 
 def _long(cell: str, kind: str) -> str:
