@@ -51,9 +51,9 @@ def root(
     if version:
         from importlib import metadata
 
-        from asynckv.observe.release import release
+        from asynckv.version import VERSION
 
-        found = [f"asynckv {release()}"]
+        found = [f"asynckv {VERSION}"]
         for name in ("nixl", "torch", "pyzmq"):
             try:
                 found.append(f"{name} {metadata.version(name)}")
