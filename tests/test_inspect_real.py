@@ -78,6 +78,8 @@ async def test_a_reader_that_was_killed_is_named(short_path: Path) -> None:
         decode.signal(signal.SIGSTOP)
         status, said = await inspect(*addresses, "--timeout", "1")
         assert (status, "its process is stopped" in said or "its event loop is away" in said) == (1, True)
+        status, said = await inspect(directory, "--timeout", "1")
+        assert (status, f"pid {decode.pid} is stopped (T): kill -CONT {decode.pid}" in said) == (1, True)
         decode.signal(signal.SIGCONT)
 
         # Watched by somebody who is no terminal, and killed meanwhile.
