@@ -251,6 +251,7 @@ async def test_an_event_loop_is_away() -> None:
     async with listener(lambda asked: None) as address:
         answer = await one(address, SHORT_S)
     assert "its process lives but its event loop is away" in answer.error
+    assert answer.is_away
 
 
 async def test_an_engine_of_another_major_version_says_so() -> None:
@@ -413,7 +414,7 @@ async def test_of_who_is_silent_behind_a_socket_the_process_is_told(short_path: 
         silent.bind(path)
         silent.listen(1)
         answer = await one(path, SHORT_S)
-        assert answer.pid == os.getpid()
+        assert (answer.pid, answer.is_away) == (os.getpid(), True)
         assert f"no answer within {SHORT_S:g} s: pid {os.getpid()} " in answer.error
         # Nobody takes the connections, until no more fit.
         with contextlib.suppress(BlockingIOError):
@@ -421,7 +422,7 @@ async def test_of_who_is_silent_behind_a_socket_the_process_is_told(short_path: 
                 other = others.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
                 other.connect(path)
         answer = await one(path, SHORT_S)
-        assert (answer.pid, "no more fit" in answer.error) == (0, True)
+        assert (answer.pid, answer.is_away, "no more fit" in answer.error) == (0, True, True)
 
 
 async def test_an_engine_that_closes_hangs_up(short_path: Path) -> None:

@@ -100,7 +100,8 @@ async def test_a_reader_that_was_killed_is_named(short_path: Path) -> None:
                 if amiss:
                     break
             watcher.send_signal(signal.SIGINT)
-            await watcher.communicate()
+            _, said_last = await watcher.communicate()
+        assert said_last == b"asynckv: interrupted\n"
         assert watcher.returncode == 130
         assert amiss == {("cmpl-0", reader_name, "its process has ended")}
         status, said = await inspect(directory)

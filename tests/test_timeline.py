@@ -412,6 +412,30 @@ def test_one_request_on_a_narrow_screen(axis: Axis) -> None:
     assert "\x1b" not in out, "what a log says does not reach the terminal"
 
 
+def test_where_a_rank_did_nothing_its_absence_is_seen() -> None:
+    bars_, away = [Bar("queue", 0.0, 2.0)], [Bar("", 3.0, 5.0)]
+    assert timeline_text.bar_line(bars_, 0.0, 8.0, 8, True, away).plain == "qq ~~   "
+    assert timeline_text.bar_line(bars_, 0.0, 8.0, 8, False, away).plain == "██ ░░   "
+    assert timeline_text.bar_line(bars_, 4.0, 8.0, 4, True, [Bar("", -1e9, 1e9)]).plain.count("~") == 3
+
+
+def test_what_was_not_logged_because_it_went_well_is_called_so(tmp_path: Path) -> None:
+    written = service()
+    out = io.StringIO()
+    gone = [f'"request_id": "{name}"' for name in ("gen-2", "gen-3", "chat-4")]
+    written.lines = [(at, text) for at, text in written.lines if not any(x in text for x in gone)]
+    axis = axis_of(written, tmp_path)
+    timeline_text.show_all(axis, stories(axis), ground(axis), Console(file=out, width=100))
+    assert "  prefill side: 8 released, 1 expired, 1 successes not logged, 1 not in these logs\n" in out.getvalue()
+    assert "  decode side: 7 complete, 1 announced, 2 successes not logged, 1 not pulled\n" in out.getvalue()
+    assert "log.successes_per_s" in out.getvalue()
+    # One side's logs alone.
+    written.lines = [(at, text) for at, text in written.lines if '"engine_id": "prefill"' in text]
+    axis, out = axis_of(written, tmp_path), io.StringIO()
+    timeline_text.show_all(axis, stories(axis), ground(axis), Console(file=out, width=100))
+    assert "  decode side: 9 not in these logs\n" in out.getvalue()
+
+
 def test_colours_come_only_on_a_terminal(axis: Axis) -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="truecolor")
     timeline_text.show_one(axis, named(axis, "chat-8"), ground(axis), console)
@@ -593,7 +617,7 @@ def test_all_are_counted_for_each_side_or_listed_in_lines(
     assert code == 0
     assert out.startswith("11 requests in ")
     assert "  prefill side: 9 released, 1 expired, 1 not in these logs\n" in out
-    assert "  decode side: 9 complete, 1 announced, 1 not in these logs\n" in out
+    assert "  decode side: 9 complete, 1 announced, 1 not pulled\n" in out
     code, out, _ = run([log, "--all"], monkeypatch, capsys)
     assert code == 0
     assert sum("chat-" in line for line in out.splitlines()) == 11

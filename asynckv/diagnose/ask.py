@@ -35,7 +35,7 @@ from asynckv.core.account import MAX_ACCOUNT, Account, decode_account, receipt
 from asynckv.core.inspect import HeldBlocks, RequestStatus
 from asynckv.core.types import MAX_ID, Address, ReplyTo
 from asynckv.core.wire import MAX_TOLD, OtherVersion, Status, StatusRequest, decode_packet, encode_packet
-from asynckv.diagnose.process import Seen, look, verdict
+from asynckv.diagnose.process import Seen, is_same, look, verdict
 from asynckv.edges.local import SUFFIX, is_left_behind, pid_of, rank_of, read_packet, write_packet
 from asynckv.edges.zmq import ZmqPlane, host_and_port
 from asynckv.errors import ConfigError, RemoteProtocolError
@@ -70,6 +70,7 @@ class Answer:
         address: Whom we asked.
         error: Why there is no answer, and what to do about it; empty if there is one.
         is_left_behind: Nobody is behind this socket any more: its process has ended.
+        is_away: Its process lives, and nobody answered: the event loop is away, or the process is stopped.
         pid: Of the process behind a socket that gave no answer; 0 if it is not known.
         is_older: It says gauges only, as asynckv did that spoke protocol 1.2 or older.
         engine_id, tp_rank: As it calls itself.
@@ -82,6 +83,7 @@ class Answer:
     address: str
     error: str = ""
     is_left_behind: bool = False
+    is_away: bool = False
     pid: int = 0
     is_older: bool = False
     engine_id: str = ""
@@ -228,9 +230,14 @@ class Asker:
                 async with self._over_network(address) if is_network else self._over_socket(address) as line:
                     answer = await self._converse(line, address, most, request_id)
             except _Vain as exc:
-                answer = Answer(address=address, error=str(exc), is_left_behind=exc.is_left_behind)
+                is_away = AWAY in str(exc)
+                answer = Answer(address=address, error=str(exc), is_left_behind=exc.is_left_behind, is_away=is_away)
             except TimeoutError:
-                answer = Answer(address=address, error=await self._why(address))
+                error, is_away = await self._why(address), False
+                if (before := self._behind.get(address)) is not None:
+                    now = look(before.pid)
+                    error, is_away = error + verdict(before, now), is_same(before, now)
+                answer = Answer(address=address, error=error, is_away=is_away or AWAY in error or STOPPED in error)
             if answer.error and not is_network:
                 pid = 0 if answer.is_left_behind or address not in self._behind else self._behind[address].pid
                 answer = replace(answer, account=Account(rank=rank_of(Path(address))), pid=pid)
@@ -339,8 +346,8 @@ class Asker:
         """Say what can be known of an engine that did not answer."""
         vain = f"no answer within {self._timeout_s:g} s: "
         if not address.startswith("tcp://"):
-            if (before := self._behind.get(address)) is not None:
-                return vain + verdict(before, look(before.pid))
+            if address in self._behind:
+                return vain
             gone = is_left_behind(Path(address))
             return vain + ("its process has ended meanwhile" if gone else f"it listens, so {AWAY}")
         host, port = host_and_port(address)
@@ -358,7 +365,7 @@ class Asker:
             async with asyncio.timeout(PROBE_S):
                 greeting = await reader.readexactly(GREETING_BYTES)
         except TimeoutError:
-            return vain + "TCP connects, but nothing greets: its process is stopped, or it is no engine"
+            return vain + STOPPED
         except (OSError, EOFError):
             return vain + "TCP connects, and is closed at once: it is no engine"
         finally:
@@ -377,6 +384,7 @@ class Asker:
 
 
 NOBODY = "nobody listens there (TCP connection refused): its process is gone, or the port is another"
+STOPPED = "TCP connects, but nothing greets: its process is stopped, or it is no engine"
 AWAY = "its process lives but its event loop is away (busy, blocked or stopped), or the engine is closing"
 
 

@@ -1,8 +1,8 @@
 """What the kernel says of a process that does not answer: it is stopped, waits for a device, is busy, or is blocked.
 
     before = look(pid)
-    ...                        # it is asked, and does not answer
-    verdict(before, look(pid)) # "pid 27848 is stopped (T): kill -CONT 27848"
+    ...  # it is asked, and does not answer
+    verdict(before, look(pid))  # "pid 27848 is stopped (T): kill -CONT 27848"
 
 `look` reads `/proc/PID/stat` of this host; `verdict` is pure.
 """
@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Seen", "look", "verdict"]
+__all__ = ["Seen", "is_same", "look", "verdict"]
 
 BUSY = 0.5
 """Cores. A loop that waits for messages takes far less; one that is away because it computes takes one or more."""
@@ -51,10 +51,15 @@ def look(pid: int, proc: Path = Path("/proc")) -> Seen:
     return Seen(pid)
 
 
+def is_same(before: Seen, now: Seen) -> bool:
+    """Whether it still is that process; it is taken for that where `/proc` cannot be read."""
+    return not before.state or now.began == before.began
+
+
 def verdict(before: Seen, now: Seen) -> str:
     """Say what is the matter with a process that has not answered, and what to do about it."""
     pid = before.pid
-    if before.state and now.began != before.began:
+    if not is_same(before, now):
         return f"its process (pid {pid}) has ended meanwhile"
     match now.state:
         case "":
@@ -67,6 +72,8 @@ def verdict(before: Seen, now: Seen) -> str:
             return f"pid {pid} waits for a device or a file system (D): see dmesg, and /proc/{pid}/stack as root"
         case "Z" | "X":
             return f"pid {pid} has ended ({now.state}), or its main thread has"
+        case _:
+            pass
     cores = (now.cpu_s - before.cpu_s) / max(now.at - before.at, 0.01)
     share = f"{now.state}, {cores:.0%} of a core"
     what = (

@@ -19,7 +19,7 @@ from rich.text import Text
 from asynckv.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.diagnose.join import Service
 from asynckv.diagnose.records import Logs
-from asynckv.diagnose.timeline_model import COLORS, PHASES, Bar, Ground, Lane, Mark, Story
+from asynckv.diagnose.timeline_model import COLORS, LOG_ENDS, NO_LOG, PHASES, Bar, Ground, Lane, Mark, Story
 from asynckv.observe.console import without_control
 
 __all__ = ["show_all", "show_ends", "show_list", "show_matches", "show_one", "show_read", "show_slowest"]
@@ -41,6 +41,7 @@ LETTERS: Mapping[str, str] = {
     "pull": "#",
     "unlogged": "?",
 }
+AWAY = "event loop away"
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES, MAX_NAMES, MAX_NOTICES = 64, 60, 8, 32, 8, 3
 MAX_LISTED = 1000
@@ -53,8 +54,13 @@ MOST_PHASES = 2
 """Phases of one request that are told in figures, the longest."""
 
 
-def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, is_plain: bool) -> Text:
-    """Draw bars side by side; the shortest is still seen, unless there are fewer cells than phases."""
+def bar_line(
+    bars: Sequence[Bar], start: float, end: float, width: int, is_plain: bool, away: Sequence[Bar] = ()
+) -> Text:
+    """Draw bars side by side; the shortest is still seen, unless there are fewer cells than phases.
+
+    Where there is none, it is shown when the rank's event loop was `away`.
+    """
     units = width * 8
     scale = units / (end - start) if end > start else 0.0
     cells = [""] * units
@@ -67,6 +73,13 @@ def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, is_plain
     if len(used) < len({x.phase for x in bars if x.seconds > 0}):
         # Which of them is drawn would be chance.
         cells = [x and _dominant(bars)[0] for x in cells]
+    dark = {
+        i
+        for bar in away
+        for i in range(
+            max(math.floor((bar.start - start) * scale / 8), 0), min(math.ceil((bar.end - start) * scale / 8), width)
+        )
+    }
     out = Text(no_wrap=True, overflow="crop")
     for i in range(width):
         eighth = cells[8 * i : 8 * i + 8]
@@ -74,9 +87,9 @@ def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, is_plain
         if is_plain:
             phases = [x for x in found if x]
             # The one that is drawn least elsewhere is the one that would be missed.
-            out.append(LETTERS.get(min(phases, key=cells.count), "?") if phases else " ")
+            out.append(LETTERS.get(min(phases, key=cells.count), "?") if phases else "~" if i in dark else " ")
         elif found == [""]:
-            out.append(" ")
+            out.append("░" if i in dark else " ", "red")
         else:
             left, right = found[0], found[-1] if len(found) > 1 else found[0]
             filled = eighth.count(left) if left != right else 8
@@ -105,7 +118,7 @@ def _color(phase: str) -> str | None:
     return COLORS[phase].dark if phase in COLORS else None
 
 
-def _legend(bars: Iterable[Bar], width: int, is_plain: bool) -> Text:
+def _legend(bars: Iterable[Bar], width: int, is_plain: bool, is_away: bool = False) -> Text:
     out, used = Text(), {bar.phase for bar in bars}
     left = width
     for phase in (x for x in PHASES if x in used):
@@ -115,6 +128,10 @@ def _legend(bars: Iterable[Bar], width: int, is_plain: bool) -> Text:
         out.append(LETTERS[phase] if is_plain else "█", Style(color=None if is_plain else _color(phase)))
         out.append(f" {phase}   "[: left - 1])
         left -= len(phase) + 5
+    if is_away:
+        out.append("\n" if left < len(AWAY) + 2 else "")
+        out.append("~" if is_plain else "░", "" if is_plain else "red")
+        out.append(f" {AWAY}")
     return out
 
 
@@ -143,8 +160,13 @@ def show_one(axis: Axis, story: Story, grounds: Sequence[Ground], console: Conso
     for text in _clock_lines(axis, story):
         _line(console, text, "dim")
     console.print()
-    _show(console, _gantt(story, console.width, is_plain))
-    _show(console, _legend((b for x in story.lanes for b in x.bars), console.width, is_plain))
+    away = {
+        each.process.incarnation: [x for x in each.away if x.end > story.start and x.start < story.end]
+        for each in grounds
+    }
+    _show(console, _gantt(story, away, console.width, is_plain))
+    is_away = any(away.get(x.process.incarnation) for x in story.lanes)
+    _show(console, _legend((b for x in story.lanes for b in x.bars), console.width, is_plain, is_away))
     console.print()
     _show(console, _events(story, grounds), is_whole=True)
     _notes(axis, console)
@@ -164,7 +186,7 @@ def _clock_lines(axis: Axis, story: Story) -> list[str]:
     return out[:16] + ([f"... and {len(out) - 16} more"] if len(out) > 16 else [])
 
 
-def _gantt(story: Story, width: int, is_plain: bool) -> RenderableType:
+def _gantt(story: Story, away: Mapping[str, Sequence[Bar]], width: int, is_plain: bool) -> RenderableType:
     lanes = story.lanes[:MAX_LANES]
     start, end = story.start, story.end
     room = min(max((len(_label(x)) for x in lanes), default=0), max(width // 2, 30))
@@ -178,7 +200,7 @@ def _gantt(story: Story, width: int, is_plain: bool) -> RenderableType:
         took = lane.end - lane.start
         is_open = any(b.is_open for b in lane.bars)
         mark = ("> " if is_plain else "… ") if is_open else ""
-        line = bar_line(lane.bars, start, end, across, is_plain)
+        line = bar_line(lane.bars, start, end, across, is_plain, away.get(lane.process.incarnation, ()))
         table.add_row(Text(_label(lane)), line, Text(mark + shown_seconds(took)))
         if len(lanes) > TOLD_LANES:
             mark += f"{_dominant(lane.bars)[0]} "
@@ -296,28 +318,54 @@ def show_list(axis: Axis, found: Sequence[Story], console: Console) -> None:
         _line(
             console, f"... and {len(found) - len(kept):,} more, which went well and took less; --json has more", "dim"
         )
-    _outcomes(found, console)
+    _outcomes(axis, found, console)
     _notes(axis, console)
 
 
 def show_all(axis: Axis, found: Sequence[Story], grounds: Sequence[Ground], console: Console) -> None:
     """Show all requests in numbers."""
-    _outcomes(found, console)
+    _outcomes(axis, found, console)
     console.print()
     _show(console, Group(_processes(found, grounds), "", _phases(found)), is_whole=True)
     _notes(axis, console)
 
 
-def _outcomes(found: Sequence[Story], console: Console) -> None:
+NOT_LOGGED, NOT_PULLED, NOT_HERE = "successes not logged", "not pulled", "not in these logs"
+
+
+def _silence(story: Story, side: str, has_logs: bool) -> str:
+    """Say why a side does not tell how a request ended."""
+    if not has_logs:
+        return NOT_HERE
+    if side == "prefill":
+        return NOT_LOGGED if story.pull == "complete" else NOT_HERE
+    is_cut = any(x.text.startswith((LOG_ENDS, NO_LOG)) for x in story.marks)
+    if story.lease == "released" and not is_cut:
+        return NOT_LOGGED
+    is_claimed = is_cut or any(b.phase == "unlogged" for x in story.lanes for b in x.bars)
+    return NOT_HERE if is_claimed else NOT_PULLED
+
+
+def _outcomes(axis: Axis, found: Sequence[Story], console: Console) -> None:
     """Say how many there are, and how they ended on each side."""
     start, end = min((x.start for x in found), default=0.0), max((x.end for x in found), default=0.0)
     span = f" in {shown_seconds(end - start)} from {clock_time(start)}" if found else ""
     _line(console, f"{counted(len(found), 'request')}{span}")
-    for side, outcomes in (("prefill", [x.lease for x in found]), ("decode", [x.pull for x in found])):
-        said = [f"{n:,} {how}" for how, n in Counter(x for x in outcomes if x).most_common(12)]
-        if missing := outcomes.count(""):
-            said.append(f"{missing:,} not in these logs")
+    lends, pulls = axis.service.sides
+    is_sampled = False
+    for side, has_logs in (("prefill", bool(lends)), ("decode", bool(pulls))):
+        outcomes = [(x, x.lease if side == "prefill" else x.pull) for x in found]
+        said = [f"{n:,} {how}" for how, n in Counter(how for _, how in outcomes if how).most_common(12)]
+        silent = Counter(_silence(x, side, has_logs) for x, how in outcomes if not how)
+        is_sampled |= NOT_LOGGED in silent
+        said += [f"{n:,} {why}" for why, n in silent.most_common()]
         _line(console, f"  {side} side: {', '.join(said)}")
+    if is_sampled:
+        _line(
+            console,
+            f"  ({NOT_LOGGED}: an engine logs log.successes_per_s of them a second; raise it to see more)",
+            "dim",
+        )
 
 
 def show_ends(grounds: Sequence[Ground], console: Console) -> None:
