@@ -391,7 +391,7 @@ def test_what_json_says_is_stable() -> None:
         (["h:1", "--watch", "1", "2"], "--watch takes one number"),
         (["--watch", "1"], "--watch takes one number"),
         (["h:1", "--keys", "x"], "--keys and --authorized belong together"),
-        (["h:1", "--keys", "/none/x.key_secret", "--authorized", "/none"], "cannot be read"),
+        (["h:1", "--keys", "NONE/x.key_secret", "--authorized", "NONE"], "cannot be read"),
         (["h:1", "--timeout", "0"], "timeout_s is 0"),
         (["h:1", "--request", "x" * 20_000], "has 20000 characters"),
         ([], "Missing argument"),
@@ -401,9 +401,10 @@ def test_what_json_says_is_stable() -> None:
     ],
 )
 def test_bad_input_is_one_line(
-    argv: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argv: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["asynckv", "inspect", *argv])
+    given = [x.replace("NONE", str(tmp_path / "none")) for x in argv]
+    monkeypatch.setattr(sys, "argv", ["asynckv", "inspect", *given])
     with pytest.raises(SystemExit) as caught:
         cli.main()
     out, err = capsys.readouterr()
