@@ -412,6 +412,21 @@ def test_one_request_on_a_narrow_screen(axis: Axis) -> None:
     assert "\x1b" not in out, "what a log says does not reach the terminal"
 
 
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_id_is_cut_on_a_narrow_screen(width: int, tmp_path: Path) -> None:
+    written, long = service(), "cmpl-7d3c8a90-1111-2222-3333-444455556666-"
+    written.lines = [(at, text.replace('"chat-', f'"{long}')) for at, text in written.lines]
+    axis = axis_of(written, tmp_path)
+    found = stories(axis)
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, no_color=True, color_system=None)
+    timeline_text.show_slowest(axis, found, 3, console)
+    timeline_text.show_all(axis, found, ground(axis), console)
+    assert "…" not in out.getvalue()
+    assert f"{long}20" in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= width
+
+
 def test_where_a_rank_did_nothing_its_absence_is_seen() -> None:
     bars_, away = [Bar("queue", 0.0, 2.0)], [Bar("", 3.0, 5.0)]
     assert timeline_text.bar_line(bars_, 0.0, 8.0, 8, True, away).plain == "qq ~~   "

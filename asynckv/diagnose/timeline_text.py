@@ -259,33 +259,52 @@ def _since(seconds: float) -> str:
     return f"{seconds * 1e3:+,.3f} ms"
 
 
+WHERE = "where the time went"
+TOOK, WORDS = 7, 24
+"""Columns for a duration, and for what is said of it."""
+
+
 def show_slowest(axis: Axis, found: Sequence[Story], number: int, console: Console) -> None:
     """Show those that took longest on any side, with what they did on each."""
     is_plain = not console.is_terminal or console.no_color
     slowest = sorted(found, key=lambda x: -x.seconds)[:number]
     rows = [(x, [y for y in (_longest(x, "prefill"), _longest(x, "decode")) if y is not None]) for x in slowest]
     room = max((len(without_control(x.name)) for x in slowest), default=0)
-    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
-    across = max(min(console.width - room - 52, 80), 12)
-    table.add_column("took", justify="right", no_wrap=True)
-    table.add_column("request", no_wrap=True)
-    table.add_column("where the time went", width=max(across, 19), no_wrap=True)
-    table.add_column("longest, and how it ended", overflow="fold")
+    across = max(min(console.width - room - 52, 80), len(WHERE))
+    # Where there is no room for its id in a column, a request has a line above its own.
+    is_beside = not console.is_terminal or room + across + TOOK + WORDS + 3 <= console.width
+
+    def made() -> Table:
+        made = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim", show_header=is_beside)
+        made.add_column("took", justify="right", no_wrap=True, min_width=TOOK)
+        if is_beside:
+            made.add_column("request", no_wrap=True)
+        made.add_column(WHERE, width=across, no_wrap=True)
+        made.add_column("longest, and how it ended", overflow="fold")
+        return made
+
+    table = made()
     for story, lanes in rows:
         style = "yellow" if story.level == "warning" else ""
         name = without_control(story.name or "?")
+        if not is_beside:
+            _line(console, name, "bold", is_whole=True)
         # One axis for both sides, of this request alone: a pull that began late is seen to, and none is one letter.
         first, last = min((x.start for x in lanes), default=0.0), max((x.end for x in lanes), default=0.0)
         for lane in lanes:
             bars = [b for b in lane.bars if b.phase != "release"] or lane.bars
-            line = bar_line(bars, first, last, max(across, 19), is_plain)
+            line = bar_line(bars, first, last, across, is_plain)
             phases = ", ".join(f"{phase} {shown_seconds(seconds)}" for phase, seconds in _by_phase(bars)[:MOST_PHASES])
             how = f"lease {story.lease}" if lane.side == "prefill" else f"pull {story.pull or 'unknown'}"
             took = shown_seconds(max(b.end for b in bars) - lane.start)
             said = Text(without_control(f"{phases}; {how}"), style=style)
-            table.add_row(took, Text(name), line, said)
+            table.add_row(took, *([Text(name)] if is_beside else []), line, said)
             name = ""
-    _show(console, table, is_whole=True)
+        if not is_beside:
+            _show(console, table, is_whole=True)
+            table = made()
+    if is_beside:
+        _show(console, table, is_whole=True)
     _show(
         console,
         _legend((b for _, x in rows for y in x for b in y.bars if b.phase != "release"), console.width, is_plain),
@@ -322,11 +341,16 @@ def show_list(axis: Axis, found: Sequence[Story], console: Console) -> None:
     _notes(axis, console)
 
 
+WIDE = 72
+"""Columns of a terminal that has room to say what each phase is."""
+
+
 def show_all(axis: Axis, found: Sequence[Story], grounds: Sequence[Ground], console: Console) -> None:
     """Show all requests in numbers."""
     _outcomes(axis, found, console)
     console.print()
-    _show(console, Group(_processes(found, grounds), "", _phases(found)), is_whole=True)
+    is_wide = not console.is_terminal or console.width >= WIDE
+    _show(console, Group(_processes(found, grounds), "", _phases(found, is_wide)), is_whole=True)
     _notes(axis, console)
 
 
@@ -400,7 +424,7 @@ def _processes(found: Sequence[Story], grounds: Sequence[Ground]) -> Table:
     for story in found:
         parts.update({x.process.incarnation for x in story.lanes})
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
-    table.add_column("process", no_wrap=True)
+    table.add_column("process", no_wrap=True, overflow="fold")
     table.add_column("requests", justify="right")
     table.add_column("away", justify="right")
     table.add_column("clock", overflow="fold")
@@ -415,7 +439,7 @@ def _processes(found: Sequence[Story], grounds: Sequence[Ground]) -> Table:
     return table
 
 
-def _phases(found: Sequence[Story]) -> Table:
+def _phases(found: Sequence[Story], is_wide: bool) -> Table:
     times: dict[str, list[float]] = {}
     for story in found:
         for phase, seconds in story.phases().items():
@@ -424,11 +448,12 @@ def _phases(found: Sequence[Story]) -> Table:
     table.add_column("phase")
     for name in ("requests", "median", "p99", "longest"):
         table.add_column(name, justify="right")
-    table.add_column("", overflow="fold", style="dim")
+    if is_wide:
+        table.add_column("", overflow="fold", style="dim")
     for phase, about in PHASES.items():
         if values := sorted(times.get(phase, [])):
             at = [values[min(math.ceil(q * len(values)), len(values)) - 1] for q in (0.5, 0.99, 1.0)]
-            table.add_row(phase, f"{len(values):,}", *map(shown_seconds, at), about)
+            table.add_row(phase, f"{len(values):,}", *map(shown_seconds, at), *([about] if is_wide else []))
     return table
 
 
