@@ -40,7 +40,7 @@ from asynckv.edges.local import SUFFIX, is_left_behind, pid_of, rank_of, read_pa
 from asynckv.edges.zmq import ZmqPlane, host_and_port
 from asynckv.errors import ConfigError, RemoteProtocolError
 
-__all__ = ["AWAY", "Answer", "Asker", "ask_all", "targets"]
+__all__ = ["Answer", "Asker", "ask_all", "targets"]
 
 TIMEOUT_S = 5.0
 REPEAT_S = 1.0
