@@ -219,6 +219,47 @@ def test_the_prefill_example_frees_blocks_when_no_rank_lends_them(two_engines: A
     assert workers.orders == [Withdraw(params)]
 
 
+def test_the_examples_refuse_an_id_that_is_under_way(two_engines: Any) -> None:
+    scheduler, _, _, _ = pulling(two_engines, 1)
+    scheduler.take(
+        again := two_engines("scenery").Call("/decode", {"request_id": "r1", "prompt": PROMPT, "params": {}})
+    )
+    assert again.answer.result() == {"error": "'r1' is under way"}
+    scheduler = two_engines("prefill").Scheduler(Workers(2))
+    scheduler.take(two_engines("scenery").Call("/prefill", body := {"request_id": "r1", "prompt": PROMPT}))
+    for state in ("waiting", "lent"):
+        scheduler.take(again := two_engines("scenery").Call("/prefill", body))
+        assert again.answer.result() == {"error": "'r1' is under way"}, state
+        scheduler.step()
+
+
+def test_the_prefill_example_aborts_what_waits(two_engines: Any) -> None:
+    scheduler = two_engines("prefill").Scheduler(workers := Workers(2))
+    scheduler.take(call := two_engines("scenery").Call("/prefill", {"request_id": "r1", "prompt": PROMPT}))
+    scheduler.take(two_engines("scenery").Call("/abort", {"request_id": "r1"}))
+    scheduler.step()
+    assert call.answer.result() == {"error": "aborted"}
+    assert (workers.num_computed, sorted(scheduler.free)) == (0, list(range(64)))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/prefill", {}),
+        ("/prefill", []),
+        ("/prefill", {"request_id": "r", "prompt": "abc"}),
+        ("/prefill", {"request_id": "r", "prompt": [1] * 1025}),
+        ("/prefill", {"request_id": 1, "prompt": [1]}),
+        ("/decode", {"request_id": "r", "prompt": [1]}),
+        ("/decode", {"request_id": "r", "prompt": [1], "params": "p"}),
+        ("/abort", {}),
+    ],
+)
+def test_the_examples_take_no_call_that_ends_them(two_engines: Any, path: str, body: Any) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        two_engines("scenery").check(path, body)
+
+
 def test_the_prefill_example_goes_on_when_a_rank_has_died(two_engines: Any) -> None:
     workers = Workers(2)
     scheduler = two_engines("prefill").Scheduler(workers)

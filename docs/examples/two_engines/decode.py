@@ -59,6 +59,10 @@ class Scheduler:
         """Take a call of the router."""
         request_id = call.body.get("request_id", "")
         if call.path == "/decode":
+            under_way = {each.call.body["request_id"] for each in (*self.waiting, *self.ready)} | self.pulling.keys()
+            if request_id in under_way:  # an id names one request at a time: `returned` tells nothing but the id
+                call.answer.set_result({"error": f"{request_id!r} is under way"})
+                return
             self.waiting.append(Request(call, call.body["params"]))
             # Now, though there may be no blocks for it yet: ranks meet, and the lease is kept while the request waits.
             self.orders.append(Announce(request_id, call.body["params"]))

@@ -36,10 +36,17 @@ class Scheduler:
     def take(self, call: Call) -> None:
         """Take a call of the router."""
         request_id = call.body.get("request_id", "")
+        waiting = [each for each in self.waiting if each.body["request_id"] == request_id]
         if call.path == "/prefill":
+            if waiting or request_id in self.lent:  # an id names one request at a time: `sent` tells nothing but the id
+                call.answer.set_result({"error": f"{request_id!r} is under way"})
+                return
             self.waiting.append(call)
             return  # answered when the prompt is computed
-        if call.path == "/abort" and request_id in self.lent:
+        if call.path == "/abort" and waiting:
+            self.waiting.remove(waiting[0])
+            waiting[0].answer.set_result({"error": "aborted"})
+        elif call.path == "/abort" and request_id in self.lent:
             # The params have left. Whoever comes with them is refused from now on, and the blocks come back when
             # nobody is in the middle of a read. Without this they would come back when the lease ends, after 30 s.
             self.orders.append(Withdraw(self.lent[request_id].params))
@@ -78,8 +85,9 @@ class Scheduler:
 
     def take_finished(self, rank: int, finished: Finished) -> None:
         """Hear what has ended on one rank."""
-        for end in finished.sent:  # read, withdrawn or expired: `end.cause`. The blocks are free in any case.
-            self.has_ended(rank, end.request_id)
+        for end in finished.sent:  # read, withdrawn or expired: `end.cause`
+            if end.cause != "closed":  # the engine was closed too soon: a reader may still read until the process ends
+                self.has_ended(rank, end.request_id)
         for refused in finished.refused:
             if isinstance(refused.order, Lend):
                 # Nothing is lent on this rank. Tell readers so; they would wait until their deadlines.
