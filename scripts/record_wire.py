@@ -20,7 +20,6 @@ import enum
 import hashlib
 import json
 import sys
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,6 +46,7 @@ from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.layout import ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View
 from asynckv.scheduler import PrefillGroup
 from asynckv.tools.layout_file import dump_layouts
+from asynckv.version import VERSION
 from scripts import command, public_names, wire_bounds
 
 ROOT = Path(__file__).parents[1]
@@ -263,11 +263,6 @@ def made() -> dict[str, str]:
     return files | {"layout.json": dump_layouts([LAYOUT])}
 
 
-def version() -> str:
-    """The version that pyproject.toml states."""
-    return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
-
-
 def released() -> dict[str, str]:
     """The versions that were released, with the digest of their folders."""
     found: dict[str, str] = json.loads((TARGET / RELEASED).read_text())
@@ -292,11 +287,9 @@ def record(
     Run it after a change of the protocol or of public names. With --release, run it right before the tag.
     """
     sealed = released()
-    if version() in sealed:
-        raise ConfigError(
-            f"{version()} was released, and its folder never changes: set a new version in pyproject.toml"
-        )
-    folder = TARGET / version()
+    if VERSION in sealed:
+        raise ConfigError(f"{VERSION} was released, and its folder never changes: set a new one in asynckv/version.py")
+    folder = TARGET / VERSION
     folder.mkdir(parents=True, exist_ok=True)
     reports = public_names.reports(account())
     for name in public_names.COMMANDS:
@@ -305,7 +298,7 @@ def record(
     for name, text in (made() | {name: json.dumps(x, indent=1) + "\n" for name, x in public.items()}).items():
         (folder / name).write_text(text)
     if release:
-        sealed[version()] = folder_digest(folder)
+        sealed[VERSION] = folder_digest(folder)
         (TARGET / RELEASED).write_text(json.dumps(sealed, indent=1) + "\n")
 
 
