@@ -171,7 +171,7 @@ class DecodeSide:
         self._register(pull)
         # All are attached first: `_tell` takes a rank without a peer for gone, and meeting one may end the pull.
         for source in pull.sources:
-            self._attach(pull, source, now)
+            self._attach(pull, source, now, to_meet=False)
         for source in pull.sources:
             if source.role is ROLE.READ and pull.failure is None:
                 self._meet(pull, source, now)
@@ -402,6 +402,9 @@ class DecodeSide:
         config = self._config
         for due in self.peers.tick(peer, now):
             match due:
+                case Due.UNREACHABLE if peer.is_doubted:
+                    text = f"{peer.where} was lost before, and has said nothing since"
+                    self._lose(peer, Reason.PEER_LOST, text, now, pause_s=peer.take_pause(config))
                 case Due.UNREACHABLE:
                     text = f"{peer.where} did not answer within {config.handshake_s:g} s"
                     text += f"; {peer.hint}" if peer.hint else ""
@@ -711,11 +714,11 @@ class DecodeSide:
 
     # -- inside: peers -------------------------------------------------------------------------------
 
-    def _attach(self, pull: Pull, source: Source, now: float) -> Peer:
-        """Return the peer that a source is, attached to its pull."""
+    def _attach(self, pull: Pull, source: Source, now: float, *, to_meet: bool) -> Peer:
+        """Return the peer that a source is, attached to its pull; see `Peers.find`."""
         peer = self.peers.by_place.get(source.rank.place)
         if peer is None or peer.state is S.GONE:
-            before, peer = peer, self.peers.find(pull.params.engine_id, source.rank, now)
+            before, peer = peer, self.peers.find(pull.params.engine_id, source.rank, now, to_meet=to_meet)
             if before is not None and before is not peer:
                 # Who owes a release there owes it to the same process start still.
                 for pull_id in before.pulls:
@@ -730,7 +733,7 @@ class DecodeSide:
     def _meet(self, pull: Pull, source: Source, now: float) -> None:
         """Make sure that a rank to read from is, or is becoming, ready."""
         # Since the pull began, the peer may have been lost, and met anew for another.
-        peer = self._attach(pull, source, now)
+        peer = self._attach(pull, source, now, to_meet=True)
         if (failure := self.peers.meet(peer, pull.params.engine_id, source.rank, now)) is not None:
             self._unmet(pull, source, *failure, now)
 

@@ -7,6 +7,9 @@ while something is owed or held there, the silence that makes it SUSPECT, and it
 - A failed handshake goes back to NEW with a back-off, during which every request fails at once with the same cause; a
   refusal that cannot change (geometry, wrong engine) leads to GONE, and nothing is tried again while it is remembered.
 - SUSPECT stops new work and fails nothing; GONE needs evidence, or a long silence.
+- Who was lost may live (only its connection broke), but hardly does. So the next handshake is a *probe*: a hello and a
+  ping, of which a living process answers one at once, whatever its data plane is at. Without a word within `suspect_s`
+  it is GONE again, and nobody waits for `handshake_s`.
 - What is GONE is remembered for `TOMBSTONE_S`, so that late requests fail with the same cause. After that, or sooner if
   only the connection was lost, the same place is met as a new `Peer`.
 
@@ -118,6 +121,10 @@ class Peer:
     """Of the handshake under way."""
     deadline: float = math.inf
     """When the handshake under way fails."""
+    is_doubted: bool = False
+    """It was lost before, and has said nothing since: its handshake is a probe."""
+    word_by: float = math.inf
+    """When a probe fails that it has said nothing to."""
     retry_at: float = math.inf
     """When to repeat the hello."""
     hellos: int = 0
@@ -222,10 +229,12 @@ class Peer:
             if not self.pulls:
                 self.unused_at = now
 
-    def greet(self, nonce: int, handshake_s: float, now: float) -> None:
+    def greet(self, nonce: int, config: PullConfig, now: float) -> None:
         """Begin a handshake; `make_hello` makes its message."""
         self.receive(E.WANTED)
-        self.nonce, self.hellos, self.deadline = nonce, 0, now + handshake_s
+        self.nonce, self.hellos, self.deadline = nonce, 0, now + config.handshake_s
+        if self.is_doubted:
+            self.word_by = min(now + config.suspect_s, self.deadline)
 
     def make_hello(self, cohort: Cohort, retry_s: float, now: float) -> Hello:
         """Make the hello that is to be sent now."""
@@ -251,8 +260,13 @@ class Peer:
         """The handshake failed; the next one has to wait, longer each time."""
         self.receive(E.FAILED)
         self.reason, self.detail = reason, detail
-        self.not_before = now + min(config.backoff_s * 2**self.failures, config.max_backoff_s)
+        self.not_before = now + self.take_pause(config)
+
+    def take_pause(self, config: PullConfig) -> float:
+        """Return how long to wait after a handshake that failed; the next pause is longer."""
+        pause_s = min(config.backoff_s * 2**self.failures, config.max_backoff_s)
         self.failures = min(self.failures + 1, 16)
+        return pause_s
 
     def lost(self, reason: Reason, detail: str, pause_s: float, now: float) -> None:
         """This process start serves us no more."""
@@ -268,6 +282,7 @@ class Peer:
     def heard(self, now: float) -> bool:
         """It has said something; True if it was SUSPECT."""
         self.heard_at = now
+        self.is_doubted, self.word_by = False, math.inf
         if self.state is not S.SUSPECT:
             return False
         self.moved_at = now
@@ -300,7 +315,12 @@ class Peer:
         """Let time pass; return what is to be done, in order."""
         match self.state:
             case S.CONNECTING:
-                return [Due.UNREACHABLE] if now >= self.deadline else [Due.HELLO] if now >= self.retry_at else []
+                if self.word_by + config.heartbeat_s < now:
+                    # We were away: what it said may wait unread.
+                    self.word_by = min(now + config.suspect_s, self.deadline)
+                if now >= min(self.word_by, self.deadline):
+                    return [Due.UNREACHABLE]
+                return [Due.HELLO] if now >= self.retry_at else []
             case S.LOADING:
                 return [Due.NOT_LOADED] if now >= self.deadline else []
             case S.READY | S.SUSPECT if self.pulls:
@@ -354,7 +374,7 @@ class Peer:
         """When `due` has something to say."""
         match self.state:
             case S.CONNECTING:
-                return min(self.deadline, self.retry_at)
+                return min(self.deadline, self.word_by, self.retry_at)
             case S.LOADING:
                 return self.deadline
             case S.READY | S.SUSPECT if self.pulls:

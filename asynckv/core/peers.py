@@ -71,13 +71,18 @@ class Peers:
         """Return whom we are shaking hands with at an address."""
         return [p for p in self.by_place.values() if p.address == address and p.state is S.CONNECTING]
 
-    def find(self, engine_id: str, rank: RemoteRank, now: float) -> Peer:
-        """Return the peer at a rank's place; a new one if there is none that may be met again."""
-        peer = self.by_place.get(rank.place)
+    def find(self, engine_id: str, rank: RemoteRank, now: float, *, to_meet: bool) -> Peer:
+        """Return the peer at a rank's place; a new one if there is none, or only one that is gone and may be met again.
+
+        Who was lost is met again only for whoever reads from it (`to_meet`): a release is said to it once, and no more.
+        """
+        peer, lost = self.by_place.get(rank.place), None
         if peer is not None and peer.state is S.GONE:
             # The connection broke, but the process may live; or other params named it wrongly.
             is_other = peer.identity != (engine_id, rank.pp_stage, rank.tp_rank)
             again = is_other or (peer.reason not in FINAL and now >= peer.not_before)
+            if peer.reason is Reason.PEER_LOST and not is_other:
+                lost, again = peer, again and to_meet
             if again and not peer.is_loading:
                 # Transfers that may never end keep the old one in the data plane, which then reads over the same
                 # connection for the new one, or makes another if that one broke.
@@ -86,6 +91,8 @@ class Peers:
         if peer is None:
             line = Line(InFlight(self._config.window_bytes, self._config.window_descriptors))
             peer = Peer(engine_id, rank.tp_rank, rank.pp_stage, *rank.place, line)
+            if lost is not None:
+                peer.is_doubted, peer.failures = True, lost.failures
             self.by_place[rank.place] = peer
             # What is said to it from now on must not be lost with the link of whoever was forgotten there just before.
             unlink = Disconnect(peer.address)
@@ -120,10 +127,10 @@ class Peers:
             text = f"{peer.address} is {peer.name}, but the params name {rank.name}; correct the endpoints"
             failure = Reason.WRONG_TARGET, text
         elif peer.may_be_met and now >= peer.not_before:
-            peer.greet(next(self._nonces), self._config.handshake_s, now)
+            peer.greet(next(self._nonces), self._config, now)
             self._changed(peer, S.NEW)
             self._hellos[peer.nonce] = peer
-            self._send(peer, peer.make_hello(self._cohort, self._config.hello_retry_s, now))
+            self._say_hello(peer, now)
         elif peer.state in (S.NEW, S.GONE):
             wait = f"; the next attempt is possible in {peer.not_before - now:.2g} s" if peer.not_before > now else ""
             failure = peer.reason, peer.detail + wait
@@ -262,7 +269,7 @@ class Peers:
         for due in peer.due(self._config, now):
             match due:
                 case Due.HELLO:
-                    self._send(peer, peer.make_hello(self._cohort, self._config.hello_retry_s, now))
+                    self._say_hello(peer, now)
                 case Due.PING:
                     self._send(peer, peer.make_ping(next(self._nonces), now))
                 case Due.FORGET:
@@ -283,6 +290,12 @@ class Peers:
         self._timers.wake(peer, peer.wake_at(self._config))
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _say_hello(self, peer: Peer, now: float) -> None:
+        self._send(peer, peer.make_hello(self._cohort, self._config.hello_retry_s, now))
+        if peer.is_doubted:
+            # A process without an agent answers a hello when it has another one, and a ping at once.
+            self._send(peer, peer.make_ping(next(self._nonces), now))
 
     def _send(self, peer: Peer, message: Message) -> None:
         self._outbox.send(peer.address, peer.incarnation, message)
