@@ -467,27 +467,15 @@ def test_nobody_repeats_a_release_to_a_process_that_is_gone() -> None:
     world.run(1.1)
     decode.core.cancel("d2", world.time(decode))
     world.settle(decode)
+    world.run(1.1)
     assert announced.is_over
+    world.run(5.0)
     decode.core.discharge("d3", world.params([prefill], "r3", [3], 4, written=True), "", world.time(decode))
     world.settle(decode)
+    assert not decode.core.is_idle  # it may live after all: another word is worth a second
+    world.run(1.1)
     assert decode.core.is_idle
     world.check()
-
-
-def test_a_release_under_way_is_given_up_when_a_probe_finds_nobody() -> None:
-    """Its rank had no fault when it was told first."""
-    world, (prefill, other), decode = world_of(2, backoff_s=0.5)
-    pull = ask(world, prefill, decode, 0)
-    world.run()
-    assert pull.reason is Reason.COMPLETE
-    del world.ranks["p0"]
-    discharged = world.params([prefill], "r1", [1], 4, written=True)
-    decode.core.discharge("d1", discharged, "", world.time(decode))
-    world.settle(decode)
-    decode.core.decode.forget(prefill.address, world.time(decode))
-    world.settle(decode)
-    assert decode.core.is_idle
-    assert other.core.is_idle
 
 
 def test_a_process_that_was_lost_and_answers_a_ping_has_all_the_time_of_a_handshake() -> None:
@@ -675,7 +663,7 @@ def announced_at_a_replaced_peer() -> tuple[World, Rank, Pull, Params, Address]:
     pull = decode.core.announce("q", params, "", 300.0, world.time(decode))
     world.settle(decode)
     world.run()
-    address = next(source.address for source in pull.sources if source.reads)
+    address = next(source.address for source in pull.sources if not source.reads)
     decode.core.decode.forget(address, world.time(decode))
     world.settle(decode)
     world.run(2.0)

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-
 from dataclasses import replace
 
 import msgspec

@@ -171,7 +171,7 @@ class DecodeSide:
         self._register(pull)
         # All are attached first: `_tell` takes a rank without a peer for gone, and meeting one may end the pull.
         for source in pull.sources:
-            self._attach(pull, source, now, to_meet=False)
+            self._attach(pull, source, now)
         for source in pull.sources:
             if source.role is ROLE.READ and pull.failure is None:
                 self._meet(pull, source, now)
@@ -567,6 +567,8 @@ class DecodeSide:
                 self._outbox.send(*source.rank.place, pull.make_release(source, now))
                 pull.unanswered += (source.name,)
                 self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
+            elif peer is not None:
+                self.peers.probe(peer, now)
             if source.running or source.is_waiting:
                 self._make_room(source)
 
@@ -714,11 +716,11 @@ class DecodeSide:
 
     # -- inside: peers -------------------------------------------------------------------------------
 
-    def _attach(self, pull: Pull, source: Source, now: float, *, to_meet: bool) -> Peer:
-        """Return the peer that a source is, attached to its pull; see `Peers.find`."""
+    def _attach(self, pull: Pull, source: Source, now: float) -> Peer:
+        """Return the peer that a source is, attached to its pull."""
         peer = self.peers.by_place.get(source.rank.place)
         if peer is None or peer.state is S.GONE:
-            before, peer = peer, self.peers.find(pull.params.engine_id, source.rank, now, to_meet=to_meet)
+            before, peer = peer, self.peers.find(pull.params.engine_id, source.rank, now)
             if before is not None and before is not peer:
                 # Who owes a release there owes it to the same process start still.
                 for pull_id in before.pulls:
@@ -733,7 +735,7 @@ class DecodeSide:
     def _meet(self, pull: Pull, source: Source, now: float) -> None:
         """Make sure that a rank to read from is, or is becoming, ready."""
         # Since the pull began, the peer may have been lost, and met anew for another.
-        peer = self._attach(pull, source, now, to_meet=True)
+        peer = self._attach(pull, source, now)
         if (failure := self.peers.meet(peer, pull.params.engine_id, source.rank, now)) is not None:
             self._unmet(pull, source, *failure, now)
 

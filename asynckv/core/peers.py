@@ -71,18 +71,15 @@ class Peers:
         """Return whom we are shaking hands with at an address."""
         return [p for p in self.by_place.values() if p.address == address and p.state is S.CONNECTING]
 
-    def find(self, engine_id: str, rank: RemoteRank, now: float, *, to_meet: bool) -> Peer:
-        """Return the peer at a rank's place; a new one if there is none, or only one that is gone and may be met again.
-
-        Who was lost is met again only for whoever reads from it (`to_meet`): a release is said to it once, and no more.
-        """
+    def find(self, engine_id: str, rank: RemoteRank, now: float) -> Peer:
+        """Return the peer at a rank's place; a new one if there is none that may be met again."""
         peer, lost = self.by_place.get(rank.place), None
         if peer is not None and peer.state is S.GONE:
             # The connection broke, but the process may live; or other params named it wrongly.
             is_other = peer.identity != (engine_id, rank.pp_stage, rank.tp_rank)
             again = is_other or (peer.reason not in FINAL and now >= peer.not_before)
             if peer.reason is Reason.PEER_LOST and not is_other:
-                lost, again = peer, again and to_meet
+                lost = peer
             if again and not peer.is_loading:
                 # Transfers that may never end keep the old one in the data plane, which then reads over the same
                 # connection for the new one, or makes another if that one broke.
@@ -183,6 +180,13 @@ class Peers:
         if differences := compare(self._layout, layout):
             return Reason.GEOMETRY, "layouts differ: " + "; ".join(map(str, differences))
         return layout
+
+    def probe(self, peer: Peer, now: float) -> None:
+        """Somebody waits for an acknowledgement of a rank that was lost before: does it say anything?"""
+        if peer.may_be_met and peer.is_doubted and peer.word_by == math.inf:
+            peer.word_by = now + self._config.suspect_s
+            self._send(peer, peer.make_ping(next(self._nonces), now))
+            self.wake(peer)
 
     # -- their states ------------------------------------------------------------------------------
 
