@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
+import typer.core
 
 from asynckv.bench import options as o
 from asynckv.bench.cli import bench_app
@@ -32,7 +33,21 @@ START_EPILOG = """
 1 something is wrong, 2 bad input, 130 Ctrl-C
 """
 
+
+class Root(typer.core.TyperGroup):
+    """All commands. Ctrl-C is told in a line, unless somebody who knows more has told it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as exc:
+            if not getattr(exc, "__notes__", ()):
+                print("asynckv: interrupted", file=sys.stderr)
+            raise
+
+
 app = typer.Typer(
+    cls=Root,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -51,9 +66,9 @@ def root(
     if version:
         from importlib import metadata
 
-        from asynckv.observe.release import release
+        from asynckv.version import VERSION
 
-        found = [f"asynckv {release()}"]
+        found = [f"asynckv {VERSION}"]
         for name in ("nixl", "torch", "pyzmq"):
             try:
                 found.append(f"{name} {metadata.version(name)}")
@@ -379,7 +394,16 @@ def simulate(
         for line in small.explain(events):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         again = f"asynckv simulate{' --offload' * offload} --first-seed {seed} --seeds 1 --faults {faults}"
-        console.print(f"\nagain: {again}", highlight=False)
+        console.print(f"\nagain, all of it: {again}", highlight=False, markup=False, soft_wrap=True)
+        drawn = f"{make.__name__}({seed}{'' if faults == 'all' else f', {chosen}'})"
+        console.print(
+            f"minimised, in Python: from asynckv.testing.simulation import *; minimise({drawn})",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+        if others := [str(other) for other in found.violations if other != seed]:
+            console.print(f"other seeds with a violation: {', '.join(others)}", highlight=False, soft_wrap=True)
         raise typer.Exit(1)
 
 

@@ -68,7 +68,7 @@ def test_a_request_from_lend_to_release() -> None:
     assert decode.core.is_idle
 
 
-def test_a_consumed_request_is_refused_at_once() -> None:
+def test_a_consumed_request_is_refused_at_once_and_the_refusal_says_who_read_it() -> None:
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4, written=True)
     world.lend(prefill, params)
@@ -77,7 +77,19 @@ def test_a_consumed_request_is_refused_at_once() -> None:
     again = world.pull(decode, "two", [9], params)
     world.run()
     assert again.reason in (Reason.LEASE_LOST, Reason.CONSUMED)
-    assert "consumed" in again.detail
+    assert "refused: consumed (released by 'decode'; lent with readers=1)" in again.detail
+
+
+def test_of_many_decode_engines_that_read_a_request_a_refusal_names_a_few() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params, readers=6)
+    for i in range(7):
+        wanted = PullRequest(f"sibling{i}", [(0, [i])], params, f"d/{i}")
+        pull = decode.core.pull(wanted, 30, world.time(decode))
+        world.settle(decode)
+        world.run()
+    assert "(released by 'd/0', 'd/1', 'd/2', 'd/3' and others; lent with readers=6)" in pull.detail
 
 
 def test_an_unclaimed_lease_expires_and_names_whom_it_waited_for() -> None:

@@ -16,8 +16,8 @@ from asynckv.bench.driver import Measured
 from asynckv.bench.experiment import Experiment
 from asynckv.bench.schedule import Request
 from asynckv.bench.workload import Workload
-from asynckv.observe.release import release
 from asynckv.tools.layouts import model_groups
+from asynckv.version import VERSION
 
 __all__ = ["SCHEMA", "is_good", "make", "quantiles", "status"]
 
@@ -60,7 +60,7 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
         "interruption": _interruption(found, completed, len(schedule)),
         "config": _config(experiment, schedule),
         "environment": {
-            "asynckv": release(),
+            "asynckv": VERSION,
             "python": platform.python_version(),
             "pyzmq": version("pyzmq"),
             "numpy": version("numpy"),

@@ -74,7 +74,7 @@ class PullEvent(enum.StrEnum):
     ENDED = "ended"
     """A transfer ended, or fell in doubt."""
     FAILED = "failed"
-    """A transfer failed, a claim or a plan was refused, a peer is lost, ..."""
+    """A transfer failed, a claim or a plan was refused, or a peer is lost."""
     CANCELLED = "cancelled"
     """The caller wants it no more, or needs nothing of it."""
     TIME_UP = "time_up"

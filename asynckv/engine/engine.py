@@ -53,9 +53,9 @@ from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.observe.events import EVENT
 from asynckv.observe.log import Recorder, started
 from asynckv.observe.observer import Observer
-from asynckv.observe.release import release
 from asynckv.ports import Clock, ControlPlane, DataPlane
 from asynckv.results import PullResult, Statistics
+from asynckv.version import VERSION
 
 __all__ = ["Engine"]
 
@@ -377,7 +377,8 @@ class Engine:
 
         Args:
             params: What `PrefillGroup.make_params` returned. The decode side may have them already.
-            readers: How many decode engines will read the request, each once.
+            readers: How many decode engines will read the request, each once. The blocks return when so many have
+                released; one that never comes costs the rest of `lease_s`, and one more is refused.
 
         Raises:
             EngineClosed: The engine is closed or draining.
@@ -650,7 +651,7 @@ class Engine:
         some = driver.core.inspect.between_attempts(between[:MAX_RETRYING], now)
         lag = driver.lag
         return Facts(
-            version=release(),
+            version=VERSION,
             host=socket.gethostname(),
             pid=os.getpid(),
             address=driver.control.address or "",
