@@ -28,7 +28,7 @@ from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import join
 from asynckv.diagnose.leaks import find_leaks
 from asynckv.diagnose.leaks_clocks import aligned
-from asynckv.diagnose.leaks_live import records_of
+from asynckv.diagnose.leaks_live import records_of, who_hangs
 from asynckv.diagnose.leaks_processes import early_ends
 from asynckv.diagnose.leaks_values import Leak
 from asynckv.diagnose.records import Logs, Record, read_logs
@@ -914,6 +914,17 @@ def test_an_engine_that_does_not_answer_may_have_been_given_it() -> None:
     owed = expired(False, owed=["decode/tp1"], readers={RANK[D]: "complete"})
     leak = told([*RUNNING, begun(E), owed, say(60, "of_later", D), now], RANK[E])
     assert f"{RANK[E]} was given it, as other ranks of its engine were, but it does not answer" in leak.sentence
+
+
+def test_who_hangs_is_named_as_in_the_logs() -> None:
+    service = join([begun(P), begun(D)])
+    by_socket = Answer(address="/run/d.sock", error="no answer", is_away=True, account=Account(rank=RANK[E]))
+    by_address = Answer(address="tcp://10.0.0.1:1", error="no answer", is_away=True)
+    ended = Answer(address="/run/o.sock", error="it has ended", account=Account(rank=RANK[OTHER]))
+    stranger = Answer(address="tcp://10.0.0.9:1", error="no answer", is_away=True)
+    keyed = Answer(address="/run/k.sock", error="it has keys", is_away=True, account=Account(rank=RANK[OTHER]))
+    assert who_hangs([by_socket, ended, stranger, keyed], service) == [RANK[E]]
+    assert who_hangs([by_address], join([begun(D)])) == [RANK[D]]
 
 
 def test_only_what_was_late_since_a_repair(tmp_path: Path) -> None:

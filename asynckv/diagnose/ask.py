@@ -40,7 +40,7 @@ from asynckv.edges.local import SUFFIX, is_left_behind, pid_of, rank_of, read_pa
 from asynckv.edges.zmq import ZmqPlane, host_and_port
 from asynckv.errors import ConfigError, RemoteProtocolError
 
-__all__ = ["AWAY", "Answer", "Asker", "ask_all", "targets"]
+__all__ = ["Answer", "Asker", "ask_all", "targets"]
 
 TIMEOUT_S = 5.0
 REPEAT_S = 1.0
@@ -237,7 +237,9 @@ class Asker:
                 if (before := self._behind.get(address)) is not None:
                     now = look(before.pid)
                     error, is_away = error + verdict(before, now), is_same(before, now)
-                answer = Answer(address=address, error=error, is_away=is_away or AWAY in error or STOPPED in error)
+                # With keys it may just not know ours.
+                is_away |= STOPPED in error or (AWAY in error and "keys" not in error)
+                answer = Answer(address=address, error=error, is_away=is_away)
             if answer.error and not is_network:
                 pid = 0 if answer.is_left_behind or address not in self._behind else self._behind[address].pid
                 answer = replace(answer, account=Account(rank=rank_of(Path(address))), pid=pid)

@@ -83,10 +83,8 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
 
 def who_hangs(answers: Iterable[Answer], service: Service) -> list[str]:
     """Name the ranks that were asked, live, and do not answer; those of addresses by the logs, which name them."""
-    from asynckv.diagnose.ask import AWAY
-
     by_address = {x.started.text("address"): x.rank for x in service.processes.values() if x.started is not None}
-    hang = (x for x in answers if (AWAY in x.error or "is stopped" in x.error) and "keys" not in x.error)
+    hang = (x for x in answers if x.is_away and "keys" not in x.error)  # with other keys it may have answered nobody
     ranks = (x.account.rank or by_address.get(x.address, "") for x in hang)
     return [x for x in ranks if x]
 

@@ -76,8 +76,8 @@ def report(
     since: Annotated[
         str | None,
         typer.Option(
-            help="Leave out earlier events: a time (2026-01-31T12:00, UTC unless it says so), or so long before the "
-            "last event (90s, 10m, 2h).",
+            help="Leave out earlier events: a time (2026-01-31T12:00 or 12:00, UTC), or so long before the last event "
+            "(90s, 10m, 2h).",
             metavar="TIME",
             rich_help_panel=TIME,
         ),
