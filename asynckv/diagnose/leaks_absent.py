@@ -20,8 +20,11 @@ __all__ = ["absent", "came_back_too_late", "is_long_away", "quiet", "unresponsiv
 
 C = CAUSE
 
-PART = 0.5
-"""Whose loop was away for such a part of the lease's time could most likely not claim it: claims come early in it."""
+MOST = 0.9
+"""Whose loop was away for such a part of the lease's time could not claim it. Who was there for longer would have: a
+decode engine claims as soon as it hears of a request. Not all of it: when an absence began is known to some seconds."""
+SOON = 0.5
+"""Who comes back and asks for a request within such a part of a lease asks late because it was away."""
 
 
 def absent(processes: Processes, lease: Lease, readers: Iterable[Process]) -> dict[str, str]:
@@ -58,7 +61,7 @@ def is_long_away(processes: Processes, lease: Lease, reader: Process) -> tuple[f
     since, until = (sum(processes.when(name, x)) / 2 for x in (lease.lent_at, lease.lent_at + lease.seconds))
     for record in reader.of(EVENT.LOOP_WAS_AWAY):
         seconds, back = record.number("seconds", 0.0), sum(processes.when(reader.incarnation, record.at)) / 2
-        if min(until, back) - max(since, back - seconds) > PART * max(until - since, 0.0):
+        if min(until, back) - max(since, back - seconds) > MOST * max(until - since, 0.0):
             return seconds, record.at
     return 0.0, -math.inf
 
@@ -66,7 +69,7 @@ def is_long_away(processes: Processes, lease: Lease, reader: Process) -> tuple[f
 def came_back_too_late(processes: Processes, lease: Lease, pull: Pull) -> Story | None:
     """A reader spoke of a request when its lease was over, and as it came back: it was not there before."""
     away_s, back_at = is_long_away(processes, lease, pull.process)
-    if not away_s or not back_at - away_s <= pull.begun_at <= back_at + PART * lease.seconds:
+    if not away_s or not back_at - away_s <= pull.begun_at <= back_at + SOON * lease.seconds:
         return None
     names = {"reader": pull.process.rank, "holder": lease.process.rank, "away_s": in_seconds(away_s)}
     return Story(C.DECODE_LOOP_AWAY, names)
