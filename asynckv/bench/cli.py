@@ -471,7 +471,7 @@ def compare(
         str | None,
         typer.Option(
             help="Figures, with commas between; or any number's path in the reports, such as phases_s.read.p50.",
-            show_default="gbytes_per_s, requests_per_s, p50, p99, decode_cpu, and ratio_to_floor.raw_nixl.* if there",
+            show_default="gbytes_per_s, requests_per_s, p50, p99, decode_cpu, descriptors, ratio_to_floor.raw_nixl.*",
         ),
     ] = None,
     more_before: Annotated[
