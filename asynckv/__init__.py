@@ -217,9 +217,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from asynckv.observe.release import release
+        from asynckv.version import VERSION
 
-        return release()
+        return VERSION
     if name not in _HOME:
         raise AttributeError(f"module 'asynckv' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), _RENAMED.get(name, name))

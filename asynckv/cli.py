@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
+import typer.core
 
 from asynckv.bench import options as o
 from asynckv.bench.cli import bench_app
@@ -32,7 +33,21 @@ START_EPILOG = """
 1 something is wrong, 2 bad input, 130 Ctrl-C
 """
 
+
+class Root(typer.core.TyperGroup):
+    """All commands. Ctrl-C is told in a line, unless somebody who knows more has told it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as exc:
+            if not getattr(exc, "__notes__", ()):
+                print("asynckv: interrupted", file=sys.stderr)
+            raise
+
+
 app = typer.Typer(
+    cls=Root,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -51,9 +66,9 @@ def root(
     if version:
         from importlib import metadata
 
-        from asynckv.observe.release import release
+        from asynckv.version import VERSION
 
-        found = [f"asynckv {release()}"]
+        found = [f"asynckv {VERSION}"]
         for name in ("nixl", "torch", "pyzmq"):
             try:
                 found.append(f"{name} {metadata.version(name)}")

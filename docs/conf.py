@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import re
 import typing
-from importlib.metadata import version as installed_version
 from pathlib import Path
 
 import msgspec
@@ -15,12 +14,14 @@ from sphinx.domains.python import PyObject
 from sphinx.util import logging
 from sphinx.util.typing import stringify_annotation
 
+from asynckv.version import VERSION
+
 logger = logging.getLogger(__name__)
 
 project = "asynckv"
 author = "The asynckv maintainers"
 copyright = "the asynckv maintainers"
-version = release = installed_version("asynckv")
+version = release = VERSION
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "newsfragments"]

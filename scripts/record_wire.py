@@ -14,7 +14,6 @@ import hashlib
 import inspect
 import json
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from asynckv.geometry.layout import ONE_PER_REQUEST, Dim, Group, Layout, Memory,
 from asynckv.observe.events import EVENTS
 from asynckv.observe.metrics import FAMILIES
 from asynckv.tools.layout_file import dump_layouts
+from asynckv.version import VERSION
 from scripts import command
 
 ROOT = Path(__file__).parents[1]
@@ -264,17 +264,12 @@ def names() -> dict[str, Any]:
     }
 
 
-def version() -> str:
-    """The version that pyproject.toml states."""
-    return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
-
-
 def record() -> None:
     """Write what this version says to others into tests/data/wire/VERSION.
 
     Run it for a release, after the version has changed. If the protocol changes before that release, run it again.
     """
-    folder = TARGET / version()
+    folder = TARGET / VERSION
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in made().items():
         (folder / name).write_text(text)

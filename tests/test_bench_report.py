@@ -82,6 +82,19 @@ def test_anything_wrong_makes_a_run_bad(changes: dict[str, Any]) -> None:
     assert not report.is_good(report.make(options(), found))
 
 
+def test_pieces_that_make_it_slow_are_a_line_with_the_remedy() -> None:
+    def made(**changes: Any) -> dict[str, Any]:
+        return report.make(options(prefill_tp=2, **changes), good())
+
+    (said,) = made()["warnings"]
+    assert said.startswith("group 0 is read in pieces of 64 bytes, 32 per block and layer; ")
+    assert said.endswith(": try --order hnd")
+    assert made(order="hnd")["warnings"] == []
+    shown = io.StringIO()
+    report_text.show(made(), Console(file=shown, width=300))
+    assert f"\n  ! {said}\n" in shown.getvalue()
+
+
 def test_a_request_is_complete_only_if_every_rank_completed_it() -> None:
     found = measured(outcome(0, 0.1), outcome(0, 0.4), outcome(1))
     result = report.make(options(tp=2), found)

@@ -130,7 +130,7 @@ def test_a_file_with_another_content_is_another_sweep(tmp_path: Path) -> None:
         (["--concurrency", "1,1"], "two points of the sweep are the same: concurrency 1"),
         (["--seed", ",".join(map(str, range(101))), "--tp", ",".join(map(str, range(101)))], "10201 points"),
         (["--json", "x"], "is of single runs"),
-        (["--trace", "/none/trace.jsonl"], "No such file"),
+        (["--trace", "NONE/trace.jsonl"], "No such file"),
         (["--rounds", "0"], "--rounds 0"),
         (["--out", "x.json"], "neither a FILE.jsonl nor a directory"),
         (["--out", "/etc/passwd"], "--out /etc/passwd is neither a FILE.jsonl nor a directory"),
@@ -141,7 +141,8 @@ def test_a_bad_sweep_is_one_line_and_status_2(
     argv: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = [] if "--out" in argv else ["--out", str(tmp_path / "s.jsonl")]
-    assert says in complaint(["bench", "sweep", *argv, *out], monkeypatch, capsys)
+    given = [x.replace("NONE", str(tmp_path / "none")) for x in argv]
+    assert says in complaint(["bench", "sweep", *given, *out], monkeypatch, capsys)
     assert not list(tmp_path.iterdir())  # nothing was begun
 
 

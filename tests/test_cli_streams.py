@@ -12,8 +12,10 @@ import pytest
 from rich.console import Console
 
 from asynckv import cli
+from asynckv.diagnose import reading
 from asynckv.observe.output import print_table
 from asynckv.observe.progress import Bar
+from asynckv.testing import simulation
 from scripts import command
 
 HEADS = ("concurrency", "prefill-block-size", "GB/s", "decode CPU µs", "")
@@ -109,6 +111,32 @@ def test_no_head_and_no_number_is_ever_cut(width: int) -> None:
     assert all(len(line) <= max(width, len("  prefill-block-size 16,")) for line in shown.splitlines())
     for text in ("1,234.567", "1,234,567", "concurrency", "failed", "GB/s"):
         assert text in shown
+
+
+@pytest.mark.parametrize("name", ["leaks", "timeline", "report"])
+def test_ctrl_c_is_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reading, "read_logs", interrupted)
+    monkeypatch.setattr(sys, "argv", ["asynckv", name, str(tmp_path), *(["-o", "x"] if name == "report" else [])])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert (caught.value.code, capsys.readouterr()) == (130, ("", "asynckv: interrupted\n"))
+
+
+def test_ctrl_c_is_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simulation, "simulate_many", interrupted)
+    monkeypatch.setattr(sys, "argv", ["asynckv", "simulate", "--seeds", "1"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 130
+    assert capsys.readouterr().err.count("interrupted") == 1
 
 
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,10 +21,11 @@ from asynckv.errors import RemoteProtocolError
 from asynckv.geometry.check import decode_layout
 from asynckv.geometry.layout import Group, Layout, Memory, Part, View
 from asynckv.tools.layout_file import load_layouts
+from asynckv.version import VERSION
 from scripts import record_wire
 
 VERSIONS = sorted(path.name for path in record_wire.TARGET.iterdir())
-HERE = record_wire.TARGET / record_wire.version()
+HERE = record_wire.TARGET / VERSION
 
 
 def packets(version: str) -> list[tuple[str, bytes, Any]]:

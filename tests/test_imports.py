@@ -88,6 +88,7 @@ def test_they_never_print_opens_or_awaits(path: Path) -> None:
 # -- rooms, and the arrows between them ---------------------------------------------------------------
 
 ORDER = (
+    "version",
     "errors",
     "arguments",
     "config",

@@ -251,6 +251,14 @@ async def test_an_event_loop_is_away() -> None:
     async with listener(lambda asked: None) as address:
         answer = await one(address, SHORT_S)
     assert "its process lives but its event loop is away" in answer.error
+    assert answer.is_away
+
+
+async def test_an_engine_of_another_major_version_says_so() -> None:
+    other = msgspec.msgpack.encode([MAJOR + 1, "whatever", {"else": 1}])
+    async with listener(lambda asked: other) as address:
+        answer = await one(address)
+    assert answer.error == f"it lives, but protocol version {MAJOR + 1} is not {MAJOR}: ask it with its own asynckv"
 
 
 @pytest.mark.parametrize(
@@ -398,6 +406,23 @@ async def test_a_question_that_is_never_answered_takes_no_place_for_ever(
 @pytest.mark.parametrize("name", ["a.sock", "e.pp0.tp0.x", "e.ppx.tp0.x.sock", "e.pp0.tp0..sock"])
 async def test_a_socket_of_another_name_is_nobodys(name: str) -> None:
     assert rank_of(Path(name)) == ""
+
+
+async def test_of_who_is_silent_behind_a_socket_the_process_is_told(short_path: Path) -> None:
+    path = str(short_path / "x.sock")
+    with socket.socket(socket.AF_UNIX) as silent, contextlib.ExitStack() as others:
+        silent.bind(path)
+        silent.listen(1)
+        answer = await one(path, SHORT_S)
+        assert (answer.pid, answer.is_away) == (os.getpid(), True)
+        assert f"no answer within {SHORT_S:g} s: pid {os.getpid()} " in answer.error
+        # Nobody takes the connections, until no more fit.
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                other = others.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+                other.connect(path)
+        answer = await one(path, SHORT_S)
+        assert (answer.pid, answer.is_away, "no more fit" in answer.error) == (0, True, True)
 
 
 async def test_an_engine_that_closes_hangs_up(short_path: Path) -> None:

@@ -78,6 +78,8 @@ async def test_a_reader_that_was_killed_is_named(short_path: Path) -> None:
         decode.signal(signal.SIGSTOP)
         status, said = await inspect(*addresses, "--timeout", "1")
         assert (status, "its process is stopped" in said or "its event loop is away" in said) == (1, True)
+        status, said = await inspect(directory, "--timeout", "1")
+        assert (status, f"pid {decode.pid} is stopped (T): kill -CONT {decode.pid}" in said) == (1, True)
         decode.signal(signal.SIGCONT)
 
         # Watched by somebody who is no terminal, and killed meanwhile.
@@ -98,7 +100,8 @@ async def test_a_reader_that_was_killed_is_named(short_path: Path) -> None:
                 if amiss:
                     break
             watcher.send_signal(signal.SIGINT)
-            await watcher.communicate()
+            _, said_last = await watcher.communicate()
+        assert said_last == b"asynckv: interrupted\n"
         assert watcher.returncode == 130
         assert amiss == {("cmpl-0", reader_name, "its process has ended")}
         status, said = await inspect(directory)

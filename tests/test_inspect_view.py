@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +18,9 @@ from asynckv.core.account import Account, Facts, Lag, PeerStatus, PhaseCount
 from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
 from asynckv.diagnose.ask import Answer
 from asynckv.diagnose.inspect_cli import merged
-from asynckv.diagnose.inspect_join import Joined, as_json, join, unrepeated
+from asynckv.diagnose.inspect_join import Joined, as_json, has_doubts, join, unrepeated
 from asynckv.diagnose.inspect_view import one_request, overview, span
+from asynckv.diagnose.process import Seen, look, verdict
 
 PREFILL, DECODE = "prefill/tp0@aaaaaaaa", "decode/tp0@bbbbbbbb"
 
@@ -195,10 +198,69 @@ def test_one_screen_answers_who_holds_what() -> None:
     assert said.count("d1") == 1
 
 
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_it_fits_any_screen(width: int) -> None:
-    for said in (shown(whole(), width=width), shown(whole(), width=width, request="d1")):
-        assert max(map(len, said.splitlines())) <= width
+LONG = "cmpl-7d3c8a90-1111-2222-3333-444455556666"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_it_fits_any_screen_and_nothing_is_cut(width: int) -> None:
+    said = [shown(whole(), width=width), shown(whole(), width=width, request="d1")]
+    said.append(shown([answer(PREFILL, lease(request_id=LONG))], width=width))
+    for line in "\n".join(said).splitlines():
+        assert len(line) <= width
+        assert not line.endswith(("…", " "))
+    requests = said[-1].partition("held by")[2]
+    assert PREFILL in requests
+    assert LONG in requests or width < len(LONG)
+    assert "".join(requests.split()).count(LONG) == 1
+
+
+def test_what_both_may_have_missed_is_found_twice_before_it_is_told() -> None:
+    """Under load, requests begin and end between the two questions."""
+    lost, passing = lease(request_id="lost"), lease(request_id="passing", pull_id="bb-2", sequence=8)
+    first = [answer(PREFILL, lost), answer(DECODE)]
+    second = [answer(PREFILL, lost, passing), answer(DECODE)]
+    assert has_doubts(first)
+    assert not has_doubts([answer(PREFILL, lease()), answer(DECODE, pull())])
+    marked = {each.request.request_id: each.is_amiss for each in join(second, first)}
+    assert marked == {"lost": True, "passing": False}
+    assert {each["request_id"]: each["others"][0]["is_amiss"] for each in as_json(second, first)["joined"]} == marked
+
+
+def test_a_request_that_nobody_knows_is_looked_for_in_the_logs() -> None:
+    assert "asynckv timeline LOGS --request p9" in shown([answer(PREFILL)], request="p9")
+
+
+# -- what the kernel says of who is silent ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "cpu_s", "says"),
+    [
+        ("T", 0.0, "pid 7 is stopped (T): kill -CONT 7"),
+        ("t", 0.0, "stopped by a debugger (t)"),
+        ("D", 0.0, "waits for a device or a file system (D)"),
+        ("Z", 0.0, "pid 7 has ended (Z)"),
+        ("R", 4.9, "computes (R, 98% of a core) and its event loop is away; py-spy dump --pid 7 shows where"),
+        ("S", 0.1, "waits (S, 2% of a core): its event loop is blocked, or the engine is closing"),
+    ],
+)
+def test_a_process_that_does_not_answer_is_told_with_what_to_do(state: str, cpu_s: float, says: str) -> None:
+    before = Seen(7, "S", 100, 10.0, 50.0)
+    assert says in verdict(before, Seen(7, state, 100, 10.0 + cpu_s, 55.0))
+    assert "has ended meanwhile" in verdict(before, Seen(7))
+    assert "has ended meanwhile" in verdict(before, Seen(7, state, 200, 0.0, 55.0)), "another with this pid"
+    assert verdict(Seen(7), Seen(7)) == "pid 7 listens, and its event loop is away"
+
+
+def test_a_process_is_found_whatever_it_is_called(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    fields = " ".join(["T", *map(str, range(4, 40))])
+    (tmp_path / "7" / "stat").write_text(f"7 (a) S (b) {fields}\n")
+    seen = look(7, tmp_path)
+    assert (seen.state, seen.began) == ("T", 22)
+    assert seen.cpu_s == (14 + 15) / os.sysconf("SC_CLK_TCK")
+    assert look(8, tmp_path) == Seen(8)
+    assert look(os.getpid()).state == "R"
 
 
 def test_a_long_line_goes_on_indented() -> None:
@@ -300,7 +362,7 @@ def test_what_json_says_is_stable() -> None:
     assert list(document) == ["schema", "asked_at", "engines", "joined"]
     assert document["schema"] == "asynckv.inspect/1"
     prefill, decode, gone = document["engines"]
-    assert list(gone) == ["address", "took_s", "error", "is_left_behind"]
+    assert list(gone) == ["address", "took_s", "error", "is_left_behind", "pid"]
     names = """address budgets closed_as counted_s counts engine_id facts gauges holds incarnation is_cut memory_epoch
         num_peers num_readers peers pp_size pp_stage rank requests took_s tp_rank tp_size"""
     assert sorted(prefill) == names.split()
@@ -329,7 +391,7 @@ def test_what_json_says_is_stable() -> None:
         (["h:1", "--watch", "1", "2"], "--watch takes one number"),
         (["--watch", "1"], "--watch takes one number"),
         (["h:1", "--keys", "x"], "--keys and --authorized belong together"),
-        (["h:1", "--keys", "/none/x.key_secret", "--authorized", "/none"], "cannot be read"),
+        (["h:1", "--keys", "NONE/x.key_secret", "--authorized", "NONE"], "cannot be read"),
         (["h:1", "--timeout", "0"], "timeout_s is 0"),
         (["h:1", "--request", "x" * 20_000], "has 20000 characters"),
         ([], "Missing argument"),
@@ -339,9 +401,10 @@ def test_what_json_says_is_stable() -> None:
     ],
 )
 def test_bad_input_is_one_line(
-    argv: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argv: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["asynckv", "inspect", *argv])
+    given = [x.replace("NONE", str(tmp_path / "none")) for x in argv]
+    monkeypatch.setattr(sys, "argv", ["asynckv", "inspect", *given])
     with pytest.raises(SystemExit) as caught:
         cli.main()
     out, err = capsys.readouterr()

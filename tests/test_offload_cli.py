@@ -251,10 +251,11 @@ def test_the_directory_above_stands_for_all_of_them_and_what_cannot_be_read_is_t
 
 
 def test_bad_input_is_said_in_a_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    places = {"DIR": str(folder), "FILE": str(folder / INDEX), "NONE": str(tmp_path / "none")}
     for words, says in (
-        ("inspect /none", "is no directory"),
+        ("inspect NONE", "is no directory"),
         ("verify /proc", "holds no stored blocks"),
         ("inspect FILE", "is no directory"),
         ("prune DIR", "give one of"),
@@ -262,9 +263,9 @@ def test_bad_input_is_said_in_a_line(
         ("prune DIR --older-than 7", "is no age"),
         ("prune DIR --older-than nand", "is no age"),
         ("prune DIR --layout z", "there are layout"),
-        ("inspect DIR --json /none/x", "cannot be written"),
+        ("inspect DIR --json NONE/x", "cannot be written"),
     ):
-        argv = [{"DIR": str(folder), "FILE": str(folder / INDEX)}.get(word, word) for word in words.split()]
+        argv = ["/".join(places.get(part, part) for part in word.split("/")) for word in words.split()]
         assert says in complaint(["offload", *argv], monkeypatch, capsys)
 
 

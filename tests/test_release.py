@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import tomllib
 import venv
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -23,11 +22,11 @@ from typing import NamedTuple
 
 import pytest
 
+from asynckv.version import VERSION
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-VERSION = PROJECT["project"]["version"]
 PACKED = f"asynckv-{VERSION}"
 
 WHEEL_BYTES = 1_500_000

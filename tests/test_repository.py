@@ -12,6 +12,7 @@ import pytest
 
 from asynckv.core.wire import MAJOR, MINOR
 from asynckv.edges.file_index import FORMAT
+from asynckv.version import VERSION
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -24,7 +25,7 @@ MADE = {"authorized/", "bench-results/", "build/", "dist/", "engines/", "logs/",
 
 def test_the_changelogs_newest_section_is_this_version() -> None:
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert re.fullmatch(rf"{re.escape(PROJECT['project']['version'])} \(\d{{4}}-\d\d-\d\d\)", headings[0])
+    assert re.fullmatch(rf"{re.escape(VERSION)} \(\d{{4}}-\d\d-\d\d\)", headings[0])
     numbers = [tuple(map(int, re.findall(r"\d+", heading.split()[0]))) for heading in headings]
     assert numbers == sorted(set(numbers), reverse=True)
 
@@ -32,7 +33,7 @@ def test_the_changelogs_newest_section_is_this_version() -> None:
 def test_pages_show_this_version() -> None:
     """What commands print, as pages have it; what is said of another version is said in other words."""
     shown = {x for path in DOCUMENTS for x in re.findall(r"\basynckv (\d+\.\d+\.\d+)", path.read_text())}
-    assert shown == {PROJECT["project"]["version"]}
+    assert shown == {VERSION}
 
 
 def test_every_news_fragment_is_of_a_known_kind() -> None:

@@ -412,6 +412,45 @@ def test_one_request_on_a_narrow_screen(axis: Axis) -> None:
     assert "\x1b" not in out, "what a log says does not reach the terminal"
 
 
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_id_is_cut_on_a_narrow_screen(width: int, tmp_path: Path) -> None:
+    written, long = service(), "cmpl-7d3c8a90-1111-2222-3333-444455556666-"
+    written.lines = [(at, text.replace('"chat-', f'"{long}')) for at, text in written.lines]
+    axis = axis_of(written, tmp_path)
+    found = stories(axis)
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, no_color=True, color_system=None)
+    timeline_text.show_slowest(axis, found, 3, console)
+    timeline_text.show_all(axis, found, ground(axis), console)
+    assert "…" not in out.getvalue()
+    assert f"{long}20" in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= width
+
+
+def test_where_a_rank_did_nothing_its_absence_is_seen() -> None:
+    bars_, away = [Bar("queue", 0.0, 2.0)], [Bar("", 3.0, 5.0)]
+    assert timeline_text.bar_line(bars_, 0.0, 8.0, 8, True, away).plain == "qq ~~   "
+    assert timeline_text.bar_line(bars_, 0.0, 8.0, 8, False, away).plain == "██ ░░   "
+    assert timeline_text.bar_line(bars_, 4.0, 8.0, 4, True, [Bar("", -1e9, 1e9)]).plain.count("~") == 3
+
+
+def test_what_was_not_logged_because_it_went_well_is_called_so(tmp_path: Path) -> None:
+    written = service()
+    out = io.StringIO()
+    gone = [f'"request_id": "{name}"' for name in ("gen-2", "gen-3", "chat-4")]
+    written.lines = [(at, text) for at, text in written.lines if not any(x in text for x in gone)]
+    axis = axis_of(written, tmp_path)
+    timeline_text.show_all(axis, stories(axis), ground(axis), Console(file=out, width=100))
+    assert "  prefill side: 8 released, 1 expired, 1 successes not logged, 1 not in these logs\n" in out.getvalue()
+    assert "  decode side: 7 complete, 1 announced, 2 successes not logged, 1 not pulled\n" in out.getvalue()
+    assert "log.successes_per_s" in out.getvalue()
+    # One side's logs alone.
+    written.lines = [(at, text) for at, text in written.lines if '"engine_id": "prefill"' in text]
+    axis, out = axis_of(written, tmp_path), io.StringIO()
+    timeline_text.show_all(axis, stories(axis), ground(axis), Console(file=out, width=100))
+    assert "  decode side: 9 not in these logs\n" in out.getvalue()
+
+
 def test_colours_come_only_on_a_terminal(axis: Axis) -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="truecolor")
     timeline_text.show_one(axis, named(axis, "chat-8"), ground(axis), console)
@@ -547,16 +586,22 @@ def test_several_that_match_are_listed(
         (["--request", "1", "--all"], "exclude each other"),
         (["--slowest", "0"], "--slowest 0 is outside"),
         (["--json", "-", "--html", "-"], "--html and --json cannot share stdout"),
-        (["--html", "/none/x.html"], "--html /none/x.html: cannot be written"),
+        (["--html", "NONE/x.html"], "NONE/x.html: cannot be written"),
     ],
 )
 def test_bad_input_is_one_line(
-    argv: list[str], says: str, log: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argv: list[str],
+    says: str,
+    log: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, out, err = run([log, *argv], monkeypatch, capsys)
+    none = str(tmp_path / "none")
+    code, out, err = run([log, *(x.replace("NONE", none) for x in argv)], monkeypatch, capsys)
     assert code == 2
     assert out == ""
-    assert says in err
+    assert says.replace("NONE", none) in err
     assert err.count("\n") == 1
 
 
@@ -593,7 +638,7 @@ def test_all_are_counted_for_each_side_or_listed_in_lines(
     assert code == 0
     assert out.startswith("11 requests in ")
     assert "  prefill side: 9 released, 1 expired, 1 not in these logs\n" in out
-    assert "  decode side: 9 complete, 1 announced, 1 not in these logs\n" in out
+    assert "  decode side: 9 complete, 1 announced, 1 not pulled\n" in out
     code, out, _ = run([log, "--all"], monkeypatch, capsys)
     assert code == 0
     assert sum("chat-" in line for line in out.splitlines()) == 11

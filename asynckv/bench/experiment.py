@@ -6,6 +6,7 @@ two halves compare all read it, and the options themselves through it. It starts
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from asynckv.bench.workload import Workload, cached_tokens, drawn, traced
 from asynckv.config import NixlConfig
 from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.layout import Layout
+from asynckv.geometry.match import assign, remote_ranks
+from asynckv.geometry.tables import PeerTables
 from asynckv.tools.layouts import model_groups
 from asynckv.tools.models import Model, State, chosen
 
@@ -164,6 +167,19 @@ class Experiment:
             return shape.layout(self.model, tp_rank, pp_stage, num_blocks)
         except LayoutError as exc:
             raise ConfigError(f"--{role}-tp {shape.tp}: {exc}") from exc
+
+    def small_pieces(self) -> list[str]:
+        """Say where the two geometries cut what is read into pieces so small that it is slow."""
+        ours, theirs = self.sides["decode"], self.sides["prefill"]
+        found: dict[str, None] = {}
+        for stage in range(ours.pp):
+            here = self.layout("decode", 0, stage)
+            ranks = remote_ranks(here.tp_rank, ours.tp, theirs.tp)
+            there = [self.layout("prefill", rank, s) for s in range(theirs.pp) for rank in ranks]
+            for other, shares in zip(there, assign(here, there), strict=True):
+                if shares:
+                    found |= dict.fromkeys(PeerTables(here, other, shares, itertools.count(1)).warnings)
+        return list(found)
 
     def block_bytes(self, role: str) -> list[int]:
         """Bytes of one block of each group, on the rank that holds most of it."""

@@ -8,7 +8,7 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
-from asynckv.observe.release import release
+from asynckv.version import VERSION
 
 __all__ = ["environment"]
 
@@ -22,7 +22,7 @@ def environment() -> dict[str, str]:
         "memory": _field("/proc/meminfo", "MemTotal"),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "asynckv": release(),
+        "asynckv": VERSION,
         **{name: version(name) for name in ("nixl", "numpy", "pyzmq")},
         "asynckv_source": _source(),
     }

@@ -34,8 +34,8 @@ from asynckv.bench.schedule import Place
 from asynckv.bench.workers import Host, Worker, Workers, setups
 from asynckv.core.types import Address, ReplyTo
 from asynckv.errors import AsyncKVError, ConfigError
-from asynckv.observe.release import release
 from asynckv.testing.fleet import LIMIT
+from asynckv.version import VERSION
 
 __all__ = ["Half", "Leader", "Link", "facts", "lead", "serve"]
 
@@ -203,7 +203,7 @@ def facts(experiment: Experiment) -> dict[str, str]:
     digest = hashlib.sha256(repr((work.prompt_tokens, work.chunks, work.arrivals_s)).encode()).hexdigest()[:12]
     layers = hashlib.sha256(msgspec.json.encode(model)).hexdigest()[:12]
     found = {
-        "version": release(),
+        "version": VERSION,
         # First of all, because it makes other workloads of the same options.
         "--seed": str(options.seed),
         "model": f"{model.name}, {len(model.layers)} layers, {model.dtype} ({layers})",

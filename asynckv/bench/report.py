@@ -16,8 +16,9 @@ from asynckv.bench.driver import Measured
 from asynckv.bench.experiment import Experiment
 from asynckv.bench.schedule import Request
 from asynckv.bench.workload import Workload
-from asynckv.observe.release import release
+from asynckv.errors import AsyncKVError
 from asynckv.tools.layouts import model_groups
+from asynckv.version import VERSION
 
 __all__ = ["SCHEMA", "is_good", "make", "quantiles", "status"]
 
@@ -60,7 +61,7 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
         "interruption": _interruption(found, completed, len(schedule)),
         "config": _config(experiment, schedule),
         "environment": {
-            "asynckv": release(),
+            "asynckv": VERSION,
             "python": platform.python_version(),
             "pyzmq": version("pyzmq"),
             "numpy": version("numpy"),
@@ -118,10 +119,23 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
         "leases": found.lease_ends,
         "memory": {"pool_bytes_per_rank": found.pool_bytes, "peak_rss_bytes": found.peak_rss},
         "processes": found.pids,
+        "warnings": _warnings(experiment),
         "problems": found.problems + floor.faults(found.floor),
         "errors": _errors(found, asked),
         **floor.summary(found.floor),
     }
+
+
+def _warnings(experiment: Experiment) -> list[str]:
+    """Say what is not wrong, but slow."""
+    try:
+        small = experiment.small_pieces()
+    except AsyncKVError:  # the run says why there is no plan
+        return []
+    order = "asynckv plan shows every piece"
+    if not all(side.order.endswith("hnd") for side in experiment.sides.values()):
+        order = "try --order hnd"
+    return [f"{text}: {order}" for text in small]
 
 
 def _interruption(found: Measured, completed: int, requested: int) -> dict[str, Any] | None:

@@ -86,6 +86,8 @@ def show(found: dict[str, Any], console: Console) -> None:
         console.print(f"  ! {escape(without_control(text))}", style="red", highlight=False)
     if not measured:
         return
+    for text in found.get("warnings", ()):
+        console.print(f"  ! {escape(without_control(text))}", style="yellow", highlight=False)
     for part in parts(found):
         console.print()
         rows = [tuple(map(without_control, row)) for row in part.rows]

@@ -7,8 +7,8 @@ An answer is a value with what the engine said of itself, or with why it said no
 the right types and bounded, and no more; its texts are a stranger's, to be escaped before a person sees them.
 
 An engine answers on its event loop, so while that is away nobody is answered. Whoever asked in vain is told what can be
-known from here: whether somebody listens at all, whether its libraries still speak though the engine does not, and
-whether it wants keys.
+known from here: whether somebody listens at all, whether its libraries still speak though the engine does not, whether
+it wants keys, and behind a socket of this host, which process it is and what the kernel says of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import asyncio
 import os
 import re
 import secrets
+import socket
 import stat
 import struct
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -33,8 +34,9 @@ from asynckv.config import KeysConfig
 from asynckv.core.account import MAX_ACCOUNT, Account, decode_account, receipt
 from asynckv.core.inspect import HeldBlocks, RequestStatus
 from asynckv.core.types import MAX_ID, Address, ReplyTo
-from asynckv.core.wire import MAX_TOLD, Status, StatusRequest, decode_packet, encode_packet
-from asynckv.edges.local import SUFFIX, is_left_behind, rank_of, read_packet, write_packet
+from asynckv.core.wire import MAX_TOLD, OtherVersion, Status, StatusRequest, decode_packet, encode_packet
+from asynckv.diagnose.process import Seen, is_same, look, verdict
+from asynckv.edges.local import SUFFIX, is_left_behind, pid_of, rank_of, read_packet, write_packet
 from asynckv.edges.zmq import ZmqPlane, host_and_port
 from asynckv.errors import ConfigError, RemoteProtocolError
 
@@ -68,6 +70,8 @@ class Answer:
         address: Whom we asked.
         error: Why there is no answer, and what to do about it; empty if there is one.
         is_left_behind: Nobody is behind this socket any more: its process has ended.
+        is_away: Its process lives, and nobody answered: the event loop is away, or the process is stopped.
+        pid: Of the process behind a socket that gave no answer; 0 if it is not known.
         is_older: It says gauges only, as asynckv did that spoke protocol 1.2 or older.
         engine_id, tp_rank: As it calls itself.
         gauges: What is owed and held.
@@ -79,6 +83,8 @@ class Answer:
     address: str
     error: str = ""
     is_left_behind: bool = False
+    is_away: bool = False
+    pid: int = 0
     is_older: bool = False
     engine_id: str = ""
     tp_rank: int = 0
@@ -187,6 +193,8 @@ class Asker:
         self._asked: dict[int, tuple[str, asyncio.Future[Status]]] = {}
         self._read: dict[str, bytes] = {}
         """What was read last of each address: engines do not pile up answers for who does not say so."""
+        self._behind: dict[str, Seen] = {}
+        """The process behind each socket, when it was last connected to."""
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def __aenter__(self) -> Self:
@@ -222,11 +230,17 @@ class Asker:
                 async with self._over_network(address) if is_network else self._over_socket(address) as line:
                     answer = await self._converse(line, address, most, request_id)
             except _Vain as exc:
-                answer = Answer(address=address, error=str(exc), is_left_behind=exc.is_left_behind)
+                is_away = AWAY in str(exc)
+                answer = Answer(address=address, error=str(exc), is_left_behind=exc.is_left_behind, is_away=is_away)
             except TimeoutError:
-                answer = Answer(address=address, error=await self._why(address))
+                error, is_away = await self._why(address), False
+                if (before := self._behind.get(address)) is not None:
+                    now = look(before.pid)
+                    error, is_away = error + verdict(before, now), is_same(before, now)
+                answer = Answer(address=address, error=error, is_away=is_away or AWAY in error or STOPPED in error)
             if answer.error and not is_network:
-                answer = replace(answer, account=Account(rank=rank_of(Path(address))))
+                pid = 0 if answer.is_left_behind or address not in self._behind else self._behind[address].pid
+                answer = replace(answer, account=Account(rank=rank_of(Path(address))), pid=pid)
             return replace(answer, took_s=loop.time() - began)
 
     # -- inside ------------------------------------------------------------------------------------
@@ -288,6 +302,13 @@ class Asker:
                 raise _Vain("it is no socket, and no address such as tcp://10.0.0.1:5555")
             async with asyncio.timeout(self._timeout_s):
                 reader, writer = await asyncio.open_unix_connection(address)
+            if pid := pid_of(connected := writer.get_extra_info("socket")):
+                self._behind[address] = look(pid)
+            elif not _has_peer(connected):  # asyncio takes a full queue for a connection
+                writer.close()
+                if address in self._behind:
+                    raise TimeoutError
+                raise _Vain(f"nobody takes its connections and no more fit: {AWAY}")
         except ConnectionRefusedError:
             raise _Vain(
                 "its process has ended without taking the socket away: it was killed, or has crashed", True
@@ -304,17 +325,29 @@ class Asker:
                 await writer.wait_closed()
 
     def _on_packet(self, origin: Address | ReplyTo, data: bytes) -> None:
-        with suppress(RemoteProtocolError):
-            for message in decode_packet(data).messages:
-                if isinstance(message, Status) and message.nonce in self._asked:
-                    address, answered = self._asked[message.nonce]
-                    if address == origin and not answered.done():
-                        answered.set_result(message)
+        try:
+            packet = decode_packet(data)
+        except OtherVersion as exc:
+            # No engine of another major version could read the question, so the answer is to none in particular.
+            for address, answered in self._asked.values():
+                if address == origin and not answered.done():
+                    version = str(exc).partition(";")[0]
+                    answered.set_exception(_Vain(f"it lives, but {version}: ask it with its own asynckv"))
+            return
+        except RemoteProtocolError:
+            return
+        for message in packet.messages:
+            if isinstance(message, Status) and message.nonce in self._asked:
+                address, answered = self._asked[message.nonce]
+                if address == origin and not answered.done():
+                    answered.set_result(message)
 
     async def _why(self, address: str) -> str:
         """Say what can be known of an engine that did not answer."""
         vain = f"no answer within {self._timeout_s:g} s: "
         if not address.startswith("tcp://"):
+            if address in self._behind:
+                return vain
             gone = is_left_behind(Path(address))
             return vain + ("its process has ended meanwhile" if gone else f"it listens, so {AWAY}")
         host, port = host_and_port(address)
@@ -332,7 +365,7 @@ class Asker:
             async with asyncio.timeout(PROBE_S):
                 greeting = await reader.readexactly(GREETING_BYTES)
         except TimeoutError:
-            return vain + "TCP connects, but nothing greets: its process is stopped, or it is no engine"
+            return vain + STOPPED
         except (OSError, EOFError):
             return vain + "TCP connects, and is closed at once: it is no engine"
         finally:
@@ -351,7 +384,17 @@ class Asker:
 
 
 NOBODY = "nobody listens there (TCP connection refused): its process is gone, or the port is another"
+STOPPED = "TCP connects, but nothing greets: its process is stopped, or it is no engine"
 AWAY = "its process lives but its event loop is away (busy, blocked or stopped), or the engine is closing"
+
+
+def _has_peer(connected: socket.socket) -> bool:
+    """Whether a connection was really made."""
+    try:
+        connected.getpeername()
+    except OSError:
+        return False
+    return True
 
 
 async def _refuses(address: str) -> bool:

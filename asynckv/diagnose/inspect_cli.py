@@ -44,6 +44,9 @@ WATCH_S = 2.0
 MAX_NAMES = 4
 """Ids of a prefill side that one request of a decode side may have had."""
 
+AGAIN_S = 0.5
+"""What one side does not know of is asked for again after so long: a message has arrived by then."""
+
 FULL, WATCHED = 256, 64
 """Requests that are asked for at least, once and again and again, so that the sides can be joined."""
 
@@ -154,11 +157,23 @@ class _Session:
         self._targets, self.given, self._most, self._follow = targets, given, most, follow
         self.near: list[str] = []
         """Ids that begin with the one that was asked for and that nobody knows, if there are several."""
+        self.before: list[Answer] = []
+        """What was answered the time before: what one side does not know of has to be unknown to it twice."""
         self._known: dict[str, Answer] = {}
         """The last answer at each address: who it was that answers no more."""
 
     async def ask(self, asker: Asker) -> list[Answer]:
-        """Ask everybody once."""
+        """Ask everybody once, and again if one side does not know what the other speaks of."""
+        from asynckv.diagnose.inspect_join import has_doubts
+
+        answers = await self._once(asker)
+        if not self.before and has_doubts(answers):
+            self.before = answers
+            await asyncio.sleep(AGAIN_S)
+            answers = await self._once(asker)
+        return answers
+
+    async def _once(self, asker: Asker) -> list[Answer]:
         self.near = []
         answers = await self._told(asker, self.request)
         if self.request and not any(answer.requests for answer in answers):
@@ -225,7 +240,7 @@ async def _run(session: _Session, asker: Asker, every_s: float, top: int, json: 
         if not every_s:
             answers = await session.ask(asker)
             if json is not None:
-                _write(answers, json, is_line=False)
+                _write(answers, session.before, json, is_line=False)
             if json != "-":
                 _print(_shown(session, answers, top))
             is_unknown = bool(session.request) and not any(answer.requests for answer in answers)
@@ -244,7 +259,7 @@ async def _run(session: _Session, asker: Asker, every_s: float, top: int, json: 
                 began = loop.time()
                 answers = await session.ask(asker)
                 if json is not None:
-                    _write(answers, json, is_line=True)
+                    _write(answers, session.before, json, is_line=True)
                 elif is_live:
                     tiers = sum("offload.jobs" in answer.gauges for answer in answers)
                     room = max((console.height - 6 * len(answers) - 3 * tiers - 3) // 3, 3)
@@ -252,6 +267,7 @@ async def _run(session: _Session, asker: Asker, every_s: float, top: int, json: 
                 else:
                     at = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
                     _print(Group(Rule(at, style="dim", characters="-"), _shown(session, answers, top)))
+                session.before = answers
                 await asyncio.sleep(max(began + every_s - loop.time(), 0.0))
         finally:
             live.stop()
@@ -265,7 +281,9 @@ def _is_leftover(session: _Session, answer: Answer) -> bool:
 def _shown(session: _Session, answers: Sequence[Answer], top: int) -> RenderableType:
     from asynckv.diagnose.inspect_view import one_request, overview
 
-    return one_request(answers, session.request, session.near) if session.request else overview(answers, top)
+    if session.request:
+        return one_request(answers, session.request, session.near, session.before)
+    return overview(answers, top, session.before)
 
 
 def _print(shown: RenderableType) -> None:
@@ -276,11 +294,11 @@ def _print(shown: RenderableType) -> None:
     console.file.flush()
 
 
-def _write(answers: Sequence[Answer], target: str, *, is_line: bool) -> None:
+def _write(answers: Sequence[Answer], before: Sequence[Answer], target: str, *, is_line: bool) -> None:
     from asynckv.diagnose.inspect_join import as_json
     from asynckv.observe.output import write, write_json
 
-    document = as_json(answers)
+    document = as_json(answers, before)
     if is_line:
         write("--json", target, msgspec.json.encode(document).decode() + "\n")
     else:

@@ -3,14 +3,15 @@ lease. Pure: answers go in, values for people and for JSON come out.
 
 A lease and an attempt belong together if the attempt names the rank that lends (with the start of its process) and both
 have the same key (`sequence`) and prefill request id. What one of them says and the other does not know of is marked
-*amiss* if the other has told all that it has. That need be no fault: the two were not asked at the very same moment.
+*amiss* if the other has told all that it has. The two are not asked at the very same moment, and under load requests
+come and go in between, so it has to be found twice: `join` also takes what the same engines said before.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,11 +20,12 @@ import msgspec
 from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
 from asynckv.diagnose.ask import Answer
 
-__all__ = ["SCHEMA", "Joined", "Other", "as_json", "join", "unrepeated"]
+__all__ = ["SCHEMA", "Joined", "Other", "as_json", "has_doubts", "join", "unrepeated"]
 
 SCHEMA = "asynckv.inspect/1"
 
 NOT_ASKED = "was not asked"
+KNOWS_NOTHING = "knows nothing of it"
 
 OVER = {"complete", "failed", "cancelled", "released", "only_released"}
 """Of a rank in a request: nothing more is expected of it."""
@@ -97,8 +99,20 @@ class _Asked:
                         self.pulls.setdefault((source.rank, *key), []).append((rank, each))
 
 
-def join(answers: Sequence[Answer]) -> list[Joined]:
-    """Put every request that was told beside what the other side says of it, the oldest first."""
+def join(answers: Sequence[Answer], before: Sequence[Answer] = ()) -> list[Joined]:
+    """Put every request that was told beside what the other side says of it, the oldest first.
+
+    Args:
+        answers: What all engines say.
+        before: What they said a moment earlier. What one side did not know of then has to be unknown to it now as well,
+            or nothing is said about it. Without it, once is enough.
+    """
+    if before:
+        known = _doubts(join(before))
+        return [
+            replace(each, others=tuple(_settled(x, _name_of(each, x) in known) for x in each.others))
+            for each in join(answers)
+        ]
     asked = _Asked(answers)
     found = []
     for rank, answer in asked.by_rank.items():
@@ -108,6 +122,31 @@ def join(answers: Sequence[Answer]) -> list[Joined]:
             others = tuple(side(asked, rank, request, each) for each in request.ranks)
             found.append(Joined(rank, request, holds.get(request.pull_id or request.request_id), others))
     return sorted(found, key=lambda each: -each.request.age_s)
+
+
+def has_doubts(answers: Sequence[Answer]) -> bool:
+    """Whether one side does not know what another speaks of, so that both have to be asked again."""
+    return bool(_doubts(join(answers)))
+
+
+def _doubts(joined: Sequence[Joined]) -> set[tuple[object, ...]]:
+    return {
+        _name_of(each, other)
+        for each in joined
+        for other in each.others
+        if other.is_amiss and other.verdict.startswith(KNOWS_NOTHING)
+    }
+
+
+def _name_of(each: Joined, other: Other) -> tuple[object, ...]:
+    request = each.request
+    return each.rank, request.kind, request.request_id, request.pull_id, request.sequence, other.rank
+
+
+def _settled(other: Other, is_known: bool) -> Other:
+    if is_known or not other.verdict.startswith(KNOWS_NOTHING):
+        return other
+    return replace(other, verdict="", is_amiss=False)
 
 
 def unrepeated(joined: Sequence[Joined]) -> list[Joined]:
@@ -160,7 +199,7 @@ def _unknown(asked: _Asked, said: RankStatus, why: str) -> Other:
     if (rank := asked.by_start.get(start)) is not None:
         if asked.by_rank[rank].is_cut:
             return Other(said.rank, said, None, "not among the oldest requests that it reported", False)
-        return Other(said.rank, said, None, f"knows nothing of it: {why}", True)
+        return Other(said.rank, said, None, f"{KNOWS_NOTHING}: {why}", True)
     if (silent := asked.silent.get(start)) is not None:
         gone = "its process has ended" if silent.is_left_behind else "does not answer"
         return Other(said.rank, said, None, gone, True)
@@ -181,7 +220,7 @@ def _is_same(who: str, said: str) -> bool:
     return who == said or ("@" not in said and who.partition("@")[0] == said)
 
 
-def as_json(answers: Sequence[Answer]) -> dict[str, Any]:
+def as_json(answers: Sequence[Answer], before: Sequence[Answer] = ()) -> dict[str, Any]:
     """Make the document of `--json`: plain values, described in docs/inspect.md."""
     return {
         "schema": SCHEMA,
@@ -204,7 +243,7 @@ def as_json(answers: Sequence[Answer]) -> dict[str, Any]:
                     for other in each.others
                 ],
             }
-            for each in join(answers)
+            for each in join(answers, before)
             if each.others
         ],
     }
@@ -213,7 +252,7 @@ def as_json(answers: Sequence[Answer]) -> dict[str, Any]:
 def _engine(answer: Answer) -> dict[str, Any]:
     head = {"address": answer.address, "took_s": round(answer.took_s, 6)}
     if answer.error:
-        return head | {"error": answer.error, "is_left_behind": answer.is_left_behind}
+        return head | {"error": answer.error, "is_left_behind": answer.is_left_behind, "pid": answer.pid or None}
     if answer.is_older:
         return head | {
             "is_older": True,

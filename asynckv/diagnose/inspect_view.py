@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from asynckv.core.account import Account
@@ -30,7 +28,7 @@ MOST_REFUSALS = 4
 MOST_NEAR = 20
 NOT_STORED = "offload.not_stored."
 
-AGE, IS = 7, 11
+AGE, IS, NAME = 7, 11, 15
 """Widths of columns."""
 
 BAD, FAINT, STRONG = "bold red", "dim", "bold"
@@ -67,10 +65,10 @@ def text(value: str, style: str = "") -> Text:
     return Text(shown if len(shown) <= MOST_LETTERS else shown[: MOST_LETTERS - 4] + " ...", style=style)
 
 
-def overview(answers: Sequence[Answer], top: int) -> RenderableType:
-    """Show all engines, and the oldest requests of them all."""
-    joined = join(answers)
-    parts: list[RenderableType] = [_Hung(line) for answer in answers for line in _engine(answer)]
+def overview(answers: Sequence[Answer], top: int, before: Sequence[Answer] = ()) -> RenderableType:
+    """Show all engines, and the oldest requests of them all; `before` is what the engines said a moment earlier."""
+    joined = join(answers, before)
+    parts: list[RenderableType] = [line for answer in answers for line in _engine(answer)]
     if joined:
         shown = unrepeated(joined)[:top]
         parts += [Text(), *_requests(shown)]
@@ -82,26 +80,36 @@ def overview(answers: Sequence[Answer], top: int) -> RenderableType:
         is_silent = any(answer.error and not answer.is_left_behind for answer in answers)
         only = " by the engines that answered; what the others hold is unknown" if is_silent else ""
         parts.append(Text(f"nothing is lent, announced or pulled{only}"))
-    if any(other.verdict.startswith("knows nothing") for each in joined for other in each.others):
-        parts.append(Text("(the engines were not asked at the very same moment: look again)", FAINT))
-    return Group(*parts)
+    return _group(parts)
 
 
-def one_request(answers: Sequence[Answer], request_id: str, near: Sequence[str] = ()) -> RenderableType:
+def one_request(
+    answers: Sequence[Answer], request_id: str, near: Sequence[str] = (), before: Sequence[Answer] = ()
+) -> RenderableType:
     """Show all that is known of one request; `near` are the ids that begin so, if there are several."""
-    parts: list[RenderableType] = [_Hung(line) for answer in answers if answer.error for line in _engine(answer)]
-    joined = join(answers)
+    parts: list[RenderableType] = [line for answer in answers if answer.error for line in _engine(answer)]
+    joined = join(answers, before)
+    name = without_control(request_id[:MOST_LETTERS])
     for each in joined:
         parts += [*_details(each), Text()]
     if not joined:
         asked = sum(not answer.error for answer in answers)
         if near:
-            parts.append(Text(f"{len(near):,} requests begin with '{without_control(request_id[:MOST_LETTERS])}':"))
-            parts += [_Hung(Text.assemble("  ", text(each))) for each in near[:MOST_NEAR]]
+            parts.append(Text(f"{len(near):,} requests begin with '{name}':"))
+            parts += [Text.assemble("  ", text(each)) for each in near[:MOST_NEAR]]
             parts += [Text(f"  ... and {len(near) - MOST_NEAR:,} more", FAINT)] if len(near) > MOST_NEAR else []
-            return Group(*parts)
-        parts.append(Text(f"none of the {asked} that answered knows of '{without_control(request_id[:MOST_LETTERS])}'"))
-    return Group(*parts)
+            return _group(parts)
+        parts += [
+            Text(f"none of the {asked} that answered knows of '{name}': it has ended, or was never here"),
+            Text("what became of it is in the logs of both sides:"),
+            Text(f"  asynckv timeline LOGS --request {name}"),
+            Text(f"  asynckv leaks LOGS --request {name}"),
+        ]
+    return _group(parts)
+
+
+def _group(parts: Sequence[RenderableType]) -> RenderableType:
+    return Group(*(_Hung(each) if isinstance(each, Text) and each.plain else each for each in parts))
 
 
 @dataclass(frozen=True)
@@ -109,13 +117,21 @@ class _Hung:
     """A line whose continuation, on a narrow screen, is indented by more than its beginning."""
 
     line: Text
+    hang: int = 4
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         indent = len(self.line.plain) - len(self.line.plain.lstrip(" "))
-        rest = min(indent + 4, options.max_width // 2)
-        for n, part in enumerate(self.line[indent:].wrap(console, options.max_width - rest, overflow="fold")):
+        rest = min(indent + self.hang, options.max_width // 2)
+        indent = min(indent, rest)
+        left = self.line[len(self.line.plain) - len(self.line.plain.lstrip(" ")) :]
+        first = next(iter(left.wrap(console, options.max_width - indent, overflow="fold")), Text())
+        first.rstrip()
+        yield Text.assemble(" " * indent, first)
+        left = left[len(first.plain) :]
+        left = left[len(left.plain) - len(left.plain.lstrip(" ")) :]
+        for part in left.wrap(console, options.max_width - rest, overflow="fold") if left else ():
             part.rstrip()
-            yield Text.assemble(" " * (rest if n else min(indent, rest)), part)
+            yield Text.assemble(" " * rest, part)
 
 
 # -- an engine ---------------------------------------------------------------------------------------
@@ -255,24 +271,50 @@ def _join(words: Sequence[Text]) -> list[Text]:
 
 def _requests(joined: Sequence[Joined]) -> Iterator[RenderableType]:
     """Show each request in a line, and in what follows whom it waits for and what that one says."""
-    yield Text(f"{'oldest':>{AGE}}  {'left':>{AGE}}  {'blocks':>6}  {'is':<{IS}}  request, held by", STRONG)
+    yield _Hung(Text(f"{'oldest':>{AGE}}  {'left':>{AGE}}  {'blocks':>6}  {'is':<{IS}}  request, held by", STRONG))
     for each in joined:
         request = each.request
-        yield Text.assemble(
+        figures = Text.assemble(
             f"{span(request.age_s):>{AGE}}  {span(request.left_s):>{AGE}}  {request.blocks:>6,}  ",
             text(f"{request.state:<{IS}}", "yellow" if request.state in UNUSUAL else ""),
-            "  ",
-            text(request.request_id, STRONG),
-            "  ",
-            text(each.rank),
-            no_wrap=True,
-            overflow="ellipsis",
         )
+        yield _Row(figures, text(request.request_id, STRONG), text(each.rank))
         lines = [Text(without_control(request.waits[: 2 * MOST_LETTERS]))] if request.waits else []
         lines += _refusals(request)
         lines += filter(None, (_other(other) for other in each.others[:MOST_OTHERS]))
         for line in lines:
-            yield Padding(line, (0, 0, 0, 2 * AGE + 4))
+            yield _below(line)
+
+
+def _below(line: Text) -> RenderableType:
+    """Put a line below the request that it belongs to."""
+    return _Hung(Text.assemble(" " * (2 * AGE + 4), line), hang=2)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A request in one line if there is room for it, and in two or three if there is not."""
+
+    figures: Text
+    request: Text
+    rank: Text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = Text.assemble(self.figures, "  ", self.request)
+        whole = Text.assemble(line, "  ", self.rank)
+        if whole.cell_len <= options.max_width:
+            yield whole
+            return
+        if line.cell_len <= options.max_width:
+            yield line
+        else:
+            figures = self.figures.copy()
+            figures.rstrip()
+            yield _Hung(figures)
+            # Nearer to the edge rather than broken: an id is to be copied.
+            indent = max(min(2 * AGE + 4, options.max_width - self.request.cell_len), 0)
+            yield _Hung(Text.assemble(" " * indent, self.request), hang=2)
+        yield _below(Text.assemble("held by ", self.rank))
 
 
 def _refusals(request: RequestStatus) -> Iterator[Text]:
@@ -298,10 +340,7 @@ def _other(other: Other) -> Text | None:
 def _details(each: Joined) -> Iterator[RenderableType]:
     """Show one request of one rank with all that is known of it."""
     request, hold = each.request, each.hold
-    yield Text.assemble(text(each.rank, STRONG), "  ", text(f"{request.kind} {request.request_id}", STRONG))
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style=FAINT, no_wrap=True)
-    table.add_column(overflow="fold")
+    yield _Hung(Text.assemble(text(each.rank, STRONG), "  ", text(f"{request.kind} {request.request_id}", STRONG)))
     left = f", {span(request.left_s)} left at most" if request.left_s is not None else ""
     rows = [
         ("state", f"{request.state} for {span(request.state_s)}, {span(request.age_s)} old{left}"),
@@ -316,10 +355,10 @@ def _details(each: Joined) -> Iterator[RenderableType]:
             rows.append((f"  group {group}", ", ".join(map(str, ids[:MOST_IDS])) + more))
     for name, value in rows:
         if value:
-            table.add_row(Text(f"  {name}"), Text(without_control(value[:4000])))
-    yield table
+            shown = Text(without_control(value[:4000]))
+            yield _Hung(Text.assemble(Text(f"  {name:<{NAME}}", FAINT), "  ", shown), hang=NAME + 2)
     for line in _refusals(request):
-        yield Padding(line, (0, 0, 0, 2))
+        yield _Hung(Text.assemble("  ", line))
     for other in each.others:
         said = other.said
         words = []
@@ -333,8 +372,8 @@ def _details(each: Joined) -> Iterator[RenderableType]:
             if said.transfers:
                 words.append(Text(f"{said.transfers} transfers"))
             words += [text(value) for value in (said.pull_id, said.address) if value]
-        yield Text.assemble("  ", text(other.rank, STRONG), "  ", *_join(words))
+        yield _Hung(Text.assemble("  ", text(other.rank, STRONG), "  ", *_join(words)))
         if (words_of := _other(other)) is not None:
-            yield Padding(words_of, (0, 0, 0, 4))
+            yield _Hung(Text.assemble("    ", words_of))
     for at, event in request.history:
-        yield Padding(Text.assemble(f"{span(at):>{AGE}}  ", text(event)), (0, 0, 0, 4))
+        yield _Hung(Text.assemble(f"    {span(at):>{AGE}}  ", text(event)), hang=AGE + 2)

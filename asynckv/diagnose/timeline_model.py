@@ -67,11 +67,14 @@ PHASES: Mapping[str, str] = {
     "quarantine": "failed, and its blocks may still be written",
     "pause": "between two attempts",
     "pull": "a pull of which the log says no more",
-    "unlogged": "claimed, as the prefill side has it; the log of this rank does not have it",
+    "unlogged": "claimed, as the prefill side has it; this rank logged nothing: successes are sampled",
 }
 """What bars are called, in the order of the protocol."""
 
 COLORS: Mapping[str, Colour] = {name: (colours.PHASES | colours.OTHERS)[name] for name in PHASES}
+
+NO_LOG, LOG_ENDS = "no log of", "log end"
+"""How marks begin that say why a rank's log has nothing of what the other side speaks of."""
 
 ORDER = ("announced", "handshake", "queue", "plan", "read", "confirm", "drain")
 SUMS = "sums: how long is exact, and the order is the protocol's"
@@ -419,7 +422,7 @@ def _unlogged(axis: Axis, leases: Sequence[Lease], known: set[str]) -> Iterator[
             seen.add(pull_id)
             process = axis.service.process_named(name)
             if process is None:
-                yield None, Mark(place(at), lease.process, f"no log of {name} is given", "warning")
+                yield None, Mark(place(at), lease.process, f"{NO_LOG} {name} is given", "warning")
                 continue
             over = next((s.at for s in steps if s.at > at and f"pull {pull_id}" in s.text), max(end, at))
             bar = Bar("unlogged", place(at), place(over), "by the prefill side's clock", is_open=lease.ended is None)
@@ -435,12 +438,12 @@ def _log_ends(axis: Axis, process: Process, bar: Bar) -> Mark:
     """Say why a process's log does not have what another process says of it."""
     at = axis.at(process, process.last_at)
     if process.stopped is not None or at > bar.end:
-        return Mark(bar.start, process, "this pull is not in its log, which goes on: successes are sampled")
+        return Mark(bar.start, process, "logged nothing of this pull, and its log goes on: successes are sampled")
     if at >= bar.start:
-        return Mark(at, process, "log ends, without a goodbye", "warning")
+        return Mark(at, process, f"{LOG_ENDS}s, without a goodbye", "warning")
     before = shown_seconds(bar.start - at)
     return Mark(
-        bar.start, process, f"log ended {before} before this, at {clock_time(at)}, without a goodbye", "warning"
+        bar.start, process, f"{LOG_ENDS}ed {before} before this, at {clock_time(at)}, without a goodbye", "warning"
     )
 
 

@@ -19,7 +19,7 @@ from rich.text import Text
 from asynckv.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.diagnose.join import Service
 from asynckv.diagnose.records import Logs
-from asynckv.diagnose.timeline_model import COLORS, PHASES, Bar, Ground, Lane, Mark, Story
+from asynckv.diagnose.timeline_model import COLORS, LOG_ENDS, NO_LOG, PHASES, Bar, Ground, Lane, Mark, Story
 from asynckv.observe.console import without_control
 
 __all__ = ["show_all", "show_ends", "show_list", "show_matches", "show_one", "show_read", "show_slowest"]
@@ -41,6 +41,7 @@ LETTERS: Mapping[str, str] = {
     "pull": "#",
     "unlogged": "?",
 }
+AWAY = "event loop away"
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES, MAX_NAMES, MAX_NOTICES = 64, 60, 8, 32, 8, 3
 MAX_LISTED = 1000
@@ -53,8 +54,13 @@ MOST_PHASES = 2
 """Phases of one request that are told in figures, the longest."""
 
 
-def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, is_plain: bool) -> Text:
-    """Draw bars side by side; the shortest is still seen, unless there are fewer cells than phases."""
+def bar_line(
+    bars: Sequence[Bar], start: float, end: float, width: int, is_plain: bool, away: Sequence[Bar] = ()
+) -> Text:
+    """Draw bars side by side; the shortest is still seen, unless there are fewer cells than phases.
+
+    Where there is none, it is shown when the rank's event loop was `away`.
+    """
     units = width * 8
     scale = units / (end - start) if end > start else 0.0
     cells = [""] * units
@@ -67,6 +73,13 @@ def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, is_plain
     if len(used) < len({x.phase for x in bars if x.seconds > 0}):
         # Which of them is drawn would be chance.
         cells = [x and _dominant(bars)[0] for x in cells]
+    dark = {
+        i
+        for bar in away
+        for i in range(
+            max(math.floor((bar.start - start) * scale / 8), 0), min(math.ceil((bar.end - start) * scale / 8), width)
+        )
+    }
     out = Text(no_wrap=True, overflow="crop")
     for i in range(width):
         eighth = cells[8 * i : 8 * i + 8]
@@ -74,9 +87,9 @@ def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, is_plain
         if is_plain:
             phases = [x for x in found if x]
             # The one that is drawn least elsewhere is the one that would be missed.
-            out.append(LETTERS.get(min(phases, key=cells.count), "?") if phases else " ")
+            out.append(LETTERS.get(min(phases, key=cells.count), "?") if phases else "~" if i in dark else " ")
         elif found == [""]:
-            out.append(" ")
+            out.append("░" if i in dark else " ", "red")
         else:
             left, right = found[0], found[-1] if len(found) > 1 else found[0]
             filled = eighth.count(left) if left != right else 8
@@ -105,7 +118,7 @@ def _color(phase: str) -> str | None:
     return COLORS[phase].dark if phase in COLORS else None
 
 
-def _legend(bars: Iterable[Bar], width: int, is_plain: bool) -> Text:
+def _legend(bars: Iterable[Bar], width: int, is_plain: bool, is_away: bool = False) -> Text:
     out, used = Text(), {bar.phase for bar in bars}
     left = width
     for phase in (x for x in PHASES if x in used):
@@ -115,6 +128,10 @@ def _legend(bars: Iterable[Bar], width: int, is_plain: bool) -> Text:
         out.append(LETTERS[phase] if is_plain else "█", Style(color=None if is_plain else _color(phase)))
         out.append(f" {phase}   "[: left - 1])
         left -= len(phase) + 5
+    if is_away:
+        out.append("\n" if left < len(AWAY) + 2 else "")
+        out.append("~" if is_plain else "░", "" if is_plain else "red")
+        out.append(f" {AWAY}")
     return out
 
 
@@ -143,8 +160,13 @@ def show_one(axis: Axis, story: Story, grounds: Sequence[Ground], console: Conso
     for text in _clock_lines(axis, story):
         _line(console, text, "dim")
     console.print()
-    _show(console, _gantt(story, console.width, is_plain))
-    _show(console, _legend((b for x in story.lanes for b in x.bars), console.width, is_plain))
+    away = {
+        each.process.incarnation: [x for x in each.away if x.end > story.start and x.start < story.end]
+        for each in grounds
+    }
+    _show(console, _gantt(story, away, console.width, is_plain))
+    is_away = any(away.get(x.process.incarnation) for x in story.lanes)
+    _show(console, _legend((b for x in story.lanes for b in x.bars), console.width, is_plain, is_away))
     console.print()
     _show(console, _events(story, grounds), is_whole=True)
     _notes(axis, console)
@@ -164,7 +186,7 @@ def _clock_lines(axis: Axis, story: Story) -> list[str]:
     return out[:16] + ([f"... and {len(out) - 16} more"] if len(out) > 16 else [])
 
 
-def _gantt(story: Story, width: int, is_plain: bool) -> RenderableType:
+def _gantt(story: Story, away: Mapping[str, Sequence[Bar]], width: int, is_plain: bool) -> RenderableType:
     lanes = story.lanes[:MAX_LANES]
     start, end = story.start, story.end
     room = min(max((len(_label(x)) for x in lanes), default=0), max(width // 2, 30))
@@ -178,7 +200,7 @@ def _gantt(story: Story, width: int, is_plain: bool) -> RenderableType:
         took = lane.end - lane.start
         is_open = any(b.is_open for b in lane.bars)
         mark = ("> " if is_plain else "… ") if is_open else ""
-        line = bar_line(lane.bars, start, end, across, is_plain)
+        line = bar_line(lane.bars, start, end, across, is_plain, away.get(lane.process.incarnation, ()))
         table.add_row(Text(_label(lane)), line, Text(mark + shown_seconds(took)))
         if len(lanes) > TOLD_LANES:
             mark += f"{_dominant(lane.bars)[0]} "
@@ -237,33 +259,52 @@ def _since(seconds: float) -> str:
     return f"{seconds * 1e3:+,.3f} ms"
 
 
+WHERE = "where the time went"
+TOOK, WORDS = 7, 24
+"""Columns for a duration, and for what is said of it."""
+
+
 def show_slowest(axis: Axis, found: Sequence[Story], number: int, console: Console) -> None:
     """Show those that took longest on any side, with what they did on each."""
     is_plain = not console.is_terminal or console.no_color
     slowest = sorted(found, key=lambda x: -x.seconds)[:number]
     rows = [(x, [y for y in (_longest(x, "prefill"), _longest(x, "decode")) if y is not None]) for x in slowest]
     room = max((len(without_control(x.name)) for x in slowest), default=0)
-    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
-    across = max(min(console.width - room - 52, 80), 12)
-    table.add_column("took", justify="right", no_wrap=True)
-    table.add_column("request", no_wrap=True)
-    table.add_column("where the time went", width=max(across, 19), no_wrap=True)
-    table.add_column("longest, and how it ended", overflow="fold")
+    across = max(min(console.width - room - 52, 80), len(WHERE))
+    # Where there is no room for its id in a column, a request has a line above its own.
+    is_beside = not console.is_terminal or room + across + TOOK + WORDS + 3 <= console.width
+
+    def made() -> Table:
+        made = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim", show_header=is_beside)
+        made.add_column("took", justify="right", no_wrap=True, min_width=TOOK)
+        if is_beside:
+            made.add_column("request", no_wrap=True)
+        made.add_column(WHERE, width=across, no_wrap=True)
+        made.add_column("longest, and how it ended", overflow="fold")
+        return made
+
+    table = made()
     for story, lanes in rows:
         style = "yellow" if story.level == "warning" else ""
         name = without_control(story.name or "?")
+        if not is_beside:
+            _line(console, name, "bold", is_whole=True)
         # One axis for both sides, of this request alone: a pull that began late is seen to, and none is one letter.
         first, last = min((x.start for x in lanes), default=0.0), max((x.end for x in lanes), default=0.0)
         for lane in lanes:
             bars = [b for b in lane.bars if b.phase != "release"] or lane.bars
-            line = bar_line(bars, first, last, max(across, 19), is_plain)
+            line = bar_line(bars, first, last, across, is_plain)
             phases = ", ".join(f"{phase} {shown_seconds(seconds)}" for phase, seconds in _by_phase(bars)[:MOST_PHASES])
             how = f"lease {story.lease}" if lane.side == "prefill" else f"pull {story.pull or 'unknown'}"
             took = shown_seconds(max(b.end for b in bars) - lane.start)
             said = Text(without_control(f"{phases}; {how}"), style=style)
-            table.add_row(took, Text(name), line, said)
+            table.add_row(took, *([Text(name)] if is_beside else []), line, said)
             name = ""
-    _show(console, table, is_whole=True)
+        if not is_beside:
+            _show(console, table, is_whole=True)
+            table = made()
+    if is_beside:
+        _show(console, table, is_whole=True)
     _show(
         console,
         _legend((b for _, x in rows for y in x for b in y.bars if b.phase != "release"), console.width, is_plain),
@@ -296,28 +337,59 @@ def show_list(axis: Axis, found: Sequence[Story], console: Console) -> None:
         _line(
             console, f"... and {len(found) - len(kept):,} more, which went well and took less; --json has more", "dim"
         )
-    _outcomes(found, console)
+    _outcomes(axis, found, console)
     _notes(axis, console)
+
+
+WIDE = 72
+"""Columns of a terminal that has room to say what each phase is."""
 
 
 def show_all(axis: Axis, found: Sequence[Story], grounds: Sequence[Ground], console: Console) -> None:
     """Show all requests in numbers."""
-    _outcomes(found, console)
+    _outcomes(axis, found, console)
     console.print()
-    _show(console, Group(_processes(found, grounds), "", _phases(found)), is_whole=True)
+    is_wide = not console.is_terminal or console.width >= WIDE
+    _show(console, Group(_processes(found, grounds), "", _phases(found, is_wide)), is_whole=True)
     _notes(axis, console)
 
 
-def _outcomes(found: Sequence[Story], console: Console) -> None:
+NOT_LOGGED, NOT_PULLED, NOT_HERE = "successes not logged", "not pulled", "not in these logs"
+
+
+def _silence(story: Story, side: str, has_logs: bool) -> str:
+    """Say why a side does not tell how a request ended."""
+    if not has_logs:
+        return NOT_HERE
+    if side == "prefill":
+        return NOT_LOGGED if story.pull == "complete" else NOT_HERE
+    is_cut = any(x.text.startswith((LOG_ENDS, NO_LOG)) for x in story.marks)
+    if story.lease == "released" and not is_cut:
+        return NOT_LOGGED
+    is_claimed = is_cut or any(b.phase == "unlogged" for x in story.lanes for b in x.bars)
+    return NOT_HERE if is_claimed else NOT_PULLED
+
+
+def _outcomes(axis: Axis, found: Sequence[Story], console: Console) -> None:
     """Say how many there are, and how they ended on each side."""
     start, end = min((x.start for x in found), default=0.0), max((x.end for x in found), default=0.0)
     span = f" in {shown_seconds(end - start)} from {clock_time(start)}" if found else ""
     _line(console, f"{counted(len(found), 'request')}{span}")
-    for side, outcomes in (("prefill", [x.lease for x in found]), ("decode", [x.pull for x in found])):
-        said = [f"{n:,} {how}" for how, n in Counter(x for x in outcomes if x).most_common(12)]
-        if missing := outcomes.count(""):
-            said.append(f"{missing:,} not in these logs")
+    lends, pulls = axis.service.sides
+    is_sampled = False
+    for side, has_logs in (("prefill", bool(lends)), ("decode", bool(pulls))):
+        outcomes = [(x, x.lease if side == "prefill" else x.pull) for x in found]
+        said = [f"{n:,} {how}" for how, n in Counter(how for _, how in outcomes if how).most_common(12)]
+        silent = Counter(_silence(x, side, has_logs) for x, how in outcomes if not how)
+        is_sampled |= NOT_LOGGED in silent
+        said += [f"{n:,} {why}" for why, n in silent.most_common()]
         _line(console, f"  {side} side: {', '.join(said)}")
+    if is_sampled:
+        _line(
+            console,
+            f"  ({NOT_LOGGED}: an engine logs log.successes_per_s of them a second; raise it to see more)",
+            "dim",
+        )
 
 
 def show_ends(grounds: Sequence[Ground], console: Console) -> None:
@@ -352,7 +424,7 @@ def _processes(found: Sequence[Story], grounds: Sequence[Ground]) -> Table:
     for story in found:
         parts.update({x.process.incarnation for x in story.lanes})
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
-    table.add_column("process", no_wrap=True)
+    table.add_column("process", no_wrap=True, overflow="fold")
     table.add_column("requests", justify="right")
     table.add_column("away", justify="right")
     table.add_column("clock", overflow="fold")
@@ -367,7 +439,7 @@ def _processes(found: Sequence[Story], grounds: Sequence[Ground]) -> Table:
     return table
 
 
-def _phases(found: Sequence[Story]) -> Table:
+def _phases(found: Sequence[Story], is_wide: bool) -> Table:
     times: dict[str, list[float]] = {}
     for story in found:
         for phase, seconds in story.phases().items():
@@ -376,11 +448,12 @@ def _phases(found: Sequence[Story]) -> Table:
     table.add_column("phase")
     for name in ("requests", "median", "p99", "longest"):
         table.add_column(name, justify="right")
-    table.add_column("", overflow="fold", style="dim")
+    if is_wide:
+        table.add_column("", overflow="fold", style="dim")
     for phase, about in PHASES.items():
         if values := sorted(times.get(phase, [])):
             at = [values[min(math.ceil(q * len(values)), len(values)) - 1] for q in (0.5, 0.99, 1.0)]
-            table.add_row(phase, f"{len(values):,}", *map(shown_seconds, at), about)
+            table.add_row(phase, f"{len(values):,}", *map(shown_seconds, at), *([about] if is_wide else []))
     return table
 
 

@@ -16,6 +16,7 @@ import os
 import re
 import socket
 import stat
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from asynckv.core.types import rank_name
 from asynckv.core.wire import MAX_REQUEST_PACKET, Status, StatusRequest, decode_packet, encode_packet
 from asynckv.errors import BackendError, RemoteProtocolError
 
-__all__ = ["SUFFIX", "LocalDoor", "is_left_behind", "rank_of", "read_packet", "socket_name", "write_packet"]
+__all__ = ["SUFFIX", "LocalDoor", "is_left_behind", "pid_of", "rank_of", "read_packet", "socket_name", "write_packet"]
 
 SUFFIX = ".sock"
 MAX_PATH = 107
@@ -73,6 +74,16 @@ async def read_packet(reader: asyncio.StreamReader, most: int) -> bytes:
     if length > most:
         raise RemoteProtocolError(f"a packet of {length} bytes; at most {most} are taken")
     return await reader.readexactly(length)
+
+
+def pid_of(connected: socket.socket) -> int:
+    """Return the process that listens behind a socket, 0 if it is in another namespace.
+
+    The kernel answers, so it is known of a process that is stopped as well.
+    """
+    size = struct.calcsize("3i")
+    pid, _, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return max(int(pid), 0)
 
 
 def is_left_behind(path: Path) -> bool:

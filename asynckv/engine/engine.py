@@ -53,9 +53,9 @@ from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.observe.events import EVENT
 from asynckv.observe.log import Recorder, started
 from asynckv.observe.observer import Observer
-from asynckv.observe.release import release
 from asynckv.ports import Clock, ControlPlane, DataPlane
 from asynckv.results import PullResult, Statistics
+from asynckv.version import VERSION
 
 __all__ = ["Engine"]
 
@@ -650,7 +650,7 @@ class Engine:
         some = driver.core.inspect.between_attempts(between[:MAX_RETRYING], now)
         lag = driver.lag
         return Facts(
-            version=release(),
+            version=VERSION,
             host=socket.gethostname(),
             pid=os.getpid(),
             address=driver.control.address or "",

@@ -30,9 +30,9 @@ from asynckv.core.pull import Pull
 from asynckv.core.types import Key, Params, PullId, Reason
 from asynckv.geometry.bounds import NULL
 from asynckv.observe.events import EVENT
-from asynckv.observe.release import release
 from asynckv.observe.sampling import Rate, Sampler
 from asynckv.observe.setup import LEVELS, configure, file_sink, logger_for
+from asynckv.version import VERSION
 
 __all__ = ["LEVELS", "Recorder", "configure", "phases", "started"]
 
@@ -115,7 +115,7 @@ def started(config: EngineConfig) -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "version": release(),
+        "version": VERSION,
         "lease_s": lease.lease_s,
         "grant_s": lease.grant_s,
         "max_lease_s": lease.max_lease_s,

@@ -38,7 +38,7 @@ from asynckv.core.wire import REFUSED, UNWELCOME
 from asynckv.errors import ConfigError, EngineClosed
 from asynckv.observe.metrics_tally import BUCKETS_S, ENDS, LEFT, Durations, Tally
 from asynckv.observe.observer import Observed, Reading, observation_of
-from asynckv.observe.release import release
+from asynckv.version import VERSION
 
 __all__ = ["FAMILIES", "Metrics"]
 
@@ -378,7 +378,7 @@ def _add(family: Any, labels: tuple[str, ...], value: Any) -> None:
 
 
 def _info(reading: Reading) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    facts = {"incarnation": reading.incarnation, "version": release()}
+    facts = {"incarnation": reading.incarnation, "version": VERSION}
     facts |= {name: reading.planes.get(name, "") for name in ("nixl", "backend", "ucx_tls")}
     yield "engine_info", (), facts
 

@@ -91,6 +91,7 @@ class Bar:
         if isinstance(error, KeyboardInterrupt) and self.says_interrupted:
             where = f" at {self._what} {self.figures()}".rstrip()
             print(f"asynckv: interrupted{where}; there is no result", file=sys.stderr)
+            error.add_note("it has been said")  # the command line says it of every other command
 
     def begin(self, what: str, total: int | None = None, *, has_rate: bool = True) -> None:
         """Say what is done from now on, how much of it there is, if anybody knows, and whether it goes at a rate."""

@@ -22,6 +22,7 @@ from asynckv.diagnose.doctor import host
 from asynckv.diagnose.doctor.facts import KeyFacts, Listening, Software
 from asynckv.errors import AsyncKVError, BackendError, ConfigError
 from asynckv.observe.console import without_control
+from asynckv.version import VERSION
 
 __all__ = ["keys", "listening", "read_config", "software"]
 
@@ -36,7 +37,7 @@ def software() -> Software:
     # Only asked for its version: the control plane's file is the only one that uses it.
     zmq: Any = importlib.import_module("zmq")
     return Software(
-        asynckv=_version("asynckv"),
+        asynckv=VERSION,
         python=platform.python_version(),
         nixl=_version("nixl"),
         variants=variants,
