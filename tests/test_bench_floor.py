@@ -252,6 +252,13 @@ def test_the_table_says_when_the_engine_has_more_threads_than_the_floor() -> Non
         assert rows[0][2] == "25.0 µs"
 
 
+def test_the_table_says_when_the_machine_was_not_quiet() -> None:
+    found = floor.summary([a_round(1.0, sample("raw_nixl", 0.5))] * 6)
+    assert not any("quiet" in note for note in floor.table(found | {"loop_lag_s": {"p99": 0.004}})[1])
+    (note,) = [n for n in floor.table(found | {"loop_lag_s": {"p99": 0.018}})[1] if "quiet" in n]
+    assert "event loop lag p99 18 ms" in note
+
+
 def test_ratios_of_too_few_requests_say_so_and_how_many_are_enough() -> None:
     one = a_round(1.0, sample("raw_nixl", 0.5))
     few = msgspec.structs.replace(one, seconds=[0.1] * 31, concurrency=16)

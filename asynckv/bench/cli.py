@@ -251,6 +251,7 @@ def _bench(experiment: Any, half: Any) -> int:
         # Before a driver was there to heed it.
         found = Measured(interrupted=True)
         result = report.make(experiment, found)
+    result["command"] = shlex.join(["asynckv", *sys.argv[1:]])
     write_json(json, result)
     console = errors if json == "-" else Console()
     report_text.show(result, console)

@@ -281,7 +281,7 @@ def _caveats(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, A
     found: dict[str, list[int]] = {}
     for i, reports in enumerate((before, after)):
         for report in reports:
-            for text in report.get("floor", {}).get("caveats", []):
+            for text in [*report.get("warnings", []), *report.get("floor", {}).get("caveats", [])]:
                 found.setdefault(text, [0, 0])[i] += 1
     return found
 

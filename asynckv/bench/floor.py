@@ -447,6 +447,8 @@ NAMES = {
 }
 HEAD = ("floor (the bare transfer)", "GB/s", "p50", "engine reaches", "p50 x", "CPU x")
 
+QUIET_S = 0.005
+"""What the p99 of the event loops' lag is below, on cores that do nothing else."""
 LEAST_ROUNDS = 6
 """From so many rounds on an interval can be as sure as `noise.LEVEL`."""
 LEAST_TURNS = 2
@@ -476,6 +478,10 @@ def table(report: dict[str, Any]) -> tuple[list[tuple[str, ...]], list[str]]:
     threads = report.get("config", {}).get("posting_threads", 0)
     if "raw_nixl" in report.get("ratio_to_floor", {}) and threads not in (0, 1):
         notes.append(f"every floor has one thread; the engine posts with --posting-threads {threads}")
+    if rows and (lag := report.get("loop_lag_s", {}).get("p99", 0.0)) > QUIET_S:
+        notes.append(
+            f"the machine was not quiet (event loop lag p99 {lag * 1e3:.0f} ms): the intervals may be too narrow"
+        )
     return rows, [*notes, *report.get("floor", {}).get("caveats", [])]
 
 
@@ -493,8 +499,8 @@ def caveats(rounds: Sequence[Round]) -> list[str]:
     few = [f"{len(rounds)} rounds, of which {LEAST_ROUNDS} make an interval"] if len(rounds) < LEAST_ROUNDS else []
     few += [f"{per_round} requests in a round with {at_once} in flight"] if per_round < least else []
     return [
-        f"too few requests for these ratios: {' and '.join(few)}; give --requests {least_rounds * least} "
-        f"--rounds {least_rounds}, or a lower --concurrency"
+        f"too few requests for these ratios and the throughput: {' and '.join(few)}; give --requests "
+        f"{least_rounds * least} --rounds {least_rounds}, or a lower --concurrency"
     ]
 
 
