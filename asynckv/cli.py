@@ -394,7 +394,16 @@ def simulate(
         for line in small.explain(events):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         again = f"asynckv simulate{' --offload' * offload} --first-seed {seed} --seeds 1 --faults {faults}"
-        console.print(f"\nagain: {again}", highlight=False)
+        console.print(f"\nagain, all of it: {again}", highlight=False, markup=False, soft_wrap=True)
+        drawn = f"{make.__name__}({seed}{'' if faults == 'all' else f', {chosen}'})"
+        console.print(
+            f"minimised, in Python: from asynckv.testing.simulation import *; minimise({drawn})",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+        if others := [str(other) for other in found.violations if other != seed]:
+            console.print(f"other seeds with a violation: {', '.join(others)}", highlight=False, soft_wrap=True)
         raise typer.Exit(1)
 
 

@@ -8,12 +8,15 @@ from html import escape
 from asynckv.diagnose import report_bench as benches
 from asynckv.diagnose import report_plots as plots
 from asynckv.diagnose.colours import PHASES, WITHIN
+from asynckv.diagnose.leaks_processes import DEFAULT_LEASE_S
 from asynckv.diagnose.report_text import (
     EARLY_S,
+    GAP,
     Card,
     bytes_text,
     count_text,
     duration,
+    ended_early,
     number,
     safe,
     share,
@@ -84,6 +87,10 @@ def _cards(summary: Summary) -> list[Card]:
     pulls, leases = summary.pulls, summary.leases
     asked, away = pulls.ended - pulls.retried, max((x.seconds for x in summary.away), default=0.0)
     cards = [Card("loop away", duration(away) if away else "never", "the longest" if away else "for long", away > 0)]
+    if early := [x for x in ended_early(summary) if summary.last - x.last > DEFAULT_LEASE_S / 2]:
+        # A loop that is away says so when it is back.
+        since = f"since {time_text(early[0].last)[:8]}: {'a log ends' if len(early) == 1 else f'{len(early)} logs end'}"
+        cards = [Card("loop away", f"≥{GAP}{duration(away)}" if away else "unknown", since, True)]
     if leases.lent:
         bad, lent = leases.ended_badly, count_text(leases.lent)
         cards = [Card("not released", f"{bad:,}", f"of {lent} leases", bad > 0), *cards]
@@ -120,6 +127,11 @@ def _notes(summary: Summary) -> Iterable[str]:
     if read.skipped:
         lines = sum(x["lines"] for x in read.skipped)
         yield f"{number(lines, 'line', 'lines').capitalize()} could not be read; the last section has the reasons."
+    if plots.bands(summary):
+        yield (
+            "A red band through a plot: an event loop was away. A grey one: a log had ended, without a goodbye. "
+            "Event loops and Peers say whose."
+        )
     yield from map(unseen_text, summary.unseen[:MOST_UNSEEN])
     told = {x.rank for x in summary.unseen[:MOST_UNSEEN]}
     if missing := [x for x in summary.missing if x not in told]:
@@ -304,7 +316,7 @@ def _peers(summary: Summary) -> str:
     drawn = [x for x in summary.peers if x.states]
     figure = (
         _grid(plots.states(summary, drawn))
-        if drawn
+        if drawn or plots.readers(summary)
         else _empty("No change of a peer's state is in these logs: their level is above info, or they begin later.")
     )
     logged = {x.rank for x in summary.engines}
