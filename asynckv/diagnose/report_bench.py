@@ -91,7 +91,7 @@ def compared(benches: Sequence[Bench]) -> str:
     for figure in FIGURES.values():
         values = [figure.of(one.report) for one in benches]
         if any(v is not None for v in values):
-            texts = ["–" if v is None else f"{v:,.4g}" for v in values]
+            texts = ["–" if v is None else f"{v:,.0f}" if v >= 1000 else f"{v:,.4g}" for v in values]
             rows.append([f"{figure.title} ({figure.unit})" if figure.unit else figure.title, *texts])
     return frame.table(["figure", *(safe(one.name, 60) for one in benches)], rows, label="Figures of all runs")
 
