@@ -8,9 +8,11 @@ would need a machine, of its types.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,11 +96,13 @@ def _members(value: Any) -> dict[str, Any]:
     """What a public name has: parameters of a function or class; public members of a class, with those of methods."""
     if not isinstance(value, type):
         return {"": _parameters(value)} if callable(value) else {}
-    if issubclass(value, BaseException):
-        return {"is a": sorted(x.__name__ for x in value.__mro__[1:] if x is not object)}
-    found: dict[str, Any] = {"": _parameters(value)}
+    found: dict[str, Any] = dict.fromkeys(sorted(_set_on_self(value)))
+    if issubclass(value, BaseException):  # caught by a name of its own or of one of these; nobody else makes one
+        found["is a"] = sorted(x.__name__ for x in value.__mro__[1:] if x is not object)
+    else:
+        found[""] = _parameters(value)
     for name in dir(value):
-        if not name.startswith("_"):
+        if not name.startswith("_") and not hasattr(BaseException, name):
             member = inspect.getattr_static(value, name)
             if isinstance(member, (classmethod, staticmethod)):
                 found[name] = _parameters(getattr(value, name))
@@ -106,6 +110,22 @@ def _members(value: Any) -> dict[str, Any]:
                 found[name] = {x: kind for x, kind in _parameters(member).items() if x != "self"}
             else:
                 found[name] = None
+    return found
+
+
+def _set_on_self(kind: type) -> set[str]:
+    """Public attributes that a class gives its objects in `__init__`: the class itself does not have them."""
+    found = set()
+    for each in kind.__mro__:
+        begin = vars(each).get("__init__")
+        if (
+            inspect.isfunction(begin)
+            and begin.__module__.startswith("asynckv")
+            and "<" not in begin.__code__.co_filename
+        ):
+            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(begin)))):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr[0] != "_":
+                    found.add(node.attr)
     return found
 
 

@@ -289,13 +289,17 @@ def record(
     sealed = released()
     if VERSION in sealed:
         raise ConfigError(f"{VERSION} was released, and its folder never changes: set a new one in asynckv/version.py")
-    folder = TARGET / VERSION
-    folder.mkdir(parents=True, exist_ok=True)
     reports = public_names.reports(account())
     for name in public_names.COMMANDS:
         reports |= public_names.commanded(name)
     public = {"names.json": public_names.names(), "reports.json": reports}
-    for name, text in (made() | {name: json.dumps(x, indent=1) + "\n" for name, x in public.items()}).items():
+    files = made() | {name: json.dumps(value, indent=1) + "\n" for name, value in public.items()}
+    folder = TARGET / VERSION
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.name not in files:  # recorded before, and not any more
+            path.unlink()
+    for name, text in files.items():
         (folder / name).write_text(text)
     if release:
         sealed[VERSION] = folder_digest(folder)

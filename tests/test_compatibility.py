@@ -21,7 +21,7 @@ from asynckv.core.account import decode_account
 from asynckv.core.lease import Lease, Lent
 from asynckv.core.types import Cohort, RequestId, decode_params
 from asynckv.core.wire import Claim, Granted, Refused
-from asynckv.errors import RemoteProtocolError
+from asynckv.errors import PullError, RemoteProtocolError
 from asynckv.geometry.check import decode_layout
 from asynckv.geometry.layout import Group, Layout, Memory, Part, View
 from asynckv.tools.layout_file import load_layouts
@@ -221,6 +221,12 @@ SAME_LINE = [x for x in VERSIONS if line(x) == line(HERE.name)]
 @pytest.mark.parametrize("version", SAME_LINE)
 def test_names_of_this_line_of_versions_are_still_there(version: str) -> None:
     assert list(lost(recorded(version, "names.json"), public_names.names())) == [], ADVICE
+
+
+def test_what_an_error_carries_is_recorded_and_what_it_can_be_caught_as() -> None:
+    found = recorded(HERE.name, "names.json")["python"]["PullTimeout"]
+    assert {x for x in vars(PullError("text")) if not x.startswith("_")} | {"returned"} < found.keys()
+    assert {"PullError", "AsyncKVError"} < set(found["is a"])
 
 
 def missing(now: dict[str, list[str]]) -> dict[str, list[str]]:
