@@ -288,6 +288,18 @@ def test_a_benchmark_has_its_figures_phases_and_floors() -> None:
     assert found["environment"]["platform"] in text
 
 
+def test_runs_with_faults_come_first_however_many_there_are() -> None:
+    summary = summarise(Logs())
+    bad = bench(requests=bench()["requests"] | {"failed": 6, "completed": 34}, problems=["decode/tp0 was killed"])
+    summary.bench = [report_bench.read(bench(), f"{i}.json") for i in range(9)]
+    summary.bench.append(report_bench.read(bad, "9.json"))
+    text = text_of(report_page.make(summary, "bench"))
+    assert text.index("9.json: ") < text.index("0.json: ") < text.index("And 7 more runs of the benchmark, below.")
+    assert "3.json: " not in text[: text.index("And 7 more runs")]
+    assert "requests failed" in text
+    assert "nhd, nhd" in text
+
+
 @pytest.mark.parametrize("completed", [0, 7])
 def test_an_interrupted_benchmark_is_never_taken_for_a_whole_one(completed: int) -> None:
     requests = bench()["requests"] | {"completed": completed}

@@ -32,6 +32,9 @@ __all__ = ["make"]
 MOST_ROWS = 100
 """Of one table; the report as JSON has all."""
 
+MOST_BENCHES = 3
+"""Runs of the benchmark that are told one by one at the top."""
+
 MOST_LATE = 10
 """Requests with late blocks that are told one by one."""
 
@@ -67,7 +70,10 @@ def _hint(summary: Summary) -> str:
 def _first(summary: Summary) -> str:
     """What fits on the first screen."""
     said, is_good = verdict(summary) if summary.engines or not summary.bench else ([], True)
-    said += [benches.verdict(x) for x in summary.bench[:3]]
+    # A run with faults explains most, wherever it stands.
+    said += [benches.verdict(x) for x in sorted(summary.bench, key=lambda x: x.is_good)[:MOST_BENCHES]]
+    if (more := len(summary.bench) - MOST_BENCHES) > 0:
+        said.append(f"And {number(more, 'more run', 'more runs')} of the benchmark, below.")
     is_good = is_good and all(x.is_good for x in summary.bench)
     notes = "".join(f'<p class="note" role="note">{escape(text)}</p>' for text in _notes(summary))
     cards = _cards(summary) if summary.engines else []
