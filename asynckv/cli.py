@@ -30,8 +30,9 @@ START_EPILOG = """
 
   asynckv bench --layers 4 --requests 400 --floor
 
-[bold]Every command has[/bold] -h with its options, examples and exit status. [bold]Exit status[/bold]  0 good,
-1 something is wrong, 2 bad input, 130 Ctrl-C
+[bold]Every command has[/bold] -h with its options, examples and exit status
+
+[bold]Exit status[/bold]  0 good, 1 something is wrong, 2 bad input, 130 Ctrl-C, 141 the reader of stdout has left
 """
 
 
@@ -405,7 +406,16 @@ def simulate(
         for line in small.explain(events):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         again = f"asynckv simulate{' --offload' * offload} --first-seed {seed} --seeds 1 --faults {faults}"
-        console.print(f"\nagain: {again}", highlight=False)
+        console.print(f"\nagain, all of it: {again}", highlight=False, markup=False, soft_wrap=True)
+        drawn = f"{make.__name__}({seed}{'' if faults == 'all' else f', {chosen}'})"
+        console.print(
+            f"minimised, in Python: from asynckv.testing.simulation import *; minimise({drawn})",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+        if others := [str(other) for other in found.violations if other != seed]:
+            console.print(f"other seeds with a violation: {', '.join(others)}", highlight=False, soft_wrap=True)
         raise typer.Exit(1)
 
 

@@ -9,6 +9,8 @@ import typing
 from pathlib import Path
 
 import msgspec
+from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.domains.python import PyObject
 from sphinx.util import logging
@@ -95,6 +97,26 @@ def write_types(app: Sphinx, what: str, name: str, obj: typing.Any, options: obj
             lines[at] = f"    {found[1]} ({stringify_annotation(types[found[1]], 'smart')}): {found[2]}"
 
 
+LEADS_TO_CODE = ("contributing", "design", "reliability", "states", "structure")
+"""Pages for contributors: a file that they name is one click away, in the built site too."""
+
+
+def link_files(app: Sphinx, doctree: nodes.document) -> None:
+    """Let what names a file of the checkout be a link to a copy of it."""
+    if app.env.current_document.docname not in LEADS_TO_CODE:
+        return
+    root = Path(app.srcdir).parent
+    for name in list(doctree.findall(nodes.literal)):
+        text = name.astext()
+        is_one = text.endswith(".py") and text != "__init__.py"  # there are many of these
+        found = [path for path in (root / text, root / "asynckv" / text) if is_one and path.is_file()]
+        if found and not isinstance(name.parent, nodes.reference | addnodes.download_reference):
+            link = addnodes.download_reference("", "", reftarget=f"/../{found[0].relative_to(root)}", refdoc="")
+            link["refdoc"] = app.env.current_document.docname
+            name.replace_self(link)
+            link += name
+
+
 def check_that_it_is_complete(app: Sphinx, exception: Exception | None) -> None:
     """Warn of whatever a page would load from the network: the site is read from files, too."""
     if exception is not None or app.builder.format != "html":
@@ -110,6 +132,7 @@ def check_that_it_is_complete(app: Sphinx, exception: Exception | None) -> None:
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", write_signature)
     app.connect("autodoc-process-docstring", write_types, priority=400)  # before napoleon reads it
+    app.connect("doctree-read", link_files, priority=400)  # before Sphinx gathers what is to be copied
     app.connect("build-finished", check_that_it_is_complete)
     for field in PyObject.doc_field_types:
         if field.name == "variable":

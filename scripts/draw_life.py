@@ -1,8 +1,8 @@
-"""Draw the life of a request across the two engines: the first picture that a reader sees.
+"""Draw the first two pictures that a reader sees: the life of a request, and which process calls what.
 
-Time runs downwards. On the left is what a prefill rank holds, on the right what a decode rank does. It is drawn by hand
-from `docs/structure.md`, "The life of a request". It shows what is different here: two bars on the right, the reads and
-the grant. Bytes are believed if the first ends before the second.
+In the life, time runs downwards. On the left is what a prefill rank holds, on the right what a decode rank does. It is
+drawn by hand from `docs/structure.md`, "The life of a request". It shows what is different here: two bars on the right,
+the reads and the grant. Bytes are believed if the first ends before the second.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import sys
 from scripts import command, drawing
 from scripts.drawing import colours, text
 
-WIDTH, HEIGHT = 780, 460
-OWNER, READER = 190, 560
+WIDTH = 440
+"""Narrow: on a phone it is scaled to some 350 pixels, and its words can still be read."""
+OWNER, READER = 36, 352
 """Where the two engines' lines are."""
 
 LENT, GRANT, READS, PULL = 0, 2, 3, 1
@@ -38,12 +39,12 @@ def arrow(start: float, end: float, y: float, *, wide: bool = False, dashed: boo
     )
 
 
-def head(x: float, name: str, does: str) -> list[str]:
-    """An engine's name, over its line."""
+def head(x: float, edge: float, anchor: str, name: str, does: str) -> list[str]:
+    """An engine's name, over its line; `edge` is the picture's, which the words begin or end at."""
     return [
-        text(x, 26, name, size=18, anchor="middle", kind="bold"),
-        text(x, 46, does, anchor="middle"),
-        f'<path d="M{x:g} 58V{HEIGHT - 20}" class="line" style="stroke-width: 1"/>',
+        text(edge, 28, name, size=18, anchor=anchor, kind="bold"),
+        text(edge, 48, does, anchor=anchor),
+        f'<path d="M{x:g} 60V540" class="line" style="stroke-width: 1"/>',
     ]
 
 
@@ -57,52 +58,118 @@ def notes(x: float, y: float, anchor: str, *lines: str) -> list[str]:
 
 
 def life() -> str:
-    """The whole picture."""
+    """The life of a request."""
     middle = (OWNER + READER) / 2
     left, right = OWNER + BAR / 2 + 4, READER - BAR / 2 - 4
-    beside, after = OWNER - BAR / 2 - 10, READER + BAR / 2 + 46
+    lender, reader = OWNER + BAR / 2 + 10, READER - BAR / 2 - 10
     grant, reads = READER + BAR / 2 + 6, READER + BAR / 2 + 24
     lines = [
-        *head(OWNER, "Prefill engine", "computes the prompt's KV"),
-        *head(READER, "Decode engine", "generates the tokens"),
-        *notes(beside, 92, "end", "lend", "Its blocks stay as", "they are: a lease."),
-        bar(OWNER - BAR / 2, 80, 384, LENT),
-        arrow(left, right, 104, dashed=True),
-        text(middle, 96, "params, by way of a router (HTTP)", anchor="middle"),
-        *notes(after, 124, "start", "pull", "into blocks that its", "scheduler chose"),
-        bar(READER - BAR / 2, 112, 336, PULL),
-        arrow(right, left, 160),
-        text(middle, 152, "claim (ZMQ)", anchor="middle"),
-        bar(grant, 160, 392, GRANT),
-        bar(reads, 180, 316, READS),
-        arrow(left, right, 212, wide=True),
-        text(middle, 196, "KV, read by NIXL: the owner is not asked", anchor="middle"),
-        arrow(left, right, 262),
-        text(middle, 254, "granted: the blocks stay for 10 s", anchor="middle"),
-        arrow(left, right, 304, wide=True),
-        *notes(after, 220, "start", "reads"),
-        *notes(after, 330, "start", "proven", "Reads ended before", "the grant: the bytes", "are the request's."),
-        text(grant - 2, 412, "grant", kind="bold"),
-        arrow(right, left, 366),
-        text(middle, 358, "release, repeated until acknowledged", anchor="middle"),
-        *notes(beside, 374, "end", "free again", "when every reader", "has released, or the", "lease has run out"),
-        text(20, HEIGHT - 14, "time ↓", size=13),
+        *head(OWNER, 16, "start", "Prefill engine", "computes the prompt's KV"),
+        *head(READER, WIDTH - 16, "end", "Decode engine", "generates the tokens"),
+        *notes(lender, 84, "start", "lend", "Its blocks stay as they are: a lease."),
+        bar(OWNER - BAR / 2, 72, 494, LENT),
+        arrow(left, right, 142, dashed=True),
+        text(middle, 134, "params, by way of a router (HTTP)", anchor="middle"),
+        *notes(reader, 168, "end", "pull", "into blocks that its scheduler chose"),
+        bar(READER - BAR / 2, 154, 406, PULL),
+        arrow(right, left, 216),
+        text(middle, 208, "claim (ZMQ)", anchor="middle"),
+        bar(grant, 216, 490, GRANT),
+        text(WIDTH - 6, 230, "reads", anchor="end", kind="bold"),
+        bar(reads, 238, 378, READS),
+        arrow(left, right, 272, wide=True),
+        text(middle, 254, "KV, read by NIXL: the owner is not asked", anchor="middle"),
+        arrow(left, right, 322),
+        text(middle, 314, "granted: the blocks stay for 10 s", anchor="middle"),
+        arrow(left, right, 364, wide=True),
+        *notes(reader, 400, "end", "proven", "The reads ended before the grant:", "the blocks were still lent."),
+        text(grant - 2, 508, "grant", kind="bold"),
+        arrow(right, left, 476),
+        text(middle, 468, "release, repeated until acknowledged", anchor="middle"),
+        *notes(lender, 504, "start", "free again", "when every reader has released,", "or the lease has run out"),
+        text(WIDTH - 16, 548, "time ↓", size=13, anchor="end"),
     ]
+    return "\n".join(lines)
+
+
+def box(x: float, y: float, width: float, height: float, *, is_outer: bool = False) -> str:
+    """A process, or all of one engine."""
+    style = 'fill="none" class="line"' if is_outer else f'fill="{colours(None)[0]}"'
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="5" {style}/>'
+
+
+def process(x: float, y: float, name: str, has: str = "") -> list[str]:
+    """A process of an engine, and what it has of asynckv."""
+    middle = x + 66
+    words = [text(middle, y + (20 if has else 28), name, anchor="middle")]
+    words += [text(middle, y + 38, has, size=12, anchor="middle", kind="code")] if has else []
+    return [box(x, y, 132, 46), *words]
+
+
+def down(x: float, start: float, end: float) -> str:
+    """An arrow downwards."""
+    return (
+        f'<path d="M{x:g} {start:g}V{end - 8:g}" class="line"/>\n'
+        f'<path d="M{x:g} {end:g}L{x - 5:g} {end - 9:g}H{x + 5:g}Z" class="head"/>'
+    )
+
+
+def workers() -> str:
+    """Which processes there are, and what goes between them."""
+    lines = [
+        box(170, 12, 100, 32),
+        text(220, 33, "client", anchor="middle"),
+        down(220, 44, 68),
+        box(170, 68, 100, 32),
+        text(220, 89, "router", anchor="middle"),
+        '<path d="M170 84H86V124" class="line"/>',
+        '<path d="M270 84H354V124" class="line"/>',
+        down(86, 116, 132),
+        down(354, 116, 132),
+        text(220, 120, "params: JSON,", size=13, anchor="middle"),
+        text(220, 136, "unchanged", size=13, anchor="middle"),
+    ]
+    for left, name, has in ((10, "Prefill engine", "PrefillGroup"), (278, "Decode engine", "")):
+        lines += [
+            box(left, 132, 152, 284, is_outer=True),
+            text(left + 76, 154, name, size=16, anchor="middle", kind="bold"),
+            *process(left + 10, 166, "scheduler", has),
+            down(left + 40, 212, 268),
+            text(left + 50, 244, "orders", size=13),
+            *process(left + 10, 270, "worker 0", "EngineThread"),
+            *process(left + 10, 356, "worker 1", "EngineThread"),
+        ]
+    for top in (270, 356):
+        lines += [
+            text(220, top + 6, "claims (ZMQ)", size=13, anchor="middle"),
+            arrow(284, 156, top + 14),
+            arrow(156, 284, top + 42, wide=True),
+        ]
+    lines += [text(220, top + 66, "KV (NIXL)", size=13, anchor="middle") for top in (270, 356)]
     return "\n".join(lines)
 
 
 def pictures() -> dict[str, str]:
     """Every file's text by its name."""
-    title = (
+    of_life = (
         "The life of a request. The prefill engine lends blocks and sends params by way of a router. The decode engine "
         "claims the request and reads the KV at the same time. The grant comes back. The reads end before the grant "
-        "does, so the bytes are proven. A release frees the blocks."
+        "does: the blocks were still lent, so the bytes are proven. A release frees the blocks."
     )
-    return {"life.svg": drawing.svg(title, WIDTH, HEIGHT, life())}
+    of_workers = (
+        "A client asks the router. The router asks the prefill engine, and passes its params unchanged to the decode "
+        "engine. In each engine the scheduler gives orders to its workers; the prefill scheduler has a PrefillGroup, "
+        "each worker an EngineThread. The workers of the decode engine send claims by ZMQ to those of the prefill "
+        "engine, and read the KV by NIXL."
+    )
+    return {
+        "life.svg": drawing.svg(of_life, WIDTH, 560, life()),
+        "workers.svg": drawing.svg(of_workers, WIDTH, 430, workers()),
+    }
 
 
 def draw() -> None:
-    """Draw the life of a request into docs/pictures; a test compares what lies there."""
+    """Draw the first two pictures into docs/pictures; a test compares what lies there."""
     drawing.write(pictures())
 
 

@@ -6,7 +6,10 @@ does not need it. Each picture holds a digest of what it was drawn from, and a t
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import inspect
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -14,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
@@ -34,10 +38,13 @@ HEAD = """# States
 Each state machine as a picture and as a table, made from the transition tables in `asynckv/core` and
 `asynckv/offload` by `scripts/draw_states.py`. A test fails when this page is stale.
 
-- Words in capitals are events.
+- Boxes are states. So are the columns *from* and *to*.
+- Words in capitals on an arrow, or in the column *by*, are events. The second table of each machine says what they
+  mean.
 - Words in *italics* (small letters in the pictures) are conditions. The machine acts on them at once, whatever event
   made them true.
-- Below each table are the events that a state takes without leaving it. Any other event is refused: it raises, and
+- One of several reasons is enough.
+- A state may take an event and *stay*. An event that is not in the row of a state is refused there: it raises, and
   nothing has changed.
 - In the pictures a thick border is where a machine begins, a double border is where it ends. A dot joins transitions
   that have the same reasons and the same target.
@@ -51,12 +58,28 @@ GRAPH = """digraph {
 
 
 class Machine(NamedTuple):
-    """One transition table."""
+    """One transition table: `module` holds it."""
 
     name: str
+    module: ModuleType
     intro: str
-    on_event: Mapping[Any, Mapping[Any, Any]]
-    when: Mapping[Any, Mapping[Any, Any]]
+
+    @property
+    def on_event(self) -> Mapping[Any, Mapping[Any, Any]]:
+        """State -> event -> the state after it."""
+        table: Mapping[Any, Mapping[Any, Any]] = self.module.ON_EVENT
+        return table
+
+    @property
+    def when(self) -> Mapping[Any, Mapping[Any, Any]]:
+        """State -> condition -> the state that is entered by itself."""
+        table: Mapping[Any, Mapping[Any, Any]] = getattr(self.module, "WHEN", {})
+        return table
+
+    @property
+    def events(self) -> list[Any]:
+        """Every event, in the order of the states that take it."""
+        return list(dict.fromkeys(event for row in self.on_event.values() for event in row))
 
     @property
     def edges(self) -> dict[tuple[str, str], list[str]]:
@@ -92,45 +115,41 @@ class Machine(NamedTuple):
 MACHINES = (
     Machine(
         "Pull",
+        pull,
         "One attempt of one decode rank at one request. The outcome is given on entering NOTIFYING. The caller gets "
         "its blocks back when nothing can write them any more; QUARANTINED waits for that.",
-        pull.ON_EVENT,
-        pull.WHEN,
     ),
     Machine(
         "Lease",
-        "One lent request on a prefill rank. In ENDING nothing more is granted; what was granted is kept.",
-        lease.ON_EVENT,
-        lease.WHEN,
+        lease,
+        "One lent request on a prefill rank. A reader is owed until it has released, and so is a decode engine that "
+        "was not heard of yet: `lend(params, readers=2)` waits for two. In ENDING nothing more is granted; what was "
+        "granted is kept.",
     ),
-    Machine("Peer", "One start of a remote rank, as a reader knows it.", peer.ON_EVENT, {}),
+    Machine("Peer", peer, "One start of a remote rank, as a reader knows it."),
     Machine(
         "Request",
+        attempts,
         "One request over its attempts; every attempt is a pull. A request that is OVER tells the prefill ranks that "
         "no attempt follows, if they were told that one would.",
-        attempts.ON_EVENT,
-        attempts.WHEN,
     ),
     Machine(
         "Engine",
+        lifecycle,
         "The life of one engine. From SHUT on the engine takes no turn. In CLOSED it is certain for good that nothing "
         "writes any more; in SUSPENDED until the engine is resumed.",
-        lifecycle.ON_EVENT,
-        {},
     ),
     Machine(
         "Stored block",
+        entry,
         "One block in one tier of the offload: host memory, or files. A block in LEAVING cannot be found any more; its "
         "slot is free in GONE.",
-        entry.ON_EVENT,
-        entry.WHEN,
     ),
     Machine(
         "Store or load",
+        job,
         "One request to store blocks in tiers, or to load them. The outcome is given on leaving RUNNING or DRAINING; "
         "in HELD a transfer in doubt may still touch the caller's blocks.",
-        job.ON_EVENT,
-        job.WHEN,
     ),
 )
 
@@ -138,19 +157,49 @@ MACHINES = (
 def section(machine: Machine) -> str:
     """One machine as a picture and a table of its transitions."""
     title = f"The states of: {machine.name.lower()}"
+    path = machine.module.__name__.replace(".", "/") + ".py"
     lines = [
         f"## {machine.name}\n",
         f"{textwrap.fill(machine.intro, WIDTH)}\n",
+        f"Code: [`{path}`](../{path})\n",
         f"![{title}](pictures/{machine.picture})\n",
     ]
     lines += ["| from | to | by |", "|---|---|---|"]
-    lines += [f"| {a} | {b} | {', '.join(why)} |" for (a, b), why in machine.edges.items()]
-    if machine.stays:
-        lines += ["", "Also takes, and stays:", ""]
-        lines += [f"- {state}: {', '.join(events)}" for state, events in machine.stays.items()]
+    for state in (state.name for state in machine.on_event):
+        lines += [f"| {a} | {b} | {_any_of(why)} |" for (a, b), why in machine.edges.items() if a == state]
+        if events := machine.stays.get(state):
+            lines.append(f"| {state} | *stays* | {_any_of(events)} |")
     if machine.ends:
         lines += ["", f"Takes nothing any more: {', '.join(machine.ends)}."]
+    lines += ["", "| event | meaning |", "|---|---|"]
+    lines += [f"| {_name(event)} | {meaning(event)} |" for event in machine.events]
     return "\n".join([*lines, ""])
+
+
+def meaning(event: Any) -> str:
+    """What an event means: the first line of its docstring, or of the string that follows it in its enum.
+
+    Raises:
+        ConfigError: Nobody explains it.
+    """
+    if not isinstance(event, Enum):
+        words = (event.__doc__ or "").splitlines()[0]
+        return str(words).rstrip(".")
+    (kind,) = ast.parse(textwrap.dedent(inspect.getsource(type(event)))).body
+    assert isinstance(kind, ast.ClassDef)
+    for member, after in itertools.pairwise(kind.body):
+        match member, after:
+            case ast.Assign(targets=[ast.Name(id=event.name)]), ast.Expr(value=ast.Constant(value=str(words))):
+                return " ".join(words.split()).rstrip(".")
+            case _:
+                pass
+    raise ConfigError(f"nobody explains {type(event).__name__}.{event.name}: write a string below it")
+
+
+def _any_of(reasons: list[str]) -> str:
+    """Join what is each enough."""
+    *others, last = reasons
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def graph(machine: Machine) -> str:
@@ -159,7 +208,7 @@ def graph(machine: Machine) -> str:
     lines += [f"  {state} [peripheries=2]" for state in machine.ends]
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
     for (state, after), why in machine.edges.items():
-        words = textwrap.wrap(", ".join(why).replace("*", "").replace("`", ""), LABEL)
+        words = textwrap.wrap(_any_of(why).replace("*", "").replace("`", ""), LABEL)
         alike[after, "".join(f"  {line}\\l" for line in words)].append(state)
     for number, ((after, label), states) in enumerate(alike.items()):
         if len(states) < ALIKE:

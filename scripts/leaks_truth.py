@@ -65,6 +65,7 @@ OF_A_LEASE: Mapping[CAUSE, Callable[[Whys], bool]] = {
     # Who reads nothing of a rank says nothing to it before he is done.
     C.CAME_TOO_LATE: lambda whys: "asked_late" in whys or {"silent", "release_late"} <= whys,
     C.EXPIRED_WHILE_QUEUED: lambda whys: {"asked", "silent"} <= whys and "handed_late" not in whys,
+    C.DECODE_UNRESPONSIVE: lambda whys: "claimed" not in whys and bool(whys & {"untold", "other_away"}),
     C.RANK_NEVER_SPOKE: lambda whys: {"silent", "siblings_spoke"} <= whys,
     C.NEVER_CLAIMED: lambda whys: "claimed" not in whys,
     C.DIED_AFTER_CLAIM: _has("died_after_claim"),
@@ -291,9 +292,9 @@ class Judge:
         if mode != "both":
             return ""
         if CATALOGUE[leak.cause].is_class:
-            # Nobody said for whom it was: no log can tell whether that was the one that died.
-            is_untold = leak.cause is C.NEVER_CLAIMED and all("untold" in o.whys for x in leases for o in x.owed)
-            return "" if is_untold else "vague"
+            # Nobody said for whom it was: no log can tell whether that was the one that died, or was away.
+            whys = {C.NEVER_CLAIMED: {"untold"}, C.DECODE_UNRESPONSIVE: {"untold", "other_away"}}.get(leak.cause, set())
+            return "" if all(o.whys & whys for x in leases for o in x.owed) else "vague"
         mishap = self.mishaps.get(truth.ask, "")
         if mishap in BEST and not any(self._has_more(truth.ask, mishap, x) for x in leases):
             # Who reads nothing meets nobody, and only its release is lost.

@@ -8,6 +8,8 @@ Everything that an engine can do wrong becomes an `EngineFault` with one word, `
 - `kv_transfer_error`: a decode engine could not fetch the KV cache, and says so (vLLM does not: it `failed`).
 - `failed`: any other status from 500 on.
 - `garbage`: not what this API answers.
+- `silent`: it was asked twice in a row how it is, and has sent nothing at all meanwhile: it was stopped, its loop is
+  blocked, or its host is gone. One that refuses connections is not silent: it may be about to end, and finish its work.
 - `timeout`: no answer in time. To ask another would take as long again, so this is the only one that ends a request.
 
 What an engine refuses for the client's fault (status 4xx) is no fault, and passed on as it is (`Refused`).
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -30,7 +33,10 @@ import structlog
 
 from scripts.pd_http import Refused
 
-STATUS = {"unreachable": 503, "overloaded": 503, "timeout": 504}
+STATUS = {"unreachable": 503, "overloaded": 503, "timeout": 504, "silent": 504}
+UNHEARD = 2
+"""Looks at its health without a word from an engine, after which requests wait for it no longer."""
+NO_HOST = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 log = structlog.get_logger()
 
@@ -68,29 +74,52 @@ def _error_in(data: bytes) -> dict[str, Any] | None:
     return None
 
 
+def _code(error: Mapping[str, Any]) -> int:
+    code = error.get("code")
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
+
+
 class Engine:
     """One engine, as far as the router knows.
 
     Attributes:
         trouble: Why it is down; empty while it is up.
-        outstanding: Requests that it works on for us.
+        unheard: Looks at its health in a row, since it was heard of.
+        working: When to give up what it works on for us: never, unless it falls silent.
     """
 
     def __init__(self, role: str, url: str, faults: prometheus.Counter) -> None:
         self.role, self.url = role, url.rstrip("/")
         self.trouble = "not asked yet"
-        self.outstanding = self.last_turn = 0
+        self.unheard = self.last_turn = 0
+        self.working: set[asyncio.Timeout] = set()
         self._faults = faults
 
     def __str__(self) -> str:
         return f"{self.role} engine {self.url}"
 
+    @property
+    def outstanding(self) -> int:
+        """Requests that it works on for us."""
+        return len(self.working)
+
     def found(self, trouble: str) -> None:
         """Take note of how it is."""
         if bool(trouble) != bool(self.trouble):
-            say = log.warning if trouble else log.info
-            say("engine_down" if trouble else "engine_up", role=self.role, engine=self.url, trouble=trouble)
+            say, event = (log.warning, "engine_down") if trouble else (log.info, "engine_up")
+            say(event, role=self.role, engine=self.url, trouble=trouble, outstanding=self.outstanding)
         self.trouble = trouble
+
+    def heard(self) -> None:
+        """It has sent something: a part of an answer will do."""
+        self.unheard = 0
+
+    def not_heard(self) -> None:
+        """It did not say how it is: what waits for it ends as `silent`, if nothing else came since the last look."""
+        if self.unheard >= UNHEARD:
+            for limit in self.working:
+                if not limit.expired():
+                    limit.reschedule(0)
 
     def fault(self, why: str, text: str) -> EngineFault:
         """Count and log what it did wrong; raise what this returns."""
@@ -136,17 +165,15 @@ class Engine:
             raise self.fault("garbage", f"sent no event, but {answer.content_type}")
         event = found.removeprefix(b"data:").partition(b"\n\n")[0]
         if error := _error_in(event):
-            raise self.refusal(error["code"] if isinstance(error.get("code"), int) else 500, event)
+            raise self.refusal(_code(error), event)
         return found
 
-    async def pieces(self, content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-        """Read the rest of a stream as it comes; if it is cut short, its last event is an error."""
-        try:
-            async for piece in content.iter_any():
-                yield piece
-        except (aiohttp.ClientError, TimeoutError) as exc:
-            why = "timeout" if isinstance(exc, TimeoutError) else "lost"
-            yield self.fault(why, f"stopped before its end: {exc or why}").event()
+    def failed_at_end(self, end: bytes) -> Refused | None:
+        """Say which error a stream has ended with, if it has: the client got it, and log and metrics have to."""
+        events = [event for event in end.split(b"\n\n") if event.strip() not in (b"", b"data: [DONE]")]
+        event = events[-1].removeprefix(b"data:") if events else b""
+        error = _error_in(event) if b'"error"' in event else None
+        return None if error is None else self.refusal(_code(error), event)
 
 
 class Engines:
@@ -185,12 +212,18 @@ class Engines:
             await self._look(engine)
 
     async def _look(self, engine: Engine) -> None:
+        engine.unheard += 1
         try:
             timeout = aiohttp.ClientTimeout(self._limits.connect_s)
             async with self.session.get(f"{engine.url}/health", timeout=timeout) as answer:
+                engine.heard()
                 engine.found("" if answer.status == 200 else f"its health is status {answer.status}")
         except (aiohttp.ClientError, TimeoutError) as exc:
             engine.found(str(exc) or "did not say in time how it is")
+            if isinstance(exc, TimeoutError) or getattr(exc, "errno", None) in NO_HOST:
+                engine.not_heard()
+            else:
+                engine.heard()
 
     def states(self) -> tuple[bool, dict[str, list[dict[str, Any]]]]:
         """Whether there is an engine of each role, and how all are."""
@@ -241,17 +274,22 @@ class Engines:
         url = engine.url + path
         method, data = ("GET", None) if body is None else ("POST", io.BytesIO(msgspec.json.encode(body)))
         asked = self.session.request(method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False)
-        engine.outstanding += 1
+        limit = asyncio.timeout(None)
         try:
-            async with asked as answer:
-                if answer.status != 200:
-                    raise engine.refusal(answer.status, await answer.read())
-                yield answer
+            async with limit:
+                engine.working.add(limit)
+                async with asked as answer:
+                    engine.heard()
+                    if answer.status != 200:
+                        raise engine.refusal(answer.status, await answer.read())
+                    yield answer
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
             raise engine.fault("unreachable", f"cannot be reached: {exc}") from exc
         except TimeoutError as exc:
+            if limit.expired():
+                raise engine.fault("silent", "sends nothing, and does not say how it is") from exc
             raise engine.fault("timeout", "did not answer in time") from exc
         except aiohttp.ClientError as exc:
             raise engine.fault("lost", f"was lost: {exc or type(exc).__name__}") from exc
         finally:
-            engine.outstanding -= 1
+            engine.working.discard(limit)

@@ -10,7 +10,9 @@ The router keeps nothing but counts. What can go wrong is settled in one loop, `
 - Until the first piece was passed on, nothing is lost: if an engine cannot be reached, dies, or answers with an error
   of its own, the request is tried again, elsewhere if there is an elsewhere. Params are good for one use: they outlive
   a decode engine that was not reached at all; after anything else the prompt is computed anew.
-- After the first piece, the client hears of an error as the last event of its stream.
+- After the first piece, the client hears of an error as the last event of its stream. No other engine goes on with it:
+  two engines need not say the same.
+- An engine that falls silent (a stopped process, a dead host) takes nothing along: what waits for it fails, as above.
 - A client that leaves cancels its handler. That closes the connection to the engine that works for it, which is how
   engines are told; a decode engine that is told gives the KV cache back to the prefill engine.
 - When the router is stopped, what is under way has some time to end, and then ends in an error in the same way.
@@ -50,6 +52,10 @@ OF_GENERATION = {"min_tokens", "min_completion_tokens", "stream_options"}
 AGAIN = "/prefill_again/"
 GRACE_S = 0.5
 """After the drain, for writing the errors in which it ends; what is no completion (/metrics) has no longer either."""
+MAX_NAMED = 8
+"""Requests that `/health/ready` names, those that have waited for the longest."""
+END = 16384
+"""Bytes at the end of a stream, in which an error is looked for."""
 
 log = structlog.get_logger()
 
@@ -65,6 +71,8 @@ class Job:
         headers: What engines are told: the client's credentials, the id that all logs have in common, and where to have
             the prompt prefilled once more.
         lender: The prefill engine whose params are in use.
+        engine: The one that works for it, and `heard`: when it was asked, or something came of it last.
+        failure: The error that the engine's stream has ended with.
         trace: What it belongs to.
         avoid: Engines that have failed it.
         task: What handles it, until its answer is written.
@@ -81,6 +89,9 @@ class Job:
         self.body: dict[str, Any] = {}
         self.notes: dict[str, Any] = {}
         self.lender: Engine | None = None
+        self.engine: Engine | None = None
+        self.heard, self.is_waiting = self.began, False
+        self.failure: Refused | None = None
         self.avoid: set[Engine] = set()
         self.token = secrets.token_urlsafe(16)
         given = request.headers.get("X-Request-Id", "")
@@ -94,6 +105,25 @@ class Job:
         if authorization := request.headers.get("Authorization"):
             self.headers["Authorization"] = authorization
 
+    def asks(self, engine: Engine) -> None:
+        """Take note of who works for it now."""
+        self.engine, self.notes[engine.role] = engine, engine.url
+        self.hears()
+
+    def hears(self) -> None:
+        """Take note that something came, or begins."""
+        self.heard, self.is_waiting = time.monotonic(), False
+
+    def seen(self) -> dict[str, Any]:
+        """Say where it is and for how long."""
+        now, engine = time.monotonic(), self.engine.url if self.engine is not None else ""
+        return {
+            "id": self.id,
+            "engine": engine,
+            "silent_s": round(now - self.heard, 1),
+            "age_s": round(now - self.began, 1),
+        }
+
 
 class Router:
     """Carries requests to engines, and answers to clients.
@@ -104,6 +134,7 @@ class Router:
         max_requests: More at a time are refused.
         max_body_mib: A larger body is refused.
         drain_s: How long requests may go on when it is stopped.
+        warn_s: Who has waited for as long for an engine is named in the log.
         provider: OpenTelemetry's; the one that is set for the process if left out.
     """
 
@@ -117,10 +148,11 @@ class Router:
         max_requests: int = 1024,
         max_body_mib: float = 16.0,
         drain_s: float = 30.0,
+        warn_s: float = 10.0,
         provider: Any = None,
     ) -> None:
         self._provider = provider
-        self._limits, self._drain_s = limits or Limits(), drain_s
+        self._limits, self._drain_s, self._warn_s = limits or Limits(), drain_s, warn_s
         self._attempts, self._max_requests, self._max_body_mib = attempts, max_requests, max_body_mib
         self._registry = prometheus.CollectorRegistry()
         self.engines = Engines(prefill, decode, self._limits, self._registry)
@@ -152,7 +184,22 @@ class Router:
 
     async def _life(self, app: web.Application) -> AsyncIterator[None]:
         async with self.engines:
+            warning = asyncio.create_task(self._warn())
             yield
+            warning.cancel()
+            await asyncio.wait([warning])
+
+    async def _warn(self) -> None:
+        """Name once whoever waits for long. An answer in one piece takes as long as it takes, and is not judged."""
+        while True:
+            await asyncio.sleep(min(1.0, self._warn_s / 2))
+            for job in self._jobs.values():
+                engine, is_silent = job.engine, time.monotonic() - job.heard > self._warn_s
+                if engine is None or job.is_waiting or not is_silent:
+                    continue
+                if engine.role == "prefill" or job.body.get("stream"):
+                    job.is_waiting = True
+                    log.warning("request_waits", role=engine.role, trouble=engine.trouble, **job.seen())
 
     async def _drain(self, app: web.Application) -> None:
         """Wait for what is under way, and end what takes too long; nothing new arrives any more."""
@@ -173,7 +220,9 @@ class Router:
     async def _ready(self, request: web.Request) -> web.Response:
         is_ready, states = self.engines.states()
         status = "ready" if is_ready else "not ready"
-        return web.json_response({"status": status, **states}, status=200 if is_ready else 503)
+        longest = [job.seen() for job in sorted(self._jobs.values(), key=lambda job: job.heard)[:MAX_NAMED]]
+        told = {"status": status, **states, "in_flight": self.num_in_flight, "silent_longest": longest}
+        return web.json_response(told, status=200 if is_ready else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         self.engines.states()
@@ -195,6 +244,8 @@ class Router:
                     job.body = await self._read(request)
                     response = await self._route(job)
                 status = response.status
+                if job.failure is not None:
+                    status, job.notes["error"] = job.failure.status, str(job.failure)
                 return response
             except (Refused, TimeoutError) as exc:
                 refused = exc if isinstance(exc, Refused) else Refused(503, "the router is stopping", "stopping")
@@ -250,7 +301,7 @@ class Router:
                     params = await self._prefill(job)
                 return await self._decode(self.engines.choose("decode", job.avoid), job, params)
             except EngineFault as fault:
-                if attempt == self._attempts or fault.why == "timeout":
+                if attempt == self._attempts or fault.why == "timeout" or job.stream is not None:
                     raise
                 self._retried.labels(fault.why).inc()
                 if fault.why != "kv_transfer_error":
@@ -268,12 +319,18 @@ class Router:
             raise Refused(404, "no such request is being decoded")
         self._retried.labels("renewed").inc()
         job.avoid.add(job.lender)
-        return web.json_response({"kv_transfer_params": await self._prefill(job)})
+        decode = job.engine
+        try:
+            found = await self._prefill(job)
+        finally:
+            if decode is not None:
+                job.asks(decode)
+        return web.json_response({"kv_transfer_params": found})
 
     async def _prefill(self, job: Job) -> Any:
         """Have the prompt computed; returns where the KV cache lies, or None if there is nothing to fetch."""
         job.lender = engine = self.engines.choose("prefill", job.avoid)
-        job.notes["prefill"] = engine.url
+        job.asks(engine)
         body = {name: value for name, value in job.body.items() if name not in OF_GENERATION}
         body |= {"max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
         if "max_completion_tokens" in body:
@@ -286,7 +343,7 @@ class Router:
 
     async def _decode(self, engine: Engine, job: Job, params: Any) -> web.StreamResponse:
         """Have the request decoded, and pass on what comes."""
-        job.notes["decode"] = engine.url
+        job.asks(engine)
         # Never the client's own params, for they name hosts to talk to.
         body = {name: value for name, value in job.body.items() if name != "kv_transfer_params"}
         body |= {"kv_transfer_params": params} if params else {}
@@ -304,9 +361,15 @@ class Router:
             try:
                 await response.prepare(job.request)
                 job.stream = response
+                job.hears()
                 await response.write(first)
-                async for piece in engine.pieces(answer.content):
+                end = first[-END:]
+                async for piece in answer.content.iter_any():
+                    engine.heard()
+                    job.hears()
+                    end = (end + piece)[-END:]
                     await response.write(piece)
+                job.failure = engine.failed_at_end(end)
                 await response.write_eof()
             except ConnectionError as exc:
                 raise ClientLeft from exc
@@ -362,7 +425,7 @@ EPILOG = """
 
   POST /v1/completions and /v1/chat/completions, streamed or not, one answer each
 
-  GET /v1/models, /health, /health/ready (with the engines' states), /metrics (for Prometheus)
+  GET /v1/models, /health, /health/ready (the engines' states, who waits for the longest), /metrics (for Prometheus)
 
 [bold]Errors[/bold]  are JSON in OpenAI's form
 

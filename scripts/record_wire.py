@@ -1,9 +1,16 @@
 """Records what this version says to others, and which names it has, so that later versions can be held to both.
 
-Written into `tests/data/wire/VERSION/`: packets with every kind of message, every reason and every outcome, as bytes in
-hex and as the values that they mean; params as a router carries them; a layout as a file; and the public names: of
-Python, of the command line, of events and metrics. `tests/test_compatibility.py` reads the folders of all versions. Run
-it once for a release; a folder of a version that was released never changes.
+Written into `tests/data/wire/VERSION/`:
+
+- `packets.json`: every kind of message, every reason and every outcome, as bytes in hex and as the values they mean;
+- `bounds.json`: messages and params at the bounds of their types, as recipes (`scripts/wire_bounds.py`);
+- `params.json`: params as a router carries them, each with the digest of its blocks;
+- `layout.json`: a layout as a file;
+- `names.json`, `reports.json`: public names, and keys of JSON reports (`scripts/public_names.py`).
+
+`tests/test_compatibility.py` reads the folders of all versions. A folder may be recorded again until its version is
+released. `--release` records it for the last time and writes the digest of the folder into `released.json`; this script
+never writes into that folder again, and a test compares it with its digest.
 """
 
 from __future__ import annotations
@@ -11,19 +18,16 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
-import inspect
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
 from msgspec import Raw, Struct
 
-import asynckv
-from asynckv.cli import app
 from asynckv.core import wire
 from asynckv.core.account import (
     Account,
@@ -35,19 +39,20 @@ from asynckv.core.account import (
     encode_account,
 )
 from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
-from asynckv.core.types import Cohort, Endpoint, Key, Outcome, Params, Reason
-from asynckv.diagnose.causes import CAUSE
+from asynckv.core.types import Cohort, Endpoint, Key, Outcome, Params, decode_params
+from asynckv.errors import ConfigError
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.layout import ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View
-from asynckv.observe.events import EVENTS
-from asynckv.observe.metrics import FAMILIES
+from asynckv.scheduler import PrefillGroup
 from asynckv.tools.layout_file import dump_layouts
 from asynckv.version import VERSION
-from scripts import command
+from scripts import command, public_names, wire_bounds
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "tests" / "data" / "wire"
+RELEASED = "released.json"
+"""Beside the folders: the digest of each that was released, by its version."""
 
 KEY = Key("5f0c9a2be1d34c7788aa00ff12345678", 3, 41, "00112233445566778899aabbccddeeff")
 COHORT = Cohort("decode:0,é", 2, 1, 4, 3)
@@ -98,7 +103,11 @@ PARAMS = Params(
     key=KEY,
     tp_size=2,
     pp_size=2,
-    endpoints=(Endpoint(0, "tcp://10.0.0.1:5600", "a" * 32), Endpoint(1, "tcp://10.0.0.2:5600", "b" * 32, 1)),
+    endpoints=tuple(
+        Endpoint(rank, f"tcp://10.0.{stage}.{rank}:5600", f"{stage}{rank}" * 16, stage)
+        for stage in (0, 1)
+        for rank in (0, 1)
+    ),
     groups=(BlockRuns(0, ((0, 3), (17, 1))), BlockRuns(16, ((5, 2),))),
     num_tokens=63,
     lease_s=20.0,
@@ -117,6 +126,18 @@ LEAST_PARAMS = Params(
     groups=(BlockRuns(0, ((1, 1),)),),
     num_tokens=1,
 )
+
+
+NO_BLOCKS = msgspec.structs.replace(
+    PARAMS, groups=(BlockRuns(0, ((-1, 3), (17, 1))), BlockRuns(0, ())), num_tokens=0, written=False
+)
+"""Placeholders, a group without a block, and no token."""
+
+
+def minted() -> dict[str, Any]:
+    """Params as a scheduler makes them, without anything random."""
+    group = PrefillGroup("prefill", PARAMS.endpoints[:1], token_hex=lambda n: "7f" * n)
+    return group.make_params("req", [(0, [0, 1, 2, 17]), (16, [None, 5, 6])], 63, written=True)
 
 
 def account() -> Account:
@@ -212,71 +233,80 @@ def nested(value: object) -> dict[str, Any]:
             return {}
 
 
+def digest_of(params: object) -> str:
+    """By which owner and reader of these params know that they speak of the same blocks."""
+    read = decode_params(params)
+    return wire.blocks_digest(read.groups, read.num_tokens, read.written).hex()
+
+
 def made() -> dict[str, str]:
     """What this version writes: file names and contents."""
     check_layout(LAYOUT)
+    unwritten = msgspec.structs.replace(PARAMS, written=False)
     packets = []
     for name, message in messages().items():
         data = wire.encode_packet("0a1b2c3d" * 4, "5c3acdd9" * 4, [message])
         packets.append({"name": name, "bytes": data.hex(), "means": plain(wire.decode_packet(data))})
     written = {
         "packets.json": {"major": wire.MAJOR, "minor": wire.MINOR, "packets": packets},
-        "params.json": [msgspec.to_builtins(params) for params in (PARAMS, LEAST_PARAMS)],
+        "params.json": [
+            {"params": params, "digest": digest_of(params)}
+            for params in (*map(msgspec.to_builtins, (PARAMS, unwritten, LEAST_PARAMS, NO_BLOCKS)), minted())
+        ],
+        "bounds.json": {
+            "limits": wire_bounds.limits(),
+            "packets": wire_bounds.packets(messages()),
+            "params": wire_bounds.params(PARAMS),
+        },
     }
     files = {name: json.dumps(value, indent=1, ensure_ascii=True) + "\n" for name, value in written.items()}
     return files | {"layout.json": dump_layouts([LAYOUT])}
 
 
-def parameters(value: Any) -> list[str]:
-    """The names of a function's parameters; those that can only be given by position have none."""
-    skipped = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    return [x.name for x in inspect.signature(value).parameters.values() if x.kind not in skipped]
-
-
-def members(value: Any) -> dict[str, list[str]]:
-    """What a public name has: parameters of a function or class; public members of a class, with those of methods."""
-    if not isinstance(value, type):
-        return {"": parameters(value)} if callable(value) else {}
-    found = {"": [] if issubclass(value, BaseException) else parameters(value)}
-    for name in dir(value):
-        if not name.startswith("_") and not hasattr(BaseException, name):
-            member = inspect.getattr_static(value, name)
-            found[name] = [x for x in parameters(member) if x != "self"] if inspect.isfunction(member) else []
+def released() -> dict[str, str]:
+    """The versions that were released, with the digest of their folders."""
+    found: dict[str, str] = json.loads((TARGET / RELEASED).read_text())
     return found
 
 
-def commands(found: Any, name: str) -> Iterator[tuple[str, list[str]]]:
-    """Every command with its options."""
-    yield name, sorted(x for option in found.params for x in (*option.opts, *option.secondary_opts) if x[:2] == "--")
-    for word, each in getattr(found, "commands", {}).items():
-        yield from commands(each, f"{name} {word}")
+def folder_digest(folder: Path) -> str:
+    """Digest of all files of a folder and their names."""
+    files = sorted(folder.iterdir())
+    return hashlib.sha256(
+        b"".join(hashlib.sha256(x.name.encode() + b"\0" + x.read_bytes()).digest() for x in files)
+    ).hexdigest()
 
 
-def names() -> dict[str, Any]:
-    """What others may name: see docs/compatibility.md."""
-    return {
-        "python": {name: members(getattr(asynckv, name)) for name in asynckv.__all__},
-        "commands": dict(commands(typer.main.get_command(app), "asynckv")),
-        "events": {name: sorted(field.name for field in event.fields) for name, event in EVENTS.items()},
-        "metrics": sorted(FAMILIES),
-        "reasons": sorted(Reason),
-        "causes": sorted(CAUSE),
-    }
-
-
-def record() -> None:
+def record(
+    release: Annotated[
+        bool, typer.Option("--release", help="It is released now: seal the folder, it never changes again.")
+    ] = False,
+) -> None:
     """Write what this version says to others into tests/data/wire/VERSION.
 
-    Run it for a release, after the version has changed. If the protocol changes before that release, run it again.
+    Run it after a change of the protocol or of public names. With --release, run it right before the tag.
     """
+    sealed = released()
+    if VERSION in sealed:
+        raise ConfigError(f"{VERSION} was released, and its folder never changes: set a new one in asynckv/version.py")
+    reports = public_names.reports(account())
+    for name in public_names.COMMANDS:
+        reports |= public_names.commanded(name)
+    public = {"names.json": public_names.names(), "reports.json": reports}
+    files = made() | {name: json.dumps(value, indent=1) + "\n" for name, value in public.items()}
     folder = TARGET / VERSION
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in made().items():
+    for path in folder.iterdir():
+        if path.name not in files:  # recorded before, and not any more
+            path.unlink()
+    for name, text in files.items():
         (folder / name).write_text(text)
-    (folder / "names.json").write_text(json.dumps(names(), indent=1) + "\n")
+    if release:
+        sealed[VERSION] = folder_digest(folder)
+        (TARGET / RELEASED).write_text(json.dumps(sealed, indent=1) + "\n")
 
 
-main = command.script(record, "record_wire", "[bold]Exit status[/bold]  0 written, 2 bad input")
+main = command.script(record, "record_wire", "[bold]Exit status[/bold]  0 written, 2 released already, or bad input")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.lease import Lease
 from asynckv.core.ledger import Ledger
 from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Key, Outcome, Reason, ReplyTo
@@ -379,6 +380,19 @@ def any_cohort_may_read(rank: Rank) -> None:
         if not known or speaker.id in known:
             return said
         return said.but(cohort=next(iter(known.values())))
+
+
+@planted
+def whoever_has_not_spoken_up_is_not_owed(rank: Rank) -> None:
+    """A lease that was lent to several decode engines ends when those have released that it has heard of."""
+
+
+@inside("whoever_has_not_spoken_up_is_not_owed")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def is_owed(self: Lease) -> bool:
+        return not self.cohorts or any(bound.owed for bound in self.cohorts.values())
+
+    patch.setattr(Lease, "is_owed", is_owed)
 
 
 @planted

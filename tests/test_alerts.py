@@ -33,6 +33,12 @@ MINUTE = "1m"
 
 CASES: dict[str, tuple[dict[str, str], dict[str, str], int, dict[str, str]]] = {
     # alert: series that make it fire, series that do not, after how many minutes, its labels beyond the common ones
+    "AsynckvEngineDown": (
+        {'pd_proxy_engine_up{role="decode",engine="http://d:8200"}': "1 0x9"},
+        {'pd_proxy_engine_up{role="decode",engine="http://d:8200"}': "1 1 0 1 1 1"},
+        3,
+        {"role": "decode", "engine": "http://d:8200"},
+    ),
     "AsynckvBlocksRetired": (
         {f'asynckv_blocks{{{HERE},state="retired"}}': "0 0 3x9"},
         {f'asynckv_blocks{{{HERE},state="retired"}}': "0x9", f'asynckv_blocks{{{HERE},state="quarantined"}}': "5x9"},
@@ -96,7 +102,11 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], int, dict[str, str]]] = {
     ),
     "AsynckvLoopAway": (
         {f"asynckv_loop_away_total{{{HERE}}}": "0+1x15"},
-        {f"asynckv_loop_away_total{{{HERE}}}": "0 0 1x15"},
+        {
+            f"asynckv_loop_away_total{{{HERE}}}": "0 0 1x15",
+            f"asynckv_loop_lag_seconds_count{{{HERE}}}": "0+60x20",
+            f'asynckv_loop_lag_seconds_bucket{{{HERE},le="10"}}': "0+60x20",
+        },
         6,
         {},
     ),
@@ -203,6 +213,13 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], int, dict[str, str]]] = {
     ),
 }
 
+STOPPED_ONCE = {
+    # For six minutes, in which nobody could scrape it.
+    f"asynckv_loop_away_total{{{HERE}}}": "0 0 _x6 1x20",
+    f"asynckv_loop_lag_seconds_count{{{HERE}}}": "0+60x2 _x5 121+60x20",
+    f'asynckv_loop_lag_seconds_bucket{{{HERE},le="10"}}': "0+60x2 _x5 120+60x20",
+}
+
 
 def promtool(*arguments: str) -> None:
     done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=60, check=False)
@@ -237,10 +254,11 @@ def test_every_alert_is_tried_and_has_a_runbook() -> None:
 @pytest.mark.slow
 def test_each_alert_fires_when_it_should_and_not_when_it_should_not(tmp_path: Path) -> None:
     tests = []
-    for alert, (bad, good, minutes, labels) in CASES.items():
+    cases = [*CASES.items(), ("AsynckvLoopAway", (STOPPED_ONCE, {}, 10, {}))]
+    for alert, (bad, good, minutes, labels) in cases:
         said = rule(alert)
         (severity,) = re.findall(r"severity: (\w+)", said)
-        common = {} if "job" in labels else {"engine_id": "e", "rank": "tp0"}
+        common = {} if {"job", "engine"} & labels.keys() else {"engine_id": "e", "rank": "tp0"}
         for series, expected in (
             (bad, [{"exp_labels": {**common, **labels, "severity": severity}, "exp_annotations": {}}]),
             (good, []),

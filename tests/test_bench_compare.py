@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from itertools import combinations
 from pathlib import Path
@@ -13,10 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from asynckv.bench import noise, sides
-from asynckv.bench.compare import compare, judge, share
-from asynckv.bench.sides import Side
+from asynckv.bench.compare import compare, judge, share, show
+from asynckv.bench.sides import Run, Side
 from asynckv.errors import ConfigError
 from tests.test_bench_report import good, options
 from tests.test_bench_sweep import head, row
@@ -51,7 +53,7 @@ def floored(ratio: float, spread: float = 0.0) -> dict[str, Any]:
 
 
 def side(name: str, *reports: dict[str, Any]) -> Side:
-    return Side(name, False, [({}, r) for r in reports])
+    return Side(name, False, [Run({}, r, f"{name}/{n}.json") for n, r in enumerate(reports)])
 
 
 def verdicts(result: dict[str, Any], metric: str) -> list[str]:
@@ -182,6 +184,73 @@ def test_new_faults_exceed_whatever_the_figures_say() -> None:
     result = compare(side("a", made()), side("b", faulty), fail_above=0.05)
     assert result["points"][0]["unhealthy"] == [0, 1]
     assert "unhealthy_runs" in [e["metric"] for e in result["exceeded"]]
+
+
+def printed(result: dict[str, Any], width: int = 80) -> str:
+    out = io.StringIO()
+    show(result, Console(file=out, width=width))
+    return out.getvalue()
+
+
+def test_runs_with_faults_are_named_first_and_left_out() -> None:
+    faulty = made(2.0)
+    faulty["requests"]["failed"] = 6
+    faulty["errors"] = {"expired: the [b]lease\x1b ended": 6}
+    result = compare(side("a", made(100), made(101)), side("b", made(99), faulty, made(98)))
+    (point,) = result["points"]
+    assert (point["runs"], point["judged"], point["unhealthy"]) == ([2, 3], [2, 2], [0, 1])
+    assert point["metrics"]["requests_per_s"]["after"] == 98.5
+    text = printed(result)
+    assert "! b/1.json: 6 requests failed; expired: the [b]lease" in text
+    assert "\x1b" not in text
+    assert text.index("b/1.json") < text.index("after: figures without these runs") < text.index("requests/s")
+    result = compare(side("a", made(100)), side("b", faulty))
+    assert result["points"][0]["metrics"]["requests_per_s"]["after"] == 2.0
+    assert "after: every run had faults, so the figures are theirs" in printed(result)
+
+
+def test_a_large_change_is_a_factor_and_every_figure_has_a_verdict() -> None:
+    slow = [made(100 / 36 + n / 100, p99=0.1 * 11_559) for n in range(4)]
+    fast = [made(100 + n) for n in range(4)]
+    text = printed(compare(side("a", *fast), side("b", *slow)))
+    rows = {line.split("  ")[1].strip(): line for line in text.splitlines() if line.startswith("  ")}
+    assert "1/36" in rows["requests/s"]
+    assert "x11,559" in rows["p99 ms"]
+    assert rows["descriptors"].endswith("within noise")
+    assert all(row.rstrip().endswith(("worse", "within noise")) for name, row in rows.items() if name)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "unsure" in printed(compare(side("a", fast[0]), side("b", slow[0])))
+
+
+@pytest.mark.parametrize(
+    ("engine", "bare", "pieces", "says"),
+    [
+        (36.0, 30.0, 36, "the bare transfer changed as well (1/30 GB/s), so it is not the engine: a request has x36"),
+        (36.0, 30.0, 1, "so it is not the engine: look at the machine and the transport"),
+        (12.0, 60.0, 36, "the bare transfer changed as well (1/60 GB/s)"),
+        (36.0, 3.0, 36, ""),
+        (36.0, 1 / 36, 36, ""),
+        (1.5, 1.5, 36, ""),
+    ],
+)
+def test_a_bare_transfer_that_changed_as_much_clears_the_engine(
+    engine: float, bare: float, pieces: int, says: str
+) -> None:
+    before, after = (copy.deepcopy(made() | floored(0.7)) for _ in range(2))
+    after["throughput"]["gbytes_per_s"] /= engine
+    after["floor"]["raw_nixl"]["gbytes_per_s"]["median"] /= bare
+    after["descriptors"]["posted"] *= pieces
+    text = " ".join(printed(compare(side("a", before), side("b", after))).split())
+    assert says in text
+    assert ("not the engine" in text) == bool(says)
+
+
+def test_caveats_of_reports_are_carried() -> None:
+    doubtful = made() | floored(0.7)
+    doubtful["floor"]["caveats"] = ["too few requests"]
+    result = compare(side("a", made()), side("b", doubtful, made()))
+    assert result["points"][0]["caveats"] == {"too few requests": [0, 1]}
+    assert "! too few requests (0 of 1 runs before, 1 of 2 after)" in printed(result)
 
 
 def test_ratios_to_floors_are_compared_where_all_reports_have_them() -> None:

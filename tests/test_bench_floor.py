@@ -93,6 +93,23 @@ def test_what_touches_on_both_sides_is_one_piece() -> None:
     assert len(floor.pieces_of(plan, ours, hers, PullConfig())) == 4
 
 
+def test_a_memory_copy_writes_every_piece_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floor, "SCRATCH", 64)
+    probe = floor.Probe.__new__(floor.Probe)
+    scratch, memory = np.full(64, 7, np.uint8), np.zeros(1000, np.uint8)
+    probe._scratch_base, base = scratch.ctypes.data, memory.ctypes.data
+    # Pieces of one size do not fit into the scratch at once, and one is larger than a part of it.
+    starts = [(3, 5), (100, 5), (10, 5), *((200 + 10 * i, 5) for i in range(20)), (500, 55), (900, 1)]
+    pieces = np.array([(base + at, 0, size) for at, size in starts], np.uint64)
+    for target, index, source in probe._copies(pieces):
+        target[index] = source
+    expected = np.zeros(1000, np.uint8)
+    for at, size in starts:
+        expected[at : at + size] = 7
+    assert (memory == expected).all()
+    assert list(probe._copies(pieces[:0])) == []
+
+
 class Regions:
     """A layout of one piece of memory."""
 
@@ -235,6 +252,13 @@ def test_the_table_says_when_the_engine_has_more_threads_than_the_floor() -> Non
         assert rows[0][2] == "25.0 µs"
 
 
+def test_the_table_says_when_the_machine_was_not_quiet() -> None:
+    found = floor.summary([a_round(1.0, sample("raw_nixl", 0.5))] * 6)
+    assert not any("quiet" in note for note in floor.table(found | {"loop_lag_s": {"p99": 0.004}})[1])
+    (note,) = [n for n in floor.table(found | {"loop_lag_s": {"p99": 0.018}})[1] if "quiet" in n]
+    assert "event loop lag p99 18 ms" in note
+
+
 def test_ratios_of_too_few_requests_say_so_and_how_many_are_enough() -> None:
     one = a_round(1.0, sample("raw_nixl", 0.5))
     few = msgspec.structs.replace(one, seconds=[0.1] * 31, concurrency=16)
@@ -245,6 +269,19 @@ def test_ratios_of_too_few_requests_say_so_and_how_many_are_enough() -> None:
     (text,) = floor.caveats([enough] * 5)
     assert "5 rounds, of which 6 make an interval; give --requests 192 --rounds 6" in text
     assert floor.caveats([enough] * 6) == []
+
+
+def test_rounds_with_failed_requests_are_in_no_ratio() -> None:
+    good = a_round(1.0, sample("raw_nixl", 0.5))
+    nothing_came = msgspec.structs.replace(good, seconds=[], num_bytes=0, cpu_s=0.0, failed=2)
+    half_came = msgspec.structs.replace(good, seconds=[9.0], num_bytes=500, failed=1)
+    found = floor.summary([nothing_came, good, good, half_came])
+    assert found["ratio_to_floor"] == floor.summary([good, good])["ratio_to_floor"]
+    assert found["floor"]["engine"]["p50_s"]["median"] == 0.5
+    assert "requests failed in 2 of 4 rounds: these rounds are in no ratio" in floor.table(found)[1]
+    found = floor.summary([nothing_came])
+    assert found["ratio_to_floor"] == {}
+    assert floor.table(found) == ([], ["requests failed in 1 of 1 rounds: these rounds are in no ratio"])
 
 
 def test_a_floor_that_is_wrong_is_a_problem_and_one_that_is_forbidden_is_not() -> None:

@@ -143,7 +143,26 @@ def test_the_first_line_is_the_verdict_and_everything_fits_a_narrow_terminal() -
         report_text.show(result, Console(file=stream, width=width))
         assert all(len(line.rstrip()) <= width for line in stream.getvalue().splitlines())
         assert "…" not in stream.getvalue()
-        assert re.search(r"max 300.00 ms|from the call of pull( +300.00 ms){4}", stream.getvalue())
+        assert re.search(r"max 300.00 ms|from the call of pull( +300.00 ms){3}", stream.getvalue())
+
+
+def test_a_p99_is_printed_of_200_requests_or_more() -> None:
+    result = report.make(options(), good())
+    result["requests"]["completed"] = 199
+    assert re.search(r"latency \(199\) +p50 +p90 +max\n", shown(result))
+    result["requests"]["completed"] = 200
+    assert re.search(r"latency +p50 +p90 +p99 +max\n", shown(result))
+
+
+def test_a_load_that_was_not_reached_and_a_machine_that_was_not_quiet_are_said() -> None:
+    result = report.make(options(concurrency=2), good())
+    assert result["windows"]["mean_in_flight"] == pytest.approx(0.4)
+    assert "up to 2 in flight, 0.4 on average" in shown(result)
+    result["windows"]["mean_in_flight"] = 1.6
+    assert "; 2 in flight, blocks" in shown(result)
+    assert "not quiet" not in shown(result)
+    result["loop_lag_s"]["p99"] = 0.018
+    assert re.search(r"event loop lag +p99 18.00 ms, max .* \(not quiet: above 5 ms\)", shown(result))
 
 
 def test_nothing_measured_divides_by_nothing() -> None:

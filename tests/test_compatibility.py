@@ -1,13 +1,15 @@
 """What earlier versions said is read; what later ones will say is read, or refused as docs/compatibility.md promises.
 
 `tests/data/wire/` has a folder per version, recorded by that version (`python -m scripts.record_wire`). Folders of
-versions that were released never change.
+versions that were released never change: `released.json` has their digests.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,16 +18,21 @@ from msgspec import NODEFAULT, Struct
 
 from asynckv.core import wire
 from asynckv.core.account import decode_account
-from asynckv.core.types import decode_params
-from asynckv.errors import RemoteProtocolError
+from asynckv.core.lease import Lease, Lent
+from asynckv.core.types import Cohort, RequestId, decode_params
+from asynckv.core.wire import Claim, Granted, Refused
+from asynckv.errors import PullError, RemoteProtocolError
 from asynckv.geometry.check import decode_layout
 from asynckv.geometry.layout import Group, Layout, Memory, Part, View
 from asynckv.tools.layout_file import load_layouts
 from asynckv.version import VERSION
-from scripts import record_wire
+from scripts import public_names, record_wire, wire_bounds
+from tests.world import World, make_layout
 
-VERSIONS = sorted(path.name for path in record_wire.TARGET.iterdir())
+VERSIONS = sorted(path.name for path in record_wire.TARGET.iterdir() if path.is_dir())
 HERE = record_wire.TARGET / VERSION
+PUBLIC = ("names.json", "reports.json")
+"""What later names may be added to; all other files of this version are what it says now."""
 
 
 def packets(version: str) -> list[tuple[str, bytes, Any]]:
@@ -57,10 +64,66 @@ def test_a_recorded_packet_means_what_it_meant(name: str, data: bytes, means: An
     assert list(differences(means, record_wire.plain(wire.decode_packet(data)))) == []
 
 
+def recorded(version: str, name: str) -> Any:
+    """A file of one version's folder."""
+    return json.loads((record_wire.TARGET / version / name).read_text())
+
+
+PARAMS = [
+    (version, each["params"], each["digest"]) for version in VERSIONS for each in recorded(version, "params.json")
+]
+
+
+@pytest.mark.parametrize(("version", "text", "digest"), PARAMS)
+def test_recorded_params_mean_what_they_meant(version: str, text: Any, digest: str) -> None:
+    assert list(differences(text, json.loads(msgspec.json.encode(decode_params(text))))) == []
+
+
+@pytest.mark.parametrize(("version", "text", "digest"), PARAMS)
+def test_owner_and_reader_make_the_digest_that_every_version_makes(version: str, text: Any, digest: str) -> None:
+    """Otherwise one refuses every claim of the other: `blocks_differ`."""
+    params, said = decode_params(text), bytes.fromhex(digest)
+    lent = Lent(
+        key=params.key, request_id=RequestId(params.request_id), groups=params.groups, num_tokens=params.num_tokens,
+        written=params.written, lease_s=params.lease_s, grant_s=3.0, max_lease_s=600.0, readers=1, tp_rank=0, tp_size=1,
+    )  # fmt: skip
+    for claimed, answer in ((said, Granted), (said[::-1], Refused)):
+        claim = Claim(params.key, params.request_id, Cohort("decode"), "pull", 1, claimed, 5.0)
+        assert type(Lease(lent, 0.0).receive(claim, "reader", 0.0).answer) is answer
+
+    reader = World().add("d", make_layout())
+    pull = reader.core.announce("r", params, "", 30.0, 0.0)
+    assert pull.digest == said
+
+
+def begins(said: Any, read: Any) -> bool:
+    """What was said is read; fields that came later may follow."""
+    match said, read:
+        case dict(), dict():
+            return said.keys() <= read.keys() and all(begins(value, read[name]) for name, value in said.items())
+        case list(), list() if said != read:
+            return len(said) <= len(read) and all(map(begins, said, read))
+    return bool(said == read)
+
+
 @pytest.mark.parametrize("version", VERSIONS)
-def test_recorded_params_mean_what_they_meant(version: str) -> None:
-    for text in json.loads((record_wire.TARGET / version / "params.json").read_text()):
-        assert list(differences(text, json.loads(msgspec.json.encode(decode_params(text))))) == []
+def test_messages_at_their_bounds_are_read(version: str) -> None:
+    found = recorded(version, "bounds.json")
+    for name, recipe in found["packets"].items():
+        said = wire_bounds.expand(recipe)
+        data = msgspec.msgpack.encode(said)
+        read = wire.encode_packet(said[1], said[2], wire.decode_packet(data).messages)
+        assert data == read or begins(msgspec.msgpack.decode(data), msgspec.msgpack.decode(read)), name
+    here = wire_bounds.limits()
+    assert [name for name, limit in found["limits"].items() if here[name] < limit] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_params_at_their_bounds_are_read(version: str) -> None:
+    for name, recipe in recorded(version, "bounds.json")["params"].items():
+        said = wire_bounds.expand(recipe)
+        assert begins(said, json.loads(msgspec.json.encode(decode_params(said)))), name
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -71,10 +134,10 @@ def test_a_recorded_layout_file_is_what_was_sent_to_a_peer(version: str) -> None
 
 
 def test_this_version_is_recorded_and_writes_the_same_bytes() -> None:
-    found = {path.name: path.read_text() for path in HERE.iterdir() if path.name != "names.json"}
+    found = {path.name: path.read_text() for path in HERE.iterdir() if path.name not in PUBLIC}
     assert found == record_wire.made(), (
-        "what this version says has changed: if it was not released yet, run python -m scripts.record_wire; if it was, "
-        "a new version says so (docs/compatibility.md)"
+        "what this version says has changed: if it is not in tests/data/wire/released.json, run python -m "
+        "scripts.record_wire; if it is, set a new one in asynckv/version.py first (docs/compatibility.md)"
     )
 
 
@@ -98,7 +161,7 @@ def test_the_record_has_every_kind_of_message_and_every_field() -> None:
     values = [account, account.facts, account.facts.lag, *account.peers, *account.counts]
     assert {type(x).__name__: at_default(x) for x in values if at_default(x)} == {}
 
-    whole = decode_params(json.loads((HERE / "params.json").read_text())[0])
+    whole = decode_params(recorded(HERE.name, "params.json")[0]["params"])
     assert at_default(whole) == {"schema"}
     (layout,) = load_layouts(HERE / "layout.json")
     parts = [part for view in layout.views for part in view.parts]
@@ -113,22 +176,146 @@ def line(version: str) -> list[str]:
     return [major, minor] if major == "0" else [major]
 
 
-@pytest.mark.parametrize("version", [x for x in VERSIONS if line(x) == line(HERE.name)])
+Parameters = dict[str, str]
+
+
+def broken(then: Parameters, now: Parameters, where: str) -> Iterator[str]:
+    """Which calls fail now. Only parameters with defaults may be added, and none before one that has a place."""
+    for name, kind in then.items():
+        if now.get(name) != kind:
+            yield f"{where}({name}): was {kind}, is {now.get(name, 'gone')}"
+    yield from (f"{where}({x}) is new and {now[x]}" for x in now if x not in then and not has_default(now[x]))
+    places, here = ([x for x, kind in each.items() if kind.startswith("positional")] for each in (then, now))
+    if here[: len(places)] != places:
+        yield f"{where}: by position were {places}, are {here}"
+
+
+def has_default(kind: str) -> bool:
+    return kind.startswith("variadic") or kind.endswith(public_names.DEFAULT)
+
+
+def lost(then: Any, now: Any, where: str = "") -> Iterator[str]:
+    """What may be named no more, or not so any more. What came later may be there as well."""
+    match then, now:
+        case dict(), dict() if then and all(isinstance(x, str) for x in (*then.values(), *now.values())):
+            yield from broken(then, now, where)
+        case dict(), dict() if all(isinstance(x, str) for x in now.values()):
+            yield from broken({}, now, where)
+        case dict(), dict():
+            for name, value in then.items():
+                yield from lost(value, now[name], f"{where} {name}") if name in now else [f"{where} {name}"]
+        case list(), list():
+            yield from (f"{where} {name}" for name in sorted(set(then) - set(now)))
+        case _:
+            if then != now:
+                yield f"{where}: was {then}, is {now}"
+
+
+ADVICE = (
+    "a later version has to keep these (docs/compatibility.md); if this one is not in tests/data/wire/released.json, "
+    "run python -m scripts.record_wire"
+)
+SAME_LINE = [x for x in VERSIONS if line(x) == line(HERE.name)]
+
+
+@pytest.mark.parametrize("version", SAME_LINE)
 def test_names_of_this_line_of_versions_are_still_there(version: str) -> None:
-    """Whatever may be named: what came later may be there as well."""
+    assert list(lost(recorded(version, "names.json"), public_names.names())) == [], ADVICE
 
-    def lost(recorded: Any, found: Any, where: str) -> Iterator[str]:
-        if isinstance(recorded, dict):
-            for name, value in recorded.items():
-                yield from lost(value, found[name], f"{where} {name}") if name in found else [f"{where} {name}"]
-        else:
-            yield from (f"{where} {name}" for name in sorted(set(recorded) - set(found)))
 
-    recorded = json.loads((record_wire.TARGET / version / "names.json").read_text())
-    assert list(lost(recorded, record_wire.names(), "")) == [], (
-        "a later version has to keep these (docs/compatibility.md); if this one was not released yet, run "
-        "python -m scripts.record_wire"
-    )
+def test_what_an_error_carries_is_recorded_and_what_it_can_be_caught_as() -> None:
+    found = recorded(HERE.name, "names.json")["python"]["PullTimeout"]
+    assert {x for x in vars(PullError("text")) if not x.startswith("_")} | {"returned"} < found.keys()
+    assert {"PullError", "AsyncKVError"} < set(found["is a"])
+
+
+def missing(now: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Which keys of these schemas are gone, by any version: a schema outlives lines of versions."""
+    found: dict[str, list[str]] = {}
+    for version in VERSIONS:
+        then = {schema: keys for schema, keys in recorded(version, "reports.json").items() if schema in now}
+        found |= {version: gone} if (gone := list(lost(then, now))) else {}
+    return found
+
+
+def test_keys_of_json_reports_are_still_there() -> None:
+    assert missing(public_names.reports(record_wire.account())) == {}, ADVICE
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow) if x in ("leaks", "report") else x for x in public_names.COMMANDS]
+)
+def test_keys_of_what_commands_write_are_still_there(name: str) -> None:
+    assert missing(public_names.commanded(name)) == {}, ADVICE
+
+
+def test_every_promised_schema_is_recorded_or_said_not_to_be() -> None:
+    page = (record_wire.ROOT / "docs" / "compatibility.md").read_text()
+    (unchecked,) = re.findall(r"\*Not checked\*: the fields of (.*?)\.\n", page, re.DOTALL)
+    for version in SAME_LINE:
+        assert recorded(version, "reports.json").keys() <= recorded(HERE.name, "reports.json").keys()
+    promised = set(re.findall(r"`(asynckv\.[a-z._]+/\d+)`", page))
+    assert promised == set(recorded(HERE.name, "reports.json")) | set(re.findall(r"`(asynckv\.[^`]+)`", unchecked))
+
+
+ONE = "positional or keyword"
+KEYWORD = "keyword-only"
+DEFAULT = public_names.DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [
+        ({"a": ONE, "b": ONE, "k": KEYWORD}, []),
+        ({"a": ONE, "b": ONE, "c": ONE + DEFAULT, "j": KEYWORD + DEFAULT, "k": KEYWORD}, []),
+        ({"a": ONE, "b": ONE, "k": KEYWORD, "more": "variadic keyword"}, []),
+        ({"b": ONE, "a": ONE, "k": KEYWORD}, ["f: by position were ['a', 'b'], are ['b', 'a']"]),
+        ({"a": ONE, "b": ONE}, ["f(k): was keyword-only, is gone"]),
+        ({"a": ONE, "b": ONE, "k": KEYWORD, "j": KEYWORD}, ["f(j) is new and keyword-only"]),
+    ],
+)
+def test_which_changes_of_parameters_break_whoever_calls(now: Parameters, says: list[str]) -> None:
+    assert list(lost({"f": {"a": ONE, "b": ONE, "k": KEYWORD}}, {"f": now})) == [" " + x for x in says]
+
+
+def test_what_else_breaks_whoever_names_it() -> None:
+    assert list(lost({"f": {}}, {"f": {"a": ONE}})) == [" f(a) is new and positional or keyword"]
+    assert list(lost({"value": None}, {"value": {}})) == [" value: was None, is {}"]
+    assert list(lost({"reports": {"x/1": [".a", ".b"]}}, {"reports": {"x/1": [".a", ".c"]}})) == [" reports x/1 .b"]
+
+
+# -- folders of versions that were released ---------------------------------------------------------------------------
+
+
+def test_folders_of_released_versions_do_not_change() -> None:
+    """Every version but this one was released, and this one is as soon as it was sealed."""
+    digests = {x: record_wire.folder_digest(record_wire.TARGET / x) for x in VERSIONS}
+    sealed = record_wire.released()
+    assert sealed.items() <= digests.items(), "git checkout the folder: what a released version said does not change"
+    assert set(VERSIONS) - {HERE.name} <= sealed.keys(), "seal it from its tag: python -m scripts.record_wire --release"
+
+
+def test_a_released_folder_is_never_recorded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(record_wire, "TARGET", tmp_path)
+    monkeypatch.setattr(public_names, "names", dict)
+    monkeypatch.setattr(public_names, "reports", lambda account: {})
+    monkeypatch.setattr(public_names, "COMMANDS", {})
+    monkeypatch.setattr(record_wire, "made", lambda: {"packets.json": "1"})
+    (tmp_path / record_wire.RELEASED).write_text("{}")
+    file = tmp_path / HERE.name / "packets.json"
+    assert record_wire.main([]) == record_wire.main([]) == 0
+    file.write_text("2")
+    assert record_wire.main(["--release"]) == 0
+    assert file.read_text() == "1"
+    assert record_wire.released() == {HERE.name: record_wire.folder_digest(file.parent)}
+    file.write_text("3")
+    for argv in ([], ["--release"]):
+        assert record_wire.main(argv) == 2
+        assert "was released" in capsys.readouterr().err
+    assert file.read_text() == "3"
+    assert record_wire.folder_digest(file.parent) not in record_wire.released().values()
 
 
 # -- what a later minor version may say ------------------------------------------------------------------------------

@@ -16,9 +16,12 @@ import pytest
 
 import asynckv
 import asynckv.testing
+from asynckv.core import wire
+from asynckv.core.types import Reason
+from asynckv.engine.attempts import ERRORS
 from asynckv.errors import ConfigError
 from asynckv.tools.pictures import PAPER, THEMES
-from scripts import draw_configuration, draw_geometry, draw_life, draw_states, drawing
+from scripts import draw_configuration, draw_geometry, draw_life, draw_states, draw_structure, drawing
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -40,6 +43,20 @@ def test_the_reference_has_every_public_name_once() -> None:
         "asynckv": sorted(asynckv.__all__),
         "asynckv.testing": sorted(asynckv.testing.__all__),
     }
+
+
+def test_every_reason_is_explained_once_with_the_error_that_it_raises() -> None:
+    text = (DOCS / "errors.md").read_text().partition("\n## Reasons\n")[2]
+    rows = re.findall(r"^\| `(\w+)` \| (?:`(\w+)`)? ?\| .+ \|$", text, re.MULTILINE)
+    errors = {**dict.fromkeys(wire.REFUSED, "LeaseRefused"), **{r: e.__name__ for r, e in ERRORS.items()}}
+    errors |= {Reason.QUEUE_FULL: "Overloaded", Reason.COMPLETE: "", Reason.DISCHARGED: ""}
+    told = {
+        Reason(reason): error or ("LeaseRefused" if Reason(reason) in wire.REFUSED else "") for reason, error in rows
+    }
+    assert len(rows) == len(told)
+    assert told == errors
+    assert set(Reason) - set(told) == {Reason.RELEASED}
+    assert f"`{Reason.RELEASED}`" in text.splitlines()[-2]
 
 
 DATA = [
@@ -75,7 +92,11 @@ def test_the_configuration_page_refuses_a_field_that_nobody_explains() -> None:
         draw_configuration.explained(Forgotten)
 
 
-DRAWN_BY = {"draw_geometry": draw_geometry.pictures, "draw_life": draw_life.pictures}
+DRAWN_BY = {
+    "draw_geometry": draw_geometry.pictures,
+    "draw_life": draw_life.pictures,
+    "draw_structure": draw_structure.pictures,
+}
 """The scripts that draw pictures; each returns its files' texts by their names."""
 
 

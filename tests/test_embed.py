@@ -220,6 +220,30 @@ def test_blocks_that_may_still_be_written_are_held_and_then_returned(way: str) -
     pair.close()
 
 
+def test_an_id_is_returned_when_no_attempt_under_it_holds_blocks(way: str) -> None:
+    pair = Pair(way)
+    plane = pair.decode.hold()
+    pair.start()
+    plane.is_holding = True
+
+    def fail_and_hold(block: int) -> None:
+        before, told = plane.running, len(pair.decode.told.failed)
+        params = pair.params("r", [1])
+        pair.prefill.submit(Lend(params))
+        pair.decode.submit(pull("r", [block], params))
+        until(lambda: plane.running > before, pair.prefill.way, pair.decode.way)
+        pair.decode.submit(Cancel("r"))
+        pair.until(lambda p, d: len(d.failed) > told)
+
+    fail_and_hold(2)
+    fail_and_hold(3)
+    pair.decode.way.call(plane.let_go(), PATIENCE_S)
+    pair.until(lambda p, d: d.returned and len(p.sent) == 2)
+    assert [failed.is_held for failed in pair.decode.told.failed] == [True, True]
+    assert pair.decode.told.returned == ["r"]
+    pair.close()
+
+
 def test_blocks_that_never_return_are_retired(way: str) -> None:
     pair = Pair(way, pull=PullConfig(drain_s=0.05, held_s=0.2))
     plane = pair.decode.hold()

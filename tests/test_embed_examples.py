@@ -106,14 +106,17 @@ class Workers:
         self.endpoints = [
             {"tp_rank": i, "address": f"tcp://127.0.0.1:{i + 1}", "incarnation": "a"} for i in range(size)
         ]
-        self.told = [Finished() for _ in range(size)]
+        self.told: list[Any] = [Finished() for _ in range(size)]
         self.orders: list[Any] = []
         self.num_computed = 0
 
-    def step(self, orders: list[Any], compute: Any = (), check: Any = ()) -> list[tuple[Finished, list[bool]]]:
+    def step(self, orders: list[Any], compute: Any = (), check: Any = ()) -> list[Any]:
         told, self.told = self.told, [Finished() for _ in self.told]
         self.orders, self.num_computed = orders, self.num_computed + len(compute)
-        return [(each, [True] * len(check)) for each in told]
+        return [each if each is None else (each, [True] * len(check)) for each in told]
+
+    def restart(self, tp_rank: int) -> None:
+        self.endpoints[tp_rank] = self.endpoints[tp_rank] | {"incarnation": "b"}
 
 
 @pytest.fixture
@@ -214,6 +217,104 @@ def test_the_prefill_example_frees_blocks_when_no_rank_lends_them(two_engines: A
     assert sorted(scheduler.free) == list(range(64))
     scheduler.step()
     assert workers.orders == [Withdraw(params)]
+
+
+def test_the_examples_refuse_an_id_that_is_under_way(two_engines: Any) -> None:
+    scheduler, _, _, _ = pulling(two_engines, 1)
+    scheduler.take(
+        again := two_engines("scenery").Call("/decode", {"request_id": "r1", "prompt": PROMPT, "params": {}})
+    )
+    assert again.answer.result() == {"error": "'r1' is under way"}
+    scheduler = two_engines("prefill").Scheduler(Workers(2))
+    scheduler.take(two_engines("scenery").Call("/prefill", body := {"request_id": "r1", "prompt": PROMPT}))
+    for state in ("waiting", "lent"):
+        scheduler.take(again := two_engines("scenery").Call("/prefill", body))
+        assert again.answer.result() == {"error": "'r1' is under way"}, state
+        scheduler.step()
+
+
+def test_the_prefill_example_aborts_what_waits(two_engines: Any) -> None:
+    scheduler = two_engines("prefill").Scheduler(workers := Workers(2))
+    scheduler.take(call := two_engines("scenery").Call("/prefill", {"request_id": "r1", "prompt": PROMPT}))
+    scheduler.take(two_engines("scenery").Call("/abort", {"request_id": "r1"}))
+    scheduler.step()
+    assert call.answer.result() == {"error": "aborted"}
+    assert (workers.num_computed, sorted(scheduler.free)) == (0, list(range(64)))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/prefill", {}),
+        ("/prefill", []),
+        ("/prefill", {"request_id": "r", "prompt": "abc"}),
+        ("/prefill", {"request_id": "r", "prompt": [1] * 1025}),
+        ("/prefill", {"request_id": 1, "prompt": [1]}),
+        ("/decode", {"request_id": "r", "prompt": [1]}),
+        ("/decode", {"request_id": "r", "prompt": [1], "params": "p"}),
+        ("/abort", {}),
+    ],
+)
+def test_the_examples_take_no_call_that_ends_them(two_engines: Any, path: str, body: Any) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        two_engines("scenery").check(path, body)
+
+
+def test_the_prefill_example_goes_on_when_a_rank_has_died(two_engines: Any) -> None:
+    workers = Workers(2)
+    scheduler = two_engines("prefill").Scheduler(workers)
+    first, second = (
+        two_engines("scenery").Call("/prefill", {"request_id": name, "prompt": PROMPT}) for name in ("r1", "r2")
+    )
+    scheduler.take(first)
+    scheduler.step()
+    params = first.answer.result()["params"]
+    scheduler.take(second)
+    workers.told[1] = None
+    scheduler.step()
+    assert not second.answer.done(), "a rank's part of its KV is lost"
+    assert len(scheduler.free) == 61, "rank 0 may still be read"
+    scheduler.step()
+    assert workers.orders == [Withdraw(params)]
+    assert second.answer.result()["params"]["endpoints"] != params["endpoints"]
+    workers.told[0].sent = [LeaseEnd("r1", "revoked", {}, (), 0.1)]
+    scheduler.step()
+    assert len(scheduler.free) == 61, "r2 has three blocks"
+    assert list(scheduler.lent) == ["r2"]
+
+
+def test_the_decode_example_goes_on_when_a_rank_has_died(two_engines: Any) -> None:
+    scheduler, call, workers, blocks = pulling(two_engines, 2)
+    workers.told[0] = None
+    scheduler.step()
+    assert not set(blocks) & set(scheduler.free), "rank 1 still pulls into them"
+    workers.told[1].failed = [failure({0: tuple(blocks)})]
+    scheduler.step()
+    assert workers.orders == [Cancel("r1")]
+    scheduler.step()
+    assert call.answer.result() == {
+        "from": "here",
+        "num_bytes": 0,
+        "why": "a rank of this engine has died",
+        "is_right": True,
+    }
+    assert not set(blocks) & set(scheduler.free), "rank 1 has not returned them"
+    workers.told[1].returned = ["r1"]
+    scheduler.step()
+    assert sorted(scheduler.free) == list(range(64))
+
+
+def test_the_decode_example_computes_again_what_a_rank_had_when_it_died(two_engines: Any) -> None:
+    scheduler, call, workers, _ = pulling(two_engines, 2)
+    workers.told[0].received = [DONE]
+    scheduler.step()
+    workers.told[0], workers.told[1].received = None, [DONE]
+    scheduler.step()
+    assert not call.answer.done()
+    scheduler.step()
+    assert call.answer.result()["from"] == "here"
+    assert workers.num_computed == 1
+    assert sorted(scheduler.free) == list(range(64))
 
 
 @pytest.mark.parametrize("way", [*WAYS, "offload"])

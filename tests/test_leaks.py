@@ -28,7 +28,7 @@ from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import join
 from asynckv.diagnose.leaks import find_leaks
 from asynckv.diagnose.leaks_clocks import aligned
-from asynckv.diagnose.leaks_live import records_of
+from asynckv.diagnose.leaks_live import records_of, who_hangs
 from asynckv.diagnose.leaks_processes import early_ends
 from asynckv.diagnose.leaks_values import Leak
 from asynckv.diagnose.records import Logs, Record, read_logs
@@ -118,6 +118,9 @@ REFUSED = [3.0, "release", "wrong_cohort", RANK[D], "lent to 'x'"]
 KEPT = {"held_transfers": 3, "failed_in": "read", "detail": "still reading"}
 DIED = [begun(P), begun(D), *met(), stopped(P)]
 
+SILENT = [begun(P), begun(D), *met(), *(say(10.0 + 5 * i, "of_work", D) for i in range(10))]
+"""A reader that wrote a line each 5 s, and then no more."""
+
 READS_ELSEWHERE = {"peer_ranks": ["prefill/tp1@dddddddd", RANK[P]], "read_ranks": ["prefill/tp1@dddddddd"]}
 LAST = {**NAMES, "pull_id": f"{D[:16]}-2"}
 HIT = pull_ended(15, "complete", read_ranks=[], seconds=0.0)
@@ -163,6 +166,29 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
         [*BOTH, expired(False), pull_ended(42, "timeout", failed_in="queue", seconds=31.0)],
     ),
     "came too late": (C.CAME_TOO_LATE, [*BOTH, expired(False), pull_ended(45, "expired", seconds=0.1)]),
+    "came too late, for it was away": (
+        C.DECODE_LOOP_AWAY,
+        [*BOTH, expired(False), away(D, 55, 50), pull_ended(55.3, "cancelled", seconds=0.2, detail="cancelled")],
+    ),
+    "came too late, long after it was away": (
+        C.CAME_TOO_LATE,
+        [*BOTH, expired(False), away(D, 55, 50), pull_ended(80, "expired", seconds=0.1)],
+    ),
+    "was away for a short part of it": (
+        C.CAME_TOO_LATE,
+        [*BOTH, expired(False), away(D, 41, 14), pull_ended(41.2, "expired", seconds=0.1)],
+    ),
+    "away, and never spoke of it": (C.DECODE_UNRESPONSIVE, [*BOTH, expired(False), away(D, 55, 50)]),
+    "away before": (C.NEVER_HEARD_OF, [*BOTH, expired(False), away(D, 10.2, 50)]),
+    "fell silent": (C.DECODE_UNRESPONSIVE, [*SILENT, expired(False, at=80.0), say(200, "of_later")]),
+    "fell silent, as it often is": (C.NEVER_HEARD_OF, [*SILENT, expired(False, at=80.0), say(88, "of_later")]),
+    "one rank away": (
+        C.DECODE_LOOP_AWAY,
+        [
+            *(*BOTH, begun(E), stopped(E), away(E, 55, 50)),
+            expired(False, owed=["decode/tp1"], readers={RANK[D]: "complete"}),
+        ],
+    ),
     "announced": (
         C.ANNOUNCED_AND_FORGOTTEN,
         [*BOTH, pull_ended(60, "timeout", failed_in="announced", seconds=50.0)],
@@ -855,6 +881,71 @@ def test_engines_that_answer_are_alive_and_prefill_engines_are_no_readers() -> N
     assert "died" not in leak.sentence
     assert RANK[OTHER] not in leak.sentence
     assert not leak.missing
+
+
+def test_an_engine_that_does_not_answer_may_have_been_given_it() -> None:
+    """Known while it lasts: it was asked. With its log or without; of a claim nobody says that its reader died."""
+
+    def told(records: list[Record], *unanswered: str) -> Leak:
+        service = join(records)
+        service.unanswered = list(unanswered)
+        [leak] = find_leaks(service)
+        return leak
+
+    late, now = expired(False), say(500, "of_later")
+    leak = told([*RUNNING, late, now], RANK[D])
+    assert leak.cause is C.DECODE_UNRESPONSIVE
+    assert f"{RANK[D]} may have been given it, but it does not answer (its log ends at 01:46:45" in leak.sentence
+    assert not leak.reader  # whether it was given to this one is not known
+    # Its log is not there. Prefill engines are not meant.
+    leak = told([begun(P), late, now], "decode/tp0@01234567", "prefill/tp1@01234568")
+    assert "it was not claimed: decode/tp0@01234567 may have been given it, but it does not answer" in leak.sentence
+    # Another one was away: either.
+    asked = [say(7, EVENT.PULL_ENDED, OTHER, **{**NAMES, "prefill_request_id": "w", "sequence": 7}, cause="complete")]
+    leak = told([*RUNNING, late, *asked, away(OTHER, 60, 55), now], RANK[D])
+    assert f"; or {RANK[OTHER]}, but its event loop was away for 55 s then" in leak.sentence
+    # One that went on for longer than it was lent was there.
+    assert told([*RUNNING, late, say(90, "of_later", D), now], RANK[D]).cause is not C.DECODE_UNRESPONSIVE
+    # It had claimed.
+    leak = told([*RUNNING, expired(), now], RANK[D])
+    assert leak.cause is C.DIED_AFTER_CLAIM
+    assert "and hangs (it does not answer" in leak.sentence
+    # Of an engine of which others have spoken, it is known that it was given it.
+    owed = expired(False, owed=["decode/tp1"], readers={RANK[D]: "complete"})
+    leak = told([*RUNNING, begun(E), owed, say(60, "of_later", D), now], RANK[E])
+    assert f"{RANK[E]} was given it, as other ranks of its engine were, but it does not answer" in leak.sentence
+
+
+def test_who_hangs_is_named_as_in_the_logs() -> None:
+    service = join([begun(P), begun(D)])
+    by_socket = Answer(address="/run/d.sock", error="no answer", is_away=True, account=Account(rank=RANK[E]))
+    by_address = Answer(address="tcp://10.0.0.1:1", error="no answer", is_away=True)
+    ended = Answer(address="/run/o.sock", error="it has ended", account=Account(rank=RANK[OTHER]))
+    stranger = Answer(address="tcp://10.0.0.9:1", error="no answer", is_away=True)
+    keyed = Answer(address="/run/k.sock", error="it has keys", is_away=True, account=Account(rank=RANK[OTHER]))
+    assert who_hangs([by_socket, ended, stranger, keyed], service) == [RANK[E]]
+    assert who_hangs([by_address], join([begun(D)])) == [RANK[D]]
+
+
+def test_only_what_was_late_since_a_repair(tmp_path: Path) -> None:
+    log = tmp_path / "both.log"
+    records = [*BOTH, expired(False, at=100.0), expired(False, at=140.0, sequence=1, request_id="b")]
+    log.write_text("".join(f"{json.dumps(line(x))}\n" for x in records))
+
+    def told(since: str) -> tuple[int, str, list[str]]:
+        result = CliRunner().invoke(app, ["leaks", str(log), "--since", since, "--json", str(tmp_path / "leaks.json")])
+        report = json.loads((tmp_path / "leaks.json").read_text())
+        assert report["read"]["since"]
+        return result.exit_code, result.stdout.splitlines()[0], [x["request_id"] for x in report["leaks"]]
+
+    assert told("150s") == (1, "2 late since 01:47:30.000 UTC, by cause", ["a", "b"])
+    assert told("90s") == (1, "1 late since 01:48:30.000 UTC, by cause", ["b"])
+    assert told("01:49:10") == (0, "Nothing was late since 01:49:10.000 UTC.", [])
+    assert told("2001-09-09T01:49:10Z")[0] == 0
+    assert told("01:51")[2] == ["a", "b"]  # later than the last event: of the day before
+    for wrong, why in (("2002-01-01", "no event is later than --since 2002-01-01"), ("noon", "is no time")):
+        result = CliRunner().invoke(app, ["leaks", str(log), "--since", wrong])
+        assert why in str(result.exception)
 
 
 def test_the_command_refuses_bad_input(tmp_path: Path) -> None:

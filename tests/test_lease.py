@@ -101,6 +101,29 @@ def test_a_request_is_lent_until_everybody_has_released() -> None:
     assert lease.outcomes == {Reader("decode", 0): Outcome.COMPLETE, Reader("decode", 1): Outcome.COMPLETE}
 
 
+def test_a_request_that_was_lent_to_two_decode_engines_waits_for_both() -> None:
+    """Also for one that nobody has heard of when the other is done."""
+    lease = lend(readers=2)
+    one, other = Reading(lease, cohort="one"), Reading(lease, pull="other", cohort="other")
+    assert (lease.is_owed(), lease.owed()) == (True, ("*", "*"))
+    one.claim(0.0)
+    assert not one.release(1.0).has_ended
+    assert (state_of(lease), lease.is_owed(), lease.owed()) == (LeaseState.LENT, True, ("*",))
+    assert lease.wake_at == AT + 10.0
+    assert granted(other.claim(9.0)) == 4.0
+    assert lease.owed() == ("other/tp0",)
+    assert other.release(10.0).has_ended
+    assert (state_of(lease), lease.is_owed(), lease.owed()) == (LeaseState.RELEASED, False, ())
+
+
+def test_a_decode_engine_that_never_comes_costs_the_time_of_the_lease() -> None:
+    lease = lend(readers=2)
+    Reading(lease).release(1.0)
+    assert not lease.tick(AT + 9.9).has_ended
+    assert lease.tick(AT + 10.0).has_ended
+    assert (state_of(lease), lease.owed()) == (LeaseState.EXPIRED, ("*",))
+
+
 def test_nobody_who_holds_a_grant_is_passed_over_though_nobody_is_owed() -> None:
     lease = lend()
     first, second = Reading(lease, pull="first"), Reading(lease, pull="second")

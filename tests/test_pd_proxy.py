@@ -30,7 +30,7 @@ from structlog.testing import capture_logs
 from asynckv.diagnose.ask import ask_all, targets
 from asynckv.errors import ConfigError
 from scripts import pd_service, tiny_request
-from scripts.pd_engines import Limits
+from scripts.pd_engines import UNHEARD, Limits
 from scripts.pd_http import COMPLETIONS, Refused, serving
 from scripts.pd_proxy import GRACE_S, Router
 
@@ -62,13 +62,14 @@ class Fake:
         acts: What it does with its next requests, the last one with all that follow.
         asked: Bodies and headers of what it was asked.
         left: Set when one of its requests was cancelled; `busy` when one has begun.
+        health: The status of its health; without one it does not answer.
     """
 
     def __init__(self, *acts: Act) -> None:
         self.acts = list(acts)
         self.asked: list[tuple[dict[str, Any], Mapping[str, str]]] = []
         self.busy, self.left, self.go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.health = 200
+        self.health: int | None = 200
         self.url = ""
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
@@ -82,7 +83,9 @@ class Fake:
             raise
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.Response(status=self.health)
+        if self.health is None:
+            await asyncio.Event().wait()
+        return web.Response(status=self.health or 500)
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": ["tiny"]})
@@ -162,8 +165,8 @@ def decodes() -> Fake:
 class Client:
     """Talks to a router."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
-        self.url, self.session = url, session
+    def __init__(self, url: str, session: aiohttp.ClientSession, router: Router | None = None) -> None:
+        self.url, self.session, self.router = url, session, router
 
     async def ask(self, body: Any = ASK, path: str = COMPLETIONS[0], **more: Any) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
@@ -185,6 +188,15 @@ class Client:
             found: dict[str, Any] = await answer.json()
             return answer.status, found
 
+    def fall_silent(self, fake: Fake) -> None:
+        """As if the router had looked at its health in vain, for the last time."""
+        assert self.router is not None
+        for engine in (it for role in self.router.engines.by_role.values() for it in role):
+            if engine.url == fake.url:
+                engine.unheard = UNHEARD
+                engine.found("did not say in time how it is")
+                engine.not_heard()
+
     async def until(self, is_so: Callable[[], Awaitable[bool]]) -> None:
         """Ask again and again, until it is so or too late."""
         async with asyncio.timeout(HEAR_S):
@@ -205,7 +217,7 @@ async def routed(
         router = Router(urls[0], urls[1], limits, **options)
         url = await stack.enter_async_context(serving(router.app(), "127.0.0.1", 0, GRACE_S))
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(HEAR_S)))
-        yield Client(url, session)
+        yield Client(url, session, router)
 
 
 NOWHERE = "http://127.0.0.1:9"
@@ -434,17 +446,151 @@ async def test_after_some_attempts_the_client_hears_why(role: str, act: Act, sta
 async def test_a_stream_that_is_cut_short_ends_in_an_error(is_cut: bool) -> None:
     head = b'data: {"choices": []}\n\ndata: {"ch'
     decode = Fake(streams(head, is_cut=is_cut))
-    async with (
-        routed([prefills()], [decode], QUICK if is_cut else IMPATIENT["decode"]) as client,
-        client.streaming() as answer,
-    ):
-        assert await answer.content.readexactly(len(head)) == head
-        if is_cut:
-            decode.go_on.set()
-        rest = await answer.content.read()
+    async with routed([prefills()], [decode], QUICK if is_cut else IMPATIENT["decode"]) as client:
+        with capture_logs() as events:
+            async with client.streaming() as answer:
+                assert await answer.content.readexactly(len(head)) == head
+                if is_cut:
+                    decode.go_on.set()
+                rest = await answer.content.read()
     assert rest.startswith(b"\n\ndata: ")
     told = json.loads(rest.removeprefix(b"\n\ndata: "))["error"]
     assert (told["type"], told["code"]) == (("lost", 502) if is_cut else ("timeout", 504))
+    (ended,) = [event for event in events if event["event"] == "request"]
+    assert (ended["status"], ended["error"]) == (told["code"], told["message"])
+
+
+# -- engines that fall silent --------------------------------------------------------------------------------
+
+RARELY = Limits(connect_s=5, prefill_s=30, silence_s=30, health_s=1000)
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("at", ["prefill", "decode"])
+async def test_who_waits_for_an_engine_that_falls_silent_is_served_by_another(at: str, is_stream: bool) -> None:
+    silent = Fake(hangs)
+    prefill = [silent, prefills("b")] if at == "prefill" else [prefills("a")]
+    says_it = says_events(b": so be it\n\ndata: {}\n\n") if is_stream else says({"choices": []})
+    decode = [Fake(says_it)] if at == "prefill" else [silent, Fake(says_it)]
+    async with routed(prefill, decode, RARELY) as client:
+        with capture_logs() as events:
+            asked = asyncio.create_task(
+                client.session.post(client.url + COMPLETIONS[0], json=ASK | {"stream": is_stream})
+            )
+            await asyncio.wait_for(silent.busy.wait(), HEAR_S)
+            client.fall_silent(silent)
+            async with await asked as answer:
+                assert answer.status == 200
+                assert (await answer.read()).startswith(b": so be it" if is_stream else b'{"choices"')
+        # It is told, so that it gives back what it holds when it goes on.
+        await asyncio.wait_for(silent.left.wait(), HEAR_S)
+        # Params are good for one use, and a silent decode engine may have used them.
+        assert len(prefill[-1].asked) == (1 if at == "prefill" else 2)
+        assert (await client.metrics())['pd_proxy_retries_total{why="silent"}'] == 1
+    (down,) = [event for event in events if event["event"] == "engine_down"]
+    assert (down["engine"], down["outstanding"]) == (silent.url, 1)
+    (ended,) = [event for event in events if event["event"] == "request"]
+    assert (ended["status"], ended["attempts"], "error" in ended) == (200, 2, False)
+
+
+async def test_a_stream_of_an_engine_that_falls_silent_breaks_and_no_other_goes_on_with_it() -> None:
+    head = b'data: {"choices": []}\n\ndata: {"ch'
+    silent, other = Fake(streams(head)), Fake(streams(b"data: {}\n\n"))
+    async with routed([prefills()], [silent, other], RARELY) as client:
+        with capture_logs() as events:
+            async with client.streaming() as answer:
+                assert await answer.content.readexactly(len(head)) == head
+                client.fall_silent(silent)
+                told = json.loads((await answer.content.read()).removeprefix(b"\n\ndata: "))["error"]
+        assert (told["type"], told["code"]) == ("silent", 504)
+        await asyncio.wait_for(silent.left.wait(), HEAR_S)
+        assert not other.asked
+        assert (await client.metrics())['pd_proxy_requests_total{path="/v1/completions",status="504"}'] == 1
+    (ended,) = [event for event in events if event["event"] == "request"]
+    assert (ended["status"], ended["error"]) == (504, told["message"])
+
+
+async def test_without_another_engine_the_client_hears_it_at_once() -> None:
+    silent = Fake(hangs)
+    async with routed([prefills()], [silent], RARELY) as client:
+        asked = asyncio.create_task(client.ask())
+        await asyncio.wait_for(silent.busy.wait(), HEAR_S)
+        client.fall_silent(silent)
+        status, told = await asked
+        assert (status, told["error"]["type"]) == (503, "no_engine")
+
+
+@pytest.mark.slow
+async def test_only_who_sends_nothing_at_all_is_given_up() -> None:
+    """Two looks of a second in vain, while one of three engines goes on with its stream and one answers 503."""
+    head = b"data: {}\n\n"
+    stopped, busy, ending = (Fake(streams(head, *[head] * 99)) for _ in range(3))
+    limits = Limits(connect_s=1, prefill_s=30, silence_s=30, health_s=0.05)
+    async with routed([prefills()], [stopped, busy, ending], limits) as client, contextlib.AsyncExitStack() as stack:
+        answers = [await stack.enter_async_context(client.streaming()) for _ in range(3)]
+        for answer in answers:
+            assert await answer.content.readexactly(len(head)) == head
+        stopped.health, busy.health, ending.health = None, None, 503
+        broken = asyncio.create_task(answers[0].content.read())
+        async with asyncio.timeout(HEAR_S):
+            while not broken.done():
+                busy.go_on.set()
+                assert await answers[1].content.readexactly(len(head)) == head
+                await asyncio.wait([broken], timeout=0.1)
+        assert json.loads((await broken).removeprefix(b"\n\ndata: "))["error"]["type"] == "silent"
+        troubles = [it["trouble"] for it in (await client.ready())[1]["decode"]]
+        assert all(troubles)
+        for fake, answer in ((busy, answers[1]), (ending, answers[2])):
+            fake.go_on.set()
+            assert await answer.content.readexactly(len(head)) == head
+
+
+async def test_who_has_had_nothing_for_long_is_named() -> None:
+    slow = Fake(hangs)
+    async with routed([prefills()], [slow], RARELY, warn_s=0.02) as client:
+        with capture_logs() as events:
+            ids = [f"id-{i}" for i in range(10)]
+            asked = [
+                asyncio.create_task(client.ask(ASK | {"stream": name != "id-0"}, headers={"X-Request-Id": name}))
+                for name in ids
+            ]
+
+            def named() -> list[Any]:
+                # A prefill takes as long on a busy machine, and may be named as well.
+                return [it for it in events if it["event"] == "request_waits" and it["role"] == "decode"]
+
+            async def are_named() -> bool:
+                await client.ready()
+                return len(slow.asked) == 10 and len(named()) == 9
+
+            await client.until(are_named)
+            _, told = await client.ready()
+        waits = named()
+        assert sorted(event["id"] for event in waits) == ids[1:]  # once each; an answer in one piece takes its time
+        assert {event["engine"] for event in waits} == {slow.url}
+        assert all(event["silent_s"] <= event["age_s"] for event in waits)
+        assert (told["in_flight"], len(told["silent_longest"])) == (10, 8)
+        assert {it["engine"] for it in told["silent_longest"]} == {slow.url}
+        for task in asked:
+            task.cancel()
+        await asyncio.wait(asked)
+
+
+async def test_an_error_that_ends_a_stream_is_in_log_and_metrics() -> None:
+    failed = b"data: " + json.dumps(error("InternalServerError", 500)).encode() + b"\n\ndata: [DONE]\n\n"
+    talks = b'data: {"choices": [{"text": "\\"error\\""}]}\n\ndata: [DONE]\n\n'
+    decode = Fake(*(says_events(b"data: {}\n\n" * 9000 + end) for end in (failed, talks)))
+    async with routed([prefills()], [decode]) as client:
+        with capture_logs() as events:
+            for end in (failed, talks):
+                async with client.streaming() as answer:
+                    assert (await answer.read()).endswith(end)
+        metrics = await client.metrics()
+    ended = [event for event in events if event["event"] == "request"]
+    assert [event["status"] for event in ended] == [502, 200]
+    assert "answered with status 500: " in ended[0]["error"]
+    assert metrics['pd_proxy_requests_total{path="/v1/completions",status="502"}'] == 1
+    assert metrics[f'pd_proxy_engine_faults_total{{engine="{decode.url}",role="decode",why="failed"}}'] == 1
 
 
 # -- clients -------------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def test_a_rank_may_be_down_for_a_year() -> None:
     config = PullConfig()
     it = Peer("prefill", 0, 0, Address("tcp://127.0.0.1:1"), "start", Line(InFlight()))
     for number in range(5000):
-        it.greet(number, 5.0, 1e7)
+        it.greet(number, config, 1e7)
         it.failed(Reason.UNREACHABLE, "no answer", config, 1e7)
     assert it.not_before == 1e7 + config.max_backoff_s
 
@@ -420,6 +420,110 @@ def test_a_rank_that_was_lost_is_left_in_peace_for_a_moment_and_then_met_anew() 
     assert outcome_and_hellos(world, prefill, decode, 1) == (Reason.PEER_LOST, 0)
     world.advance(0.6)
     assert outcome_and_hellos(world, prefill, decode, 2) == (None, 1)
+
+
+# -- who was lost is met anew with a probe ------------------------------------------------------------------
+
+
+def dead(**pull: Any) -> tuple[World, Rank, Rank]:
+    """A reader of a process that was killed while it was read, when the pause after that is over."""
+    world, (prefill,), decode = world_of(backoff_s=0.5, suspect_s=1.0, **pull)
+    lost = ask(world, prefill, decode, 0)
+    world.deliver_all()
+    (transfer_id,) = decode.reads
+    del world.ranks["p0"]
+    world.tell(decode, TransferEnded(transfer_id, Ending.FAILED, "NIXL_ERR_REMOTE_DISCONNECT", True))
+    assert (lost.reason, lost.is_over) == (Reason.PEER_LOST, True)
+    world.run(0.6)
+    return world, prefill, decode
+
+
+def ask_the_dead(world: World, prefill: Rank, decode: Rank, number: int) -> Pull:
+    params = world.params([prefill], f"r{number}", [number], 4, written=True)
+    return world.pull(decode, f"d{number}", [number], params)
+
+
+def test_who_asks_a_process_that_was_lost_hears_soon_that_it_is_gone() -> None:
+    """Not after `handshake_s`, and as what it is."""
+    world, prefill, decode = dead(handshake_s=5.0)
+    pull = ask_the_dead(world, prefill, decode, 1)
+    world.run(0.9)
+    assert reason(pull) is None
+    world.run(0.2)
+    assert reason(pull) is Reason.PEER_LOST
+    assert "was lost before, and has said nothing since" in pull.detail
+
+
+def test_nobody_repeats_a_release_to_a_process_that_is_gone() -> None:
+    """Neither who has asked for blocks nor who has announced; drains and closings would wait for it."""
+    world, prefill, decode = dead(release_timeout_s=30.0)
+    pull = ask_the_dead(world, prefill, decode, 1)
+    world.run(1.1)
+    assert (reason(pull), pull.is_over) == (Reason.PEER_LOST, True)
+    world.run(2.0)
+    params = world.params([prefill], "r2", [2], 4, written=True)
+    announced = decode.core.announce("d2", params, "", 300.0, world.time(decode))
+    world.settle(decode)
+    world.run(1.1)
+    decode.core.cancel("d2", world.time(decode))
+    world.settle(decode)
+    world.run(1.1)
+    assert announced.is_over
+    world.run(5.0)
+    decode.core.discharge("d3", world.params([prefill], "r3", [3], 4, written=True), "", world.time(decode))
+    world.settle(decode)
+    assert not decode.core.is_idle  # it may live after all: another word is worth a second
+    world.run(1.1)
+    assert decode.core.is_idle
+    world.check()
+
+
+def test_a_process_that_was_lost_and_answers_a_ping_has_all_the_time_of_a_handshake() -> None:
+    """Only its data plane may have died, and the next one takes a moment; until then no hello is answered."""
+    world, (prefill,), decode = world_of(backoff_s=0.5, suspect_s=1.0, handshake_s=5.0)
+    ask(world, prefill, decode, 0)
+    world.deliver_all()
+    world.lose_agent(prefill)
+    world.run(0.6)
+    pull = ask(world, prefill, decode, 1)
+    for _ in range(15):
+        world.run(0.2)
+    assert reason(pull) is None
+    world.replace_agent(prefill)
+    world.run(0.5)
+    assert reason(pull) is Reason.COMPLETE
+
+
+def test_whoever_was_away_while_a_probe_ran_reads_what_came_before_it_judges() -> None:
+    world, (prefill,), decode = world_of(backoff_s=0.5, suspect_s=1.0, handshake_s=5.0)
+    ask(world, prefill, decode, 0)
+    world.deliver_all()
+    say(world, prefill, decode, Goodbye())
+    world.run(0.6)
+    pull = ask(world, prefill, decode, 1)
+    world.now += 3.0  # the answers wait unread
+    decode.core.tick(world.time(decode))
+    world.settle(decode)
+    assert reason(pull) is None
+    world.run(0.5)
+    assert reason(pull) is Reason.COMPLETE
+
+
+def test_the_pause_between_probes_doubles_and_ends_with_an_answer() -> None:
+    world, prefill, decode = dead(max_backoff_s=4.0)
+    begun = list[float]()
+    for number in range(1, 400):
+        if ask_the_dead(world, prefill, decode, number).reason is None:
+            begun.append(world.now)
+            world.run(1.05)
+        world.run(0.05)
+    waits = [round(b - a - 1.0) for a, b in itertools.pairwise(begun)][1:]
+    assert waits[:4] == [1, 2, 4, 4], waits
+    world.ranks["p0"] = prefill
+    world.run(5.0)
+    pull = ask(world, prefill, decode, 401)
+    world.run(0.5)
+    assert reason(pull) is Reason.COMPLETE
 
 
 def test_what_no_handshake_can_change_is_not_asked_again_for_as_long_as_it_is_remembered() -> None:

@@ -18,7 +18,7 @@ from asynckv import cli
 from asynckv.diagnose import report_bench, report_page, report_plots
 from asynckv.diagnose.colours import PHASES, STATES, WITHIN
 from asynckv.diagnose.records import Logs
-from asynckv.diagnose.report_text import bytes_text, duration, share
+from asynckv.diagnose.report_text import bytes_text, duration, share, verdict
 from asynckv.diagnose.summary import summarise
 from asynckv.observe.log import phases as logged_phases
 from asynckv.tools import frame
@@ -26,7 +26,7 @@ from tests.test_bench_page import Found
 from tests.test_cli import complaint
 from tests.test_report_summary import DECODE, PREFILL, ended, lease_ended, lent, say, summed
 
-VOID = {"meta", "br", "img", "link", "input", "hr"}
+VOID = {"meta", "br", "wbr", "img", "link", "input", "hr"}
 
 
 class Balanced(Found):
@@ -103,8 +103,41 @@ def test_a_log_that_just_ends_is_told_first_and_some_seconds_are_no_news() -> No
     page = text_of(report_page.make(summarise(Logs([*records, say(12.0, "engine_resumed", PREFILL)])), "x"))
     assert "before the last line of all" not in page
     page = text_of(report_page.make(summarise(Logs([*records, say(60.0, "engine_resumed", PREFILL)])), "x"))
-    early = "ends 50.4\u00a0s before the last line of all, without a goodbye: it died, or logged nothing more."
-    assert early.replace("\u00a0", " ") in page.replace("\u00a0", " ")
+    early = "UTC, 50.4 s before the last line of all, without a goodbye: it died, is stopped, or logged nothing more."
+    page = page.replace("\u00a0", " ")
+    assert early in page
+    assert page.index("Look here") < page.index(early) < page.index("34 pulls ended")
+    assert "≥ 2.00 s since 08:00:09: a log ends" in page  # the tile: what it did since then is not known
+
+
+def test_a_process_that_was_not_there_is_told_before_what_came_of_it() -> None:
+    """Its time of day, in the first sentence; a band through the plots, and a row of its own among the peers."""
+    records = [x for x in rich().records if x.event != "loop_was_away"]
+    away = say(70.0, "loop_was_away", level="warning", seconds=60.2, leases=1, pulls=1)
+    cancelled = [ended(70.1 + i / 10, "cancelled", pull_id=f"c-{i}") for i in range(2)]
+    summary = summarise(Logs([*records, away, *cancelled]))
+    said, is_good = verdict(summary)
+    assert not is_good
+    assert said[0] == f"The event loop of {DECODE} was away for 60.2\u00a0s, 08:00:09 to 08:01:10 UTC."
+    assert any("; 2 were cancelled." in x for x in said)
+    found = Balanced(report_page.make(summary, "x"))
+    shapes = [plot["layout"].get("shapes", []) for plot in found.plots if plot["layout"]["xaxis"].get("type") == "date"]
+    assert shapes
+    assert all([x["x1"] - x["x0"] for x in each] == [pytest.approx(60_200)] for each in shapes)
+    [states] = [x for x in found.plots if any(y["name"] == "suspect" or y["name"] == "ready" for y in x["data"])]
+    assert states["layout"]["yaxis"]["ticktext"][0] == f"{DECODE} itself"
+    # One that is silent for longer than it ever was may be away now.
+    silent = [*records, *(ended(10.0 + i, pull_id=f"d-{i}") for i in range(5)), say(90.0, "of_later", PREFILL)]
+    said, is_good = verdict(summarise(Logs(silent)))
+    assert not is_good
+    assert said[0].startswith(f"The log of {DECODE} ends at 08:00:14 UTC, 76.0\u00a0s before the last line of all")
+
+
+def test_names_stay_whole_and_code_is_code() -> None:
+    shown = frame.table(["a", "why"], [["x-1", "`docs/a.md` of decode-1/tp0@0a1b2c3d & <b>"]], label="t", texts=["why"])
+    rank = '<span class="name">decode-1/</span><wbr><span class="name">tp0@0a1b2c3d</span>'
+    assert f"<code>docs/a.md</code> of {rank} &amp; &lt;b&gt;" in shown
+    assert '<span class="name">x-1</span>' in shown
 
 
 def test_few_failures_are_counted_in_whole_ticks() -> None:
@@ -136,7 +169,7 @@ def test_a_page_with_late_blocks_and_no_failure_says_that_these_are_two_things()
     records.append(lease_ended(31.0, 1, 10, 30.0, "expired", owed=["*"]))
     text = text_of(report_page.make(summarise(Logs(records)), "late"))
     assert "none failed" in text
-    assert "came back late:" in text
+    assert "came back late, at 08:00:31 UTC:" in text
     assert said in text
 
 
@@ -253,6 +286,18 @@ def test_a_benchmark_has_its_figures_phases_and_floors() -> None:
     assert "side by side" in text
     assert f"{found['throughput']['requests_per_s']:,.4g}" in text
     assert found["environment"]["platform"] in text
+
+
+def test_runs_with_faults_come_first_however_many_there_are() -> None:
+    summary = summarise(Logs())
+    bad = bench(requests=bench()["requests"] | {"failed": 6, "completed": 34}, problems=["decode/tp0 was killed"])
+    summary.bench = [report_bench.read(bench(), f"{i}.json") for i in range(9)]
+    summary.bench.append(report_bench.read(bad, "9.json"))
+    text = text_of(report_page.make(summary, "bench"))
+    assert text.index("9.json: ") < text.index("0.json: ") < text.index("And 7 more runs of the benchmark, below.")
+    assert "3.json: " not in text[: text.index("And 7 more runs")]
+    assert "requests failed" in text
+    assert "nhd, nhd" in text
 
 
 @pytest.mark.parametrize("completed", [0, 7])

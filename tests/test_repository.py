@@ -40,7 +40,7 @@ def test_every_news_fragment_is_of_a_known_kind() -> None:
     """Towncrier passes over what it does not know."""
     kinds = "|".join(kind["directory"] for kind in PROJECT["tool"]["towncrier"]["type"])
     names = {path.name for path in (ROOT / "docs" / "newsfragments").iterdir()} - {"README.md"}
-    assert [name for name in sorted(names) if not re.fullmatch(rf"\d+\.({kinds})(\.\d+)?\.md", name)] == []
+    assert [name for name in sorted(names) if not re.fullmatch(rf"(\d+|\+[a-z-]+)\.({kinds})(\.\d+)?\.md", name)] == []
 
 
 def named_paths(text: str) -> set[str]:

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -21,7 +22,7 @@ from asynckv.core.attempts import RETRYABLE, RETRYABLE_ELSEWHERE
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import LeaseState
 from asynckv.core.peer import PeerState
-from asynckv.core.pull import PullRequest, PullState
+from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
 from asynckv.core.types import Cohort, Endpoint, Outcome, Params, Reason, ReplyTo, decode_params
@@ -67,7 +68,7 @@ def test_a_request_from_lend_to_release() -> None:
     assert decode.core.is_idle
 
 
-def test_a_consumed_request_is_refused_at_once() -> None:
+def test_a_consumed_request_is_refused_at_once_and_the_refusal_says_who_read_it() -> None:
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4, written=True)
     world.lend(prefill, params)
@@ -76,7 +77,19 @@ def test_a_consumed_request_is_refused_at_once() -> None:
     again = world.pull(decode, "two", [9], params)
     world.run()
     assert again.reason in (Reason.LEASE_LOST, Reason.CONSUMED)
-    assert "consumed" in again.detail
+    assert "refused: consumed (released by 'decode'; lent with readers=1)" in again.detail
+
+
+def test_of_many_decode_engines_that_read_a_request_a_refusal_names_a_few() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params, readers=6)
+    for i in range(7):
+        wanted = PullRequest(f"sibling{i}", [(0, [i])], params, f"d/{i}")
+        pull = decode.core.pull(wanted, 30, world.time(decode))
+        world.settle(decode)
+        world.run()
+    assert "(released by 'd/0', 'd/1', 'd/2', 'd/3' and others; lent with readers=6)" in pull.detail
 
 
 def test_an_unclaimed_lease_expires_and_names_whom_it_waited_for() -> None:
@@ -358,6 +371,62 @@ def test_withdrawing_what_is_lent_revokes_it_and_keeps_its_promises() -> None:
     assert str(lease.state) == "revoked"
     prefill.core.withdraw(params, world.time(prefill))
     assert str(lease.state) == "revoked"
+
+
+def announce(world: World, decode: Rank, params: Params) -> Pull:
+    pull = decode.core.announce("d-req", params, "", 300.0, world.time(decode))
+    world.settle(decode)
+    world.run()
+    return pull
+
+
+def test_who_has_only_announced_lets_go_of_what_is_withdrawn_at_its_next_renewal() -> None:
+    """A third of the grant, and not the whole: nothing is read that the promise would have to cover."""
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    lease = world.lend(prefill, params)
+    announced = announce(world, decode, params)
+    prefill.core.withdraw(params, world.time(prefill))
+    world.settle(prefill)
+    assert lease.state is LeaseState.ENDING
+    world.run(10.0 / 3 + 0.1)
+    assert (str(lease.state), announced.reason, announced.is_over) == ("revoked", Reason.REVOKED, True)
+    pull = world.pull(decode, "d-req", [9], params)
+    world.run()
+    assert pull.reason is Reason.REVOKED
+
+
+def test_what_is_pulled_after_the_withdrawal_and_under_a_promise_is_right() -> None:
+    """The blocks are not the engine's before the reader is through, so its bytes are what was lent."""
+    world, prefill, decode = pair()
+    want = prefill.buffers.block(3)
+    params = world.params([prefill], "req", [3], 4, written=True)
+    lease = world.lend(prefill, params)
+    announce(world, decode, params)
+    prefill.core.withdraw(params, world.time(prefill))
+    world.settle(prefill)
+    world.run(1.0)
+    pull = world.pull(decode, "d-req", [9], params)
+    assert not lease.is_over
+    world.run()
+    assert (pull.reason, lease.state) == (Reason.COMPLETE, LeaseState.REVOKED)
+    assert decode.buffers.block(9) == want
+    assert prefill.buffers.block(3) != want  # overwritten when the lease had ended
+
+
+def test_a_rank_that_wants_its_blocks_back_ends_a_pull_that_still_meets_another() -> None:
+    """What is not begun is not worth the blocks of both sides until the promise runs out."""
+    world = World(replace(CONFIG, pull=PullConfig(handshake_s=20.0)))
+    prefill, (decode,) = group(world, 2, 1)
+    params = world.params(prefill, "req", [3], 4, written=True)
+    leases = [world.lend(rank, params) for rank in prefill]
+    del world.ranks["p1"]
+    pull = world.pull(decode, "d-req", [9], params)
+    world.run(1.0)
+    prefill[0].core.withdraw(params, world.time(prefill[0]))
+    world.settle(prefill[0])
+    world.run(10.0 / 3)
+    assert (pull.reason, pull.failed_in, leases[0].is_over) == (Reason.REVOKED, "handshake", True)
 
 
 def test_the_params_of_another_engine_are_not_withdrawn() -> None:

@@ -257,7 +257,7 @@ CONFIG = PullConfig()
 def peer_at(state: PeerState) -> Peer:
     it = Peer("p", 0, 0, *PLACE, Line(InFlight()))
     steps: list[Callable[[], object]] = [
-        lambda: it.greet(1, 5.0, 0.0),
+        lambda: it.greet(1, CONFIG, 0.0),
         lambda: it.welcomed("agent", LAYOUT),
         lambda: it.loaded(0.0),
         lambda: it.fell_silent(),

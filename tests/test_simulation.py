@@ -136,6 +136,7 @@ SEEN = {
     "trusts_an_exception": 11,
     "what_has_ended_long_ago_is_not_lent_yet": 109,
     "what_was_withdrawn_may_be_lent": 6,
+    "whoever_has_not_spoken_up_is_not_owed": 8,
     "whoever_is_late_was_told_to_wait": 27,
     "withdrawing_frees_at_once": 96,
     "withdrawing_leaves_early_claims_waiting": 47,

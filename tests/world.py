@@ -14,7 +14,7 @@ import numpy as np
 
 from asynckv.config import EngineConfig
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.lease import Lease
+from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.outbox import (
     BlocksReturned,
     HeldForLong,
@@ -366,6 +366,10 @@ class World(Fabric):
     def check(self) -> None:
         for rank in self.ranks.values():
             assert rank.core.inspect.check_integrity() == []
+            for lease in rank.core.prefill.leases.values():
+                assert lease.is_owed() == bool(lease.owed()), lease.owed()
+            for lease in rank.leases_ended:
+                assert lease.state is not LeaseState.RELEASED or not lease.owed(), lease.owed()
 
 
 def reason(pull: Pull) -> Reason | None:

@@ -251,6 +251,7 @@ def _bench(experiment: Any, half: Any) -> int:
         # Before a driver was there to heed it.
         found = Measured(interrupted=True)
         result = report.make(experiment, found)
+    result["command"] = shlex.join(["asynckv", *sys.argv[1:]])
     write_json(json, result)
     console = errors if json == "-" else Console()
     report_text.show(result, console)
@@ -471,7 +472,7 @@ def compare(
         str | None,
         typer.Option(
             help="Figures, with commas between; or any number's path in the reports, such as phases_s.read.p50.",
-            show_default="gbytes_per_s, requests_per_s, p50, p99, decode_cpu, and ratio_to_floor.raw_nixl.* if there",
+            show_default="gbytes_per_s, requests_per_s, p50, p99, decode_cpu, descriptors, ratio_to_floor.raw_nixl.*",
         ),
     ] = None,
     more_before: Annotated[

@@ -1,13 +1,14 @@
 """Two sides, each one report or many: what changed between them, and whether that is more than noise.
 
 A figure's noise is what it varies by between runs of the same point on the same side. One run shows none of it,
-so nothing is said about one run but the ratio.
+so nothing is said about one run but the ratio. Runs with faults are named; their figures count only where a side has
+no others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from rich.console import Console
 from asynckv.bench import figures
 from asynckv.bench.figures import Figure
 from asynckv.bench.noise import LEVEL, median_of, ratio_of
-from asynckv.bench.sides import Side, flat
+from asynckv.bench.sides import Run, Side, flat
 from asynckv.errors import ConfigError
 from asynckv.observe.console import printable
 from asynckv.observe.output import print_table
@@ -130,14 +131,14 @@ def compare(before: Side, after: Side, metrics: Sequence[str] = (), fail_above: 
     if not (before.is_sweep and after.is_sweep):
         # Reports have no options, so all are matched by what they say they ran.
         for side in (before, after):
-            side.runs = [(flat(found["config"]), found) for _, found in side.runs]
+            side.runs = [run._replace(params=flat(run.report["config"])) for run in side.runs]
             side.failed = []
     for side in (before, after):
         if not side.runs:
             raise ConfigError(f"{side.name}: every point failed, so there is nothing to compare")
     chosen = _chosen(before, after, metrics)
     changed, keys, shown = _columns(before, after)
-    sides = [_by_key(side.runs, keys) for side in (before, after)]
+    sides = [_by_key(((run.params, run) for run in side.runs), keys) for side in (before, after)]
     failures = [_by_key(side.failed, keys) for side in (before, after)]
     common = [key for key in sides[0] if key in sides[1]]
     if not common:
@@ -147,7 +148,14 @@ def compare(before: Side, after: Side, metrics: Sequence[str] = (), fail_above: 
     points, exceeded = [], []
     for key in common:
         label = {name: value for name, value in zip(keys, key, strict=True) if name in shown}
-        rows, a, b = {}, sides[0][key], sides[1][key]
+        rows, held = {}, (sides[0][key], sides[1][key])
+        faulty = [
+            {"side": name, "run": run.name, "says": says}
+            for name, runs in zip(("before", "after"), held, strict=True)
+            for run in runs
+            if (says := _fault(run.report))
+        ]
+        a, b = (_judged(runs) for runs in held)
         for figure in chosen:
             one, two = ([v for r in runs if (v := figure.of(r)) is not None] for runs in (a, b))
             if not one or not two:
@@ -156,10 +164,21 @@ def compare(before: Side, after: Side, metrics: Sequence[str] = (), fail_above: 
             rows[figure.name] = {"unit": figure.unit, "better": figure.better, **msgspec.to_builtins(change)}
             if fail_above is not None and change.verdict in ("worse", "unsure") and change.excess > fail_above:
                 exceeded.append({"point": label, "metric": figure.name, "excess": change.excess})
-        health = [_health(runs, failed.get(key, [])) for runs, failed in zip((a, b), failures, strict=True)]
+        health = [_health(runs, failed.get(key, [])) for runs, failed in zip(held, failures, strict=True)]
         if fail_above is not None and health[1] > health[0]:
             exceeded.append({"point": label, "metric": "unhealthy_runs", "excess": float(health[1] - health[0])})
-        points.append({"point": label, "runs": [len(a), len(b)], "unhealthy": health, "metrics": rows})
+        points.append(
+            {
+                "point": label,
+                "runs": [len(runs) for runs in held],
+                "judged": [len(a), len(b)],
+                "unhealthy": health,
+                "faulty": faulty,
+                "metrics": rows,
+                "remark": _remark(a, b),
+                "caveats": _caveats(a, b),
+            }
+        )
     lost = [key for key in sides[0] if key not in sides[1]]
     for key in lost if fail_above is not None else ():
         label = {name: value for name, value in zip(keys, key, strict=True) if name in shown}
@@ -183,7 +202,7 @@ def compare(before: Side, after: Side, metrics: Sequence[str] = (), fail_above: 
 
 
 def _chosen(before: Side, after: Side, metrics: Sequence[str]) -> list[Figure]:
-    reports = [found for side in (before, after) for _, found in side.runs]
+    reports = [run.report for side in (before, after) for run in side.runs]
     known = set(dict(figures.leaves(reports[0])))
     everywhere = known.intersection(*(dict(figures.leaves(r)) for r in reports[1:]))
     if not metrics:
@@ -192,7 +211,7 @@ def _chosen(before: Side, after: Side, metrics: Sequence[str]) -> list[Figure]:
     chosen = [figures.named(name, known.union(*(dict(figures.leaves(r)) for r in reports[1:]))) for name in metrics]
     for figure in chosen:
         for side in (before, after):
-            if all(figure.of(found) is None for _, found in side.runs):
+            if all(figure.of(run.report) is None for run in side.runs):
                 raise ConfigError(f"--metrics {figure.name!r} is in no report of {side.name}")
     return chosen
 
@@ -211,7 +230,7 @@ def _values(side: Side, name: str) -> list[Any]:
 
 
 def _params(side: Side) -> Iterator[dict[str, Any]]:
-    yield from (params for params, _ in side.runs)
+    yield from (run.params for run in side.runs)
     yield from (params for params, _ in side.failed)
 
 
@@ -235,12 +254,58 @@ def _what(before: Side, after: Side, keys: Sequence[str]) -> str:
     return "; ".join(found)
 
 
-def _health(runs: Sequence[Mapping[str, Any]], failed: Sequence[str]) -> int:
+def _health(runs: Sequence[Run], failed: Sequence[str]) -> int:
     """How many runs were not clean."""
-    return len(failed) + sum(
-        bool(r["requests"]["failed"] or r["bytes"]["wrong"] or any(r["blocks"].values()) or r.get("problems"))
-        for r in runs
-    )
+    return len(failed) + sum(bool(_fault(run.report)) for run in runs)
+
+
+def _fault(report: Mapping[str, Any]) -> str:
+    """Say what went wrong in a run, and the first message about it."""
+    failed, wrong, blocks = report["requests"]["failed"], report["bytes"]["wrong"], sum(report["blocks"].values())
+    counts = [
+        f"{failed:,} requests failed" if failed else "",
+        f"{wrong:,} bytes are wrong" if wrong else "",
+        f"{blocks:,} blocks leaked or in quarantine" if blocks else "",
+    ]
+    first = [str(text)[:120] for text in [*report.get("problems", ()), *report.get("errors", ())][:1]]
+    return "; ".join(filter(None, [*counts, *(first if any(counts) or report.get("problems") else [])]))
+
+
+def _judged(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Leave runs with faults out, unless there are no others."""
+    return [run.report for run in runs if not _fault(run.report)] or [run.report for run in runs]
+
+
+def _caveats(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """What the reports say against their own figures, and how many of them on either side do."""
+    found: dict[str, list[int]] = {}
+    for i, reports in enumerate((before, after)):
+        for report in reports:
+            for text in [*report.get("warnings", []), *report.get("floor", {}).get("caveats", [])]:
+                found.setdefault(text, [0, 0])[i] += 1
+    return found
+
+
+def _remark(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:
+    """Clear the engine of a change of the rate, if the bare transfer changed as much or more."""
+
+    def change(get: Callable[[Mapping[str, Any]], float | None]) -> float:
+        """Return the ratio of the medians; 1 where it is unknown."""
+        one, two = (median_of([v for r in runs if (v := get(r)) is not None]).median for runs in (before, after))
+        return two / one if one > 0 and two > 0 else 1.0
+
+    rate = change(figures.FIGURES["gbytes_per_s"].of)
+    bare = change(figures.at("floor.raw_nixl.gbytes_per_s"))
+    pieces = change(figures.FIGURES["descriptors"].of)
+    if not _is_large(rate) or math.log(bare) / math.log(rate) < 2 / 3:
+        return ""
+    is_pieces = _is_large(pieces) and (pieces > 1) == (rate < 1)
+    cause = f"a request has {_change(pieces)} descriptors" if is_pieces else "look at the machine and the transport"
+    return f"the bare transfer changed as well ({_change(bare)} GB/s), so it is not the engine: {cause}"
+
+
+def _is_large(ratio: float) -> bool:
+    return not 0.5 <= ratio <= 2
 
 
 def _environments(before: Side, after: Side) -> dict[str, list[list[str]]]:
@@ -264,6 +329,8 @@ def _overall(figure: Figure, points: Sequence[Mapping[str, Any]]) -> dict[str, A
 
 # -- showing ---------------------------------------------------------------------------------------
 
+MOST_FAULTY = 5
+TITLES = dict(zip(FLOORS, ("GB/s / raw NIXL", "p50 / raw NIXL", "CPU / raw NIXL"), strict=True))
 TEXTS = {
     "better": "[green]better[/green]",
     "worse": "[red]worse[/red]",
@@ -282,29 +349,32 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"  changed: {name} was {old}, is {new}", highlight=False)
     for name, (olds, news) in result["environment"].items():
         console.print(f"  [yellow]differs:[/yellow] {name} {' / '.join(olds)} -> {' / '.join(news)}", highlight=False)
+    _show_faulty(result["points"], console)
     for point in result["points"]:
-        console.print(f"{_where(point['point'])} [dim]({_runs(*point['runs'])})[/dim]", highlight=False)
+        console.print(f"{_where(point['point'])} [dim]({_runs(*point['judged'])})[/dim]", highlight=False)
         rows = [
             (
                 f"  {_titled(name, change)}",
-                f"{change['before']:,.4g}",
-                f"{change['after']:,.4g}",
-                _percent(change["ratio"]),
+                _value(change["before"]),
+                _value(change["after"]),
+                _change(change["ratio"]),
                 _interval(change),
-                _verdict(change),
+                TEXTS[change["verdict"]],
             )
             for name, change in point["metrics"].items()
         ]
         heads = ["", "before", "after", "change", "between", ""]
         print_table(console, heads, rows, texts=(0, 4, 5), wrapped=(5,), is_markup=True)
-        if any(point["unhealthy"]):
-            old, new = point["unhealthy"]
-            console.print(f"  [red]runs with faults: {old} -> {new}[/red]", highlight=False)
+        if point["remark"]:
+            console.print(f"  {point['remark']}", highlight=False)
+        for text, (olds, news) in point["caveats"].items():
+            many = f"{olds} of {point['judged'][0]} runs before, {news} of {point['judged'][1]} after"
+            console.print(f"  [yellow]![/yellow] {text} ({many})", highlight=False)
     if len(result["points"]) > 1:
         for name, all_ in result["overall"].items():
             console.print(
-                f"  {name}: {_percent(all_['geometric_mean'])} over all points "
-                f"({_percent(all_['lowest'])} to {_percent(all_['highest'])}); {all_['better']} better, "
+                f"  {_title(name)}: {_change(all_['geometric_mean'])} over all points "
+                f"({_change(all_['lowest'])} to {_change(all_['highest'])}); {all_['better']} better, "
                 f"{all_['worse']} worse, {all_['noise']} within noise, {all_['unsure']} unsure",
                 highlight=False,
             )
@@ -328,7 +398,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         text = {
             "missing": f"{point} is missing after",
             "unhealthy_runs": f"{point}: more runs with faults than before",
-        }.get(metric, f"{point}: {metric} is worse by {each['excess']:.1%}")
+        }.get(metric, f"{point}: {metric} is worse{_worse(each['excess'])}")
         console.print(f"  ! {text}", style="red", highlight=False)
 
 
@@ -338,20 +408,49 @@ def _where(label: Mapping[str, Any]) -> str:
 
 def _titled(name: str, change: Mapping[str, Any]) -> str:
     unit = change["unit"]
-    return unit if name.endswith("per_s") and unit else f"{name} {unit}".rstrip()
+    return unit if name.endswith("per_s") and unit else f"{_title(name)} {unit}".rstrip()
+
+
+def _title(name: str) -> str:
+    return TITLES.get(name, name)
+
+
+def _show_faulty(points: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Name the runs with faults before any figure, for those explain most."""
+    for point in points:
+        for i, side in enumerate(("before", "after")):
+            there = [each for each in point["faulty"] if each["side"] == side]
+            is_used = len(there) == point["runs"][i]
+            for each in there[:MOST_FAULTY]:
+                console.print(f"  [red]! {each['run']}: {each['says']}[/red]", highlight=False)
+            if there:
+                more = f"{len(there) - MOST_FAULTY} more runs {side} had faults; " if len(there) > MOST_FAULTY else ""
+                text = "every run had faults, so the figures are theirs" if is_used else "figures without these runs"
+                console.print(f"    [red]{more}{side}: {text}[/red]", highlight=False)
 
 
 def _runs(before: int, after: int) -> str:
     return "one run each" if before == after == 1 else f"{before} and {after} runs"
 
 
-def _percent(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio - 1:+.1%}"
+def _value(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,.4g}"
+
+
+def _change(ratio: float | None) -> str:
+    """Say a small change in percent, and a large one as a factor."""
+    if ratio is None:
+        return ""
+    if not _is_large(ratio):
+        return f"{ratio - 1:+.1%}"
+    factor = ratio if ratio > 1 else 1 / ratio if ratio > 0 else math.inf
+    number = f"{factor:,.1f}" if factor < 10 else f"{factor:,.0f}"
+    return "to 0" if math.isinf(factor) else f"x{number}" if ratio > 1 else f"1/{number}"
+
+
+def _worse(excess: float) -> str:
+    return f" by {excess:.1%}" if excess <= 1 else f": {_change(1 + excess)}"
 
 
 def _interval(change: Mapping[str, Any]) -> str:
-    return "" if change["low"] is None else f"{_percent(change['low'])} ... {_percent(change['high'])}"
-
-
-def _verdict(change: Mapping[str, Any]) -> str:
-    return "" if change["verdict"] == "unsure" and change["low"] is None else TEXTS[change["verdict"]]
+    return "" if change["low"] is None else f"{_change(change['low'])} ... {_change(change['high'])}"

@@ -1,6 +1,6 @@
 """The driver: given workers, it plays the two schedulers and the router, and collects figures.
 
-Work goes in *waves*. For each: fill the blocks that are lent, lend, tell the ranks that pull, open the window
+Work goes in *waves*. For each: fill the blocks, tell the ranks that pull, lend, open the window
 in which they pull (in a closed loop, or by the schedule's clock), close it, verify, wait until every lease is
 over. Only the windows are timed. The pools are sized by the concurrency, not by the number of requests.
 
@@ -271,14 +271,14 @@ class Driver:
         for place, workers in self._engines.items():
             for worker in workers:
                 if it.engines.lends(place):
-                    worker.tell(p.Lend(lend[place]))
+                    worker.tell(p.Fill(lend[place]))
                 if it.engines.pulls(place):
                     worker.tell(p.Prepare(pull[place]))
         self._progress.note("filling blocks" if options.verify != "off" else "")
         for place, workers in self._engines.items():
             for worker in workers:
                 if it.engines.lends(place):
-                    self._cpu_at[worker.name] = (await worker.hear(p.Done, patience)).cpu_s
+                    await worker.hear(p.Done, patience)
                 if it.engines.pulls(place):
                     await worker.hear(p.Done, patience)
         samples: list[p.Sample] = []
@@ -287,6 +287,11 @@ class Driver:
             (reader,) = self._readers
             reader.tell(p.Prepare(pull[Place("decode", 0)]))
             await reader.hear(p.Done, patience)
+        # Only now: a floor keeps the readers' loops from answering, and leases would run out meanwhile.
+        for worker in self._lenders:
+            worker.tell(p.Lend())
+        for worker in self._lenders:
+            self._cpu_at[worker.name] = (await worker.hear(p.Done, patience)).cpu_s
         found.submitted += len(wave)
         for request, _, _ in wave:
             found.outcomes[request.number] = []
@@ -303,7 +308,9 @@ class Driver:
             samples = samples or await self._measure_floor(patience)
             good = [o for r, _, _ in wave for o in found.outcomes[r.number] if not o.error and o.num_bytes]
             seconds, moved = [o.seconds for o in good], sum(o.num_bytes for o in good)
-            found.floor.append(Round(found.windows_s[-1], seconds, moved, cpu_s, options.concurrency, samples))
+            failed = sum(any(o.error for o in found.outcomes[r.number]) for r, _, _ in wave)
+            window_s = found.windows_s[-1]
+            found.floor.append(Round(window_s, seconds, moved, cpu_s, options.concurrency, samples, failed))
 
     async def _open_floor(self) -> None:
         (lender,), (reader,) = self._lenders, self._readers

@@ -93,7 +93,7 @@ FIGURES = {
         Figure("descriptors", "descriptors per request", "", "lower", _per_request("descriptors.posted")),
     )
 }
-DEFAULT = ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu")
+DEFAULT = ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu", "descriptors")
 
 
 def leaves(report: Report, under: str = "") -> Iterator[tuple[str, float]]:

@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,7 @@ MOST_PIECES = 1 << 26
 
 COUNT = struct.Struct("<q")
 Uint64s = npt.NDArray[np.uint64]
+Voids = npt.NDArray[np.void]
 Pieces = npt.NDArray[np.uint64]
 """`[pieces, 3]`: address here, address there, bytes."""
 
@@ -85,6 +86,7 @@ class Round(msgspec.Struct):
         window_s, seconds, num_bytes, cpu_s: The engine's: the window, every request's latency, what was moved, CPU
             of the decode process.
         samples: The floor's.
+        failed: Requests of the engine's that failed. The floor moved them, so the round is in no ratio.
     """
 
     window_s: float
@@ -93,6 +95,7 @@ class Round(msgspec.Struct):
     cpu_s: float
     concurrency: int
     samples: list[p.Sample]
+    failed: int = 0
 
 
 def _start_raw(pool: Pool, name: str) -> tuple[RawLoop, AgentInfo]:
@@ -260,27 +263,37 @@ class Probe:
         return pieces_of(plan, self._here, self._there, self._config)
 
     def _memory_copy(self, plans: Sequence[Plan], concurrency: int) -> Callable[[], list[float]]:
-        requests, at = [], 0
-        for plan in plans:
-            calls = []
-            for local, _, size in self._pieces(plan).tolist():
-                while size:
-                    at = 0 if at == SCRATCH else at
-                    part = min(size, SCRATCH - at)
-                    calls.append((local, self._scratch_base + at, part))
-                    local, at, size = local + part, at + part, size - part
-            requests.append(calls)
-        memmove = ctypes.memmove
+        requests = [list(self._copies(self._pieces(plan))) for plan in plans]
 
         def move() -> list[float]:
             ends, began = [], time.perf_counter()
-            for calls in requests:
-                for to, source, size in calls:
-                    memmove(to, source, size)
+            for copies in requests:
+                for target, index, source in copies:
+                    target[index] = source
                 ends.append(time.perf_counter() - began)
             return ends
 
         return move
+
+    def _copies(self, pieces: Pieces) -> Iterator[tuple[Voids, npt.NDArray[np.intp], Voids]]:
+        """Group a request's pieces by size, so that numpy copies them: a call from Python costs more than 4 KiB do."""
+        local, size, at = pieces[:, 0].astype(np.int64), pieces[:, 2].astype(np.int64), 0
+        # What is larger than a quarter of the scratch is cut.
+        parts = -(-size // (SCRATCH // 4))
+        offset = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * (SCRATCH // 4)
+        local = np.repeat(local, parts) + offset
+        size = np.minimum(np.repeat(size, parts) - offset, SCRATCH // 4)
+        for each in np.unique(size).tolist():
+            starts = local[size == each]
+            base, span = int(starts.min()), int(starts.max() - starts.min()) + each
+            # One element per byte of the span, each as long as a piece: they overlap, and only the starts are written.
+            target = _elements(base, span, each, span - each + 1, 1)
+            while len(starts):
+                at = 0 if at + each > SCRATCH else at
+                some, starts = np.split(starts, [(SCRATCH - at) // each])
+                source = _elements(self._scratch_base + at, len(some) * each, each, len(some), each)
+                at += len(some) * each
+                yield target, (some - base).astype(np.intp), source
 
     def _process_vm_readv(self, plans: Sequence[Plan], concurrency: int) -> Callable[[], list[float]]:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -365,8 +378,17 @@ def pieces_of(plan: Plan, here: Layout, there: Layout, config: PullConfig) -> Pi
     return np.concatenate(out)
 
 
+def _bytes(base: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_char * size).from_address(base)).cast("B")
+
+
+def _elements(base: int, span: int, size: int, count: int, stride: int) -> Voids:
+    """See memory as an array of pieces."""
+    return np.ndarray((count,), np.dtype((np.void, size)), _bytes(base, span), strides=(stride,))
+
+
 def _views(rows: Uint64s) -> list[memoryview]:
-    return [memoryview((ctypes.c_char * size).from_address(at)).cast("B") for at, size in rows.tolist()]
+    return [_bytes(at, size) for at, size in rows.tolist()]
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
@@ -389,11 +411,13 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
     """Sum up all rounds: `floor`, and `ratio_to_floor` (engine over floor, taken within each round)."""
     if not rounds:
         return {}
-    engine = [_figures(r.num_bytes, len(r.seconds), r.window_s, r.seconds, r.cpu_s) for r in rounds]
     missing = {s.kind: s.error for r in rounds for s in r.samples if s.error}
-    floor: dict[str, Any] = {"engine": _medians(engine), "not_measured": missing, "caveats": caveats(rounds)}
+    notes = caveats(rounds)
+    rounds = [r for r in rounds if not r.failed]
+    engine = [_figures(r.num_bytes, len(r.seconds), r.window_s, r.seconds, r.cpu_s) for r in rounds]
+    floor: dict[str, Any] = {"engine": _medians(engine), "not_measured": missing, "caveats": notes}
     ratio: dict[str, Any] = {}
-    for kind in [s.kind for s in rounds[0].samples]:
+    for kind in dict.fromkeys(s.kind for r in rounds for s in r.samples):
         both = [
             (mine, _figures(s.num_bytes, len(s.ends), s.window_s, latencies(s.ends, r.concurrency), s.cpu_s))
             for r, mine in zip(rounds, engine, strict=True)
@@ -423,6 +447,8 @@ NAMES = {
 }
 HEAD = ("floor (the bare transfer)", "GB/s", "p50", "engine reaches", "p50 x", "CPU x")
 
+QUIET_S = 0.005
+"""What the p99 of the event loops' lag is below, on cores that do nothing else."""
 LEAST_ROUNDS = 6
 """From so many rounds on an interval can be as sure as `noise.LEVEL`."""
 LEAST_TURNS = 2
@@ -452,11 +478,20 @@ def table(report: dict[str, Any]) -> tuple[list[tuple[str, ...]], list[str]]:
     threads = report.get("config", {}).get("posting_threads", 0)
     if "raw_nixl" in report.get("ratio_to_floor", {}) and threads not in (0, 1):
         notes.append(f"every floor has one thread; the engine posts with --posting-threads {threads}")
+    if rows and (lag := report.get("loop_lag_s", {}).get("p99", 0.0)) > QUIET_S:
+        notes.append(
+            f"the machine was not quiet (event loop lag p99 {lag * 1e3:.0f} ms): the intervals may be too narrow"
+        )
     return rows, [*notes, *report.get("floor", {}).get("caveats", [])]
 
 
 def caveats(rounds: Sequence[Round]) -> list[str]:
     """Say why the ratios mean little, and how many requests would do."""
+    if faulty := sum(r.failed > 0 for r in rounds):
+        text = f"requests failed in {faulty} of {len(rounds)} rounds: these rounds are in no ratio"
+        return [text, *caveats([r for r in rounds if not r.failed])]
+    if not rounds:
+        return []
     per_round, at_once = min(len(r.seconds) for r in rounds), max(r.concurrency for r in rounds)
     least_rounds, least = max(len(rounds), LEAST_ROUNDS), LEAST_TURNS * at_once
     if len(rounds) >= LEAST_ROUNDS and per_round >= least:
@@ -464,8 +499,8 @@ def caveats(rounds: Sequence[Round]) -> list[str]:
     few = [f"{len(rounds)} rounds, of which {LEAST_ROUNDS} make an interval"] if len(rounds) < LEAST_ROUNDS else []
     few += [f"{per_round} requests in a round with {at_once} in flight"] if per_round < least else []
     return [
-        f"too few requests for these ratios: {' and '.join(few)}; give --requests {least_rounds * least} "
-        f"--rounds {least_rounds}, or a lower --concurrency"
+        f"too few requests for these ratios and the throughput: {' and '.join(few)}; give --requests "
+        f"{least_rounds * least} --rounds {least_rounds}, or a lower --concurrency"
     ]
 
 

@@ -23,6 +23,7 @@ from asynckv.tools.models import Model
 
 __all__ = [
     "Ended",
+    "Fill",
     "Go",
     "Lend",
     "Outcome",
@@ -76,10 +77,14 @@ class Work(Struct):
     """How long after its pull began it is cancelled."""
 
 
-class Lend(Struct, tag=True):
-    """Fill these requests' blocks and lend them."""
+class Fill(Struct, tag=True):
+    """Fill the blocks of these requests, which are lent later."""
 
     works: list[Work]
+
+
+class Lend(Struct, tag=True):
+    """Lend what was filled: leases run from here on."""
 
 
 class Prepare(Struct, tag=True):
@@ -242,7 +247,7 @@ class Failed(Struct, tag=True):
 
 
 FloorCommand = Open | Connect | Serve | Measure
-Command = Setup | Lend | Prepare | Go | Verify | Finish | Cancel | Stop | FloorCommand
+Command = Setup | Fill | Lend | Prepare | Go | Verify | Finish | Cancel | Stop | FloorCommand
 Answer = Ready | Done | Pulled | Verified | Ended | Report | Failed | Opened | Floored
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

@@ -77,6 +77,7 @@ class Worker:
     def __init__(self, setup: p.Setup, pool: Pool, engine: Engine) -> None:
         self.setup, self.options, self.pool, self.engine = setup, setup.options, pool, engine
         self.works: list[p.Work] = []
+        self.filled: list[p.Work] = []
         self.lent: list[tuple[p.Work, LentRequest]] = []
         self.outcomes: list[p.Outcome] = []
         self.sampler = LagSampler()
@@ -86,12 +87,15 @@ class Worker:
         self.window: asyncio.Task[None] | None = None
         self.floor = Floor(pool, self.options.verify != "off", engine.config.pull)
 
-    async def lend(self, works: list[p.Work]) -> None:
+    async def fill(self, works: list[p.Work]) -> None:
         self._check(works)
+        self.filled = works
         if self.options.verify != "off":
             await anyio.to_thread.run_sync(self._fill, works)
             await self.pool.publish()
-        self.lent = [(work, self.engine.lend(work.params)) for work in works]
+
+    def lend(self) -> None:
+        self.lent = [(work, self.engine.lend(work.params)) for work in self.filled]
         garbage.settle()
         if not self.setup.pulls:
             self.sampler.start()
@@ -340,8 +344,11 @@ async def _guard(work: Coroutine[None, None, None], pipe: p.Pipe) -> None:
 async def _serve(pipe: p.Pipe, worker: Worker) -> None:
     while (command := await pipe.read()) is not None:
         match command:
-            case p.Lend(works):
-                await worker.lend(works)
+            case p.Fill(works):
+                await worker.fill(works)
+                pipe.write(p.Done(time.process_time()))
+            case p.Lend():
+                worker.lend()
                 pipe.write(p.Done(time.process_time()))
             case p.Prepare(works):
                 await worker.prepare(works)

@@ -32,10 +32,12 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
     completed = 0
     complete: list[float] = []
     calls: list[float] = []
+    busy_s = 0.0
     failed = cancelled = cut = 0
     asked = {r.number for r in schedule if r.cancel_s is not None}
     for number, outcomes in found.outcomes.items():
         errors = [o.reason for o in outcomes if o.error]
+        busy_s += max((o.seconds - o.late for o in outcomes), default=0.0)
         is_whole = len(outcomes) == experiment.num_ranks(number)
         if is_whole and not errors:
             completed += 1
@@ -115,7 +117,11 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
         "cpu_s": found.cpu_s,
         "loop_lag_s": quantiles(found.lags, p99=0.99, max=1.0),
         "descriptors": {"planned": sum(o.planned for o in good), "posted": sum(o.posted for o in good)},
-        "windows": {"count": len(found.windows_s), "seconds": window},
+        "windows": {
+            "count": len(found.windows_s),
+            "seconds": window,
+            "mean_in_flight": busy_s / window if window else 0.0,
+        },
         "leases": found.lease_ends,
         "memory": {"pool_bytes_per_rank": found.pool_bytes, "peak_rss_bytes": found.peak_rss},
         "processes": found.pids,

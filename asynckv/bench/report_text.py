@@ -65,7 +65,7 @@ def parts(found: dict[str, Any]) -> list[Part]:
     """Say the report, the most important first."""
     return [
         Part(_reached(found)),
-        Part(_latencies(found), _HEAD),
+        _latencies(found),
         Part(_cost(found)),
         *_floor(found),
         Part(_run(found)),
@@ -151,13 +151,16 @@ def _reached(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 _HEAD = ("latency", "p50", "p90", "p99", "max")
+LEAST_P99 = 200
+"""Requests that a p99 takes: of fewer a hundredth is a single one, and the slowest says as much."""
 
 
-def _latencies(found: dict[str, Any]) -> list[tuple[str, ...]]:
+def _latencies(found: dict[str, Any]) -> Part:
     """Say how long requests took, and under them how long each phase of a pull took on a rank."""
     requests = found["requests"]
-    if not requests["completed"] - requests["read_nothing"]:
-        return [("nothing was read", *[""] * 4)]
+    number = requests["completed"] - requests["read_nothing"]
+    if not number:
+        return Part([("nothing was read", *[""] * 4)], _HEAD)
     clocks = [(f"from the {found['schedule']['clock']}", found["latency_s"])]
     if found["config"]["arrivals"] != "closed":
         clocks.append(("from the call of pull", found["pull_s"]))
@@ -168,11 +171,14 @@ def _latencies(found: dict[str, Any]) -> list[tuple[str, ...]]:
             rows.append((f"  {name}", _seconds(q["p50"]), "", _seconds(q["p99"]), ""))
     release = found["phases_s"]["release"]
     rows.append(("release, after it", _seconds(release["p50"]), "", _seconds(release["p99"]), ""))
-    return rows
+    if number < LEAST_P99:
+        return Part([(*row[:3], *row[4:]) for row in rows], (f"latency ({number})", *_HEAD[1:3], *_HEAD[4:]))
+    return Part(rows, _HEAD)
 
 
 def _cost(found: dict[str, Any]) -> list[tuple[str, str]]:
     lag, warmup = found["loop_lag_s"], found["warmup"]
+    busy = f" (not quiet: above {floor.QUIET_S * 1e3:.0f} ms)" if lag["p99"] > floor.QUIET_S else ""
     windows = found["windows"]
     several = f", in {windows['count']:,} measurement windows" if windows["count"] > 1 else ""
     if found["config"]["warmup"]:
@@ -184,7 +190,7 @@ def _cost(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("measured", f"{windows['seconds']:.3f} s{several}"),
         *_schedule(found),
         ("CPU", "prefill {prefill:.2f} s, decode {decode:.2f} s".format(**found["cpu_s"])),
-        ("event loop lag", f"p99 {_seconds(lag['p99'])}, max {_seconds(lag['max'])}"),
+        ("event loop lag", f"p99 {_seconds(lag['p99'])}, max {_seconds(lag['max'])}{busy}"),
         ("descriptors", "{planned:,} planned, {posted:,} posted after merging".format(**found["descriptors"])),
         ("warm-up", warm),
     ]
@@ -216,7 +222,7 @@ def _run(found: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("model", f"{config['model']}, {config['layers']} layers, {config['token_bytes']:,} bytes per token{state}"),
         *((role, _side(config[role])) for role in ("prefill", "decode")),
-        ("workload", _workload(config)),
+        ("workload", _workload(config, found["windows"])),
         *([("capped", f"{capped:,} prompts were cut by --max-prompt-tokens")] if capped else []),
         (
             "transport",
@@ -225,7 +231,7 @@ def _run(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _workload(config: dict[str, Any]) -> str:
+def _workload(config: dict[str, Any], windows: dict[str, Any]) -> str:
     whole = config["prompts_wholly_cached"]
     cached = f"; {whole:,} of {config['requests']:,} are cached whole, so nothing of them is read" if whole else ""
     has_hit = config["prefix_cache"] is None and config["prefix_hit"] not in ("0", "0%")
@@ -233,6 +239,9 @@ def _workload(config: dict[str, Any]) -> str:
     match config["arrivals"]:
         case "closed":
             load = f"{config['concurrency']} in flight"
+            # Every measurement window begins and ends with fewer.
+            if (mean := windows.get("mean_in_flight", 0.0)) < 0.75 * config["concurrency"] and mean:
+                load = f"up to {load}, {mean:.1f} on average"
         case "trace":
             load = f"arrivals of the trace at speed {config['speed']:g}"
         case kind:

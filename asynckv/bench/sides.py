@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from asynckv.bench import journal, report
 from asynckv.errors import ConfigError
 
-__all__ = ["Side", "check", "flat", "load", "refuse_repeated"]
+__all__ = ["Run", "Side", "check", "flat", "load", "refuse_repeated"]
 
 
 FIGURES = {
@@ -29,18 +29,26 @@ FIGURES = {
 """What holds numbers only, and which of them every report has."""
 
 
+class Run(NamedTuple):
+    """One run: its parameters, its report, and what to call it."""
+
+    params: dict[str, Any]
+    report: dict[str, Any]
+    name: str
+
+
 @dataclass(slots=True)
 class Side:
     """One side's runs.
 
     Attributes:
-        runs: Parameters and report of each run.
+        runs: Those with a report.
         failed: Parameters and reason of each run without a report.
     """
 
     name: str
     is_sweep: bool = True
-    runs: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     failed: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     environments: list[dict[str, str]] = field(default_factory=list)
 
@@ -61,7 +69,7 @@ def load(texts: Sequence[str]) -> Side:
         else:
             if found["interrupted"]:
                 raise ConfigError(f"{path}: was interrupted, so its figures are of another run; measure it again")
-            side.runs.append((flat(found["config"]), found))
+            side.runs.append(Run(flat(found["config"]), found, str(path)))
             side.environments.append({k: str(v) for k, v in found["environment"].items()})
     return side
 
@@ -143,7 +151,7 @@ def _add_sweep(side: Side, path: Path, found: journal.Sweep) -> None:
         if row.report.get("schema") != report.SCHEMA:
             raise ConfigError(f"{path}: holds a report of schema {row.report.get('schema')}, not {report.SCHEMA}")
         check(row.report, str(path))
-        side.runs.append((flat(row.params), row.report))
+        side.runs.append(Run(flat(row.params), row.report, f"{path} (round {row.round}, {row.key})"))
     for head in found.heads:
         side.environments.append(head.environment | {f"content of {k}": v for k, v in head.files.items()})
 

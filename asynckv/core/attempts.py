@@ -61,6 +61,7 @@ class RequestEvent(enum.StrEnum):
     """What happens to a request."""
 
     COMPLETED = "completed"
+    """An attempt has filled the blocks, and its bytes are proven."""
     FAILED = "failed"
     """An attempt failed, and none follows."""
     FAILED_FOR_NOW = "failed_for_now"

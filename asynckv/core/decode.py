@@ -402,6 +402,9 @@ class DecodeSide:
         config = self._config
         for due in self.peers.tick(peer, now):
             match due:
+                case Due.UNREACHABLE if peer.is_doubted:
+                    text = f"{peer.where} was lost before, and has said nothing since"
+                    self._lose(peer, Reason.PEER_LOST, text, now, pause_s=peer.take_pause(config))
                 case Due.UNREACHABLE:
                     text = f"{peer.where} did not answer within {config.handshake_s:g} s"
                     text += f"; {peer.hint}" if peer.hint else ""
@@ -564,6 +567,8 @@ class DecodeSide:
                 self._outbox.send(*source.rank.place, pull.make_release(source, now))
                 pull.unanswered += (source.name,)
                 self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
+            elif peer is not None:
+                self.peers.probe(peer, now)
             if source.running or source.is_waiting:
                 self._make_room(source)
 

@@ -8,9 +8,11 @@ Three sets decide everything. Only the reader that an entry is about changes it,
 time. (What else a lease keeps, such as lapsed grants and how readers released, is for people, or bounds how often a
 reader may try.)
 
-- **owed**: the readers that have not released. The first message binds the lease to its cohort, a decode engine's
-  group of ranks, and with it the exact set of readers is known. Sets, never counts: a message that is repeated, late or
-  forged changes nothing.
+- **owed**: the readers that have not released. A request is lent to `Lent.readers` cohorts (a decode engine's group of
+  ranks), usually to one. The first message of a cohort binds the lease to it, and with it that cohort's exact set of
+  readers is known. A cohort that has not spoken up is owed as well (`*` in lists), so the blocks return when all
+  `readers` cohorts have released. One that never comes costs the time of the lease. Sets, never counts: a message that
+  is repeated, late or forged changes nothing.
 - **grants**: what was promised to which pull, until when. A grant is kept whatever happens: revoking only stops new
   ones, and the blocks return at the holders' releases or after the last granted deadline, whichever is first.
 - **final**: the pulls that have released. A release is final for its pull, but only an attempt that will not be tried
@@ -120,7 +122,7 @@ class Lent(Struct, frozen=True, kw_only=True, gc=False):
     """Length of one grant."""
     max_lease_s: float
     readers: int
-    """Cohorts that may read: 1, or more for siblings and routers that retry elsewhere."""
+    """Cohorts that may read, and are waited for: 1, or more for siblings and routers that retry elsewhere."""
     tp_rank: int
     tp_size: int
     warn_s: float = math.inf

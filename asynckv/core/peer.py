@@ -7,6 +7,9 @@ while something is owed or held there, the silence that makes it SUSPECT, and it
 - A failed handshake goes back to NEW with a back-off, during which every request fails at once with the same cause; a
   refusal that cannot change (geometry, wrong engine) leads to GONE, and nothing is tried again while it is remembered.
 - SUSPECT stops new work and fails nothing; GONE needs evidence, or a long silence.
+- Who was lost may live (only its connection broke), but hardly does. So what is said to it next is a *probe*, with a
+  ping that a living process answers at once, whatever its data plane is at. Without a word within `suspect_s` it is
+  GONE again: nobody waits for `handshake_s`, or for the acknowledgement of a release.
 - What is GONE is remembered for `TOMBSTONE_S`, so that late requests fail with the same cause. After that, or sooner if
   only the connection was lost, the same place is met as a new `Peer`.
 
@@ -55,6 +58,7 @@ class PeerEvent(enum.StrEnum):
     WANTED = "wanted"
     """Something is to be read from it."""
     WELCOMED = "welcomed"
+    """It answered our hello: it says what it holds."""
     LOADED = "loaded"
     """The data plane knows it."""
     FAILED = "failed"
@@ -62,6 +66,7 @@ class PeerEvent(enum.StrEnum):
     HEARD = "heard"
     """It speaks again."""
     SILENT = "silent"
+    """It has said nothing for a while, though it was asked."""
     UNLOADED = "unloaded"
     """Our own data plane has lost all that it had loaded; the process is met again when it is needed."""
     LOST = "lost"
@@ -118,6 +123,10 @@ class Peer:
     """Of the handshake under way."""
     deadline: float = math.inf
     """When the handshake under way fails."""
+    is_doubted: bool = False
+    """It was lost before, and has said nothing since."""
+    word_by: float = math.inf
+    """When a probe fails, if it says nothing."""
     retry_at: float = math.inf
     """When to repeat the hello."""
     hellos: int = 0
@@ -222,10 +231,12 @@ class Peer:
             if not self.pulls:
                 self.unused_at = now
 
-    def greet(self, nonce: int, handshake_s: float, now: float) -> None:
+    def greet(self, nonce: int, config: PullConfig, now: float) -> None:
         """Begin a handshake; `make_hello` makes its message."""
         self.receive(E.WANTED)
-        self.nonce, self.hellos, self.deadline = nonce, 0, now + handshake_s
+        self.nonce, self.hellos, self.deadline = nonce, 0, now + config.handshake_s
+        if self.is_doubted:
+            self.word_by = min(now + config.suspect_s, self.deadline)
 
     def make_hello(self, cohort: Cohort, retry_s: float, now: float) -> Hello:
         """Make the hello that is to be sent now."""
@@ -251,8 +262,13 @@ class Peer:
         """The handshake failed; the next one has to wait, longer each time."""
         self.receive(E.FAILED)
         self.reason, self.detail = reason, detail
-        self.not_before = now + min(config.backoff_s * 2**self.failures, config.max_backoff_s)
+        self.not_before = now + self.take_pause(config)
+
+    def take_pause(self, config: PullConfig) -> float:
+        """Return how long to wait after a handshake that failed; the next pause is longer."""
+        pause_s: float = min(config.backoff_s * 2**self.failures, config.max_backoff_s)
         self.failures = min(self.failures + 1, 16)
+        return pause_s
 
     def lost(self, reason: Reason, detail: str, pause_s: float, now: float) -> None:
         """This process start serves us no more."""
@@ -268,6 +284,7 @@ class Peer:
     def heard(self, now: float) -> bool:
         """It has said something; True if it was SUSPECT."""
         self.heard_at = now
+        self.is_doubted, self.word_by = False, math.inf
         if self.state is not S.SUSPECT:
             return False
         self.moved_at = now
@@ -300,19 +317,29 @@ class Peer:
         """Let time pass; return what is to be done, in order."""
         match self.state:
             case S.CONNECTING:
-                return [Due.UNREACHABLE] if now >= self.deadline else [Due.HELLO] if now >= self.retry_at else []
+                if now >= self.deadline or self._says_nothing(config, now):
+                    return [Due.UNREACHABLE]
+                return [Due.HELLO] if now >= self.retry_at else []
             case S.LOADING:
                 return [Due.NOT_LOADED] if now >= self.deadline else []
             case S.READY | S.SUSPECT if self.pulls:
                 return self._heartbeat(config, now)
             case S.READY | S.SUSPECT:
                 return [Due.IDLE] if now >= self.unused_at + config.idle_s else []
+            case S.NEW if self.pulls:
+                return [Due.UNREACHABLE] if self._says_nothing(config, now) else []
             case S.NEW:
-                unused = not self.pulls and not self.is_loading
-                return [Due.FORGET] if unused and now >= self._forget_at(config) else []
+                return [Due.FORGET] if not self.is_loading and now >= self._forget_at(config) else []
             case _:
                 over = now >= self.gone_at + TOMBSTONE_S and not self.transfers and not self.pulls
                 return [Due.FORGET] if over else []
+
+    def _says_nothing(self, config: PullConfig, now: float) -> bool:
+        """Say whether a probe has failed."""
+        if self.word_by + config.heartbeat_s < now < self.deadline:
+            # We were away: what it said may wait unread.
+            self.word_by = now + config.suspect_s
+        return now >= self.word_by
 
     def _heartbeat(self, config: PullConfig, now: float) -> list[Due]:
         ping_at = self._ping_at(config)
@@ -354,14 +381,16 @@ class Peer:
         """When `due` has something to say."""
         match self.state:
             case S.CONNECTING:
-                return min(self.deadline, self.retry_at)
+                return min(self.deadline, self.word_by, self.retry_at)
             case S.LOADING:
                 return self.deadline
             case S.READY | S.SUSPECT if self.pulls:
                 return self._ping_at(config)
             case S.READY | S.SUSPECT:
                 return self.unused_at + config.idle_s
-            case S.NEW if not self.pulls and not self.is_loading:
+            case S.NEW if self.pulls:
+                return self.word_by
+            case S.NEW if not self.is_loading:
                 return self._forget_at(config)
             case S.GONE if not self.pulls and not self.transfers:
                 # Not before: a tombstone that cannot be cleared yet must not be woken for it again and again.

@@ -73,11 +73,13 @@ class Peers:
 
     def find(self, engine_id: str, rank: RemoteRank, now: float) -> Peer:
         """Return the peer at a rank's place; a new one if there is none that may be met again."""
-        peer = self.by_place.get(rank.place)
+        peer, lost = self.by_place.get(rank.place), None
         if peer is not None and peer.state is S.GONE:
             # The connection broke, but the process may live; or other params named it wrongly.
             is_other = peer.identity != (engine_id, rank.pp_stage, rank.tp_rank)
             again = is_other or (peer.reason not in FINAL and now >= peer.not_before)
+            if peer.reason is Reason.PEER_LOST and not is_other:
+                lost = peer
             if again and not peer.is_loading:
                 # Transfers that may never end keep the old one in the data plane, which then reads over the same
                 # connection for the new one, or makes another if that one broke.
@@ -86,6 +88,8 @@ class Peers:
         if peer is None:
             line = Line(InFlight(self._config.window_bytes, self._config.window_descriptors))
             peer = Peer(engine_id, rank.tp_rank, rank.pp_stage, *rank.place, line)
+            if lost is not None:
+                peer.is_doubted, peer.failures = True, lost.failures
             self.by_place[rank.place] = peer
             # What is said to it from now on must not be lost with the link of whoever was forgotten there just before.
             unlink = Disconnect(peer.address)
@@ -120,10 +124,10 @@ class Peers:
             text = f"{peer.address} is {peer.name}, but the params name {rank.name}; correct the endpoints"
             failure = Reason.WRONG_TARGET, text
         elif peer.may_be_met and now >= peer.not_before:
-            peer.greet(next(self._nonces), self._config.handshake_s, now)
+            peer.greet(next(self._nonces), self._config, now)
             self._changed(peer, S.NEW)
             self._hellos[peer.nonce] = peer
-            self._send(peer, peer.make_hello(self._cohort, self._config.hello_retry_s, now))
+            self._say_hello(peer, now)
         elif peer.state in (S.NEW, S.GONE):
             wait = f"; the next attempt is possible in {peer.not_before - now:.2g} s" if peer.not_before > now else ""
             failure = peer.reason, peer.detail + wait
@@ -176,6 +180,13 @@ class Peers:
         if differences := compare(self._layout, layout):
             return Reason.GEOMETRY, "layouts differ: " + "; ".join(map(str, differences))
         return layout
+
+    def probe(self, peer: Peer, now: float) -> None:
+        """Somebody waits for an acknowledgement of a rank that was lost before: does it say anything?"""
+        if peer.may_be_met and peer.is_doubted and peer.word_by == math.inf:
+            peer.word_by = now + self._config.suspect_s
+            self._send(peer, peer.make_ping(next(self._nonces), now))
+            self.wake(peer)
 
     # -- their states ------------------------------------------------------------------------------
 
@@ -262,7 +273,7 @@ class Peers:
         for due in peer.due(self._config, now):
             match due:
                 case Due.HELLO:
-                    self._send(peer, peer.make_hello(self._cohort, self._config.hello_retry_s, now))
+                    self._say_hello(peer, now)
                 case Due.PING:
                     self._send(peer, peer.make_ping(next(self._nonces), now))
                 case Due.FORGET:
@@ -283,6 +294,12 @@ class Peers:
         self._timers.wake(peer, peer.wake_at(self._config))
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _say_hello(self, peer: Peer, now: float) -> None:
+        self._send(peer, peer.make_hello(self._cohort, self._config.hello_retry_s, now))
+        if peer.is_doubted:
+            # A process without an agent answers a hello when it has another one, and a ping at once.
+            self._send(peer, peer.make_ping(next(self._nonces), now))
 
     def _send(self, peer: Peer, message: Message) -> None:
         self._outbox.send(peer.address, peer.incarnation, message)

@@ -46,6 +46,9 @@ MAX_ENDED = 8192
 PARKED_TEXT = 1024
 """Letters of a request id that have room in one place for what came early, so that places bound its memory."""
 
+MAX_NAMED = 4
+"""Decode engines that are remembered by name of one request that has ended."""
+
 MAX_FORGOTTEN = 1024
 """Releases that were parked for too long, and are remembered for their lease's sake."""
 
@@ -73,6 +76,20 @@ class ParkedMessage(Struct, frozen=True):
     def room(self) -> int:
         """How many of the places it takes: one, but for who has a long name for its request."""
         return 1 + len(self.message.request_id) // PARKED_TEXT
+
+
+class Ended(Struct, frozen=True, gc=False):
+    """How a request ended, and of one that was read, how many decode engines read it and what the first are called."""
+
+    reason: Reason
+    readers: int = 0
+    cohorts: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.reason is not Reason.CONSUMED:
+            return ""
+        more = " and others" if self.readers > MAX_NAMED else ""
+        return f"released by {', '.join(map(repr, self.cohorts))}{more}; lent with readers={self.readers}"
 
 
 class PrefillSide:
@@ -106,7 +123,7 @@ class PrefillSide:
         """When a parked message may fall due."""
         self._parked_by: Counter[ReplyTo] = Counter()
         """Connections, and the room that their parked messages take: what they call themselves is their own word."""
-        self._ended: OrderedDict[Key, Reason] = OrderedDict()
+        self._ended: OrderedDict[Key, Ended] = OrderedDict()
         self._forgotten: OrderedDict[Key, Refusal] = OrderedDict()
         """Releases that came so early that they were given up: if the request is lent after all, that is why it
         expires."""
@@ -174,7 +191,7 @@ class PrefillSide:
         if self._is_spent(key):
             return None
         self.spent.add(key)
-        self._remember(key, Reason.WITHDRAWN)
+        self._remember(key, Ended(Reason.WITHDRAWN))
         self._outbox.counters["requests.withdrawn"] += 1
         waited = []
         for parked in self._take_parked(key):
@@ -253,7 +270,8 @@ class PrefillSide:
             del self.leases[key]
             self._timers.forget(lease)
             self._ledger.drop(key.token)
-            self._remember(key, _ENDED_AS[lease.state])
+            cohorts = tuple(lease.cohorts)[:MAX_NAMED]
+            self._remember(key, Ended(_ENDED_AS[lease.state], lease.lent.readers, cohorts))
             outbox.counters[f"leases.{lease.state}"] += 1
             outbox.commands.append(LeaseEnded(lease))
         elif effects.wake_at < lease.scheduled_at:
@@ -273,14 +291,14 @@ class PrefillSide:
                 )
             case None:
                 return "was lent or withdrawn before"
-            case Reason.WITHDRAWN:
+            case Ended(reason=Reason.WITHDRAWN):
                 return "was withdrawn"
-            case reason:
-                return f"was lent before ({reason})"
+            case ended:
+                return f"was lent before ({ended.reason})"
 
-    def _remember(self, key: Key, reason: Reason) -> None:
+    def _remember(self, key: Key, ended: Ended) -> None:
         """Remember for a while how a request ended."""
-        self._ended[key] = reason
+        self._ended[key] = ended
         if len(self._ended) > self.max_ended:
             self._ended.popitem(last=False)
 
@@ -289,7 +307,8 @@ class PrefillSide:
     ) -> None:
         """Answer for a request that has ended, or may be lent yet."""
         key = message.key
-        reason = self._ended.get(key)
+        ended = self._ended.get(key)
+        reason = ended.reason if ended is not None else None
         if reason is None and key.memory_epoch < self.memory_epoch:
             reason = Reason.STALE_MEMORY
         if reason is None and key in self.spent:
@@ -304,13 +323,14 @@ class PrefillSide:
             self._outbox.counters["release.late"] += 1
             self._outbox.send(reply_to, sender, Ack(key, message.pull_id))
         elif reason is not None or isinstance(message, Renew):
-            self._refuse(message, reply_to, sender, reason or Reason.UNKNOWN)
+            self._refuse(message, reply_to, sender, reason or Reason.UNKNOWN, str(ended or ""))
         else:
             self._park(message, reply_to, sender, now)
 
-    def _refuse(self, message: Claim | Renew, reply_to: ReplyTo, sender: str, reason: Reason) -> None:
+    def _refuse(self, message: Claim | Renew, reply_to: ReplyTo, sender: str, reason: Reason, detail: str = "") -> None:
         self._outbox.counters[f"refused.{reason}"] += 1
-        detail = f"the engine is {self.closed_as}" if reason is Reason.ENGINE_CLOSED else ""
+        if reason is Reason.ENGINE_CLOSED:
+            detail = f"the engine is {self.closed_as}"
         if reason is Reason.WITHDRAWN and self._minor_versions.get((sender, reply_to), 0) < 2:
             reason, detail = Reason.UNKNOWN, "the request was withdrawn"  # it does not know that reason
         self._outbox.send(reply_to, sender, Refused(message.key, message.pull_id, message.nonce, reason, detail))

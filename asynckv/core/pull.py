@@ -74,7 +74,7 @@ class PullEvent(enum.StrEnum):
     ENDED = "ended"
     """A transfer ended, or fell in doubt."""
     FAILED = "failed"
-    """A transfer failed, a claim or a plan was refused, a peer is lost, ..."""
+    """A transfer failed, a claim or a plan was refused, or a peer is lost."""
     CANCELLED = "cancelled"
     """The caller wants it no more, or needs nothing of it."""
     TIME_UP = "time_up"
@@ -527,7 +527,8 @@ class Pull:
                 source.not_lent_yet, source.not_lent_yet_at = source.covered_until == -math.inf, now
                 self._note(now, f"{source.name} not yet")
             case Refused():
-                if failure := source.refused(answer, now):
+                reads_yet = self.state not in (S.ANNOUNCED, S.CONNECTING)
+                if failure := source.refused(answer, now, reads_yet=reads_yet):
                     self._fail(*failure, now)
                     after = ON_EVENT[self.state][E.FAILED]
                 elif source.claim_at == math.inf:

@@ -286,11 +286,19 @@ class Source:
             self.claims = 0
             self.claim_at = max(sent_at + min(renew_s, answer.seconds / 2), now + MIN_RENEW_S)
 
-    def refused(self, answer: Refused, now: float) -> tuple[Reason, str] | None:
-        """It grants nothing any more; return why the attempt fails, if it does."""
+    def refused(self, answer: Refused, now: float, *, reads_yet: bool) -> tuple[Reason, str] | None:
+        """It grants nothing any more; return why the attempt fails, if it does.
+
+        Args:
+            answer: To a claim or renewal.
+            now: The time.
+            reads_yet: The attempt has met its ranks, and reads or waits for room.
+        """
         if answer.nonce < self.granted_nonce:
             return None  # late, or repeated: what was asked after it was granted
-        if now < self.covered_until and answer.reason in (Reason.REVOKED, Reason.EXPIRED):
+        # Who wants its blocks back gets them at once from whoever has begun nothing.
+        lets_go = answer.reason is Reason.REVOKED and not reads_yet
+        if now < self.covered_until and answer.reason in (Reason.REVOKED, Reason.EXPIRED) and not lets_go:
             # Nothing is granted any more, but what was promised stands: read on until it runs out.
             self.claim_at = self.covered_until
             return None
@@ -301,7 +309,7 @@ class Source:
         self.claim_at = math.inf
         if self.proven or self.role is not ROLE.READ:
             return None
-        reason = Reason.LEASE_LOST if self.lent_by < math.inf else answer.reason
+        reason = Reason.LEASE_LOST if self.lent_by < math.inf and not lets_go else answer.reason
         text = f"{self.where} refused: {answer.reason}"
         return reason, f"{text} ({answer.detail})" if answer.detail else text
 

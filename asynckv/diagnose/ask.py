@@ -237,7 +237,9 @@ class Asker:
                 if (before := self._behind.get(address)) is not None:
                     now = look(before.pid)
                     error, is_away = error + verdict(before, now), is_same(before, now)
-                answer = Answer(address=address, error=error, is_away=is_away or AWAY in error or STOPPED in error)
+                # With keys it may just not know ours.
+                is_away |= STOPPED in error or (AWAY in error and "keys" not in error)
+                answer = Answer(address=address, error=error, is_away=is_away)
             if answer.error and not is_network:
                 pid = 0 if answer.is_left_behind or address not in self._behind else self._behind[address].pid
                 answer = replace(answer, account=Account(rank=rank_of(Path(address))), pid=pid)

@@ -41,6 +41,7 @@ class CAUSE(enum.StrEnum):
     CAME_TOO_LATE = "came_too_late"
     EXPIRED_WHILE_QUEUED = "expired_while_queued"
     RANK_NEVER_SPOKE = "rank_never_spoke"
+    DECODE_UNRESPONSIVE = "decode_unresponsive"
     NEVER_CLAIMED = "never_claimed"
     # claimed, and never released
     DIED_AFTER_CLAIM = "died_after_claim"
@@ -179,6 +180,18 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
         "the same without the decode side's logs, with the remark that it may have died",
         "Every rank of a decode engine has to pull, announce or discharge each request, even if it needs none of it.",
     ),
+    C.DECODE_UNRESPONSIVE: Entry(
+        "a decode engine was not there",
+        "it was not claimed: {reader} {given}, but {why}",
+        "expired, or held, and nobody claimed",
+        "nobody speaks of the request, and a reader was not there: its engine was asked and does not answer; or its "
+        "`loop_was_away` covers half of the lease's time or more; or its log ends without a goodbye, before the last "
+        "line of all by more than a lease and ten of its usual pauses. All readers that may be meant are named",
+        _SAID_BY_PREFILL,
+        "See whether the process lives (`asynckv inspect`; `ps -o stat`: T is stopped) and what blocks its loop: "
+        "`docs/stuck.md`. If it had only nothing to say, look for the request in the router.",
+        is_class=True,
+    ),
     C.NEVER_CLAIMED: Entry(
         "nobody ever claimed it",
         "nobody ever claimed it{why}",
@@ -234,11 +247,13 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     ),
     C.DECODE_LOOP_AWAY: Entry(
         "the reader's loop was away",
-        "the event loop of {reader} was away for {away_s} s, so that it did not renew or release",
-        "expired, and the reader that is owed had claimed",
-        "`loop_was_away` between the beginning and the end of its pull",
-        _SILENT,
-        "Something blocks the decode engine's loop: run asynckv on a thread of its own (`docs/embedding.md`).",
+        "the event loop of {reader} was away for {away_s} s, so that it did not claim, renew or release in time",
+        "expired, and this reader is owed",
+        "`loop_was_away` between the beginning and the end of its pull; or over half of the lease's time or more, and "
+        "it first spoke of the request as it came back, or other ranks of its engine had",
+        f"{_SILENT}, or {_SAID_BY_PREFILL}",
+        "Something blocks the decode engine's loop, or its process was stopped (SIGSTOP, a debugger, a paused "
+        "container). Run asynckv on a thread of its own (`docs/embedding.md`).",
     ),
     C.READER_SILENT: Entry(
         "the reader fell silent after its claim",

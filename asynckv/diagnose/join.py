@@ -365,8 +365,9 @@ class Pull:
 
     @property
     def detail(self) -> str:
-        """Why it failed, in words."""
-        return self.said.text("detail") if self.said is not None else ""
+        """Why it failed, in words; empty if they say no more than the cause."""
+        said = self.said.text("detail") if self.said is not None else ""
+        return said if said != self.cause else ""
 
     @property
     def last_at(self) -> float:
@@ -474,10 +475,15 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Service:
-    """All processes and requests that some logs speak of."""
+    """All processes and requests that some logs speak of.
+
+    Attributes:
+        unanswered: Ranks that were asked, live, and do not answer, by name.
+    """
 
     processes: dict[str, Process] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
+    unanswered: list[str] = field(default_factory=list)
     _by_start: dict[str, Process] = field(default_factory=dict)
 
     def process_named(self, rank: str) -> Process | None:

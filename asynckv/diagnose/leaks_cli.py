@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 from asynckv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from asynckv.diagnose.records import Record
+    from asynckv.diagnose.ask import Answer
 
 __all__ = ["EPILOG", "leaks"]
 
@@ -31,6 +32,8 @@ EPILOG = """
   asynckv leaks tcp://10.0.0.1:5555 tcp://10.0.0.2:5555
 
   asynckv leaks /run/asynckv
+
+  asynckv leaks /var/log/asynckv/ --since 10m
 
 [bold]Exit status[/bold]  0 nothing was late, 1 something was, 2 bad input, no such request, or no answer
 """
@@ -65,6 +68,15 @@ def leaks(
         int | None,
         typer.Option(help="Requests shown of each cause: 1, with --details 3.", metavar="N", show_default=False),
     ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            help="Only what was late then or later: a time (2026-01-31T12:00 or 12:00, UTC), or so long before the "
+            "last event (90s, 10m, 2h). Shows whether a repair has helped.",
+            metavar="TIME",
+            show_default=False,
+        ),
+    ] = None,
     json: Annotated[
         str | None, typer.Option(help="Write the report as JSON; - for stdout.", metavar="FILE", show_default=False)
     ] = None,
@@ -89,7 +101,8 @@ def leaks(
     from asynckv.diagnose.leaks import find_leaks
     from asynckv.diagnose.leaks_clocks import aligned
     from asynckv.diagnose.leaks_processes import early_ends
-    from asynckv.diagnose.reading import read_with_progress
+    from asynckv.diagnose.leaks_values import moment as clock
+    from asynckv.diagnose.reading import moment, read_with_progress
     from asynckv.diagnose.records import Logs
     from asynckv.observe.output import check_writable, write_json
 
@@ -102,24 +115,37 @@ def leaks(
     paths = [x for x in sources if leaks_live.has_logs(x)]
     errors = Console(stderr=True)
     logs = read_with_progress(paths, errors) if paths else Logs()
+    answers: list[Answer] = []
     unanswered: list[str] = []
     ended: list[str] = []
     if addresses:
-        records, unanswered, ended = _asked(addresses, keys, authorized)
-        logs = replace(logs, records=[*logs.records, *records])
+        answers, unanswered, ended = _asked(addresses, keys, authorized)
+        logs = replace(logs, records=[*logs.records, *leaks_live.records_of(answers, time.time())])
     if logs.nothing:
         raise ConfigError("; ".join([*unanswered, *ended]) or logs.nothing)
     service = join(logs)
+    service.unanswered = leaks_live.who_hangs(answers, service)
     when = aligned(service)
     wanted, names = None, None
     if request is not None:
         wanted = leaks_request.find_requests(service, request, leaks_copies.called(service))
         names = {request, *leaks_request.names(wanted)}
-    found, early = find_leaks(service, when, wanted), early_ends(service, when)
+    last = max(x.at for x in logs.records)
+    begin = moment("--since", since, last) if since is not None else -math.inf
+    if begin > last:
+        raise ConfigError(f"no event is later than --since {since}; the last is of {clock(last)} UTC")
+
+    def counts(rank: str, until: float) -> bool:
+        """Whether something was late within the time that is asked about; what has no time was."""
+        process = service.process_named(rank)
+        return not (sum(when(process.incarnation, until)) / 2 if process is not None else until) < begin
+
+    found = [x for x in find_leaks(service, when, wanted) if counts(x.holders[0] if x.holders else "", x.until)]
+    early = early_ends(service, when)
     stories = [leaks_request.life(x) for x in (wanted or ())[:MAX_STORIES]]
     stories += leaks_copies.failures(service, names or ())[:MAX_STORIES]
-    copies = leaks_copies.late_copies(service, names)
-    report = leaks_page.report(found, service, logs, unanswered, stories, early, copies)
+    copies = [x for x in leaks_copies.late_copies(service, names) if counts(x.rank, x.since + x.seconds)]
+    report = leaks_page.report(found, service, logs, unanswered, stories, early, copies, begin)
     write_json(json, report)
     usual = 3 if details or request is not None else 1
     limit = usual if limit is None else limit
@@ -130,11 +156,10 @@ def leaks(
 
 def _asked(
     addresses: list[str], keys: Path | None, authorized: Path | None
-) -> tuple[list[Record], list[str], list[str]]:
+) -> tuple[list[Answer], list[str], list[str]]:
     """Ask running engines, and say who did not answer, and whose processes have ended."""
     from asynckv.config import KeysConfig
     from asynckv.diagnose.ask import ask_all, targets
-    from asynckv.diagnose.leaks_live import records_of
 
     pair = KeysConfig(secret=keys, authorized=authorized) if keys is not None and authorized is not None else None
     answers = asyncio.run(ask_all(targets(addresses), pair))
@@ -144,4 +169,4 @@ def _asked(
     # A socket that was found in a directory, of a process that has ended, holds nothing: nobody asked for that one.
     ended = [why for x, why in vain if x.is_left_behind and x.address not in addresses]
     silent = [why for _, why in vain if why not in ended]
-    return list(records_of(answers, time.time())), silent, ended
+    return answers, silent, ended

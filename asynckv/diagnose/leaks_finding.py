@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -75,7 +76,9 @@ def make_leak(processes: Processes, request: Request, story: Story, **fields: An
         last_prefill=_told(here) if here is not None else "",
         last_decode=last_decode,
         missing=missing,
-        reader=reader if "/tp" in reader else "",
+        # Of a reader that may have been meant, nothing is known.
+        reader=reader if "/tp" in reader and story.cause is not C.DECODE_UNRESPONSIVE else "",
+        told_at=records[-1].at if records else math.nan,
         other_request_id=story.names.get("other_id", "") if story.cause is C.OTHER_REQUEST_ID else "",
         **fields,
     )

@@ -18,8 +18,9 @@ from asynckv.observe.events import EVENT
 
 if TYPE_CHECKING:
     from asynckv.diagnose.ask import Answer
+    from asynckv.diagnose.join import Service
 
-__all__ = ["has_logs", "is_address", "records_of"]
+__all__ = ["has_logs", "is_address", "records_of", "who_hangs"]
 
 FRACTION = 1 / 3
 """As `log.held_fraction` has it."""
@@ -78,6 +79,14 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
                 state = "announced" if status.kind == "announced" else status.state
                 entry = _pull(status)
                 yield say(EVENT.PULL_HELD, state=state, waits=status.waits, requests=1, oldest=[entry])
+
+
+def who_hangs(answers: Iterable[Answer], service: Service) -> list[str]:
+    """Name the ranks that were asked, live, and do not answer; those of addresses by the logs, which name them."""
+    by_address = {x.started.text("address"): x.rank for x in service.processes.values() if x.started is not None}
+    hang = (x for x in answers if x.is_away and "keys" not in x.error)  # with other keys it may have answered nobody
+    ranks = (x.account.rank or by_address.get(x.address, "") for x in hang)
+    return [x for x in ranks if x]
 
 
 def _copies(answer: Answer, now: float) -> Iterator[tuple[float, bool, dict[str, Any]]]:

@@ -43,6 +43,7 @@ def report(
     stories: Sequence[str] = (),
     early: Sequence[Early] = (),
     copies: Sequence[LateCopy] = (),
+    since: float = -math.inf,
 ) -> dict[str, Any]:
     """Make plain data of all that was found.
 
@@ -54,6 +55,7 @@ def report(
         stories: What became of the requests that were asked for, each in a line.
         early: Of `early_ends`.
         copies: Of `late_copies`.
+        since: Only what was late then or later is among these.
     """
     prefill, decode = service.sides
     others = [x for x in service.processes.values() if not x.lends and not x.pulls]
@@ -82,6 +84,7 @@ def report(
             "lines": logs.num_lines,
             "bytes": logs.num_bytes,
             "events": len(logs.records),
+            "since": moment(since) if math.isfinite(since) else None,
             "others": logs.num_others,
             "others_in": [{"path": x.path, "lines": x.num_others} for x in logs.sources if x.num_others][:MAX_FILES],
             "repeated": logs.num_repeated,
@@ -169,11 +172,12 @@ def show(found: dict[str, Any], console: Console, *, details: int, request: str 
     shown: dict[str, Any] = printable(found)
     if not shown["leaks"] and not shown["copies"]:
         name = escape(without_control(request))
-        text = f"Request {name} was not late" if name else "Nothing was late"
+        after = _since(shown["read"])
+        text = f"Request {name} was not late{after}" if name else f"Nothing was late{after}"
         if unanswered := shown["read"]["unanswered"]:
             silent = _few([x.partition(": ")[0] for x in unanswered])
             what = f"Cannot say{f' of request {name}' if name else ''}"
-            text = f"{what}: {silent} did not answer; of the others nothing was late"
+            text = f"{what}: {silent} did not answer; of the others nothing was late{after}"
         elif (limits := _limits(shown["read"])) and not name:
             text += f", as far as {limits}"
         _print(console, f"[bold]{text}.[/bold]")
@@ -200,6 +204,10 @@ def show(found: dict[str, Any], console: Console, *, details: int, request: str 
         _print(console, line)
 
 
+def _since(read: dict[str, Any]) -> str:
+    return f" since {read['since']} UTC" if read["since"] else ""
+
+
 def _limits(read: dict[str, Any]) -> str:
     """Whose word it is that nothing was late, where others may know better."""
     if read["decode"] and not read["prefill"]:
@@ -218,7 +226,8 @@ def _print(console: Console, text: str, indent: int = 0) -> None:
 
 
 def _show_table(shown: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"{shown['leaked']:,} late, by cause", title_justify="left", pad_edge=False, box=None)
+    title = f"{shown['leaked']:,} late{_since(shown['read'])}, by cause"
+    table = Table(title=title, title_justify="left", pad_edge=False, box=None)
     table.add_column("cause", style="bold", no_wrap=True)
     table.add_column("requests", justify="right")
     table.add_column("blocks", justify="right")

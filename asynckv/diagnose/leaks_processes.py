@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from asynckv.diagnose.join import Lease, Process, Pull, Request, Service, start_of
 from asynckv.diagnose.leaks_clocks import CLOCKS_S, HOST_S, When
-from asynckv.diagnose.leaks_values import Early, moment
+from asynckv.diagnose.leaks_values import Early, engine_of, moment
 from asynckv.diagnose.records import Record
 from asynckv.observe.events import EVENT
 
-__all__ = ["DEFAULT_LEASE_S", "LATE_S", "SILENCE_S", "Fate", "Processes", "early_ends"]
+__all__ = ["DEFAULT_LEASE_S", "HABIT", "LATE_S", "QUIET", "SILENCE_S", "Fate", "Processes", "early_ends"]
 
 DEFAULT_LEASE_S = 30.0
 """As in `LeaseConfig`, where a log does not say."""
@@ -39,6 +39,9 @@ LAPSE_S = 3.0
 
 UNDER_WAY_S = 0.25
 """No message is on its way for longer."""
+
+HABIT = 10
+"""Lines of a process that tell how long it usually pauses."""
 
 QUIET = 10.0
 """A process that only seems to have died wrote its last line so many times its usual pause before that, at most."""
@@ -64,18 +67,20 @@ def early_ends(service: Service, when: When) -> list[Early]:
 @dataclass(frozen=True, slots=True)
 class Fate:
     """What became of a process: `stopped`, `died`, `silent` or `alive` (it was asked, and answered), between which
-    moments of everybody's time, and how that is known; a death that is not proved may be a log that was cut off."""
+    moments of everybody's time, and how that is known; a death that is not proved may be a log that was cut off. One
+    that is silent hangs if it was asked, lives, and does not answer."""
 
     kind: str
     why: str
     after: float
     before: float
     is_proved: bool = True
+    hangs: bool = False
 
     @property
     def gone(self) -> str:
         """A death in words; without a next start of the rank, or somebody that lost it, only its log has ended."""
-        return "died" if self.is_proved else "died or was cut off"
+        return "hangs" if self.hangs else "died" if self.is_proved else "died or was cut off"
 
 
 class Processes:
@@ -95,6 +100,7 @@ class Processes:
                     self._lost[record.text("peer_incarnation")].append((process, record))
         self._lapsed: dict[str, float] = {}
         """By when readers were gone that let their promises run out and said no more."""
+        self._unanswered = {start_of(x) for x in service.unanswered}
         self._lenders = {x.engine_id for x in service.requests}
         met = (y for x in service.processes.values() for y in x.of(EVENT.READER_MET))
         self.met = {start_of(x.text("reader")) for x in met}
@@ -131,6 +137,9 @@ class Processes:
         if process.stopped is not None:
             how = "closed" if process.stopped.event == EVENT.ENGINE_STOPPED else "suspended"
             return Fate("stopped", f"{how} at {moment(process.stopped.at)}", low, high)
+        if process.start in self._unanswered:
+            why = f"it does not answer (its log ends at {moment(process.last_at)})"
+            return Fate("silent", why, low, math.inf, False, hangs=True)
         for other, record in self._lost.get(process.incarnation, ()):
             detail = record.text("detail")
             if detail.endswith("said goodbye"):  # and its own log's level leaves that out
@@ -189,10 +198,22 @@ class Processes:
         fate = self.fate(process)
         if fate.kind != "died" or fate.is_proved:
             return fate.before
-        pause_s = (process.last_at - process.first_at) / max(process.num_records - 1, 1)
+        pause_s = _pause_s(process)
         known = (process.durations.get(x, 0.0) for x in ("lease_s", "timeout_s"))
         quiet_s = max(DEFAULT_LEASE_S, QUIET * pause_s, *known)
         return min(fate.before, self.when(process.incarnation, process.last_at)[1] + quiet_s)
+
+    def is_quiet(self, process: Process) -> bool:
+        """Its log ends while others go on for longer than it was ever silent, as far as its usual pause tells."""
+        if self.fate(process).kind != "silent" or not process.says_info or process.num_records < HABIT:
+            return False
+        quiet_s = max(process.durations.get("lease_s", DEFAULT_LEASE_S), QUIET * _pause_s(process))
+        return self.last - self.when(process.incarnation, process.last_at)[1] > quiet_s
+
+    def unanswered_decoders(self) -> list[str]:
+        """Ranks that were asked and do not answer, of which there is no log, and that may be of the decode side."""
+        named = (x for x in self.service.unanswered if self.service.process_named(x) is None)
+        return [x for x in named if engine_of(x) not in self._lenders]
 
     def _would_be_told_of(self, process: Process) -> Iterator[Process]:
         """Those whose orderly end a process that lives would speak of: ranks that it read from, and of its own engine.
@@ -276,3 +297,8 @@ class Processes:
             if fate.kind == "died" and self.gone_by(reader) >= since - early_s and fate.after <= until + waits_s:
                 out += [reader] if began <= until + waits_s else []
         return out
+
+
+def _pause_s(process: Process) -> float:
+    """Return how long a process is silent between two lines, on average."""
+    return (process.last_at - process.first_at) / max(process.num_records - 1, 1)

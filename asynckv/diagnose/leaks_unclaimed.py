@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from asynckv.diagnose.causes import CAUSE
 from asynckv.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
+from asynckv.diagnose.leaks_absent import absent, came_back_too_late, is_long_away, quiet, unresponsive, whole
 from asynckv.diagnose.leaks_between import (
     STALE,
     excuse,
@@ -29,6 +30,8 @@ from asynckv.observe.events import EVENT
 __all__ = ["unclaimed"]
 
 C = CAUSE
+
+MOST_NAMED = 4
 
 
 @dataclass(slots=True)
@@ -71,6 +74,8 @@ def unclaimed(processes: Processes, request: Request, lease: Lease, name: str, p
             f"; no log of {whose} speaks of it: its params never arrived there, or whoever had them died, as "
             f"{listed(x.rank for x in lost)} did about then ({processes.fate(lost[0]).why})"
         )
+        others = absent(processes, lease, [x for x in readers.alive if x not in lost])
+        why += "".join(f"; or {rank} had them, but {how}" for rank, how in list(others.items())[:MOST_NAMED])
         return Story(C.NEVER_CLAIMED, {"why": why})
     if died and is_over:
         fate = processes.fate(died[0])
@@ -78,7 +83,7 @@ def unclaimed(processes: Processes, request: Request, lease: Lease, name: str, p
         names = {"reader": who, "why": fate.why, "gone": fate.gone, "holder": lease.process.rank}
         return Story(C.DIED_BEFORE_CLAIM, names, lease.seconds)
     if not is_nobody and not _may_be_cut(processes, request, lease, name, readers):
-        return _silent_rank(lease, name, readers)
+        return _silent_rank(processes, lease, name, readers)
     return _unheard_of(processes, lease, readers)
 
 
@@ -149,8 +154,14 @@ def _may_be_cut(processes: Processes, request: Request, lease: Lease, name: str,
     return all(processes.when(x.process.incarnation, x.begun_at)[1] > over for x in asked)
 
 
-def _silent_rank(lease: Lease, name: str, readers: _Readers) -> Story:
+def _silent_rank(processes: Processes, lease: Lease, name: str, readers: _Readers) -> Story:
     """Say that others of its engine have spoken of a request, and one rank has not."""
+    away = [(x, seconds) for x in readers.alive if (seconds := is_long_away(processes, lease, x)[0])]
+    if away:
+        reader, seconds = away[0]
+        return Story(C.DECODE_LOOP_AWAY, {"reader": reader.rank, "away_s": in_seconds(seconds)})
+    if hanging := absent(processes, lease, readers.alive):
+        return unresponsive(hanging, "was given it, as other ranks of its engine were")
     others = [x for x in (*lease.claims, *lease.released, *(x.rank for x in readers.spoke)) if x != name]
     reserve = "; it may have died" if readers.silent or not readers.alive else ""
     reserve = "; it died later" if readers.died else reserve
@@ -162,6 +173,9 @@ def _silent_rank(lease: Lease, name: str, readers: _Readers) -> Story:
 def _unheard_of(processes: Processes, lease: Lease, readers: _Readers) -> Story:
     """Say that no log speaks of a request, and why that may be."""
     until = processes.span(lease)[1]
+    hanging = dict.fromkeys(processes.unanswered_decoders(), "it does not answer") if not readers.spoke else {}
+    if found := whole(absent(processes, lease, readers.alive) | hanging, readers.alive):
+        return unresponsive(found, missing=readers.unknown)
     # Where logs end before readers do, and soon after the lease, it may be asked for yet.
     open_ = [x for x in readers.alive if processes.fate(x).kind == "silent"]
     waits_s = SILENCE_S
@@ -169,8 +183,10 @@ def _unheard_of(processes: Processes, lease: Lease, readers: _Readers) -> Story:
         waits_s = max((x.durations.get("timeout_s", SILENCE_S) for x in open_), default=SILENCE_S)
     is_cut = bool(open_) and processes.last < until + waits_s
     if readers.alive and not readers.unknown and lease.state != "lent" and not is_cut:
+        if found := whole(quiet(processes, readers.silent), readers.alive):
+            return unresponsive(found)
         gone_too = listed(x.rank for x in readers.silent)
-        reserve = f"; or {gone_too} died with them, for there a log ends before the lease did" if gone_too else ""
+        reserve = f"; or they were with {gone_too}, whose log ends before the lease did" if gone_too else ""
         if readers.alive == readers.gone:
             reserve = f"; {listed(x.rank for x in readers.gone)} had died before it was lent"
         return Story(C.NEVER_HEARD_OF, {"why": listed(x.rank for x in readers.alive), "died": reserve})
@@ -221,7 +237,7 @@ def _never_got_through(processes: Processes, lease: Lease, pull: Pull) -> Story:
     if pull.ended is None and fate.kind == "died":
         return Story(C.DIED_BEFORE_CLAIM, names | {"why": fate.why, "gone": fate.gone})
     if processes.when(pull.process.incarnation, pull.begun_at)[0] > processes.span(lease)[1]:
-        return Story(C.CAME_TOO_LATE, names)
+        return came_back_too_late(processes, lease, pull) or Story(C.CAME_TOO_LATE, names)
     if _was_forgotten(processes, lease, pull):
         return Story(C.RELEASE_TOO_EARLY, names)
     if cause == "wrong_target":
@@ -232,8 +248,9 @@ def _never_got_through(processes: Processes, lease: Lease, pull: Pull) -> Story:
         return away
     if cause in ("expired", "unknown_key", "lease_lost"):
         # Asked for at once, and over already; or its own wait was what took so long.
-        waited = waited_s > 0.5 * lease.lease_s
-        return Story(C.EXPIRED_WHILE_QUEUED if waited else C.CAME_TOO_LATE, names)
+        if waited_s > 0.5 * lease.lease_s:
+            return Story(C.EXPIRED_WHILE_QUEUED, names)
+        return came_back_too_late(processes, lease, pull) or Story(C.CAME_TOO_LATE, names)
     if keys := refused_keys(processes, pull, lease):
         return Story(C.KEYS_REFUSED, names | {"why": keys})
     if is_only_released(pull, lease):
@@ -243,7 +260,7 @@ def _never_got_through(processes: Processes, lease: Lease, pull: Pull) -> Story:
         if is_unanswered(pull, lease):
             return Story(C.RELEASE_LOST, names | {"why": how_unanswered(pull)})
         if would_be_given_up(processes, pull):
-            return Story(C.CAME_TOO_LATE, names)
+            return came_back_too_late(processes, lease, pull) or Story(C.CAME_TOO_LATE, names)
         over = processes.when(lease.process.incarnation, lease.lent_at + lease.seconds)[0]
         if (
             fate.kind == "silent"
@@ -272,7 +289,8 @@ def _never_got_through(processes: Processes, lease: Lease, pull: Pull) -> Story:
     if away := excuse(processes, lease, pull):
         return away
     if waited_s < UNDER_WAY_S and not is_unanswered(pull, lease):
-        return Story(C.CAME_TOO_LATE, names)  # it failed at once, and its release came when the lease was over
+        # It failed at once, and its release came when the lease was over.
+        return came_back_too_late(processes, lease, pull) or Story(C.CAME_TOO_LATE, names)
     if pull.ended is None or pull.failed_in in ("queue", "handshake", "plan", "announced"):
         return Story(C.EXPIRED_WHILE_QUEUED, names)
     if is_unanswered(pull, lease):

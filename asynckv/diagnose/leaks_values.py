@@ -48,6 +48,7 @@ class Leak:
         blocks: How many, on all of these; -1 if no log says so.
         seconds: For how long they were held, as far as is known.
         since: Since when, in seconds since 1970 by the holder's clock; nan if unknown.
+        told_at: When the logs speak of it last.
         owed: Readers that were waited for; `*` is a decode engine that never spoke up.
         reader: The one that the sentence speaks of, as far as one is known.
         other_request_id: Under which id it was spoken of, if not under its own.
@@ -71,6 +72,7 @@ class Leak:
     blocks: int = -1
     seconds: float = math.nan
     since: float = math.nan
+    told_at: float = math.nan
     owed: tuple[str, ...] = ()
     reader: str = ""
     other_request_id: str = ""
@@ -80,6 +82,11 @@ class Leak:
     last_decode: str = ""
     also: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+
+    @property
+    def until(self) -> float:
+        """When it was over, or is still, as far as the logs go; by the holder's clock."""
+        return self.told_at if math.isnan(self.since + self.seconds) else self.since + self.seconds
 
     @property
     def remedy(self) -> str:

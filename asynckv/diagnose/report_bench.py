@@ -84,13 +84,20 @@ def cards(one: Bench, prefix: str) -> list[Card]:
 
 def compared(benches: Sequence[Bench]) -> str:
     """Put the figures of several runs side by side."""
-    rows = []
+    rows = [
+        ["requests failed", *(f"{one.report['requests']['failed']:,}" for one in benches)],
+        ["memory order, prefill and decode", *(safe(_orders(one.report["config"]), 60) for one in benches)],
+    ]
     for figure in FIGURES.values():
         values = [figure.of(one.report) for one in benches]
         if any(v is not None for v in values):
-            texts = ["–" if v is None else f"{v:,.4g}" for v in values]
+            texts = ["–" if v is None else f"{v:,.0f}" if v >= 1000 else f"{v:,.4g}" for v in values]
             rows.append([f"{figure.title} ({figure.unit})" if figure.unit else figure.title, *texts])
     return frame.table(["figure", *(safe(one.name, 60) for one in benches)], rows, label="Figures of all runs")
+
+
+def _orders(config: Mapping[str, Any]) -> str:
+    return ", ".join(str(config.get(role, {}).get("order", "–")) for role in ("prefill", "decode"))
 
 
 def section(one: Bench) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -77,8 +76,8 @@ def report(
     since: Annotated[
         str | None,
         typer.Option(
-            help="Leave out earlier events: a time (2026-01-31T12:00, UTC unless it says so), or so long before the "
-            "last event (90s, 10m, 2h).",
+            help="Leave out earlier events: a time (2026-01-31T12:00 or 12:00, UTC), or so long before the last event "
+            "(90s, 10m, 2h).",
             metavar="TIME",
             rich_help_panel=TIME,
         ),
@@ -183,27 +182,17 @@ def _decoded(data: bytes) -> Any:
 
 def _between(records: Sequence[Record], since: str | None, until: str | None) -> tuple[float, float]:
     """Work out which times count."""
+    from asynckv.diagnose.reading import moment
+
     first, last = (records[0].at, records[-1].at) if records else (0.0, 0.0)
-    least = _moment("--since", since, last) if since is not None else -math.inf
-    most = _moment("--until", until, last) if until is not None else math.inf
+    least = moment("--since", since, last) if since is not None else -math.inf
+    most = moment("--until", until, last) if until is not None else math.inf
     if not records:
         return -math.inf, math.inf
     if not any(least <= x.at <= most for x in records):
         begin, end = (datetime.fromtimestamp(x, UTC).isoformat(" ", "seconds") for x in (first, last))
         raise ConfigError(f"no event is between --since and --until; there are some from {begin} to {end}")
     return least, most
-
-
-def _moment(option: str, text: str, last: float) -> float:
-    if found := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)", text.strip()):
-        return last - float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}[found[2]]
-    try:
-        when = datetime.fromisoformat(text.strip())
-        return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
-    except (ValueError, OverflowError):
-        raise ConfigError(
-            f"{option} {text[:80]!r} is no time; write 2026-01-31T12:00 (UTC), or 10m: so long before the last event"
-        ) from None
 
 
 def _title(summary: Any) -> str:

@@ -8,12 +8,15 @@ from html import escape
 from asynckv.diagnose import report_bench as benches
 from asynckv.diagnose import report_plots as plots
 from asynckv.diagnose.colours import PHASES, WITHIN
+from asynckv.diagnose.leaks_processes import DEFAULT_LEASE_S
 from asynckv.diagnose.report_text import (
     EARLY_S,
+    GAP,
     Card,
     bytes_text,
     count_text,
     duration,
+    ended_early,
     number,
     safe,
     share,
@@ -28,6 +31,9 @@ __all__ = ["make"]
 
 MOST_ROWS = 100
 """Of one table; the report as JSON has all."""
+
+MOST_BENCHES = 3
+"""Runs of the benchmark that are told one by one at the top."""
 
 MOST_LATE = 10
 """Requests with late blocks that are told one by one."""
@@ -64,7 +70,10 @@ def _hint(summary: Summary) -> str:
 def _first(summary: Summary) -> str:
     """What fits on the first screen."""
     said, is_good = verdict(summary) if summary.engines or not summary.bench else ([], True)
-    said += [benches.verdict(x) for x in summary.bench[:3]]
+    # A run with faults explains most, wherever it stands.
+    said += [benches.verdict(x) for x in sorted(summary.bench, key=lambda x: x.is_good)[:MOST_BENCHES]]
+    if (more := len(summary.bench) - MOST_BENCHES) > 0:
+        said.append(f"And {number(more, 'more run', 'more runs')} of the benchmark, below.")
     is_good = is_good and all(x.is_good for x in summary.bench)
     notes = "".join(f'<p class="note" role="note">{escape(text)}</p>' for text in _notes(summary))
     cards = _cards(summary) if summary.engines else []
@@ -84,6 +93,10 @@ def _cards(summary: Summary) -> list[Card]:
     pulls, leases = summary.pulls, summary.leases
     asked, away = pulls.ended - pulls.retried, max((x.seconds for x in summary.away), default=0.0)
     cards = [Card("loop away", duration(away) if away else "never", "the longest" if away else "for long", away > 0)]
+    if early := [x for x in ended_early(summary) if summary.last - x.last > DEFAULT_LEASE_S / 2]:
+        # A loop that is away says so when it is back.
+        since = f"since {time_text(early[0].last)[:8]}: {'a log ends' if len(early) == 1 else f'{len(early)} logs end'}"
+        cards = [Card("loop away", f"≥{GAP}{duration(away)}" if away else "unknown", since, True)]
     if leases.lent:
         bad, lent = leases.ended_badly, count_text(leases.lent)
         cards = [Card("not released", f"{bad:,}", f"of {lent} leases", bad > 0), *cards]
@@ -120,6 +133,11 @@ def _notes(summary: Summary) -> Iterable[str]:
     if read.skipped:
         lines = sum(x["lines"] for x in read.skipped)
         yield f"{number(lines, 'line', 'lines').capitalize()} could not be read; the last section has the reasons."
+    if plots.bands(summary):
+        yield (
+            "A red band through a plot: an event loop was away. A grey one: a log had ended, without a goodbye. "
+            "Event loops and Peers say whose."
+        )
     yield from map(unseen_text, summary.unseen[:MOST_UNSEEN])
     told = {x.rank for x in summary.unseen[:MOST_UNSEEN]}
     if missing := [x for x in summary.missing if x not in told]:
@@ -304,7 +322,7 @@ def _peers(summary: Summary) -> str:
     drawn = [x for x in summary.peers if x.states]
     figure = (
         _grid(plots.states(summary, drawn))
-        if drawn
+        if drawn or plots.readers(summary)
         else _empty("No change of a peer's state is in these logs: their level is above info, or they begin later.")
     )
     logged = {x.rank for x in summary.engines}

@@ -7,12 +7,25 @@ from html import escape
 from typing import Any
 
 from asynckv.diagnose.colours import BAD, PHASES, STATES, Colour
-from asynckv.diagnose.report_text import bytes_text, count_text, duration, named, number, safe, share, time_text
-from asynckv.diagnose.summary_model import Away, Kind, Pair, Summary
+from asynckv.diagnose.report_text import (
+    EARLY_S,
+    bytes_text,
+    count_text,
+    duration,
+    ended_early,
+    is_unusual,
+    named,
+    number,
+    safe,
+    share,
+    time_text,
+)
+from asynckv.diagnose.summary_model import Away, Engine, Kind, Pair, Summary
 from asynckv.tools import frame
 
 __all__ = [
     "away",
+    "bands",
     "blocks",
     "failures",
     "latency",
@@ -20,6 +33,7 @@ __all__ = [
     "phase_quantiles",
     "phases",
     "quarantine",
+    "readers",
     "states",
     "throughput",
     "volume",
@@ -34,6 +48,9 @@ MOST_LINES = 30
 
 MOST_CAUSES = 7
 """Colours that can be told apart."""
+
+BAND, BAND_ENDED = "rgba(226,75,64,0.16)", "rgba(128,138,150,0.22)"
+"""Of times: seen on light and on dark pages."""
 
 FAR = 5.0
 """So many times what is usual is not drawn whole."""
@@ -111,8 +128,26 @@ def _bars(summary: Summary, name: str, values: Sequence[float | None], colour: A
 def _plot(
     summary: Summary, caption: str, spoken: str, traces: Sequence[Mapping[str, Any]], yaxis: dict[str, Any], **more: Any
 ) -> str:
-    layout = {"xaxis": _time_axis(summary), "yaxis": yaxis, **more.pop("layout", {})}
+    layout = {"xaxis": _time_axis(summary), "yaxis": yaxis, "shapes": bands(summary), **more.pop("layout", {})}
     return frame.figure(caption, f"{caption}. {spoken}", traces, layout, **more)
+
+
+def bands(summary: Summary) -> list[dict[str, Any]]:
+    """Mark through a plot when some event loop was away, and when some log had ended."""
+    span = summary.last - summary.first
+    away = sorted(summary.away, key=lambda x: -x.seconds)[:MOST_LINES]
+    found = [(x.since, x.until, BAND) for x in away if x.seconds > span / 200]
+    early = [x for x in ended_early(summary) if is_unusual(x, summary.last)]
+    found += [(x.last, summary.last, BAND_ENDED) for x in early[:1]]
+    place = {"type": "rect", "layer": "below", "xref": "x", "yref": "paper", "y0": 0, "y1": 1, "line": {"width": 0}}
+    return [{**place, "x0": _ms(since), "x1": _ms(until), "fillcolor": colour} for since, until, colour in found]
+
+
+def readers(summary: Summary) -> list[Engine]:
+    """Return processes of the decode side that were not there for some time: their loops were away, or logs end."""
+    away = {x.rank for x in summary.away if x.seconds > EARLY_S}
+    early = {x.rank for x in ended_early(summary) if is_unusual(x, summary.last)}
+    return [x for x in summary.engines if not x.leases and x.rank in away | early]
 
 
 def _sampled(summary: Summary) -> str:
@@ -413,11 +448,23 @@ def states(summary: Summary, pairs: Sequence[Pair]) -> str:
     shown = pairs[:MOST_LINES]
     is_one = len({x.reader for x in pairs}) == 1
     rows = [x.peer if is_one else f"{named(x.peer, 28)} ← {named(x.reader, 28)}" for x in shown]
+    lost = readers(summary)[:MOST_LINES]
+    rows = [f"{named(x.rank, 40)} itself" for x in lost] + rows
     spans: dict[str, list[tuple[int, float, float, str]]] = {}
-    for i, found in enumerate(shown):
+    for i, reader in enumerate(lost):
+        gone = [("loop away", x.since, x.until) for x in summary.away if x.rank == reader.rank]
+        gone += [("log ended", reader.last, summary.last)] if reader.stopped is None else []
+        for name, since, until in gone:
+            if until - since > EARLY_S:
+                text = f"{name} for {duration(until - since)} from {time_text(since)}, by its own log"
+                spans.setdefault(name, []).append((i, since, until, text))
+    for i, found in enumerate(shown, len(lost)):
         for state, since, until in found.states:
             text = f"{state} for {duration(until - since)} from {time_text(since)}, seen by {found.reader}"
             spans.setdefault(state, []).append((i, since, until, text))
+    first = "Those that failed most come first."
+    if lost:
+        first = "Processes that were not there come first, by their own logs; then peers, those that failed most first."
     order = sorted(spans, key=lambda s: list(STATES).index(s) if s in STATES else len(STATES))
     hidden = f" {len(pairs) - len(shown):,} more are in the report as JSON." if len(pairs) > len(shown) else ""
     return _spans(
@@ -426,6 +473,6 @@ def states(summary: Summary, pairs: Sequence[Pair]) -> str:
         f"{len(shown)} peers.",
         rows,
         {state: spans[state] for state in order},
-        {state: list(colour) for state, colour in STATES.items()},
-        f"Those that failed most come first. A row ends with the log of the process that saw it.{hidden}",
+        {**{state: list(colour) for state, colour in STATES.items()}, "loop away": list(BAD), "log ended": list(NONE)},
+        f"{first} A row ends with the log of the process that saw it.{hidden}",
     )

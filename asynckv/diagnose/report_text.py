@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from asynckv.diagnose.summary_model import Summary, Unseen
+from asynckv.diagnose.leaks_processes import DEFAULT_LEASE_S, HABIT, QUIET
+from asynckv.diagnose.summary_model import Engine, Summary, Unseen
 from asynckv.observe.console import without_control
 
 __all__ = [
@@ -15,10 +17,13 @@ __all__ = [
     "bytes_text",
     "count_text",
     "duration",
+    "ended_early",
+    "is_unusual",
     "named",
     "number",
     "safe",
     "share",
+    "span",
     "time_text",
     "unseen_text",
     "verdict",
@@ -105,67 +110,113 @@ def named(rank: str, most: int = 60) -> str:
     return shown if len(shown) <= most else f"{shown[: most // 2 - 1]}…{shown[-(most - most // 2) :]}"
 
 
+DAY_S = 86_400.0
 EARLY_S = 5.0
 """Logs of processes that live end at different moments, by some seconds."""
 
 
+def ended_early(summary: Summary) -> list[Engine]:
+    """Return processes whose logs end, without a goodbye, while others go on; the earliest first.
+
+    What such a process did since then is not known: it died, it is stopped, or it had nothing to say.
+    """
+    found = (x for x in summary.engines if x.stopped is None and summary.last - x.last > EARLY_S)
+    return sorted(found, key=lambda x: x.last)
+
+
+def is_unusual(engine: Engine, last: float) -> bool:
+    """Whether a process was silent at the end for much longer than it used to be, as `asynckv leaks` has it."""
+    pause_s = (engine.last - engine.first) / max(engine.events - 1, 1)
+    return engine.events >= HABIT and last - engine.last > max(DEFAULT_LEASE_S, QUIET * pause_s)
+
+
 def verdict(summary: Summary) -> tuple[list[str], bool]:
-    """Say in sentences what an operator wants to know first, and whether all is well."""
+    """Say in sentences what an operator wants to know first, the worst first, and whether all is well."""
     pulls, leases, engines = summary.pulls, summary.leases, summary.engines
-    said, is_good = [], True
     if not engines:
         return ["There is no event of asynckv's in these logs."], False
-    span = duration(summary.last - summary.first)
-    asked = pulls.ended - pulls.retried
+    early = ended_early(summary)
+    away = max(summary.away, key=lambda x: x.seconds, default=None)
+    gone, bad, neutral = list[str](), list[str](), list[str]()
     if pulls.ended:
-        failed = f"{pulls.failed:,} ({share(pulls.failed, asked)}) failed" if pulls.failed else "none failed"
-        said.append(
-            f"{number(asked, 'pull', 'pulls').capitalize()} ended within {span}; {failed}{_causes(summary, 'pull')}."
-        )
-        is_good = not pulls.failed
+        (bad if pulls.failed else neutral).append(_ended(summary))
     elif not any(x.released for x in summary.unseen):
-        said.append(f"No pull ended within {span}.")
-    said += [_unseen(summary, pulls.ended)] if summary.unseen else []
+        neutral.append(f"No pull ended within {duration(summary.last - summary.first)}.")
+    neutral += [_unseen(summary, pulls.ended)] if summary.unseen else []
     late = summary.late
     if late.requests:
-        is_good = False
         told = list(late.causes.values())
         causes = [f"{safe(x['title'], 90)} ({x['requests']:,})" for x in told[:2]]
         causes += [f"other causes ({sum(x['requests'] for x in told[2:]):,})"] if told[2:] else []
-        said.append(f"Blocks of {number(late.requests, 'request', 'requests')} came back late: {'; '.join(causes)}.")
+        ends = [x["since"] + x["seconds"] for x in late.worst if x["since"] is not None and x["seconds"] is not None]
+        when = f", {span(summary, min(ends), max(ends))}" if ends else ""
+        bad.append(
+            f"Blocks of {number(late.requests, 'request', 'requests')} came back late{when}: {'; '.join(causes)}."
+        )
     elif leases.lent and leases.ended_badly:
-        is_good = False
-        said.append(
+        bad.append(
             f"{leases.ended_badly:,} of {count_text(leases.lent)} leases ended without their release"
             f"{_causes(summary, 'lease')}."
         )
     elif leases.lent:
         over = leases.lent - leases.open
         all_ = "The one lease that ended was" if round(over) == 1 else f"All {count_text(over)} leases that ended were"
-        said.append(f"{all_} released.")
+        neutral.append(f"{all_} released.")
     if retired := summary.quarantine.retired:
-        is_good = False
-        said.append(f"{number(retired, 'pull', 'pulls').capitalize()} gave up blocks: a transfer did not end.")
+        bad.append(f"{number(retired, 'pull', 'pulls').capitalize()} gave up blocks: a transfer did not end.")
+    if errors := sum(x.errors for x in engines):
+        bad.append(f"There {'is' if errors == 1 else 'are'} {number(errors, 'event', 'events')} of level error.")
     if pulls.latency_s is not None:
-        said.append(
+        neutral.append(
             f"The latency of pulls that completed: p99 {duration(pulls.latency_s.p99)}, the slowest in the logs "
             f"{duration(pulls.latency_s.max)}."
         )
-    if summary.away:
-        worst = max(summary.away, key=lambda x: x.seconds)
-        said.append(f"An event loop was away for up to {duration(worst.seconds)} ({named(worst.rank)}).")
-    if early := [x for x in engines if x.stopped is None and summary.last - x.last > EARLY_S]:
-        first = min(early, key=lambda x: x.last)
-        others = f", and {number(len(early) - 1, 'other ends', 'others end')} early too" if len(early) > 1 else ""
-        said.append(
-            f"The log of {named(first.rank)} ends {duration(summary.last - first.last)} before the last line of "
-            f"all, without a goodbye{others}: it died, or logged nothing more."
+    if away is not None:
+        more = {x.rank for x in summary.away} - {away.rank}
+        others = f"; loops of {number(len(more), 'other process', 'other processes')} were away too" if more else ""
+        said = f"The event loop of {named(away.rank)} was away for {duration(away.seconds)}, "
+        (gone if away.seconds > EARLY_S else bad if bad else neutral).append(
+            f"{said}{span(summary, away.since, away.until)}{others}."
         )
-    errors = sum(x.errors for x in engines)
-    if errors:
-        is_good = False
-        said.append(f"There {'is' if errors == 1 else 'are'} {number(errors, 'event', 'events')} of level error.")
-    return said, is_good
+    if early:
+        is_news = bool(bad) or any(is_unusual(x, summary.last) for x in early)
+        (gone if is_news else neutral).append(_early(summary, early))
+    return [*gone, *bad, *neutral], not (gone or bad)
+
+
+def span(summary: Summary, since: float, until: float) -> str:
+    """Say between which times of day something happened."""
+    is_long = summary.last - summary.first > DAY_S
+    begin, end = (time_text(x, with_day=True) for x in (since, until))
+    if not is_long:
+        begin, end = begin[-8:], end[-8:]
+    return f"at {begin} UTC" if begin == end else f"{begin} to {end} UTC"
+
+
+def _ended(summary: Summary) -> str:
+    """Say how pulls ended."""
+    pulls = summary.pulls
+    asked = pulls.ended - pulls.retried
+    how = [f"{count_text(pulls.cancelled)} {'was' if round(pulls.cancelled) == 1 else 'were'} cancelled"]
+    how = how if round(pulls.cancelled) else []
+    if pulls.failed:
+        times = [x for x in summary.failures if x.side == "pull"]
+        when = f" ({span(summary, min(x.first for x in times), max(x.last for x in times))})" if times else ""
+        how = [f"{pulls.failed:,} ({share(pulls.failed, asked)}) failed{_causes(summary, 'pull')}{when}", *how]
+    else:
+        how.append("none failed")
+    many = number(asked, "pull", "pulls").capitalize()
+    return f"{many} ended within {duration(summary.last - summary.first)}; {'; '.join(how)}."
+
+
+def _early(summary: Summary, early: Sequence[Engine]) -> str:
+    first = early[0]
+    others = f", and {number(len(early) - 1, 'other ends', 'others end')} early too" if len(early) > 1 else ""
+    return (
+        f"The log of {named(first.rank)} ends {span(summary, first.last, first.last)}, "
+        f"{duration(summary.last - first.last)} before the last line of all, without a goodbye{others}: it died, is "
+        f"stopped, or logged nothing more."
+    )
 
 
 def _unseen(summary: Summary, ended: float) -> str:

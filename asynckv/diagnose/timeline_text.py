@@ -383,7 +383,8 @@ def _outcomes(axis: Axis, found: Sequence[Story], console: Console) -> None:
         silent = Counter(_silence(x, side, has_logs) for x, how in outcomes if not how)
         is_sampled |= NOT_LOGGED in silent
         said += [f"{n:,} {why}" for why, n in silent.most_common()]
-        _line(console, f"  {side} side: {', '.join(said)}")
+        if said:
+            _line(console, f"  {side} side: {', '.join(said)}")
     if is_sampled:
         _line(
             console,

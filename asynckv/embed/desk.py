@@ -335,7 +335,9 @@ class EngineDesk:
                 except BlocksRetired:
                     self._report("retired", order.request_id)
                 else:
-                    self._report("returned", order.request_id)
+                    self._failed.discard(task)
+                    if not self._is_held(order):
+                        self._report("returned", order.request_id)
         except GeneratorExit:  # the loop is gone, and nobody is left to be told
             raise
         except BaseException as exc:  # a bug, or somebody cancels every task of the loop
@@ -344,6 +346,11 @@ class EngineDesk:
                 raise
         else:
             self._report(kind, result)
+
+    def _is_held(self, order: Pull | Load | Store) -> bool:
+        """Whether another attempt under the same id holds blocks: `returned` names an id, so it waits for the last."""
+        others = (self._tasks.get(each) for each in self._failed)
+        return any(type(each) is type(order) and each.request_id == order.request_id for each in others)
 
     async def _tell_when_returned(
         self, order: Pull | Load | Store, exc: BaseException, returned: Callable[[str], Coroutine[Any, Any, None]]

@@ -377,7 +377,8 @@ class Engine:
 
         Args:
             params: What `PrefillGroup.make_params` returned. The decode side may have them already.
-            readers: How many decode engines will read the request, each once.
+            readers: How many decode engines will read the request, each once. The blocks return when so many have
+                released; one that never comes costs the rest of `lease_s`, and one more is refused.
 
         Raises:
             EngineClosed: The engine is closed or draining.

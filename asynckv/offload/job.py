@@ -156,7 +156,9 @@ class JobEvent(enum.StrEnum):
     """What happens to a job besides the ends of its moves."""
 
     FAILED = "failed"
+    """A transfer failed, a block is missing, there is no room, or the time is up."""
     CANCELLED = "cancelled"
+    """The caller wants it no more."""
 
 
 def all_is_moved(job: Job) -> bool:

@@ -96,6 +96,8 @@ class _Greeting:
     is_answered: bool = False
     is_void: bool = False
     """What came of it was lost since, through nobody's fault."""
+    is_again: bool = False
+    """One before it was answered, so this may be a probe, which is over sooner."""
 
 
 class Wire:
@@ -221,8 +223,10 @@ class Wire:
             # reading its clock and sending cannot be judged by when it sent.)
             ended_at = known.at
             if self._is_patient and not known.is_answered:
-                ended_at = max(known.at, known.first_at + self._config.handshake_s * 0.999)
+                lasts_s = self._config.suspect_s if known.is_again else self._config.handshake_s
+                ended_at = max(known.at, known.first_at + lasts_s * 0.999)
             if not process.frozen_s and now < ended_at + self._config.backoff_s * 0.999:
                 self._world.violate(f"{process.name} greets {to} again {now - ended_at:.3f} s after it had failed")
         greeting = self._greetings[place] = _Greeting(nonce, now, now)
+        greeting.is_again = known is not None and (known.is_answered or known.is_again)
         self._unanswered.setdefault((process, to), []).append(greeting)

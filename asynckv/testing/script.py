@@ -122,11 +122,15 @@ class Ask:
     discharged: str = ""
     """`NEVER_PULLED` or `AFTER_FAILURE` if readers discharge it, then or then; and nothing else of theirs follows."""
 
+    @property
+    def _readers(self) -> str:
+        return f" (lent with readers={len(self.engines)})" if len(self.engines) > 1 else ""
+
     def __str__(self) -> str:
         return (
             f"{self.at:8.3f} s  request {self.number}: {self.tokens} tokens, {self.cached} cached, of prefill engine "
             f"{self.prefill}, read by "
-            f"{' and '.join(f'engine {e}' for e in self.engines)}"
+            f"{' and '.join(f'engine {e}' for e in self.engines)}{self._readers}"
             f"{', params ahead' if self.ahead else ''}{f', shares with {self.shares}' if self.shares >= 0 else ''}"
             f"{f', announced {self.announce_s:.2f} s before' if self.announce_s else ''}"
             f"{f', priority {self.priority}' if self.priority else ''}"
@@ -171,7 +175,12 @@ class Script:
         """Tell what it stands for, but for its requests and faults."""
         yield (
             f"{self.prefill_engines} prefill engines of {self.prefill} ranks, {self.decode_engines} decode engines of "
-            f"{self.decode} ranks, {self.heads} heads, wire x{self.wire:g}, transfers x{self.data:g}"
+            f"{self.decode} ranks, {self.heads} KV heads; packets {self.wire:g} times, transfers {self.data:g} times "
+            f"as slow as usual"
+        )
+        yield (
+            "p0, q0: rank 0 of the first and the second prefill engine; d1.0: rank 0 of decode engine 1; d1.0#2: its "
+            "second start"
         )
 
     @property

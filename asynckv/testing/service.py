@@ -830,6 +830,8 @@ class Service:
             return
         if rank.is_draining:
             self.world.violate(f"{rank.name} drains, and lends request {lent.ask.number}")
+        told = f"request {lent.ask.number}, readers={len(lent.ask.engines)}"
+        self.world.asides.append((self.world.now, rank.name, "lent", told))
         holder = _Lease(lent.ask.number, handle, lent, process, clock, rank.engine)
         self.leases.append((rank, process, holder))
         self._spent(rank, lent)

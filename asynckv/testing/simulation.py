@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -127,7 +128,8 @@ def play(script: AnyScript, doors: Callable[[Process], Doors] = Doors, logs: Log
             service = Service(script, doors, listeners)
         service.run()
     world = service.world
-    return Outcome(script, world.violation, service.outcomes + world.counts, world.trace)
+    trace = sorted(world.trace + world.asides, key=itemgetter(0))
+    return Outcome(script, world.violation, service.outcomes + world.counts, trace)
 
 
 def simulate(

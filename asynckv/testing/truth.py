@@ -92,6 +92,7 @@ WHY = {
     "siblings_spoke": "other ranks of the same decode engine had spoken of it, to whomever",
     "untold": "some process of the decode side died or fell silent, or somebody without a log shook hands, and no log "
     "tells that it was not the one",
+    "other_away": "all ranks of some decode engine were away for a part of its time: it may have been the one",
     "asked_late": "its reader asked for it when the lease had ended",
     "asked": "its reader had asked for it, by a pull, an announcement or a discharge",
     "stale": "its reader was told that the process, or the memory, is another now",
@@ -516,6 +517,13 @@ class Witness:
                             return True
         return False
 
+    def _is_some_engine_away(self, lent_at: float, end: float) -> bool:
+        """Whether of some decode engine every rank's loop was away meanwhile."""
+        away = {
+            x.name.partition("#")[0] for x in self.service.world.processes.values() if _overlap(x.away, lent_at, end)
+        }
+        return any(all(rank.name in away for rank in engine) for engine in self.service.decode)
+
     def _is_closed(self, process: Process, since: float, end: float) -> bool:
         """Whether an engine began to close, or to fall asleep, within this time."""
         return any(since <= at <= end for at in self._noted[process.name, "ends"])
@@ -589,6 +597,8 @@ class Witness:
         unasked = {"never_handed", "handed_late", "rank_dead", "died_before_claim", "never_asked"}
         if whys & unasked and (self._is_open(end) or any(at <= end for at in self._strangers[owner.name])):
             whys.add("untold")
+        if whys & unasked and self._is_some_engine_away(lent_at, end):
+            whys.add("other_away")
         if any(self._is_closed(a.process, lent_at - LONG_S, end) for a in attempts):
             whys.add("reader_closed")
         if end - lent_at >= LEASE.max_lease_s * 0.99:

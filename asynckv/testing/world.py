@@ -238,6 +238,8 @@ class World(Fabric):
         self.now = 0.0
         self.violation = ""
         self.trace: list[tuple[float, str, str, Any]] = []
+        self.asides: list[tuple[float, str, str, Any]] = []
+        """What only people read, in the report: the trace is what a hostile rank draws from."""
         self.counts: Counter[str] = Counter()
         self.processes: dict[str, Process] = {}
         self.asked: defaultdict[str, set[ReplyTo]] = defaultdict(set)

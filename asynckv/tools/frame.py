@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
 
 __all__ = ["REMEDY", "axis", "facts", "figure", "is_installed", "log_axis", "make", "plain", "table", "verdict"]
+
+_CODE = re.compile(r"`([^`<>]{1,200})`")
+_NAME = re.compile(
+    r"(?P<engine>[^\s,;:()<>&`/]{1,60}(?:/pp\d{1,6})?/)(?P<rank>tp\d{1,6}(?:@[0-9a-f]{1,16})?)"
+    r"|(?<!\S)[\w.-]{1,60}-\d+(?![^\s,])|(?<!\S)[\w.-]{1,60}:\d+(?![^\s,])"
+)
+"""A rank, a request's id that ends in a number, or a line of a file."""
+
+LONG = 80
+"""Letters of a cell that is a sentence."""
 
 REMEDY = "plots need plotly: pip install 'asynckv[plots]'"
 
@@ -65,7 +76,8 @@ def figure(
     drawn = go.Figure(data=list(traces), layout=dict(layout))
     # Without plotly's template: the page has its own colours.
     drawn.update_layout(template=None)
-    height = (layout.get("meta") or {}).get("height", 340) + 21
+    has_legend = any(trace.get("showlegend", True) for trace in traces)
+    height = (layout.get("meta") or {}).get("height", 340) + (21 if has_legend else 0)
     # A "</script" inside a string must not end the script.
     data = drawn.to_json().replace("<", "\\u003c")
     return (
@@ -105,8 +117,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, te
     kinds = [' class="text"' if head in texts else "" for head in heads]
     top = "".join(f'<th scope="col"{kind}>{escape(head)}</th>' for head, kind in zip(heads, kinds, strict=True))
     body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>'
-        f"{''.join(f'<td{kind}>{escape(cell)}</td>' for cell, kind in zip(cells, kinds[1:], strict=True))}</tr>\n"
+        f'<tr><th scope="row">{_words(name)}</th>'
+        f"{''.join(f'<td{_long(cell, kind)}>{_words(cell)}</td>' for cell, kind in zip(cells, kinds[1:], strict=True))}"
+        "</tr>\n"
         for name, *cells in rows
     )
     return (
@@ -115,10 +128,27 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, te
     )
 
 
+def _words(text: str) -> str:
+    """Make HTML of a text: what stands in backticks is code, and names are not broken at their hyphens."""
+    shown = _CODE.sub(r"<code>\1</code>", escape(text))
+    return _NAME.sub(_name, shown)
+
+
+def _name(found: re.Match[str]) -> str:
+    """Keep a name in one line; that of a rank may be broken before the rank."""
+    parts = [found["engine"], found["rank"]] if found["engine"] else [found[0]]
+    return "<wbr>".join(f'<span class="name">{x}</span>' for x in parts)
+
+
+def _long(cell: str, kind: str) -> str:
+    """Give a sentence room."""
+    return ' class="text long"' if kind and len(cell) > LONG else kind
+
+
 def verdict(said: Sequence[str], *, is_good: bool | None) -> str:
     """Say first what matters: whether all is well (None: nothing tells), and one sentence for each thing."""
     kind, first = {True: ("good", "All well."), False: ("bad", "Look here:"), None: ("", "Nothing to judge:")}[is_good]
-    rest = escape(" ".join(said)) if len(said) < 2 else f"<ul>{''.join(f'<li>{escape(x)}</li>' for x in said)}</ul>"
+    rest = _words(" ".join(said)) if len(said) < 2 else f"<ul>{''.join(f'<li>{_words(x)}</li>' for x in said)}</ul>"
     return f'<div class="verdict {kind}"><strong>{first}</strong> {rest}</div>\n'
 
 

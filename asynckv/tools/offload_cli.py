@@ -227,9 +227,9 @@ def _size(num_bytes: int) -> str:
 
 def _show(found: Folder, *, to_stderr: bool) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    from asynckv.observe.console import printable
+    from asynckv.observe.console import printable, without_control
+    from asynckv.observe.output import print_table
 
     console = Console(stderr=to_stderr)
     stored = f"{found.blocks:,}, {_size(found.bytes_stored)}"
@@ -246,34 +246,34 @@ def _show(found: Folder, *, to_stderr: bool) -> None:
         if value:
             console.print(f"{name:<11}{printable(value)}", highlight=False, soft_wrap=True)
     if found.kinds:
-        table = Table("group", "layout", "blocks", "bytes", box=None, pad_edge=False)
-        for kind in found.kinds:
-            table.add_row(printable(kind.tag[:32]), printable(kind.layout[:16]), f"{kind.blocks:,}", _size(kind.bytes))
+        rows = [
+            (without_control(x.tag[:32]), without_control(x.layout[:16]), f"{x.blocks:,}", _size(x.bytes))
+            for x in found.kinds
+        ]
         console.print()
-        console.print(table)
+        print_table(console, ("group", "layout", "blocks", "bytes"), rows, texts=(0, 1))
 
 
 def _show_all(found: Sequence[Folder], *, to_stderr: bool) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    from asynckv.observe.console import printable
+    from asynckv.observe.console import without_control
+    from asynckv.observe.output import print_table
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("directory", overflow="fold")
-    for name in ("blocks", "bytes", "on the disk", "newest", "in use by"):
-        table.add_column(name)
-    for each in found:
-        table.add_row(
-            printable(Path(each.folder).name),
+    rows = [
+        (
+            without_control(Path(each.folder).name),
             f"{each.blocks:,}",
             _size(each.bytes_stored),
             _size(each.bytes_on_disk),
             each.newest[:10],
             f"pid {each.owner.pid}" if each.owner is not None and each.is_live else "nobody",
         )
+        for each in found
+    ]
     console = Console(stderr=to_stderr)
-    console.print(table)
+    heads = ("directory", "blocks", "bytes", "on the disk", "newest", "in use by")
+    print_table(console, heads, rows, texts=(0, 4, 5))
     console.print(
         f"{len(found):,} directories, {sum(each.blocks for each in found):,} blocks, "
         f"{_size(sum(each.bytes_on_disk for each in found))} on the disk",

@@ -9,7 +9,7 @@ from typing import Any
 from scenery import NUM_BLOCKS, Call, Ranks, blocks_of, run_engine
 from worker import work
 
-from asynckv import Announce, Cancel, Discharge, Failed, Finished, Order, Pull
+from asynckv import Announce, Cancel, Discharge, Finished, Order, Pull
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Pulling:
     """Ranks whose pull has not ended."""
     held: set[int] = field(default_factory=set)
     """Ranks whose pull has failed, and on which NIXL may still write these blocks."""
-    failures: list[Failed] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
 
 class Scheduler:
@@ -59,6 +59,10 @@ class Scheduler:
         """Take a call of the router."""
         request_id = call.body.get("request_id", "")
         if call.path == "/decode":
+            under_way = {each.call.body["request_id"] for each in (*self.waiting, *self.ready)} | self.pulling.keys()
+            if request_id in under_way:  # an id names one request at a time: `returned` tells nothing but the id
+                call.answer.set_result({"error": f"{request_id!r} is under way"})
+                return
             self.waiting.append(Request(call, call.body["params"]))
             # Now, though there may be no blocks for it yet: ranks meet, and the lease is kept while the request waits.
             self.orders.append(Announce(request_id, call.body["params"]))
@@ -93,18 +97,25 @@ class Scheduler:
             compute=[(request.prompt, request.blocks) for request in computed],
             check=[(request.prompt, request.blocks) for request in ready],  # a real engine generates tokens from it
         )
+        alive = [each for each in told if each is not None]
         for i, request in enumerate(ready):
             self.free += request.blocks
+            if len(alive) < len(told):  # a rank's part of its KV is lost
+                self.compute_here(request, "a rank of this engine has died")
+                continue
             request.call.answer.set_result(
                 {
                     "from": "here" if request.params is None else "the prefill engine",
                     "num_bytes": request.num_bytes,
                     "why": request.why,
-                    "is_right": all(right[i] for _, right in told),
+                    "is_right": all(right[i] for _, right in alive),
                 }
             )
-        for rank, (finished, _) in enumerate(told):
-            self.take_finished(rank, finished)
+        for rank, each in enumerate(told):
+            if each is None:
+                self.has_died(rank)
+            else:
+                self.take_finished(rank, each[0])
 
     def pull(self, request: Request, params: dict[str, Any]) -> None:
         """Have all ranks fill a request's blocks. Each of them says how that ended: it is in `received` or `failed`."""
@@ -121,7 +132,7 @@ class Scheduler:
             self.has_ended(rank, result.request_id)
         for failed in finished.failed:
             pulling = self.pulling[failed.request_id]
-            pulling.failures.append(failed)
+            pulling.failures.append(f"{type(failed.error).__name__}: {getattr(failed.error, 'reason', '')}")
             if failed.is_held:
                 pulling.held.add(rank)
             if not getattr(failed.error, "failed_in", ""):
@@ -151,9 +162,34 @@ class Scheduler:
             request.call.answer.set_result({"from": "nowhere", "why": "aborted"})
             return
         # The client need not notice: compute the prompt here, into other blocks.
-        error = pulling.failures[0].error
-        request.params, request.why = None, f"{type(error).__name__}: {getattr(error, 'reason', '')}"
+        self.compute_here(request, pulling.failures[0])
+
+    def compute_here(self, request: Request, why: str) -> None:
+        """Queue a request whose KV is to be computed by this engine."""
+        request.params, request.why = None, why
         self.waiting.appendleft(request)
+
+    def has_died(self, rank: int) -> None:
+        """Go on without a rank that has died, and with another in its place.
+
+        Nothing can write its memory any more, so it holds no blocks. The pulls of the other ranks are cancelled; each
+        still says how it ended, and whether its blocks are held. What the dead rank was owed to release comes back to
+        the prefill engine when the lease ends.
+        """
+        print(f"decode: rank {rank} has died; it is started again", flush=True)
+        for request_id, pulling in list(self.pulling.items()):
+            self.orders.append(Cancel(request_id))
+            pulling.failures.append("a rank of this engine has died")
+            pulling.held.discard(rank)
+            if rank in pulling.unfinished:
+                self.has_ended(rank, request_id)
+            else:
+                self.free_if_over(request_id)
+        for request in self.ready:
+            self.free += request.blocks
+            self.compute_here(request, "a rank of this engine has died")
+        self.ready = []
+        self.ranks.restart(rank)
 
     def free_if_over(self, request_id: str) -> None:
         """Give the blocks of a failed pull back, unless something may still write them."""

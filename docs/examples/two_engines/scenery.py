@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 from asynckv import Finished, Order, Registration, register_tensors, shard
@@ -94,31 +96,50 @@ class Ranks:
     """All workers of one engine, as its scheduler sees them: processes at the other end of pipes."""
 
     def __init__(self, work: Callable[..., None], engine_id: str, tp_size: int, directory: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
-        for tp_rank in range(tp_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_process, args=(work, engine_id, tp_rank, tp_size, directory, theirs))
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        self._started_with = (work, engine_id, tp_size, directory)
+        started = [self._start(tp_rank) for tp_rank in range(tp_size)]
+        self._processes, self._pipes = [process for process, _ in started], [pipe for _, pipe in started]
         self.endpoints = [pipe.recv() for pipe in self._pipes]
+
+    def _start(self, tp_rank: int) -> tuple[BaseProcess, Connection]:
+        work, engine_id, tp_size, directory = self._started_with
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_process, args=(work, engine_id, tp_rank, tp_size, directory, theirs))
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def restart(self, tp_rank: int) -> None:
+        """Start another worker in place of one that has died. It has an empty KV cache, and another endpoint."""
+        self._processes[tp_rank].join()
+        self._processes[tp_rank], self._pipes[tp_rank] = self._start(tp_rank)
+        self.endpoints[tp_rank] = self._pipes[tp_rank].recv()
 
     def step(
         self, orders: list[Order], compute: Prompts = (), check: Prompts = ()
-    ) -> list[tuple[Finished, list[bool]]]:
-        """Let every rank make a step; returns what each has to tell."""
+    ) -> list[tuple[Finished, list[bool]] | None]:
+        """Let every rank make a step; returns what each has to tell, and None for one that has died."""
         for pipe in self._pipes:
-            pipe.send(Step(orders, compute, check))
-        return [pipe.recv() for pipe in self._pipes]
+            with contextlib.suppress(OSError):
+                pipe.send(Step(orders, compute, check))
+        return [self._receive(pipe) for pipe in self._pipes]
+
+    def _receive(self, pipe: Connection) -> tuple[Finished, list[bool]] | None:
+        try:
+            told: tuple[Finished, list[bool]] = pipe.recv()
+        except (EOFError, OSError):
+            return None
+        return told
 
     def end(self) -> None:
-        """End all workers in order."""
+        """End all workers in order, and those that do not end by themselves."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # it has ended by itself
                 pipe.send(None)
         for process in self._processes:
+            process.join(timeout=10.0)
+            process.kill()
             process.join()
 
 
@@ -138,12 +159,32 @@ def ask(url: str, **body: Any) -> dict[str, Any]:
         return dict(json.load(answer))
 
 
+def check(path: str, body: dict[str, Any]) -> None:
+    """Raise unless a scheduler can take this call. What comes from outside must not end an engine."""
+    if path in ("/prefill", "/decode"):
+        prompt = body["prompt"]
+        if not isinstance(prompt, list) or not all(type(token) is int and 0 <= token < 2**31 for token in prompt):
+            raise ValueError("prompt is no list of tokens")
+        if not 0 < blocks_of(prompt) <= NUM_BLOCKS:
+            raise ValueError(f"a prompt has 1 ... {NUM_BLOCKS * BLOCK_SIZE} tokens, not {len(prompt)}")
+    if path == "/decode" and not isinstance(body["params"], dict):
+        raise ValueError("params is no object")
+    if path != "/status" and not isinstance(body["request_id"], str):
+        raise ValueError("request_id is no text")
+
+
 def listen(port: int, calls: queue.SimpleQueue[Call]) -> str:
     """Put calls that come by HTTP into a queue; returns the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            call = Call(self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            try:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                check(self.path, body)
+            except (KeyError, TypeError, ValueError) as error:
+                self.send_error(400, str(error))
+                return
+            call = Call(self.path, body)
             calls.put(call)
             answer = json.dumps(call.answer.result()).encode()
             self.send_response(200)
@@ -162,7 +203,7 @@ def listen(port: int, calls: queue.SimpleQueue[Call]) -> str:
 def run_engine(engine_id: str, make_scheduler: Callable[[Ranks], Any], work: Callable[..., None], tp_size: int) -> None:
     """Start an engine's workers, its scheduler and its HTTP server, and make steps until Ctrl-C or SIGTERM."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--tp", type=int, default=tp_size, help="tensor-parallel ranks: 1, 2, 4 or 8")
+    parser.add_argument("--tp", type=int, default=tp_size, choices=(1, 2, 4, 8), help="tensor-parallel ranks")
     parser.add_argument("--port", type=int, default=0, help="where to listen; by default the system chooses")
     parser.add_argument("--dir", default="", help="for the workers' logs and sockets; by default there are none")
     options = parser.parse_args()

@@ -1,0 +1,109 @@
+"""Draw the picture of docs/structure.md: one worker process, its core, and what stands around it.
+
+Drawn by hand from the essay of `asynckv/core/__init__.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from scripts import command, drawing
+from scripts.drawing import colours, text
+
+WIDTH, HEIGHT = 740, 404
+LEFT, MIDDLE, RIGHT = 30, 220, 400
+"""Where the boxes of the engine and the edges begin, are parted, and end."""
+
+CORE = 550
+"""Where the core begins."""
+
+ENGINE, EDGES, PURE = 0, 2, 3
+"""Colours of the palette."""
+
+
+def box(left: float, top: float, right: float, bottom: float, colour: int) -> str:
+    """A part of the process."""
+    fill, _ = colours(colour)
+    place = f'x="{left:g}" y="{top:g}" width="{right - left:g}" height="{bottom - top:g}"'
+    return f'<rect {place} rx="8" fill="{fill}"/>'
+
+
+def named(left: float, top: float, right: float, colour: int, name: str, *lines: str) -> list[str]:
+    """A part with its file, and what it does."""
+    _, ink = colours(colour)
+    words = [text(left + 12, top + 22, name, kind="code bold", ink=ink)]
+    words += [text(left + 12, top + 24 + 17 * i, line, size=13, ink=ink) for i, line in enumerate(lines, 1)]
+    return [box(left, top, right, top + 34 + 17 * len(lines), colour), *words]
+
+
+def arrow(x: float, y: float, to_x: float, to_y: float) -> str:
+    """What is said by one part to another: straight down, up, left or right."""
+    dx, dy = (to_x > x) - (to_x < x), (to_y > y) - (to_y < y)
+    back_x, back_y = to_x - 9 * dx, to_y - 9 * dy
+    tip = f"M{to_x:g} {to_y:g}L{back_x + 5 * dy:g} {back_y + 5 * dx:g}L{back_x - 5 * dy:g} {back_y - 5 * dx:g}Z"
+    return f'<path d="M{x:g} {y:g}L{back_x:g} {back_y:g}" class="line"/>\n<path d="{tip}" class="head"/>'
+
+
+def structure() -> str:
+    """The whole picture."""
+    x, between = (LEFT + RIGHT) / 2, (RIGHT + CORE) / 2
+    parts = [
+        f'<rect x="12" y="34" width="{WIDTH - 24}" height="300" rx="10" class="line" stroke-dasharray="6 4"/>',
+        text(WIDTH - 24, 54, "one worker process of your engine", size=13, anchor="end"),
+        text(x + 14, 20, "your calls", size=13),
+        arrow(x, 8, x, 60),
+        *named(LEFT, 60, RIGHT, ENGINE, "engine/engine.py", "lend, announce, pull: callers wait here"),
+        arrow(x - 10, 111, x - 10, 144),
+        arrow(x + 10, 144, x + 10, 111),
+        *named(
+            LEFT, 144, RIGHT, ENGINE, "engine/driver.py", "one turn after another, on the event loop:",
+            "events in, commands out",
+        ),
+        arrow(RIGHT, 168, CORE, 168),
+        arrow(CORE, 190, RIGHT, 190),
+        text(between, 160, "events, and the time", size=13, anchor="middle"),
+        text(between, 208, "messages, commands", size=13, anchor="middle"),
+        *named(
+            CORE, 72, WIDTH - 30, PURE, "core/rank.py", "decides all; pure:", "no clock, no socket,", "no await",
+            "", "prefill.py", "leases", "", "decode.py", "pulls and peers",
+        ),
+        arrow(120, 212, 120, 252),
+        arrow(140, 252, 140, 212),
+        arrow(300, 212, 300, 252),
+        arrow(320, 252, 320, 212),
+        *named(LEFT, 252, MIDDLE - 8, EDGES, "edges/zmq.py", "packets"),
+        *named(MIDDLE, 252, RIGHT, EDGES, "edges/nixl.py", "bytes"),
+        arrow(120, 303, 120, 366),
+        arrow(140, 366, 140, 303),
+        arrow(310, 366, 310, 303),
+        text(152, 358, "decisions", size=13),
+        text(322, 358, "KV, read one-sidedly", size=13),
+        text(x, 390, "the ranks of other engines", size=13, anchor="middle", kind="bold"),
+    ]  # fmt: skip
+    return drawing.svg(
+        "One worker process: the engine takes calls, its driver feeds the pure core and the edges, which carry packets "
+        "and bytes to the ranks of other engines",
+        WIDTH,
+        HEIGHT,
+        "\n".join(parts),
+    )
+
+
+def pictures() -> dict[str, str]:
+    """The pictures by the names of their files."""
+    return {"structure.svg": structure()}
+
+
+def draw() -> None:
+    """Draw the picture of the structure into docs/pictures.
+
+    Run it after a change of this script; a test compares.
+    """
+    drawing.write(pictures())
+
+
+main = command.script(draw, "draw_structure", "[bold]Exit status[/bold]  0 written, 2 bad input")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

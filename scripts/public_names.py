@@ -1,0 +1,226 @@
+"""What others may name: Python's names and parameters, commands and options, events, metrics, keys of JSON reports.
+
+`docs/compatibility.md` says which of them stay, `scripts/record_wire.py` records them. Parameters are recorded with how
+they may be given and whether they have a default, because `f(a, b)` breaks where `b` comes first or `c` is required.
+Keys of reports are those of real reports: of small runs, of the log and the benchmark in `tests/data/`, and for what
+would need a machine, of its types.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer
+from typer.testing import CliRunner
+
+import asynckv
+from asynckv.bench import journal, report
+from asynckv.bench.driver import Measured
+from asynckv.bench.experiment import Experiment
+from asynckv.bench.options import Options
+from asynckv.bench.protocol import Outcome
+from asynckv.bench.workload import Workload
+from asynckv.cli import app
+from asynckv.core.account import Account
+from asynckv.core.types import Reason
+from asynckv.diagnose import inspect_join
+from asynckv.diagnose.ask import Answer
+from asynckv.diagnose.causes import CAUSE
+from asynckv.diagnose.doctor import show
+from asynckv.diagnose.doctor.catalogue import Finding
+from asynckv.diagnose.doctor.facts import Facts
+from asynckv.errors import ConfigError
+from asynckv.observe.events import EVENTS
+from asynckv.observe.metrics import FAMILIES
+from asynckv.tools.models import Heads, Model
+from asynckv.tools.offload_folder import Checked, Folder, Pruned
+
+__all__ = ["COMMANDS", "DEFAULT", "commanded", "names", "reports"]
+
+DATA = Path(__file__).parents[1] / "tests" / "data"
+DEFAULT = ", has a default"
+
+BY_DATA: tuple[str, ...] = (
+    ".counts",
+    ".violations",
+    ".causes",
+    ".failures",
+    ".failed_in",
+    ".released",
+    ".errors",
+    ".overall",
+    ".metrics",
+    ".inside",
+    ".fields",
+    ".processes",
+    ".peak_rss_bytes",
+    ".pool_bytes_per_rank",
+    ".gauges",
+    ".budgets",
+    ".num_peers",
+    ".holds[].blocks",
+    ".planes",
+    ".counters",
+    ".environment",
+)
+"""Objects whose keys are data: names of ranks, causes, figures. What is in them is recorded under `*`."""
+
+
+COMMANDS = {
+    "simulate": "simulate --seeds 1 --jobs 1 --json OUT",
+    "compare": "bench compare ONE OTHER --json OUT",
+    "layout": "layout --layers 1 -o OUT",
+    "plan": "plan LAYOUTS LAYOUTS --json OUT",
+    "leaks": "leaks LOG --json OUT",
+    "timeline": "timeline LOG --json OUT",
+    "report": "report LOG ONE -o PAGE --json OUT",
+}
+"""Commands that need no engine; what is in capitals is a path."""
+
+
+def _parameters(value: Any) -> dict[str, str]:
+    """How a function's parameters may be given, in their order."""
+    found = inspect.signature(value).parameters.values()
+    return {x.name: x.kind.description + DEFAULT * (x.default is not x.empty) for x in found}
+
+
+def _members(value: Any) -> dict[str, Any]:
+    """What a public name has: parameters of a function or class; public members of a class, with those of methods."""
+    if not isinstance(value, type):
+        return {"": _parameters(value)} if callable(value) else {}
+    found: dict[str, Any] = dict.fromkeys(sorted(_set_on_self(value)))
+    if issubclass(value, BaseException):  # caught by a name of its own or of one of these; nobody else makes one
+        found["is a"] = sorted(x.__name__ for x in value.__mro__[1:] if x is not object)
+    else:
+        found[""] = _parameters(value)
+    for name in dir(value):
+        if not name.startswith("_") and not hasattr(BaseException, name):
+            member = inspect.getattr_static(value, name)
+            if isinstance(member, (classmethod, staticmethod)):
+                found[name] = _parameters(getattr(value, name))
+            elif inspect.isfunction(member):
+                found[name] = {x: kind for x, kind in _parameters(member).items() if x != "self"}
+            else:
+                found[name] = None
+    return found
+
+
+def _set_on_self(kind: type) -> set[str]:
+    """Public attributes that a class gives its objects in `__init__`: the class itself does not have them."""
+    found = set()
+    for each in kind.__mro__:
+        begin = vars(each).get("__init__")
+        if (
+            inspect.isfunction(begin)
+            and begin.__module__.startswith("asynckv")
+            and "<" not in begin.__code__.co_filename
+        ):
+            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(begin)))):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr[0] != "_":
+                    found.add(node.attr)
+    return found
+
+
+def _commands(found: Any, name: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Every command with its options, and whether they may be left out."""
+    options: dict[str, str] = {}
+    for each in found.params:
+        words = [x for x in (*each.opts, *each.secondary_opts) if x[:2] == "--"] or [f"argument {each.name}"]
+        options |= dict.fromkeys(words, "required" if each.required else f"option{DEFAULT}")
+    yield name, dict(sorted(options.items()))
+    for word, each in getattr(found, "commands", {}).items():
+        yield from _commands(each, f"{name} {word}")
+
+
+def names() -> dict[str, Any]:
+    """What others may name: see docs/compatibility.md."""
+    return {
+        "python": {name: _members(getattr(asynckv, name)) for name in asynckv.__all__},
+        "commands": dict(_commands(typer.main.get_command(app), "asynckv")),
+        "events": {name: sorted(field.name for field in event.fields) for name, event in EVENTS.items()},
+        "metrics": sorted(FAMILIES),
+        "reasons": sorted(Reason),
+        "causes": sorted(CAUSE),
+    }
+
+
+def reports(account: Account) -> dict[str, list[str]]:
+    """The keys of JSON reports, by their schema. `account`: what an engine says of itself, all of it."""
+    answers = [Answer(address="tcp://h:1", engine_id="e", account=account), Answer(address="tcp://h:2", error="x")]
+    keys = {each["schema"]: set(_keys(each)) for each in (_bench(), inspect_join.as_json(answers))}
+    doctor = show.as_json(Facts(), (), 1.0)
+    keys[doctor["schema"]] = {*_keys(doctor), *_fields(Facts, ".facts"), *_fields(Finding, ".findings[]")}
+    for kind in (Folder, Checked, Pruned, journal.Head):
+        (schema,) = (field.default for field in msgspec.structs.fields(kind) if field.name == "schema")
+        keys[str(schema)] = set(_fields(kind))
+    keys[journal.SCHEMA] |= set(_fields(journal.Row))
+    return {schema: sorted(found) for schema, found in keys.items()}
+
+
+def commanded(name: str) -> dict[str, list[str]]:
+    """The same of what a command writes that needs no engine."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {each: str(Path(folder) / each) for each in ("ONE", "OTHER", "LAYOUTS", "PAGE", "OUT")}
+        paths["LOG"] = str(DATA / "leaks.jsonl")
+        for each in ("ONE", "OTHER"):
+            Path(paths[each]).write_bytes((DATA / "bench.json").read_bytes())
+        if name == "plan":
+            _run(COMMANDS["layout"], paths | {"OUT": paths["LAYOUTS"]})
+        document = _run(COMMANDS[name], paths)
+    return {document["schema"]: sorted(set(_keys(document)))}
+
+
+def _run(command: str, paths: dict[str, str]) -> dict[str, Any]:
+    argv = [paths.get(word, word) for word in command.split()]
+    done = CliRunner().invoke(app, argv)
+    if done.exit_code not in (0, 1) or not isinstance(done.exception, SystemExit | None):
+        raise ConfigError(f"asynckv {' '.join(argv)} failed: {done.exception or done.output}")
+    found: dict[str, Any] = json.loads(Path(paths["OUT"]).read_bytes())
+    return found
+
+
+def _bench() -> dict[str, Any]:
+    """The report of a run that nobody had to make."""
+    outcome = Outcome(0, seconds=0.1, num_bytes=100, planned=8, posted=2, phases={"read": 0.05})
+    experiment = Experiment(Options(), Model("tiny", (Heads(4, 16),) * 2), Workload("fixed 32", (32, 32)))
+    return report.make(experiment, Measured(submitted=1, windows_s=[0.5], outcomes={0: [outcome]}))
+
+
+def _keys(value: Any, path: str = "") -> Iterator[str]:
+    """Where a document has keys: `.requests[].lanes[].rank`."""
+    if isinstance(value, dict):
+        is_data = path.endswith(BY_DATA)
+        for name, each in value.items():
+            here = f"{path}.{'*' if is_data else name}"
+            yield here
+            yield from _keys(each, here)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _keys(each, f"{path}[]")
+
+
+def _fields(kind: Any, path: str = "") -> Iterator[str]:
+    """The same of a type whose values are documents."""
+    match kind if isinstance(kind, msgspec.inspect.Type) else msgspec.inspect.type_info(kind):
+        case msgspec.inspect.StructType(fields=fields):
+            for field in fields:
+                yield f"{path}.{field.encode_name}"
+                yield from _fields(field.type, f"{path}.{field.encode_name}")
+        case msgspec.inspect.UnionType(types=types):
+            for each in types:
+                yield from _fields(each, path)
+        case msgspec.inspect.VarTupleType(item_type=item) | msgspec.inspect.ListType(item_type=item):
+            yield from _fields(item, f"{path}[]")
+        case msgspec.inspect.DictType(value_type=item):
+            yield f"{path}.*"
+            yield from _fields(item, f"{path}.*")
+        case _:
+            return
