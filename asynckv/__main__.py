@@ -1,6 +1,42 @@
-"""`python -m asynckv` is `asynckv`."""
+"""`python -m asynckv` is `asynckv`: what comes before the command line is imported, and after it has ended.
 
-from asynckv.cli import main
+Meanwhile nothing runs that Ctrl-C would have to end in order: it is one line, and the process is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line."""
+    heeds = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # and not started to ignore it
+    if heeds:
+        signal.signal(signal.SIGINT, _interrupted)
+    from asynckv import cli
+
+    if heeds:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    status = 130
+    try:
+        status = cli.run()
+    except KeyboardInterrupt:  # one more, while the first was told
+        pass
+    finally:
+        if heeds:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interpreter that ends takes it for a kill, or an error
+    sys.exit(status)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"asynckv: interrupted\n")
+    os._exit(130)
+
 
 if __name__ == "__main__":
     main()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -17,10 +18,10 @@ from asynckv.bench.parameters import taking_options
 from asynckv.diagnose import doctor_cli, inspect_cli, leaks_cli, report_cli, timeline_cli
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.observe.output import help_of, write, write_json
-from asynckv.observe.streams import prepare, unwritten
+from asynckv.observe.streams import Unwritten, prepare
 from asynckv.tools.offload_cli import offload_app
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
 
 START_EPILOG = """
 [bold]Begin with[/bold]
@@ -29,21 +30,32 @@ START_EPILOG = """
 
   asynckv bench --layers 4 --requests 400 --floor
 
-[bold]Every command has[/bold] -h with its options, examples and exit status. [bold]Exit status[/bold]  0 good,
-1 something is wrong, 2 bad input, 130 Ctrl-C
+[bold]Every command has[/bold] -h with its options, examples and exit status
+
+[bold]Exit status[/bold]  0 good, 1 something is wrong, 2 bad input, 130 Ctrl-C, 141 the reader of stdout has left
 """
 
 
 class Root(typer.core.TyperGroup):
-    """All commands. Ctrl-C is told in a line, unless somebody who knows more has told it."""
+    """All commands. Ctrl-C is told in a line, unless somebody who knows more has told it; typer only ends with 130."""
+
+    def make_context(self, *given: Any, **options: Any) -> Any:
+        with _telling():
+            return super().make_context(*given, **options)
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _telling():
             return super().invoke(ctx)
-        except KeyboardInterrupt as exc:
-            if not getattr(exc, "__notes__", ()):
-                print("asynckv: interrupted", file=sys.stderr)
-            raise
+
+
+@contextlib.contextmanager
+def _telling() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as exc:
+        if not getattr(exc, "__notes__", ()):
+            _say("interrupted", 130)
+        raise
 
 
 app = typer.Typer(
@@ -440,18 +452,19 @@ def keygen(
     typer.echo(f"{public}  public: for the authorized directory of each engine that {name} talks to")
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Run the command line; errors are one line on stderr."""
+    sys.exit(run())
+
+
+def run() -> int:
+    """Run the command line; errors are one line on stderr. Returns the exit status."""
     prepare()
     try:
-        status = _run()
-    except Exception as exc:
-        if (said := unwritten(exc)) is None:
-            raise
-        text, status = said
-        if text:
-            _fail(text, status)
-    sys.exit(status)
+        return _run()
+    except Unwritten as exc:
+        text, status = exc.told()
+        return _say(text, status) if text else status
 
 
 def _run() -> int:
@@ -461,22 +474,16 @@ def _run() -> int:
     except (typer.Abort, KeyboardInterrupt):
         status = 130
     except USAGE_ERROR as exc:
-        status = exc.exit_code
-        if exc.format_message():  # otherwise there were no arguments, and the help has been printed
-            _fail(_usage(exc), status)
+        # Otherwise there were no arguments, and the help has been printed.
+        return _say(_usage(exc), exc.exit_code) if exc.format_message() else int(exc.exit_code)
     except ConfigError as exc:
-        _fail(exc, 2)
+        return _say(exc, 2)
     except AsyncKVError as exc:
-        _fail(exc, 2 if type(exc).__name__ == "BackendError" else 1)
-    except SystemExit as exc:
-        # rich and typer take a closed pipe for an error of status 1.
-        if isinstance(exc.__context__, BrokenPipeError):
-            raise exc.__context__ from None
-        raise
+        return _say(exc, 2 if type(exc).__name__ == "BackendError" else 1)
     except OSError as exc:
         if exc.filename is None:
             raise
-        _fail(f"{os.fsdecode(exc.filename)}: {exc.strerror}", 2)
+        return _say(f"{os.fsdecode(exc.filename)}: {exc.strerror}", 2)
     # Whoever has hung up is noticed here, and not by the interpreter at exit.
     sys.stdout.flush()
     return status
@@ -495,11 +502,11 @@ def _usage(exc: Any) -> str:
     return f"{text}{' See' if text.endswith('?') else '; see'} {context.command_path} --help"
 
 
-def _fail(exc: object, status: int) -> NoReturn:
+def _say(exc: object, status: int) -> int:
     from asynckv.observe.console import without_control
 
     print(f"asynckv: {without_control(str(exc))}", file=sys.stderr)
-    sys.exit(status)
+    return status
 
 
 if __name__ == "__main__":

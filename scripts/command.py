@@ -15,7 +15,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from asynckv.errors import ConfigError
-from asynckv.observe.streams import prepare, unwritten
+from asynckv.observe.streams import Unwritten, prepare
 
 Json = Annotated[str, typer.Option("--json", metavar="FILE", help="Where the JSON goes; - is stdout.")]
 Scenarios = Annotated[list[str] | None, typer.Argument(metavar="SCENARIO", help="What to run; everything if left out.")]
@@ -38,12 +38,11 @@ def script(work: Callable[..., Any], name: str, epilog: str) -> Callable[..., in
             text = str(exc) if isinstance(exc, ConfigError) else " ".join(exc.format_message().split())
             print(f"{name}: {text}", file=sys.stderr)
             return 2
-        except OSError as exc:
-            if (said := unwritten(exc)) is None:
-                raise
-            if said[0]:
-                print(f"{name}: {said[0]}", file=sys.stderr)
-            return said[1]
+        except Unwritten as exc:
+            text, status = exc.told()
+            if text:
+                print(f"{name}: {text}", file=sys.stderr)
+            return status
         return int(found or 0)
 
     return main

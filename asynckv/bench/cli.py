@@ -76,7 +76,8 @@ BENCH_EPILOG = """
 
   asynckv bench --role decode --connect 10.0.0.1:9000 --allow-insecure
 
-[bold]Exit status[/bold]  0 all good, 1 a request failed, a byte was wrong or a block leaked, 2 bad input, 130 Ctrl-C
+[bold]Exit status[/bold]  0 all good, 1 a request failed, a byte was wrong or a block leaked, 2 bad input, 130 Ctrl-C, \
+141 the reader of stdout has left
 """
 
 

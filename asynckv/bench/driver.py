@@ -164,7 +164,7 @@ class Driver:
         """Go on to the next part of the run."""
         if not self.found.interrupted:
             self.found.stage = stage
-        what = {"warm-up": "warm-up, first handshakes", "run": "requests"}[stage]
+        what = {"warm-up": "warm-up, first handshakes", "run": "requests, with filling and comparing"}[stage]
         self._progress.begin(what, total, has_rate=stage == "run")
 
     def _of(self, wanted: Callable[[Place], bool]) -> list[Worker]:

@@ -1,6 +1,7 @@
 """stdout and stderr as they really are: closed, full, hung up on, or unable to show every letter.
 
-`prepare` comes first in every command; what writing then raises, `unwritten` turns into a line and an exit status.
+`prepare` comes first in every command. What stdout does not take raises `Unwritten` from then on, and nothing else
+does: a broken pipe to somebody else is an error like any other.
 """
 
 from __future__ import annotations
@@ -11,12 +12,38 @@ import errno
 import io
 import os
 import sys
+from typing import Any
 
-__all__ = ["prepare", "unwritten"]
+__all__ = ["Unwritten", "prepare"]
 
 PLAIN = str.maketrans({"µ": "u", "×": "x", "–": "-", "—": "-", "…": "...", "●": "*", "○": "o", "━": "-", "→": "->"})
 """What stands for a letter where a terminal has only ASCII; all others are escaped."""
 HANDLER = "asynckv-plain"
+
+
+class Unwritten(OSError):
+    """stdout takes no more. Without an `errno`, by which click and rich would end the process in ways of their own."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"the output cannot be written: {error.strerror}")
+        self.cause = error
+
+    def told(self) -> tuple[str, int]:
+        """Say in a line, with an exit status, why; nothing is written to stdout after this, nor at exit."""
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        # The reader has heard enough: `| head`.
+        return ("", 141) if self.cause.errno == errno.EPIPE else (str(self), 2)
+
+
+class _Stdout(io.FileIO):
+    """stdout, whose errors are told from those of all other files."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as exc:
+            raise Unwritten(exc) from None
 
 
 class _Closed(io.TextIOBase):
@@ -25,11 +52,11 @@ class _Closed(io.TextIOBase):
     encoding = "utf-8"
 
     def write(self, text: str) -> int:
-        raise OSError(errno.EBADF, "stdout is closed")
+        raise Unwritten(OSError(errno.EBADF, "stdout is closed"))
 
 
 def prepare() -> None:
-    """Make stdout and stderr such that writing to them either works or raises an `OSError`."""
+    """Make stdout and stderr such that writing to them either works or, on stdout, raises `Unwritten`."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -39,30 +66,24 @@ def prepare() -> None:
                 os.open(os.devnull, os.O_RDWR)
     if sys.stdout is None:
         sys.stdout = _Closed()
+    elif isinstance(out := sys.stdout, io.TextIOWrapper):
+        held = out.buffer
+        if type(getattr(held, "raw", held)) is io.FileIO:  # not whatever a caller has put there
+            out.flush()
+            raw = _Stdout(out.fileno(), "w", closefd=False)
+            sys.stdout = io.TextIOWrapper(
+                io.BufferedWriter(raw) if isinstance(held, io.BufferedWriter) else raw,
+                out.encoding,
+                out.errors,
+                line_buffering=out.line_buffering,
+                write_through=out.write_through,
+            )
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     codecs.register_error(HANDLER, _plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding or "ascii").name != "utf-8":
             stream.reconfigure(errors=HANDLER)
-
-
-def unwritten(error: BaseException) -> tuple[str, int] | None:
-    """Say in a line, with an exit status, why stdout takes no more; None if the error is another one.
-
-    Nothing is written to stdout after this, nor at exit.
-    """
-    if not isinstance(error, OSError) or error.filename is not None:
-        return None
-    if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EBADF, errno.EIO, errno.EDQUOT):
-        return None
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    if error.errno == errno.EPIPE:
-        # The reader has heard enough: `| head`.
-        return "", 141
-    why = "stdout is closed" if error.errno == errno.EBADF else error.strerror
-    return f"the output cannot be written: {why}", 2
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:

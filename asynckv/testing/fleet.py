@@ -363,6 +363,7 @@ class Fleet:
                     stderr=out,
                     env={**self._env, **env},
                     pass_fds=(theirs.fileno(),),
+                    process_group=0,  # what the terminal sends is for the driver, also while this one imports
                 )
             except BaseException:
                 ours.close()

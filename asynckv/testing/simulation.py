@@ -14,6 +14,7 @@ The same seed gives the same run, event by event.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import multiprocessing
 import signal
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from asynckv.core.wire import decode_packet
@@ -197,6 +199,30 @@ def _deaf() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextmanager
+def _heeding() -> Iterator[threading.Event]:
+    """Tell of Ctrl-C between two seeds: an exception may come where nobody passes it on, and leave a seed half run.
+
+    A second one is an exception.
+    """
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def heed(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, before)
+        asked.set()
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, heed)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def simulate_many(
     seeds: Sequence[int],
     faults: Sequence[str] = FAULTS,
@@ -217,10 +243,13 @@ def simulate_many(
     """
     found, begun = Found(), time.perf_counter()
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
+    asked = threading.Event()
     with ExitStack() as stack:
         results: Iterator[tuple[int, dict[int, str], Counter[str]]]
         if jobs == 1 or len(chunks) == 1:
-            results = (_chunk(chunk, faults, directory, make) for chunk in chunks)
+            asked = stack.enter_context(_heeding())
+            ones = itertools.takewhile(lambda seed: not asked.is_set(), seeds)
+            results = (_chunk([seed], faults, directory, make) for seed in ones)
         else:
             context = multiprocessing.get_context("spawn")
             with _deaf():
@@ -236,6 +265,7 @@ def simulate_many(
                     break
         except KeyboardInterrupt:
             found.interrupted = True
+        found.interrupted |= asked.is_set()
     found.seconds = time.perf_counter() - begun
     return found
 

@@ -69,6 +69,7 @@ class Probe:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
+                process_group=0,  # what the terminal sends is for its parent
             )
         assert self._popen.stdin is not None
         with contextlib.suppress(OSError):  # it has died: what it says next tells
