@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -214,8 +215,8 @@ def test_who_interrupts_a_simulation_is_told_what_is_done_and_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def chunk(seeds: Any, *rest: Any) -> Any:
-        if seeds[0] > 0:
-            raise KeyboardInterrupt
+        if seeds[0] == 24:
+            signal.raise_signal(signal.SIGINT)
         return len(seeds), {3: "a violation"}, Counter({"pull.complete": 1})
 
     monkeypatch.setattr(simulation, "_chunk", chunk)
