@@ -653,8 +653,8 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         "both",
         ("warning",),
         "The event loop did not run the engine for longer than `log.away_s`: nobody was answered. It was away for the "
-        "`seconds` before the line's timestamp, and up to 2.5 s longer if nothing was under way. Three lines at once, then one in ten seconds, and any that is longer "
-        "by half than the last one logged.",
+        "`seconds` before the line's timestamp, and up to 2.5 s longer if nothing was under way. Three lines at once, "
+        "then one in ten seconds, and any that is longer by half than the last one logged.",
         (
             always(SECONDS, "seconds", "How late the engine's timer was."),
             always(INTEGER, "leases", "Leases that were open meanwhile."),
