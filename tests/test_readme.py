@@ -68,7 +68,7 @@ def labels(report: str) -> set[str]:
 @pytest.mark.slow
 def test_the_report_is_what_a_run_prints() -> None:
     command = [sys.executable, "-m", "asynckv", *shlex.split(BENCH.rpartition("asynckv ")[2])]
-    small = {"1024": "64", "200": "8"}
+    small = {"1024": "64"}
     done = subprocess.run(
         [small.get(argument, argument) for argument in command],
         env=os.environ | {"COLUMNS": "80"},
