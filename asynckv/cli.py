@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -387,16 +388,15 @@ def simulate(
         f"{len(found.violations)} violations",
         highlight=False,
     )
+    # What is pasted into a shell, or comes out of a script, is neither broken into lines nor read as markup.
+    say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    again = f"asynckv simulate{' --offload' * offload}"
     if found.interrupted:
-        again = f"asynckv simulate{' --offload' * offload} --faults {faults}"
         failed = f"; of these failed: {', '.join(map(str, found.violations)) or 'none'}" if found.seeds else ""
-        console.print(
+        say(
             f"INTERRUPTED after {found.seeds:,} of {seeds:,} seeds (from {first_seed}){failed}\n"
-            f"go on: {again} --first-seed {first_seed + found.seeds} --seeds {seeds - found.seeds}",
+            f"go on: {again} --faults {faults} --first-seed {first_seed + found.seeds} --seeds {seeds - found.seeds}",
             style="yellow",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
         )
         raise typer.Exit(130)
     if found.violations:
@@ -404,18 +404,12 @@ def simulate(
         console.print(f"\nseed {seed}: {violation}\nminimised:", highlight=False, markup=False)
         small = simulation.minimise(make(seed, chosen))
         for line in small.explain(events):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-        again = f"asynckv simulate{' --offload' * offload} --first-seed {seed} --seeds 1 --faults {faults}"
-        console.print(f"\nagain, all of it: {again}", highlight=False, markup=False, soft_wrap=True)
+            say(line)
+        say(f"\nagain, all of it: {again} --first-seed {seed} --seeds 1 --faults {faults}")
         drawn = f"{make.__name__}({seed}{'' if faults == 'all' else f', {chosen}'})"
-        console.print(
-            f"minimised, in Python: from asynckv.testing.simulation import *; minimise({drawn})",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        say(f"minimised, in Python: from asynckv.testing.simulation import *; minimise({drawn})")
         if others := [str(other) for other in found.violations if other != seed]:
-            console.print(f"other seeds with a violation: {', '.join(others)}", highlight=False, soft_wrap=True)
+            say(f"other seeds with a violation: {', '.join(others)}")
         raise typer.Exit(1)
 
 

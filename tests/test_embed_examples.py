@@ -20,32 +20,29 @@ WAYS = ("native", "threaded", "pumped")
 MOST_LINES = 40
 
 
+def run(*words: str, timeout_s: float = 50) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parents[1])},
+    )
+
+
 @pytest.mark.nixl
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_an_example_runs(way: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{way}.py")],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parents[1])},
-    )
+    done = run(str(EXAMPLES / f"{way}.py"))
     assert (done.returncode, done.stdout) == (0, "393216 bytes, released\n"), done.stderr
 
 
 @pytest.mark.nixl
 @pytest.mark.slow
 def test_the_example_of_a_trace_prints_one() -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "traced.py")],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parents[1])},
-    )
+    done = run(str(EXAMPLES / "traced.py"))
     spans = [line.split()[:2] for line in done.stdout.splitlines()]
     assert sorted(name for _, name in spans) == ["asynckv.lease", "asynckv.pull", "asynckv.release", "request"]
     assert (done.returncode, len({trace for trace, _ in spans})) == (0, 1), done.stderr
@@ -54,14 +51,7 @@ def test_the_example_of_a_trace_prints_one() -> None:
 @pytest.mark.nixl
 @pytest.mark.slow
 def test_the_example_of_an_offload_runs() -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "offload.py")],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parents[1])},
-    )
+    done = run(str(EXAMPLES / "offload.py"))
     assert (done.returncode, done.stdout) == (0, "393216 bytes, 48 tokens\n"), done.stderr
 
 
@@ -69,15 +59,7 @@ def test_the_example_of_an_offload_runs() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_the_two_engines_run_and_leave_nothing_behind(tmp_path: Path) -> None:
-    env = os.environ | {"PYTHONPATH": str(EXAMPLES.parents[1])}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "two_engines" / "run.py"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env=env,
-    )
+    done = run(str(EXAMPLES / "two_engines" / "run.py"), str(tmp_path), timeout_s=100)
     assert (done.returncode, done.stderr) == (0, "")
     prefill, decode, r1, r2, r3, end = done.stdout.splitlines()
     assert "tensor parallel 2" in prefill
@@ -86,8 +68,7 @@ def test_the_two_engines_run_and_leave_nothing_behind(tmp_path: Path) -> None:
     assert r2.startswith("r2: aborted; the prefill engine has its blocks back after ")
     assert r3 == "r3: the pull failed (LeaseRefused: revoked); computed here; it is right: True"
     assert end == "all blocks are free in both engines"
-    leaks = [sys.executable, "-m", "asynckv", "leaks", str(tmp_path)]
-    told = subprocess.run(leaks, capture_output=True, text=True, timeout=50, check=False, env=env)
+    told = run("-m", "asynckv", "leaks", str(tmp_path))
     assert told.returncode == 0, told.stdout + told.stderr
 
 
