@@ -89,10 +89,14 @@ class ControlPlane(Protocol):
 
     async def start(
         self,
-        on_packet: Callable[[Address | ReplyTo, bytes], None],
+        on_packet: Callable[[Address | ReplyTo, bytes, str], None],
         on_refused: Callable[[str, str], None] = lambda cause, who: None,
     ) -> None:
         """Bind the listener and deliver every incoming packet to `on_packet` on the event loop.
+
+        `on_packet` is told the origin, the bytes, and the principal: `key:` and the key that the connection proved,
+        `host:` and its address where there are no keys, and nothing for an answer over a link of ours. A `ReplyTo` means
+        one connection and is never used again.
 
         `on_refused` is told, in a word, why somebody was not let in, or may not be talked to, and who it is.
 

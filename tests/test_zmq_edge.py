@@ -38,7 +38,7 @@ class Inbox:
         self.packets: list[tuple[Address | ReplyTo, bytes]] = []
         self.changed = asyncio.Event()
 
-    def __call__(self, origin: Address | ReplyTo, data: bytes) -> None:
+    def __call__(self, origin: Address | ReplyTo, data: bytes, principal: str = "") -> None:
         self.packets.append((origin, data))
         self.changed.set()
 
@@ -262,10 +262,10 @@ async def test_answers_sent_while_packets_arrive_lose_no_wake_up() -> None:
     async with planes(2) as [(a, _), (b, _)]:
         done = asyncio.Event()
 
-        def bounce(origin: Address | ReplyTo, data: bytes) -> None:
+        def bounce(origin: Address | ReplyTo, data: bytes, principal: str) -> None:
             assert b.send(origin, data)
 
-        def again(origin: Address | ReplyTo, data: bytes) -> None:
+        def again(origin: Address | ReplyTo, data: bytes, principal: str) -> None:
             if int(data) == 0:
                 done.set()
             else:
@@ -681,7 +681,7 @@ async def test_a_link_that_zmq_has_given_up_is_replaced(ring: Keyring) -> None:
 async def test_a_bug_in_the_handler_is_loud_and_does_not_end_the_listener() -> None:
     loop, heard, inbox = asyncio.get_running_loop(), list[object](), Inbox()
 
-    def explode(origin: Address | ReplyTo, data: bytes) -> None:
+    def explode(origin: Address | ReplyTo, data: bytes, principal: str) -> None:
         inbox(origin, data)
         if data.startswith(b"bomb"):
             raise ZeroDivisionError(data)
@@ -706,7 +706,7 @@ async def test_a_plane_may_be_closed_from_within_its_handler() -> None:
     plane, inbox = ZmqPlane(LOOPBACK), Inbox()
     closing: list[asyncio.Task[None]] = []
 
-    def close(origin: Address | ReplyTo, data: bytes) -> None:
+    def close(origin: Address | ReplyTo, data: bytes, principal: str) -> None:
         inbox(origin, data)
         closing.append(asyncio.get_running_loop().create_task(plane.aclose()))
 

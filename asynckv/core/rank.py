@@ -431,8 +431,11 @@ class RankCore:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def receive(self, origin: Address | ReplyTo, data: bytes, now: float) -> None:
-        """Take a packet's bytes; `now` was read after they were received."""
+    def receive(self, origin: Address | ReplyTo, data: bytes, now: float, principal: str = "") -> None:
+        """Take a packet's bytes; `now` was read after they were received.
+
+        `principal` is the key or the host that the packet came from, as the control plane says it.
+        """
         if not self._messages.take(origin, now):
             self.outbox.counters["dropped.too_many"] += 1
             return

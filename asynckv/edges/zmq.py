@@ -19,10 +19,13 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
+import itertools
 import re
 import struct
-from collections import Counter
-from collections.abc import Callable
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -31,6 +34,7 @@ import zmq
 from asynckv.config import KeysConfig
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAX_PACKET, MAX_REQUEST_PACKET
+from asynckv.edges.door import Door, Opened
 from asynckv.errors import BackendError, ConfigError
 from asynckv.keys import AllowList, KeyPair, decode_z85, encode_z85, read_pair
 
@@ -42,14 +46,20 @@ QUEUE = 8192
 REPLY_QUEUE = 1024
 """Packets that wait to be sent to one connection of our listener: who does not read what he asks for costs no more."""
 
-REQUEST_QUEUE = 256
-"""Packets of one connection that wait to be taken: 32 MiB at most. More wait at the sender."""
-
-ANSWER_QUEUE = 64
-"""The same for answers, of which few are large."""
-
 BATCH = 64
 """Packets taken from one socket before others get their turn."""
+
+TURN_S = 0.003
+"""How long a socket is read before others get their turn."""
+
+MANY_PARTS = 4096
+"""A connection that sends more parts in one message is cut off; with fewer, only the message is dropped."""
+
+FRAME = 64
+"""Most bytes that ZMTP and CURVE add to a packet."""
+
+MAX_ROUTES = 16_384
+"""Connections of which the principal is remembered; of others libzmq is asked again."""
 
 LINGER_MS = 200
 
@@ -69,9 +79,10 @@ HANDSHAKE_IVL_MS = 5_000
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"asynckv"
-MONITOR_ENDPOINT = "inproc://asynckv-monitor"
+MONITOR_ENDPOINT = "inproc://asynckv-monitor-"
 KEY_MARK = "#"
 
+_OPENED = {zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED}
 _COUNTED = {
     zmq.EVENT_ACCEPTED: "connections.accepted",
     zmq.EVENT_HANDSHAKE_SUCCEEDED: "connections.admitted",
@@ -84,7 +95,7 @@ _FAILED = (
 )
 _LEFT = {errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED}
 
-OnPacket = Callable[[Address | ReplyTo, bytes], None]
+OnPacket = Callable[[Address | ReplyTo, bytes, str], None]
 OnRefused = Callable[[str, str], None]
 
 
@@ -224,9 +235,15 @@ class ZmqPlane:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: _Link | None = None
         self._zap: _Link | None = None
-        self._monitor: _Link | None = None
+        self._door: Door | None = None
+        self._principals: OrderedDict[bytes, str] = OrderedDict()
+        """By route. libzmq never uses a route again."""
+        self._events: zmq.Socket[bytes] | None = None
+        self._events_lock = threading.Lock()
+        """The sockets' monitors are connected to by the loop, and heard by the door's thread."""
+        self._monitors = itertools.count()
         self._links: dict[Address, _Link] = {}
-        self._on_packet: OnPacket = lambda origin, data: None
+        self._on_packet: OnPacket = lambda origin, data, principal: None
         self._on_refused: OnRefused = lambda cause, who: None
         self._counts: Counter[str] = Counter()
 
@@ -254,6 +271,11 @@ class ZmqPlane:
         """Bind the listener."""
         self._context, self._on_packet, self._on_refused = zmq.Context(), on_packet, on_refused
         self._context.set(zmq.MAX_SOCKETS, min(MAX_LINKS, self._context.get(zmq.SOCKET_LIMIT)))
+        events = self._context.socket(zmq.PULL)
+        # A queue with an end would make libzmq's thread wait for the door's.
+        events.setsockopt(zmq.RCVHWM, 0)
+        self._events = events
+        self._door = Door(int(events.getsockopt(zmq.FD)), partial(self._take_events, asyncio.get_running_loop()), self._counts)
         if self._bind is None:
             return
         socket = self._socket(zmq.ROUTER, self._bind)
@@ -261,10 +283,13 @@ class ZmqPlane:
             self._guard(socket)
             self._address = self._listen(socket, self._bind)
         except BaseException:
-            self._unguard(socket)
+            self._unguard()
             socket.close(0)
             raise
-        self._router = _Link(socket, self._from_router)
+        # From here on libzmq numbers all connections itself. An id that a peer chose would be another's, or the next
+        # of these numbers, for which libzmq aborts. The listener has copied its options, so it still speaks ZMTP.
+        socket.setsockopt(zmq.ROUTER_RAW, 1)
+        self._router = _Link(socket, 2, self._from_router, self._dropped)
 
     def _listen(self, socket: zmq.Socket[bytes], bind: str) -> Address:
         """Bind, and return what others are told."""
@@ -320,10 +345,13 @@ class ZmqPlane:
         """Drop a link."""
         if (link := self._links.pop(address, None)) is not None:
             link.close(LINGER_MS)
+            if self._door is not None:
+                self._door.sweep()
 
     def statistics(self) -> dict[str, int]:
         """Count packets, bytes, drops, and who was turned away why (`docs/security.md`)."""
-        counts = {"packets_in": 0, "packets_out": 0, **self._counts, "links": len(self._links)}
+        zeros = dict.fromkeys(("packets_in", "packets_out", *_COUNTED.values()), 0)
+        counts = {**zeros, **self._counts, "links": len(self._links)}
         if self._peers is not None:
             self._peers.refresh()
             counts |= {"authorized_keys": len(self._peers), "key_errors": self._peers.errors}
@@ -335,14 +363,23 @@ class ZmqPlane:
         if context is None:
             return
         links, self._links = [*self._links.values()], {}
+        self._unguard()
         if self._router is not None:
-            self._unguard(self._router.socket)
             links.append(self._router)
         self._router = None
         for link in links:
             link.close(LINGER_MS)
-        # Waits for lingering sockets, so not on the loop.
-        await asyncio.get_running_loop().run_in_executor(None, context.term)
+        door, self._door, events = self._door, None, self._events
+
+        def close() -> None:
+            """Wait for the door's thread and for lingering sockets."""
+            if door is not None:
+                door.close()
+            if events is not None:
+                events.close(0)
+            context.term()
+
+        await asyncio.get_running_loop().run_in_executor(None, close)
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         assert self._context is not None
@@ -351,13 +388,17 @@ class ZmqPlane:
         for option, value in (
             (zmq.MAXMSGSIZE, MAX_REQUEST_PACKET if is_listener else MAX_PACKET),
             (zmq.SNDHWM, REPLY_QUEUE if is_listener else QUEUE),
-            (zmq.RCVHWM, REQUEST_QUEUE if is_listener else ANSWER_QUEUE),
+            # libzmq aborts if a peer leaves while such a queue is full; the door bounds them.
+            (zmq.RCVHWM, 0),
             (zmq.LINGER, LINGER_MS),
             (zmq.RECONNECT_IVL, 50),
             (zmq.RECONNECT_IVL_MAX, 1000),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_IVL_MS),
-            (zmq.HEARTBEAT_IVL, 10_000),
-            (zmq.HEARTBEAT_TIMEOUT, 30_000),
+            # A connection whose other side has vanished ends after half a minute. (ZMQ's own heartbeats abort, too.)
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, 10),
+            (zmq.TCP_KEEPALIVE_INTVL, 5),
+            (zmq.TCP_KEEPALIVE_CNT, 4),
             (zmq.IPV6, int("[" in address)),
         ):
             socket.setsockopt(option, value)
@@ -383,12 +424,13 @@ class ZmqPlane:
         try:
             if key is not None:
                 socket.setsockopt(zmq.CURVE_SERVERKEY, key)
+            self._watch(socket, (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED))
             socket.connect(endpoint)
         except zmq.ZMQError:
             socket.close(0)
             self._counts["bad_address"] += 1
             return None
-        link = _Link(socket, lambda frames: self._from_dealer(address, frames))
+        link = _Link(socket, 1, lambda frames: self._deliver(address, frames[0], ""), self._dropped)
         self._links[address] = link
         return link
 
@@ -407,32 +449,56 @@ class ZmqPlane:
         assert self._context is not None
         if self._pair is not None:
             zap = self._context.socket(zmq.ROUTER)
-            self._zap = _Link(zap, self._from_zap)
+            self._zap = _Link(zap, 16, self._from_zap)
             zap.setsockopt(zmq.LINGER, 0)
             zap.bind(ZAP_ENDPOINT)
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
             # Without this, libzmq lets everybody in whenever nobody answers its questions.
             router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        router.monitor(MONITOR_ENDPOINT, sum((*_COUNTED, *_FAILED)))
-        monitor = self._context.socket(zmq.PAIR)
-        self._monitor = _Link(monitor, self._from_monitor)
-        # A queue with an end would make libzmq's thread wait for this loop, and closing for both.
-        monitor.setsockopt(zmq.RCVHWM, 0)
-        monitor.connect(MONITOR_ENDPOINT)
+        self._watch(router, (*_COUNTED, *_FAILED))
 
-    def _unguard(self, router: zmq.Socket[bytes]) -> None:
+    def _unguard(self) -> None:
         """Take it back before the listener closes; until it has, nobody new is admitted."""
-        with contextlib.suppress(zmq.ZMQError):
-            router.disable_monitor()
-        for link in (self._monitor, self._zap):
-            if link is not None:
-                link.close(0)
-        self._monitor = self._zap = None
+        if self._zap is not None:
+            self._zap.close(0)
+        self._zap = None
 
-    def _from_zap(self, frames: list[bytes]) -> None:
+    def _watch(self, socket: zmq.Socket[bytes], events: Iterable[int]) -> None:
+        """Have the door's thread told what becomes of a socket's connections."""
+        endpoint = f"{MONITOR_ENDPOINT}{next(self._monitors)}"
+        socket.monitor(endpoint, sum(events))
+        with self._events_lock:
+            assert self._events is not None
+            self._events.connect(endpoint)
+
+    def _take_events(self, loop: asyncio.AbstractEventLoop) -> list[Opened]:
+        """Take what libzmq tells of connections, in the door's thread."""
+        opened = []
+        others = []
+        with self._events_lock, contextlib.suppress(zmq.Again):
+            assert self._events is not None
+            while True:
+                head, endpoint = self._events.recv_multipart(zmq.NOBLOCK)
+                number, value = struct.unpack("=HI", head)
+                event = zmq.Event(number)
+                if event in _OPENED:
+                    opened.append(Opened(value, endpoint.decode(), event == zmq.EVENT_ACCEPTED))
+                elif event == zmq.EVENT_DISCONNECTED:
+                    opened.append(Opened(value, ""))
+                    gone = self._door.connections.get(value) if self._door is not None else None
+                    if gone is not None and not gone.is_accepted:
+                        continue  # only the listener's are counted
+                if event != zmq.EVENT_CONNECTED:
+                    others.append((event, value))
+        if others:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._on_events, others)
+        return opened
+
+    def _from_zap(self, frames: list[zmq.Frame]) -> None:
         """Answer one question of libzmq's (ZAP, RFC 27): may the owner of this key enter?"""
-        route, _, version, request, _domain, _address, _identity, mechanism, *credentials = frames
+        route, _, version, request, _domain, _address, _identity, mechanism, *credentials = [x.bytes for x in frames]
         is_known = (
             self._peers is not None
             and mechanism == b"CURVE"
@@ -446,45 +512,78 @@ class ZmqPlane:
         if self._zap is not None:
             self._zap.send([route, b"", version, request, *status, b""])
 
-    def _from_monitor(self, frames: list[bytes]) -> None:
-        event, value = struct.unpack("=HI", frames[0])
-        if event in _COUNTED:
-            self._counts[_COUNTED[event]] += 1
+    def _on_events(self, events: list[tuple[zmq.Event, int]]) -> None:
+        for event, value in events:
+            if event in _COUNTED:
+                self._counts[_COUNTED[event]] += 1
+            elif event in _FAILED:
+                cause = _cause(event, value, self._pair is not None)
+                self._counts[f"rejected.{cause}"] += 1
+                if self._pair is not None and cause != "unlisted_key":
+                    self._on_refused(cause, "")
+
+    def _from_router(self, frames: list[zmq.Frame]) -> None:
+        if len(frames) != 2:
+            return self._dropped(int(frames[0].get(zmq.SRCFD)), len(frames))
+        route, packet = frames[0].bytes, frames[1]
+        principal = self._principals.get(route)
+        if principal is None:
+            principal = self._principals[route] = self._principal(packet)
+            if len(self._principals) > MAX_ROUTES:
+                self._principals.popitem(last=False)
+        self._deliver(ReplyTo(route), packet, principal)
+
+    def _dropped(self, fd: int, parts: int) -> None:
+        """A message had too many parts, or too few."""
+        self._counts["dropped_frames"] += 1
+        connection = self._door.connections.get(fd) if self._door is not None else None
+        if connection is None:
             return
-        cause = _cause(event, value, self._pair is not None)
-        self._counts[f"rejected.{cause}"] += 1
-        if self._pair is not None and cause != "unlisted_key":
-            self._on_refused(cause, "")
+        connection.delivered += parts * FRAME
+        if parts >= MANY_PARTS:
+            self._counts["cut.parts"] += 1
+            connection.shut()
 
-    def _from_router(self, frames: list[bytes]) -> None:
-        if len(frames) == 2:
-            self._deliver(ReplyTo(frames[0]), frames[1])
-        else:
-            self._counts["dropped_frames"] += 1
+    def _principal(self, frame: zmq.Frame) -> str:
+        """Say whose a packet is: the key that its connection proved, or its host."""
+        if self._pair is not None:
+            return f"key:{frame.get('User-Id')}"
+        return f"host:{frame.get('Peer-Address')}"
 
-    def _from_dealer(self, address: Address, frames: list[bytes]) -> None:
-        if len(frames) == 1:
-            self._deliver(address, frames[0])
-        else:
-            self._counts["dropped_frames"] += 1
-
-    def _deliver(self, origin: Address | ReplyTo, packet: bytes) -> None:
+    def _deliver(self, origin: Address | ReplyTo, frame: zmq.Frame, principal: str) -> None:
+        packet = frame.bytes
         self._counts["packets_in"] += 1
         self._counts["bytes_in"] += len(packet)
-        self._on_packet(origin, packet)
+        if self._door is not None and (connection := self._door.connections.get(frame.get(zmq.SRCFD))) is not None:
+            connection.delivered += len(packet) + FRAME
+        self._on_packet(origin, packet, principal)
 
 
 class _Link:
-    """One socket on the event loop."""
+    """One socket on the event loop.
 
-    def __init__(self, socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None]) -> None:
-        self.socket, self._on_frames = socket, on_frames
+    Args:
+        most: Parts of a message that are taken; a message of more is dropped.
+        on_frames: Takes a message.
+        on_dropped: Told of a message that was dropped: the descriptor of its connection, and its parts.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        most: int,
+        on_frames: Callable[[list[zmq.Frame]], None],
+        on_dropped: Callable[[int, int], None] = lambda fd, parts: None,
+    ) -> None:
+        self.socket, self._most, self._on_frames, self._on_dropped = socket, most, on_frames, on_dropped
         self._loop = asyncio.get_running_loop()
         self._made_at = self._loop.time()
         self._sent = self._received = 0
         self._received_before = -1
         """When a send failed after one that did not; -1 if the last one did not."""
         self._failing_since = 0.0
+        self._skipped = 0
+        """Parts that were dropped of a message that has not ended."""
         self._fd = int(socket.getsockopt(zmq.FD))
         self._is_due = False
         self._loop.add_reader(self._fd, self._receive)
@@ -525,20 +624,47 @@ class _Link:
         self._receive()
 
     def _receive(self) -> None:
+        until = self._loop.time() + TURN_S
         for _ in range(BATCH):
             if self.socket.closed:
                 return
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._next()
             except zmq.Again:
                 return
             except zmq.ZMQError as exc:
                 self._loop.call_exception_handler({"message": "a control socket failed", "exception": exc})
                 return
-            self._received += 1
-            try:
-                self._on_frames(frames)
-            except Exception as exc:
-                # A bug in what handles packets; the listener lives.
-                self._loop.call_exception_handler({"message": "a packet could not be handled", "exception": exc})
+            if frames:
+                self._received += 1
+                try:
+                    self._on_frames(frames)
+                except Exception as exc:
+                    # A bug in what handles packets; the listener lives.
+                    self._loop.call_exception_handler({"message": "a packet could not be handled", "exception": exc})
+            if self._loop.time() >= until:
+                break
         self._look_again()
+
+    def _next(self) -> list[zmq.Frame]:
+        """Take a message; empty if it has too many parts, of which many may be left for the next turn.
+
+        Raises:
+            zmq.Again: There is none.
+        """
+        frames: list[zmq.Frame] = []
+        if not self._skipped:
+            frames.append(self.socket.recv(zmq.NOBLOCK, copy=False))
+            # libzmq shows a message once all of it has arrived, so none of these waits.
+            while frames[-1].more and len(frames) < self._most:
+                frames.append(self.socket.recv(zmq.NOBLOCK, copy=False))
+            if not frames[-1].more:
+                return frames
+        for _ in range(MANY_PARTS):
+            part = self.socket.recv(zmq.NOBLOCK, copy=False)
+            self._skipped += 1
+            if not part.more:
+                self._on_dropped(int(part.get(zmq.SRCFD)), self._skipped)
+                self._skipped = 0
+                break
+        return []

@@ -313,10 +313,10 @@ class Driver:
 
     # -- events --------------------------------------------------------------------------------------
 
-    def on_packet(self, origin: Address | ReplyTo, data: bytes) -> None:
+    def on_packet(self, origin: Address | ReplyTo, data: bytes, principal: str) -> None:
         """Take a packet."""
         try:
-            self.core.receive(origin, data, self.clock.now())
+            self.core.receive(origin, data, self.clock.now(), principal)
         except Exception as exc:
             self._internal_error(exc)
         self.soon()

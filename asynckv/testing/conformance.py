@@ -40,7 +40,7 @@ class _Inbox:
         self.packets: list[tuple[Address | ReplyTo, bytes]] = []
         self._event = asyncio.Event()
 
-    def __call__(self, origin: Address | ReplyTo, packet: bytes) -> None:
+    def __call__(self, origin: Address | ReplyTo, packet: bytes, principal: str) -> None:
         self.packets.append((origin, packet))
         self._event.set()
 
