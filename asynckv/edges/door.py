@@ -147,12 +147,16 @@ class Door:
         """Sockets were closed, of which libzmq does not tell: close the duplicates once it has done so."""
         now = time.monotonic()
         self._sweeps = [now + each for each in SWEEPS_S]
+        self.ring()
+
+    def ring(self) -> None:
+        """Have the thread look."""
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
         """End the thread, and wait for that."""
         self._is_closed = True
-        os.eventfd_write(self._bell, 1)
+        self.ring()
         self._thread.join()
         for fd in list(self.connections):
             self._forget(fd)

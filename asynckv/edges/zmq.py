@@ -471,6 +471,8 @@ class ZmqPlane:
         with self._events_lock:
             assert self._events is not None
             self._events.connect(endpoint)
+        if self._door is not None:
+            self._door.ring()  # libzmq announces nothing to a socket that has not looked yet
 
     def _take_events(self, loop: asyncio.AbstractEventLoop) -> list[Opened]:
         """Take what libzmq tells of connections, in the door's thread."""
