@@ -76,6 +76,7 @@ class Connection:
     """One TCP connection.
 
     Attributes:
+        fd: libzmq's number of its descriptor.
         duplicate: A descriptor of its own, so that it never means another connection. The peer learns that libzmq
             closed the connection when the duplicate is closed as well.
         host: The other side's address.
@@ -84,6 +85,7 @@ class Connection:
         quiet: Ticks without a byte.
     """
 
+    fd: int
     duplicate: socket.socket
     host: str
     is_accepted: bool
@@ -97,8 +99,9 @@ class Connection:
         return self.arrived - self.delivered
 
     def shut(self) -> None:
-        """End it. libzmq sees that the peer has gone."""
+        """End it: libzmq sees that the peer has gone, and the peer, which may wait to send more, is reset."""
         with contextlib.suppress(OSError):
+            self.duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.duplicate.shutdown(socket.SHUT_RDWR)
 
 
@@ -126,6 +129,8 @@ class Door:
         self.most_per_host = self.most // 2
         self.connections: dict[int, Connection] = {}
         """By libzmq's number of the descriptor."""
+        self._early: Counter[int] = Counter()
+        """Bytes of connections that the thread has not seen yet."""
         self._take, self._counts = take, counts
         self._per_host: Counter[str] = Counter()
         self._watched: dict[int, Connection] = {}
@@ -142,6 +147,13 @@ class Door:
             self._epoll.register(each, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="asynckv-door", daemon=True)
         self._thread.start()
+
+    def deliver(self, fd: int, num_bytes: int) -> None:
+        """Count what the loop was given of a connection."""
+        if (connection := self.connections.get(fd)) is not None:
+            connection.delivered += num_bytes
+        else:
+            self._early[fd] += num_bytes
 
     def sweep(self) -> None:
         """Sockets were closed, of which libzmq does not tell: close the duplicates once it has done so."""
@@ -187,6 +199,7 @@ class Door:
 
     def _on_opened(self, opened: Opened) -> None:
         self._forget(opened.fd)
+        early = self._early.pop(opened.fd, 0)
         if not opened.endpoint:
             return
         try:
@@ -201,7 +214,7 @@ class Door:
         except (OSError, IndexError, TypeError):
             duplicate.close()
             return
-        connection = Connection(duplicate, theirs[0], opened.is_accepted)
+        connection = Connection(opened.fd, duplicate, theirs[0], opened.is_accepted, early)
         self.connections[opened.fd] = self._watched[duplicate.fileno()] = connection
         self._epoll.register(duplicate.fileno(), _ONCE)
         if opened.is_accepted:
@@ -247,14 +260,14 @@ class Door:
             elif connection.quiet > QUIET_TICKS:
                 self._busy.discard(connection)
                 self._epoll.modify(connection.duplicate.fileno(), _ONCE)
-        accepted = [c for c in self._busy if c.is_accepted]
+        accepted = [c for c in self.connections.values() if c.is_accepted]
         if sum(c.ahead for c in accepted) > MAX_AHEAD_ALL:
             self._cut(max(accepted, key=lambda c: c.ahead), "unread")
 
     def _cut(self, connection: Connection, cause: str) -> None:
         self._counts[f"cut.{cause}"] += 1
-        connection.delivered = connection.arrived
         connection.shut()
+        self._forget(connection.fd)
 
 
 def _is_same(fd: int, duplicate: int) -> bool:

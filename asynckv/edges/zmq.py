@@ -275,7 +275,9 @@ class ZmqPlane:
         # A queue with an end would make libzmq's thread wait for the door's.
         events.setsockopt(zmq.RCVHWM, 0)
         self._events = events
-        self._door = Door(int(events.getsockopt(zmq.FD)), partial(self._take_events, asyncio.get_running_loop()), self._counts)
+        self._door = Door(
+            int(events.getsockopt(zmq.FD)), partial(self._take_events, asyncio.get_running_loop()), self._counts
+        )
         if self._bind is None:
             return
         socket = self._socket(zmq.ROUTER, self._bind)
@@ -538,11 +540,10 @@ class ZmqPlane:
     def _dropped(self, fd: int, parts: int) -> None:
         """A message had too many parts, or too few."""
         self._counts["dropped_frames"] += 1
-        connection = self._door.connections.get(fd) if self._door is not None else None
-        if connection is None:
+        if self._door is None:
             return
-        connection.delivered += parts * FRAME
-        if parts >= MANY_PARTS:
+        self._door.deliver(fd, parts * FRAME)
+        if parts >= MANY_PARTS and (connection := self._door.connections.get(fd)) is not None:
             self._counts["cut.parts"] += 1
             connection.shut()
 
@@ -556,8 +557,8 @@ class ZmqPlane:
         packet = frame.bytes
         self._counts["packets_in"] += 1
         self._counts["bytes_in"] += len(packet)
-        if self._door is not None and (connection := self._door.connections.get(frame.get(zmq.SRCFD))) is not None:
-            connection.delivered += len(packet) + FRAME
+        if self._door is not None:
+            self._door.deliver(frame.get(zmq.SRCFD), len(packet) + FRAME)
         self._on_packet(origin, packet, principal)
 
 
