@@ -61,7 +61,11 @@ def test_all_kinds_of_integers_make_one_chain() -> None:
 
 def test_chains_are_the_same_in_every_process() -> None:
     """Also a promise to other versions: an engine of another one makes these."""
-    recorded = ["dMhnLBJNjDcNBYHyBWaUVIqT341gzndq", "vjrcgmOlej35VFVdnfC+Y0YcmS9oIuGF", "/nEfPqFqZH7ZP7LEjoAj2pwz/z86Fe+g"]
+    recorded = [
+        "dMhnLBJNjDcNBYHyBWaUVIqT341gzndq",
+        "vjrcgmOlej35VFVdnfC+Y0YcmS9oIuGF",
+        "/nEfPqFqZH7ZP7LEjoAj2pwz/z86Fe+g",
+    ]
     code = "import asynckv, json; print(json.dumps(asynckv.token_hashes(range(5), 2, also=[(0, 'a'), (4, 'é')])))"
     for seed in ("0", "1"):
         run = subprocess.run(
