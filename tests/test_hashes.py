@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynckv import LocalProtocolError, token_hashes
-from asynckv.core.rank import PullRequest
+from asynckv.core.pull import PullRequest
 from asynckv.core.types import Params, Reason, decode_params
 from asynckv.core.wire import blocks_digest
 from asynckv.geometry.pairing import common_prefix
@@ -54,7 +54,8 @@ def test_every_token_of_what_two_engines_agree_on_is_the_same(lent: list[int], m
 
 
 def test_all_kinds_of_integers_make_one_chain() -> None:
-    chains = [token_hashes(kind, 2) for kind in ([1, 2, 3], (1, 2, 3), np.array([1, 2, 3]), range(1, 4))]
+    kinds: list[Any] = [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3]), range(1, 4)]
+    chains = [token_hashes(kind, 2) for kind in kinds]
     assert chains == [chains[0]] * 4
     assert token_hashes([1], 1, also=[(0, b"x")]) == token_hashes([1], 1, also=[(0, "x")])
 
