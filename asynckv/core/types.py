@@ -270,9 +270,11 @@ def rank_name(engine_id: str, tp_rank: int, pp_stage: int = 0, incarnation: str 
 
 def _num_runs(groups: object) -> int:
     """Count the runs of what may be groups, without looking at any of them."""
-    pairs = groups[:MAX_GROUPS] if isinstance(groups, list | tuple) else ()
-    lists = (pair[1] for pair in pairs if isinstance(pair, list | tuple) and len(pair) > 1)
-    return sum(len(runs) for runs in lists if isinstance(runs, list | tuple))
+    total = 0
+    for pair in groups[:MAX_GROUPS] if isinstance(groups, list | tuple) else ():
+        if isinstance(pair, list | tuple) and len(pair) > 1 and isinstance(pair[1], list | tuple):
+            total += len(pair[1])
+    return total
 
 
 def decode_params(value: object) -> Params:

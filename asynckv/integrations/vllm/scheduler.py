@@ -34,7 +34,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from vllm.v1.utils import tensor_data
 
 from asynckv.arguments import MAX_INTEGER, shown
 from asynckv.core.types import Params, decode_params
@@ -45,7 +44,6 @@ from asynckv.hashes import token_hashes
 from asynckv.integrations.vllm.fetches import Fetch, Fetches, State
 from asynckv.integrations.vllm.options import Options
 from asynckv.integrations.vllm.shape import Blocks, Shape
-from asynckv.integrations.vllm.stats import Tally
 from asynckv.observe.tracing import trace_context
 from asynckv.scheduler import PrefillGroup
 
@@ -83,6 +81,8 @@ class SchedulerHalf:
         self.engine_id: str = vllm_config.kv_transfer_config.engine_id
         self.shape = Shape.of(vllm_config, kv_cache_config)
         self.fetches = Fetches()
+        from asynckv.integrations.vllm.stats import Tally
+
         self.tally = Tally()
         self._group: PrefillGroup | None = None
         self._told: set[str] = set()
@@ -329,8 +329,12 @@ def _also(request: Any, num_tokens: int, every: int) -> Iterator[tuple[int, str 
     for feature in request.mm_features:
         place = feature.mm_position
         yield place.offset, repr(("feature", feature.modality, feature.identifier, place.length))
-    embeds, mask = request.prompt_embeds, request.prompt_is_token_ids
-    for begin in range(0, 0 if embeds is None else min(num_tokens, len(embeds)), every):
+    if (embeds := request.prompt_embeds) is None:
+        return
+    from vllm.v1.utils import tensor_data
+
+    mask = request.prompt_is_token_ids
+    for begin in range(0, min(num_tokens, len(embeds)), every):
         end = min(begin + every, num_tokens)
         yield begin, hashlib.sha256(tensor_data(embeds[begin:end])).digest()
         yield begin, repr(("dtype", str(embeds.dtype), None if mask is None else bytes(mask[begin:end])))
