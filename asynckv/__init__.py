@@ -82,6 +82,7 @@ if TYPE_CHECKING:
         dense_part,
         shard,
     )
+    from asynckv.hashes import token_hashes
     from asynckv.observe.endpoint import MetricsEndpoint
     from asynckv.observe.log import configure as configure_logging
     from asynckv.observe.metrics import Metrics
@@ -95,6 +96,7 @@ _HOMES = {
     "asynckv.config": (
         "EngineConfig InspectConfig KeysConfig LeaseConfig LimitsConfig LogConfig NixlConfig OffloadConfig PullConfig"
     ),
+    "asynckv.hashes": "token_hashes",
     "asynckv.scheduler": "PrefillGroup",
     "asynckv.core.inspect": "HeldBlocks RankStatus RequestStatus",
     "asynckv.geometry.layout": "ONE_PER_REQUEST Dim Group Layout Memory Part View attention_view dense_part shard",
@@ -210,6 +212,7 @@ __all__ = [
     "register_tensors",
     "shard",
     "shared_memory",
+    "token_hashes",
     "trace_context",
     "written",
 ]

@@ -119,6 +119,7 @@ FUNCTIONS = {
     "register_tensors",
     "shard",
     "shared_memory",
+    "token_hashes",  # in tests/test_hashes.py
     "trace_context",
     "written",
 }

@@ -54,7 +54,7 @@ def make_layout(
     order: Sequence[str] = ("kv", "block", "token", "head", "dim"),
     dtype: str = "float16",
     ratio: int = 1,
-    model: str = "",
+    model: str = "toy",
 ) -> Layout:
     """A small attention layout, one memory per layer."""
     heads = shard(num_heads, tp_rank, tp_size)

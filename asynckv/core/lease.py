@@ -127,6 +127,8 @@ class Lent(Struct, frozen=True, kw_only=True, gc=False):
     tp_size: int
     warn_s: float = math.inf
     """Held for longer, it is worth a word."""
+    hashes: tuple[str, ...] = ()
+    hash_tokens: int = 0
 
 
 class Reader(Struct, frozen=True, order=True, gc=False):
@@ -255,7 +257,7 @@ class Lease:
         """What was turned down, the first of each kind."""
         self.revoked_by = ""
         """Who wanted it back: `caller`, `withdraw`, or how the engine ended."""
-        self.digest = blocks_digest(lent.groups, lent.num_tokens, lent.written)
+        self.digest = blocks_digest(lent.groups, lent.num_tokens, lent.written, lent.hashes, lent.hash_tokens)
         self.history: list[tuple[float, str]] = [(now, "lent")]
         self.scheduled_at = math.inf
         """The timers' own note of when they wake it."""

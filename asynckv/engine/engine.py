@@ -61,6 +61,9 @@ __all__ = ["Engine"]
 
 Groups = Sequence[tuple[int, BlockIds]]
 
+UNNAMED = "the layout does not name its model, so nothing keeps engines of different models apart; give it model="
+"""For people: two models of one shape have equal layouts but for their name."""
+
 MAX_RETRYING = 64
 """Requests between two attempts that are told one by one to whoever inspects the engine."""
 
@@ -184,6 +187,8 @@ class Engine:
             **started(self.config),
             **planes,
         )
+        if not self.registration.layout.model:
+            self._recorder.event("warning", EVENT.SETUP_DOUBTFUL, detail=UNNAMED)
         driver.soon()
 
     async def _open_door(self) -> None:

@@ -115,6 +115,7 @@ class _Side:
             for array, each in zip(self.arrays, content, strict=True):
                 array[:] = each
         self.layout = Layout(
+            model="conformance",
             memories=tuple(Memory(a.ctypes.data, a.nbytes) for a in self.arrays),
             groups=(Group("attention", TOKENS, BLOCKS),),
             views=tuple(

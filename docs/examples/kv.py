@@ -21,8 +21,15 @@ def memory(seed: int) -> tuple[dict[str, torch.Tensor], Registration]:
 
     torch.manual_seed(seed)
     tensors = {f"layers.{i}": torch.randn(2, 64, 16, 8, 128, dtype=torch.bfloat16) for i in range(2)}
-    order = ("kv", "block", "token", "head", "dim")
-    return tensors, register_tensors(tensors, order=order, block_size=16, num_blocks=64, heads=(0, 8), num_heads=8)
+    return tensors, register_tensors(
+        tensors,
+        order=("kv", "block", "token", "head", "dim"),
+        block_size=16,
+        num_blocks=64,
+        heads=(0, 8),
+        num_heads=8,
+        model="example",
+    )
 
 
 def forward() -> None:

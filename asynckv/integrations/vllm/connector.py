@@ -151,7 +151,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
         return results.finished_sending, results.finished_recving
 
     def get_kv_connector_stats(self) -> Any:
-        return self._worker.statistics() if self._worker is not None else None
+        return self._worker.statistics() if self._worker is not None else self._scheduler.tally.take()
 
     def shutdown(self) -> None:
         if self._worker is not None:

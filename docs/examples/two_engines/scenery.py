@@ -56,6 +56,7 @@ class KVCache:
             num_heads=NUM_HEADS,
             tp_rank=self._rank[0],
             tp_size=self._rank[1],
+            model="example",  # another name is refused when the engines meet
         )
 
     def _forward(self, prompt: list[int], layer: int) -> Any:
