@@ -155,7 +155,7 @@ DataNews = TransferEnded | AgentLost | AgentReplaced
 class DataPlane(Protocol):
     """Moves bytes between registered memories."""
 
-    def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+    async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
         """Create an agent, register memory with it, and say with what remote planes reach it.
 
         From now on `on_ready` is called on the loop when `poll` may have news. May follow `close`: every start has an

@@ -75,7 +75,7 @@ class Side:
         self.news: list[TransferEnded] = []
         self.calls = 0
         self._event = asyncio.Event()
-        self.agent = self.plane.start(self.memories, self._poll)
+        self.agent = self.plane.begin(self.memories, self._poll)
 
     def _poll(self) -> None:
         self.calls += 1
@@ -207,7 +207,7 @@ async def test_metadata_under_another_name_is_not_kept(sides: list[Side]) -> Non
 async def test_a_back_end_that_is_missing_is_named_with_those_that_are_there() -> None:
     plane = NixlPlane(NixlConfig(backend="NOWHERE"), "nobody")
     with pytest.raises(BackendError, match=r"'NOWHERE' cannot be created.* plug-ins found: .*UCX"):
-        plane.start((), lambda: None)
+        plane.begin((), lambda: None)
     plane.close()
 
 

@@ -414,7 +414,7 @@ async def test_descriptors_threads_and_processes_stay_as_many_however_often_a_ch
     news: list[Any] = []
     plane = ProcessPlane(NixlConfig(posting_threads=0), "kept", deaths=1000)
     before = children()
-    plane.start(registration.layout.memories, lambda: news.extend(plane.poll()))
+    await plane.start(registration.layout.memories, lambda: news.extend(plane.poll()))
     kept, seen, pids = plane._keeper, [], set[int]()
     for number in range(8):
         await until(kept.stands_by)
@@ -439,7 +439,7 @@ async def test_a_child_that_dies_too_often_is_not_followed_at_once_and_everythin
     registration, arrays = pool(1)
     news: list[Any] = []
     plane = ProcessPlane(NixlConfig(posting_threads=0), "kept", deaths=0)
-    plane.start(registration.layout.memories, lambda: news.extend(plane.poll()))
+    await plane.start(registration.layout.memories, lambda: news.extend(plane.poll()))
     zero = np.zeros(1, np.int32)
     read = ReadRequest(TABLES[0], zero, zero, 1, 1)
     transfer = plane.post_read(TransferId(1), "nobody", read)
@@ -469,7 +469,7 @@ async def test_after_the_pause_that_follows_too_many_deaths_the_one_that_stood_b
     registration, arrays = pool(1)
     news: list[Any] = []
     plane = ProcessPlane(NixlConfig(posting_threads=0), "kept", deaths=0)
-    plane.start(registration.layout.memories, lambda: news.extend(plane.poll()))
+    await plane.start(registration.layout.memories, lambda: news.extend(plane.poll()))
     await until(plane._keeper.stands_by)
     os.kill(plane.pid, signal.SIGKILL)
     await until(lambda: len(news) > 1)
@@ -493,7 +493,7 @@ async def test_a_child_that_hangs_or_says_what_cannot_be_understood_is_followed_
     registration, arrays = pool(1)
     news: list[Any] = []
     plane = ProcessPlane(NixlConfig(posting_threads=0), "kept")
-    plane.start(registration.layout.memories, lambda: news.extend(plane.poll()))
+    await plane.start(registration.layout.memories, lambda: news.extend(plane.poll()))
     plane.watch(True)
     first = plane.pid
     if how == "hangs":
@@ -518,7 +518,7 @@ async def test_a_child_that_hangs_or_says_what_cannot_be_understood_is_followed_
 async def test_a_child_dumps_no_pool_and_hears_no_signal_that_is_for_its_service() -> None:
     registration, arrays = pool(1)
     plane = ProcessPlane(NixlConfig(posting_threads=0), "kept")
-    plane.start(registration.layout.memories, lambda: None)
+    await plane.start(registration.layout.memories, lambda: None)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         os.kill(plane.pid, number)
     base = registration.layout.memories[0].base
@@ -539,7 +539,7 @@ async def test_a_child_that_does_not_let_go_is_killed(monkeypatch: pytest.Monkey
     before = children()
     for how in ("quiesce", "close"):
         plane = ServingPlane(NixlConfig(), f"kept-{how}", ProcessPlane(NixlConfig(), f"reads-{how}"))
-        plane.start(registration.layout.memories, lambda: None)
+        await plane.start(registration.layout.memories, lambda: None)
         os.kill(plane.pid, signal.SIGSTOP)
         if how == "quiesce":
             with anyio.fail_after(5):
@@ -601,7 +601,7 @@ async def main():
     keeper.SETTLE_S = 0.5
     memory = np.frombuffer(shared_memory(1 << 20), np.uint8)
     plane = ProcessPlane(NixlConfig(posting_threads=0), "orphan")
-    plane.start([Memory(memory.ctypes.data, memory.nbytes)], lambda: None)
+    await plane.start([Memory(memory.ctypes.data, memory.nbytes)], lambda: None)
     while plane.statistics()["processes"] < 2:
         await asyncio.sleep(0.01)
     print(plane.pid, plane._keeper._next.pid, flush=True)

@@ -206,7 +206,11 @@ class NixlPlane:
 
     # -- life --------------------------------------------------------------------------------------
 
-    def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+    async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+        """Create the agents, at once."""
+        return self.begin(memories, on_ready)
+
+    def begin(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
         """Create the agents, hand UCX's descriptors to the loop, and start posting threads, which wait.
 
         Remote readers reach the loop's agent.

@@ -111,7 +111,7 @@ class Child:
     def _set_up(self, order: wire.Setup) -> None:
         plane = NixlPlane(order.config, order.agent_name)
         try:
-            agent = plane.start(order.memories, self._on_ready)
+            agent = plane.begin(order.memories, self._on_ready)
         except BackendError as exc:
             self._say(wire.Unready(str(exc)))
             self._over.set()
