@@ -119,6 +119,7 @@ FUNCTIONS = {
     "register_tensors",
     "shard",
     "shared_memory",
+    "shared_tensor",
     "trace_context",
     "written",
 }

@@ -15,7 +15,7 @@ from asynckv.edges.keeper import check_processes
 from asynckv.edges.nixl import NixlPlane
 from asynckv.edges.process import ProcessPlane, ServingPlane
 from asynckv.edges.sharing import Shares
-from asynckv.edges.transports import is_emulated, is_loopback, rdma_devices, ucx_setting
+from asynckv.edges.transports import has_cma, is_emulated, is_loopback, rdma_devices, ucx_setting
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import DataPlane
@@ -61,4 +61,5 @@ def _is_emulated(config: EngineConfig) -> bool:
         ucx_setting("NET_DEVICES", os.environ, nixl.params),
         rdma_devices(),
         is_local=all(is_loopback(address) for address in (config.bind, config.advertise) if address),
+        is_copied=has_cma(),
     )
