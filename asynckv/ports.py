@@ -123,6 +123,8 @@ class AgentInfo(NamedTuple):
     """Unique per agent, in this process and all others."""
     metadata: bytes
     """Opaque to all but the data planes."""
+    is_trusted: bool = True
+    """It came with a key that is listed here, or from this host."""
 
 
 @dataclass(frozen=True, slots=True)

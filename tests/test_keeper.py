@@ -26,11 +26,12 @@ import pytest
 from asynckv import BackendError, EngineClosed, NixlConfig, shared_memory
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges import keeper, process
+from asynckv.edges import keeper, process, taster
 from asynckv.edges import process_wire as wire
 from asynckv.edges.keeper import Keeper
 from asynckv.edges.process import ProcessPlane, ServingPlane
 from asynckv.edges.process_main import COLLISION
+from asynckv.edges.taster import Taster
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import DescTable, ReadRequest, Span
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced
@@ -65,8 +66,8 @@ plan = os.environ["PLAN"].split()
 number = int(name.partition("-")[2] or 1)
 what, _, value = plan[min(number, len(plan)) - 1].partition("=")
 with open(os.environ["SAID"] + "/" + name, "a") as log:
-    print(sys.argv[1:-1], os.getpgid(0) == os.getpid(), len(shares), os.path.exists("/proc/self/fd/%d" % shares[0][0]),
-          file=log)
+    print(sys.argv[1:-1], os.getpgid(0) == os.getpid(), len(shares),
+          bool(shares) and os.path.exists("/proc/self/fd/%d" % shares[0][0]), file=log)
 if what == "exit":
     os._exit(int(value))
 if what == "kill":
@@ -94,7 +95,9 @@ while True:
         say(b"\xc1")
     for order in orders:
         match order:
-            case [1, number, [agent, _], _] if agent != "silent":
+            case [1, number, ["deadly", *_], _]:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case [1, number, [agent, *_], _] if agent != "silent":
                 say(msgpack.encode([[3, number, "no such agent" if agent == "refused" else ""]]))
             case [5, transfer, agent, *_] if agent != "endless":
                 ended = [transfer, agent if agent == "done" else "in_doubt"], [transfer + 1000, "done"]
@@ -756,3 +759,52 @@ async def test_who_may_go_on_without_a_child_serves_by_its_own_agent_and_says_so
         assert plane.describe()["serving"] == "this process"
         await plane.quiesce()
         plane.close()
+
+
+# -- peers that are tried first ------------------------------------------------------------------------
+
+
+async def tried(each: Taster, *names: str) -> list[str]:
+    """Try peers at once; what was said of each."""
+    tries = [each.try_out(AgentInfo(name, b""), SOMEBODY) for name in names]
+    return [str(found or "") for found in await asyncio.gather(*tries, return_exceptions=True)]
+
+
+async def test_a_peer_that_kills_what_tries_it_is_refused_and_no_other(
+    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = kept("serve")
+    monkeypatch.setattr(taster, "TRY_S", 0.3)
+    each = Taster(NixlConfig(), "tries", None)
+    said = await tried(each, "good", "deadly", "good", "refused", "silent", "good", "deadly")
+    of_death = "NIXL refuses the metadata of {}: it ends a process inside NIXL, as one that loaded it first has shown"
+    assert [said[number] for number in (0, 2, 5)] == [""] * 3
+    for number, name, how in ((1, "deadly", "SIGSEGV"), (4, "silent", "it hung"), (6, "deadly", "SIGSEGV")):
+        assert said[number].startswith(of_death.format(name))
+        assert how in said[number]
+    assert said[3] == "NIXL refuses the metadata of refused: no such agent"
+    assert each.num_refused == 4
+    assert made.lines("tries-1")
+    assert made.lines("tries-3")
+    await each.quiesce()
+    assert not made.lines("tries-4")
+
+
+async def test_another_process_tries_after_so_many_peers(
+    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = kept("serve")
+    monkeypatch.setattr(taster, "MAX_TRIED", 2)
+    each = Taster(NixlConfig(), "tries", None)
+    assert await tried(each, *["good"] * 5) == [""] * 5
+    await each.quiesce()
+    assert [bool(made.lines(f"tries-{number}")) for number in range(1, 5)] == [True, True, True, False]
+
+
+async def test_where_no_process_can_try_a_peer_is_refused_or_taken_with_a_warning(kept: Callable[..., Kept]) -> None:
+    kept("exit=3")
+    (said,) = await tried(Taster(NixlConfig(), "tries", None), "good")
+    assert said == "the data plane's process exited with status 3"
+    warned: list[str] = []
+    assert await tried(Taster(NixlConfig(), "tries", warned.append), "good", "good") == ["", ""]
+    assert warned == ["the data plane's process exited with status 3"]

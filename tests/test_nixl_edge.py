@@ -361,7 +361,7 @@ async def test_what_nixl_itself_does_not_know_any_more_may_still_write(linked: t
     assert reader.plane.statistics()["running"] == 1
     # As measured: NIXL then says "not found" of the transfer, whose bytes land nevertheless.
     assert reader.plane._agent is not None
-    reader.plane._agent._agent.remove_remote_agent("owner")
+    reader.plane._agent._agent.remove_remote_agent(reader.plane._agent._remotes["owner"].alias)
     (doubted,) = reader.plane.poll()
     assert (doubted.ending, doubted.peer_lost) == (Ending.IN_DOUBT, False)
     assert reader.plane.poll() == []
@@ -571,7 +571,8 @@ async def test_agents_that_are_kept_connected_are_the_last_few(
             assert agent is not None
             known, names = agent.is_connected, [owner.agent.name for owner in owners]
             await until(lambda: [known(name) for name in names] == list(want))  # noqa: B023
-            assert [agent._agent.check_remote_metadata(name) for name in names] == list(want)
+            of_nixl = agent._agent.check_remote_metadata
+            assert [any(of_nixl(f"{name}~{load}") for load in range(9)) for name in names] == list(want)
             # Of those that nothing is read from now, nothing is prepared.
             remotes = agent._remotes
             await until(lambda: not any(remotes[name].lists for name in names[1:] if name in remotes))  # noqa: B023

@@ -15,6 +15,7 @@ from asynckv.edges.keeper import check_processes
 from asynckv.edges.nixl import NixlPlane
 from asynckv.edges.process import ProcessPlane, ServingPlane
 from asynckv.edges.sharing import Shares
+from asynckv.edges.taster import Taster
 from asynckv.edges.transports import has_cma, is_emulated, is_loopback, rdma_devices, ucx_setting
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
@@ -31,7 +32,14 @@ def choose_plane(
     Memory that cannot be shared and has to be is refused when it is registered.
     """
     nixl = config.nixl
-    here = NixlPlane(nixl, agent_name)
+
+    def untried(cause: str) -> None:
+        warn(f"peers' NIXL metadata is loaded untried, because no process can be started for that: {cause}")
+
+    taster = None
+    if nixl.try_metadata != "never":
+        taster = Taster(nixl, f"{agent_name}-tries", untried if nixl.try_metadata == "auto" else None)
+    here = NixlPlane(nixl, agent_name, taster)
     if nixl.process == "never" or (nixl.process == "auto" and not _is_emulated(config)):
         return here
     if nixl.process == "always":
@@ -50,7 +58,7 @@ def choose_plane(
         except BackendError as exc:
             go_on(str(exc))
             return here
-    reader = NixlPlane(nixl, f"{agent_name}-reads")
+    reader = NixlPlane(nixl, f"{agent_name}-reads", taster)
     return ServingPlane(nixl, agent_name, reader, go_on=go_on if nixl.process == "auto" else None)
 
 

@@ -210,6 +210,7 @@ class Keeper:
         lost: Called when it has ended, and was waited for: why, and the seconds until another may serve.
         served: Called when another serves.
         deaths: How many ends within a minute are followed by another at once.
+        has_spare: Another child stands by.
     """
 
     def __init__(
@@ -220,10 +221,11 @@ class Keeper:
         lost: Callable[[str, float], None],
         served: Callable[[], None],
         deaths: int = DEATHS,
+        has_spare: bool = True,
     ) -> None:
         self._config, self._base_name = config, name
         self._hear, self._lost, self._served = hear, lost, served
-        self._max_deaths = deaths
+        self._max_deaths, self._has_spare = deaths, has_spare
         self._starts = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._shares: Shares | None = None
@@ -546,7 +548,8 @@ class Keeper:
         if self._is_watched:
             self.watch(True)
         self._served()
-        self._start_next(AHEAD_S if self._has_settled else SETTLE_S)
+        if self._has_spare:
+            self._start_next(AHEAD_S if self._has_settled else SETTLE_S)
         self._has_settled = True
 
     def watch(self, serving: bool) -> None:

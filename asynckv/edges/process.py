@@ -39,9 +39,9 @@ MAX_TABLES = 1024
 class _Kept:
     """What both planes have in common: an agent in a child, and how its ends are told."""
 
-    def __init__(self, config: NixlConfig, agent_name: str, *, reads: bool, deaths: int) -> None:
+    def __init__(self, config: NixlConfig, agent_name: str, *, reads: bool, deaths: int, has_spare: bool) -> None:
         self._reads = reads
-        self._keeper = Keeper(config, agent_name, self._hear, self._lost, self._served, deaths)
+        self._keeper = Keeper(config, agent_name, self._hear, self._lost, self._served, deaths, has_spare)
         self._on_ready: Callable[[], None] = lambda: None
         self._inbox: list[DataNews] = []
         self._cause = ""
@@ -139,7 +139,7 @@ class ServingPlane(_Kept):
         go_on: Callable[[str], None] | None = None,
         deaths: int = DEATHS,
     ) -> None:
-        super().__init__(_in_child(config, posting_threads=0), agent_name, reads=False, deaths=deaths)
+        super().__init__(_in_child(config, posting_threads=0), agent_name, reads=False, deaths=deaths, has_spare=True)
         self._reader, self._go_on = reader, go_on
         self._is_alone = False
         """There is no child: remote readers reach the reader's agent."""
@@ -210,10 +210,11 @@ class ProcessPlane(_Kept):
         config: As for `NixlPlane`, which runs there.
         agent_name: Unique per process start; later agents of this plane get a number.
         deaths: How many ends of the child within a minute are followed by another at once.
+        has_spare: Another child stands by.
     """
 
-    def __init__(self, config: NixlConfig, agent_name: str, *, deaths: int = DEATHS) -> None:
-        super().__init__(_in_child(config), agent_name, reads=True, deaths=deaths)
+    def __init__(self, config: NixlConfig, agent_name: str, *, deaths: int = DEATHS, has_spare: bool = True) -> None:
+        super().__init__(_in_child(config), agent_name, reads=True, deaths=deaths, has_spare=has_spare)
         self._users: Counter[str] = Counter()
         """Remote agents, and how often they were added."""
         self._tables: dict[str, dict[int, tuple[int, DescTable]]] = {}
