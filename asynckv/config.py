@@ -210,8 +210,8 @@ class NixlConfig:
         process: What of NIXL runs in a process of its own. That process may die inside UCX without taking the engine
             with it; another one follows it. "never": nothing. "serving": the agent that remote readers reach. "always":
             that agent, and those of our own reads. "auto": "serving" if the memory is shared and UCX has only TCP
-            between hosts, or no CMA within this one, so that the agent can die; else "never". With "serving" or "always" the start fails if the
-            memory is not shared (`asynckv.shared_tensor`, `asynckv.shared_memory`).
+            between hosts, or no CMA within this one, so that the agent can die; else "never". With "serving" or
+            "always" the start fails if the memory is not shared (`asynckv.shared_tensor`, `asynckv.shared_memory`).
         process_start_s: How long that process may make no progress before it serves; it takes about a second. A busy
             host may delay it: it is waited for while it uses CPU, ten times as long in all. Then the start fails with
             "serving" and "always"; with "auto" NIXL stays in the engine's process, with a warning.

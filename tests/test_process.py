@@ -666,7 +666,7 @@ async def test_notifications_without_end_cost_the_process_that_serves_and_not_th
     agent = await plane.start(registration.layout.memories, lambda: news.extend(plane.poll()))
     floods = []
     for _ in range(3):
-        flood = subprocess.Popen(
+        flood = subprocess.Popen(  # noqa: ASYNC220 - it begins at once
             [sys.executable, "-c", FLOOD], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         assert flood.stdin is not None

@@ -4,7 +4,7 @@ NIXL bounds its own reading, but hands UCX's parts to UCX without their length, 
 worker address of an unknown version (an assertion), and on a memory key that names more memory domains than there are
 (SIGSEGV, 62 of 275 mutations of a key). NIXL ends it by a kind of memory that it does not know. All three are refused
 here, and so is what does not have NIXL's form. The inside of a worker address UCX alone can judge, and it ends by some
-(1 of about 6,000 mutations), so where nobody vouches for a peer, a process of its own loads the metadata first
+(8 of 12,000 mutations), so where nobody vouches for a peer, a process of its own loads the metadata first
 (`taster.py`).
 """
 
