@@ -127,6 +127,8 @@ class AgentInfo(NamedTuple):
     """Unique per agent, in this process and all others."""
     metadata: bytes
     """Opaque to all but the data planes."""
+    is_trusted: bool = True
+    """It came with a key that is listed here, or from this host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,7 @@ DataNews = TransferEnded | AgentLost | AgentReplaced
 class DataPlane(Protocol):
     """Moves bytes between registered memories."""
 
-    def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+    async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
         """Create an agent, register memory with it, and say with what remote planes reach it.
 
         From now on `on_ready` is called on the loop when `poll` may have news. May follow `close`: every start has an

@@ -218,10 +218,10 @@ class Slow(NixlPlane):
         super().__init__(honest._config, honest._name)
         self.inside, self.go = threading.Event(), threading.Event()
 
-    def start(self, memories: Any, on_ready: Any) -> AgentInfo:
+    async def start(self, memories: Any, on_ready: Any) -> AgentInfo:
         self.inside.set()
         assert self.go.wait(PATIENCE_S)
-        return super().start(memories, on_ready)
+        return await super().start(memories, on_ready)
 
 
 @pytest.mark.slow

@@ -156,7 +156,7 @@ class Rank(Port):
         self.leases_ended: list[Lease] = []
         self.loading: list[Peer] = []
         self.said: list[tuple[float, HeldForLong]] = []
-        self.nic.start(buffers.layout.memories, lambda: None)
+        self.nic.begin(buffers.layout.memories, lambda: None)
         self.open()
 
     @property
