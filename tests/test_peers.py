@@ -16,7 +16,9 @@ from asynckv.config import EngineConfig, PullConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import InFlight, Line
 from asynckv.core.peer import Peer
+from asynckv.core.peers import MAX_HANDSHAKES
 from asynckv.core.pull import Pull, PullRequest, PullState
+from asynckv.core.routes import MAX_SOURCES
 from asynckv.core.types import Address, Endpoint, Outcome, Params, Reason, ReplyTo
 from asynckv.core.wire import (
     Ack,
@@ -767,3 +769,50 @@ def test_a_table_that_is_refused_when_the_time_is_up_returns_the_blocks() -> Non
     world.run()
     assert {reason(other) for other in others} == {Reason.GEOMETRY}
     world.check()
+
+
+# -- endpoints that params made up -----------------------------------------------------------------------
+
+
+def made_up(world: World, prefill: Rank, number: int, tp_size: int, **changed: Any) -> Params:
+    """Params of a prefill rank with the addresses of so many others, which nobody listens at."""
+    params = world.params([prefill], f"made up {number}", [3], 4, written=True)
+    endpoints = tuple(Endpoint(r, f"tcp://10.0.{number}.{r}:1", f"start-{number}-{r}") for r in range(tp_size))
+    given: dict[str, Any] = {"endpoints": endpoints, "tp_size": tp_size} | changed
+    return msgspec.structs.replace(params, **given)
+
+
+def test_params_that_name_very_many_ranks_or_one_rank_twice_are_refused_before_anything_is_asked() -> None:
+    world = World()
+    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    twice = Endpoint(0, "tcp://10.0.0.1:1", "start")
+    for params, why in (
+        (made_up(world, prefill, 1, MAX_SOURCES + 1), f"{MAX_SOURCES + 1} x 1 prefill ranks, more than {MAX_SOURCES}"),
+        (made_up(world, prefill, 2, 2, endpoints=(twice, msgspec.structs.replace(twice, tp_rank=1))), "one process"),
+    ):
+        with pytest.raises(PlanRefused, match=why):
+            world.pull(decode, f"pull {why}", [9], params)
+    assert not decode.core.decode.peers.by_place
+    assert not said(world, decode)
+
+
+def test_handshakes_under_way_are_bounded_in_all_and_what_is_beyond_fails_alone() -> None:
+    world = World(EngineConfig(engine_id="x", pull=PullConfig(handshake_s=1.0)))
+    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    known = world.params([prefill], "known", [3], 4, written=True)
+    world.lend(prefill, known)
+    first = world.pull(decode, "known", [9], known)
+    world.run()
+    assert first.outcome is Outcome.COMPLETE
+    pulls = [world.pull(decode, f"pull {n}", [n], made_up(world, prefill, n, 100)) for n in range(1, 5)]
+    assert [reason(pull) for pull in pulls] == [None, None, Reason.QUEUE_FULL, Reason.QUEUE_FULL]
+    hellos = [message for message in said(world, decode) if isinstance(message, Hello)]
+    assert len(hellos) == MAX_HANDSHAKES
+    # A peer that is met already is read as before, and handshakes that nobody answers give their places back.
+    again = world.params([prefill], "again", [4], 4, written=True)
+    world.lend(prefill, again)
+    second = world.pull(decode, "again", [10], again)
+    world.run()
+    assert second.outcome is Outcome.COMPLETE
+    world.advance(5.0)
+    assert reason(world.pull(decode, "later", [8], made_up(world, prefill, 9, 100))) is None

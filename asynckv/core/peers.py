@@ -39,6 +39,9 @@ __all__ = ["Peers"]
 
 S = members(PeerState)
 
+MAX_HANDSHAKES = 256
+"""Handshakes that may be under way at once: each opens a link, and endpoints that do not exist never answer."""
+
 
 class Peers:
     """The peers of one rank, by address and incarnation."""
@@ -123,6 +126,9 @@ class Peers:
         if peer.identity != (engine_id, rank.pp_stage, rank.tp_rank):
             text = f"{peer.address} is {peer.name}, but the params name {rank.name}; correct the endpoints"
             failure = Reason.WRONG_TARGET, text
+        elif peer.may_be_met and now >= peer.not_before and len(self._hellos) >= MAX_HANDSHAKES:
+            text = f"{len(self._hellos)} handshakes are under way, the most that one rank begins; try again later"
+            failure = Reason.QUEUE_FULL, text
         elif peer.may_be_met and now >= peer.not_before:
             peer.greet(next(self._nonces), self._config, now)
             self._changed(peer, S.NEW)

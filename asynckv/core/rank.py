@@ -438,19 +438,21 @@ class RankCore:
 
         `principal` is the key or the host that the packet came from, as the control plane says it.
         """
-        if not self._messages.take(origin, now):
+        proven = principal if principal.startswith("key:") else ""
+        whose = proven or origin  # the connections of one key share, those of one host do not
+        if not self._messages.take(whose, now):
             self.outbox.counters["dropped.too_many"] += 1
             return
         try:
             packet = decode_packet(data)
         except RemoteProtocolError as exc:
             self.outbox.counters["dropped.malformed"] += 1
-            self._messages.charge(origin, now, MALFORMED)
+            self._messages.charge(whose, now, MALFORMED)
             if isinstance(exc, OtherVersion):
                 self._foreign_version(origin, str(exc), now)
             return
         if len(packet.messages) > 1:
-            self._messages.charge(origin, now, len(packet.messages) - 1)
+            self._messages.charge(whose, now, len(packet.messages) - 1)
         misdirected = packet.target not in ("", self.identity.incarnation)
         if isinstance(origin, str):
             if misdirected:
@@ -465,7 +467,7 @@ class RankCore:
                 self.outbox.counters["dropped.misdirected"] += 1
                 self.readers.misdirected(message, ReplyTo(origin), packet.sender)
             else:
-                self._serve(message, ReplyTo(origin), packet.sender, now)
+                self._serve(message, ReplyTo(origin), packet.sender, now, proven)
 
     def agent_lost(self, cause: str, reads: bool, now: float) -> None:
         """The data plane's agent has ended by itself; what is lent stays lent, and nobody can read it for now.
@@ -511,10 +513,10 @@ class RankCore:
         if self.is_closed:
             raise EngineClosed(f"engine {self.identity.engine_id!r} is {self.prefill.closed_as} and takes no new work")
 
-    def _serve(self, message: Message, route: ReplyTo, source: str, now: float) -> None:
+    def _serve(self, message: Message, route: ReplyTo, source: str, now: float, proven: str) -> None:
         match message:
             case Claim() | Release() | Renew():
-                self.prefill.receive(message, route, source, now)
+                self.prefill.receive(message, route, source, now, proven)
             case Hello():
                 if self._hellos.take(route, now):
                     self.readers.greet(message, route, source, self.prefill.closed_as, bool(self.prefill.leases))
