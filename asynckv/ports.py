@@ -95,8 +95,8 @@ class ControlPlane(Protocol):
         """Bind the listener and deliver every incoming packet to `on_packet` on the event loop.
 
         `on_packet` is told the origin, the bytes, and the principal: `key:` and the key that the connection proved,
-        `host:` and its address where there are no keys, and nothing for an answer over a link of ours. A `ReplyTo` means
-        one connection and is never used again.
+        `host:` and its address where there are no keys, and nothing for an answer over a link of ours. A `ReplyTo`
+        means one connection and is never used again.
 
         `on_refused` is told, in a word, why somebody was not let in, or may not be talked to, and who it is.
 
