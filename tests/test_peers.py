@@ -16,7 +16,6 @@ from asynckv.config import EngineConfig, PullConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import InFlight, Line
 from asynckv.core.peer import Peer
-from asynckv.core.peers import MAX_HANDSHAKES
 from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.routes import MAX_SOURCES
 from asynckv.core.types import Address, Endpoint, Outcome, Params, Reason, ReplyTo
@@ -38,7 +37,7 @@ from asynckv.core.wire import (
     decode_packet,
     encode_packet,
 )
-from asynckv.errors import ConfigError, PlanRefused
+from asynckv.errors import ConfigError, Overloaded, PlanRefused
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing.fabric import Port
 from tests.test_admission import ask, world_of
@@ -796,23 +795,24 @@ def test_params_that_name_very_many_ranks_or_one_rank_twice_are_refused_before_a
     assert not said(world, decode)
 
 
-def test_handshakes_under_way_are_bounded_in_all_and_what_is_beyond_fails_alone() -> None:
-    world = World(EngineConfig(engine_id="x", pull=PullConfig(handshake_s=1.0)))
+def test_ranks_that_never_answered_are_bounded_in_all_and_a_request_beyond_fails_alone() -> None:
+    world = World()
     prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
-    known = world.params([prefill], "known", [3], 4, written=True)
-    world.lend(prefill, known)
-    first = world.pull(decode, "known", [9], known)
-    world.run()
-    assert first.outcome is Outcome.COMPLETE
-    pulls = [world.pull(decode, f"pull {n}", [n], made_up(world, prefill, n, 100)) for n in range(1, 5)]
-    assert [reason(pull) for pull in pulls] == [None, None, Reason.QUEUE_FULL, Reason.QUEUE_FULL]
-    hellos = [message for message in said(world, decode) if isinstance(message, Hello)]
-    assert len(hellos) == MAX_HANDSHAKES
-    # A peer that is met already is read as before, and handshakes that nobody answers give their places back.
-    again = world.params([prefill], "again", [4], 4, written=True)
-    world.lend(prefill, again)
-    second = world.pull(decode, "again", [10], again)
-    world.run()
-    assert second.outcome is Outcome.COMPLETE
-    world.advance(5.0)
-    assert reason(world.pull(decode, "later", [8], made_up(world, prefill, 9, 100))) is None
+
+    def read(name: str, block: int) -> Pull:
+        params = world.params([prefill], name, [block], 4, written=True)
+        world.lend(prefill, params)
+        pull = world.pull(decode, name, [block], params)
+        world.run()
+        return pull
+
+    assert read("known", 10).outcome is Outcome.COMPLETE
+    for number in range(1, 6):
+        world.pull(decode, f"pull {number}", [number], made_up(world, prefill, number, 100))
+    with pytest.raises(Overloaded, match="names 100 ranks, and 512 at most") as caught:
+        world.pull(decode, "pull 6", [6], made_up(world, prefill, 6, 100))
+    assert (caught.value.reason, caught.value.is_retryable) == (Reason.QUEUE_FULL, True)
+    # A rank that was met is read as before, and those that never answer are forgotten in the end.
+    assert read("again", 11).outcome is Outcome.COMPLETE
+    world.run(120.0)
+    assert reason(world.pull(decode, "later", [1], made_up(world, prefill, 9, 100))) is None

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from asynckv.config import PullConfig
 from asynckv.core.flow import InFlight, Line
@@ -39,8 +39,8 @@ __all__ = ["Peers"]
 
 S = members(PeerState)
 
-MAX_HANDSHAKES = 256
-"""Handshakes that may be under way at once: each opens a link, and endpoints that do not exist never answer."""
+MAX_UNMET = 512
+"""Ranks that may be known by their endpoint alone: each has a link, and endpoints that were made up never answer."""
 
 
 class Peers:
@@ -99,6 +99,14 @@ class Peers:
             self._outbox.commands[:] = [c for c in self._outbox.commands if c != unlink]
         return peer
 
+    def room_for(self, ranks: Sequence[RemoteRank]) -> bool:
+        """Whether there is room for those of these ranks that were never met."""
+        num_new = len([rank for rank in ranks if rank.place not in self.by_place])
+        if not num_new:
+            return True
+        unmet = (S.NEW, S.CONNECTING, S.GONE)
+        return num_new + len([p for p in self.by_place.values() if p.state in unmet]) <= MAX_UNMET
+
     # -- who needs whom ----------------------------------------------------------------------------
 
     def attach(self, peer: Peer, pull_id: PullId, now: float) -> None:
@@ -126,9 +134,6 @@ class Peers:
         if peer.identity != (engine_id, rank.pp_stage, rank.tp_rank):
             text = f"{peer.address} is {peer.name}, but the params name {rank.name}; correct the endpoints"
             failure = Reason.WRONG_TARGET, text
-        elif peer.may_be_met and now >= peer.not_before and len(self._hellos) >= MAX_HANDSHAKES:
-            text = f"{len(self._hellos)} handshakes are under way, the most that one rank begins; try again later"
-            failure = Reason.QUEUE_FULL, text
         elif peer.may_be_met and now >= peer.not_before:
             peer.greet(next(self._nonces), self._config, now)
             self._changed(peer, S.NEW)

@@ -32,6 +32,7 @@ from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter
 from asynckv.core.outbox import Outbox
 from asynckv.core.peer import Peer
+from asynckv.core.peers import MAX_UNMET
 from asynckv.core.prefill import PrefillSide
 from asynckv.core.pull import Pull, PullLimits, PullRequest
 from asynckv.core.readers import Identity, Readers
@@ -218,6 +219,14 @@ class RankCore:
                 f"lone surrogates"
             )
         route = self.decode.routes.answered_for(request.request_id, params)
+        if not route.ready and not self.decode.peers.room_for(route.ranks):
+            raise Overloaded(
+                f"request {request.request_id[:200]!r} names {len(route.ranks)} ranks, and {MAX_UNMET} at most "
+                f"are waited for that never answered; ask again later, and correct the endpoints of the params",
+                request_id=request.request_id,
+                reason=Reason.QUEUE_FULL,
+                is_retryable=True,
+            )
         ours = self.identity
         if reads and params.engine_id == ours.engine_id and ours.incarnation in [r.place[1] for r in route.ranks]:
             raise PlanRefused(
