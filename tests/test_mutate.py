@@ -155,6 +155,8 @@ def test_the_tests_of_every_file_of_the_package_are_known() -> None:
 
 
 def test_tests_that_fail_kill_and_tests_that_hang_do_too(tmp_path: Path) -> None:
+    for name in ("asynckv", "scripts", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "code.py").write_text("def f(a):\n    return a < 3\n")
     (tmp_path / "test_code.py").write_text(
         "from thing import f\ndef test_it():\n    assert f(2)\n    while f(4): pass\n"
