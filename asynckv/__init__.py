@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
     from asynckv.core.types import Endpoint, Params
     from asynckv.edges.sharing import shared_memory
-    from asynckv.edges.torch import TensorPart, register_parts, register_tensors, written
+    from asynckv.edges.torch import TensorPart, register_parts, register_tensors, shared_tensor, written
     from asynckv.embed import (
         Announce,
         Cancel,
@@ -82,6 +82,7 @@ if TYPE_CHECKING:
         dense_part,
         shard,
     )
+    from asynckv.hashes import token_hashes
     from asynckv.observe.endpoint import MetricsEndpoint
     from asynckv.observe.log import configure as configure_logging
     from asynckv.observe.metrics import Metrics
@@ -95,12 +96,13 @@ _HOMES = {
     "asynckv.config": (
         "EngineConfig InspectConfig KeysConfig LeaseConfig LimitsConfig LogConfig NixlConfig OffloadConfig PullConfig"
     ),
+    "asynckv.hashes": "token_hashes",
     "asynckv.scheduler": "PrefillGroup",
     "asynckv.core.inspect": "HeldBlocks RankStatus RequestStatus",
     "asynckv.geometry.layout": "ONE_PER_REQUEST Dim Group Layout Memory Part View attention_view dense_part shard",
     "asynckv.core.types": "Endpoint Params",
     "asynckv.edges.sharing": "shared_memory",
-    "asynckv.edges.torch": "TensorPart register_parts register_tensors written",
+    "asynckv.edges.torch": "TensorPart register_parts register_tensors shared_tensor written",
     "asynckv.embed": (
         "Announce Cancel Discharge EngineDesk EnginePump EngineThread Failed Finished Lend Load Lookup Order Pull "
         "Refused Store Withdraw"
@@ -210,6 +212,8 @@ __all__ = [
     "register_tensors",
     "shard",
     "shared_memory",
+    "shared_tensor",
+    "token_hashes",
     "trace_context",
     "written",
 ]

@@ -184,15 +184,18 @@ class PrefillGroup:
             raise ConfigError(f"groups is {shown(groups)}; give one (first_token, block_ids) per group") from None
         if len(pairs) > MAX_GROUPS:
             raise ConfigError(f"{len(pairs)} groups were given; at most {MAX_GROUPS} can be described")
-        out = []
+        out, total = [], 0
         for index, (first, ids) in enumerate(pairs):
             begin = integer(f"first_token of group {index}", first, 0, MAX_TOKENS, ConfigError)
             try:
                 runs = check_runs(ids, self.null_block)
             except LayoutError as exc:
                 raise ConfigError(f"group {index}: {exc}") from exc
-            if len(runs) > MAX_RUNS:
-                raise ConfigError(f"group {index} has {len(runs)} runs of block ids; at most {MAX_RUNS} can be sent")
+            total += len(runs)
+            if total > MAX_RUNS:
+                raise ConfigError(
+                    f"group {index} is at {total} runs of block ids; at most {MAX_RUNS} can be sent in all"
+                )
             out.append([begin, runs])
         return tuple(out)
 

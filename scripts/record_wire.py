@@ -236,7 +236,7 @@ def nested(value: object) -> dict[str, Any]:
 def digest_of(params: object) -> str:
     """By which owner and reader of these params know that they speak of the same blocks."""
     read = decode_params(params)
-    return wire.blocks_digest(read.groups, read.num_tokens, read.written).hex()
+    return wire.blocks_digest(read.groups, read.num_tokens, read.written, read.hashes, read.hash_tokens).hex()
 
 
 def made() -> dict[str, str]:

@@ -38,7 +38,7 @@ from asynckv.core.wire import (
     Welcome,
 )
 from asynckv.errors import AsyncKVError, BlocksRetired, LocalProtocolError, NotLentYet, PullError, PullTimeout
-from asynckv.ports import AgentLost
+from asynckv.ports import AgentInfo, AgentLost
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing.world import Process, Violation
 from tests.rigged import Aliases, EarlyEnd, Other, Rank, Rigged, Said, key_of
@@ -997,9 +997,9 @@ def a_dead_agent_is_given_out(rank: Rank) -> None:
     """Whoever shakes hands is told of the first agent for ever."""
     first: list[Welcome] = []
 
-    def start(*args: Any) -> None:
+    async def start(*args: Any) -> AgentInfo:
         first.clear()
-        rank.data.honest.start(*args)
+        return await rank.data.honest.start(*args)  # type: ignore[no-any-return]
 
     rank.data.start = start
 
@@ -1015,9 +1015,9 @@ def nobody_is_greeted_after_the_agent_died(rank: Rank) -> None:
     """Hellos that come while there is no agent are never answered, nor those after them."""
     lost: list[AgentLost] = []
 
-    def start(*args: Any) -> None:
+    async def start(*args: Any) -> AgentInfo:
         lost.clear()
-        rank.data.honest.start(*args)
+        return await rank.data.honest.start(*args)  # type: ignore[no-any-return]
 
     def poll() -> Sequence[Any]:
         news: Sequence[Any] = rank.data.honest.poll()

@@ -142,21 +142,21 @@ class Rank:
         ]
         return all(sent)
 
-    def _hear(self, origin: Other, packet: bytes) -> None:
+    def _hear(self, origin: Other, packet: bytes, principal: str) -> None:
         try:
             found = decode_packet(packet) if self._hearers else None
         except RemoteProtocolError:
             found = None
         if found is None:
-            self._on_packet(origin, packet, "")
+            self._on_packet(origin, packet, principal)
             return
         before = [Said(message, origin, found.sender) for message in found.messages]
         after = [said for each in before for said in _passed(self._hearers, each)]
         if after == before:
-            self._on_packet(origin, packet, "")
+            self._on_packet(origin, packet, principal)
             return
         for said in after:
-            self._on_packet(said.other, encode_packet(said.start, found.target, [said.message]), "")
+            self._on_packet(said.other, encode_packet(said.start, found.target, [said.message]), principal)
 
 
 class Rigged(Doors):

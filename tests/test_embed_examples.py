@@ -112,6 +112,7 @@ def two_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 PROMPT = list(range(40))
+PARAMS = {"request_id": "r1", "num_tokens": 40, "hash_tokens": 16}
 DONE = PullResult("r1", "p", 1, 1, 1, 1, {}, (), 40)
 
 
@@ -123,9 +124,7 @@ def pulling(two_engines: Any, size: int) -> tuple[Any, Any, Workers, list[int]]:
     """A decode engine in the middle of a pull; and the blocks of it."""
     workers = Workers(size)
     scheduler = two_engines("decode").Scheduler(workers)
-    call = two_engines("scenery").Call(
-        "/decode", {"request_id": "r1", "prompt": PROMPT, "params": {"request_id": "r1"}}
-    )
+    call = two_engines("scenery").Call("/decode", {"request_id": "r1", "prompt": PROMPT, "params": PARAMS})
     scheduler.take(call)
     scheduler.step()
     (pull,) = [order for order in workers.orders if isinstance(order, Pull)]
@@ -164,8 +163,17 @@ def test_the_decode_example_discharges_what_was_refused_before_it_began(two_engi
     workers.told[0].failed = [failure({}, failed_in="")]
     scheduler.step()
     scheduler.step()
-    assert workers.orders == [Discharge("r1", {"request_id": "r1"})]
+    assert workers.orders == [Discharge("r1", PARAMS)]
     assert call.answer.result()["why"] == "PullError: lost"
+
+
+def test_the_decode_example_computes_a_prompt_that_is_not_the_one_that_was_lent(two_engines: Any) -> None:
+    scheduler, call, workers, _ = pulling(two_engines, 1)
+    workers.told[0].received = [PullResult("r1", "p", 1, 1, 1, 1, {}, (), 32)]
+    scheduler.step()
+    scheduler.step()
+    assert call.answer.result()["why"] == "only 32 tokens are those that were lent"
+    assert sorted(scheduler.free) == list(range(64))
 
 
 @pytest.mark.parametrize("ends", ["well", "badly"])

@@ -99,6 +99,7 @@ ORDER = (
     "ports",
     "results",
     "scheduler",
+    "hashes",
     "observe",
     "edges",
     "engine",

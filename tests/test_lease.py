@@ -53,18 +53,19 @@ class Reading:
         self.lease, self.pull = lease, f"{pull}-{rank}"
         self.cohort = Cohort(cohort, size, rank)
         self.sender = f"process-{rank}"
+        self.key = ""
 
     def claim(self, after_s: float, seconds: float = 60.0, **changed: Any) -> Effects:
         given: dict[str, Any] = {"key": KEY, "request_id": "r", "cohort": self.cohort, "pull_id": self.pull, "nonce": 1}
         claim = Claim(**(given | {"digest": self.lease.digest, "seconds": seconds} | changed))
-        return self.lease.receive(claim, self.sender, AT + after_s)
+        return self.lease.receive(claim, self.sender, AT + after_s, self.key)
 
     def renew(self, after_s: float, seconds: float = 60.0) -> Effects:
-        return self.lease.receive(Renew(KEY, self.pull, 2, seconds), self.sender, AT + after_s)
+        return self.lease.receive(Renew(KEY, self.pull, 2, seconds), self.sender, AT + after_s, self.key)
 
     def release(self, after_s: float, outcome: Outcome = Outcome.COMPLETE, sender: str = "") -> Effects:
         release = Release(KEY, "r", self.cohort, self.pull, outcome)
-        return self.lease.receive(release, sender or self.sender, AT + after_s)
+        return self.lease.receive(release, sender or self.sender, AT + after_s, self.key)
 
 
 def state_of(lease: Lease) -> LeaseState:
@@ -332,6 +333,36 @@ def test_only_who_claimed_renews_and_releases() -> None:
     assert refused(stranger.renew(1.0)) is Reason.EXPIRED
     assert refused(stranger.release(1.0)) is Reason.FOREIGN_PULL
     assert (lease.until, lease.owed()) == (AT + 10.0, ("decode/tp0",))
+
+
+def test_another_key_says_nothing_in_the_name_of_a_reader() -> None:
+    """Also if it knows all that the reader knows: key, pull id, process start and cohort."""
+    lease = lend()
+    reading, thief = Reading(lease), Reading(lease)
+    reading.key, thief.key = "key:reader", "key:thief"
+    reading.claim(0.0)
+    assert refused(thief.claim(1.0)) is Reason.FOREIGN_PULL
+    assert refused(thief.renew(1.0)) is Reason.FOREIGN_PULL
+    assert refused(thief.release(1.0)) is Reason.FOREIGN_PULL
+    thief.pull = "another"
+    assert refused(thief.claim(1.0)) is Reason.FOREIGN_PULL
+    assert refused(thief.release(1.0, Outcome.RETRY)) is Reason.FOREIGN_PULL
+    assert (lease.until, lease.owed(), len(lease.grants)) == (AT + 10.0, ("decode/tp0",), 1)
+    # The reader itself may come again by another connection: it proves the same key.
+    assert granted(reading.renew(2.0)) == 4.0
+    assert reading.release(3.0).has_ended
+
+
+def test_a_message_costs_the_same_however_often_a_reader_has_tried() -> None:
+    lease = lend(lease_s=3000.0, max_lease_s=6000.0)
+    for number in range(lease_module.MAX_ATTEMPTS):
+        granted(Reading(lease, pull=f"try {number}").claim(0.0))
+    late = Reading(lease, pull="one too many")
+    assert refused(late.claim(1.0)) is Reason.OVERLOADED
+    assert refused(late.release(1.0)) is Reason.OVERLOADED
+    # Those that hold a grant are served, and another reader has room of its own.
+    assert granted(Reading(lease, pull="try 0").renew(1.0)) == 4.0
+    assert isinstance(Reading(lease, pull="try 0").release(1.0).answer, Ack)
 
 
 def test_an_attempt_that_will_be_tried_again_strikes_nobody_off() -> None:

@@ -396,8 +396,8 @@ async def test_waking_with_memory_that_cannot_be_registered_leaves_it_asleep() -
         assert prefill.data is not None
         start = prefill.data.start
 
-        def refuse(memories: Any, on_ready: Any) -> None:
-            start(memories, on_ready)
+        async def refuse(memories: Any, on_ready: Any) -> None:
+            await start(memories, on_ready)
             raise BackendError("no such memory")
 
         prefill.data.start = refuse  # type: ignore[assignment, method-assign]

@@ -18,10 +18,22 @@ from hypothesis import strategies as st
 from asynckv.core import wire as m
 from asynckv.core.account import Account, encode_account
 from asynckv.core.outbox import Outbox
-from asynckv.core.types import MAX_ID, Cohort, Endpoint, Key, Outcome, Params, Reason, ReplyTo, decode_params, sendable
-from asynckv.errors import LayoutError, RemoteProtocolError
+from asynckv.core.types import (
+    MAX_HASHES,
+    MAX_ID,
+    Cohort,
+    Endpoint,
+    Key,
+    Outcome,
+    Params,
+    Reason,
+    ReplyTo,
+    decode_params,
+    sendable,
+)
+from asynckv.errors import ConfigError, LayoutError, RemoteProtocolError
 from asynckv.geometry.blocks import runs_of
-from asynckv.geometry.bounds import MAX_RANKS, BlockRuns
+from asynckv.geometry.bounds import MAX_RANKS, MAX_RUNS, BlockRuns
 from asynckv.geometry.check import decode_layout
 from asynckv.scheduler import PrefillGroup
 from tests.world import World, make_layout
@@ -208,6 +220,29 @@ def test_params_are_validated() -> None:
         with pytest.raises(RemoteProtocolError, match=field):
             decode_params({**plain, field: value})
     assert isinstance(params, Params)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 64])
+def test_params_are_counted_before_they_are_looked_at(groups: int) -> None:
+    """13 MiB of runs took 250 ms of a scheduler's thread: here they are junk, and only their number is told."""
+    plain = msgspec.to_builtins(World().params([World().add("p", make_layout())], "req", [1], 4))
+    runs: list[Any] = [["junk"]] * (MAX_RUNS // groups)
+    with pytest.raises(RemoteProtocolError, match="Expected `array` of length 2"):
+        decode_params({**plain, "groups": [[0, runs]] * groups})
+    with pytest.raises(RemoteProtocolError, match=f"{MAX_RUNS + groups} runs of block ids; at most {MAX_RUNS}"):
+        decode_params({**plain, "groups": [[0, [*runs, ["junk"]]]] * groups})
+    for field, value in (("hashes", [0] * (MAX_HASHES + 1)), ("groups", [0] * 65), ("endpoints", [0] * 65_537)):
+        with pytest.raises(RemoteProtocolError, match=rf"length .*\$.{field}"):
+            decode_params({**plain, field: value})
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_params_with_more_runs_than_are_taken_are_not_made(groups: int) -> None:
+    group = PrefillGroup("p", [Endpoint(0, "tcp://h:1", "0" * 32)])
+    ids = np.arange(MAX_RUNS // groups) * 2
+    decode_params(group.make_params("r", [(0, ids)] * groups, 16))
+    with pytest.raises(ConfigError, match=f"{MAX_RUNS + 1} runs of block ids; at most {MAX_RUNS} can be sent in all"):
+        group.make_params("r", [(0, ids)] * groups + [(0, [1])], 16)
 
 
 @given(

@@ -173,8 +173,8 @@ async def test_a_failed_awakening_leaves_the_endpoint_as_it_was(sim: Bench) -> N
         await passing(sim, asyncio.create_task(prefill.engine.suspend()))
         before, start = prefill.engine.endpoint, prefill.data.start
 
-        def refuse(memories: Any, on_ready: Any) -> None:
-            start(memories, on_ready)
+        async def refuse(memories: Any, on_ready: Any) -> None:
+            await start(memories, on_ready)
             raise BackendError("no such memory")
 
         prefill.data.start = refuse  # type: ignore[assignment, method-assign]

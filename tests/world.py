@@ -54,7 +54,7 @@ def make_layout(
     order: Sequence[str] = ("kv", "block", "token", "head", "dim"),
     dtype: str = "float16",
     ratio: int = 1,
-    model: str = "",
+    model: str = "toy",
 ) -> Layout:
     """A small attention layout, one memory per layer."""
     heads = shard(num_heads, tp_rank, tp_size)
@@ -156,7 +156,7 @@ class Rank(Port):
         self.leases_ended: list[Lease] = []
         self.loading: list[Peer] = []
         self.said: list[tuple[float, HeldForLong]] = []
-        self.nic.start(buffers.layout.memories, lambda: None)
+        self.nic.begin(buffers.layout.memories, lambda: None)
         self.open()
 
     @property

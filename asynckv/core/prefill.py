@@ -26,9 +26,9 @@ import numpy as np
 from msgspec import Struct
 
 from asynckv.config import LeaseConfig
-from asynckv.core.lease import Effects, Lease, LeaseState, Lent, Refusal
+from asynckv.core.lease import WHAT, Effects, Lease, LeaseState, Lent, Refusal
 from asynckv.core.ledger import FEW, Ledger
-from asynckv.core.outbox import LeaseEnded, LeaseGranted, Outbox, Traced
+from asynckv.core.outbox import LeaseEnded, LeaseGranted, Outbox, ReaderRefused, Traced
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
 from asynckv.core.types import Key, Reason, ReplyTo, rank_name
@@ -71,6 +71,7 @@ class ParkedMessage(Struct, frozen=True):
     reply_to: ReplyTo
     sender: str
     until: float
+    proven: str
 
     @property
     def room(self) -> int:
@@ -176,7 +177,7 @@ class PrefillSide:
         if key in self._parked:
             for parked in self._take_parked(key):
                 if parked.until > now and not lease.is_over:
-                    self.receive(parked.message, parked.reply_to, parked.sender, now)
+                    self.receive(parked.message, parked.reply_to, parked.sender, now, parked.proven)
         return lease
 
     def withdraw(self, key: Key, now: float) -> tuple[str, ...] | None:
@@ -219,18 +220,26 @@ class PrefillSide:
 
     # -- messages and time -------------------------------------------------------------------------
 
-    def receive(self, message: Claim | Renew | Release, reply_to: ReplyTo, sender: str, now: float) -> None:
-        """Take a reader's message, as the process start `sender` said it over the connection `reply_to`."""
+    def receive(
+        self, message: Claim | Renew | Release, reply_to: ReplyTo, sender: str, now: float, proven: str = ""
+    ) -> None:
+        """Take a reader's message, as the process start `sender` said it over the connection `reply_to`.
+
+        `proven` is the key that this connection proved; it is empty without keys.
+        """
         lease = self.leases.get(message.key)
         if lease is None:
-            self._answer_for_nothing_lent(message, reply_to, sender, now)
+            self._answer_for_nothing_lent(message, reply_to, sender, now, proven)
             return
         noted = len(lease.history)
-        effects = lease.receive(message, sender, now)
+        effects = lease.receive(message, sender, now, proven)
         answer = effects.answer
         assert answer is not None
         if type(answer) is Refused:
             self._outbox.counters[f"refused.{answer.reason}"] += 1
+            if answer.reason is Reason.FOREIGN_PULL:
+                who = lease.who(message, sender)
+                self._outbox.commands.append(ReaderRefused(who, WHAT[type(message)], answer.reason, answer.detail))
         self._outbox.send(reply_to, sender, answer)
         self._follow(lease, effects, noted)
 
@@ -303,7 +312,7 @@ class PrefillSide:
             self._ended.popitem(last=False)
 
     def _answer_for_nothing_lent(
-        self, message: Claim | Renew | Release, reply_to: ReplyTo, sender: str, now: float
+        self, message: Claim | Renew | Release, reply_to: ReplyTo, sender: str, now: float, proven: str
     ) -> None:
         """Answer for a request that has ended, or may be lent yet."""
         key = message.key
@@ -317,7 +326,7 @@ class PrefillSide:
             reason = Reason.ENGINE_CLOSED
         if isinstance(message, Release):
             if reason is None:
-                self._park(message, reply_to, sender, now)
+                self._park(message, reply_to, sender, now, proven)
                 return
             # Nothing is owed any more; saying so ends the repeats.
             self._outbox.counters["release.late"] += 1
@@ -325,7 +334,7 @@ class PrefillSide:
         elif reason is not None or isinstance(message, Renew):
             self._refuse(message, reply_to, sender, reason or Reason.UNKNOWN, str(ended or ""))
         else:
-            self._park(message, reply_to, sender, now)
+            self._park(message, reply_to, sender, now, proven)
 
     def _refuse(self, message: Claim | Renew, reply_to: ReplyTo, sender: str, reason: Reason, detail: str = "") -> None:
         self._outbox.counters[f"refused.{reason}"] += 1
@@ -337,7 +346,7 @@ class PrefillSide:
 
     # -- what came early ---------------------------------------------------------------------------
 
-    def _park(self, message: Claim | Release, reply_to: ReplyTo, sender: str, now: float) -> None:
+    def _park(self, message: Claim | Release, reply_to: ReplyTo, sender: str, now: float, proven: str) -> None:
         place = (message.pull_id, sender, reply_to)
         waiting = self._parked.get(message.key, {})
         known = waiting.get(place)
@@ -362,7 +371,9 @@ class PrefillSide:
             # A release is repeated no more once it is acknowledged: it has all of its time, whatever came before.
             self._parked_order.append((until, message.key, place))
             self.next_at = min(self.next_at, until)
-        parked = self._parked.setdefault(message.key, waiting)[place] = ParkedMessage(kept, reply_to, sender, until)
+        parked = self._parked.setdefault(message.key, waiting)[place] = ParkedMessage(
+            kept, reply_to, sender, until, proven
+        )
         self._parked_by[reply_to] += parked.room
         if len(self._parked_order) > 8 * most:
             self._parked_order = deque(x for x in self._parked_order if x[2] in self._parked.get(x[1], ()))

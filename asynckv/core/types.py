@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from asynckv.arguments import MAX_NAME
 from asynckv.errors import RemoteProtocolError
-from asynckv.geometry.bounds import MAX_GROUPS, MAX_RANKS, BlockRuns, Rank, Size, Tokens
+from asynckv.geometry.bounds import MAX_GROUPS, MAX_RANKS, MAX_RUNS, BlockRuns, Rank, Size, Tokens
 
 __all__ = [
     "Address",
@@ -60,7 +60,7 @@ ReplyTo = NewType("ReplyTo", bytes)
 MAX_ID = 16 * 1024
 """Characters of a request id."""
 
-MAX_HASHES = 1 << 20
+MAX_HASHES = 1 << 16
 MAX_HASH = 128
 """Characters of one hash."""
 
@@ -268,6 +268,15 @@ def rank_name(engine_id: str, tp_rank: int, pp_stage: int = 0, incarnation: str 
     return f"{engine_id}{stage}/tp{tp_rank}{start}"
 
 
+def _num_runs(groups: object) -> int:
+    """Count the runs of what may be groups, without looking at any of them."""
+    total = 0
+    for pair in groups[:MAX_GROUPS] if isinstance(groups, list | tuple) else ():
+        if isinstance(pair, list | tuple) and len(pair) > 1 and isinstance(pair[1], list | tuple):
+            total += len(pair[1])
+    return total
+
+
 def decode_params(value: object) -> Params:
     """Validate params that came through a router (a `Params` or what `json.loads` made of one).
 
@@ -277,6 +286,9 @@ def decode_params(value: object) -> Params:
     try:
         if isinstance(value, Params):
             return sendable(value, Params)
+        if isinstance(value, dict) and (runs := _num_runs(value.get("groups"))) > MAX_RUNS:
+            # Before they are looked at: a scheduler's thread would check them for as long as they are many.
+            raise RemoteProtocolError(f"params are malformed: {runs} runs of block ids; at most {MAX_RUNS} are taken")
         params = msgspec.convert(value, Params)
         # Whether their text can be sent. Of all else their types say so, and a long prompt has thousands of runs.
         key, trace = params.key, (params.traceparent, params.tracestate)

@@ -376,10 +376,16 @@ def _other_major(data: bytes) -> str:
     return f"protocol version {major} is not {MAJOR}; " if major != MAJOR else ""
 
 
-def blocks_digest(groups: Sequence[BlockRuns], num_tokens: int, written: bool) -> bytes:
+def blocks_digest(
+    groups: Sequence[BlockRuns], num_tokens: int, written: bool, hashes: Sequence[str] = (), hash_tokens: int = 0
+) -> bytes:
     """Digest of lent blocks and tokens, by which owner and reader know that they speak of the same ones.
 
     It covers all blocks that the params name, not only those that one pull reads, so that it is known
-    when a pull is announced and is computed once per request.
+    when a pull is announced and is computed once per request. It covers the hashes of the prompt as well, because the
+    params come through a client's hands: hashes that were exchanged for those of another prompt are refused.
     """
-    return hashlib.sha256(_encoder.encode((tuple(groups), num_tokens, written))).digest()[:16]
+    said: tuple[object, ...] = (tuple(groups), num_tokens, written)
+    if hashes:
+        said += (tuple(hashes), hash_tokens)
+    return hashlib.sha256(_encoder.encode(said)).digest()[:16]

@@ -20,7 +20,8 @@ __all__ = ["NULL", "BlockId", "BlockRuns", "Count", "Int32s", "Int64s", "Name", 
 MAX_RANKS = 65_536
 MAX_GROUPS = 64
 MAX_VIEWS = 2048
-MAX_RUNS = 1 << 20
+MAX_RUNS = 1 << 17
+"""Of all groups of one request: two groups of a million tokens whose blocks of 16 are all scattered."""
 MAX_TOKENS = 1 << 40
 MAX_BLOCK_ID = (1 << 31) - 1
 MAX_BYTES = 1 << 56

@@ -105,8 +105,10 @@ def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
     found: dict[tuple[str, str, str], list[str]] = {}
     """(field, local, remote) -> the layers that differ so."""
     out: list[Difference] = []
-    if local.model and remote.model and local.model != remote.model:
-        out.append(Difference("model", local.model, remote.model))
+    if local.model != remote.model:
+        is_named = local.model and remote.model
+        field = "model" if is_named else "model (give both layouts its name)"
+        out.append(Difference(field, local.model or "without a name", remote.model or "without a name"))
     local_layers, remote_layers = _layers(local), _layers(remote)
     only_local, only_remote = strange_layers(local, remote_layers), strange_layers(remote, local_layers)
     if local.pp_size == remote.pp_size == 1 and (only_local or only_remote):

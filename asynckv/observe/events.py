@@ -69,6 +69,7 @@ class EVENT(enum.StrEnum):
     DATA_PLANE_RESTARTED = "data_plane_restarted"
     DATA_PLANE_BROKEN = "data_plane_broken"
     DATA_PLANE_IN_PROCESS = "data_plane_in_process"
+    SETUP_DOUBTFUL = "setup_doubtful"
 
 
 @dataclass(frozen=True, slots=True)
@@ -706,6 +707,13 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         "UCX can end this process when a reader dies, because the memory cannot be shared with a separate data plane "
         "process.",
         (always(TEXT, "detail", "Which memory, and what to do."),),
+    ),
+    EVENT.SETUP_DOUBTFUL: Event(
+        "both",
+        ("warning",),
+        "The engine works, but a mistake in its configuration would not be noticed: its layout does not name the "
+        "model, or it reads from a rank that calls itself by the same name.",
+        (always(TEXT, "detail", "Which of them, and what to do."),),
     ),
 }
 

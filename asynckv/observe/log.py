@@ -425,7 +425,7 @@ class Recorder:
     def lease_granted(self, lease: Lease, pull_id: PullId, now: float) -> None:
         """Log that a reader was promised the blocks of a sampled lease."""
         grant = lease.grants.get(pull_id)
-        if grant is not None and len(lease.final) + lease.lapsed < MAX_GRANTS:
+        if grant is not None and lease.attempts[grant.reader] <= MAX_GRANTS:
             self.event(
                 "info",
                 EVENT.LEASE_GRANTED,
@@ -454,6 +454,10 @@ class Recorder:
 
     def peer_changed(self, peer: Peer, before: PeerState, after: PeerState) -> None:
         """Log a peer's transition; an end that was announced, and took no pull along, is no warning."""
+        name = peer.name.partition("@")[0]
+        if after is PeerState.READY and str(self._bound.get("rank", "")).startswith(f"{name}@"):
+            both = f"this rank and the one at {peer.address} are both {name}"
+            self.event("warning", EVENT.SETUP_DOUBTFUL, detail=f"{both}; give each engine an engine_id of its own")
         over = after is PeerState.GONE
         bad = after in (PeerState.SUSPECT, PeerState.NEW) or (over and (peer.num_failed or not peer.is_orderly))
         said = peer.detail and (bad or over)

@@ -231,6 +231,7 @@ def layout_of(model: Model, shape: Shape, tp_rank: int = 0, *, base: int = 1 << 
         views = [_strided(view, page // shape.ratios[view.group]) for view in views]
     bases = [base + sum(_up(each, 4096) for each in lengths[:i]) for i in range(len(lengths))]
     return Layout(
+        model="simulated",
         tp_rank=tp_rank,
         tp_size=shape.tp_size,
         memories=tuple(map(Memory, bases, lengths)),

@@ -115,6 +115,7 @@ class _Side:
             for array, each in zip(self.arrays, content, strict=True):
                 array[:] = each
         self.layout = Layout(
+            model="conformance",
             memories=tuple(Memory(a.ctypes.data, a.nbytes) for a in self.arrays),
             groups=(Group("attention", TOKENS, BLOCKS),),
             views=tuple(
@@ -127,8 +128,8 @@ class _Side:
         self.ready = asyncio.Event()
         self.news: list[TransferEnded] = []
 
-    def start(self) -> AgentInfo:
-        return self.plane.start(self.layout.memories, self.ready.set)
+    async def start(self) -> AgentInfo:
+        return await self.plane.start(self.layout.memories, self.ready.set)
 
     def blocks(self, order: tuple[str, ...], ids: list[int]) -> bytes:
         """Content of blocks, dims in logical order."""
@@ -181,7 +182,7 @@ async def check_data_plane(make: Callable[[str], DataPlane], *, shared: bool = F
     )
     sides = [reader, owner]
     try:
-        _, agent = [side.start() for side in sides]
+        _, agent = [await side.start() for side in sides]
         assert agent.name == "owner"
         owner.plane.watch(True)
         peer = PeerTables(reader.layout, owner.layout, assign(reader.layout, [owner.layout])[0], itertools.count(1))
@@ -261,7 +262,7 @@ async def check_data_plane(make: Callable[[str], DataPlane], *, shared: bool = F
         reader.plane.remove_remote_agent("owner")
         assert (await post(45, "owner", table, *whole)).ending is Ending.FAILED
         owner.plane.close()
-        again = owner.start()
+        again = await owner.start()
         assert again.name != "owner"
         owner.plane.watch(True)
         await reader.plane.add_remote_agent(again, theirs)

@@ -225,7 +225,11 @@ class Nic:
         """How this one is reached now."""
         return AgentInfo(self.name, self.name.encode())
 
-    def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+    async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+        """Register memory, and join the fabric."""
+        return self.begin(memories, on_ready)
+
+    def begin(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
         """Register memory, and join the fabric."""
         self.arrays = self._given or [_bytes_at(memory) for memory in memories]
         self.memories, self._on_ready = tuple(memories), on_ready

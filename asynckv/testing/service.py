@@ -118,6 +118,7 @@ def _layout(role: str, rank: int, size: int, heads: int, base: int) -> Layout:
     view = attention_view(layer="a", order=order, sizes=sizes, dtype="float16", heads=held, num_heads=heads, memory=0)
     length = 2 * NUM_BLOCKS * BLOCK * (held[1] - held[0]) * HEAD_DIM * 2
     return Layout(
+        model="simulated",
         tp_rank=rank,
         tp_size=size,
         memories=(Memory(base, length),),

@@ -441,11 +441,11 @@ class WorldData(Nic):
 
     # -- the port ----------------------------------------------------------------------------------
 
-    def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+    async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
         """Join the world, each time as another agent, with the memory that this plane was made for."""
         assert tuple(memories) == self._declared
         self.is_closed, self._has_agent, self._can_read = False, True, True
-        return super().start(memories, on_ready)
+        return await super().start(memories, on_ready)
 
     async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
         """Load it, which takes a while."""

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from asynckv import Registration, register_tensors
+from asynckv import Registration, register_tensors, shared_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -20,9 +20,17 @@ def memory(seed: int) -> tuple[dict[str, torch.Tensor], Registration]:
     import torch
 
     torch.manual_seed(seed)
-    tensors = {f"layers.{i}": torch.randn(2, 64, 16, 8, 128, dtype=torch.bfloat16) for i in range(2)}
-    order = ("kv", "block", "token", "head", "dim")
-    return tensors, register_tensors(tensors, order=order, block_size=16, num_blocks=64, heads=(0, 8), num_heads=8)
+    shape = (2, 64, 16, 8, 128)
+    tensors = {f"layers.{i}": shared_tensor(shape, torch.bfloat16).normal_() for i in range(2)}
+    return tensors, register_tensors(
+        tensors,
+        order=("kv", "block", "token", "head", "dim"),
+        block_size=16,
+        num_blocks=64,
+        heads=(0, 8),
+        num_heads=8,
+        model="example",
+    )
 
 
 def forward() -> None:

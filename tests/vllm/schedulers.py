@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -238,15 +238,25 @@ class Side:
 
     # -- a request
 
-    def add(self, request_id: str, prompt: Sequence[int], params: Any = None, most: int = 1, **fields: Any) -> Request:
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int] | None,
+        params: Any = None,
+        most: int = 1,
+        given: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> Request:
+        """A request arrives; `given` is what it has besides tokens, `fields` are of its sampling."""
         sampling = SamplingParams(max_tokens=most, ignore_eos=True, **fields)
         init_none_hash(sha256)
         request = Request(
             request_id=request_id,
-            prompt_token_ids=list(prompt),
+            prompt_token_ids=None if prompt is None else list(prompt),
             sampling_params=sampling,
             pooling_params=None,
             block_hasher=get_request_block_hasher(self.hash_block_size, sha256),
+            **given or {},
         )
         request.kv_transfer_params = params
         self.scheduler.add_request(request)
@@ -301,7 +311,7 @@ class Side:
             return list(metadata.orders)
         return [order for part in parts for order in getattr(part, "orders", ())]
 
-    def prefill(self, request_id: str, prompt: Sequence[int], **fields: Any) -> Any:
+    def prefill(self, request_id: str, prompt: Sequence[int] | None, **fields: Any) -> Any:
         """Prefill a prompt for another engine, and return what comes out; its blocks stay lent."""
         self.add(request_id, prompt, {"do_remote_decode": True}, **fields)
         for _ in range(1000):

@@ -11,12 +11,15 @@ import json
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from vllm.v1.request import RequestStatus
 
 from asynckv.embed.orders import Announce, Cancel, Discharge, Lend, Order, Pull
+from asynckv.hashes import token_hashes
+from asynckv.integrations.vllm.scheduler import HASH_TOKENS
 from asynckv.scheduler import PrefillGroup
 from tests.vllm.schedulers import DENSE, HYBRID, MIXED, STATES, WINDOW, Group, Side
 
@@ -29,8 +32,8 @@ SHELF = {
 GROUP = PrefillGroup("prefill", [{"tp_rank": 0, "address": "tcp://127.0.0.1:9", "incarnation": "a"}], null_block=0)
 
 
-def lent(groups: tuple[Group, ...], num_tokens: int) -> dict[str, Any]:
-    """What a prefill engine gives out for so many tokens."""
+def lent(groups: tuple[Group, ...], num_tokens: int, prompt: Sequence[int]) -> dict[str, Any]:
+    """What a prefill engine gives out for so many tokens of a prompt, or of one that begins with it."""
     lists: list[tuple[int, list[int | None]]] = []
     for kind, size, *more in groups:
         end = -(-num_tokens // size)
@@ -38,7 +41,10 @@ def lent(groups: tuple[Group, ...], num_tokens: int) -> dict[str, Any]:
         if kind == "window":
             begin = max(num_tokens - more[0] + 1, 0) // size
         lists.append((begin * size, list(range(1 + begin, 1 + end))))
-    params = GROUP.make_params("there", lists, num_tokens, written=True)
+    tokens = [*prompt, *range(num_tokens)][:num_tokens]
+    params = GROUP.make_params(
+        "there", lists, num_tokens, written=True, hashes=token_hashes(tokens, HASH_TOKENS), hash_tokens=HASH_TOKENS
+    )
     return {"do_remote_prefill": True, "do_remote_decode": False, "asynckv": json.loads(json.dumps(params))}
 
 
@@ -74,7 +80,7 @@ class Life:
             num_tokens = max(
                 1, len(prompt) - (0 if self.is_dense else 1) + self.chance.choice([0, 0, 0, 0, -1, -20, 7])
             )
-            params = lent(self.groups, num_tokens)
+            params = lent(self.groups, num_tokens, prompt)
             self.families.append((prompt, params))
         elif kind == "sibling" and self.families:
             prompt, params = self.chance.choice(self.families[-6:])
@@ -253,7 +259,7 @@ def test_no_params_are_too_strange(groups: tuple[Group, ...], seed: int) -> None
     chance, side = random.Random(seed), Side(groups, policy="recompute")
     for i in range(40):
         prompt = [chance.randrange(30_000) for _ in range(chance.choice([1, 20, 64, 100]))]
-        side.add(f"r{i}", prompt, damage(chance, lent(groups, len(prompt))), chance.choice([1, 3]))
+        side.add(f"r{i}", prompt, damage(chance, lent(groups, len(prompt), prompt)), chance.choice([1, 3]))
         if chance.random() < 0.2:
             side.abort(f"r{i}")
     done: set[str] = set()
@@ -315,7 +321,7 @@ def test_any_life_inside_multi_connector_never_raises(groups: tuple[Group, ...],
 
 def test_a_request_that_another_connector_loads_gives_back_what_was_lent() -> None:
     side = Side(beside=[SHELF], is_last=True)
-    side.add("shelf1", list(range(100)), lent(DENSE, 100), 1)
+    side.add("shelf1", list(range(100)), lent(DENSE, 100, range(100)), 1)
     assert side.step().kinds() == [Discharge]
     assert side.scheduler.requests["shelf1"].num_computed_tokens == 32
     side.step(loaded=["shelf1"])
@@ -324,7 +330,7 @@ def test_a_request_that_another_connector_loads_gives_back_what_was_lent() -> No
 
 def test_a_request_that_we_load_is_ours_inside_multi_connector() -> None:
     side = Side(beside=[SHELF])
-    side.add("shelf1", list(range(100)), lent(DENSE, 100), 1)
+    side.add("shelf1", list(range(100)), lent(DENSE, 100, range(100)), 1)
     told = side.step()
     assert told.kinds() == [Pull]
     side.step(loaded=["shelf1"])

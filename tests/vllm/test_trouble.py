@@ -283,3 +283,40 @@ def test_engines_shut_down_in_time_while_much_is_under_way(server: Server, conne
     # vLLM kills a worker five seconds after it has asked it to end.
     assert pair.decode.ask("close") < 5.0
     assert pair.prefill.ask("close") < 5.0
+
+
+# -- another prompt's KV ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dense", "mamba2-align", "window"])
+def test_params_of_another_prompt_leave_nothing_wrong_in_the_prefix_cache(
+    server: Server, connector: Connector, name: str
+) -> None:
+    pair = start(server, connector, name)
+    tokens, other = pair.prompt(128), pair.prompt(128)
+    (params,) = pair.prefilled(other)
+    mixed_up = pair.ask(tokens, params)
+    pair.decode.finish(mixed_up)
+    innocent = pair.ask(tokens, None)
+    pair.decode.finish(innocent)
+    assert [mixed_up.tokens, innocent.tokens] == [continued(tokens, 6)] * 2
+    pair.generate(tokens, other, pair.prompt(128))
+    pair.settle()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_hashes_that_a_client_exchanged_are_refused_by_the_rank_that_lends(
+    server: Server, connector: Connector, policy: Any
+) -> None:
+    pair = start(server, connector, policy=policy)
+    tokens, other = pair.prompt(128), pair.prompt(128)
+    true, forged = pair.prefilled(tokens, other)
+    forged = {**forged, "asynckv": {**forged["asynckv"], "hashes": true["asynckv"]["hashes"]}}
+    reply = pair.ask(tokens, forged)
+    pair.decode.finish(reply)
+    judge(policy, reply, tokens)
+    innocent = pair.ask(tokens, None)
+    pair.decode.finish(innocent)
+    assert innocent.tokens == continued(tokens, 6)
+    pair.decode.finish(pair.ask(other, pair.prefilled(other)[0]))
+    pair.settle()

@@ -118,6 +118,10 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- the workers' half --------------------------------------------------------------------------
 
+    def get_mem_pool_context(self) -> contextlib.AbstractContextManager[Any] | None:
+        allocation: contextlib.AbstractContextManager[Any] | None = self._worker.allocation()
+        return allocation
+
     def register_kv_caches(self, kv_caches: Any) -> None:
         self._worker.register_kv_caches(kv_caches)
 
@@ -151,7 +155,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
         return results.finished_sending, results.finished_recving
 
     def get_kv_connector_stats(self) -> Any:
-        return self._worker.statistics() if self._worker is not None else None
+        return self._worker.statistics() if self._worker is not None else self._scheduler.tally.take()
 
     def shutdown(self) -> None:
         if self._worker is not None:

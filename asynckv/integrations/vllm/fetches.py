@@ -80,6 +80,7 @@ class Fetch:
         params: What it brought, checked.
         plain: The same, as it travels.
         state: Where it is.
+        num_same: Tokens from the start on which its prompt is known to be the one that was lent.
         first_token: First token that the local prefix cache lacks, as it was last asked.
         announcement: The number of its announcement among all orders.
     """
@@ -88,6 +89,7 @@ class Fetch:
     params: Params
     plain: dict[str, Any]
     state: State = State.ANNOUNCED
+    num_same: int = 0
     first_token: int = 0
     announcement: int = -1
 
@@ -141,6 +143,10 @@ class Fetches:
             self._readers[params.key] = fetch
             fetch.announcement = self.order(Announce(request_id, plain))
         return True
+
+    def limit(self, request_id: str, num_same: int) -> None:
+        """So many tokens of a request are those that were lent."""
+        self._by_id[request_id].num_same = num_same
 
     def must_wait(self, fetch: Fetch) -> bool:
         """Another request reads the same, and will have it in the prefix cache."""

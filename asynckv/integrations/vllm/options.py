@@ -115,6 +115,8 @@ class Options:
         metrics: Show each worker's engine to Prometheus; see `MetricsOptions`.
         turn_lease_s: How long the blocks of a request that went on after its first token, and is to be lent at its
             end, wait for the next turn.
+        allow_unhashed: Read KV of params that carry no hashes of their prompt, such as engines other than vLLM make.
+            Whoever can send a request can then give any lent KV out for that of any prompt of the same length.
     """
 
     bind: str = LOOPBACK
@@ -129,8 +131,10 @@ class Options:
     inspect: InspectConfig = field(default_factory=InspectConfig)
     metrics: MetricsOptions | None = None
     turn_lease_s: float = 480.0
+    allow_unhashed: bool = False
 
     def __post_init__(self) -> None:
+        flag("allow_unhashed", self.allow_unhashed, ConfigError)
         object.__setattr__(self, "turn_lease_s", seconds("turn_lease_s", self.turn_lease_s, ConfigError))
         if not 2 <= self.turn_lease_s <= self.lease.max_lease_s:
             raise ConfigError(

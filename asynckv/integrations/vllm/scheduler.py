@@ -17,6 +17,10 @@ cannot be taken one token back, and the blocks that a sliding window leaves behi
 last one looks at. So models with either stop one token before the end: the prefill engine computes that many, and the
 decode engine reads that many (`Shape.back_off`).
 
+**The same prompt.** A block does not say which prompt its KV is of. So the params carry a chain of hashes over the
+tokens whose KV is lent, and over whatever else their KV depends on. The reading engine makes a chain of its own prompt,
+and reads only the tokens on which both agree. Claims compare the chain as well, so a client cannot exchange it.
+
 Nothing waits for a later step. An order that is given while a request is queued, allocated or ended goes out with the
 next step, and vLLM makes one: the request is in its queues, or among those that finished and were not told the workers
 (`finished_req_ids`). `has_orders` says so as well. After it the engine may sleep for ever.
@@ -24,8 +28,9 @@ next step, and vLLM makes one: the request is in its queues, or among those that
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -34,7 +39,9 @@ from asynckv.arguments import MAX_INTEGER, shown
 from asynckv.core.types import Params, decode_params
 from asynckv.embed.orders import Lend, Order
 from asynckv.errors import AsyncKVError, ConfigError
-from asynckv.integrations.vllm.fetches import Fetches, State
+from asynckv.geometry.pairing import common_prefix
+from asynckv.hashes import token_hashes
+from asynckv.integrations.vllm.fetches import Fetch, Fetches, State
 from asynckv.integrations.vllm.options import Options
 from asynckv.integrations.vllm.shape import Blocks, Shape
 from asynckv.observe.tracing import trace_context
@@ -47,6 +54,18 @@ __all__ = ["SchedulerHalf"]
 
 PARAMS = "asynckv"
 """Where in `kv_transfer_params` ours are: vLLM and routers put other things beside them."""
+
+HASH_TOKENS, MAX_CHAIN = 256, 256
+"""Tokens per hash, doubled as often as it takes to have no more hashes than this: 9 kB of params at most."""
+
+UNREAD = {
+    "no_hashes": "they carry no hashes of the prompt, so nothing shows that their KV is of this one; upgrade the "
+    "engine that made them, or set allow_unhashed where every client is trusted",
+    "other_prompt": "their KV is of another prompt (its tokens, adapter, images, embeddings or salt); look at the "
+    "router and at both engines' chat templates",
+    "other_end": "their KV is of a prompt that ends otherwise; what both begin with is read",
+}
+"""Why KV that was offered is not read, or not all of it."""
 
 FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
@@ -62,7 +81,11 @@ class SchedulerHalf:
         self.engine_id: str = vllm_config.kv_transfer_config.engine_id
         self.shape = Shape.of(vllm_config, kv_cache_config)
         self.fetches = Fetches()
+        from asynckv.integrations.vllm.stats import Tally
+
+        self.tally = Tally()
         self._group: PrefillGroup | None = None
+        self._told: set[str] = set()
 
     # -- where the workers are ----------------------------------------------------------------------
 
@@ -118,14 +141,36 @@ class SchedulerHalf:
             plain |= trace_context(_headers(request))
         except AsyncKVError as exc:
             _refuse(request, str(exc))
+            self.tally.unread("malformed")
             return False
         if not self.fetches.add(request.request_id, params, plain):
             return False
-        if request.skip_reading_prefix_cache:
-            # Log-probabilities of the prompt are asked for: vLLM computes every token, and reads nothing.
+        # Where log-probabilities of the prompt are asked for, vLLM computes every token, and reads nothing.
+        same = 0 if request.skip_reading_prefix_cache else self._same(request, params)
+        if not same:
             self.spare(request)
             return False
+        self.fetches.limit(request.request_id, same)
         return True
+
+    def _same(self, request: Any, params: Params) -> int:
+        """Count the tokens of this prompt whose KV was lent: what is read is covered by a hash that was compared."""
+        most, every, cause = min(params.num_tokens, request.num_tokens), params.hash_tokens, "other_prompt"
+        if not params.hashes:
+            cause, same = "no_hashes", most if self.options.allow_unhashed else 0
+        elif most > every * MAX_CHAIN:
+            same = 0  # a client's own, made to be expensive
+        else:
+            same = common_prefix(chain_of(request, most, every), params.hashes, every, most)
+        if 0 < same < most:
+            # States are of the last token, windows before it, and a draft's KV depends on the token that follows.
+            cause, same = "other_end", 0 if self.shape.back_off or self.shape.has_drafts else same
+        if same < most:
+            self.tally.unread(cause)
+            if cause not in self._told:
+                self._told.add(cause)
+                _refuse(request, f"{UNREAD[cause]}. Further ones are counted (unread_prompts), and not logged")
+        return same
 
     def _truncate(self, request: Any, must: bool) -> None:
         """Leave the last tokens of a prompt to the engine that goes on with it."""
@@ -156,15 +201,15 @@ class SchedulerHalf:
         if fetch.state is not State.ANNOUNCED:
             return 0, False
         fetch.first_token = num_cached
-        more = self._readable(request, fetch.params) - num_cached
+        more = self._readable(request, fetch) - num_cached
         return (more, True) if more > 0 else (0, False)
 
-    def _readable(self, request: Any, params: Params) -> int:
+    def _readable(self, request: Any, fetch: Fetch) -> int:
         """Tokens of this request's prompt that were lent, and are of use."""
         most: int = request.num_prompt_tokens - self.shape.back_off
-        if self.shape.back_off and params.num_tokens > most:
+        if self.shape.back_off and fetch.params.num_tokens > most:
             return 0  # of another prompt, or too far: there is no way back from its last state
-        return min(params.num_tokens, most)
+        return min(fetch.num_same, most)
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """A request has got its blocks (`update_state_after_alloc`); asked again after a load, with 0."""
@@ -245,14 +290,54 @@ class SchedulerHalf:
             _refuse(request, "the workers' addresses are not known, so its blocks cannot be lent")
             return None
         lease_s = self.options.turn_lease_s if request.max_tokens > 1 else None
-        trace = _headers(request)
+        every = hash_tokens_of(num_tokens)
         try:
             return self._group.make_params(
-                request.request_id, lists, num_tokens, lease_s=lease_s, written=True, trace=trace
+                request.request_id,
+                lists,
+                num_tokens,
+                lease_s=lease_s,
+                written=True,
+                hashes=chain_of(request, num_tokens, every),
+                hash_tokens=every,
+                trace=_headers(request),
             )
         except AsyncKVError as exc:
             _refuse(request, str(exc))
             return None
+
+
+def hash_tokens_of(num_tokens: int) -> int:
+    """Choose how many tokens a hash covers, so that no chain is long."""
+    every = HASH_TOKENS
+    while num_tokens > every * MAX_CHAIN:
+        every *= 2
+    return every
+
+
+def chain_of(request: Any, num_tokens: int, every: int) -> list[str]:
+    """Hash the first tokens of a request, with all that their KV depends on."""
+    return token_hashes(request.all_token_ids[:num_tokens], every, also=_also(request, num_tokens, every))
+
+
+def _also(request: Any, num_tokens: int, every: int) -> Iterator[tuple[int, str | bytes]]:
+    if (adapter := request.lora_request) is not None:
+        # Its number is each engine's own. Its path tells versions apart that go by one name.
+        yield 0, repr(("adapter", adapter.lora_name, adapter.lora_path))
+    if request.cache_salt:
+        yield 0, repr(("salt", request.cache_salt))
+    for feature in request.mm_features:
+        place = feature.mm_position
+        yield place.offset, repr(("feature", feature.modality, feature.identifier, place.length))
+    if (embeds := request.prompt_embeds) is None:
+        return
+    from vllm.v1.utils import tensor_data
+
+    mask = request.prompt_is_token_ids
+    for begin in range(0, min(num_tokens, len(embeds)), every):
+        end = min(begin + every, num_tokens)
+        yield begin, hashlib.sha256(tensor_data(embeds[begin:end])).digest()
+        yield begin, repr(("dtype", str(embeds.dtype), None if mask is None else bytes(mask[begin:end])))
 
 
 def _headers(request: Any) -> Mapping[str, str]:

@@ -1,8 +1,8 @@
 """Statistics in vLLM's own form: for its log, and for its Prometheus endpoint.
 
-A worker tallies what it hears of (`Tally`) and gives it away in differences, as plain JSON. vLLM adds up those of all
-workers and sends them to the process that logs and answers `/metrics`, where there is no engine and no worker:
-`AsyncKVStats` and `AsyncKVPromMetrics` are made there from the data alone.
+A worker tallies what it hears of (`Tally`), and so does the scheduler's half. Each gives it away in differences, as
+plain JSON. vLLM adds up those of all workers and sends them to the process that logs and answers `/metrics`, where
+there is no engine and no worker: `AsyncKVStats` and `AsyncKVPromMetrics` are made there from the data alone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MAX_SAMPLES = 4096
 class AsyncKVStats(KVConnectorStats):
     """What happened in an interval: on one worker, or on several together.
 
-    `data` is plain JSON: `duration_s`, `bytes` and `descriptors` have an entry per pull that ended well, `failed` and
-    `leases` count by cause.
+    `data` is plain JSON: `duration_s`, `bytes` and `descriptors` have an entry per pull that ended well, `failed`,
+    `leases` and `unread` (the scheduler's) count by cause.
     """
 
     data: dict[str, Any]
@@ -40,7 +40,7 @@ class AsyncKVStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {"duration_s": [], "bytes": [], "descriptors": [], "failed": {}, "leases": {}}
+        self.data = {"duration_s": [], "bytes": [], "descriptors": [], "failed": {}, "leases": {}, "unread": {}}
 
     def aggregate(self, other: KVConnectorStats) -> AsyncKVStats:
         """Add what happened on another worker, or in another interval."""
@@ -67,6 +67,7 @@ class AsyncKVStats(KVConnectorStats):
                 "Avg descriptors per pull": round(sum(self.data["descriptors"]) / len(durations), 1),
             }
         out["Num failed pulls"] = sum(self.data["failed"].values())
+        out["Num prompts not read"] = sum(self.data["unread"].values())
         out["Num leases released"] = leases.get("released", 0)
         out["Num leases expired"] = leases.get("expired", 0)
         return out
@@ -106,6 +107,10 @@ class Tally:
     def lease(self, cause: str) -> None:
         """Count a lent request that has ended, by how."""
         self._count("leases", cause)
+
+    def unread(self, cause: str) -> None:
+        """Count a request whose KV was offered, and is not read as far as it was."""
+        self._count("unread", cause)
 
     def _count(self, kind: str, cause: str) -> None:
         self._is_empty = False
@@ -158,6 +163,7 @@ class AsyncKVPromMetrics(KVConnectorPromMetrics):
         self._counters = {}
         for kind, name, documentation in (
             ("failed", "failed_pulls", "Requests whose KV could not be read, by cause."),
+            ("unread", "unread_prompts", "Requests whose KV was offered and not read, or not all of it, by cause."),
             ("leases", "ended_leases", "Requests lent to decode engines that have ended, by how."),
         ):
             self._counters[kind] = self._counter_cls(

@@ -1,4 +1,4 @@
-"""The decode engine: its scheduler, and by default one worker. The scheduler needs no object of asynckv at all."""
+"""The decode engine: its scheduler, and by default one worker. The scheduler needs no engine of asynckv."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from scenery import NUM_BLOCKS, Call, Ranks, blocks_of, run_engine
 from worker import work
 
-from asynckv import Announce, Cancel, Discharge, Finished, Order, Pull
+from asynckv import Announce, Cancel, Discharge, Finished, Order, Pull, token_hashes
 
 
 @dataclass
@@ -121,7 +121,9 @@ class Scheduler:
         """Have all ranks fill a request's blocks. Each of them says how that ended: it is in `received` or `failed`."""
         request_id = request.call.body["request_id"]
         groups = [(0, request.blocks)]  # from token 0 on; with a cached prefix: its length, and the blocks after it
-        self.orders.append(Pull(request_id=request_id, groups=groups, params=params, timeout_s=10.0))
+        # Of its own prompt, of as many tokens as were lent: only those are read whose hashes are the same.
+        hashes = token_hashes(request.prompt[: params["num_tokens"]], params["hash_tokens"])
+        self.orders.append(Pull(request_id=request_id, groups=groups, params=params, timeout_s=10.0, hashes=hashes))
         self.pulling[request_id] = Pulling(request, request.blocks, set(range(len(self.ranks.endpoints))))
 
     def take_finished(self, rank: int, finished: Finished) -> None:
@@ -129,6 +131,8 @@ class Scheduler:
         for result in finished.received:
             pulling = self.pulling[result.request_id]
             pulling.request.num_bytes += result.num_bytes
+            if result.num_tokens < len(pulling.request.prompt):
+                pulling.failures.append(f"only {result.num_tokens} tokens are those that were lent")
             self.has_ended(rank, result.request_id)
         for failed in finished.failed:
             pulling = self.pulling[failed.request_id]

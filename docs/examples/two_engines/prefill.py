@@ -6,10 +6,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from scenery import NUM_BLOCKS, Call, Ranks, blocks_of, run_engine
+from scenery import BLOCK_SIZE, NUM_BLOCKS, Call, Ranks, blocks_of, run_engine
 from worker import work
 
-from asynckv import Finished, Lend, Order, PrefillGroup, Withdraw
+from asynckv import Finished, Lend, Order, PrefillGroup, Withdraw, token_hashes
 
 
 @dataclass
@@ -78,7 +78,15 @@ class Scheduler:
             # The KV is in the blocks of all ranks. The params are for everybody: each rank lends by them in the next
             # step, and the decode engine pulls by them. They are plain data, so they may travel as JSON.
             request_id, prompt = call.body["request_id"], call.body["prompt"]
-            params = self.group.make_params(request_id, [(0, blocks)], num_tokens=len(prompt), written=True)
+            # The hashes say which prompt the KV is of: the decode engine compares them with its own.
+            params = self.group.make_params(
+                request_id,
+                [(0, blocks)],
+                num_tokens=len(prompt),
+                written=True,
+                hashes=token_hashes(prompt, BLOCK_SIZE),
+                hash_tokens=BLOCK_SIZE,
+            )
             self.orders.append(Lend(params))
             self.lent[request_id] = Lent(params, blocks, set(range(len(told))))
             call.answer.set_result({"params": params})

@@ -1,0 +1,284 @@
+"""KV is read for the prompt that it was computed of, and for no other: what the scheduler's half compares."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from asynckv.core.types import decode_params
+from asynckv.embed.orders import Announce, Discharge, Lend, Pull
+from asynckv.integrations.vllm.scheduler import MAX_CHAIN, chain_of, hash_tokens_of
+from asynckv.integrations.vllm.stats import Tally
+from tests.vllm.schedulers import DENSE, HYBRID, STATES, WINDOW, Group, Side
+from tests.vllm.test_scheduler import FORGETFUL, SHAPES, brought, is_clean, prompt_of
+
+Given = Mapping[str, Any]
+
+
+def unread(side: Side) -> dict[str, int]:
+    """How often KV that was offered was not read, by cause."""
+    stats = side.half.tally.take(at_once=True)
+    return {} if stats is None else stats.data["unread"]
+
+
+def adapter(name: str = "adapter", number: int = 1, path: str = "/adapters/1") -> Given:
+    return {"lora_request": LoRARequest(name, number, path)}
+
+
+@SHAPES
+def test_params_of_another_prompt_of_equal_length_are_not_read(groups: tuple[Group, ...]) -> None:
+    side, mine, other = Side(groups), prompt_of(128), prompt_of(128)
+    side.add("a", mine, brought(other, groups), 1)
+    told = side.step()
+    assert told.kinds() == [Discharge]
+    assert (told.tokens or side.step().tokens) == {"a": [7]}
+    side.step()
+    assert is_clean(side)
+
+
+@FORGETFUL
+@pytest.mark.parametrize("place", [0, 63, 126])
+def test_models_that_forget_read_all_of_a_prompt_or_nothing(groups: tuple[Group, ...], place: int) -> None:
+    side, prompt = Side(groups), prompt_of(128)
+    other = [*prompt[:place], prompt[place] + 1, *prompt[place + 1 :]]
+    side.add("a", prompt, brought(other, groups), 1)
+    assert side.step().kinds() == [Discharge]
+
+
+def test_the_last_token_of_a_prompt_that_forgets_is_nobodys() -> None:
+    """The prefill engine has not computed it, and the decode engine computes it."""
+    side, prompt = Side(WINDOW), prompt_of(128)
+    side.add("a", prompt, brought([*prompt[:-1], prompt[-1] + 1], WINDOW), 1)
+    assert side.step().only(Pull).num_tokens == 127
+
+
+@pytest.mark.parametrize(("place", "read"), [(0, 0), (255, 0), (256, 256), (511, 256), (599, 512)])
+def test_what_two_prompts_begin_with_is_read_in_whole_hashes(place: int, read: int) -> None:
+    side, prompt = Side(), prompt_of(600)
+    other = [*prompt[:place], prompt[place] + 1, *prompt[place + 1 :]]
+    side.add("a", prompt, brought(other), 1)
+    told = side.step()
+    assert [order.num_tokens for order in told.orders if isinstance(order, Pull)] == ([read] if read else [])
+    assert unread(side) == {"other_end" if read else "other_prompt": 1}
+
+
+def test_with_drafts_a_prompt_that_ends_otherwise_is_not_read() -> None:
+    side, prompt = Side(drafts=2), prompt_of(600)
+    side.add("a", prompt, brought([*prompt[:-1], prompt[-1] + 1]), 1)
+    assert side.step().kinds() == [Discharge]
+    again = prompt_of(600)
+    side.add("b", again, brought(again), 1)
+    assert side.step().only(Pull).num_tokens == 600
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "is_read"),
+    [
+        (adapter(), adapter(number=9), True),
+        (adapter(), {}, False),
+        ({}, adapter(), False),
+        (adapter(), adapter(name="other"), False),
+        (adapter(), adapter(path="/adapters/2"), False),
+        ({"cache_salt": "tenant"}, {"cache_salt": "tenant"}, True),
+        ({"cache_salt": "tenant"}, {}, False),
+        ({}, {"cache_salt": "tenant"}, False),
+        ({"cache_salt": "tenant"}, {"cache_salt": "other"}, False),
+        ({**adapter(), "cache_salt": "tenant"}, {**adapter(), "cache_salt": "tenant"}, True),
+    ],
+)
+def test_adapters_and_salts_are_compared(there: Given, here: Given, is_read: bool) -> None:
+    side, prompt = Side(), prompt_of(100)
+    side.add("a", prompt, brought(prompt, given=there), 1, here)
+    assert side.step().kinds() == [Pull if is_read else Discharge]
+
+
+def embedded(seed: int, dtype: torch.dtype = torch.float32) -> Given:
+    return {"prompt_embeds": torch.randn(300, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)}
+
+
+def changed(row: int) -> Given:
+    embeds = embedded(1)["prompt_embeds"].clone()
+    embeds[row, 3] += 1.0
+    return {"prompt_embeds": embeds}
+
+
+@pytest.mark.parametrize(
+    ("here", "read"),
+    [(embedded(1), 300), (embedded(2), 0), (embedded(1, torch.bfloat16), 0), (changed(0), 0), (changed(290), 256)],
+)
+def test_prompts_of_embeddings_are_compared_by_their_bytes(here: Given, read: int) -> None:
+    params = json.loads(json.dumps(Side(name="prefill").prefill("p", None, given=embedded(1))))
+    side = Side()
+    side.add("a", None, params, 1, here)
+    pulls = [order.num_tokens for order in side.step().orders if isinstance(order, Pull)]
+    assert pulls == ([read] if read else [])
+
+
+def of_images(*images: tuple[int, str], **fields: Any) -> Request:
+    features = [
+        MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset=place, length=20))
+        for place, identifier in images
+    ]
+    return Request("r", list(range(600)), SamplingParams(max_tokens=1), None, mm_features=features, **fields)
+
+
+def same(one: Request, other: Request) -> int:
+    """How many hashes of 256 tokens two prompts begin with."""
+    chains = zip(chain_of(one, 600, 256), chain_of(other, 600, 256), strict=True)
+    return sum(a == b for a, b in chains)
+
+
+def test_images_are_compared_from_their_first_token_on() -> None:
+    one = of_images((10, "x"), (400, "y"))
+    assert same(one, of_images((10, "x"), (400, "y"))) == 3
+    assert same(one, of_images((10, "z"), (400, "y"))) == 0
+    assert same(one, of_images((10, "x"), (400, "z"))) == 1
+    assert same(one, of_images((10, "x"), (401, "y"))) == 1
+    assert same(one, of_images((10, "x"))) == 1
+    assert same(one, of_images((10, "y"), (400, "x"))) == 0
+
+
+def test_embeddings_among_tokens_are_told_from_tokens() -> None:
+    mask = [True] * 600
+    mixed = {"prompt_embeds": torch.zeros(600, 4)}
+    one = Request("r", [0] * 600, SamplingParams(max_tokens=1), None, prompt_is_token_ids=mask, **mixed)
+    other = Request("r", [0] * 600, SamplingParams(max_tokens=1), None, prompt_is_token_ids=[*mask[1:], False], **mixed)
+    assert same(one, one) == 3
+    assert same(one, other) == 2
+
+
+@SHAPES
+def test_the_next_turn_is_compared_with_all_that_was_said(groups: tuple[Group, ...]) -> None:
+    prompt, decode = prompt_of(100), Side(groups, name="decode")
+    decode.add("d", prompt, {**brought(prompt, groups), "do_remote_decode": True}, 20)
+    decode.step()
+    decode.step(loaded=["d"])
+    while "d" not in (told := decode.step()).reasons:
+        pass
+    for said, kind in (([7] * 20, Pull), ([7] * 18 + [8, 7], Discharge)):
+        back = json.loads(json.dumps(told.params["d"]))
+        side = Side(groups)
+        side.add("next", [*prompt, *said, *prompt_of(30)], back, 1)
+        assert side.step().kinds() == [kind]
+
+
+def test_params_without_hashes_are_read_only_where_that_is_allowed() -> None:
+    prompt = prompt_of(100)
+    params = brought(prompt)
+    del params["asynckv"]["hashes"], params["asynckv"]["hash_tokens"]
+    side = Side()
+    side.add("a", prompt, json.loads(json.dumps(params)), 1)
+    assert side.step().kinds() == [Discharge]
+    assert unread(side) == {"no_hashes": 1}
+    trusting = Side(extra={"allow_unhashed": True})
+    trusting.add("a", prompt, params, 1)
+    assert trusting.step().only(Pull).num_tokens == 100
+
+
+def test_a_chain_that_a_client_made_long_is_not_computed() -> None:
+    side, prompt = Side(), prompt_of(3000)
+    params = brought(prompt)
+    for every in (0, 1, 11):
+        params["asynckv"] |= {"hashes": ["x"] * 3000, "hash_tokens": every}
+        params["asynckv"]["key"][3] = f"{every:032}"
+        side.add(f"r{every}", prompt, json.loads(json.dumps(params)), 1)
+    assert unread(side) == {"other_prompt": 3}
+
+
+def test_chains_of_long_prompts_are_short() -> None:
+    request = Request("r", list(range(131_072)), SamplingParams(max_tokens=1), None)
+    for num_tokens, number in ((1_000, 4), (8_000, 32), (65_536, 256), (65_537, 129), (131_072, 256)):
+        chain = chain_of(request, num_tokens, hash_tokens_of(num_tokens))
+        assert len(chain) == number <= MAX_CHAIN
+    assert len(json.dumps(chain)) < 10_000
+    began = time.process_time()
+    chain_of(request, 131_072, 512)
+    assert time.process_time() - began < 0.1  # about 2 ms
+
+
+def test_each_cause_is_logged_once_and_counted_always(caplog: pytest.LogCaptureFixture) -> None:
+    side = Side()
+    side.half.tally = Tally(itertools.count(step=10).__next__)  # as if it were asked every ten seconds
+    for number in range(5):
+        side.add(f"r{number}", prompt_of(50), brought(prompt_of(50)), 1)
+    side.add("junk", prompt_of(50), {"do_remote_prefill": True, "asynckv": {"x": 1}}, 1)
+    found = [record for record in caplog.records if "another prompt" in record.getMessage()]
+    assert len(found) == 1
+    assert side.connector.get_kv_connector_stats().data["unread"] == {"other_prompt": 5, "malformed": 1}
+    assert side.connector.get_kv_connector_stats() is None
+
+
+def test_a_request_that_waits_for_another_is_compared_as_well() -> None:
+    """The first reads and the second has another prompt: it neither reads nor ends what the first reads."""
+    side, prompt = Side(max_seqs=1), prompt_of(100)
+    side.add("first", prompt_of(10), None, 50)
+    side.step()
+    params = brought(prompt)
+    side.add("a", prompt, params, 1)
+    side.add("b", prompt_of(100), json.loads(json.dumps(params)), 1)
+    assert side.step().kinds() == [Announce]
+    side.abort("first")
+    assert side.step().only(Pull).request_id == "a"
+
+
+# -- what is lent, with drafts and overlapping steps ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [HYBRID, STATES])
+@pytest.mark.parametrize("drafts", [None, 2])
+def test_a_state_after_guessed_tokens_is_not_lent(groups: tuple[Group, ...], drafts: int | None) -> None:
+    """Only the workers know which of the states that were kept of all guesses is the one after the last token."""
+    side, prompt = Side(groups, drafts=drafts), prompt_of(100)
+    side.add("a", prompt, {**brought(prompt, groups), "do_remote_decode": True}, 4)
+    side.step()
+    side.step(loaded=["a"])
+    while "a" not in (told := side.step()).reasons:
+        pass
+    assert ("a" in told.params) is (drafts is None)
+    assert side.step().kinds() == ([Lend] if drafts is None else [])
+
+
+@pytest.mark.parametrize("groups", [HYBRID, STATES])
+def test_a_state_after_the_first_token_is_lent_with_drafts_as_well(groups: tuple[Group, ...]) -> None:
+    side = Side(groups, drafts=2)
+    assert side.prefill("a", prompt_of(100))["asynckv"]["num_tokens"] == 99
+
+
+@pytest.mark.parametrize("groups", [DENSE, WINDOW])
+def test_tokens_of_a_step_under_way_are_not_lent(groups: tuple[Group, ...]) -> None:
+    """The request stops while the next step computes one token more: nobody knows yet when its KV is written."""
+    side, prompt = Side(groups, asynchronous=True), prompt_of(100)
+    params = {**brought(prompt, groups), "do_remote_decode": True}
+    side.add("a", prompt, params, 20, stop_token_ids=[9])
+    side.step()
+    side.step(loaded=["a"])
+    first, second = side.scheduler.schedule(), side.scheduler.schedule()
+    request = side.scheduler.requests["a"]
+    told = side.finish(first, token=9)
+    assert told.reasons == {"a": "stop"}
+    assert request.num_in_flight_tokens == 1
+    lent = decode_params(told.params["a"]["asynckv"])
+    assert (request.num_tokens, lent.num_tokens) == (101, 100)
+    side.finish(second)
+
+
+def test_states_that_a_step_under_way_changes_are_not_lent() -> None:
+    side, prompt = Side(HYBRID, asynchronous=True), prompt_of(100)
+    side.add("a", prompt, {**brought(prompt, HYBRID), "do_remote_decode": True}, 20, stop_token_ids=[9])
+    side.step()
+    side.step(loaded=["a"])
+    first, second = side.scheduler.schedule(), side.scheduler.schedule()
+    told = side.finish(first, token=9)
+    assert told.reasons == {"a": "stop"}
+    assert "a" not in told.params
+    side.finish(second)
