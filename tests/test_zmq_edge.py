@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -255,7 +256,7 @@ async def test_a_plane_that_has_just_started_has_counted_nothing() -> None:
 
 async def test_a_burst_longer_than_a_batch_is_read_to_its_end() -> None:
     # ZMQ's descriptor announces it once; whoever stops early hears nothing more.
-    number = 10 * edge.BATCH + 1
+    number = 641
     async with planes(2) as [(a, _), (b, at_b)]:
         for i in range(number):
             assert a.send(b.address, b"%d" % i)
@@ -391,9 +392,8 @@ async def test_a_stranger_cannot_take_over_a_known_route() -> None:
 class Raw:
     """A peer that speaks ZMTP by hand, while the event loop is away."""
 
-    def __init__(self, address: str) -> None:
-        self.socket = socket.create_connection(place(address))
-        self.socket.settimeout(PATIENCE_S)
+    def __init__(self, address: str, patience_s: float = PATIENCE_S) -> None:
+        self.socket = socket.create_connection(place(address), patience_s)
         self.socket.sendall(GREETING + READY)
         answer = b""
         while len(answer) < 64 + 2 or len(answer) < 64 + 2 + answer[65]:
@@ -469,6 +469,75 @@ async def test_a_message_that_never_ends_is_cut_off_while_the_loop_is_away() -> 
         raw.socket.close()
         assert plane.statistics()["cut.unread"] == 1
         await check_alive(plane, inbox)
+
+
+async def test_small_messages_without_end_are_cut_off_as_well() -> None:
+    async with planes(1) as [(plane, inbox)]:
+        # Each takes three bytes of the connection, and 64 of memory.
+        raw, sent = Raw(plane.address), threading.Event()
+
+        def flood() -> bool:
+            was_cut = raw.is_cut(b"\0\1x" * 10_000, most=200 * door.MAX_AHEAD)
+            sent.set()
+            return was_cut
+
+        flooding = asyncio.create_task(anyio.to_thread.run_sync(flood))
+        await inbox.wait(1)  # the loop takes what it can, and is not as fast; then it is away
+        sent.wait(PATIENCE_S)
+        inbox.packets.clear()
+        assert await flooding
+        raw.socket.close()
+        assert plane.statistics()["cut.unread"] == 1
+
+
+async def test_what_ended_connections_leave_behind_is_bounded_while_the_loop_is_away() -> None:
+    async with planes(1) as [(plane, _)]:
+        left = (b"\0\xc8" + bytes(200)) * (door.MAX_AHEAD // 300)
+
+        def come_and_go() -> bool:
+            try:
+                for _ in range(40):
+                    raw = Raw(plane.address, patience_s=1.0)
+                    raw.socket.sendall(left)
+                    raw.socket.shutdown(socket.SHUT_WR)
+                    raw.socket.recv(1)
+                    raw.socket.close()
+            except OSError:
+                return True
+            return False
+
+        assert come_and_go()  # the kernel takes no more connections
+        assert plane.statistics()["shut"] == 1
+        # The loop is back. A newcomer's first try was not heard, and the kernel tries again after a second.
+        raw = await anyio.to_thread.run_sync(Raw, plane.address)
+        raw.socket.close()
+
+
+async def test_a_quiet_peer_has_its_turn_while_another_has_a_thousand_packets_waiting() -> None:
+    async with planes(3) as [(loud, _), (quiet, _), (plane, inbox)]:
+        # Both connections are known before the flood.
+        assert loud.send(plane.address, b"loud")
+        assert quiet.send(plane.address, b"quiet")
+        await inbox.wait(2)
+        for _ in range(1000):
+            loud.send(plane.address, b"loud")
+        quiet.send(plane.address, b"now")
+        await inbox.until(lambda: b"now" in inbox.bodies)
+        assert inbox.bodies.index(b"now") < 500
+        await inbox.idle_until(lambda: plane.statistics()["packets_in"] == 1003)
+
+
+async def test_principals_take_turns_and_so_do_their_connections() -> None:
+    waiting = edge._Waiting()
+    for principal, route in (("many", b"1"), ("many", b"1"), ("many", b"2"), ("many", b"3"), ("one", b"4")):
+        assert waiting.put(principal, ReplyTo(route), b"packet")
+    assert [waiting.take()[1] for _ in range(5)] == [b"1", b"4", b"2", b"3", b"1"]
+    assert not waiting
+    assert [waiting.put("many", ReplyTo(b"1"), b"") for _ in range(edge.MAX_WAITING + 1)].count(False) == 1
+    free = edge.MAX_WAITING_ALL - edge.MAX_WAITING * edge.WAITING_BYTES
+    assert waiting.put("many", ReplyTo(b"2"), bytes(free - edge.WAITING_BYTES))
+    assert not waiting.put("many", ReplyTo(b"3"), b"packet")
+    assert waiting.put("one", ReplyTo(b"4"), b"packet")
 
 
 async def test_a_listener_that_answers_without_end_is_cut_off() -> None:

@@ -16,6 +16,7 @@ has most. So connections that say nothing do not keep others out.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import resource
@@ -39,10 +40,15 @@ QUIET_TICKS = 5
 MAX_AHEAD = 1024 * 1024
 """Bytes that one connection of the listener may be ahead of the loop; memory holds 32 times as many at worst."""
 
-MAX_AHEAD_ALL = 8 * MAX_AHEAD
+MAX_AHEAD_ALL = 4 * MAX_AHEAD
+"""The same of all connections of the listener; and of all that have ended, whose messages libzmq keeps. While those are
+more, the kernel takes no new connection, so that memory ends somewhere even if the loop is away."""
 
 MAX_LINK_AHEAD = 20 * 1024 * 1024
 """The same of one link to a listener that was asked: a single answer may have 16 MiB."""
+
+UNSEEN = 64 * 1024
+"""Bytes that a connection may leave behind unseen, if it ends before this thread is scheduled."""
 
 SWEEPS_S = (0.3, 1.0, 5.0)
 """After a socket was closed; it lingers for 0.2 s."""
@@ -55,6 +61,8 @@ SPARE_FILES = 128
 _RECEIVED_AT = 128
 """Where `tcpi_bytes_received` is in Linux's `struct tcp_info`."""
 
+_ATTACH_FILTER, _DETACH_FILTER, _BPF_RET = 26, 27, 6
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
@@ -64,11 +72,13 @@ class Opened:
         fd: The descriptor, as libzmq numbers it.
         endpoint: Where the listener is, ours or another's; empty if the connection was closed.
         is_accepted: It came to our listener.
+        is_listener: It is our listener.
     """
 
     fd: int
     endpoint: str
     is_accepted: bool = False
+    is_listener: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +102,17 @@ class Connection:
     delivered: int = 0
     arrived: int = 0
     quiet: int = 0
+
+    def look(self) -> None:
+        """Ask the kernel what has arrived.
+
+        Raises:
+            OSError: There is no connection any more.
+        """
+        info = self.duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
+        arrived = struct.unpack_from("=Q", info, _RECEIVED_AT)[0]
+        self.quiet = 0 if arrived > self.arrived else self.quiet + 1
+        self.arrived = arrived
 
     @property
     def ahead(self) -> int:
@@ -129,8 +150,14 @@ class Door:
         self.most_per_host = self.most // 2
         self.connections: dict[int, Connection] = {}
         """By libzmq's number of the descriptor."""
+        self.orphaned = 0
+        """Bytes that ended connections of the listener had not delivered, ever; only the thread adds to it."""
+        self._forgiven = 0
+        """Those of them that were delivered since, or cannot be; only the loop adds to it."""
+        self._listener: socket.socket | None = None
+        self._is_shut = False
         self._early: Counter[int] = Counter()
-        """Bytes of connections that the thread has not seen yet."""
+        """Bytes of links that the thread has not seen yet."""
         self._take, self._counts = take, counts
         self._per_host: Counter[str] = Counter()
         self._watched: dict[int, Connection] = {}
@@ -148,12 +175,19 @@ class Door:
         self._thread = threading.Thread(target=self._run, name="asynckv-door", daemon=True)
         self._thread.start()
 
-    def deliver(self, fd: int, num_bytes: int) -> None:
-        """Count what the loop was given of a connection."""
+    def deliver(self, fd: int, num_bytes: int, is_accepted: bool) -> Connection | None:
+        """Count what the loop was given of a connection, which may have ended by now."""
         if (connection := self.connections.get(fd)) is not None:
             connection.delivered += num_bytes
+        elif is_accepted:
+            self._forgiven += num_bytes
         else:
             self._early[fd] += num_bytes
+        return connection
+
+    def forgive(self, orphaned: int) -> None:
+        """Note that the loop has taken all there was: no bytes wait that had been orphaned before that."""
+        self._forgiven = max(self._forgiven, orphaned)
 
     def sweep(self) -> None:
         """Sockets were closed, of which libzmq does not tell: close the duplicates once it has done so."""
@@ -172,6 +206,8 @@ class Door:
         self._thread.join()
         for fd in list(self.connections):
             self._forget(fd)
+        if self._listener is not None:
+            self._listener.close()
         self._epoll.close()
         os.close(self._bell)
 
@@ -180,7 +216,7 @@ class Door:
     def _run(self) -> None:
         tick_at = 0.0
         while not self._is_closed:
-            wake_at = min([*self._sweeps, tick_at if self._busy else math.inf], default=math.inf)
+            wake_at = min([*self._sweeps, tick_at if self._busy or self._is_shut else math.inf], default=math.inf)
             wait_s = None if wake_at == math.inf else max(wake_at - time.monotonic(), 0.0)
             for fd, _ in self._epoll.poll(wait_s):
                 if fd == self._bell:
@@ -193,7 +229,7 @@ class Door:
                 self._sweeps = self._sweeps[1:]
                 for fd in [fd for fd, c in self.connections.items() if not _is_same(fd, c.duplicate.fileno())]:
                     self._forget(fd)
-            if self._busy and time.monotonic() >= tick_at:
+            if (self._busy or self._is_shut) and time.monotonic() >= tick_at:
                 self._tick()
                 tick_at = time.monotonic() + TICK_S
 
@@ -205,13 +241,18 @@ class Door:
         try:
             duplicate = socket.socket(fileno=os.dup(opened.fd))
         except OSError:
+            self.orphaned += UNSEEN * opened.is_accepted
             return  # it has been closed already
+        if opened.is_listener:
+            self._listener = duplicate
+            return
         try:
             # libzmq may have closed the descriptor meanwhile, and something else may have its number.
             ours, theirs = duplicate.getsockname(), duplicate.getpeername()
             if (ours if opened.is_accepted else theirs)[1] != int(opened.endpoint.rpartition(":")[2]):
                 raise OSError
         except (OSError, IndexError, TypeError):
+            self.orphaned += UNSEEN * opened.is_accepted
             duplicate.close()
             return
         connection = Connection(opened.fd, duplicate, theirs[0], opened.is_accepted, early)
@@ -225,6 +266,10 @@ class Door:
         connection = self.connections.pop(fd, None)
         if connection is None:
             return
+        if connection.is_accepted:
+            with contextlib.suppress(OSError):
+                connection.look()
+            self.orphaned += max(connection.ahead, UNSEEN)
         self._busy.discard(connection)
         del self._watched[connection.duplicate.fileno()]
         self._epoll.unregister(connection.duplicate.fileno())
@@ -246,23 +291,37 @@ class Door:
     def _tick(self) -> None:
         for connection in list(self._busy):
             try:
-                info = connection.duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
+                connection.look()
             except OSError:
                 self._busy.discard(connection)
                 continue
-            arrived = struct.unpack_from("=Q", info, _RECEIVED_AT)[0]
-            connection.quiet = 0 if arrived > connection.arrived else connection.quiet + 1
-            connection.arrived = arrived
             if connection.ahead < 0:
-                connection.delivered = arrived  # what was counted for frames was an upper bound
+                # They were of an earlier connection with this descriptor.
+                self.orphaned += connection.ahead
+                connection.delivered = connection.arrived
             if connection.ahead > (MAX_AHEAD if connection.is_accepted else MAX_LINK_AHEAD):
                 self._cut(connection, "unread")
             elif connection.quiet > QUIET_TICKS:
                 self._busy.discard(connection)
                 self._epoll.modify(connection.duplicate.fileno(), _ONCE)
-        accepted = [c for c in self.connections.values() if c.is_accepted]
-        if sum(c.ahead for c in accepted) > MAX_AHEAD_ALL:
-            self._cut(max(accepted, key=lambda c: c.ahead), "unread")
+        accepted = sorted((c for c in self.connections.values() if c.is_accepted), key=lambda c: c.ahead)
+        ahead = sum(c.ahead for c in accepted)
+        while ahead > MAX_AHEAD_ALL:
+            connection = accepted.pop()
+            ahead -= connection.ahead
+            self._cut(connection, "unread")
+        orphans = self.orphaned - self._forgiven
+        if self._is_shut is not (is_shut := orphans > MAX_AHEAD_ALL / (2 if self._is_shut else 1)):
+            self._shut(is_shut)
+
+    def _shut(self, is_shut: bool) -> None:
+        """Have the kernel take no new connections, or take them again: ended ones have left too much behind."""
+        self._is_shut = is_shut
+        self._counts["shut"] += is_shut
+        if self._listener is not None:
+            nothing = ctypes.create_string_buffer(struct.pack("=HBBI", _BPF_RET, 0, 0, 0))
+            program = struct.pack("@HP", 1, ctypes.addressof(nothing))
+            self._listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER if is_shut else _DETACH_FILTER, program)
 
     def _cut(self, connection: Connection, cause: str) -> None:
         self._counts[f"cut.{cause}"] += 1

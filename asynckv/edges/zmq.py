@@ -23,7 +23,7 @@ import itertools
 import re
 import struct
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -40,23 +40,35 @@ from asynckv.keys import AllowList, KeyPair, decode_z85, encode_z85, read_pair
 
 __all__ = ["ZmqPlane", "host_and_port", "make_pair"]
 
+RECEIVE_BUFFER = MAX_REQUEST_PACKET
+"""Of one connection of our listener, in the kernel."""
+
 QUEUE = 8192
 """Packets per link that wait to be sent to a listener."""
 
 REPLY_QUEUE = 1024
 """Packets that wait to be sent to one connection of our listener: who does not read what he asks for costs no more."""
 
-BATCH = 64
-"""Packets taken from one socket before others get their turn."""
+TURN_S = 0.002
+"""Time that all sockets together may take of one turn of the loop. Each handles one message even so."""
 
-TURN_S = 0.003
-"""How long a socket is read before others get their turn."""
+DIRECT = 16
+"""Packets of one turn that are handled as they come; the rest waits for the turns of their senders."""
+
+MAX_WAITING, MAX_WAITING_ALL = 4096, 8 * 1024 * 1024
+"""Packets of one connection, and bytes of one principal, that may wait so. More are dropped and counted."""
+
+WAITING_BYTES = 128
+"""Bytes of memory that a packet needs beside its own."""
+
+SLICE = 512
+"""Parts of a message that are dropped before the clock is looked at."""
 
 MANY_PARTS = 4096
 """A connection that sends more parts in one message is cut off; with fewer, only the message is dropped."""
 
-FRAME = 64
-"""Most bytes that ZMTP and CURVE add to a packet."""
+CURVE_BYTES = 33
+"""What CURVE adds to a frame: a name, a nonce, a code and flags."""
 
 MAX_ROUTES = 16_384
 """Connections of which the principal is remembered; of others libzmq is asked again."""
@@ -242,6 +254,8 @@ class ZmqPlane:
         self._events_lock = threading.Lock()
         """The sockets' monitors are connected to by the loop, and heard by the door's thread."""
         self._monitors = itertools.count()
+        self._waiting = _Waiting()
+        self._num_direct = 0
         self._links: dict[Address, _Link] = {}
         self._on_packet: OnPacket = lambda origin, data, principal: None
         self._on_refused: OnRefused = lambda cause, who: None
@@ -270,6 +284,7 @@ class ZmqPlane:
     async def start(self, on_packet: OnPacket, on_refused: OnRefused = lambda cause, who: None) -> None:
         """Bind the listener."""
         self._context, self._on_packet, self._on_refused = zmq.Context(), on_packet, on_refused
+        self._turn = _Turn()
         self._context.set(zmq.MAX_SOCKETS, min(MAX_LINKS, self._context.get(zmq.SOCKET_LIMIT)))
         events = self._context.socket(zmq.PULL)
         # A queue with an end would make libzmq's thread wait for the door's.
@@ -291,7 +306,7 @@ class ZmqPlane:
         # From here on libzmq numbers all connections itself. An id that a peer chose would be another's, or the next
         # of these numbers, for which libzmq aborts. The listener has copied its options, so it still speaks ZMTP.
         socket.setsockopt(zmq.ROUTER_RAW, 1)
-        self._router = _Link(socket, 2, self._from_router, self._dropped)
+        self._router = _Link(socket, self._turn, 2, self._from_router, self._dropped, self._serve, self._door)
 
     def _listen(self, socket: zmq.Socket[bytes], bind: str) -> Address:
         """Bind, and return what others are told."""
@@ -392,6 +407,8 @@ class ZmqPlane:
             (zmq.SNDHWM, REPLY_QUEUE if is_listener else QUEUE),
             # libzmq aborts if a peer leaves while such a queue is full; the door bounds them.
             (zmq.RCVHWM, 0),
+            # What the kernel holds when a connection is cut off is still read.
+            (zmq.RCVBUF, RECEIVE_BUFFER if is_listener else -1),
             (zmq.LINGER, LINGER_MS),
             (zmq.RECONNECT_IVL, 50),
             (zmq.RECONNECT_IVL_MAX, 1000),
@@ -432,7 +449,7 @@ class ZmqPlane:
             socket.close(0)
             self._counts["bad_address"] += 1
             return None
-        link = _Link(socket, 1, lambda frames: self._deliver(address, frames[0], ""), self._dropped)
+        link = _Link(socket, self._turn, 1, partial(self._from_dealer, address), self._dropped)
         self._links[address] = link
         return link
 
@@ -451,14 +468,14 @@ class ZmqPlane:
         assert self._context is not None
         if self._pair is not None:
             zap = self._context.socket(zmq.ROUTER)
-            self._zap = _Link(zap, 16, self._from_zap)
+            self._zap = _Link(zap, self._turn, 16, self._from_zap)
             zap.setsockopt(zmq.LINGER, 0)
             zap.bind(ZAP_ENDPOINT)
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
             # Without this, libzmq lets everybody in whenever nobody answers its questions.
             router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        self._watch(router, (*_COUNTED, *_FAILED))
+        self._watch(router, (zmq.EVENT_LISTENING, *_COUNTED, *_FAILED))
 
     def _unguard(self) -> None:
         """Take it back before the listener closes; until it has, nobody new is admitted."""
@@ -486,6 +503,9 @@ class ZmqPlane:
                 head, endpoint = self._events.recv_multipart(zmq.NOBLOCK)
                 number, value = struct.unpack("=HI", head)
                 event = zmq.Event(number)
+                if event == zmq.EVENT_LISTENING:
+                    opened.append(Opened(value, endpoint.decode(), is_listener=True))
+                    continue
                 if event in _OPENED:
                     opened.append(Opened(value, endpoint.decode(), event == zmq.EVENT_ACCEPTED))
                 elif event == zmq.EVENT_DISCONNECTED:
@@ -525,25 +545,55 @@ class ZmqPlane:
                 self._counts[f"rejected.{cause}"] += 1
                 if self._pair is not None and cause != "unlisted_key":
                     self._on_refused(cause, "")
+        if self._router is not None:
+            self._router.look_again()  # if all was taken, ended connections have left nothing behind
 
     def _from_router(self, frames: list[zmq.Frame]) -> None:
-        if len(frames) != 2:
-            return self._dropped(int(frames[0].get(zmq.SRCFD)), len(frames))
-        route, packet = frames[0].bytes, frames[1]
+        route, packet = frames[0].bytes, self._take(frames[1], is_accepted=True)
         principal = self._principals.get(route)
         if principal is None:
-            principal = self._principals[route] = self._principal(packet)
+            principal = self._principals[route] = self._principal(frames[1])
             if len(self._principals) > MAX_ROUTES:
                 self._principals.popitem(last=False)
-        self._deliver(ReplyTo(route), packet, principal)
+        if self._num_direct < DIRECT and not self._waiting:
+            self._num_direct += 1
+            self._deliver(ReplyTo(route), packet, principal)
+        elif not self._waiting.put(principal, ReplyTo(route), packet):
+            self._counts["dropped_in"] += 1
 
-    def _dropped(self, fd: int, parts: int) -> None:
-        """A message had too many parts, or too few."""
+    def _serve(self, until: float) -> bool:
+        """End a turn of the listener: hand over what waits, and say whether more does."""
+        self._num_direct = 0
+        while self._waiting:
+            principal, route, packet = self._waiting.take()
+            self._deliver(route, packet, principal)
+            if self._turn.now() >= until:
+                break
+        return bool(self._waiting)
+
+    def _from_dealer(self, address: Address, frames: list[zmq.Frame]) -> None:
+        self._deliver(address, self._take(frames[0], is_accepted=False), "")
+
+    def _take(self, frame: zmq.Frame, is_accepted: bool) -> bytes:
+        packet = frame.bytes
+        self._counts["packets_in"] += 1
+        self._counts["bytes_in"] += len(packet)
+        if self._door is not None:
+            self._door.deliver(int(frame.get(zmq.SRCFD)), self._on_wire(len(packet)), is_accepted)
+        return packet
+
+    def _on_wire(self, size: int) -> int:
+        """Return how many bytes of a connection a frame takes, exactly: with more, a peer could be ahead unseen."""
+        size += CURVE_BYTES * (self._pair is not None)
+        return size + (2 if size < 256 else 9)
+
+    def _dropped(self, fd: int, parts: int, num_bytes: int) -> None:
+        """A message had too many parts."""
         self._counts["dropped_frames"] += 1
         if self._door is None:
             return
-        self._door.deliver(fd, parts * FRAME)
-        if parts >= MANY_PARTS and (connection := self._door.connections.get(fd)) is not None:
+        connection = self._door.deliver(fd, num_bytes + parts * self._on_wire(0), is_accepted=True)
+        if parts >= MANY_PARTS and connection is not None:
             self._counts["cut.parts"] += 1
             connection.shut()
 
@@ -553,13 +603,67 @@ class ZmqPlane:
             return f"key:{frame.get('User-Id')}"
         return f"host:{frame.get('Peer-Address')}"
 
-    def _deliver(self, origin: Address | ReplyTo, frame: zmq.Frame, principal: str) -> None:
-        packet = frame.bytes
-        self._counts["packets_in"] += 1
-        self._counts["bytes_in"] += len(packet)
-        if self._door is not None:
-            self._door.deliver(frame.get(zmq.SRCFD), len(packet) + FRAME)
-        self._on_packet(origin, packet, principal)
+    def _deliver(self, origin: Address | ReplyTo, packet: bytes, principal: str) -> None:
+        try:
+            self._on_packet(origin, packet, principal)
+        except Exception as exc:
+            # A bug in what handles packets; the listener lives.
+            self._turn.loop.call_exception_handler({"message": "a packet could not be handled", "exception": exc})
+
+
+class _Waiting:
+    """Packets that have arrived faster than they are handled: a turn for each principal, then for each connection."""
+
+    def __init__(self) -> None:
+        self._queues: OrderedDict[str, OrderedDict[ReplyTo, deque[bytes]]] = OrderedDict()
+        self._bytes: Counter[str] = Counter()
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    def put(self, principal: str, route: ReplyTo, packet: bytes) -> bool:
+        """Keep a packet; False if there is no room for it."""
+        queues, size = self._queues.get(principal), len(packet) + WAITING_BYTES
+        if queues is not None and (
+            self._bytes[principal] + size > MAX_WAITING_ALL or len(queues.get(route, ())) >= MAX_WAITING
+        ):
+            return False
+        self._bytes[principal] += size
+        self._queues.setdefault(principal, OrderedDict()).setdefault(route, deque()).append(packet)
+        return True
+
+    def take(self) -> tuple[str, ReplyTo, bytes]:
+        """Take the next packet; its connection and its principal go to the end of their lines."""
+        principal, queues = self._queues.popitem(last=False)
+        route, queue = queues.popitem(last=False)
+        packet = queue.popleft()
+        if queue:
+            queues[route] = queue
+        if queues:
+            self._queues[principal] = queues
+            self._bytes[principal] -= len(packet) + WAITING_BYTES
+        else:
+            del self._bytes[principal]
+        return principal, route, packet
+
+
+class _Turn:
+    """The time that the sockets of a plane share in one turn of the event loop."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.now = self.loop.time
+        self._until: float | None = None
+
+    def until(self) -> float:
+        """Return when the sockets have had their time."""
+        if self._until is None:
+            self._until = self.now() + TURN_S
+            self.loop.call_soon(self._end)
+        return self._until
+
+    def _end(self) -> None:
+        self._until = None
 
 
 class _Link:
@@ -568,18 +672,23 @@ class _Link:
     Args:
         most: Parts of a message that are taken; a message of more is dropped.
         on_frames: Takes a message.
-        on_dropped: Told of a message that was dropped: the descriptor of its connection, and its parts.
+        on_dropped: Told of a message that was dropped: the descriptor of its connection, its parts and their bytes.
+        on_turn: Called when nothing more is taken in this turn, with its end; True if there is more to do.
+        door: Told when everything was taken.
     """
 
     def __init__(
         self,
         socket: zmq.Socket[bytes],
+        turn: _Turn,
         most: int,
         on_frames: Callable[[list[zmq.Frame]], None],
-        on_dropped: Callable[[int, int], None] = lambda fd, parts: None,
+        on_dropped: Callable[[int, int, int], None] = lambda fd, parts, num_bytes: None,
+        on_turn: Callable[[float], bool] | None = None,
+        door: Door | None = None,
     ) -> None:
         self.socket, self._most, self._on_frames, self._on_dropped = socket, most, on_frames, on_dropped
-        self._loop = asyncio.get_running_loop()
+        self._turn, self._on_turn, self._door, self._loop = turn, on_turn, door, turn.loop
         self._made_at = self._loop.time()
         self._sent = self._received = 0
         self._received_before = -1
@@ -587,10 +696,11 @@ class _Link:
         self._failing_since = 0.0
         self._skipped = 0
         """Parts that were dropped of a message that has not ended."""
+        self._skipped_bytes = 0
         self._fd = int(socket.getsockopt(zmq.FD))
         self._is_due = False
         self._loop.add_reader(self._fd, self._receive)
-        self._look_again()
+        self.look_again()
 
     def send(self, frames: list[bytes]) -> bool:
         try:
@@ -598,7 +708,7 @@ class _Link:
         except zmq.ZMQError:
             return False  # full, or nobody there any more
         finally:
-            self._look_again()
+            self.look_again()
         self._sent += 1
         self._received_before = -1
         return True
@@ -617,7 +727,7 @@ class _Link:
         self._loop.remove_reader(self._fd)
         self.socket.close(linger_ms)
 
-    def _look_again(self) -> None:
+    def look_again(self) -> None:
         if not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._check)
@@ -627,27 +737,29 @@ class _Link:
         self._receive()
 
     def _receive(self) -> None:
-        until = self._loop.time() + TURN_S
-        for _ in range(BATCH):
-            if self.socket.closed:
-                return
+        until = self._turn.until()
+        # Half of the time is for taking, if what was taken is handled afterwards.
+        take_until = until if self._on_turn is None else until - TURN_S / 2
+        is_drained, orphaned = False, self._door.orphaned if self._door is not None else 0
+        while not self.socket.closed:
             try:
-                frames = self._next()
+                if frames := self._next():
+                    self._received += 1
+                    self._on_frames(frames)
             except zmq.Again:
-                return
+                is_drained = True
+                if self._door is not None:
+                    self._door.forgive(orphaned)
+                break
             except zmq.ZMQError as exc:
                 self._loop.call_exception_handler({"message": "a control socket failed", "exception": exc})
                 return
-            if frames:
-                self._received += 1
-                try:
-                    self._on_frames(frames)
-                except Exception as exc:
-                    # A bug in what handles packets; the listener lives.
-                    self._loop.call_exception_handler({"message": "a packet could not be handled", "exception": exc})
-            if self._loop.time() >= until:
+            except Exception as exc:
+                self._loop.call_exception_handler({"message": "a message could not be taken", "exception": exc})
+            if self._turn.now() >= take_until:
                 break
-        self._look_again()
+        if (self._on_turn is not None and self._on_turn(until)) or not (is_drained or self.socket.closed):
+            self.look_again()
 
     def _next(self) -> list[zmq.Frame]:
         """Take a message; empty if it has too many parts, of which many may be left for the next turn.
@@ -663,11 +775,13 @@ class _Link:
                 frames.append(self.socket.recv(zmq.NOBLOCK, copy=False))
             if not frames[-1].more:
                 return frames
-        for _ in range(MANY_PARTS):
+            self._skipped_bytes = sum(map(len, frames[self._most - 1 :]))
+        for _ in range(SLICE):
             part = self.socket.recv(zmq.NOBLOCK, copy=False)
             self._skipped += 1
+            self._skipped_bytes += len(part)
             if not part.more:
-                self._on_dropped(int(part.get(zmq.SRCFD)), self._skipped)
+                self._on_dropped(int(part.get(zmq.SRCFD)), 1 + self._skipped, self._skipped_bytes)
                 self._skipped = 0
                 break
         return []
