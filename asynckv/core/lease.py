@@ -277,7 +277,7 @@ class Lease:
     # -- events ------------------------------------------------------------------------------------
 
     def receive(self, message: Claim | Renew | Release, sender: str, now: float, proven: str = "") -> Effects:
-        """Take a message from the process start `sender`, over a connection that proved the key `proven`; empty without keys.
+        """Take a message from the process start `sender`, over a connection that proved the key `proven`.
 
         Raises:
             LocalProtocolError: It is over; nothing was changed.
