@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -304,12 +305,14 @@ def test_a_shorter_renewal_takes_nothing_back() -> None:
     assert lease.tick(AT + 4.0).has_ended
 
 
-def test_a_lease_that_is_ending_sleeps_until_its_last_grant_runs_out() -> None:
+def test_a_lease_that_is_ending_looks_at_each_grant_in_turn_and_ends_with_the_last() -> None:
     lease = lend()
     for rank, seconds in enumerate((1.0, 4.0, 2.0)):
         Reading(lease, rank, 3).claim(0.0, seconds)
-    assert lease.revoke(AT + 0.5).wake_at == AT + 4.0
+    assert lease.revoke(AT + 0.5).wake_at == AT + 1.0
+    assert lease.tick(AT + 1.0).wake_at == AT + 2.0
     assert lease.tick(AT + 2.0).wake_at == AT + 4.0
+    assert lease.tick(AT + 4.0).has_ended
 
 
 def test_a_lease_wakes_when_its_time_is_up_or_when_it_is_worth_a_word() -> None:
@@ -363,6 +366,44 @@ def test_a_message_costs_the_same_however_often_a_reader_has_tried() -> None:
     # Those that hold a grant are served, and another reader has room of its own.
     assert granted(Reading(lease, pull="try 0").renew(1.0)) == 4.0
     assert isinstance(Reading(lease, pull="try 0").release(1.0).answer, Ack)
+
+
+def steps_of(number: int) -> list[int]:
+    """Count the bytecodes of a renewal, a refused one, a claim and a release, beside so many grants."""
+    lease = lend(lease_s=3000.0, max_lease_s=6000.0)
+    readings = [Reading(lease, rank, 4096) for rank in range(number)]
+    for reading in readings:
+        granted(reading.claim(0.0))
+    first, counts = readings[0], []
+    for say in (
+        lambda: first.renew(1.0),
+        lambda: Reading(lease, 0, 4096, pull="none").renew(1.0),
+        lambda: Reading(lease, 0, 4096, pull="next").claim(1.0),
+        lambda: first.release(1.0, Outcome.RETRY),
+    ):
+        seen = [0]
+
+        def note(frame: Any, event: str, arg: Any, seen: list[int] = seen) -> Any:
+            if frame.f_code.co_filename == lease_module.__file__:
+                frame.f_trace_opcodes = True
+                seen[0] += event == "opcode"
+            return note
+
+        before = sys.gettrace()
+        sys.settrace(note)
+        try:
+            say()
+        finally:
+            sys.settrace(before)
+        counts.append(seen[0])
+    return counts
+
+
+def test_a_message_takes_no_more_steps_beside_4096_grants_than_beside_one() -> None:
+    # Fewer are possible: history is full by then.
+    one, many = steps_of(1), steps_of(4096)
+    assert min(one) > 20
+    assert all(there <= here + 20 for here, there in zip(one, many, strict=True)), (one, many)
 
 
 def test_an_attempt_that_will_be_tried_again_strikes_nobody_off() -> None:

@@ -29,6 +29,7 @@ blocks hold.
 from __future__ import annotations
 
 import enum
+import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping
 
@@ -218,6 +219,7 @@ class Lease:
     __slots__ = (
         "attempts",
         "cohorts",
+        "deadlines",
         "digest",
         "discharged",
         "expires_at",
@@ -228,6 +230,7 @@ class Lease:
         "keys",
         "lent",
         "lent_at",
+        "names",
         "past",
         "refused",
         "revoked_by",
@@ -248,6 +251,10 @@ class Lease:
         """When it will have been lent for so long that it is worth a word, or for twice as long as that."""
         self.cohorts: dict[str, BoundCohort] = {}
         self.grants: dict[PullId, Grant] = {}
+        self.deadlines: list[tuple[float, PullId]] = []
+        """A heap: when each grant is looked at. Renewed ones get a later entry then, and not before."""
+        self.names: dict[str, str] = {}
+        """What the process starts that were granted the blocks are called, for people."""
         self.past: dict[Reader, Grant] = {}
         """The last grant to readers that let it lapse, or will try again."""
         self.final: set[PullId] = set()
@@ -330,8 +337,7 @@ class Lease:
         if not isinstance(message, Renew):
             cohort = message.cohort
             return rank_name(cohort.id, cohort.tp_rank, cohort.pp_stage, sender)
-        known = (x.name for x in (*self.grants.values(), *self.past.values()) if x.sender == sender)
-        return next(known, f"?@{sender[:SHOWN_LETTERS]}")
+        return self.names.get(sender, f"?@{sender[:SHOWN_LETTERS]}")
 
     def sample(self) -> None:
         """Report what becomes of it though it be well."""
@@ -346,10 +352,8 @@ class Lease:
         """Enter the state that an event leads to, and what follows by itself."""
         if after is not self.state:
             self._enter(after, now)
-        for grant in self.grants.values():
-            if grant.until <= now:
-                self._lapse(now)
-                break
+        if self.deadlines and self.deadlines[0][0] <= now:
+            self._lapse(now)
         for _ in range(len(WHEN)):  # no state is entered twice
             for condition, follows in WHEN[self.state].items():
                 if condition(self, now):
@@ -368,11 +372,17 @@ class Lease:
 
     def _lapse(self, now: float) -> None:
         """Forget the grants that have run out: they bind nobody, and their readers know, for they counted faster."""
-        for grant in list(self.grants.values()):
-            if grant.until <= now:
-                self.past[grant.reader] = self.grants.pop(grant.pull_id)
-                late = f" ({now - grant.until:.1f} s ago)" if now - grant.until > NOTICED_S else ""
-                self._note(now, f"grant lapsed to {grant.name}, pull {grant.pull_id}{late}")
+        while self.deadlines and self.deadlines[0][0] <= now:
+            pull_id = heapq.heappop(self.deadlines)[1]
+            grant = self.grants.get(pull_id)
+            if grant is None:
+                continue
+            if grant.until > now:
+                heapq.heappush(self.deadlines, (grant.until, pull_id))
+                continue
+            self.past[grant.reader] = self.grants.pop(pull_id)
+            late = f" ({now - grant.until:.1f} s ago)" if now - grant.until > NOTICED_S else ""
+            self._note(now, f"grant lapsed to {grant.name}, pull {pull_id}{late}")
 
     def _note(self, now: float, text: str) -> None:
         if len(self.history) < MAX_HISTORY:  # what a reader can repeat is not kept without end
@@ -400,9 +410,8 @@ class Lease:
         """When `tick` has something to do."""
         if self.state is L.LENT and self.is_owed():
             return self.expires_at if self.expires_at < self.warn_at else self.warn_at
-        # Of several grants the last one matters: nothing follows from the others.
-        last = [grant.until for grant in self.grants.values()]
-        return min(max(last), self.warn_at) if last else math.inf
+        # Only the last grant matters. To look for it would cost more with every grant, so each is looked at in turn.
+        return min(self.deadlines[0][0], self.warn_at) if self.grants else math.inf
 
     @property
     def until(self) -> float:
@@ -528,6 +537,8 @@ class Lease:
             self._note(now, f"granted to {name}, pull {pull_id}")
             self.attempts[reader] = self.attempts.get(reader, 0) + 1
             self.grants[pull_id] = Grant(pull_id, reader, sender, name, now + seconds, now, now)
+            self.names[sender] = name
+            heapq.heappush(self.deadlines, (now + seconds, pull_id))
         else:
             # A shorter one takes nothing back: its reader may go by the longer one still.
             grant.until, grant.asked_at = max(grant.until, now + seconds), now

@@ -74,6 +74,11 @@ class ParkedMessage(Struct, frozen=True):
     proven: str
 
     @property
+    def whose(self) -> str | ReplyTo:
+        """What shares its room: the connections of one key share, and without keys each has its own."""
+        return self.proven or self.reply_to
+
+    @property
     def room(self) -> int:
         """How many of the places it takes: one, but for who has a long name for its request."""
         return 1 + len(self.message.request_id) // PARKED_TEXT
@@ -122,8 +127,8 @@ class PrefillSide:
         self._parked_order: deque[tuple[float, Key, ParkingPlace]] = deque()
         self.next_at = math.inf
         """When a parked message may fall due."""
-        self._parked_by: Counter[ReplyTo] = Counter()
-        """Connections, and the room that their parked messages take: what they call themselves is their own word."""
+        self._parked_by: Counter[str | ReplyTo] = Counter()
+        """Keys, or connections without keys, and the room of their parked messages: a name is the peer's own word."""
         self._ended: OrderedDict[Key, Ended] = OrderedDict()
         self._forgotten: OrderedDict[Key, Refusal] = OrderedDict()
         """Releases that came so early that they were given up: if the request is lent after all, that is why it
@@ -353,7 +358,8 @@ class PrefillSide:
         # Half of the room is for whoever comes first. Then no connection goes beyond an eighth of all, so that one that
         # floods us leaves room for others.
         most, share = self._config.max_parked, max(self._config.max_parked // 8, 1)
-        full = self.num_parked >= most or (self.num_parked >= most // 2 and self._parked_by[reply_to] >= share)
+        taken = self.num_parked
+        full = taken >= most or (taken >= most // 2 and self._parked_by[proven or reply_to] >= share)
         if full and (known is None or len(message.request_id) > len(known.message.request_id)):
             self._outbox.counters["parked.refused"] += 1
             if isinstance(message, Claim):
@@ -374,7 +380,7 @@ class PrefillSide:
         parked = self._parked.setdefault(message.key, waiting)[place] = ParkedMessage(
             kept, reply_to, sender, until, proven
         )
-        self._parked_by[reply_to] += parked.room
+        self._parked_by[parked.whose] += parked.room
         if len(self._parked_order) > 8 * most:
             self._parked_order = deque(x for x in self._parked_order if x[2] in self._parked.get(x[1], ()))
         if isinstance(message, Claim):
@@ -400,9 +406,9 @@ class PrefillSide:
             self._forgotten.popitem(last=False)
 
     def _unpark(self, parked: ParkedMessage) -> None:
-        self._parked_by[parked.reply_to] -= parked.room
-        if not self._parked_by[parked.reply_to]:
-            del self._parked_by[parked.reply_to]
+        self._parked_by[parked.whose] -= parked.room
+        if not self._parked_by[parked.whose]:
+            del self._parked_by[parked.whose]
 
 
 def _blocks_of(index: int, group: Group, offer: BlockRuns, lent: Lent) -> Int64s:
