@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -374,13 +375,14 @@ def steps_of(number: int) -> list[int]:
     readings = [Reading(lease, rank, 4096) for rank in range(number)]
     for reading in readings:
         granted(reading.claim(0.0))
-    first, counts = readings[0], []
-    for say in (
+    first, counts = readings[0], list[int]()
+    says: tuple[Callable[[], Effects], ...] = (
         lambda: first.renew(1.0),
         lambda: Reading(lease, 0, 4096, pull="none").renew(1.0),
         lambda: Reading(lease, 0, 4096, pull="next").claim(1.0),
         lambda: first.release(1.0, Outcome.RETRY),
-    ):
+    )
+    for say in says:
         seen = [0]
 
         def note(frame: Any, event: str, arg: Any, seen: list[int] = seen) -> Any:
