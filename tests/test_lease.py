@@ -408,6 +408,18 @@ def test_a_message_takes_no_more_steps_beside_4096_grants_than_beside_one() -> N
     assert all(there <= here + 20 for here, there in zip(one, many, strict=True)), (one, many)
 
 
+def test_a_grant_that_was_renewed_lapses_at_its_later_end() -> None:
+    lease = lend(lease_s=60.0)
+    reading = Reading(lease)
+    reading.claim(0.0)
+    reading.renew(3.0)
+    lease.tick(AT + 4.0)
+    assert len(lease.grants) == 1
+    lease.tick(AT + 7.0)
+    assert not lease.grants
+    assert lease.past[Reader("decode", 0)].pull_id == "pull-0"
+
+
 def test_an_attempt_that_will_be_tried_again_strikes_nobody_off() -> None:
     lease = lend()
     first, second = Reading(lease, pull="first"), Reading(lease, pull="second")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asynckv.config import EngineConfig, LeaseConfig
+from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig
 from asynckv.core.lease import MAX_ATTEMPTS, MAX_HISTORY, Lent
 from asynckv.core.ledger import FEW
 from asynckv.core.outbox import ReaderRefused
@@ -22,6 +22,7 @@ from asynckv.core.wire import (
     Granted,
     Message,
     NotYet,
+    Ping,
     Refused,
     Release,
     Renew,
@@ -192,6 +193,38 @@ def test_what_another_key_says_in_the_name_of_a_reader_is_refused_counted_and_to
     release = Release(params.key, "r", READER, "pull", Outcome.COMPLETE)
     assert [type(m) for m in hear(release, ReplyTo(b"new"), "reader")] == [Ack]
     assert lease.is_over
+
+
+def test_the_connections_of_one_key_share_what_it_may_say() -> None:
+    world = World(EngineConfig(engine_id="x", limits=LimitsConfig(messages_per_s=1.0, message_burst=4)))
+    rank = world.add("p", make_layout(), engine_id="prefill")
+    packet = encode_packet("process", rank.core.identity.incarnation, [Ping(1)])
+
+    def answered(principal: str) -> int:
+        for number in range(10):
+            rank.core.receive(ReplyTo(b"%d %b" % (number, principal.encode())), packet, world.now, principal)
+        return len(rank.core.outbox.take_packets())
+
+    assert answered("key:one") == 4
+    assert answered("key:another") == 4
+    assert answered("host:127.0.0.1") == 10  # engines on one host do not
+
+
+def test_the_connections_of_one_key_share_its_room_for_what_comes_early() -> None:
+    world, rank = prefill_rank(LeaseConfig(max_parked=16))
+    params = [world.params([rank], f"r{number}", [3], 4) for number in range(20)]
+
+    def park(number: int, key: str) -> None:
+        message = claim(params[number], f"pull {number}")
+        rank.core.prefill.receive(message, ReplyTo(b"%d" % number), "process", 0.0, key)
+
+    for number in range(12):
+        park(number, "key:one")
+    assert rank.core.prefill.num_parked == 8  # half, for whoever comes first
+    park(12, "key:another")
+    park(13, "key:another")
+    park(14, "key:another")
+    assert rank.core.prefill.num_parked == 10  # and an eighth for each key
 
 
 # -- what came early -----------------------------------------------------------------------------------
