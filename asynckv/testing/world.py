@@ -437,6 +437,7 @@ class WorldData(Nic):
         self.fate_of: Callable[[Transfer, TransferFate], TransferFate] = lambda transfer, fate: fate
         self.is_closed = False
         self._has_agent = self._can_read = self._reads_stay = True
+        self._put_off: dict[TransferId, float] = {}
         self._random = process.world.random_of("nic", process.name)
 
     # -- the port ----------------------------------------------------------------------------------
@@ -566,6 +567,12 @@ class WorldData(Nic):
 
         self.process.call_at(world.now + down_s, follow)
 
+    def end_at(self, transfer: Transfer, when: float) -> None:
+        """Let a transfer that runs end well at a time, neither before nor after it."""
+        if transfer.done_at < math.inf:
+            self._put_off[transfer.transfer_id] = transfer.done_at = when
+            self.process.world.at(when, lambda: self._end(transfer, TransferFate(0.0)))
+
     def lose(self, owner: Nic) -> None:
         """The process that is read from died."""
         for transfer in list(self.running.values()):
@@ -591,9 +598,9 @@ class WorldData(Nic):
             transfer.land(upto)
 
     def _end(self, transfer: Transfer, fate: TransferFate) -> None:
-        if transfer.is_dead or self.process.is_dead:
-            return
         world = self.process.world
+        if transfer.is_dead or self.process.is_dead or world.now < self._put_off.get(transfer.transfer_id, 0.0):
+            return
         self._land(transfer, round(len(transfer.pieces) * fate.lands))
         if fate.ending is Ending.IN_DOUBT:
             if fate.late_s < math.inf:
