@@ -93,8 +93,8 @@ class PullConfig:
         hello_retry_s: When an unanswered hello, the first message of a handshake, is repeated first; the pause doubles
             from then on.
         backoff_s: Pause after the first failed handshake; it doubles up to `max_backoff_s`.
-        max_backoff_s: Longest pause between two handshakes with a rank that cannot be reached. Lower it to find a
-            restarted rank sooner.
+        max_backoff_s: Longest pause between two handshakes with a rank that cannot be reached. A hello has some 100
+            bytes, and is said only while a request needs that rank, so a rank is found soon after a partition.
         claim_retry_s: When an unanswered claim is repeated first; the pause doubles up to 2 s.
         release_retry_s: When an unanswered release is repeated first; the pause doubles up to 5 s.
         release_timeout_s: When an unanswered release is given up. The lease ends by itself then.
@@ -126,7 +126,7 @@ class PullConfig:
     handshake_s: float = 5.0
     hello_retry_s: float = 0.25
     backoff_s: float = 0.5
-    max_backoff_s: float = 30.0
+    max_backoff_s: float = 1.0
     claim_retry_s: float = 0.2
     release_retry_s: float = 0.2
     release_timeout_s: float = 30.0

@@ -20,6 +20,7 @@ from asynckv.geometry.pairing import common_prefix
 from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
 from tests import oracle
 from tests.oracle import Cache, Engine, GroupSpec, LayerSpec, Lists, PartSpec, Rank, check_transfer, even
+from tests.world import make_layout, peer_map
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6])
 STYLES = st.sampled_from(["layers", "split", "cross", "pages"])
@@ -883,6 +884,18 @@ def test_a_window_is_read_exactly_if_all_that_it_sees_is_lent(data: st.DataObjec
             one(prefill, decode, theirs, [(first, ids)], tokens)
     else:
         one(prefill, decode, theirs, [(first, ids)], tokens)
+
+
+@pytest.mark.parametrize("side", ["local", "remote"])
+def test_descriptors_of_either_side_have_an_index_that_fits(side: str) -> None:
+    """A row has as many descriptors as its side has blocks, and NIXL takes int32."""
+    small, large = make_layout(num_blocks=8), make_layout(num_blocks=1 << 29)
+    pair = (large, small) if side == "local" else (small, large)
+    # Two layers of keys and values are four rows: 2 ** 31 descriptors, one more than there are indices.
+    with pytest.raises(LayoutError, match="int32 descriptor indices"):
+        peer_map(*pair)
+    large = make_layout(num_blocks=(1 << 29) - 1)
+    assert len(peer_map(*((large, small) if side == "local" else (small, large))).regular) == 1
 
 
 RANGES = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda x: (x[0], x[0] + x[1]))

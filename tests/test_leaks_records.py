@@ -307,7 +307,7 @@ def test_no_command_stumbles_over_numbers_of_another_world(
 
 def test_what_is_no_number_is_as_if_it_were_not_said(tmp_path: Path) -> None:
     """Python's own encoder writes NaN and Infinity, which no browser reads."""
-    fields = {"cause": "complete", "seconds": float("nan"), "bytes": float("inf"), "phases": {"read": float("nan")}}
+    fields: dict[str, Any] = {"cause": "complete", "seconds": float("nan"), "bytes": float("inf"), "phases": {"read": float("nan")}}
     log = write(tmp_path / "a.log", row("pull_ended", **fields))
     assert "NaN" in log.read_text()
     (record,) = read_logs([log]).records

@@ -503,6 +503,35 @@ async def test_a_sleep_that_failed_is_tried_again(sim: Bench, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("how", ["aclose", "suspend"])
+async def test_the_data_plane_is_let_go_of_only_when_its_threads_have_come_out(
+    sim: Bench, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async with in_doubt(sim) as (decode, waiting):
+        assert decode.data is not None
+        came, out, closed = asyncio.Event(), asyncio.Event(), refuse_to_close(decode, monkeypatch, 0)
+
+        async def quiesce() -> None:
+            came.set()
+            await out.wait()
+
+        monkeypatch.setattr(decode.data, "quiesce", quiesce)
+        ending = asyncio.create_task(getattr(decode.engine, how)())
+        asked = asyncio.create_task(came.wait())
+        try:
+            await passing(sim, asyncio.create_task(asyncio.wait({asked, ending}, return_when=asyncio.FIRST_COMPLETED)))
+            assert asked.done(), "nobody asked whether they have"
+            for _ in range(50):
+                sim.clock.advance(0.1)
+                await asyncio.sleep(0)
+            assert (closed, ending.done(), [each.done() for each in waiting]) == ([], False, [False, False])
+        finally:
+            out.set()
+        await passing(sim, ending)
+        assert closed == [1]
+        assert await asyncio.gather(*waiting) == [None, None]
+
+
+@pytest.mark.parametrize("how", ["aclose", "suspend"])
 async def test_blocks_behind_closing_that_failed_are_given_up_in_time(
     sim: Bench, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:

@@ -369,6 +369,37 @@ async def test_what_nixl_itself_does_not_know_any_more_may_still_write(linked: t
     assert (found["running"], found["in_doubt"]) == (0, 1)
 
 
+@pytest.mark.parametrize("doubt", [False, True])
+async def test_memory_that_something_may_still_write_is_not_deregistered(
+    linked: tuple[Side, Side], doubt: bool
+) -> None:
+    """The agent is destroyed with it instead, which ends what runs before the memory goes."""
+    reader, _ = linked
+    agent = reader.plane._agent
+    assert agent is not None
+    if doubt:
+        raw = meddle(reader, getXferStatus=lambda handle: 1 // 0)
+    one = np.zeros(1, np.int32)
+    reader.read(1, "owner", TABLES[1], one, one)
+    news = reader.plane.poll() if doubt else await reader.heard(1)
+    assert endings(news) == [(1, "in_doubt" if doubt else "done")]
+    if doubt:
+        agent._raw = raw
+    honest, done = agent._agent, list[str]()
+
+    def noting(name: str) -> Any:
+        def call(*args: Any) -> Any:
+            done.append(name)
+            return getattr(honest, name)(*args)
+
+        return call
+
+    agent._agent = Meddler(honest, **{n: noting(n) for n in ("deregister_memory", "remove_remote_agent")})
+    reader.plane._agent = None  # for whoever else asks while it closes
+    agent._let_go()
+    assert set(done) == (set() if doubt else {"deregister_memory", "remove_remote_agent"})
+
+
 @pytest.mark.parametrize("posting_threads", [0, 1])
 async def test_a_connection_that_broke_is_made_anew_though_a_transfer_over_it_is_in_doubt(
     sides: list[Side], posting_threads: int

@@ -250,6 +250,27 @@ def test_a_connection_is_kept_while_it_is_used_and_closed_when_it_was_not_for_lo
     assert hellos == [1, 0, 0, 0, 1]
 
 
+@pytest.mark.parametrize("how", ["says goodbye", "is forgotten", "falls silent", "is idle"])
+def test_only_the_connection_to_a_peer_that_was_idle_is_kept(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, (prefill,), decode = world_of(idle_s=10.0)
+    ask(world, prefill, decode, 1)
+    world.run()
+    removed = list[bool]()
+    monkeypatch.setattr(decode.nic, "remove_remote_agent", lambda name, *, keep: removed.append(keep))
+    if how == "says goodbye":
+        say(world, prefill, decode, Goodbye())
+    elif how == "is forgotten":
+        decode.core.decode.forget(prefill.address, world.time(decode))
+    elif how == "falls silent":
+        ask(world, prefill, decode, 2, lend=False)
+        world.run()
+        quiet(world, decode, 20.0)
+    else:
+        world.advance(20.0)
+    world.settle(decode)
+    assert removed == [how == "is idle"]
+
+
 def test_a_rank_is_pinged_while_something_is_owed_there_and_never_else() -> None:
     world, (prefill,), decode = world_of(heartbeat_s=0.25)
     ask(world, prefill, decode, 0)

@@ -394,12 +394,15 @@ class Raw:
 
     def __init__(self, address: str, patience_s: float = PATIENCE_S) -> None:
         self.socket = socket.create_connection(place(address), patience_s)
-        self.shake_hands(READY)
+        self.greet(READY)
 
-    def shake_hands(self, ready: bytes) -> None:
-        """Say both parts of the handshake, and hear them: what is said before that ends the connection."""
-        self.socket.sendall(GREETING + ready)
+    def greet(self, ready: bytes) -> None:
+        """Shake hands, one step after the other: libzmq hangs up on a command that comes with the greeting."""
+        self.socket.sendall(GREETING)
         answer = b""
+        while len(answer) < 64:
+            answer += self.socket.recv(64 - len(answer))
+        self.socket.sendall(ready)
         while len(answer) < 64 + 2 or len(answer) < 64 + 2 + answer[65]:
             answer += self.socket.recv(4096)
 
@@ -562,7 +565,7 @@ async def test_a_listener_that_answers_without_end_is_cut_off() -> None:
         raw = Raw.__new__(Raw)
         raw.socket, _ = listener.accept()
         raw.socket.settimeout(PATIENCE_S)
-        raw.shake_hands(READY.replace(b"DEALER", b"ROUTER"))
+        raw.greet(READY.replace(b"DEALER", b"ROUTER"))
         with raw.socket:
             return raw.is_cut(b"\1\0" * 50_000, most=100 * door.MAX_LINK_AHEAD)
 
@@ -875,8 +878,9 @@ async def test_a_plane_with_keys_leaves_nothing_behind(ring: Keyring) -> None:
 
 async def test_a_port_in_use_leaves_nothing_behind_either(ring: Keyring) -> None:
     keys = ring.make("a")
-    async with keyed(keys) as [(plane, _)]:
+    async with keyed(keys) as [(plane, inbox)]:
         taken = plane.address.partition("#")[0]
+        await inbox.idle_until(lambda: plane._door is not None and plane._door._listener is not None)
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             other = ZmqPlane(taken, keys=keys)

@@ -633,7 +633,8 @@ class _Waiting:
 
     def put(self, principal: str, route: ReplyTo, packet: bytes) -> bool:
         """Keep a packet; False if there is no room for it."""
-        size, number = len(packet) + WAITING_BYTES, len(self._queues.get(principal, {}).get(route, ()))
+        queues, size = self._queues.get(principal), len(packet) + WAITING_BYTES
+        number = len(queues.get(route, ())) if queues is not None else 0
         # Half of a principal's room is for connections of which nothing waits yet.
         room = MAX_WAITING_ALL // (2 if number else 1)
         if number >= MAX_WAITING or self._bytes[principal] + size > room:
