@@ -534,6 +534,18 @@ async def test_a_quiet_peer_has_its_turn_while_another_has_a_thousand_packets_wa
         await inbox.idle_until(lambda: plane.statistics()["packets_in"] == 1003)
 
 
+@pytest.mark.parametrize("parts", [b"\0\5hello", b"\1\0\1\0\0\0"])
+async def test_a_peer_of_an_older_protocol_is_not_heard_and_stops_nothing(parts: bytes) -> None:
+    async with planes(1) as [(plane, inbox)]:
+        # libzmq takes it for ZMTP 2.0, and does not say where its messages come from.
+        raw = socket.create_connection(place(plane.address))
+        raw.sendall(b"\xff" + bytes(8) + b"\x7f\1\5\0\0" + parts)
+        await inbox.idle_until(lambda: plane.statistics().get("dropped_frames") == 1)
+        await check_alive(plane, inbox)
+        raw.close()
+        assert inbox.bodies == [b"are you there?"]
+
+
 async def test_principals_take_turns_and_so_do_their_connections() -> None:
     waiting = edge._Waiting()
     for principal, route in (("many", b"1"), ("many", b"1"), ("many", b"2"), ("many", b"3"), ("one", b"4")):
@@ -541,9 +553,10 @@ async def test_principals_take_turns_and_so_do_their_connections() -> None:
     assert [waiting.take()[1] for _ in range(5)] == [b"1", b"4", b"2", b"3", b"1"]
     assert not waiting
     assert [waiting.put("many", ReplyTo(b"1"), b"") for _ in range(edge.MAX_WAITING + 1)].count(False) == 1
-    free = edge.MAX_WAITING_ALL - edge.MAX_WAITING * edge.WAITING_BYTES
-    assert waiting.put("many", ReplyTo(b"2"), bytes(free - edge.WAITING_BYTES))
-    assert not waiting.put("many", ReplyTo(b"3"), b"packet")
+    # A principal's connections share its room; half of it is for those of which nothing waits.
+    assert waiting.put("many", ReplyTo(b"2"), bytes(edge.MAX_WAITING_ALL // 2))
+    assert not waiting.put("many", ReplyTo(b"2"), b"packet")
+    assert waiting.put("many", ReplyTo(b"3"), b"packet")
     assert waiting.put("one", ReplyTo(b"4"), b"packet")
 
 
@@ -865,8 +878,9 @@ async def test_a_plane_with_keys_leaves_nothing_behind(ring: Keyring) -> None:
 
 async def test_a_port_in_use_leaves_nothing_behind_either(ring: Keyring) -> None:
     keys = ring.make("a")
-    async with keyed(keys) as [(plane, _)]:
+    async with keyed(keys) as [(plane, inbox)]:
         taken = plane.address.partition("#")[0]
+        await inbox.idle_until(lambda: plane._door is not None and plane._door._listener is not None)
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             other = ZmqPlane(taken, keys=keys)

@@ -55,7 +55,7 @@ TURN_S = 0.002
 DIRECT = 16
 """Packets of one turn that are handled as they come; the rest waits for the turns of their senders."""
 
-MAX_WAITING, MAX_WAITING_ALL = 4096, 8 * 1024 * 1024
+MAX_WAITING, MAX_WAITING_ALL = 4096, 16 * 1024 * 1024
 """Packets of one connection, and bytes of one principal, that may wait so. More are dropped and counted."""
 
 WAITING_BYTES = 128
@@ -549,7 +549,9 @@ class ZmqPlane:
             self._router.look_again()  # if all was taken, ended connections have left nothing behind
 
     def _from_router(self, frames: list[zmq.Frame]) -> None:
-        route, packet = frames[0].bytes, self._take(frames[1], is_accepted=True)
+        if (fd := _fd_of(frames[1])) < 0:
+            return self._dropped(fd, 1, len(frames[1]))
+        route, packet = frames[0].bytes, self._take(fd, frames[1], is_accepted=True)
         principal = self._principals.get(route)
         if principal is None:
             principal = self._principals[route] = self._principal(frames[1])
@@ -572,14 +574,14 @@ class ZmqPlane:
         return bool(self._waiting)
 
     def _from_dealer(self, address: Address, frames: list[zmq.Frame]) -> None:
-        self._deliver(address, self._take(frames[0], is_accepted=False), "")
+        self._deliver(address, self._take(_fd_of(frames[0]), frames[0], is_accepted=False), "")
 
-    def _take(self, frame: zmq.Frame, is_accepted: bool) -> bytes:
+    def _take(self, fd: int, frame: zmq.Frame, is_accepted: bool) -> bytes:
         packet = frame.bytes
         self._counts["packets_in"] += 1
         self._counts["bytes_in"] += len(packet)
         if self._door is not None:
-            self._door.deliver(int(frame.get(zmq.SRCFD)), self._on_wire(len(packet)), is_accepted)
+            self._door.deliver(fd, self._on_wire(len(packet)), is_accepted)
         return packet
 
     def _on_wire(self, size: int) -> int:
@@ -588,7 +590,7 @@ class ZmqPlane:
         return size + (2 if size < 256 else 9)
 
     def _dropped(self, fd: int, parts: int, num_bytes: int) -> None:
-        """A message had too many parts."""
+        """A message had too many parts, or a peer of an older protocol sent it, of which libzmq tells nothing."""
         self._counts["dropped_frames"] += 1
         if self._door is None:
             return
@@ -611,6 +613,14 @@ class ZmqPlane:
             self._turn.loop.call_exception_handler({"message": "a packet could not be handled", "exception": exc})
 
 
+def _fd_of(frame: zmq.Frame) -> int:
+    """Return the descriptor of the connection that a frame came from; -1 if libzmq does not know."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1  # before ZMTP 3.0
+
+
 class _Waiting:
     """Packets that have arrived faster than they are handled: a turn for each principal, then for each connection."""
 
@@ -624,9 +634,10 @@ class _Waiting:
     def put(self, principal: str, route: ReplyTo, packet: bytes) -> bool:
         """Keep a packet; False if there is no room for it."""
         queues, size = self._queues.get(principal), len(packet) + WAITING_BYTES
-        if queues is not None and (
-            self._bytes[principal] + size > MAX_WAITING_ALL or len(queues.get(route, ())) >= MAX_WAITING
-        ):
+        number = len(queues.get(route, ())) if queues is not None else 0
+        # Half of a principal's room is for connections of which nothing waits yet.
+        room = MAX_WAITING_ALL // (2 if number else 1)
+        if number >= MAX_WAITING or self._bytes[principal] + size > room:
             return False
         self._bytes[principal] += size
         self._queues.setdefault(principal, OrderedDict()).setdefault(route, deque()).append(packet)
@@ -781,7 +792,7 @@ class _Link:
             self._skipped += 1
             self._skipped_bytes += len(part)
             if not part.more:
-                self._on_dropped(int(part.get(zmq.SRCFD)), 1 + self._skipped, self._skipped_bytes)
+                self._on_dropped(_fd_of(part), 1 + self._skipped, self._skipped_bytes)
                 self._skipped = 0
                 break
         return []
