@@ -551,11 +551,14 @@ class Service:
         """Revoke a lease; let its reads end as its grants run out, and old messages arrive once more before."""
         rng, grants = self.world.random_of("brink", owner.name, lease.ask), [*lease.handle._lease.grants.values()]
         lease.revoke()
-        key, address = lease.handle._lease.lent.key, f"sim://{owner.name}"
+        key, address = lease.handle._lease.lent.key, Address(f"sim://{owner.name}")
         for grant in grants:
             until = (grant.until - process.epoch) / process.rate
-            reader = next(r for e in self.decode for r in e if r.title == str(grant.reader))
-            if reader.process.is_dead:
+            reader = next((r for r in self.ranks.values() if r.title == str(grant.reader)), None)
+            if reader is None or reader.process.is_dead:
+                continue  # a hostile peer's, or nothing is believed any more
+            asked, port = self.wire.asked.get((reader.process, address, grant.pull_id)), self.world.ports.get(address)
+            if asked is None or port is None:
                 continue
             reach_s = rng.choice((0.001, 0.05))
             for transfer_id, posted in reader.engine._core.decode.transfers.items():
@@ -563,10 +566,9 @@ class Service:
                 if transfer is not None and posted.pull.params.key == key and posted.source.address == address:
                     believed = (posted.source.covered_until - reader.epoch) / reader.rate
                     reader.data.end_at(transfer, believed + rng.uniform(-0.2, 1.0) * reach_s)
-            packet, origin = self.wire.asked[reader.process, address, grant.pull_id][1], reader.process.name.encode()
+            origin = ReplyTo(reader.process.name.encode())
             for reach_s in (0.004, 0.05):
-                hear = self.world.ports[Address(address)].hear
-                process.call_at(until - reach_s * rng.random(), hear, ReplyTo(origin), packet)
+                process.call_at(until - reach_s * rng.random(), port.hear, origin, asked[1])
 
     def _is_calm(self, until: float) -> bool:
         deaths = (f for f in self.script.faults if f.kind in ("agent", "crash", "close"))
