@@ -8,6 +8,7 @@ from there: they replace public functions instead.
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -300,6 +301,7 @@ def lapsing_early(patch: pytest.MonkeyPatch, early_s: float) -> None:
             for grant in self.grants.values():
                 if grant.until <= now + early_s:
                     grant.until = min(grant.until, now)
+                    heapq.heappush(self.deadlines, (grant.until, grant.pull_id))
             return _honest(self, *args)
 
         patch.setattr(Lease, name, late)

@@ -9,7 +9,7 @@ import pytest
 VERSUS = "bench_vs_vllm --contenders asynckv"
 CASE = "a case is LAYERSxBLOCK_BYTES:BLOCKS:IN_FLIGHT"
 BAD = [
-    ("chaos kil", "unknown scenario 'kil'; choose from kill, restart,"),
+    ("chaos kil", "unknown scenario 'kil'; choose from kill, away, restart,"),
     ("chaos kill --seconds 0", "--seconds 0 is outside"),
     ("chaos survive --cycles 0", "--cycles 0 is outside"),
     ("chaos --seconds nan", "--seconds nan is outside"),
