@@ -329,12 +329,17 @@ def test_one_source_cannot_take_all_the_room_for_early_claims() -> None:
     assert prefill.core.inspect.gauges()["parked"] == 3
 
 
-def test_a_closed_engine_parks_nothing() -> None:
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_closed_engine_parks_nothing(is_early: bool) -> None:
     world = World()
     prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
     world.lend(prefill, world.params([prefill], "other", [5], 4))
     pull = world.pull(decode, "d", [2], world.params([prefill], "r", [1], 4))
+    if is_early:
+        world.deliver_all()
+    assert prefill.core.inspect.gauges()["parked"] == is_early
     prefill.core.shut()
+    world.settle(prefill)
     world.run()
     assert pull.reason is Reason.ENGINE_CLOSED
     assert prefill.core.inspect.gauges()["parked"] == 0

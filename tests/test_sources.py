@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
+from asynckv.core import routes
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease, LeaseState
-from asynckv.core.outbox import Disconnect
+from asynckv.core.outbox import Disconnect, RemovePeer
 from asynckv.core.peer import PeerState
 from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.types import Endpoint, Outcome, Params, Reason, decode_params
@@ -145,6 +146,37 @@ def half_read() -> tuple[Pair, Pull, list[Lease]]:
         it.world.complete(decode, transfer_id)
     it.world.deliver_all()
     return it, pull, leases
+
+
+def test_of_several_failures_the_first_is_told() -> None:
+    it = Pair(3, 1)
+    params, _ = it.lend([3, 1], 8)
+    [pull] = it.pull([9, 4], params)
+    [decode] = it.decode
+    it.world.deliver_all()
+    first, second, *_ = sorted(decode.reads)
+    it.world.tell(decode, TransferEnded(first, Ending.FAILED, "the first"))
+    it.world.tell(decode, TransferEnded(second, Ending.FAILED, "another", peer_lost=True))
+    it.world.run()
+    assert pull.reason is Reason.READ_FAILED
+    assert "the first" in pull.detail
+    it.world.check()
+
+
+def test_who_is_cancelled_by_its_id_is_discharged_whatever_it_had_in_mind() -> None:
+    it = Pair(1, 1)
+    params, leases = it.lend([3], 4)
+    [decode] = it.decode
+    request = PullRequest("d", [(0, [9])], params, is_last=False)
+    pull = decode.core.pull(request, 30.0, it.world.time(decode))
+    it.world.settle(decode)
+    it.world.deliver_all()
+    assert decode.core.cancel("d", it.world.time(decode))
+    it.world.settle(decode)
+    it.world.run()
+    assert reason(pull) is Reason.CANCELLED
+    assert [lease.state for lease in leases] == [LeaseState.RELEASED]
+    assert [str(d.outcome) for d in leases[0].discharged.values()] == ["cancelled"]
 
 
 def test_a_rank_that_is_proven_may_go() -> None:
@@ -600,3 +632,63 @@ def test_nothing_is_kept_of_ranks_that_are_gone() -> None:
     decode.core.decode.forget(prefill.address, world.time(decode))
     world.settle(decode)
     assert not route.ready
+    # Nor of a handshake that was under way.
+    world.advance(1.0)
+    world.pull(decode, "y", [3], world.params([prefill], "s", [2], 4))
+    assert len(decode.core.decode.peers._hellos) == 1
+    decode.core.decode.forget(prefill.address, world.time(decode))
+    assert not decode.core.decode.peers._hellos
+
+
+@pytest.mark.parametrize("what", ["groups", "choices"])
+def test_what_is_remembered_of_prefill_groups_is_bounded(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "MAX_ENDPOINTS", 4)
+    monkeypatch.setattr(routes, "MAX_CHOICES", 4)
+    world = World()
+    decode = world.add("d", make_layout())
+    for i in range(9):
+        prefill = world.add(f"p{i}", make_layout(base=(i + 2) << 41), engine_id=f"prefill{i}", seed=i)
+        params = world.params([prefill], "r", [1], 4, written=True)
+        world.lend(prefill, params)
+        pull = world.pull(decode, f"x{i}", [2], params)
+        world.run()
+        assert pull.reason is Reason.COMPLETE
+    known = decode.core.decode.routes
+    assert len(known._groups if what == "groups" else known._chosen) <= 4
+
+
+def test_what_was_to_be_forgotten_of_an_agent_that_died_is_not_done_to_the_next() -> None:
+    it = Pair(1, 1)
+    params, _ = it.lend([3], 4)
+    it.pull([9], params)
+    it.world.run()
+    [decode] = it.decode
+    decode.core.decode.forget(it.prefill[0].address, it.world.time(decode))
+    commands = decode.core.outbox.commands
+    assert [command for command in commands if isinstance(command, RemovePeer)]
+    decode.core.agent_lost("killed", True, it.world.time(decode))
+    assert not [command for command in decode.core.outbox.commands if isinstance(command, RemovePeer)]
+
+
+def test_a_rank_that_is_still_being_loaded_is_not_loaded_a_second_time() -> None:
+    world = World()
+    decode, prefill = world.add("d", make_layout()), world.add("p", make_layout(base=1 << 41))
+    world.auto_load = False
+    for i in range(3):
+        params = world.params([prefill], f"r{i}", [1 + i], 4, written=True)
+        world.lend(prefill, params)
+        pull = world.pull(decode, f"x{i}", [2 + i], params)
+        world.deliver_all()
+        assert len(decode.loading) == 1
+        decode.core.decode.forget(prefill.address, world.time(decode))
+        world.settle(decode)
+        assert reason(pull) is Reason.PEER_LOST
+        world.advance(5.0)
+        world.letters.clear()
+    world.auto_load = True
+    world.load(decode)
+    params = world.params([prefill], "again", [5], 4, written=True)
+    world.lend(prefill, params)
+    pull = world.pull(decode, "again", [8], params)
+    world.run()
+    assert reason(pull) is Reason.COMPLETE
