@@ -175,6 +175,30 @@ async def test_what_a_cancelled_move_has_handed_over_is_not_copied_any_more(
     assert counts["backlog_bytes"] == 0
 
 
+async def test_what_was_copied_before_its_move_was_cancelled_is_told_as_done(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it was handed over and has begun: there is nothing left to cancel."""
+    gate = Gate(monkeypatch)
+    tiers = make()
+    tiers.plane.post(TransferId(1), CopyOp.READ, "pool", [move(0)])
+    assert gate.entered.wait(PATIENCE_S)
+    tiers.plane.cancel(TransferId(1))
+    gate.leave.set()
+    assert await tiers.heard(1) == [TransferEnded(TransferId(1), Ending.DONE)]
+
+
+async def test_what_had_ended_when_the_plane_was_closed_is_told_as_it_ended(make: Make) -> None:
+    tiers = make()
+    assert isinstance(tiers.plane, NixlCopies)
+    tiers.plane.post(TransferId(1), CopyOp.READ, "pool", [move(0)])
+    (poster,) = tiers.plane._posters
+    while not tiers.plane._inbox:  # nothing is awaited: the loop does not hear of it before
+        poster.wait(0.001)
+    tiers.plane.close()
+    assert tiers.plane.poll() == [TransferEnded(TransferId(1), Ending.DONE)]
+
+
 async def test_what_cannot_be_posted_fails_by_itself(make: Make) -> None:
     tiers = make()
     outside = replace(TABLES[1], length=TABLES[1].length * 1000)
@@ -229,6 +253,7 @@ async def test_a_move_in_doubt_is_told_once_and_has_failed_when_its_bytes_are_se
     assert tiers.plane.statistics()["in_doubt"] == 1
     settled.set()
     assert await tiers.heard(1) == [TransferEnded(TransferId(1), Ending.FAILED, "trouble 1")]
+    assert tiers.plane.statistics()["backlog_bytes"] == 0
 
 
 async def test_a_thread_that_breaks_fails_what_it_had_and_all_that_comes(

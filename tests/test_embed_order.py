@@ -81,6 +81,52 @@ def test_what_is_handed_over_as_the_desk_ends_is_refused_and_not_lost() -> None:
 
 
 @pytest.mark.nixl
+@pytest.mark.parametrize("how", ["cancelled", "abandoned"])
+def test_a_pull_whose_task_never_had_a_turn_is_told_as_one_that_was_not_carried_out(how: str) -> None:
+    """Somebody cancels every task of the loop, or the loop runs no longer: its blocks were never touched."""
+
+    async def run() -> None:
+        async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
+            desk = EngineDesk(engine, lambda: None)
+            desk.submit([Pull(request_id="request", groups=[], params={})])
+            desk.carry_out()
+            tasks = list(desk._tasks)
+            if how == "abandoned":
+                desk.abandon(RuntimeError("the loop is gone"))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0)
+            told = desk.take_finished()
+            (failed,) = told.failed
+            assert (failed.request_id, type(failed.error), told.retired) == ("request", EngineClosed, [])
+
+    asyncio.run(run())
+
+
+@pytest.mark.nixl
+def test_who_settles_waits_until_all_that_was_begun_has_been_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
+            desk, go = EngineDesk(engine, lambda: None), asyncio.Event()
+
+            async def slow(*args: Any, **more: Any) -> None:
+                await go.wait()
+                for _ in range(9):
+                    await asyncio.sleep(0)
+                raise EngineClosed("the engine was closed")
+
+            monkeypatch.setattr(engine, "pull", slow)
+            desk.submit([Pull(request_id="request", groups=[], params={})])
+            await desk.finish()
+            go.set()
+            await desk.settle()
+            assert [failed.request_id for failed in desk.take_finished().failed] == ["request"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.nixl
 def test_what_the_loop_took_over_and_did_not_carry_out_is_refused_in_order_as_the_desk_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

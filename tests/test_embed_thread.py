@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -410,16 +410,50 @@ def test_each_pull_is_told_once_though_the_loop_cannot_end_the_engine() -> None:
     def end() -> None:
         raise SystemExit("enough")
 
+    began = time.monotonic()
     with Stuck(decode):  # so that nothing is ended between them
         for _ in range(MAX_CRASHES):
             on_loop(decode, end)
     decode._thread.join(PATIENCE_S)
+    # What is lent is still read for as long as was promised, and is nobody else's before.
+    assert time.monotonic() - began >= CONFIG.lease.grant_s
     with pytest.raises(SystemExit, match="enough"):
         decode.take_finished()
     last = decode.take_finished()
     assert [(f.request_id, f.is_held) for f in told.failed + last.failed] == [(name, True) for name in every]
     assert (last.retired, last.returned, last.received) == (list(every), [], [])
     prefill.close(PATIENCE_S)
+
+
+def test_who_closes_with_less_time_than_whoever_closes_already_is_heard(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, asked = thread.engine.aclose, list[float | None]()
+    came, hurried = threading.Event(), asyncio.Event()
+
+    async def aclose(timeout_s: float | None = None) -> Any:
+        asked.append(timeout_s)
+        came.set()
+        if len(asked) == 1:
+            await hurried.wait()
+        hurried.set()
+        return await honest(timeout_s)
+
+    monkeypatch.setattr(thread.engine, "aclose", aclose)
+    with ThreadPoolExecutor(1) as pool:
+        patient = pool.submit(thread.close, PATIENCE_S)
+        assert came.wait(PATIENCE_S)
+        thread.close(5.0)
+        patient.result(PATIENCE_S)
+    assert asked == [PATIENCE_S - 1.0, 4.0]
+
+
+def test_whoever_waits_for_a_call_that_the_loop_never_came_to_is_told(thread: EngineThread) -> None:
+    """It was handed over in the loop's last turn."""
+    waiting = Future[None]()
+    thread._calls.add(waiting)
+    thread.close(PATIENCE_S)
+    assert isinstance(waiting.exception(0), EngineClosed)
 
 
 def test_many_may_close_at_once_and_again(thread: EngineThread) -> None:

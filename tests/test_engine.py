@@ -22,6 +22,7 @@ from asynckv import (
     PlanRefused,
     PrefillGroup,
     PullCancelled,
+    PullError,
     PullTimeout,
     ReadFailed,
     RemoteProtocolError,
@@ -288,6 +289,77 @@ async def test_one_bad_event_takes_no_others_along(
         (lost,) = decode.engine._core.decode.transfers
         decode.engine._core.decode.ended(TransferEnded(lost, Ending.DONE), 0.0, sim.clock.now())
         decode.engine._driver.soon()
+
+
+async def test_a_bug_while_a_peer_is_loaded_is_told_at_once_to_whoever_waits_for_it(
+    sim: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*args: Any) -> None:
+        raise ZeroDivisionError("a bug of the plane's")
+
+    async with sim.pair() as (prefill, decode, group):
+        monkeypatch.setattr(decode.data, "add_remote_agent", broken)
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params)
+        begun = sim.clock.now()
+        with anyio.fail_after(5), pytest.raises(PeerUnreachable, match="a bug of the plane's"):
+            await decode.engine.pull("d", [(0, [6])], params)
+        assert sim.clock.now() == begun
+
+
+async def test_a_bug_that_one_command_meets_keeps_no_other_from_being_carried_out(
+    sim: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two peers are forgotten in one turn, and the data plane fails over the first."""
+    async with sim.pair() as (prefill, decode, group):
+        data, second = decode.data, sim.side("second", 7)
+        assert data is not None
+        async with second.engine:
+            for number, (side, key) in enumerate(
+                [(prefill, group), (second, PrefillGroup("second", [second.engine.endpoint]))]
+            ):
+                params = key.make_params(f"r{number}", [(0, [1])], 16, written=True)
+                side.engine.lend(params)
+                await decode.engine.pull(f"d{number}", [(0, [6])], params)
+            honest, calls = data.remove_remote_agent, list[str]()
+
+            def remove(name: str, *, keep: bool = False) -> None:
+                calls.append(name)
+                if len(calls) == 1:
+                    raise ZeroDivisionError("a bug")
+                honest(name, keep=keep)
+
+            monkeypatch.setattr(data, "remove_remote_agent", remove)
+            await until(lambda: not decode.engine._core.decode.pulls)
+            for side in (prefill, second):
+                decode.engine.forget_peer(side.engine.endpoint.address)
+            await until(lambda: len(calls) == 2)
+            assert [*data.remotes] == calls[:1]
+
+
+async def test_a_bug_in_a_timer_costs_no_deadline(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with sim.pair() as (_, decode, group):
+        core, ticks, begun = decode.engine._core, list[float](), sim.clock.now()
+        honest = core.tick
+
+        def tick(now: float) -> None:
+            ticks.append(now)
+            if len(ticks) <= 3:
+                raise ZeroDivisionError("a bug")
+            honest(now)
+
+        monkeypatch.setattr(core, "tick", tick)
+        task = asyncio.create_task(
+            decode.engine.pull("d", [(0, [6])], group.make_params("r", [(0, [1])], 16), timeout_s=1.0)
+        )
+        with anyio.fail_after(10):
+            while not task.done():
+                await asyncio.sleep(0)
+                sim.clock.advance(0.01)
+        with pytest.raises(PullError):
+            await task
+        assert sim.clock.now() - begun <= 1.5
+        assert decode.engine.statistics().counters["internal_errors"] == 3
 
 
 async def test_a_read_whose_posting_raised_may_have_been_posted_and_holds_its_blocks(

@@ -59,6 +59,7 @@ def test_memories_that_overlap_are_refused() -> None:
         check_layout(twice)
     check_layout(change(one, memories=(Memory(1 << 30, 640), Memory((1 << 30) + 640, 640))))
     check_layout(change(one, memories=(Memory(1 << 30, 640), Memory(1 << 30, 640, "cuda"))))
+    check_layout(change(one, memories=(Memory(1 << 30, 640, "cuda", 0), Memory(1 << 30, 640, "cuda", 1))))
 
 
 def test_keys_of_all_blocks_then_values_may_be_one_part() -> None:
@@ -114,6 +115,8 @@ def test_a_plain_layout_is_fine() -> None:
         (layout(views=(View(0, 0, "l", 0, 64, (part(),)),) * 2), "'l' part 'k' is listed more than once"),
         (layout(groups=(Group("attention", 4, 10, 3),)), "block_size 4 is not a multiple of its ratio of 3"),
         (layout(tp_rank=2, tp_size=2), "tp_rank 2 is outside"),
+        (layout(groups=(Group("attention", 4, 1 << 29, 4),)), "536870912 blocks x 4 do not fit int32"),
+        (layout(part(dims=(Dim("token", 4, 1 << 55), *part().dims[1:]))), "spans 108086391056891920 bytes per block"),
         (layout(memories=(Memory((1 << 63) - 1, 640),)), "address space"),
         (
             layout(

@@ -129,6 +129,21 @@ async def test_blocks_that_stay_held_end_the_retries_with_the_deadline(sim: Benc
         await until(lambda: decode.engine.statistics().gauges["pulls"] == 0)
 
 
+async def test_each_attempt_has_the_time_that_is_left_of_its_request(sim: Bench) -> None:
+    async with reading(sim, retries=1, timeout_s=3.0) as (_, decode, _, task, _):
+        data, begun = decode.data, sim.clock.now()
+        assert data is not None
+        while sim.clock.now() < begun + 2.0:
+            await asyncio.sleep(0)
+            sim.clock.advance(0.02)
+        data.fail(next(iter(data.running)))
+        with pytest.raises(PullTimeout) as caught:
+            await passing(sim, task)
+        assert caught.value.attempts == 2
+        assert sim.clock.now() - begun <= 3.3
+        data.finish()
+
+
 async def test_the_last_failure_discharges_the_reader(sim: Bench) -> None:
     async with reading(sim, retries=1) as (_, decode, lent, task, _):
         assert decode.data is not None
@@ -500,6 +515,23 @@ async def test_a_sleep_that_failed_is_tried_again(sim: Bench, monkeypatch: pytes
         assert await asyncio.gather(*waiting) == [None, None]
         await decode.engine.resume()
         assert decode.engine.memory_epoch == 1
+
+
+async def test_the_data_plane_is_closed_though_the_control_plane_cannot_be(
+    sim: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with in_doubt(sim) as (decode, waiting):
+        closed = refuse_to_close(decode, monkeypatch, 0)
+
+        async def broken() -> None:
+            raise OSError("a socket that cannot be closed")
+
+        monkeypatch.setattr(decode.engine._driver.control, "aclose", broken)
+        with pytest.raises(OSError, match="cannot be closed"):
+            await passing(sim, asyncio.create_task(decode.engine.aclose()))
+        assert closed == [1]
+        await passing(sim, asyncio.create_task(decode.engine.aclose()))
+        assert await asyncio.gather(*waiting) == [None, None]
 
 
 @pytest.mark.parametrize("how", ["aclose", "suspend"])

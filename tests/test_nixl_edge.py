@@ -402,7 +402,7 @@ async def test_memory_that_something_may_still_write_is_not_deregistered(
 
 @pytest.mark.parametrize("posting_threads", [0, 1])
 async def test_a_connection_that_broke_is_made_anew_though_a_transfer_over_it_is_in_doubt(
-    sides: list[Side], posting_threads: int
+    sides: list[Side], posting_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is met again is read again: what may never end must not keep a process that lives from ever being read."""
     config = NixlConfig(posting_threads=posting_threads, bulk_bytes=1)
@@ -422,6 +422,14 @@ async def test_a_connection_that_broke_is_made_anew_though_a_transfer_over_it_is
     local, remote = pairs(TABLES[0], 0)
     reader.read(11, "owner", TABLES[0], local, remote)
     assert endings(await reader.heard(1)) == [(11, "in_doubt")]
+    (doubted,) = agent.doubtful.values()
+    released, release = list[Any](), agent._agent.release_dlist_handle
+
+    def note(handle: Any) -> None:
+        released.append(handle)
+        release(handle)
+
+    monkeypatch.setattr(agent._agent, "release_dlist_handle", note)
     reader.read(12, "owner", TABLES[1], *pairs(TABLES[1], 0))
     (lost,) = await reader.heard(1)
     assert (lost.transfer_id, lost.ending, lost.peer_lost) == (12, Ending.FAILED, True)
@@ -430,6 +438,10 @@ async def test_a_connection_that_broke_is_made_anew_though_a_transfer_over_it_is
     await reader.plane.add_remote_agent(owner.agent, owner.memories)
     await check_reads(reader, "owner", owner.arrays)
     assert reader.plane.statistics()["in_doubt"] == 1
+    # What describes the memory that may still be written is kept with the transfer; all else is made anew.
+    assert released
+    assert doubted.lists is not None
+    assert not {id(doubted.lists.local), id(doubted.lists.remote)} & set(map(id, released))
     reader.plane.remove_remote_agent("owner")
     assert reader.plane.statistics()["peers"] == 1
     await check_reads(reader, "owner", owner.arrays)

@@ -179,13 +179,13 @@ class NixlCopies:
             except BackendError as exc:
                 left.append(poster)
                 causes.append(str(exc))
+        self._take_inbox()  # what has ended before
         self._posters = left
         self._given = {poster: self._given[poster] for poster in left}
         if causes:
             raise BackendError(
                 f"{'; '.join(causes)}: memory that is copied to may still be written; keep it, and call close() again"
             )
-        self._take_inbox()
         for move in list(self._moves.values()):
             # Every agent is gone: nothing reads or writes any more.
             for piece in move.running:
