@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
     from asynckv.core.types import Endpoint, Params
     from asynckv.edges.sharing import shared_memory
-    from asynckv.edges.torch import TensorPart, register_parts, register_tensors, written
+    from asynckv.edges.torch import TensorPart, register_parts, register_tensors, shared_tensor, written
     from asynckv.embed import (
         Announce,
         Cancel,
@@ -102,7 +102,7 @@ _HOMES = {
     "asynckv.geometry.layout": "ONE_PER_REQUEST Dim Group Layout Memory Part View attention_view dense_part shard",
     "asynckv.core.types": "Endpoint Params",
     "asynckv.edges.sharing": "shared_memory",
-    "asynckv.edges.torch": "TensorPart register_parts register_tensors written",
+    "asynckv.edges.torch": "TensorPart register_parts register_tensors shared_tensor written",
     "asynckv.embed": (
         "Announce Cancel Discharge EngineDesk EnginePump EngineThread Failed Finished Lend Load Lookup Order Pull "
         "Refused Store Withdraw"
@@ -212,6 +212,7 @@ __all__ = [
     "register_tensors",
     "shard",
     "shared_memory",
+    "shared_tensor",
     "token_hashes",
     "trace_context",
     "written",

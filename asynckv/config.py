@@ -93,8 +93,8 @@ class PullConfig:
         hello_retry_s: When an unanswered hello, the first message of a handshake, is repeated first; the pause doubles
             from then on.
         backoff_s: Pause after the first failed handshake; it doubles up to `max_backoff_s`.
-        max_backoff_s: Longest pause between two handshakes with a rank that cannot be reached. Lower it to find a
-            restarted rank sooner.
+        max_backoff_s: Longest pause between two handshakes with a rank that cannot be reached. A hello has some 100
+            bytes, and is said only while a request needs that rank, so a rank is found soon after a partition.
         claim_retry_s: When an unanswered claim is repeated first; the pause doubles up to 2 s.
         release_retry_s: When an unanswered release is repeated first; the pause doubles up to 5 s.
         release_timeout_s: When an unanswered release is given up. The lease ends by itself then.
@@ -126,7 +126,7 @@ class PullConfig:
     handshake_s: float = 5.0
     hello_retry_s: float = 0.25
     backoff_s: float = 0.5
-    max_backoff_s: float = 30.0
+    max_backoff_s: float = 1.0
     claim_retry_s: float = 0.2
     release_retry_s: float = 0.2
     release_timeout_s: float = 30.0
@@ -210,8 +210,15 @@ class NixlConfig:
         process: What of NIXL runs in a process of its own. That process may die inside UCX without taking the engine
             with it; another one follows it. "never": nothing. "serving": the agent that remote readers reach. "always":
             that agent, and those of our own reads. "auto": "serving" if the memory is shared and UCX has only TCP
-            between hosts, where that agent can die; else "never". With "serving" or "always" the start fails if the
-            memory is not shared (`asynckv.shared_memory`).
+            between hosts, or no CMA within this one, so that the agent can die; else "never". With "serving" or
+            "always" the start fails if the memory is not shared (`asynckv.shared_tensor`, `asynckv.shared_memory`).
+        process_start_s: How long that process may make no progress before it serves; it takes about a second. A busy
+            host may delay it: it is waited for while it uses CPU, ten times as long in all. Then the start fails with
+            "serving" and "always"; with "auto" NIXL stays in the engine's process, with a warning.
+        try_metadata: Whether the NIXL metadata of a peer is loaded in a process of its own before it is loaded here,
+            because it can end a process inside UCX. "auto": that of peers on other hosts whose address has no key.
+            "always": that of all peers. "never": of none. The process is started for the first such peer, and delays it
+            by about a second. With `process="always"` the process that reads is the one at risk, and nothing is tried.
     """
 
     backend: str = "UCX"
@@ -220,6 +227,8 @@ class NixlConfig:
     bulk_bytes: int = 2 * 1024 * 1024
     bulk_descriptors: int = 256
     process: Literal["auto", "serving", "always", "never"] = "auto"
+    process_start_s: float = 30.0
+    try_metadata: Literal["auto", "always", "never"] = "auto"
 
     def __post_init__(self) -> None:
         threads = self.posting_threads
@@ -238,6 +247,9 @@ class NixlConfig:
             raise ConfigError(f"nixl.params is {shown(self.params)}; it must be a dict of str to str")
         if not (isinstance(self.process, str) and self.process in ("auto", "serving", "always", "never")):
             raise ConfigError(f"process is {shown(self.process)}; it must be 'auto', 'serving', 'always' or 'never'")
+        if not (isinstance(self.try_metadata, str) and self.try_metadata in ("auto", "always", "never")):
+            raise ConfigError(f"try_metadata is {shown(self.try_metadata)}; it must be 'auto', 'always' or 'never'")
+        object.__setattr__(self, "process_start_s", seconds("process_start_s", self.process_start_s, ConfigError))
 
     @property
     def num_posters(self) -> int:

@@ -89,10 +89,14 @@ class ControlPlane(Protocol):
 
     async def start(
         self,
-        on_packet: Callable[[Address | ReplyTo, bytes], None],
+        on_packet: Callable[[Address | ReplyTo, bytes, str], None],
         on_refused: Callable[[str, str], None] = lambda cause, who: None,
     ) -> None:
         """Bind the listener and deliver every incoming packet to `on_packet` on the event loop.
+
+        `on_packet` is told the origin, the bytes, and the principal: `key:` and the key that the connection proved,
+        `host:` and its address where there are no keys, and nothing for an answer over a link of ours. A `ReplyTo`
+        means one connection and is never used again.
 
         `on_refused` is told, in a word, why somebody was not let in, or may not be talked to, and who it is.
 
@@ -123,6 +127,8 @@ class AgentInfo(NamedTuple):
     """Unique per agent, in this process and all others."""
     metadata: bytes
     """Opaque to all but the data planes."""
+    is_trusted: bool = True
+    """It came with a key that is listed here, or from this host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +161,7 @@ DataNews = TransferEnded | AgentLost | AgentReplaced
 class DataPlane(Protocol):
     """Moves bytes between registered memories."""
 
-    def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+    async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
         """Create an agent, register memory with it, and say with what remote planes reach it.
 
         From now on `on_ready` is called on the loop when `poll` may have news. May follow `close`: every start has an

@@ -218,6 +218,10 @@ class Side:
             self.counts["withheld_bytes"] += 8 * int(np.count_nonzero(foreign))
         self.blocks.give(ids)
 
+    async def hold(self, seconds: float) -> None:
+        """Keep the event loop away, as an embedder's long call does; libzmq's thread goes on."""
+        time.sleep(seconds)  # noqa: ASYNC251
+
     async def state(self, wait_s: float) -> dict[str, Any]:
         """Wait until nothing is owed and held, as long as asked to; then audit and tell."""
         deadline, blocks = time.monotonic() + wait_s, self.blocks

@@ -358,8 +358,12 @@ class Attack:
                     said = between.commands()
                 self.counts[f"strangers_with_{cause}"] += 1
                 self.counts["bytes_to_strangers"] += len(between.answered)
-                after = (await worker.ask("state", wait_s=0))["counters"]
                 name = f"control.rejected.{cause}"
+                for _ in range(50):  # libzmq tells of it in its own time
+                    after = (await worker.ask("state", wait_s=0))["counters"]
+                    if after.get(name, 0) > before.get(name, 0):
+                        break
+                    await asyncio.sleep(0.1)
                 problem = f"{worker.name}: a stranger ({cause})"
                 self.arena.check(not heard, f"{problem} was answered")
                 self.arena.check(said <= HANDSHAKE_COMMANDS, f"{problem} was sent {sorted(said)}")

@@ -29,10 +29,12 @@ from scripts.strangers import (
     HUGE,
     Proxy,
     Stranger,
+    connected,
     every_message,
     is_malformed,
     mutate,
     packets,
+    place,
     shout,
 )
 
@@ -71,6 +73,32 @@ async def kill(arena: Arena) -> None:
     arena.found["outages_s"] = outages
     await arena.finish(healthy)
     arena.check(bool(victim.failed), "no pull was hit by a kill")
+
+
+async def away(arena: Arena) -> None:
+    """Kill -9 a decode worker, and end strangers rudely, while the prefill worker's loop is away with full queues."""
+    prefill, unanswered = await arena.start("prefill"), 0
+    rude = HANDSHAKE, (b"\0\1x" * 100 + b"\4\7\4PING\0\0") * 100
+    for _ in range(2):
+        stock = [await prefill.lend(reads=True) for _ in range(24)]
+        await prefill.pull(await prefill.lend())
+        held = asyncio.create_task(prefill.ask("hold", seconds=arena.seconds))
+        pulls = [asyncio.create_task(prefill.pull(lent)) for lent in stock]
+        for _ in range(3):
+            async with connected(*place(prefill.address)) as (reader, writer):
+                writer.write(rude[0])
+                await reader.read(1)
+                writer.write(rude[1])
+                await writer.drain()
+        await asyncio.sleep(arena.seconds / 2)
+        await arena.decode.kill()
+        unanswered += sum(isinstance(x, Lost) for x in await asyncio.gather(*pulls, return_exceptions=True))
+        await held
+        await arena.decode.start()
+        arena.check(await prefill.pull(await prefill.lend()) == "complete", "the next decode worker was not served")
+    await arena.finish()
+    arena.found["without_outcome"] = unanswered
+    arena.check(not prefill.aborts, f"the prefill worker died {prefill.aborts} times")
 
 
 async def restart(arena: Arena) -> None:
@@ -367,7 +395,7 @@ async def survive(arena: Arena) -> None:
                 arena.check(late <= early + most, f"{name}: {what} grew from {early} after {SETTLED} cycles to {late}")
 
 
-SCENARIOS = {work.__name__: work for work in (kill, restart, freeze, expire, cancel, garbage, proxy, survive)}
+SCENARIOS = {work.__name__: work for work in (kill, away, restart, freeze, expire, cancel, garbage, proxy, survive)}
 
 
 async def run(

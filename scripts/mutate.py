@@ -1,20 +1,24 @@
 """Plant small bugs and see whether a test notices: `python -m scripts.mutate --paths asynckv/geometry --sample 60`.
 
 A test suite is as good as the bugs that it catches. This script plants bugs one at a time, the kind that a tired
-engineer writes: a boundary off by one, a condition the wrong way round, a statement forgotten, two arguments exchanged.
-For each it runs the tests of that file and says whether one failed (*killed*) or all passed (*survived*).
+engineer writes: a boundary off by one, a condition the wrong way round, a statement or a check forgotten, two calls or
+two arguments exchanged. For each it runs the tests that run the function with the bug (`scripts/reach.py` measures
+which these are, once), and says whether one failed (*killed*) or all passed (*survived*).
 
 A survivor is a question to you. Either no test states the rule that the line keeps: write it, run the script with
 `--again` on the same results, and see it killed. Or nothing can be told from outside (a cache that is never asked, a
 bound far above all that can occur): then the mutant is *equivalent*, and perhaps the line can go.
 
-It works in a copy of the tree, uncommitted changes included, and never touches the checkout. One JSON line per mutant
-goes to stdout, the last one sums up; progress goes to stderr. The same `--seed` takes the same sample of the same code.
+It works in a copy of the tree, uncommitted changes included, and never touches the checkout. The folder of `--journal`
+gets one JSON line per mutant in `results.jsonl` and what was measured; a run that was ended goes on from there. The
+last line on stdout sums up; progress goes to stderr. The same `--seed` takes the same sample, and mostly the same one
+after the code has changed. Bugs in `asynckv/integrations/vllm` are also judged in the environment of `tox run -e vllm`
+if it is there: by the tests that start no engines.
 
     python -m scripts.mutate --paths asynckv/geometry --list            # what could be planted, by kind and file
-    python -m scripts.mutate --paths asynckv/geometry --sample 60 --seed 1 > results.jsonl
-    python -m scripts.mutate --again results.jsonl                      # the survivors only, after you wrote tests
-    python -m scripts.mutate --paths asynckv/core --sample 60 --quick --services 40   # what dies soon, first
+    python -m scripts.mutate --paths asynckv/geometry --sample 60 --seed 1 --journal /tmp/mutants
+    python -m scripts.mutate --again --journal /tmp/mutants             # the survivors only, after you wrote tests
+    python -m scripts.mutate --paths asynckv/core --sample 60 --services 40 --kinds "removed check" "swapped statements"
     python -m scripts.mutate --paths asynckv/core/lease.py --sample 20 --tests tests/test_machine.py
 """
 
@@ -22,25 +26,26 @@ from __future__ import annotations
 
 import argparse
 import ast
+import configparser
 import contextlib
 import copy
 import difflib
+import functools
+import hashlib
 import importlib
 import itertools
 import json
 import os
-import queue
-import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,60 +59,6 @@ import structlog
 import zmq.asyncio
 
 ROOT = Path(__file__).resolve().parent.parent
-
-TESTS: dict[str, str] = {
-    "asynckv/geometry/bounds.py": "layout messages pairing | plan",
-    "asynckv/geometry/strides.py": "layout geometry | plan",
-    "asynckv/geometry/layout.py": "layouts layout register_tensors explain | geometry",
-    "asynckv/geometry/check.py": "layouts layout | fuzz geometry",
-    "asynckv/geometry/overlap.py": "layouts explain layout | geometry",
-    "asynckv/geometry/blocks.py": "explain pairing prefill layout | plan geometry",
-    "asynckv/geometry/match.py": "layouts sources explain layout | geometry",
-    "asynckv/geometry/tables.py": "explain pairing | plan geometry",
-    "asynckv/geometry/pairing.py": "explain pairing | plan geometry",
-    "asynckv/geometry/plan.py": "explain pairing | plan geometry",
-    "asynckv/geometry/packed.py": "packed",
-    "asynckv/geometry/kept.py": "packed",
-    "asynckv/core/lease.py": "lease tables rows held prefill requests sources | machine races lifecycle engine",
-    "asynckv/core/ledger.py": "ledger prefill requests sources | machine races lifecycle engine",
-    "asynckv/core/spent.py": "spent requests | machine lifecycle",
-    "asynckv/core/limits.py": "limits requests | machine lifecycle engine",
-    "asynckv/core/wire.py": "messages limits lease | fuzz arguments machine zmq_edge",
-    "asynckv/core/types.py": "messages sources requests | fuzz arguments engine",
-    "asynckv/core/prefill.py": "prefill pull lease sources requests rows | machine races lifecycle engine",
-    "asynckv/core/lifecycle.py": "rows tables | lifecycle engine",
-    "asynckv/core/flow.py": "queue tables rows admission flow sources requests | machine races lifecycle engine",
-    "asynckv/core/pull.py": "rows pull tables proof sources requests admission held races | machine lifecycle engine",
-    "asynckv/core/source.py": "pull proof sources requests rows races | machine lifecycle engine",
-    "asynckv/core/attempts.py": "rows requests sources | machine races lifecycle engine",
-    "asynckv/core/peer.py": "tables peers rows requests limits sources races | machine lifecycle engine",
-    "asynckv/core/peers.py": "peers sources requests races | machine lifecycle engine",
-    "asynckv/core/readers.py": "agents peers requests limits | machine lifecycle engine",
-    "asynckv/core/outbox.py": "messages requests limits | machine lifecycle engine",
-    "asynckv/core/watch.py": "held requests | machine races lifecycle engine",
-    "asynckv/offload": "offload_catalogue offload_parts | offload_machine +",
-    "asynckv/core": "requests sources rows pairing admission held races pull | messages machine lifecycle engine",
-    "asynckv/edges/zmq.py": "keys zmq_edge | conformance arguments",
-    "asynckv/edges/sharing.py": "sharing",
-    "asynckv/edges/choice.py": "sharing | conformance engine",
-    "asynckv/edges/transports.py": "sharing",
-    "asynckv/edges/torch.py": "register_tensors | real_models",
-    "asynckv/edges/clock.py": "clock manual_clock | lifecycle engine",
-    "asynckv/edges/keeper.py": "keeper | + process",
-    "asynckv/edges/process.py": "keeper process | + conformance process",
-    "asynckv/edges/process_wire.py": "process keeper | + conformance process",
-    "asynckv/edges/process_child.py": "process | + conformance process",
-    "asynckv/edges/process_main.py": "sharing | + conformance process",
-    "asynckv/edges/posters.py": "conformance nixl_edge posters",
-    "asynckv/edges/nixl_raw.py": "bench_floor | + bench_floor",
-    "asynckv/edges": "conformance nixl_edge process | posters sharing",
-    "asynckv/scheduler.py": "lifecycle engine",
-    "asynckv/engine": "engine lifecycle races threads arguments held",
-}
-"""File, or folder, to the tests that cover it, the quickest first: most mutants end at the first failure.
-
-What stands after the bar runs only for what survived the tests before it; with a plus, slow tests too.
-"""
 
 OPPOSITE: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -135,7 +86,11 @@ LARGEST = 64
 EXCHANGED = {"min": "max", "max": "min", "any": "all", "all": "any"}
 IMPORTED = (anyio, hypothesis, msgspec, numpy, structlog, zmq)
 """What tests import and no bug is planted in."""
-REMOVED = (ast.AugAssign, ast.Raise, ast.Continue, ast.Break)
+REMOVED = (ast.AugAssign, ast.Raise, ast.Continue, ast.Break, ast.Delete)
+ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+BUDGET_S = 120.0
+"""Tests are chosen for a mutant, the quickest and most special ones first, until they take this long."""
+CONNECTOR, VLLM = "asynckv/integrations/vllm/", "tests/vllm/"
 
 
 @dataclass(frozen=True)
@@ -148,6 +103,7 @@ class Mutant:
     kind: str
     before: str
     after: str
+    function: str = ""
 
     def planted(self, source: str) -> str:
         """The whole file with it.
@@ -181,14 +137,30 @@ def mutants(path: str, source: str) -> list[Mutant]:
     """Every bug that can be planted in a file."""
     out = []
     lines = source.encode().splitlines(keepends=True)
-    for node, kind, changed in _changes(ast.parse(source)):
+    tree = ast.parse(source)
+    functions = list(_functions(tree))
+    for node, kind, changed in _changes(tree):
         first, last = node.lineno - 1, node.end_lineno - 1
         before = b"".join(lines[first : last + 1])[node.col_offset :]
         before = before[: len(before) - len(lines[last]) + node.end_col_offset]
         # Whatever is exchanged inside a larger expression stays one operand of it.
-        after = ast.unparse(changed) if isinstance(node, ast.stmt | ast.Constant) else f"({ast.unparse(changed)})"
-        out.append(Mutant(path, node.lineno, node.col_offset, kind, before.decode(), after))
+        after = ast.unparse(changed).strip().replace("\n", "\n" + " " * node.col_offset)
+        after = after if isinstance(node, ast.stmt | ast.Constant) else f"({after})"
+        within = [name for first, last, name in functions if first <= node.lineno <= last]
+        out.append(Mutant(path, node.lineno, node.col_offset, kind, before.decode(), after, (within or [""])[-1]))
     return out
+
+
+def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[int, int, str]]:
+    """First and last lines of all functions, and the names that Python gives their code; the inner ones later."""
+    for node in ast.iter_child_nodes(tree):
+        within = prefix
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.end_lineno or 0, prefix + node.name
+            within += f"{node.name}.<locals>."
+        elif isinstance(node, ast.ClassDef):
+            within += f"{node.name}."
+        yield from _functions(node, within)
 
 
 def as_it_is_now(mutant: Mutant) -> Mutant | None:
@@ -237,17 +209,31 @@ def _changes(tree: ast.AST) -> Iterator[tuple[Any, str, ast.AST]]:
         if isinstance(node, ast.comprehension):
             for test in node.ifs:
                 yield test, "negated condition", ast.UnaryOp(ast.Not(), test)
-        is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        if isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], ENDS):
+            yield node, "removed check", ast.Pass()
         stored = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute | ast.Subscript)
-        if is_call or stored or isinstance(node, REMOVED):
+        if _is_call(node) or stored or isinstance(node, REMOVED):
             yield node, "removed statement", ast.Pass()
+        for _, block in ast.iter_fields(node):
+            for first, second in itertools.pairwise(block if isinstance(block, list) else []):
+                if _is_call(first) and _is_call(second):
+                    both = copy.copy(first)
+                    both.end_lineno, both.end_col_offset = second.end_lineno, second.end_col_offset
+                    yield both, "swapped statements", ast.Module([second, first], [])
+
+
+def _is_call(node: ast.AST) -> bool:
+    value = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(value.value if isinstance(value, ast.Await) else value, ast.Call)
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
-    """What runs: no texts of errors, no annotations of functions, no decorators, imports or lists of names."""
+    """What runs: no texts of errors, no annotations, no decorators or options of classes, no imports."""
     skipped: list[ast.AST] = []
     for field, value in ast.iter_fields(tree):
-        if field in ("annotation", "returns", "decorator_list"):
+        if field in ("annotation", "returns", "decorator_list") or (
+            field == "keywords" and isinstance(tree, ast.ClassDef)
+        ):
             skipped += value if isinstance(value, list) else [value]
     for child in ast.iter_child_nodes(tree):
         if child in skipped or isinstance(child, ast.JoinedStr | ast.Import | ast.ImportFrom):
@@ -284,17 +270,6 @@ def _is_text(*nodes: ast.AST) -> bool:
 # -- running --------------------------------------------------------------------------------------------
 
 
-def known_tests(path: str) -> list[list[str]]:
-    """The tests that cover a file, the quickest first: those that begin, and those that follow if they pass."""
-    known = TESTS.get(path) or next((TESTS[str(p)] for p in Path(path).parents if str(p) in TESTS), Path(path).stem)
-    out = []
-    for stage in known.split("|"):
-        names = [name for name in stage.split() if (ROOT / f"tests/test_{name}.py").exists()]
-        if names:
-            out.append([*(["-m", "not gpu"] if "+" in stage else []), *(f"tests/test_{name}.py" for name in names)])
-    return out
-
-
 def copy_tree(to: Path) -> None:
     """Copy what git knows or would add, as it is now."""
     names = subprocess.run(
@@ -309,8 +284,8 @@ def copy_tree(to: Path) -> None:
             shutil.copy2(ROOT / name, to / name)
 
 
-def run(tree: Path, command: Sequence[str], timeout_s: float | None, keep_bytecode: bool = False) -> tuple[str, float]:
-    """Run tests in a copy: `passed`, `failed` or `timeout`, and the seconds it took; `said.txt` has what they said.
+def run(tree: Path, command: Sequence[str], timeout_s: float | None, keep_bytecode: bool = False) -> str:
+    """Run tests in a copy: `passed`, `failed` or `timeout`; `said.txt` has what they said.
 
     In a fork of this process, which has imported all that is not under test: half of what a short test takes.
     """
@@ -325,7 +300,7 @@ def run(tree: Path, command: Sequence[str], timeout_s: float | None, keep_byteco
         while not found:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
-                found, is_there = "passed" if status == 0 else "failed", False
+                found, is_there = "failed" if os.waitstatus_to_exitcode(status) not in (0, 5) else "passed", False
             elif timeout_s and time.monotonic() - began > timeout_s:
                 found = "timeout"
             else:
@@ -335,7 +310,7 @@ def run(tree: Path, command: Sequence[str], timeout_s: float | None, keep_byteco
             os.killpg(child, signal.SIGKILL)
         if is_there:
             os.waitpid(child, 0)
-    return found, time.monotonic() - began
+    return found
 
 
 def _in_copy(tree: Path, command: Sequence[str], keep_bytecode: bool) -> int:
@@ -350,12 +325,25 @@ def _in_copy(tree: Path, command: Sequence[str], keep_bytecode: bool) -> int:
     sys.dont_write_bytecode = not keep_bytecode
     if not keep_bytecode:
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    if command[-1].startswith(VLLM):
+        python, environment = vllm(tree)
+        os.execve(python, [str(python), "-m", "pytest", *PYTEST, *command], {**os.environ, **environment})
     sys.path[:] = [str(tree), *(entry for entry in sys.path if entry and Path(entry) != ROOT)]
     for name in [name for name in sys.modules if name.partition(".")[0] in ("asynckv", "tests", "scripts")]:
         del sys.modules[name]
     if command[0] == "services":
         return _violations(int(command[1]))
-    return int(pytest.main(list(command)))
+    return int(pytest.main([*PYTEST, "-p", "scripts.mutate", "--hypothesis-seed=0", *command]))
+
+
+def vllm(tree: Path) -> tuple[Path, dict[str, str]]:
+    """The interpreter that has what vLLM needs, beside this one, and the variables that tox would set for it."""
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(tree / "tox.ini")
+    folder = Path(sys.prefix).parent
+    words = {"work_dir": str(folder), "tox_root": str(tree), ":": ":"}
+    lines = re.sub(r"{(work_dir|tox_root|:)}", lambda m: words[m[1]], tox["testenv:vllm"]["set_env"]).split("\n")
+    return folder / "vllm/bin/python", dict(line.split(" = ") for line in lines if line)
 
 
 def _violations(services: int) -> int:
@@ -371,79 +359,113 @@ def pytest_configure() -> None:
     hypothesis.settings.load_profile("mutate")
 
 
-def commands(path: str, tests: Sequence[str] | None, services: int, quick: bool) -> list[list[str]]:
-    """What is run for a mutant of a file, one after the other, until something fails."""
-    stages = [list(tests)] if tests else known_tests(path)[: 1 if quick else None]
-    if len(stages[0]) > 1 and not tests:
-        stages[:1] = [stages[0][:1], stages[0][1:]]  # the first alone: to collect the others takes as long as to run it
-    out = [[*PYTEST, *stage] for stage in stages]
-    if services and path.startswith("asynckv/core/"):
-        out.append(["services", str(services)])
-    return out
-
-
-PYTEST = ["-x", "-q", "-p", "no:cacheprovider", "-p", "scripts.mutate", "--hypothesis-seed=0"]
+PYTEST = ["-x", "-q", "-p", "no:cacheprovider"]
 PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported here already
 
 
-def judge(mutant: Mutant, tree: Path, stages: Sequence[Sequence[str]], timeout_s: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Reach:
+    """Which functions each test runs, and how long it takes."""
+
+    tests: dict[str, tuple[float, frozenset[str]]]
+
+    def of(self, path: str, function: str = "") -> list[str]:
+        """The tests that run a function, the quickest and most special first.
+
+        Those that run anything of the file, or of the files that name it, where none is seen to run the function: what
+        has no function runs as the file is loaded, and other functions run in other processes.
+        """
+        own = {f"{path}:{function}"}
+        if not any(own & ran for _, ran in self.tests.values()):
+            near = {path, *(naming := _naming(path)), *(other for each in naming for other in _naming(each))}
+            own = {name for _, ran in self.tests.values() for name in ran if name.partition(":")[0] in near}
+        costs = {t: (seconds + 0.02) * len(ran) for t, (seconds, ran) in self.tests.items() if own & ran}
+        return sorted(costs, key=lambda test: costs[test])
+
+    def stages(self, path: str, function: str) -> list[tuple[list[str], float]]:
+        """What is run for a bug in a function, one after the other, until something fails, and how long each takes.
+
+        The tests of the first test's file alone, then the others; what needs vLLM at last.
+        """
+        left = BUDGET_S
+        chosen: list[str] = []
+        for test in self.of(path, function):
+            left -= self.tests[test][0]
+            if left < 0 and chosen:
+                break
+            chosen.append(test)
+        beside = [test for test in chosen if test.startswith(VLLM)]
+        ours = [test for test in chosen if test not in set(beside)]
+        first = [test for test in ours if test.startswith(ours[0].partition("::")[0])]
+        parts = [first, [test for test in ours if test not in set(first)], beside]
+        return [(part, sum(self.tests[test][0] for test in part)) for part in parts if part]
+
+
+def _naming(path: str) -> list[str]:
+    """The package's files that name another one: import it, or start it as a process."""
+    module = path.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
+    folder, _, stem = module.rpartition(".")
+    name = re.compile(rf"\b{re.escape(module)}\b|from {re.escape(folder)} import .*\b{stem}\b")
+    return [other for other, text in sources().items() if other != path and name.search(text)]
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    """The package's files."""
+    return {p.relative_to(ROOT).as_posix(): p.read_text() for p in (ROOT / "asynckv").rglob("*.py")}
+
+
+def measured(tree: Path, home: Path, with_vllm: bool, names: Sequence[str] | None = None) -> Reach:
+    """Run tests in a copy without a bug, and note which functions each runs; only what is not noted of them already.
+
+    A test file is measured again when it has changed, or anything but test files has.
+    """
+    files = [*(names or [])] or [str(path.relative_to(tree)) for path in sorted(tree.glob("tests/test_*.py"))]
+    if with_vllm and not names:
+        files += [str(path.relative_to(tree)) for path in sorted(tree.glob(f"{VLLM}test_*.py"))]
+    shared = [*(tree / "asynckv").rglob("*.py"), *(tree / "tests").rglob("*.py")]
+    common = b"".join(path.read_bytes() for path in sorted(shared) if not path.name.startswith("test_"))
+    folder = home / "reach"
+    folder.mkdir(parents=True, exist_ok=True)
+    notes = {
+        name: folder / (Path(name).stem + "-" + hashlib.sha256(common + (tree / name).read_bytes()).hexdigest()[:16])
+        for name in files
+    }
+    tests = {}
+    for name, note in notes.items():
+        if not note.exists():
+            os.environ["REACHED"] = str(note)
+            found = run(tree, ["-p", "scripts.reach", "--maxfail=99", name], None, keep_bytecode=True)
+            print(f"{name} {found} without a bug", file=sys.stderr)
+            if not note.exists():
+                raise SystemExit((tree / "said.txt").read_text(errors="replace")[-3000:])
+        noted = json.loads(note.read_text())
+        for test, (seconds, ran) in noted["tests"].items():
+            tests[test] = seconds, frozenset(noted["functions"][i] for i in ran)
+    return Reach(tests)
+
+
+def judge(mutant: Mutant, tree: Path, stages: Sequence[tuple[list[str], float]]) -> dict[str, Any]:
     """Plant one bug, run the tests, take it out again."""
     target = tree / mutant.path
     source, times = target.read_text(), target.stat()
-    found, seconds = "passed", 0.0
+    found, by, began = "passed", "", time.monotonic()
     try:
         target.write_text(mutant.planted(source))
-        for stage in stages:
-            found, took = run(tree, stage, timeout_s)
-            seconds += took
+        for tests, seconds in stages:
+            found = run(tree, tests, 3 * seconds + 30)
+            said = (tree / "said.txt").read_text(errors="replace")
+            if "(no match in any of" in said:  # the bug has changed what tests there are
+                found = run(tree, sorted({test.partition("::")[0] for test in tests}), 3 * seconds + 60)
             if found != "passed":
+                by = next(iter(re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)), "")
                 break
     finally:
         target.write_text(source)
         os.utime(target, ns=(times.st_atime_ns, times.st_mtime_ns))
     outcome = {"passed": "survived", "failed": "killed", "timeout": "timeout"}[found]
-    return {"outcome": outcome, "seconds": round(seconds, 1), "diff": mutant.diff(source), **asdict(mutant)}
-
-
-def play(
-    sample: Sequence[Mutant], jobs: int, timeout_s: float, stages: Callable[[str], list[list[str]]]
-) -> Iterator[dict[str, Any]]:
-    """Judge every mutant, in as many copies as there are jobs.
-
-    Raises:
-        SystemExit: The tests fail without any bug.
-    """
-    waiting: queue.SimpleQueue[Mutant | None] = queue.SimpleQueue()
-    done: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
-    for mutant in [*sample, *[None] * jobs]:
-        waiting.put(mutant)
-
-    def work(tree: Path, limit_s: float) -> None:
-        try:
-            while (mutant := waiting.get()) is not None:
-                done.put(judge(mutant, tree, stages(mutant.path), limit_s))
-        except BaseException as exc:
-            done.put(exc)
-
-    with tempfile.TemporaryDirectory(prefix="mutate-") as home:
-        trees = [Path(home, str(i)) for i in range(jobs)]
-        for tree in trees:
-            copy_tree(tree)
-        # Every test once, and not once for each file that it covers.
-        needed = sorted({word for path in {m.path for m in sample} for stage in stages(path) for word in stage})
-        tests = [word for word in needed if word.endswith(".py")]
-        found, seconds = run(trees[0], [*PYTEST, *tests], None, keep_bytecode=True)
-        print(f"without a bug: {found} after {seconds:.0f} s ({' '.join(tests)})", file=sys.stderr)
-        if found != "passed":
-            said = (trees[0] / "said.txt").read_text(errors="replace")
-            raise SystemExit(f"{said[-3000:]}\nthe tests have to pass before a bug is planted")
-        for tree in trees:
-            threading.Thread(target=work, args=(tree, timeout_s or 3 * seconds + 30), daemon=True).start()
-        for _ in sample:
-            row = done.get()
-            if isinstance(row, BaseException):
-                raise row
-            yield row
+    took = round(time.monotonic() - began, 1)
+    return {"outcome": outcome, "seconds": took, "by": by, "diff": mutant.diff(source), **asdict(mutant)}
 
 
 def main() -> None:
@@ -452,45 +474,55 @@ def main() -> None:
     parser.add_argument("--paths", nargs="+", default=[], help="files or folders to plant bugs in, from the root")
     parser.add_argument("--sample", type=int, default=30, help="how many of all possible mutants (30)")
     parser.add_argument("--seed", type=int, default=0, help="which of them; the same seed takes the same ones (0)")
-    parser.add_argument("--jobs", type=int, default=1, help="copies of the tree that are tested at once (1)")
-    parser.add_argument(
-        "--timeout-s", type=float, default=0.0, help="when tests hang (three times what they took without a bug)"
-    )
-    parser.add_argument("--tests", nargs="+", help="tests to run instead of those that the script knows for a file")
-    parser.add_argument("--again", type=Path, help="plant what survived in these results again, and nothing else")
-    parser.add_argument("--quick", action="store_true", help="only the tests that begin, of those known for a file")
+    parser.add_argument("--kinds", nargs="+", help="only bugs of these kinds; --list names them")
+    parser.add_argument("--journal", type=Path, help="folder of results and measurements, to go on from")
+    parser.add_argument("--tests", nargs="+", help="choose from the tests of these files, and measure no others")
+    parser.add_argument("--again", action="store_true", help="plant what survived by the journal again, nothing else")
     parser.add_argument("--services", type=int, default=0, help="simulated services for what the tests of core missed")
     parser.add_argument("--list", action="store_true", help="say what could be planted, and run nothing")
     given = parser.parse_args()
-    if given.again:
-        rows = [json.loads(line) for line in given.again.read_text().splitlines()]
-        survived = [row for row in rows if row.get("outcome") == "survived"]
-        found = [as_it_is_now(Mutant(**{k: row[k] for k in Mutant.__dataclass_fields__})) for row in survived]
-        sample = [mutant for mutant in found if mutant is not None]
-        print(f"{len(found) - len(sample)} of {len(found)} are of code that is gone", file=sys.stderr)
-    else:
-        files = [p for each in given.paths for p in (sorted((ROOT / each).rglob("*.py")) or [ROOT / each])]
-        known = [m for p in files for m in mutants(p.relative_to(ROOT).as_posix(), p.read_text())]
-        if given.list or not known:
-            counts = {"mutants": len(known), "kinds": dict(Counter(m.kind for m in known).most_common())}
-            print(json.dumps({**counts, "files": dict(Counter(m.path for m in known).most_common())}))
-            return
-        random.Random(given.seed).shuffle(known)
-        sample = list(itertools.islice((m for m in known if m.is_code((ROOT / m.path).read_text())), given.sample))
-
-    def stages(path: str) -> list[list[str]]:
-        return commands(path, given.tests, given.services, given.quick)
-
-    if lost := sorted({m.path for m in sample if not stages(m.path)}):
-        parser.error(f"no tests are known for {', '.join(lost)}; name them with --tests")
-    outcomes: Counter[str] = Counter()
-    for number, row in enumerate(play(sample, given.jobs, given.timeout_s, stages), 1):
-        outcomes[row["outcome"]] += 1
-        print(json.dumps(row), flush=True)
-        where = f"{row['path']}:{row['line']} {row['kind']}"
-        print(f"[{number}/{len(sample)}] {row['outcome']} {row['seconds']} s  {where}", file=sys.stderr)
-        if row["outcome"] == "survived":
-            print(row["diff"], file=sys.stderr)
+    files = [p for each in given.paths for p in (sorted((ROOT / each).rglob("*.py")) or [ROOT / each])]
+    known = [m for p in files for m in mutants(p.relative_to(ROOT).as_posix(), p.read_text())]
+    known = [m for m in known if not given.kinds or m.kind in given.kinds]
+    if given.list or not (known or given.again):
+        counts = {"mutants": len(known), "kinds": dict(Counter(m.kind for m in known).most_common())}
+        print(json.dumps({**counts, "files": dict(Counter(m.path for m in known).most_common())}))
+        return
+    with tempfile.TemporaryDirectory(prefix="mutate-") as temporary:
+        home = given.journal or Path(temporary)
+        home.mkdir(parents=True, exist_ok=True)
+        journal = home / "results.jsonl"
+        rows = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+        done = {Mutant(**{k: row[k] for k in Mutant.__dataclass_fields__}): row for row in rows}
+        if given.again:
+            gone = [mutant for mutant, row in done.items() if row["outcome"] == "survived"]
+            found = [as_it_is_now(mutant) for mutant in gone]
+            sample = [mutant for mutant in found if mutant is not None]
+            print(f"{len(found) - len(sample)} of {len(found)} are of code that is gone", file=sys.stderr)
+        else:
+            known.sort(key=lambda m: hashlib.sha256(f"{given.seed}{replace(m, line=0)}".encode()).digest())
+            sample = list(itertools.islice((m for m in known if m.is_code((ROOT / m.path).read_text())), given.sample))
+        tree = Path(temporary, "tree")
+        copy_tree(tree)
+        is_beside = any(m.path.startswith(CONNECTOR) for m in sample) and vllm(tree)[0].exists()
+        reach = measured(tree, home, is_beside, given.tests)
+        outcomes: Counter[str] = Counter()
+        for number, mutant in enumerate(sample, 1):
+            row = None if given.again else done.get(mutant)
+            if row is None:
+                stages = reach.stages(mutant.path, mutant.function)
+                if given.services and mutant.path.startswith("asynckv/core/"):
+                    stages.append((["services", str(given.services)], 2.0 * given.services))
+                if not stages:
+                    parser.error(f"no test runs anything of {mutant.path}")
+                row = judge(mutant, tree, stages)
+                with journal.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                where = f"{row['path']}:{row['line']} {row['kind']} {row['by']}"
+                print(f"[{number}/{len(sample)}] {row['outcome']} {row['seconds']} s  {where}", file=sys.stderr)
+                if row["outcome"] == "survived":
+                    print(row["diff"], file=sys.stderr)
+            outcomes[row["outcome"]] += 1
     killed = outcomes["killed"] + outcomes["timeout"]
     print(json.dumps({"sampled": len(sample), **outcomes, "killed_share": round(killed / max(len(sample), 1), 3)}))
 

@@ -1,12 +1,19 @@
-"""Say which tests cover a file: `python -m scripts.tests_of asynckv/core/lease.py`.
+"""Say which tests run the code of a file: `python -m scripts.tests_of asynckv/core/lease.py`.
 
-What it prints can be run line by line, the quickest tests first. It goes by the table `TESTS` of `scripts/mutate.py`.
+What it prints can be run line by line, the quickest tests first. It goes by `tests/data/reached.json`, which
+`python -m scripts.tests_of --measure` writes anew: it runs all tests but the slow ones and notes which functions each
+runs (`scripts/reach.py`), and for every file it keeps a few test files that run all that any test runs of it. What
+is not seen to run has the tests of the files that name it.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,26 +21,80 @@ import typer
 
 from asynckv.errors import ConfigError
 from scripts import command
-from scripts.mutate import ROOT, known_tests
+from scripts.mutate import CONNECTOR, ROOT, VLLM, Reach, copy_tree, measured, sources, vllm
+
+RECORD = ROOT / "tests/data/reached.json"
+"""Every file of the package, to the test files that run its functions, the quickest first."""
+TIMES = 3
+"""How many of the test files that are kept run a function, if so many do."""
 
 
-def tests_of(
-    path: Annotated[str, typer.Argument(metavar="FILE", help="A file or folder below asynckv/.")],
+def known_tests(path: str) -> list[str]:
+    """The test files for a file, or for all files of a folder, the quickest first."""
+    record: dict[str, list[str]] = json.loads(RECORD.read_text())
+    return list(dict.fromkeys(t for name in record if Path(name).is_relative_to(path) for t in record[name]))
+
+
+def kept(reach: Reach, paths: Sequence[str]) -> dict[str, list[str]]:
+    """For each file the test files that run each of its functions, three times if possible: special and quick ones."""
+    runs: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    breadth: dict[str, set[str]] = defaultdict(set)
+    for test, (took, functions) in reach.tests.items():
+        tests = test.partition("::")[0]
+        breadth[tests] |= functions
+        for function in functions:
+            path = function.partition(":")[0]
+            if path.startswith(CONNECTOR) or not tests.startswith(VLLM):
+                runs[path][tests].add(function)
+                seconds[path, tests] += took / len(functions)
+    out = {}
+    for path in paths:
+        by_tests = runs[path]
+        left = Counter(function for functions in by_tests.values() for function in functions)
+        left = Counter({function: min(TIMES, count) for function, count in left.items()})
+        chosen: list[str] = []
+        while +left:
+            gains = {
+                tests: sum(left[f] > 0 for f in functions)
+                * len(functions)
+                / len(breadth[tests])
+                / (seconds[path, tests] + 1)
+                for tests, functions in by_tests.items()
+                if tests not in chosen
+            }
+            chosen.append(max(gains, key=lambda tests: gains[tests]))
+            left.subtract(by_tests[chosen[-1]])
+        # Nothing may be seen to run: a file may have no functions, or run in other processes.
+        chosen = chosen or list(dict.fromkeys(test.partition("::")[0] for test in reach.of(path)))[:TIMES]
+        out[path] = sorted(chosen, key=lambda t: (t.startswith(VLLM), seconds[path, t]))
+    return out
+
+
+def say(
+    path: Annotated[str, typer.Argument(metavar="FILE", help="A file or folder below asynckv/.")] = "asynckv",
+    measure: Annotated[bool, typer.Option(help="Measure anew which tests run which files: some minutes.")] = False,
 ) -> None:
-    """Say which tests cover a file, as commands: the quickest first.
+    """Say which tests run the code of a file, as commands: the quickest first.
 
-    Tests that are marked slow are among them where nothing quicker covers the file.
+    Slow tests, and what tests run in processes of their own, are not looked at.
     """
+    if measure:
+        with tempfile.TemporaryDirectory(prefix="tests-of-") as home:
+            copy_tree(Path(home, "tree"))
+            reach = measured(Path(home, "tree"), Path(home), with_vllm=vllm(ROOT)[0].exists())
+        RECORD.write_text(json.dumps(kept(reach, sorted(sources())), indent=1) + "\n")
     name = Path(path).resolve()
     if not name.exists():
         raise ConfigError(f"{path}: there is no such file")
     if not name.is_relative_to(ROOT / "asynckv"):
         raise ConfigError(f"{path} does not lie in {ROOT / 'asynckv'}")
-    known = known_tests(str(name.relative_to(ROOT)))
-    if not known:
-        raise ConfigError(f"no tests are listed for {path}: CONTRIBUTING.md has a table of topics, or search in tests/")
-    for stage in known:
-        print("pytest", shlex.join(stage))
+    if not (known := known_tests(str(name.relative_to(ROOT)))):
+        raise ConfigError(f"no test runs anything of {path}; if it is new, run this with --measure")
+    for tests in (t for t in known if not t.startswith(VLLM)):
+        print("pytest", tests)
+    if beside := [t for t in known if t.startswith(VLLM)]:
+        print("tox run -e vllm --", shlex.join(beside))
 
 
 EPILOG = """
@@ -45,7 +106,7 @@ EPILOG = """
 
 [bold]Exit status[/bold]  0 there are some, 2 none, or bad input
 """
-main = command.script(tests_of, "tests_of", EPILOG)
+main = command.script(say, "tests_of", EPILOG)
 
 
 if __name__ == "__main__":

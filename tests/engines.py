@@ -64,15 +64,17 @@ class Bench:
     async def pair(self, **config: Any) -> AsyncIterator[tuple[Side, Side, PrefillGroup]]:
         prefill, decode = self.side("prefill", 1, **config), self.side("decode", 100, **config)
         async with prefill.engine, decode.engine:
-            yield prefill, decode, PrefillGroup("prefill", [prefill.engine.endpoint])
-            prefill.engine.check_integrity()
-            decode.engine.check_integrity()
-            closing = [asyncio.create_task(side.engine.aclose()) for side in (decode, prefill)]
-            while not self.real and not all(task.done() for task in closing):
-                # Promises run out only as time passes.
-                await asyncio.sleep(0)
-                self.clock.advance(0.01)
-            await asyncio.gather(*closing)
+            try:
+                yield prefill, decode, PrefillGroup("prefill", [prefill.engine.endpoint])
+                prefill.engine.check_integrity()
+                decode.engine.check_integrity()
+            finally:
+                closing = [asyncio.create_task(side.engine.aclose()) for side in (decode, prefill)]
+                while not self.real and not all(task.done() for task in closing):
+                    # Promises run out only as time passes.
+                    await asyncio.sleep(0)
+                    self.clock.advance(0.01)
+                await asyncio.gather(*closing)
 
 
 async def until(condition: Callable[[], object]) -> None:

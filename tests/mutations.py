@@ -8,6 +8,7 @@ from there: they replace public functions instead.
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ import pytest
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease
 from asynckv.core.ledger import Ledger
+from asynckv.core.source import Source
 from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Key, Outcome, Reason, ReplyTo
 from asynckv.core.wire import (
@@ -38,7 +40,7 @@ from asynckv.core.wire import (
     Welcome,
 )
 from asynckv.errors import AsyncKVError, BlocksRetired, LocalProtocolError, NotLentYet, PullError, PullTimeout
-from asynckv.ports import AgentLost
+from asynckv.ports import AgentInfo, AgentLost
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing.world import Process, Violation
 from tests.rigged import Aliases, EarlyEnd, Other, Rank, Rigged, Said, key_of
@@ -269,6 +271,77 @@ def strikes_off_all_attempts_of_a_rank(rank: Rank) -> None:
             return said
         outcome = Outcome.FAILED if message.outcome is Outcome.RETRY else message.outcome
         return [Said(said.but(pull_id=p, outcome=outcome).message, said.other, start) for p, start in known.items()]
+
+
+@planted
+def a_release_counts_for_every_stage(rank: Rank) -> None:
+    """What one pipeline stage of a tensor-parallel rank releases, its other stages have released as well."""
+
+    @rank.hears(Release)
+    def book(said: Said) -> Said | list[Said]:
+        speaker, pull_id = said.message.cohort, said.message.pull_id
+        if said.message.outcome is Outcome.RETRY:
+            return said
+        stages = {stage: msgspec.structs.replace(speaker, pp_stage=stage) for stage in range(speaker.pp_size)}
+        del stages[speaker.pp_stage]
+        return [said, *(said.but(cohort=other, pull_id=f"{pull_id}~{stage}") for stage, other in stages.items())]
+
+
+EARLY_S = 0.05
+"""By how much an owner or a reader mistakes the end of a grant."""
+
+
+def lapsing_early(patch: pytest.MonkeyPatch, early_s: float) -> None:
+    """Forget grants that are about to run out, whenever anything is heard of their lease."""
+    for name in ("receive", "revoke", "tick"):
+        honest = getattr(Lease, name)
+
+        def late(self: Lease, *args: Any, _honest: Any = honest) -> Any:
+            now = next(arg for arg in args if isinstance(arg, float))
+            for grant in self.grants.values():
+                if grant.until <= now + early_s:
+                    grant.until = min(grant.until, now)
+                    heapq.heappush(self.deadlines, (grant.until, grant.pull_id))
+            return _honest(self, *args)
+
+        patch.setattr(Lease, name, late)
+
+
+@planted
+def grants_lapse_early(rank: Rank) -> None:
+    """An owner that hears something in the last 50 milliseconds of a grant takes it for lapsed."""
+
+
+@inside("grants_lapse_early")
+def _(patch: pytest.MonkeyPatch) -> None:
+    lapsing_early(patch, EARLY_S)
+
+
+@planted
+def grants_lapse_a_moment_early(rank: Rank) -> None:
+    """The same in the last 3 milliseconds: most of these are the margin that its readers leave."""
+
+
+@inside("grants_lapse_a_moment_early")
+def _(patch: pytest.MonkeyPatch) -> None:
+    lapsing_early(patch, 0.003)
+
+
+@planted
+def grants_are_believed_late(rank: Rank) -> None:
+    """A reader believes what landed up to 50 milliseconds after its promise had run out."""
+
+
+@inside("grants_are_believed_late")
+def _(patch: pytest.MonkeyPatch) -> None:
+    honest = Source.prove
+
+    def prove(self: Source) -> None:
+        until, self.covered_until = self.covered_until, self.covered_until + EARLY_S
+        honest(self)
+        self.covered_until = until
+
+    patch.setattr(Source, "prove", prove)
 
 
 @planted
@@ -997,9 +1070,9 @@ def a_dead_agent_is_given_out(rank: Rank) -> None:
     """Whoever shakes hands is told of the first agent for ever."""
     first: list[Welcome] = []
 
-    def start(*args: Any) -> None:
+    async def start(*args: Any) -> AgentInfo:
         first.clear()
-        rank.data.honest.start(*args)
+        return await rank.data.honest.start(*args)  # type: ignore[no-any-return]
 
     rank.data.start = start
 
@@ -1015,9 +1088,9 @@ def nobody_is_greeted_after_the_agent_died(rank: Rank) -> None:
     """Hellos that come while there is no agent are never answered, nor those after them."""
     lost: list[AgentLost] = []
 
-    def start(*args: Any) -> None:
+    async def start(*args: Any) -> AgentInfo:
         lost.clear()
-        rank.data.honest.start(*args)
+        return await rank.data.honest.start(*args)  # type: ignore[no-any-return]
 
     def poll() -> Sequence[Any]:
         news: Sequence[Any] = rank.data.honest.poll()

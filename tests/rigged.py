@@ -99,7 +99,7 @@ class Rank:
         self.token_hex: Callable[[Callable[[int], str]], Callable[[int], str]] = lambda honest: honest
         self._senders: list[Hook] = []
         self._hearers: list[Hook] = []
-        self._on_packet: Callable[[Other, bytes], None] = lambda origin, packet: None
+        self._on_packet: Callable[[Other, bytes, str], None] = lambda origin, packet, principal: None
         self.control.send, self.control.start = self._send, self._start
 
     @property
@@ -122,9 +122,9 @@ class Rank:
     def imagine(self, message: Message, other: Other, start: str) -> None:
         """Hear, in a moment, what nobody said."""
         packet = encode_packet(start, self.engine.incarnation, [message])
-        self.process.loop.call_soon(self._on_packet, other, packet)
+        self.process.loop.call_soon(self._on_packet, other, packet, "")
 
-    async def _start(self, on_packet: Callable[[Other, bytes], None], *args: Any) -> None:
+    async def _start(self, on_packet: Callable[[Other, bytes, str], None], *args: Any) -> None:
         self._on_packet = on_packet
         await self.control.honest.start(self._hear, *args)
 
@@ -142,21 +142,21 @@ class Rank:
         ]
         return all(sent)
 
-    def _hear(self, origin: Other, packet: bytes) -> None:
+    def _hear(self, origin: Other, packet: bytes, principal: str) -> None:
         try:
             found = decode_packet(packet) if self._hearers else None
         except RemoteProtocolError:
             found = None
         if found is None:
-            self._on_packet(origin, packet)
+            self._on_packet(origin, packet, principal)
             return
         before = [Said(message, origin, found.sender) for message in found.messages]
         after = [said for each in before for said in _passed(self._hearers, each)]
         if after == before:
-            self._on_packet(origin, packet)
+            self._on_packet(origin, packet, principal)
             return
         for said in after:
-            self._on_packet(said.other, encode_packet(said.start, found.target, [said.message]))
+            self._on_packet(said.other, encode_packet(said.start, found.target, [said.message]), principal)
 
 
 class Rigged(Doors):

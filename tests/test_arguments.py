@@ -119,6 +119,7 @@ FUNCTIONS = {
     "register_tensors",
     "shard",
     "shared_memory",
+    "shared_tensor",
     "token_hashes",  # in tests/test_hashes.py
     "trace_context",
     "written",

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from asynckv import LocalProtocolError, PeerLost, PeerUnreachable, PullError
+from asynckv import LeaseConfig, LocalProtocolError, PeerLost, PeerUnreachable, PullConfig, PullError
 from asynckv.core.lifecycle import LifeState
 from tests.engines import BLOCKS, Bench, Side, until
 from tests.test_lifecycle import passing, reading, running
@@ -85,6 +85,37 @@ async def test_a_later_call_has_less_time_and_all_return_the_same(sim: Bench) ->
         assert sim.clock.now() - begun <= 0.6
         assert found[0] == found[1] == found[2]
         assert [cut.request_id for cut in found[0]] == ["r"]
+        with pytest.raises(PullError):
+            await passing(sim, task)
+
+
+async def test_a_promise_that_is_longer_than_a_drain_is_kept_to_its_end(sim: Bench) -> None:
+    times = {"lease": LeaseConfig(lease_s=20.0, grant_s=8.0), "pull": PullConfig(drain_s=0.5)}
+    async with sim.pair(**times) as (prefill, decode, group):
+        assert decode.data is not None
+        decode.data.deferred = True
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        lent = prefill.engine.lend(params)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, timeout_s=3000.0))
+        await until(lambda: lent._lease.grants)
+        until_s = max(grant.until for grant in lent._lease.grants.values())
+        assert await passing(sim, closing(prefill)) == ()
+        assert sim.clock.now() >= until_s
+        assert (await lent.wait_released()).cause == "revoked"
+        decode.data.finish()
+        with pytest.raises(PullError):
+            await passing(sim, task)
+
+
+async def test_who_closes_later_with_more_time_prolongs_nothing(sim: Bench) -> None:
+    async with reading(sim, timeout_s=3000.0) as (prefill, _, lent, task, _):
+        await until(lambda: lent._lease.grants)
+        begun, calls = sim.clock.now(), [closing(prefill, 0.5)]
+        await spin(sim, 0.1)
+        calls += [closing(prefill, 3000.0), closing(prefill)]
+        for call in calls:
+            assert [cut.request_id for cut in await passing(sim, call)] == ["r"]
+        assert sim.clock.now() - begun <= 0.7
         with pytest.raises(PullError):
             await passing(sim, task)
 

@@ -62,7 +62,7 @@ async def listener(answer: Any, keys: KeysConfig | None = None) -> AsyncIterator
     """A listener that answers as it is told."""
     plane = ZmqPlane("tcp://127.0.0.1:0", keys=keys)
 
-    def hear(origin: Any, data: bytes) -> None:
+    def hear(origin: Any, data: bytes, principal: str) -> None:
         for packet in answer(data):
             plane.send(origin, packet)
 
@@ -253,7 +253,7 @@ async def test_an_engine_that_is_away_is_not_taken_for_a_wrong_key(keys: Keys) -
     ours = keys.of("decode", "prefill")
     plane = ZmqPlane("tcp://127.0.0.1:0", keys=keys.of("prefill", "decode"))
     plane._from_zap = lambda frames: None  # type: ignore[method-assign]  # nobody says who may enter
-    await plane.start(lambda origin, data: None)
+    await plane.start(lambda origin, data, principal: None)
     try:
         assert await codes(str(plane.address), ours) == {"to-silent"}
     finally:
@@ -295,7 +295,7 @@ async def test_who_serves_answers_as_an_engine_does_and_offers_memory() -> None:
     served = scratch._Scratch(EngineConfig(engine_id="doctor"), Software(), Path(), contextlib.ExitStack())
     served._place = place
     plane = ZmqPlane("tcp://127.0.0.1:0")
-    await plane.start(lambda origin, data: served.answer(plane, origin, data))
+    await plane.start(lambda origin, data, principal: served.answer(plane, origin, data))
     try:
         asked = await ask(str(plane.address))
         found = {each.code for each in examine(Facts(peer=asked.facts))}

@@ -432,7 +432,10 @@ def test_closing_tells_of_everything_that_was_under_way(way: str) -> None:
     decode.way.close()
     prefill.way.close()
     told = decode.take()
-    assert {f.request_id for f in told.failed} == {"waiting", "just handed over"}
+    failed, received = {f.request_id for f in told.failed}, {r.request_id for r in told.received}
+    # What was just handed over may be read before the engine looks at its end, and is then told as received.
+    assert "waiting" in failed
+    assert sorted([*failed, *received]) == ["just handed over", "waiting"]
     # A read may have been under way; when the engine has closed, nothing is.
     assert {f.request_id for f in told.failed if f.is_held} == set(told.returned)
     assert not told.retired

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from typing import Any
 
 import pytest
 
-from asynckv import Engine, EngineConfig, PrefillGroup, WrongThread
+from asynckv import Engine, EngineClosed, EngineConfig, PrefillGroup, WrongThread
 from asynckv.embed import Announce, Cancel, EngineDesk, Lend, Pull
+from asynckv.embed import desk as embed_desk
 from tests.engines import memory, until
 
 
@@ -37,6 +40,60 @@ def test_a_cancellation_finds_the_pull_before_it_though_the_loop_is_woken_twice_
             (failed,) = desk.take_finished().failed
             assert str(getattr(failed.error, "reason", "")) == "cancelled"
             assert (await lent.wait_released()).cause == "released"
+
+    asyncio.run(run())
+
+
+@pytest.mark.nixl
+def test_a_bug_that_one_order_meets_is_told_with_it_and_strands_none_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
+            desk = EngineDesk(engine, lambda: None)
+            monkeypatch.setattr(engine, "announce", lambda *args, **more: 1 // 0)
+            orders = [Announce("a", {}), Lend({"from": "behind"}), Announce("b", {}), Lend({"from": "last"})]
+            desk.submit(orders)
+            desk.carry_out()
+            told = [(each.order, type(each.error)) for each in desk.take_finished().refused]
+            assert [order for order, _ in told] == orders
+            assert [kind is ZeroDivisionError for _, kind in told] == [True, False, True, False]
+
+    asyncio.run(run())
+
+
+def test_what_is_handed_over_as_the_desk_ends_is_refused_and_not_lost() -> None:
+    """The desk ends between the moment at which it was asked whether it takes orders, and the hand-over itself."""
+
+    class Ending(deque[Any]):
+        def append(self, handed: Any) -> None:
+            desk.refuse_all()
+            super().append(handed)
+
+    desk = EngineDesk(Engine(EngineConfig(engine_id="prefill"), memory(1)[0]), lambda: None)
+    desk._handed = Ending()
+    desk.submit([Lend({}), Pull(request_id="pull", groups=[], params={}), Cancel("request")])
+    told = desk.take_finished()
+    assert [type(each.order) for each in told.refused] == [Lend, Cancel]
+    assert [each.request_id for each in told.failed] == ["pull"]
+    with pytest.raises(EngineClosed):
+        desk.submit([Cancel("request")])
+
+
+@pytest.mark.nixl
+def test_what_the_loop_took_over_and_did_not_carry_out_is_refused_in_order_as_the_desk_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
+            desk = EngineDesk(engine)
+            monkeypatch.setattr(embed_desk, "SLICE_S", -1.0)
+            orders = [Lend({"number": number}) for number in range(4)]
+            desk.submit(orders[:2])
+            desk.carry_out()
+            desk.submit(orders[2:])
+            desk.refuse_all()
+            assert [each.order for each in desk.take_finished().refused] == orders
 
     asyncio.run(run())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from typing import Any
 
 import anyio
 import pytest
@@ -287,6 +288,35 @@ async def test_one_bad_event_takes_no_others_along(
         (lost,) = decode.engine._core.decode.transfers
         decode.engine._core.decode.ended(TransferEnded(lost, Ending.DONE), 0.0, sim.clock.now())
         decode.engine._driver.soon()
+
+
+async def test_a_read_whose_posting_raised_may_have_been_posted_and_holds_its_blocks(
+    sim: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        data = decode.data
+        assert data is not None
+        data.deferred, honest = True, data.post_read
+
+        def post_read(*args: Any) -> None:
+            honest(*args)
+            raise ZeroDivisionError("a bug of the plane's, after it had posted")
+
+        monkeypatch.setattr(data, "post_read", post_read)
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        lent = prefill.engine.lend(params)
+        with pytest.raises(ReadFailed, match="posting it failed: ZeroDivisionError") as caught:
+            await decode.engine.pull("d", [(0, [6])], params, timeout_s=5.0)
+        assert caught.value.held == {0: (6,)}
+        assert (await lent.wait_released()).readers == {"decode/tp0": "failed"}
+        with pytest.raises(LocalProtocolError, match="block 6 of group 0 cannot be filled"):
+            await decode.engine.pull("other", [(0, [6])], params)
+        waiting = asyncio.create_task(caught.value.returned())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        data.finish()
+        await waiting
+        assert decode.engine.statistics().counters["internal_errors"] == 1
 
 
 @pytest.mark.nixl

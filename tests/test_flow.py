@@ -5,7 +5,8 @@ from __future__ import annotations
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.peer import PeerState
 from asynckv.core.pull import Pull, PullState
-from asynckv.core.types import TransferId
+from asynckv.core.types import Reason, TransferId
+from tests.test_admission import ask, world_of
 from tests.world import Rank, World, make_layout, reason
 
 
@@ -16,6 +17,24 @@ def posted_at(decode: Rank, prefill: str) -> list[TransferId]:
 def state(pull: Pull) -> PullState:
     """Read anew: mypy would remember what it was before."""
     return pull.state
+
+
+def test_who_hears_in_the_queue_that_its_request_is_not_lent_yet_makes_way_for_the_next() -> None:
+    world, (prefill,), decode = world_of(total_requests=1, window_requests=1)
+    first = ask(world, prefill, decode, 1)
+    early, late = ask(world, prefill, decode, 2, lend=False), ask(world, prefill, decode, 3)
+    world.deliver_all()
+    assert [state(p) for p in (first, early, late)] == [PullState.READING, PullState.QUEUED, PullState.QUEUED]
+    admission = decode.core.decode.admission
+    assert [admission.waits(p.pull_id) for p in (early, late)] == [False, True]
+    world.complete(decode, next(iter(decode.reads)))
+    assert [state(p) for p in (early, late)] == [PullState.QUEUED, PullState.READING]
+    world.run()
+    assert reason(late) is Reason.COMPLETE
+    world.lend(prefill, early.params)
+    world.run()
+    assert reason(early) is Reason.COMPLETE
+    world.check()
 
 
 def test_who_has_its_bytes_from_a_silent_rank_and_reads_from_another_counts_as_before() -> None:

@@ -286,7 +286,7 @@ def test_a_decoder_returns_a_value_or_its_one_error(
 async def test_a_plane_says_nothing_to_any_mutation_of_an_address(tmp_path: Path) -> None:
     secret, _ = write_pair(tmp_path, "a", PAIR)
     plane, rng = ZmqPlane("tcp://127.0.0.1:0", keys=KeysConfig(secret=secret, authorized=tmp_path)), random.Random(2)
-    await plane.start(lambda origin, data: None)
+    await plane.start(lambda origin, data, principal: None)
     try:
         for _ in range(3_000):
             text = "tcp://127.0.0.1:5555" + f"#{'1' * 64}" * rng.randrange(2)

@@ -20,6 +20,7 @@ from asynckv.geometry.pairing import common_prefix
 from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
 from tests import oracle
 from tests.oracle import Cache, Engine, GroupSpec, LayerSpec, Lists, PartSpec, Rank, check_transfer, even
+from tests.world import make_layout, peer_map
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6])
 STYLES = st.sampled_from(["layers", "split", "cross", "pages"])
@@ -844,6 +845,57 @@ def test_a_window_of_one_token_needs_nothing_of_the_past(data: st.DataObject) ->
     theirs: Any = data.draw(st.sampled_from([[], [None] * count, [None] * count + [3]]))
     plan = one(prefill, decode, [(0, theirs)], [(0, range(math.ceil(tokens / size)))], tokens)
     assert plan.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "window", "theirs"),
+    [
+        (4, 2, [4, None, 5]),  # one older block, then a hole, then the token that is needed
+        (12, 2, [3, 4, None, None, 5]),
+        (20, 2, [1, None, 2, None, 3]),
+        (20, 6, [1, None, None, 4, 5]),
+    ],
+)
+def test_a_hole_before_the_window_is_no_obstacle_wherever_it_is(size: int, window: int, theirs: Any) -> None:
+    """Of 20 tokens in blocks of four, a window of 2 needs token 19, and one of 6 needs tokens 15 to 19."""
+    prefill, decode = (engine((attention(2, window=window),), sizes=[s]) for s in (4, size))
+    listed: Any = [None] * (5 - len(theirs)) + theirs
+    plan = one(prefill, decode, [(0, listed)], [(0, range(10, 10 + math.ceil(20 / size)))], 20)
+    assert {b for _, b in pairs(plan)} >= {b for b in theirs[-((window + 2) // 4) :] if b is not None}
+    with pytest.raises(RemoteTooShort, match="token 16 on of 20"):
+        one(prefill, decode, [(0, [*listed[:-1], None])], [(0, range(10, 10 + math.ceil(20 / size)))], 20)
+
+
+@given(data=st.data())
+@settings(max_examples=300)
+def test_a_window_is_read_exactly_if_all_that_it_sees_is_lent(data: st.DataObject) -> None:
+    """Every other block of the prefill engine may be gone, in any order; the oracle compares the bytes."""
+    window, tokens = data.draw(st.integers(2, 14), label="window"), data.draw(st.integers(1, 30), label="tokens")
+    here, there = (data.draw(st.sampled_from([1, 2, 3, 4, 6, (4, 2), (6, 3), 12]), label="size") for _ in "ab")
+    prefill, decode = (engine((attention(2, window=window),), sizes=[s]) for s in (there, here))
+    size, mine = prefill.groups[0].block_size, decode.groups[0].block_size
+    first = data.draw(st.integers(0, tokens), label="cached")
+    gone = data.draw(st.sets(st.integers(0, math.ceil(tokens / size) - 1)), label="gone")
+    theirs: Lists = [(0, [None if i in gone else i for i in range(math.ceil(tokens / size))])]
+    ids = range(math.ceil(tokens / mine) - first // mine) if first < tokens else []
+    needed = range(max(first, tokens - window + 1, 0), tokens)
+    if any(token // size in gone for token in needed):
+        with pytest.raises(RemoteTooShort):
+            one(prefill, decode, theirs, [(first, ids)], tokens)
+    else:
+        one(prefill, decode, theirs, [(first, ids)], tokens)
+
+
+@pytest.mark.parametrize("side", ["local", "remote"])
+def test_descriptors_of_either_side_have_an_index_that_fits(side: str) -> None:
+    """A row has as many descriptors as its side has blocks, and NIXL takes int32."""
+    small, large = make_layout(num_blocks=8), make_layout(num_blocks=1 << 29)
+    pair = (large, small) if side == "local" else (small, large)
+    # Two layers of keys and values are four rows: 2 ** 31 descriptors, one more than there are indices.
+    with pytest.raises(LayoutError, match="int32 descriptor indices"):
+        peer_map(*pair)
+    large = make_layout(num_blocks=(1 << 29) - 1)
+    assert len(peer_map(*((large, small) if side == "local" else (small, large))).regular) == 1
 
 
 RANGES = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda x: (x[0], x[0] + x[1]))

@@ -191,7 +191,7 @@ async def listener(answer: Callable[[StatusRequest], bytes | None]) -> AsyncIter
     """Somebody who speaks ZMQ and answers questions with bytes of his own."""
     plane = ZmqPlane(LOOPBACK)
 
-    def on_packet(origin: Address | ReplyTo, data: bytes) -> None:
+    def on_packet(origin: Address | ReplyTo, data: bytes, principal: str) -> None:
         for message in decode_packet(data).messages:
             if isinstance(message, StatusRequest) and (said := answer(message)) is not None:
                 plane.send(origin, said)

@@ -122,6 +122,17 @@ def test_a_plain_layout_is_fine() -> None:
             ),
             "overlap",
         ),
+        (
+            # The last bytes of each block of b are the first ones of a's next block.
+            layout(
+                views=(
+                    View(0, 0, "a", 0, 64, (part(dims=(Dim("token", 4, 4), Dim("dim", 2, 2)), axis=""),)),
+                    View(0, 0, "b", 50, 64, (part(dims=(Dim("token", 4, 4), Dim("dim", 2, 2)), axis=""),)),
+                ),
+                memories=(Memory(0, 999),),
+            ),
+            "'b' part 'k' and layer 'a' part 'k' overlap",
+        ),
     ],
 )
 def test_what_does_not_hold_together_is_refused(broken: Layout, message: str) -> None:

@@ -303,3 +303,22 @@ def test_no_command_stumbles_over_numbers_of_another_world(
         result = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "a.json"), str(log)])
         assert result.exception is None or isinstance(result.exception, SystemExit), (command, result.exception)
         json.loads((tmp_path / "a.json").read_text())
+
+
+def test_what_is_no_number_is_as_if_it_were_not_said(tmp_path: Path) -> None:
+    """Python's own encoder writes NaN and Infinity, which no browser reads."""
+    fields: dict[str, Any] = {
+        "cause": "complete",
+        "seconds": float("nan"),
+        "bytes": float("inf"),
+        "phases": {"read": float("nan")},
+    }
+    log = write(tmp_path / "a.log", row("pull_ended", **fields))
+    assert "NaN" in log.read_text()
+    (record,) = read_logs([log]).records
+    assert (record.number("seconds", 7.0), record.integer("bytes")) == (7.0, -1)
+    result = CliRunner().invoke(app, ["timeline", "--html", str(tmp_path / "a.html"), "--all", str(log)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert (
+        "NaN" not in (tmp_path / "a.html").read_text().partition('type="application/json"')[2].partition("</script>")[0]
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,18 +55,19 @@ class Reading:
         self.lease, self.pull = lease, f"{pull}-{rank}"
         self.cohort = Cohort(cohort, size, rank)
         self.sender = f"process-{rank}"
+        self.key = ""
 
     def claim(self, after_s: float, seconds: float = 60.0, **changed: Any) -> Effects:
         given: dict[str, Any] = {"key": KEY, "request_id": "r", "cohort": self.cohort, "pull_id": self.pull, "nonce": 1}
         claim = Claim(**(given | {"digest": self.lease.digest, "seconds": seconds} | changed))
-        return self.lease.receive(claim, self.sender, AT + after_s)
+        return self.lease.receive(claim, self.sender, AT + after_s, self.key)
 
     def renew(self, after_s: float, seconds: float = 60.0) -> Effects:
-        return self.lease.receive(Renew(KEY, self.pull, 2, seconds), self.sender, AT + after_s)
+        return self.lease.receive(Renew(KEY, self.pull, 2, seconds), self.sender, AT + after_s, self.key)
 
     def release(self, after_s: float, outcome: Outcome = Outcome.COMPLETE, sender: str = "") -> Effects:
         release = Release(KEY, "r", self.cohort, self.pull, outcome)
-        return self.lease.receive(release, sender or self.sender, AT + after_s)
+        return self.lease.receive(release, sender or self.sender, AT + after_s, self.key)
 
 
 def state_of(lease: Lease) -> LeaseState:
@@ -303,12 +306,14 @@ def test_a_shorter_renewal_takes_nothing_back() -> None:
     assert lease.tick(AT + 4.0).has_ended
 
 
-def test_a_lease_that_is_ending_sleeps_until_its_last_grant_runs_out() -> None:
+def test_a_lease_that_is_ending_looks_at_each_grant_in_turn_and_ends_with_the_last() -> None:
     lease = lend()
     for rank, seconds in enumerate((1.0, 4.0, 2.0)):
         Reading(lease, rank, 3).claim(0.0, seconds)
-    assert lease.revoke(AT + 0.5).wake_at == AT + 4.0
+    assert lease.revoke(AT + 0.5).wake_at == AT + 1.0
+    assert lease.tick(AT + 1.0).wake_at == AT + 2.0
     assert lease.tick(AT + 2.0).wake_at == AT + 4.0
+    assert lease.tick(AT + 4.0).has_ended
 
 
 def test_a_lease_wakes_when_its_time_is_up_or_when_it_is_worth_a_word() -> None:
@@ -332,6 +337,87 @@ def test_only_who_claimed_renews_and_releases() -> None:
     assert refused(stranger.renew(1.0)) is Reason.EXPIRED
     assert refused(stranger.release(1.0)) is Reason.FOREIGN_PULL
     assert (lease.until, lease.owed()) == (AT + 10.0, ("decode/tp0",))
+
+
+def test_another_key_says_nothing_in_the_name_of_a_reader() -> None:
+    """Also if it knows all that the reader knows: key, pull id, process start and cohort."""
+    lease = lend()
+    reading, thief = Reading(lease), Reading(lease)
+    reading.key, thief.key = "key:reader", "key:thief"
+    reading.claim(0.0)
+    assert refused(thief.claim(1.0)) is Reason.FOREIGN_PULL
+    assert refused(thief.renew(1.0)) is Reason.FOREIGN_PULL
+    assert refused(thief.release(1.0)) is Reason.FOREIGN_PULL
+    thief.pull = "another"
+    assert refused(thief.claim(1.0)) is Reason.FOREIGN_PULL
+    assert refused(thief.release(1.0, Outcome.RETRY)) is Reason.FOREIGN_PULL
+    assert (lease.until, lease.owed(), len(lease.grants)) == (AT + 10.0, ("decode/tp0",), 1)
+    # The reader itself may come again by another connection: it proves the same key.
+    assert granted(reading.renew(2.0)) == 4.0
+    assert reading.release(3.0).has_ended
+
+
+def test_a_message_costs_the_same_however_often_a_reader_has_tried() -> None:
+    lease = lend(lease_s=3000.0, max_lease_s=6000.0)
+    for number in range(lease_module.MAX_ATTEMPTS):
+        granted(Reading(lease, pull=f"try {number}").claim(0.0))
+    late = Reading(lease, pull="one too many")
+    assert refused(late.claim(1.0)) is Reason.OVERLOADED
+    assert refused(late.release(1.0)) is Reason.OVERLOADED
+    # Those that hold a grant are served, and another reader has room of its own.
+    assert granted(Reading(lease, pull="try 0").renew(1.0)) == 4.0
+    assert isinstance(Reading(lease, pull="try 0").release(1.0).answer, Ack)
+
+
+def steps_of(number: int) -> list[int]:
+    """Count the bytecodes of a renewal, a refused one, a claim and a release, beside so many grants."""
+    lease = lend(lease_s=3000.0, max_lease_s=6000.0)
+    readings = [Reading(lease, rank, 4096) for rank in range(number)]
+    for reading in readings:
+        granted(reading.claim(0.0))
+    first, counts = readings[0], list[int]()
+    says: tuple[Callable[[], Effects], ...] = (
+        lambda: first.renew(1.0),
+        lambda: Reading(lease, 0, 4096, pull="none").renew(1.0),
+        lambda: Reading(lease, 0, 4096, pull="next").claim(1.0),
+        lambda: first.release(1.0, Outcome.RETRY),
+    )
+    for say in says:
+        seen = [0]
+
+        def note(frame: Any, event: str, arg: Any, seen: list[int] = seen) -> Any:
+            if frame.f_code.co_filename == lease_module.__file__:
+                frame.f_trace_opcodes = True
+                seen[0] += event == "opcode"
+            return note
+
+        before = sys.gettrace()
+        sys.settrace(note)
+        try:
+            say()
+        finally:
+            sys.settrace(before)
+        counts.append(seen[0])
+    return counts
+
+
+def test_a_message_takes_no_more_steps_beside_4096_grants_than_beside_one() -> None:
+    # Fewer are possible: history is full by then.
+    one, many = steps_of(1), steps_of(4096)
+    assert min(one) > 20
+    assert all(there <= here + 20 for here, there in zip(one, many, strict=True)), (one, many)
+
+
+def test_a_grant_that_was_renewed_lapses_at_its_later_end() -> None:
+    lease = lend(lease_s=60.0)
+    reading = Reading(lease)
+    reading.claim(0.0)
+    reading.renew(3.0)
+    lease.tick(AT + 4.0)
+    assert len(lease.grants) == 1
+    lease.tick(AT + 7.0)
+    assert not lease.grants
+    assert lease.past[Reader("decode", 0)].pull_id == "pull-0"
 
 
 def test_an_attempt_that_will_be_tried_again_strikes_nobody_off() -> None:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asynckv.config import EngineConfig
 from asynckv.core.ledger import FEW, Kind, Ledger
+from asynckv.core.rank import RankCore
+from asynckv.core.readers import Identity
+from asynckv.core.types import Address, Endpoint, decode_params
 from asynckv.errors import LocalProtocolError
+from asynckv.scheduler import PrefillGroup
+from tests.world import BLOCK, make_layout
 
 MANY = [*range(20, 21 + 2 * FEW)]
 """Blocks beside which one is held as one of many."""
@@ -31,6 +38,26 @@ def test_a_page_is_one_block_whatever_group_names_it() -> None:
     assert (ledger.num_held("lent"), ledger.num_held("writing"), len(ledger)) == (0, 0, 0)
     ledger.take("pull", "writing", "r2", {2: [5, -1]}, 0.0)
     assert ledger.audit() == []
+
+
+def test_a_rank_knows_which_of_its_groups_see_the_same_pages() -> None:
+    """One page is lent through one group at a time, and never filled through another while it is lent."""
+    whole = make_layout(layers=2)
+    shared = (whole.views[0], msgspec.structs.replace(whole.views[1], memory=0, group=1))
+    groups = tuple(msgspec.structs.replace(whole.groups[0], name=name) for name in "ab")
+    layout = msgspec.structs.replace(whole, memories=whole.memories[:1], groups=groups, views=shared)
+    core = RankCore(Identity("p", "a" * 32, "agent", b"", layout), EngineConfig(engine_id="p"))
+    group = PrefillGroup("p", [Endpoint(0, Address("tcp://127.0.0.1:1"), "a" * 32)])
+
+    def lend(name: str, *blocks: int) -> None:
+        core.lend(decode_params(group.make_params(name, [(0, [b]) for b in blocks], BLOCK, written=True)), 1, 0.0)
+
+    with pytest.raises(LocalProtocolError, match="block 3 is named in two groups that share its page"):
+        lend("both", 3, 3)
+    lend("apart", 3, 4)
+    with pytest.raises(LocalProtocolError, match="block 3 of group 1 cannot be filled: it is lent to 'apart'"):
+        core.ledger.check("writing", {1: [3]})
+    assert core.ledger.num_held("lent") == 2
 
 
 @pytest.mark.parametrize("beside", [[], MANY], ids=["few", "many"])

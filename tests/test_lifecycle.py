@@ -396,8 +396,8 @@ async def test_waking_with_memory_that_cannot_be_registered_leaves_it_asleep() -
         assert prefill.data is not None
         start = prefill.data.start
 
-        def refuse(memories: Any, on_ready: Any) -> None:
-            start(memories, on_ready)
+        async def refuse(memories: Any, on_ready: Any) -> None:
+            await start(memories, on_ready)
             raise BackendError("no such memory")
 
         prefill.data.start = refuse  # type: ignore[assignment, method-assign]
@@ -500,6 +500,35 @@ async def test_a_sleep_that_failed_is_tried_again(sim: Bench, monkeypatch: pytes
         assert await asyncio.gather(*waiting) == [None, None]
         await decode.engine.resume()
         assert decode.engine.memory_epoch == 1
+
+
+@pytest.mark.parametrize("how", ["aclose", "suspend"])
+async def test_the_data_plane_is_let_go_of_only_when_its_threads_have_come_out(
+    sim: Bench, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async with in_doubt(sim) as (decode, waiting):
+        assert decode.data is not None
+        came, out, closed = asyncio.Event(), asyncio.Event(), refuse_to_close(decode, monkeypatch, 0)
+
+        async def quiesce() -> None:
+            came.set()
+            await out.wait()
+
+        monkeypatch.setattr(decode.data, "quiesce", quiesce)
+        ending = asyncio.create_task(getattr(decode.engine, how)())
+        asked = asyncio.create_task(came.wait())
+        try:
+            await passing(sim, asyncio.create_task(asyncio.wait({asked, ending}, return_when=asyncio.FIRST_COMPLETED)))
+            assert asked.done(), "nobody asked whether they have"
+            for _ in range(50):
+                sim.clock.advance(0.1)
+                await asyncio.sleep(0)
+            assert (closed, ending.done(), [each.done() for each in waiting]) == ([], False, [False, False])
+        finally:
+            out.set()
+        await passing(sim, ending)
+        assert closed == [1]
+        assert await asyncio.gather(*waiting) == [None, None]
 
 
 @pytest.mark.parametrize("how", ["aclose", "suspend"])

@@ -75,7 +75,7 @@ class Side:
         self.news: list[TransferEnded] = []
         self.calls = 0
         self._event = asyncio.Event()
-        self.agent = self.plane.start(self.memories, self._poll)
+        self.agent = self.plane.begin(self.memories, self._poll)
 
     def _poll(self) -> None:
         self.calls += 1
@@ -207,7 +207,7 @@ async def test_metadata_under_another_name_is_not_kept(sides: list[Side]) -> Non
 async def test_a_back_end_that_is_missing_is_named_with_those_that_are_there() -> None:
     plane = NixlPlane(NixlConfig(backend="NOWHERE"), "nobody")
     with pytest.raises(BackendError, match=r"'NOWHERE' cannot be created.* plug-ins found: .*UCX"):
-        plane.start((), lambda: None)
+        plane.begin((), lambda: None)
     plane.close()
 
 
@@ -361,12 +361,43 @@ async def test_what_nixl_itself_does_not_know_any_more_may_still_write(linked: t
     assert reader.plane.statistics()["running"] == 1
     # As measured: NIXL then says "not found" of the transfer, whose bytes land nevertheless.
     assert reader.plane._agent is not None
-    reader.plane._agent._agent.remove_remote_agent("owner")
+    reader.plane._agent._agent.remove_remote_agent(reader.plane._agent._remotes["owner"].alias)
     (doubted,) = reader.plane.poll()
     assert (doubted.ending, doubted.peer_lost) == (Ending.IN_DOUBT, False)
     assert reader.plane.poll() == []
     found = reader.plane.statistics()
     assert (found["running"], found["in_doubt"]) == (0, 1)
+
+
+@pytest.mark.parametrize("doubt", [False, True])
+async def test_memory_that_something_may_still_write_is_not_deregistered(
+    linked: tuple[Side, Side], doubt: bool
+) -> None:
+    """The agent is destroyed with it instead, which ends what runs before the memory goes."""
+    reader, _ = linked
+    agent = reader.plane._agent
+    assert agent is not None
+    if doubt:
+        raw = meddle(reader, getXferStatus=lambda handle: 1 // 0)
+    one = np.zeros(1, np.int32)
+    reader.read(1, "owner", TABLES[1], one, one)
+    news = reader.plane.poll() if doubt else await reader.heard(1)
+    assert endings(news) == [(1, "in_doubt" if doubt else "done")]
+    if doubt:
+        agent._raw = raw
+    honest, done = agent._agent, list[str]()
+
+    def noting(name: str) -> Any:
+        def call(*args: Any) -> Any:
+            done.append(name)
+            return getattr(honest, name)(*args)
+
+        return call
+
+    agent._agent = Meddler(honest, **{n: noting(n) for n in ("deregister_memory", "remove_remote_agent")})
+    reader.plane._agent = None  # for whoever else asks while it closes
+    agent._let_go()
+    assert set(done) == (set() if doubt else {"deregister_memory", "remove_remote_agent"})
 
 
 @pytest.mark.parametrize("posting_threads", [0, 1])
@@ -571,7 +602,8 @@ async def test_agents_that_are_kept_connected_are_the_last_few(
             assert agent is not None
             known, names = agent.is_connected, [owner.agent.name for owner in owners]
             await until(lambda: [known(name) for name in names] == list(want))  # noqa: B023
-            assert [agent._agent.check_remote_metadata(name) for name in names] == list(want)
+            of_nixl = agent._agent.check_remote_metadata
+            assert [any(of_nixl(f"{name}~{load}") for load in range(9)) for name in names] == list(want)
             # Of those that nothing is read from now, nothing is prepared.
             remotes = agent._remotes
             await until(lambda: not any(remotes[name].lists for name in names[1:] if name in remotes))  # noqa: B023

@@ -17,6 +17,7 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import InFlight, Line
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull, PullRequest, PullState
+from asynckv.core.routes import MAX_SOURCES
 from asynckv.core.types import Address, Endpoint, Outcome, Params, Reason, ReplyTo
 from asynckv.core.wire import (
     Ack,
@@ -36,7 +37,7 @@ from asynckv.core.wire import (
     decode_packet,
     encode_packet,
 )
-from asynckv.errors import ConfigError, PlanRefused
+from asynckv.errors import ConfigError, Overloaded, PlanRefused
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing.fabric import Port
 from tests.test_admission import ask, world_of
@@ -247,6 +248,27 @@ def test_a_connection_is_kept_while_it_is_used_and_closed_when_it_was_not_for_lo
         world.run()
         world.advance(pause_s)
     assert hellos == [1, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("how", ["says goodbye", "is forgotten", "falls silent", "is idle"])
+def test_only_the_connection_to_a_peer_that_was_idle_is_kept(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, (prefill,), decode = world_of(idle_s=10.0)
+    ask(world, prefill, decode, 1)
+    world.run()
+    removed = list[bool]()
+    monkeypatch.setattr(decode.nic, "remove_remote_agent", lambda name, *, keep: removed.append(keep))
+    if how == "says goodbye":
+        say(world, prefill, decode, Goodbye())
+    elif how == "is forgotten":
+        decode.core.decode.forget(prefill.address, world.time(decode))
+    elif how == "falls silent":
+        ask(world, prefill, decode, 2, lend=False)
+        world.run()
+        quiet(world, decode, 20.0)
+    else:
+        world.advance(20.0)
+    world.settle(decode)
+    assert removed == [how == "is idle"]
 
 
 def test_a_rank_is_pinged_while_something_is_owed_there_and_never_else() -> None:
@@ -767,3 +789,51 @@ def test_a_table_that_is_refused_when_the_time_is_up_returns_the_blocks() -> Non
     world.run()
     assert {reason(other) for other in others} == {Reason.GEOMETRY}
     world.check()
+
+
+# -- endpoints that params made up -----------------------------------------------------------------------
+
+
+def made_up(world: World, prefill: Rank, number: int, tp_size: int, **changed: Any) -> Params:
+    """Params of a prefill rank with the addresses of so many others, which nobody listens at."""
+    params = world.params([prefill], f"made up {number}", [3], 4, written=True)
+    endpoints = tuple(Endpoint(r, f"tcp://10.0.{number}.{r}:1", f"start-{number}-{r}") for r in range(tp_size))
+    given: dict[str, Any] = {"endpoints": endpoints, "tp_size": tp_size} | changed
+    return msgspec.structs.replace(params, **given)
+
+
+def test_params_that_name_very_many_ranks_or_one_rank_twice_are_refused_before_anything_is_asked() -> None:
+    world = World()
+    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    twice = Endpoint(0, "tcp://10.0.0.1:1", "start")
+    for params, why in (
+        (made_up(world, prefill, 1, MAX_SOURCES + 1), f"{MAX_SOURCES + 1} x 1 prefill ranks, more than {MAX_SOURCES}"),
+        (made_up(world, prefill, 2, 2, endpoints=(twice, msgspec.structs.replace(twice, tp_rank=1))), "one process"),
+    ):
+        with pytest.raises(PlanRefused, match=why):
+            world.pull(decode, f"pull {why}", [9], params)
+    assert not decode.core.decode.peers.by_place
+    assert not said(world, decode)
+
+
+def test_ranks_that_never_answered_are_bounded_in_all_and_a_request_beyond_fails_alone() -> None:
+    world = World()
+    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+
+    def read(name: str, block: int) -> Pull:
+        params = world.params([prefill], name, [block], 4, written=True)
+        world.lend(prefill, params)
+        pull = world.pull(decode, name, [block], params)
+        world.run()
+        return pull
+
+    assert read("known", 10).outcome is Outcome.COMPLETE
+    for number in range(1, 6):
+        world.pull(decode, f"pull {number}", [number], made_up(world, prefill, number, 100))
+    with pytest.raises(Overloaded, match="names 100 ranks, and 512 at most") as caught:
+        world.pull(decode, "pull 6", [6], made_up(world, prefill, 6, 100))
+    assert (caught.value.reason, caught.value.is_retryable) == (Reason.QUEUE_FULL, True)
+    # A rank that was met is read as before, and those that never answer are forgotten in the end.
+    assert read("again", 11).outcome is Outcome.COMPLETE
+    world.run(120.0)
+    assert reason(world.pull(decode, "later", [1], made_up(world, prefill, 9, 100))) is None

@@ -165,7 +165,7 @@ async def test_after_another_start_threads_serve_again(sides: list[Side]) -> Non
     await check_reads(reader, "owner", owner.arrays)
     reader.plane.close()
     assert poster_threads() == []
-    reader.plane.start(reader.memories, reader._poll)
+    reader.plane.begin(reader.memories, reader._poll)
     await reader.plane.add_remote_agent(owner.agent, owner.memories)
     await check_reads(reader, "owner", owner.arrays)
     assert reader.plane.statistics()["poster1.posts"] == len(TABLES)
@@ -297,7 +297,7 @@ async def test_what_runs_stays_in_doubt_while_somebody_keeps_the_agent(sides: li
     with pytest.raises(BackendError, match=r"reader-poster1 is still referred to.* may still be written"):
         reader.plane.close()
     with pytest.raises(BackendError, match=r"reader-poster1 of the last start is still inside NIXL"):
-        reader.plane.start(reader.memories, reader._poll)
+        reader.plane.begin(reader.memories, reader._poll)
     keeping.clear()
     reader.plane.close()
     assert poster.agent.is_closed
@@ -434,11 +434,11 @@ async def test_a_start_whose_posting_threads_have_no_agent_fails_and_may_be_trie
     plane = nixl.NixlPlane(NixlConfig(posting_threads=2), "reader")
     monkeypatch.setattr(nixl.NixlPlane, "_make_agent", refuse)
     with pytest.raises(BackendError, match="no more agents"):
-        plane.start((), lambda: None)
+        plane.begin((), lambda: None)
     monkeypatch.undo()
     assert poster_threads() == []
     plane._is_told = True  # as a callback of the last start that never ran, on a loop that was closed
-    plane.start((), lambda: None)
+    plane.begin((), lambda: None)
     assert not plane._is_told
     assert plane.statistics()["posting_threads"] == 2
     plane.close()
@@ -519,7 +519,7 @@ async def test_closing_says_so_when_a_thread_does_not_come_out_of_nixl(
     with pytest.raises(BackendError, match=r"reader-poster1 did not come out of NIXL .* may still be written"):
         reader.plane.close()
     with pytest.raises(BackendError, match="still inside NIXL"):
-        reader.plane.start(reader.memories, reader._poll)
+        reader.plane.begin(reader.memories, reader._poll)
     gate.leave.set()
     monkeypatch.setattr(nixl, "CLOSE_S", 10.0)
     reader.plane.close()

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asynckv.config import EngineConfig, LeaseConfig
-from asynckv.core.lease import MAX_HISTORY, MAX_PULLS, Lent
+from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig
+from asynckv.core.lease import MAX_ATTEMPTS, MAX_HISTORY, Lent
 from asynckv.core.ledger import FEW
+from asynckv.core.outbox import ReaderRefused
 from asynckv.core.prefill import _blocks_of
 from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Params, Reason, ReplyTo, RequestId
 from asynckv.core.wire import (
@@ -21,11 +22,13 @@ from asynckv.core.wire import (
     Granted,
     Message,
     NotYet,
+    Ping,
     Refused,
     Release,
     Renew,
     blocks_digest,
     decode_packet,
+    encode_packet,
 )
 from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError
 from asynckv.geometry.blocks import blocks_of, check_blocks, check_covers
@@ -155,13 +158,73 @@ def test_what_one_request_remembers_of_its_readers_is_bounded(how: str) -> None:
     params = world.params([rank], "r", [3], 4, lease_s=3000.0)
     lease = world.lend(rank, params)
     refusals = list[Refused]()
-    for number in range(MAX_PULLS + 10):
+    for number in range(MAX_ATTEMPTS + 10):
         message: Claim | Release = Release(params.key, "r", READER, f"pull {number}", Outcome.RETRY)
         if how == "lapses":
             message = msgspec.structs.replace(claim(params, f"pull {number}"), seconds=0.005)
         refusals += [answer for answer in say(rank, message, 0.01 * number) if isinstance(answer, Refused)]
     assert [answer.reason for answer in refusals] == [Reason.OVERLOADED] * 10
     assert len(lease.history) <= MAX_HISTORY + 1
+
+
+def test_what_another_key_says_in_the_name_of_a_reader_is_refused_counted_and_told() -> None:
+    world, rank = prefill_rank(LeaseConfig())
+    params = world.params([rank], "r", [3], 4)
+
+    def hear(message: Claim | Release, route: ReplyTo, key: str) -> list[Message]:
+        packet = encode_packet("process", rank.core.identity.incarnation, [message])
+        rank.core.receive(route, packet, world.now, f"key:{key}")
+        return [m for _, data in rank.core.outbox.take_packets() for m in decode_packet(data).messages]
+
+    # The claim comes early. It is granted as what its connection proved, when the request is lent.
+    assert [type(m) for m in hear(claim(params), ONE, "reader")] == [NotYet]
+    rank.core.lend(params, 1, world.now)
+    rank.core.outbox.take_packets()
+    lease = rank.core.prefill.leases[params.key]
+    assert len(lease.grants) == 1
+    rank.core.outbox.commands.clear()
+    (answer,) = hear(Release(params.key, "r", READER, "pull", Outcome.COMPLETE), ReplyTo(b"thief"), "thief")
+    assert isinstance(answer, Refused)
+    assert answer.reason is Reason.FOREIGN_PULL
+    assert rank.core.outbox.counters["refused.foreign_pull"] == 1
+    assert [type(command) for command in rank.core.outbox.commands] == [ReaderRefused]
+    assert lease.owed() == ("decode/tp0",)
+    # The reader releases over a new connection.
+    release = Release(params.key, "r", READER, "pull", Outcome.COMPLETE)
+    assert [type(m) for m in hear(release, ReplyTo(b"new"), "reader")] == [Ack]
+    assert lease.is_over
+
+
+def test_the_connections_of_one_key_share_what_it_may_say() -> None:
+    world = World(EngineConfig(engine_id="x", limits=LimitsConfig(messages_per_s=1.0, message_burst=4)))
+    rank = world.add("p", make_layout(), engine_id="prefill")
+    packet = encode_packet("process", rank.core.identity.incarnation, [Ping(1)])
+
+    def answered(principal: str) -> int:
+        for number in range(10):
+            rank.core.receive(ReplyTo(b"%d %b" % (number, principal.encode())), packet, world.now, principal)
+        return len(rank.core.outbox.take_packets())
+
+    assert answered("key:one") == 4
+    assert answered("key:another") == 4
+    assert answered("host:127.0.0.1") == 10  # engines on one host do not
+
+
+def test_the_connections_of_one_key_share_its_room_for_what_comes_early() -> None:
+    world, rank = prefill_rank(LeaseConfig(max_parked=16))
+    params = [world.params([rank], f"r{number}", [3], 4) for number in range(20)]
+
+    def park(number: int, key: str) -> None:
+        message = claim(params[number], f"pull {number}")
+        rank.core.prefill.receive(message, ReplyTo(b"%d" % number), "process", 0.0, key)
+
+    for number in range(12):
+        park(number, "key:one")
+    assert rank.core.prefill.num_parked == 8  # half, for whoever comes first
+    park(12, "key:another")
+    park(13, "key:another")
+    park(14, "key:another")
+    assert rank.core.prefill.num_parked == 10  # and an eighth for each key
 
 
 # -- what came early -----------------------------------------------------------------------------------

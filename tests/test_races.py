@@ -173,8 +173,8 @@ async def test_a_failed_awakening_leaves_the_endpoint_as_it_was(sim: Bench) -> N
         await passing(sim, asyncio.create_task(prefill.engine.suspend()))
         before, start = prefill.engine.endpoint, prefill.data.start
 
-        def refuse(memories: Any, on_ready: Any) -> None:
-            start(memories, on_ready)
+        async def refuse(memories: Any, on_ready: Any) -> None:
+            await start(memories, on_ready)
             raise BackendError("no such memory")
 
         prefill.data.start = refuse  # type: ignore[assignment, method-assign]
@@ -306,6 +306,55 @@ def test_a_peer_that_answers_but_sends_nothing_takes_no_room_from_others() -> No
     world.deliver_all()
     assert reason(pull) is Reason.COMPLETE
     world.check()
+
+
+def test_what_is_posted_to_a_peer_that_sends_nothing_takes_no_room_from_others_either() -> None:
+    """A doubt makes room in that peer's own window, so reads of its other requests are still posted."""
+    world, (stalled, healthy), decode = world_of(2, max_post_bytes=64, window_bytes=256, total_bytes=256)
+    for i in range(4):
+        ask(world, stalled, decode, i)
+    world.deliver_all()
+    (peer,) = decode.core.decode.peers.by_place.values()
+    while not peer.line.is_set_aside:
+        world.advance(0.25)
+        world.deliver_all()
+    num_posted, in_flight = len(decode.posts), decode.core.decode.in_flight
+    assert in_flight.num_bytes == 0
+    for transfer_id in list(decode.reads):
+        world.tell(decode, TransferEnded(transfer_id, Ending.IN_DOUBT, "no disconnect"))
+    assert peer.line.is_set_aside
+    assert len(decode.posts) > num_posted
+    assert (in_flight.num_bytes, in_flight.num_descriptors) == (0, 0)
+    pull = ask(world, healthy, decode, 200)
+    world.deliver_all()
+    assert in_flight.num_bytes == 256
+    while reason(pull) is None:
+        world.complete(decode, next(t for t, r in decode.reads.items() if r.agent_name == "agent-p1"))
+        world.deliver_all()
+    assert reason(pull) is Reason.COMPLETE
+    world.check()
+
+
+@pytest.mark.parametrize("has_owed", [True, False])
+def test_a_peer_that_is_idle_is_not_taken_for_one_that_sends_nothing(has_owed: bool) -> None:
+    world, (prefill,), decode = world_of()
+    ask(world, prefill, decode, 0)
+    world.run()
+    if has_owed:  # its read has ended, and it waits to be lent
+        ask(world, prefill, decode, 1, lend=False, timeout=60.0)
+        world.run()
+    for _ in range(40):
+        world.deliver_all()
+        world.advance(0.25)
+    ask(world, prefill, decode, 2)
+    world.deliver_all()
+    world.advance(0.3)
+    world.deliver_all()
+    assert decode.core.outbox.counters["peers.set_aside"] == 0
+    for _ in range(8):
+        world.advance(0.25)
+        world.deliver_all()
+    assert decode.core.outbox.counters["peers.set_aside"] == 1
 
 
 @pytest.mark.parametrize("ending", [Ending.IN_DOUBT, Ending.FAILED])

@@ -28,7 +28,7 @@ from asynckv.core.timers import Timers
 from asynckv.core.types import Cohort, Endpoint, Outcome, Params, Reason, ReplyTo, decode_params
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
 from asynckv.scheduler import PrefillGroup
-from tests.world import NUM_BLOCKS, Rank, World, make_layout
+from tests.world import NUM_BLOCKS, Rank, World, make_layout, reason
 
 CONFIG = EngineConfig(engine_id="x", lease=LeaseConfig(lease_s=30.0, grant_s=10.0))
 
@@ -166,6 +166,81 @@ def test_a_revoked_lease_keeps_its_promise() -> None:
     world.advance(1.0)
     world.run()
     assert (it.reason, lease.state) == (Reason.COMPLETE, LeaseState.REVOKED)
+
+
+@pytest.mark.parametrize("before_s", [0.05, 0.003, 1e-6])
+def test_a_grant_is_kept_to_its_last_moment_whatever_is_heard_before(before_s: float) -> None:
+    """A lease that was revoked hears an old claim once more, just before its last grant runs out."""
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    lease = world.lend(prefill, params)
+    it = world.pull(decode, "d-req", [9], params)
+    while not lease.grants:
+        claims = world.letters[:1]
+        world.deliver()
+    world.letters.clear()
+    world.lend(prefill, world.params([prefill], "other", [4], 4))  # so that the rank has other things to do
+    prefill.core.prefill.revoke(lease, world.time(prefill))
+    world.settle(prefill)
+    (grant,) = lease.grants.values()
+    world.now = grant.until - before_s
+    world.letters[:] = claims
+    world.deliver()
+    assert (lease.state, [*lease.grants]) == (LeaseState.ENDING, [it.pull_id])
+    assert [h.request_id for h in prefill.core.ledger] == ["req", "other"]
+    world.advance(before_s)
+    assert lease.state is LeaseState.REVOKED
+    assert [h.request_id for h in prefill.core.ledger] == ["other"]
+
+
+@pytest.mark.parametrize(("after_s", "is_believed"), [(-1e-6, True), (0.0, False), (0.003, False), (0.05, False)])
+def test_bytes_are_believed_to_the_last_moment_of_a_promise_and_not_beyond(after_s: float, is_believed: bool) -> None:
+    world, prefill, decode = pair()
+    want = prefill.buffers.block(3)
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params)
+    it = world.pull(decode, "d-req", [9], params)
+    world.deliver_all()
+    (source,) = it.sources
+    world.now = source.covered_until + after_s - decode.epoch
+    for transfer_id in list(decode.reads):
+        world.complete(decode, transfer_id)
+    assert reason(it) is (Reason.COMPLETE if is_believed else None)
+    assert decode.buffers.block(9) == want
+    assert it.state is (PullState.NOTIFYING if is_believed else PullState.CONFIRMING)
+
+
+def test_each_stage_of_a_decode_engine_releases_for_itself() -> None:
+    """Of two pipeline stages each holds a layer; one that has read its own has not released for the other."""
+    world = World(CONFIG)
+    prefill, whole = world.add("p", make_layout(), engine_id="prefill", seed=1), make_layout(base=1 << 41)
+    stages = [
+        world.add(
+            f"d{stage}",
+            msgspec.structs.replace(
+                whole,
+                pp_stage=stage,
+                pp_size=2,
+                memories=(whole.memories[stage],),
+                views=(msgspec.structs.replace(whole.views[stage], memory=0),),
+            ),
+            engine_id="decode",
+            seed=stage,
+        )
+        for stage in range(2)
+    ]
+    want = prefill.buffers.block(3)
+    params = world.params([prefill], "req", [3], 4, written=True)
+    lease = world.lend(prefill, params)
+    for stage, others in ((1, ["decode/tp0"]), (0, [])):
+        assert lease.state is LeaseState.LENT
+        it = world.pull(stages[stage], "d-req", [9], params)
+        world.run()
+        assert it.reason is Reason.COMPLETE
+        assert [*lease.owed()] == others
+    assert lease.state is LeaseState.RELEASED
+    assert {str(reader) for reader in lease.discharged} == {"decode/tp0", "decode/pp1/tp0"}
+    assert b"".join(rank.buffers.block(9) for rank in stages) == want
 
 
 def test_a_full_prefix_hit_reads_nothing_and_releases_every_rank() -> None:

@@ -9,7 +9,7 @@ import pytest
 VERSUS = "bench_vs_vllm --contenders asynckv"
 CASE = "a case is LAYERSxBLOCK_BYTES:BLOCKS:IN_FLIGHT"
 BAD = [
-    ("chaos kil", "unknown scenario 'kil'; choose from kill, restart,"),
+    ("chaos kil", "unknown scenario 'kil'; choose from kill, away, restart,"),
     ("chaos kill --seconds 0", "--seconds 0 is outside"),
     ("chaos survive --cycles 0", "--cycles 0 is outside"),
     ("chaos --seconds nan", "--seconds nan is outside"),
@@ -50,7 +50,7 @@ BAD = [
     ("draw_states docs", "unexpected extra argument"),
     ("tests_of nowhere", "nowhere: there is no such file"),
     ("tests_of tests/test_lease.py", "does not lie in"),
-    ("tests_of asynckv/config.py", "no tests are listed for asynckv/config.py"),
+    ("tests_of asynckv/py.typed", "no test runs anything of asynckv/py.typed"),
     ("draw_events docs", "unexpected extra argument"),
     ("bench_log --rounds 1", "--rounds"),
     ("bench_engine --cases idle,none", "unknown cases none; there are handshake, idle,"),

@@ -16,12 +16,21 @@ import numpy as np
 import pytest
 import torch
 
-from asynckv import BackendError, ConfigError, EngineConfig, NixlConfig, shared_memory
+from asynckv import (
+    BackendError,
+    ConfigError,
+    EngineConfig,
+    NixlConfig,
+    register_tensors,
+    shared_memory,
+    shared_tensor,
+)
 from asynckv.edges import choice, transports
 from asynckv.edges.nixl import NixlPlane
 from asynckv.edges.process import ProcessPlane, ServingPlane
 from asynckv.edges.process_main import COLLISION
 from asynckv.edges.sharing import NotShared, Shares
+from asynckv.edges.torch import shared_zeros
 from asynckv.geometry.layout import Memory
 
 SIZE = 3 * mmap.PAGESIZE + 17
@@ -242,11 +251,89 @@ def test_the_plane_is_chosen_by_configuration_transports_and_memory(
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     memory = np.frombuffer(shared_memory(SIZE), np.uint8) if is_shared else np.zeros(SIZE, np.uint8)
     config = EngineConfig(engine_id="x", bind=bind, allow_insecure=True, nixl=NixlConfig(process=process))
-    plane, warning = choice.choose_plane(config, [Memory(memory.ctypes.data, SIZE)], "x")
+    said: list[str] = []
+    plane = choice.choose_plane(config, [Memory(memory.ctypes.data, SIZE)], "x", said.append)
     assert type(plane) is kind
-    assert ("asynckv.shared_memory(num_bytes)" in warning) is warns
+    assert ["asynckv.shared_memory(num_bytes)" in warning for warning in said] == [True] * warns
 
 
 def test_what_is_no_choice_is_refused() -> None:
     with pytest.raises(ConfigError, match="process is 'sometimes'; it must be 'auto', 'serving', 'always' or 'never'"):
         NixlConfig(process="sometimes")  # type: ignore[arg-type]
+
+
+def test_a_shared_tensor_is_like_one_of_zeros_and_another_process_can_map_it() -> None:
+    tensor = shared_tensor((2, 3, 5), torch.bfloat16)
+    assert torch.equal(tensor, torch.zeros(2, 3, 5, dtype=torch.bfloat16))
+    assert shared_tensor([4]).dtype is torch.get_default_dtype()
+    tensor[1] = 2.0
+    layout = register_tensors({"0": tensor}, order=("block", "token", "dim"), block_size=3, num_blocks=2).layout
+    shares = Shares(layout.memories)
+    assert len(shares.fds) == 1
+    shares.close()
+    for wrong in ((), (0, 1), (2, -1), "ab", 7, (1 << 40, 1 << 40)):
+        with pytest.raises(ConfigError):
+            shared_tensor(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"dtype is 'int8'"):
+        shared_tensor((1,), "int8")  # type: ignore[arg-type]
+
+
+def test_what_an_engine_allocates_by_zeros_is_shared_where_that_is_asked_for() -> None:
+    with shared_zeros():
+        shared = [
+            torch.zeros(SIZE, dtype=torch.int8, device=torch.device("cpu")),
+            torch.zeros((4, SIZE)),
+            torch.zeros(9),
+        ]
+        private = [torch.empty(SIZE), torch.zeros(0), torch.zeros(4, device="meta")]
+    private.append(torch.zeros(SIZE))
+    for tensor in shared:
+        Shares([Memory(tensor.data_ptr(), tensor.nbytes)]).close()
+        assert not tensor.any()
+    assert [t.shape for t in shared] == [(SIZE,), (4, SIZE), (9,)]
+    for tensor in (private[0], private[3]):
+        with pytest.raises(NotShared, match=r"private to this process; .*asynckv\.shared_tensor"):
+            Shares([Memory(tensor.data_ptr(), tensor.nbytes)])
+
+
+DENIED = r"""
+import ctypes, platform, struct, sys
+number = {"x86_64": (0xC000003E, 310), "aarch64": (0xC00000B7, 270)}[platform.machine()][1] + int(sys.argv[1])
+steps = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x00050000 | 1), (0x06, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+class Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_void_p))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+if libc.prctl(22, 2, ctypes.byref(Program(len(steps), ctypes.addressof(code))), 0, 0):
+    sys.exit(77)
+from asynckv import EngineConfig, shared_memory
+from asynckv.edges import choice, transports
+from asynckv.geometry.layout import Memory
+import numpy as np
+memory = np.frombuffer(shared_memory(4096), np.uint8)
+choice.rdma_devices = lambda: ()
+plane = choice.choose_plane(EngineConfig(engine_id="x"), [Memory(memory.ctypes.data, 4096)], "x", print)
+print(transports.has_cma(), type(plane).__name__)
+"""
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["process_vm_readv", "process_vm_writev", "another"])
+def test_where_a_sandbox_forbids_copies_between_processes_the_owner_is_protected(number: int) -> None:
+    """By a real filter of system calls, such as containers have: UCX emulates reads then, on loopback as well."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    done = subprocess.run([sys.executable, "-c", DENIED, str(number)], capture_output=True, text=True, env=env)
+    if done.returncode == 77:
+        pytest.skip("this system takes no filter")
+    assert done.stdout.split() == (["True", "NixlPlane"] if number == 2 else ["False", "ServingPlane"]), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("scope", "privileges", "found"), [("0", "0", True), ("1", "0", True), ("2", "0", False), ("3", "80000", True)]
+)
+def test_yama_may_forbid_copies_without_a_filter(tmp_path: Path, scope: str, privileges: str, found: bool) -> None:
+    yama, status = tmp_path / "yama", tmp_path / "status"
+    yama.write_text(scope + "\n")
+    status.write_text(f"Name:\tx\nCapEff:\t{privileges.zfill(16)}\n")
+    assert transports.has_cma(yama, status) is found
+    assert transports.has_cma(tmp_path / "none", status) is True

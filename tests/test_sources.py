@@ -496,7 +496,7 @@ def test_too_many_ranks_are_refused_at_once() -> None:
     it = Pair(1, 1)
     params, _ = it.lend([3], 4)
     crowd = tuple(Endpoint(r, f"tcp://127.0.0.1:{r + 1}", "i") for r in range(2000))
-    with pytest.raises(PlanRefused, match="2000 x 1 prefill ranks, more than 1024"):
+    with pytest.raises(PlanRefused, match="2000 x 1 prefill ranks, more than 128"):
         it.world.pull(it.decode[0], "d", [9], msgspec.structs.replace(params, tp_size=2000, endpoints=crowd))
 
 

@@ -594,10 +594,10 @@ def test_while_a_data_plane_starts_the_engine_has_its_home(name: str) -> None:
     inside, go = threading.Event(), threading.Event()
 
     class Slow(SimData):
-        def start(self, memories: Any, on_ready: Any) -> AgentInfo:
+        async def start(self, memories: Any, on_ready: Any) -> AgentInfo:
             inside.set()
             assert go.wait(30)
-            return super().start(memories, on_ready)
+            return await super().start(memories, on_ready)
 
     engine = Engine(
         EngineConfig(engine_id="e"), memory(1)[0], data=Slow(SimNetwork(), "a"), control=SimControl(SimNetwork())
@@ -629,10 +629,10 @@ async def test_an_engine_lets_go_of_one_memory_before_it_takes_another() -> None
     gate.set()
 
     class Fails(SimData):
-        def start(self, memories: Any, on_ready: Any) -> AgentInfo:
+        async def start(self, memories: Any, on_ready: Any) -> AgentInfo:
             if fails.pop():
                 raise BackendError("no")
-            return super().start(memories, on_ready)
+            return await super().start(memories, on_ready)
 
         async def quiesce(self) -> None:
             await gate.wait()
@@ -646,10 +646,72 @@ async def test_an_engine_lets_go_of_one_memory_before_it_takes_another() -> None
         fails += [False, True]
         first = asyncio.create_task(engine.resume())
         await until(lambda: fails == [False])
-        with pytest.raises(LocalProtocolError, match="lets go of the memory still"):
+        with pytest.raises(LocalProtocolError, match="another resume is under way"):
             await engine.resume()
         gate.set()
         with pytest.raises(BackendError):
             await first
         await engine.resume()
         assert engine.memory_epoch == 1
+
+
+@pytest.mark.anyio
+async def test_an_engine_whose_data_plane_still_starts_takes_nothing_but_its_end() -> None:
+    """The loop turns meanwhile: a child takes seconds to start on a busy host."""
+    inside, go = asyncio.Event(), asyncio.Event()
+
+    class Slow(SimData):
+        async def start(self, memories: Any, on_ready: Any) -> AgentInfo:
+            inside.set()
+            await go.wait()
+            return await super().start(memories, on_ready)
+
+        async def quiesce(self) -> None:
+            go.set()
+
+    engine = Engine(
+        EngineConfig(engine_id="e"), memory(1)[0], data=Slow(SimNetwork(), "a"), control=SimControl(SimNetwork())
+    )
+    starting = asyncio.create_task(engine.start())
+    await inside.wait()
+    for call in (engine.statistics, engine.holds, engine.requests, lambda: engine.withdraw({})):
+        with pytest.raises(EngineClosed, match="not started"):
+            call()
+    with pytest.raises(LocalProtocolError, match="started before"):
+        await engine.start()
+    assert await engine.aclose() == ()
+    with pytest.raises(EngineClosed, match="closed while it started"):
+        await starting
+    with pytest.raises(EngineClosed, match="was closed"):
+        await engine.start()
+
+
+@pytest.mark.anyio
+async def test_an_engine_that_is_resumed_slowly_is_resumed_once_and_may_be_closed_meanwhile() -> None:
+    inside, go = asyncio.Event(), asyncio.Event()
+    go.set()
+
+    class Slow(SimData):
+        async def start(self, memories: Any, on_ready: Any) -> AgentInfo:
+            inside.set()
+            await go.wait()
+            return await super().start(memories, on_ready)
+
+    engine = Engine(
+        EngineConfig(engine_id="e"), memory(1)[0], data=Slow(SimNetwork(), "a"), control=SimControl(SimNetwork())
+    )
+    await engine.start()
+    await engine.suspend()
+    inside.clear()
+    go.clear()
+    resuming = asyncio.create_task(engine.resume())
+    await inside.wait()
+    with pytest.raises(LocalProtocolError, match="another resume is under way"):
+        await engine.resume()
+    closing = asyncio.create_task(engine.aclose())
+    await asyncio.sleep(0)
+    go.set()
+    with pytest.raises(EngineClosed, match="closed while it started"):
+        await resuming
+    await closing
+    assert engine.memory_epoch == 0

@@ -156,7 +156,7 @@ class Rank(Port):
         self.leases_ended: list[Lease] = []
         self.loading: list[Peer] = []
         self.said: list[tuple[float, HeldForLong]] = []
-        self.nic.start(buffers.layout.memories, lambda: None)
+        self.nic.begin(buffers.layout.memories, lambda: None)
         self.open()
 
     @property
@@ -254,8 +254,8 @@ class World(Fabric):
                         rank.loading.append(peer)
                         if self.auto_load:
                             self.load(rank)
-                    case RemovePeer(peer):
-                        rank.nic.remove_remote_agent(peer.agent_name)
+                    case RemovePeer(peer, keep):
+                        rank.nic.remove_remote_agent(peer.agent_name, keep=keep)
                     case PullEnded(pull):
                         assert pull not in rank.ended, "two outcomes"
                         rank.ended.append(pull)

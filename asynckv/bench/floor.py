@@ -103,7 +103,7 @@ def _start_raw(pool: Pool, name: str) -> tuple[RawLoop, AgentInfo]:
 
     plane = RawLoop(NixlConfig(posting_threads=0), f"floor-{name}-{os.getpid()}")
     # The same duties as the engine's: woken by UCX it makes progress for whoever reads from here.
-    agent = plane.start(pool.registration.layout.memories, lambda: _progress(plane))
+    agent = plane.begin(pool.registration.layout.memories, lambda: _progress(plane))
     return plane, agent
 
 

@@ -430,7 +430,7 @@ async def lead(experiment: Experiment, half: Half, say: Callable[[str], None]) -
         raise ConfigError(f"--connect {where}: {refusal}")
     link = Link(partial(plane.send, target))
 
-    def on_packet(origin: Address | ReplyTo, data: bytes) -> None:
+    def on_packet(origin: Address | ReplyTo, data: bytes, principal: str) -> None:
         with contextlib.suppress(*p.MALFORMED):
             if origin == target:
                 link.take(_pieces.decode(data))
@@ -526,7 +526,7 @@ class _Follower:
         self._relays: list[asyncio.Task[None]] = []
         self._is_interrupted = False
 
-    def on_packet(self, origin: Address | ReplyTo, data: bytes) -> None:
+    def on_packet(self, origin: Address | ReplyTo, data: bytes, principal: str = "") -> None:
         """Take a piece; whatever does not belong to the one conversation is dropped.
 
         An origin is one connection, which has proven its key: who comes again is a stranger.

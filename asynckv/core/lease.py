@@ -29,6 +29,7 @@ blocks hold.
 from __future__ import annotations
 
 import enum
+import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping
 
@@ -54,8 +55,8 @@ MAX_SHOWN_ID = 80
 MAX_NAMED = 4
 """Readers named in a sentence."""
 
-MAX_PULLS = 4096
-"""Attempts that one lease remembers; a reader that needs more is refused."""
+MAX_ATTEMPTS = 64
+"""Grants and releases of one reader that one lease takes. What a message costs grows with them."""
 
 
 class LeaseState(enum.StrEnum):
@@ -216,7 +217,9 @@ class Lease:
     """The state machine of one lent request. Its fields are everybody's to read, and nobody else's to write."""
 
     __slots__ = (
+        "attempts",
         "cohorts",
+        "deadlines",
         "digest",
         "discharged",
         "expires_at",
@@ -224,9 +227,10 @@ class Lease:
         "grants",
         "history",
         "is_sampled",
-        "lapsed",
+        "keys",
         "lent",
         "lent_at",
+        "names",
         "past",
         "refused",
         "revoked_by",
@@ -247,11 +251,17 @@ class Lease:
         """When it will have been lent for so long that it is worth a word, or for twice as long as that."""
         self.cohorts: dict[str, BoundCohort] = {}
         self.grants: dict[PullId, Grant] = {}
+        self.deadlines: list[tuple[float, PullId]] = []
+        """A heap: when each grant is looked at. Renewed ones get a later entry then, and not before."""
+        self.names: dict[str, str] = {}
+        """What the process starts that were granted the blocks are called, for people."""
         self.past: dict[Reader, Grant] = {}
         """The last grant to readers that let it lapse, or will try again."""
         self.final: set[PullId] = set()
-        self.lapsed = 0
-        """Grants that ran out; only bounds how often a reader may try."""
+        self.attempts: dict[Reader, int] = {}
+        """How often a reader was granted the blocks, or released without that; only bounds how often it may try."""
+        self.keys: dict[Reader, str] = {}
+        """The key with which each reader spoke up. Nothing is taken from another one in that reader's name."""
         self.discharged: dict[Reader, Discharge] = {}
         self.refused: list[Refusal] = []
         """What was turned down, the first of each kind."""
@@ -266,8 +276,8 @@ class Lease:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def receive(self, message: Claim | Renew | Release, sender: str, now: float) -> Effects:
-        """Take a message from the process start `sender`.
+    def receive(self, message: Claim | Renew | Release, sender: str, now: float, proven: str = "") -> Effects:
+        """Take a message from the process start `sender`, over a connection that proved the key `proven`, if any.
 
         Raises:
             LocalProtocolError: It is over; nothing was changed.
@@ -279,16 +289,14 @@ class Lease:
         answer: Granted | Refused | Ack
         match message:
             case Claim():
-                answer = self._claim(message, sender, now)
+                answer = self._claim(message, sender, now, proven)
             case Release():
-                answer = self._release(message, sender, now)
+                answer = self._release(message, sender, now, proven)
             case Renew():
-                answer = self._renew(message, sender, now)
+                answer = self._renew(message, sender, now, proven)
         first = PullId(message.pull_id) if len(self.grants) > num_grants else None
         if type(answer) is Refused and len(self.refused) < MAX_REFUSALS:
-            self.turned_down(
-                Refusal(now, _WHAT[type(message)], answer.reason, self._who(message, sender), answer.detail)
-            )
+            self.turned_down(Refusal(now, WHAT[type(message)], answer.reason, self.who(message, sender), answer.detail))
         self._go_on(after, now)
         if not ON_EVENT[self.state]:
             return Effects(math.inf, answer, first, True)
@@ -324,12 +332,12 @@ class Lease:
         if len(self.refused) < MAX_REFUSALS and all((x.what, x.reason, x.who) != kind for x in self.refused):
             self.refused.append(refusal)
 
-    def _who(self, message: Claim | Renew | Release, sender: str) -> str:
+    def who(self, message: Claim | Renew | Release, sender: str) -> str:
+        """Write the sender of a message for people."""
         if not isinstance(message, Renew):
             cohort = message.cohort
             return rank_name(cohort.id, cohort.tp_rank, cohort.pp_stage, sender)
-        known = (x.name for x in (*self.grants.values(), *self.past.values()) if x.sender == sender)
-        return next(known, f"?@{sender[:SHOWN_LETTERS]}")
+        return self.names.get(sender, f"?@{sender[:SHOWN_LETTERS]}")
 
     def sample(self) -> None:
         """Report what becomes of it though it be well."""
@@ -344,10 +352,8 @@ class Lease:
         """Enter the state that an event leads to, and what follows by itself."""
         if after is not self.state:
             self._enter(after, now)
-        for grant in self.grants.values():
-            if grant.until <= now:
-                self._lapse(now)
-                break
+        if self.deadlines and self.deadlines[0][0] <= now:
+            self._lapse(now)
         for _ in range(len(WHEN)):  # no state is entered twice
             for condition, follows in WHEN[self.state].items():
                 if condition(self, now):
@@ -366,12 +372,17 @@ class Lease:
 
     def _lapse(self, now: float) -> None:
         """Forget the grants that have run out: they bind nobody, and their readers know, for they counted faster."""
-        for grant in list(self.grants.values()):
-            if grant.until <= now:
-                self.lapsed += 1
-                self.past[grant.reader] = self.grants.pop(grant.pull_id)
-                late = f" ({now - grant.until:.1f} s ago)" if now - grant.until > NOTICED_S else ""
-                self._note(now, f"grant lapsed to {grant.name}, pull {grant.pull_id}{late}")
+        while self.deadlines and self.deadlines[0][0] <= now:
+            pull_id = heapq.heappop(self.deadlines)[1]
+            grant = self.grants.get(pull_id)
+            if grant is None:
+                continue
+            if grant.until > now:
+                heapq.heappush(self.deadlines, (grant.until, pull_id))
+                continue
+            self.past[grant.reader] = self.grants.pop(pull_id)
+            late = f" ({now - grant.until:.1f} s ago)" if now - grant.until > NOTICED_S else ""
+            self._note(now, f"grant lapsed to {grant.name}, pull {pull_id}{late}")
 
     def _note(self, now: float, text: str) -> None:
         if len(self.history) < MAX_HISTORY:  # what a reader can repeat is not kept without end
@@ -399,9 +410,8 @@ class Lease:
         """When `tick` has something to do."""
         if self.state is L.LENT and self.is_owed():
             return self.expires_at if self.expires_at < self.warn_at else self.warn_at
-        # Of several grants the last one matters: nothing follows from the others.
-        last = [grant.until for grant in self.grants.values()]
-        return min(max(last), self.warn_at) if last else math.inf
+        # Only the last grant matters. To look for it would cost more with every grant, so each is looked at in turn.
+        return min(self.deadlines[0][0], self.warn_at) if self.grants else math.inf
 
     @property
     def until(self) -> float:
@@ -480,7 +490,7 @@ class Lease:
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def _claim(self, claim: Claim, sender: str, now: float) -> Granted | Refused:
+    def _claim(self, claim: Claim, sender: str, now: float, proven: str) -> Granted | Refused:
         if self.state is not L.LENT:
             return _refused(claim, Reason.REVOKED)
         if claim.digest != self.digest:
@@ -494,21 +504,23 @@ class Lease:
         grant = self.grants.get(PullId(claim.pull_id))
         if grant is not None and (grant.sender != sender or grant.reader != reader):
             return _refused(claim, Reason.FOREIGN_PULL)
-        if grant is None and len(self.grants) + len(self.final) + self.lapsed >= MAX_PULLS:
-            return _refused(claim, Reason.OVERLOADED, f"more than {MAX_PULLS} attempts")
-        if refusal := self._bind(claim, reader):
+        if grant is None and self.attempts.get(reader, 0) >= MAX_ATTEMPTS:
+            return _refused(claim, Reason.OVERLOADED, f"more than {MAX_ATTEMPTS} attempts of this reader")
+        if refusal := self._bind(claim, reader, proven):
             return refusal
         if reader not in self.cohorts[cohort.id].owed:
             return _refused(claim, Reason.CONSUMED, "this reader has released the request before")
         return self._grant(claim, reader, sender, now)
 
-    def _renew(self, renew: Renew, sender: str, now: float) -> Granted | Refused:
+    def _renew(self, renew: Renew, sender: str, now: float, proven: str) -> Granted | Refused:
         if self.state is not L.LENT:
             return _refused(renew, Reason.REVOKED)
         grant = self.grants.get(PullId(renew.pull_id))
         if grant is None or grant.sender != sender:
             known = renew.pull_id in self.final
             return _refused(renew, Reason.RELEASED_ALREADY if known else Reason.EXPIRED)
+        if self.keys.get(grant.reader, proven) != proven:
+            return _refused(renew, Reason.FOREIGN_PULL, _OTHER_KEY)
         return self._grant(renew, grant.reader, sender, now)
 
     def _grant(self, ask: Claim | Renew, reader: Reader, sender: str, now: float) -> Granted | Refused:
@@ -523,14 +535,17 @@ class Lease:
         if grant is None:
             name = rank_name(reader.cohort, reader.tp_rank, reader.pp_stage, sender)
             self._note(now, f"granted to {name}, pull {pull_id}")
+            self.attempts[reader] = self.attempts.get(reader, 0) + 1
             self.grants[pull_id] = Grant(pull_id, reader, sender, name, now + seconds, now, now)
+            self.names[sender] = name
+            heapq.heappush(self.deadlines, (now + seconds, pull_id))
         else:
             # A shorter one takes nothing back: its reader may go by the longer one still.
             grant.until, grant.asked_at = max(grant.until, now + seconds), now
         self.expires_at = max(self.expires_at, now + seconds)
         return Granted(ask.key, pull_id, ask.nonce, seconds, math.floor((now - self.lent_at) * 1e6) / 1e6)
 
-    def _release(self, release: Release, sender: str, now: float) -> Ack | Refused:
+    def _release(self, release: Release, sender: str, now: float, proven: str) -> Ack | Refused:
         pull_id, cohort = PullId(release.pull_id), release.cohort
         if pull_id in self.final:
             return Ack(release.key, pull_id)
@@ -538,13 +553,15 @@ class Lease:
         grant = self.grants.get(pull_id)
         if grant is not None and (grant.sender != sender or grant.reader != reader):
             return _refused(release, Reason.FOREIGN_PULL)
-        if len(self.final) >= MAX_PULLS:
-            return _refused(release, Reason.OVERLOADED, f"more than {MAX_PULLS} attempts")
-        if refusal := self._bind(release, reader):
+        if grant is None and self.attempts.get(reader, 0) >= MAX_ATTEMPTS:
+            return _refused(release, Reason.OVERLOADED, f"more than {MAX_ATTEMPTS} attempts of this reader")
+        if refusal := self._bind(release, reader, proven):
             return refusal
         name = grant.name if grant is not None else reader.name(sender)
         self.grants.pop(pull_id, None)
         self.final.add(pull_id)
+        if grant is None:
+            self.attempts[reader] = self.attempts.get(reader, 0) + 1
         if release.outcome is not Outcome.RETRY:
             self.cohorts[cohort.id].owed.discard(reader)
             self.discharged.setdefault(reader, Discharge(release.outcome, name))
@@ -553,7 +570,7 @@ class Lease:
         self._note(now, f"released by {name}, pull {pull_id}: {release.outcome}")
         return Ack(release.key, pull_id)
 
-    def _bind(self, message: Claim | Release, reader: Reader) -> Refused | None:
+    def _bind(self, message: Claim | Release, reader: Reader, proven: str) -> Refused | None:
         """Bind the lease to the message's cohort, or say why not; a refusal leaves nothing behind."""
         cohort, sizes = message.cohort, (message.cohort.tp_size, message.cohort.pp_size)
         if message.request_id != self.lent.request_id:
@@ -562,8 +579,12 @@ class Lease:
                 Reason.WRONG_REQUEST,
                 f"the key belongs to another prefill request id, not to {message.request_id[:MAX_SHOWN_ID]!r}",
             )
+        if self.keys.get(reader, proven) != proven:
+            return _refused(message, Reason.FOREIGN_PULL, _OTHER_KEY)
         bound = self.cohorts.get(cohort.id)
         if bound is not None and bound.sizes == sizes and reader in bound.readers:
+            if proven:
+                self.keys[reader] = proven
             return None
         if cohort.tp_rank >= cohort.tp_size or cohort.pp_stage >= cohort.pp_size:
             return _refused(
@@ -597,10 +618,13 @@ class Lease:
             )
         readers = {Reader(cohort.id, rank, stage) for rank in owed for stage in range(cohort.pp_size)}
         self.cohorts[cohort.id] = BoundCohort(sizes, frozenset(readers), readers)
+        if proven:
+            self.keys[reader] = proven
         return None
 
 
-_WHAT = {Claim: "claim", Renew: "renew", Release: "release"}
+_OTHER_KEY = "this reader spoke up with another key"
+WHAT = {Claim: "claim", Renew: "renew", Release: "release"}
 _WAITS = {
     "granted": "claimed and renewed by",
     "lapsed": "claimed and no longer renewed by",

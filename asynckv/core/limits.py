@@ -1,9 +1,9 @@
 """How often something may happen: token buckets, one for each of whoever shares the limit.
 
 A bucket holds up to `burst` tokens and gains `rate` a second; what happens takes one, and does not happen if there is
-none. Connections have one each, so that nobody spends what is another's (a connection is known by what the control
-plane answers to, which cannot be chosen by who connects); a kind of log line has one for itself. This is the only token
-bucket there is. It refuses to know what it limits, and reads no clock.
+none. Every key that connections prove has one. Without keys every connection has one, and the control plane numbers
+connections itself, so a peer cannot spend what is another's. A kind of log line has one for itself. This is the only
+token bucket there is. It refuses to know what it limits, and reads no clock.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from asynckv.config import PullConfig
 from asynckv.core.flow import InFlight, Line
@@ -38,6 +38,9 @@ from asynckv.geometry.match import compare
 __all__ = ["Peers"]
 
 S = members(PeerState)
+
+MAX_UNMET = 512
+"""Ranks that may be known by their endpoint alone: each has a link, and endpoints that were made up never answer."""
 
 
 class Peers:
@@ -95,6 +98,14 @@ class Peers:
             unlink = Disconnect(peer.address)
             self._outbox.commands[:] = [c for c in self._outbox.commands if c != unlink]
         return peer
+
+    def room_for(self, ranks: Sequence[RemoteRank]) -> bool:
+        """Whether there is room for those of these ranks that were never met."""
+        num_new = len([rank for rank in ranks if rank.place not in self.by_place])
+        if not num_new:
+            return True
+        unmet = (S.NEW, S.CONNECTING, S.GONE)
+        return num_new + len([p for p in self.by_place.values() if p.state in unmet]) <= MAX_UNMET
 
     # -- who needs whom ----------------------------------------------------------------------------
 

@@ -26,9 +26,9 @@ import numpy as np
 from msgspec import Struct
 
 from asynckv.config import LeaseConfig
-from asynckv.core.lease import Effects, Lease, LeaseState, Lent, Refusal
+from asynckv.core.lease import WHAT, Effects, Lease, LeaseState, Lent, Refusal
 from asynckv.core.ledger import FEW, Ledger
-from asynckv.core.outbox import LeaseEnded, LeaseGranted, Outbox, Traced
+from asynckv.core.outbox import LeaseEnded, LeaseGranted, Outbox, ReaderRefused, Traced
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
 from asynckv.core.types import Key, Reason, ReplyTo, rank_name
@@ -71,6 +71,12 @@ class ParkedMessage(Struct, frozen=True):
     reply_to: ReplyTo
     sender: str
     until: float
+    proven: str
+
+    @property
+    def whose(self) -> str | ReplyTo:
+        """What shares its room: the connections of one key share, and without keys each has its own."""
+        return self.proven or self.reply_to
 
     @property
     def room(self) -> int:
@@ -121,8 +127,8 @@ class PrefillSide:
         self._parked_order: deque[tuple[float, Key, ParkingPlace]] = deque()
         self.next_at = math.inf
         """When a parked message may fall due."""
-        self._parked_by: Counter[ReplyTo] = Counter()
-        """Connections, and the room that their parked messages take: what they call themselves is their own word."""
+        self._parked_by: Counter[str | ReplyTo] = Counter()
+        """Keys, or connections without keys, and the room of their parked messages: a name is the peer's own word."""
         self._ended: OrderedDict[Key, Ended] = OrderedDict()
         self._forgotten: OrderedDict[Key, Refusal] = OrderedDict()
         """Releases that came so early that they were given up: if the request is lent after all, that is why it
@@ -176,7 +182,7 @@ class PrefillSide:
         if key in self._parked:
             for parked in self._take_parked(key):
                 if parked.until > now and not lease.is_over:
-                    self.receive(parked.message, parked.reply_to, parked.sender, now)
+                    self.receive(parked.message, parked.reply_to, parked.sender, now, parked.proven)
         return lease
 
     def withdraw(self, key: Key, now: float) -> tuple[str, ...] | None:
@@ -219,18 +225,26 @@ class PrefillSide:
 
     # -- messages and time -------------------------------------------------------------------------
 
-    def receive(self, message: Claim | Renew | Release, reply_to: ReplyTo, sender: str, now: float) -> None:
-        """Take a reader's message, as the process start `sender` said it over the connection `reply_to`."""
+    def receive(
+        self, message: Claim | Renew | Release, reply_to: ReplyTo, sender: str, now: float, proven: str = ""
+    ) -> None:
+        """Take a reader's message, as the process start `sender` said it over the connection `reply_to`.
+
+        `proven` is the key that this connection proved; it is empty without keys.
+        """
         lease = self.leases.get(message.key)
         if lease is None:
-            self._answer_for_nothing_lent(message, reply_to, sender, now)
+            self._answer_for_nothing_lent(message, reply_to, sender, now, proven)
             return
         noted = len(lease.history)
-        effects = lease.receive(message, sender, now)
+        effects = lease.receive(message, sender, now, proven)
         answer = effects.answer
         assert answer is not None
         if type(answer) is Refused:
             self._outbox.counters[f"refused.{answer.reason}"] += 1
+            if answer.reason is Reason.FOREIGN_PULL:
+                who = lease.who(message, sender)
+                self._outbox.commands.append(ReaderRefused(who, WHAT[type(message)], answer.reason, answer.detail))
         self._outbox.send(reply_to, sender, answer)
         self._follow(lease, effects, noted)
 
@@ -303,7 +317,7 @@ class PrefillSide:
             self._ended.popitem(last=False)
 
     def _answer_for_nothing_lent(
-        self, message: Claim | Renew | Release, reply_to: ReplyTo, sender: str, now: float
+        self, message: Claim | Renew | Release, reply_to: ReplyTo, sender: str, now: float, proven: str
     ) -> None:
         """Answer for a request that has ended, or may be lent yet."""
         key = message.key
@@ -317,7 +331,7 @@ class PrefillSide:
             reason = Reason.ENGINE_CLOSED
         if isinstance(message, Release):
             if reason is None:
-                self._park(message, reply_to, sender, now)
+                self._park(message, reply_to, sender, now, proven)
                 return
             # Nothing is owed any more; saying so ends the repeats.
             self._outbox.counters["release.late"] += 1
@@ -325,7 +339,7 @@ class PrefillSide:
         elif reason is not None or isinstance(message, Renew):
             self._refuse(message, reply_to, sender, reason or Reason.UNKNOWN, str(ended or ""))
         else:
-            self._park(message, reply_to, sender, now)
+            self._park(message, reply_to, sender, now, proven)
 
     def _refuse(self, message: Claim | Renew, reply_to: ReplyTo, sender: str, reason: Reason, detail: str = "") -> None:
         self._outbox.counters[f"refused.{reason}"] += 1
@@ -337,14 +351,15 @@ class PrefillSide:
 
     # -- what came early ---------------------------------------------------------------------------
 
-    def _park(self, message: Claim | Release, reply_to: ReplyTo, sender: str, now: float) -> None:
+    def _park(self, message: Claim | Release, reply_to: ReplyTo, sender: str, now: float, proven: str) -> None:
         place = (message.pull_id, sender, reply_to)
         waiting = self._parked.get(message.key, {})
         known = waiting.get(place)
         # Half of the room is for whoever comes first. Then no connection goes beyond an eighth of all, so that one that
         # floods us leaves room for others.
         most, share = self._config.max_parked, max(self._config.max_parked // 8, 1)
-        full = self.num_parked >= most or (self.num_parked >= most // 2 and self._parked_by[reply_to] >= share)
+        taken = self.num_parked
+        full = taken >= most or (taken >= most // 2 and self._parked_by[proven or reply_to] >= share)
         if full and (known is None or len(message.request_id) > len(known.message.request_id)):
             self._outbox.counters["parked.refused"] += 1
             if isinstance(message, Claim):
@@ -362,8 +377,10 @@ class PrefillSide:
             # A release is repeated no more once it is acknowledged: it has all of its time, whatever came before.
             self._parked_order.append((until, message.key, place))
             self.next_at = min(self.next_at, until)
-        parked = self._parked.setdefault(message.key, waiting)[place] = ParkedMessage(kept, reply_to, sender, until)
-        self._parked_by[reply_to] += parked.room
+        parked = self._parked.setdefault(message.key, waiting)[place] = ParkedMessage(
+            kept, reply_to, sender, until, proven
+        )
+        self._parked_by[parked.whose] += parked.room
         if len(self._parked_order) > 8 * most:
             self._parked_order = deque(x for x in self._parked_order if x[2] in self._parked.get(x[1], ()))
         if isinstance(message, Claim):
@@ -389,9 +406,9 @@ class PrefillSide:
             self._forgotten.popitem(last=False)
 
     def _unpark(self, parked: ParkedMessage) -> None:
-        self._parked_by[parked.reply_to] -= parked.room
-        if not self._parked_by[parked.reply_to]:
-            del self._parked_by[parked.reply_to]
+        self._parked_by[parked.whose] -= parked.room
+        if not self._parked_by[parked.whose]:
+            del self._parked_by[parked.whose]
 
 
 def _blocks_of(index: int, group: Group, offer: BlockRuns, lent: Lent) -> Int64s:

@@ -32,6 +32,7 @@ from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter
 from asynckv.core.outbox import Outbox
 from asynckv.core.peer import Peer
+from asynckv.core.peers import MAX_UNMET
 from asynckv.core.prefill import PrefillSide
 from asynckv.core.pull import Pull, PullLimits, PullRequest
 from asynckv.core.readers import Identity, Readers
@@ -218,6 +219,14 @@ class RankCore:
                 f"lone surrogates"
             )
         route = self.decode.routes.answered_for(request.request_id, params)
+        if not route.ready and not self.decode.peers.room_for(route.ranks):
+            raise Overloaded(
+                f"request {request.request_id[:200]!r} names {len(route.ranks)} ranks, and {MAX_UNMET} at most "
+                f"are waited for that never answered; ask again later, and correct the endpoints of the params",
+                request_id=request.request_id,
+                reason=Reason.QUEUE_FULL,
+                is_retryable=True,
+            )
         ours = self.identity
         if reads and params.engine_id == ours.engine_id and ours.incarnation in [r.place[1] for r in route.ranks]:
             raise PlanRefused(
@@ -433,21 +442,26 @@ class RankCore:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def receive(self, origin: Address | ReplyTo, data: bytes, now: float) -> None:
-        """Take a packet's bytes; `now` was read after they were received."""
-        if not self._messages.take(origin, now):
+    def receive(self, origin: Address | ReplyTo, data: bytes, now: float, principal: str = "") -> None:
+        """Take a packet's bytes; `now` was read after they were received.
+
+        `principal` is the key or the host that the packet came from, as the control plane says it.
+        """
+        proven = principal if principal.startswith("key:") else ""
+        whose = proven or origin  # the connections of one key share, those of one host do not
+        if not self._messages.take(whose, now):
             self.outbox.counters["dropped.too_many"] += 1
             return
         try:
             packet = decode_packet(data)
         except RemoteProtocolError as exc:
             self.outbox.counters["dropped.malformed"] += 1
-            self._messages.charge(origin, now, MALFORMED)
+            self._messages.charge(whose, now, MALFORMED)
             if isinstance(exc, OtherVersion):
                 self._foreign_version(origin, str(exc), now)
             return
         if len(packet.messages) > 1:
-            self._messages.charge(origin, now, len(packet.messages) - 1)
+            self._messages.charge(whose, now, len(packet.messages) - 1)
         misdirected = packet.target not in ("", self.identity.incarnation)
         if isinstance(origin, str):
             if misdirected:
@@ -462,7 +476,7 @@ class RankCore:
                 self.outbox.counters["dropped.misdirected"] += 1
                 self.readers.misdirected(message, ReplyTo(origin), packet.sender)
             else:
-                self._serve(message, ReplyTo(origin), packet.sender, now)
+                self._serve(message, ReplyTo(origin), packet.sender, now, proven)
 
     def agent_lost(self, cause: str, reads: bool, now: float) -> None:
         """The data plane's agent has ended by itself; what is lent stays lent, and nobody can read it for now.
@@ -508,10 +522,10 @@ class RankCore:
         if self.is_closed:
             raise EngineClosed(f"engine {self.identity.engine_id!r} is {self.prefill.closed_as} and takes no new work")
 
-    def _serve(self, message: Message, route: ReplyTo, source: str, now: float) -> None:
+    def _serve(self, message: Message, route: ReplyTo, source: str, now: float, proven: str) -> None:
         match message:
             case Claim() | Release() | Renew():
-                self.prefill.receive(message, route, source, now)
+                self.prefill.receive(message, route, source, now, proven)
             case Hello():
                 if self._hellos.take(route, now):
                     self.readers.greet(message, route, source, self.prefill.closed_as, bool(self.prefill.leases))

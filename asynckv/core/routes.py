@@ -26,8 +26,8 @@ __all__ = ["Ready", "Route", "Routes"]
 MAX_ENDPOINTS = 65_536
 """Endpoints of prefill groups that are remembered."""
 
-MAX_SOURCES = 1024
-"""Most remote ranks that one pull answers for."""
+MAX_SOURCES = 128
+"""Most remote ranks that one pull answers for: each costs a link and a handshake, and params are made by strangers."""
 
 MAX_CHOICES = 4096
 
@@ -107,6 +107,13 @@ class Routes:
                 f"the params of request {params.request_id[:80]!r} list prefill ranks (pp_stage, tp_rank) "
                 f"{list(listed)[:16]}; every one of tp_size {params.tp_size} x pp_size {params.pp_size} must be "
                 f"listed once",
+                request_id=request_id,
+                reason=Reason.UNPLANNABLE,
+            )
+        if len({(e.address, e.incarnation) for e in params.endpoints}) < len(params.endpoints):
+            raise PlanRefused(
+                f"the params of request {params.request_id[:80]!r} name one process for several of their "
+                f"{len(params.endpoints)} ranks; give the endpoint of each rank",
                 request_id=request_id,
                 reason=Reason.UNPLANNABLE,
             )

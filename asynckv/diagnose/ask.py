@@ -326,7 +326,7 @@ class Asker:
             with suppress(OSError):
                 await writer.wait_closed()
 
-    def _on_packet(self, origin: Address | ReplyTo, data: bytes) -> None:
+    def _on_packet(self, origin: Address | ReplyTo, data: bytes, principal: str) -> None:
         try:
             packet = decode_packet(data)
         except OtherVersion as exc:

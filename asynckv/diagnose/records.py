@@ -449,8 +449,8 @@ class _Reader:
             self._skip("nested too deeply", where, text)
             return None
         except (msgspec.DecodeError, ValueError):
-            try:  # what Python's own encoder writes besides JSON: NaN, Infinity, lone surrogates
-                value = _without_surrogates(json.loads(text))
+            try:  # what Python's own encoder writes besides JSON: NaN and Infinity (no numbers), lone surrogates
+                value = _without_surrogates(json.loads(text, parse_constant=lambda name: None))
             except RecursionError:
                 value, why = None, "nested too deeply"
             except ValueError:

@@ -35,6 +35,7 @@ import numpy.typing as npt
 
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
+from asynckv.edges.metadata import is_known, renamed
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import DescTable, ReadRequest
@@ -131,10 +132,12 @@ class _Lists(NamedTuple):
 class _Remote:
     """One remote agent."""
 
-    __slots__ = ("lists", "memories", "own")
+    __slots__ = ("alias", "lists", "memories", "own")
 
-    def __init__(self, memories: Sequence[Memory], own: str = "") -> None:
+    def __init__(self, memories: Sequence[Memory], own: str = "", alias: str = "") -> None:
         self.memories = memories
+        self.alias = alias
+        """By which NIXL knows it here."""
         self.own = own
         """Of this process: `SOURCE` or `SINK`."""
         self.lists: dict[int, _Lists] = {}
@@ -201,6 +204,9 @@ class Agent:
         self._registered: list[Any] = []
         self._memories: tuple[Memory, ...] = ()
         self._remotes: dict[str, _Remote] = {}
+        self._loads = 0
+        self._knows_form: bool | None = None
+        """This NIXL's metadata has the known form; None before the first load."""
         self._gone: set[str] = set()
         """Remote agents whose process ended under a transfer: NIXL refuses them from then on."""
         self.running: dict[TransferId, _Transfer] = {}
@@ -268,21 +274,23 @@ class Agent:
         Raises:
             BackendError: NIXL refuses it, or it is somebody else's.
         """
-        name, loaded, refused = remote.name, None, ""
+        name, alias, metadata, loaded, refused = remote.name, remote.name, remote.metadata, None, ""
+        if self._knows_form is None:
+            self._knows_form = is_known(self.info().metadata)
+        if self._knows_form:
+            self._loads += 1
+            alias = f"{name}~{self._loads}"
+            metadata = renamed(metadata, name, alias)
         try:
-            loaded = self._agent.add_remote_agent(remote.metadata)
+            loaded = self._agent.add_remote_agent(metadata)
         except Exception as exc:
             refused = f"NIXL refuses the metadata of {name}: {exc!r}"
         if refused:
             raise BackendError(refused)
         found = loaded.decode(errors="replace") if isinstance(loaded, bytes) else str(loaded)
-        if found != name:
-            # Never somebody else's: metadata under a false name may be that of one in use.
-            if found not in self._remotes:
-                with suppress(Exception):
-                    self._agent.remove_remote_agent(found)
+        if found != alias:
             raise BackendError(f"NIXL metadata is of agent {found!r}, but {name!r} was announced")
-        self._remotes[name] = _Remote(memories)
+        self._remotes[name] = _Remote(memories, alias=alias)
 
     def is_connected(self, name: str) -> bool:
         """Say whether a remote agent is loaded, and its connection has not broken."""
@@ -319,10 +327,11 @@ class Agent:
         if name not in self._remotes:
             return
         self.drop_lists(name)
-        if self._remotes.pop(name).own:
+        remote = self._remotes.pop(name)
+        if remote.own:
             return
         with suppress(Exception):  # a connection that broke is gone as it is
-            self._agent.remove_remote_agent(name)
+            self._agent.remove_remote_agent(remote.alias)
 
     def prepare(self, name: str, table: DescTable) -> _Lists:
         """Prepare a table's two descriptor lists, one strided row per piece.
@@ -336,7 +345,7 @@ class Agent:
             return known
         made, refused = [], ""
         try:
-            mine, theirs = ("", name) if not remote.own else ("", self.name) if remote.own == SINK else (self.name, "")
+            mine, theirs = (self.name, "") if remote.own == SOURCE else ("", self.name if remote.own else remote.alias)
             made.append(self._prepare(mine, table.local, table.length, table.local_blocks, self._memories))
             made.append(self._prepare(theirs, table.remote, table.length, table.remote_blocks, remote.memories))
         except BackendError as exc:

@@ -8,14 +8,15 @@ with a warning that says what would help.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from asynckv.config import EngineConfig
 from asynckv.edges.keeper import check_processes
 from asynckv.edges.nixl import NixlPlane
 from asynckv.edges.process import ProcessPlane, ServingPlane
-from asynckv.edges.sharing import NotShared, Shares
-from asynckv.edges.transports import is_emulated, is_loopback, rdma_devices, ucx_setting
+from asynckv.edges.sharing import Shares
+from asynckv.edges.taster import Taster
+from asynckv.edges.transports import has_cma, is_emulated, is_loopback, rdma_devices, ucx_setting
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import DataPlane
@@ -23,27 +24,42 @@ from asynckv.ports import DataPlane
 __all__ = ["choose_plane"]
 
 
-def choose_plane(config: EngineConfig, memories: Sequence[Memory], agent_name: str) -> tuple[DataPlane, str]:
-    """Return a data plane as `NixlConfig.process` has it, and what there is to warn of.
+def choose_plane(
+    config: EngineConfig, memories: Sequence[Memory], agent_name: str, warn: Callable[[str], None]
+) -> DataPlane:
+    """Return a data plane as `NixlConfig.process` has it; `warn` is told, now or at its start, if it goes without.
 
     Memory that cannot be shared and has to be is refused when it is registered.
     """
     nixl = config.nixl
-    here = NixlPlane(nixl, agent_name)
+
+    def untried(cause: str) -> None:
+        warn(f"peers' NIXL metadata is loaded untried, because no process can be started for that: {cause}")
+
+    taster = None
+    if nixl.try_metadata != "never":
+        taster = Taster(nixl, f"{agent_name}-tries", untried if nixl.try_metadata == "auto" else None)
+    here = NixlPlane(nixl, agent_name, taster)
     if nixl.process == "never" or (nixl.process == "auto" and not _is_emulated(config)):
-        return here, ""
+        return here
+    if nixl.process == "always":
+        return ProcessPlane(nixl, agent_name)
+
+    def go_on(cause: str) -> None:
+        warn(
+            f"UCX has to emulate remote reads, where it can end the process when a reader dies, and NIXL cannot run in "
+            f'a process of its own: {cause} (or say NixlConfig(process="never"))'
+        )
+
     if nixl.process == "auto":
         try:
             check_processes()
             Shares(memories).close()
-        except (NotShared, BackendError) as exc:
-            return here, (
-                f"remote reads are emulated over TCP, where UCX can end the process when a reader dies, and NIXL "
-                f'cannot run in a process of its own: {exc} (or say NixlConfig(process="never"))'
-            )
-    if nixl.process == "always":
-        return ProcessPlane(nixl, agent_name), ""
-    return ServingPlane(nixl, agent_name, NixlPlane(nixl, f"{agent_name}-reads")), ""
+        except BackendError as exc:
+            go_on(str(exc))
+            return here
+    reader = NixlPlane(nixl, f"{agent_name}-reads", taster)
+    return ServingPlane(nixl, agent_name, reader, go_on=go_on if nixl.process == "auto" else None)
 
 
 def _is_emulated(config: EngineConfig) -> bool:
@@ -53,4 +69,5 @@ def _is_emulated(config: EngineConfig) -> bool:
         ucx_setting("NET_DEVICES", os.environ, nixl.params),
         rdma_devices(),
         is_local=all(is_loopback(address) for address in (config.bind, config.advertise) if address),
+        is_copied=has_cma(),
     )

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,14 +30,11 @@ from asynckv.config import NixlConfig
 from asynckv.edges import process_wire as wire
 from asynckv.edges.process_main import COLLISION
 from asynckv.edges.sharing import Share, Shares
-from asynckv.errors import BackendError
+from asynckv.errors import BackendError, EngineClosed
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 
 __all__ = ["DEATHS", "Keeper", "check_processes"]
-
-START_S = 30.0
-"""How long a child may take until its agent serves; it takes about one second."""
 
 SETTLE_S = 10.0
 """How long after the engine's start the first one to stand by is started, which takes a core for half a second: then
@@ -45,6 +42,9 @@ the engine has enough to do, and the others of its host, which start as well."""
 
 AHEAD_S = 1.0
 """How long after another serves the next is started."""
+
+CPUCLOCK_SCHED = 2
+"""Of Linux: a process's clock of CPU time, by its id."""
 
 CLOSE_S = 10.0
 """How long a child may take to let go by itself; it is killed then."""
@@ -103,6 +103,9 @@ class _Process:
         self.cause = ""
         """What it had to say of its end."""
         self.timer: asyncio.TimerHandle | None = None
+        self.started_at = self.busy_at = time.monotonic()
+        self.cpu_s = 0.0
+        """What it had used when it was last seen to be busy."""
         self.asked_at = math.inf
         """Since when it has not answered."""
         ours, theirs = socket.socketpair()
@@ -140,6 +143,14 @@ class _Process:
         """Its process id."""
         return self._popen.pid
 
+    def is_stuck(self, patience_s: float) -> bool:
+        """Say whether it has used no CPU for so long, or has not served for ten times as long."""
+        now = time.monotonic()
+        with suppress(OSError):  # it has ended, which is told by itself
+            if (cpu_s := time.clock_gettime(~self.pid << 3 | CPUCLOCK_SCHED)) > self.cpu_s:
+                self.busy_at, self.cpu_s = now, cpu_s
+        return now > self.busy_at + patience_s or now > self.started_at + 10 * patience_s
+
     def kill(self) -> None:
         """End it now; harmless if it has ended."""
         self._popen.kill()
@@ -148,7 +159,9 @@ class _Process:
         """Wait for its end, and see it off; False if it has not ended."""
         if self._popen.returncode is not None:
             return True
-        if not _wait_any({self.exit_fd: select.POLLIN}, seconds):
+        poll = select.poll()  # descriptors may have any number
+        poll.register(self.exit_fd, select.POLLIN)
+        if not poll.poll(max(0.0, seconds) * 1e3):
             return False
         self._popen.wait()
         return True
@@ -180,14 +193,6 @@ class _Process:
         os.close(self.exit_fd)
 
 
-def _wait_any(events: Mapping[int, int], seconds: float) -> bool:
-    """Wait for any of some events; False if none came. Descriptors may have any number."""
-    poll = select.poll()
-    for fd, event in events.items():
-        poll.register(fd, event)
-    return bool(poll.poll(max(0.0, seconds) * 1e3))
-
-
 def _is_open(fd: int) -> bool:
     with suppress(OSError):
         os.fstat(fd)
@@ -196,7 +201,7 @@ def _is_open(fd: int) -> bool:
 
 
 class Keeper:
-    """One agent after the other, in processes of their own. Never blocks but in `start` and `close`.
+    """One agent after the other, in processes of their own. Never blocks but in `close`.
 
     Args:
         config: Of the agents.
@@ -205,6 +210,7 @@ class Keeper:
         lost: Called when it has ended, and was waited for: why, and the seconds until another may serve.
         served: Called when another serves.
         deaths: How many ends within a minute are followed by another at once.
+        has_spare: Another child stands by.
     """
 
     def __init__(
@@ -215,15 +221,18 @@ class Keeper:
         lost: Callable[[str, float], None],
         served: Callable[[], None],
         deaths: int = DEATHS,
+        has_spare: bool = True,
     ) -> None:
         self._config, self._base_name = config, name
         self._hear, self._lost, self._served = hear, lost, served
-        self._max_deaths = deaths
+        self._max_deaths, self._has_spare = deaths, has_spare
         self._starts = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._shares: Shares | None = None
         self._memories: tuple[Memory, ...] = ()
         self._current: _Process | None = None
+        self._started: asyncio.Future[None] | None = None
+        """What `start` waits for."""
         self._next: _Process | None = None
         """The one that stands by."""
         self._ready = wire.Ready(AgentInfo("", b""), {})
@@ -280,25 +289,28 @@ class Keeper:
 
     # -- life --------------------------------------------------------------------------------------
 
-    def start(self, memories: Sequence[Memory]) -> AgentInfo:
-        """Start a child and wait for its agent, at most `START_S`; after `SETTLE_S` another that stands by.
+    async def start(self, memories: Sequence[Memory]) -> AgentInfo:
+        """Start a child and wait for its agent while it makes progress; after `SETTLE_S` another that stands by.
 
         Raises:
             BackendError: The memory cannot be shared (names the region and the remedy), or the child does not serve.
+            EngineClosed: It was closed meanwhile.
         """
         if self._shares is not None:
             raise BackendError("a data plane in a process of its own serves already; `close()` first")
         self._loop = asyncio.get_running_loop()
         self._shares, self._memories, self._is_closing = Shares(memories), tuple(memories), False
         self._has_settled = self._is_watched = False
-        deadline = time.monotonic() + START_S
+        self._started = self._loop.create_future()
         try:
-            process = self._current = self._spawn(0)
-            while process.ready is None:
-                process = self._current = self._await_ready(process, deadline)
+            self._current = self._spawn(0)
+            await self._started
         except BaseException:
+            self._started.cancel()
             self.close()
             raise
+        finally:
+            self._started = None
         return self.agent
 
     def _spawn(self, collisions: int) -> _Process:
@@ -314,25 +326,15 @@ class Keeper:
         self._loop.add_reader(process.exit_fd, self._on_exit, process)
         if not process.link.flush():
             self._loop.add_writer(process.link.fileno(), self._on_writable, process)
-        process.timer = self._loop.call_later(START_S, self._on_late, process)
+        self._look(process)
         return process
 
-    def _await_ready(self, process: _Process, deadline: float) -> _Process:
-        """Wait for news of the first agent: what holds up the loop. Returns the child to wait for."""
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise BackendError(f"the data plane's process did not serve within {START_S:g} s")
-        events = select.POLLIN if process.link.flush() else select.POLLIN | select.POLLOUT
-        _wait_any({process.link.fileno(): events, process.exit_fd: select.POLLIN}, left)
-        self._take_news(process)
-        if not process.wait(0.0):
-            return process
-        self._take_news(process)
-        self._see_off(process)
-        if not process.is_collision:
-            self._current = None
-            raise BackendError(f"the data plane's process {process.end}")
-        return self._spawn(process.collisions + 1)
+    def _fail_start(self, exc: Exception) -> bool:
+        """Tell whoever waits for the start; False if nobody does."""
+        if self._started is None or self._started.done():
+            return False
+        self._started.set_exception(exc)
+        return True
 
     def _see_off(self, process: _Process) -> None:
         """Let go of a child that was waited for."""
@@ -391,11 +393,13 @@ class Keeper:
         if self._is_closing:
             return
         self._is_closing = True
-        if self._current is not None:
+        self._fail_start(EngineClosed("the engine was closed while it started"))
+        if self.is_serving:
             self._orders.append(wire.Close())
             self._flush()
-        if self._next is not None:
-            self._next.kill()  # nobody knows it, and nothing is under way
+        for process in (self._current, self._next):
+            if process is not None and (process is self._next or process.ready is None):
+                process.kill()  # nobody knows it, and nothing is under way
 
     # -- deaths ------------------------------------------------------------------------------------
 
@@ -431,6 +435,8 @@ class Keeper:
         return max(0.0, self._deaths[0] + DEATHS_S - now)
 
     def _die(self, process: _Process) -> None:
+        if self._fail_start(BackendError(f"the data plane's process {process.end}")):
+            return
         pause = self._note_death()
         self._orders.clear()
         self._lost(f"the data plane's process {process.end}", pause)
@@ -460,7 +466,7 @@ class Keeper:
         except BackendError as exc:
             pause = max(self._note_death(), AHEAD_S) if is_current else STANDBY_S
             self._later(pause, lambda: self._place(0, is_current=is_current))
-            if is_current:
+            if is_current and not self._fail_start(exc):
                 self._lost(str(exc), pause)
                 self._hear(None)
             return
@@ -481,9 +487,18 @@ class Keeper:
         self._timers = [timer for timer in self._timers if not timer.cancelled() and timer.when() > now]
         self._timers.append(self._loop.call_later(delay, call))
 
-    def _on_late(self, process: _Process) -> None:
-        process.cause = f"did not serve within {START_S:g} s"
-        process.kill()
+    def _look(self, process: _Process) -> None:
+        """Kill a child that is stuck before it serves; one that a busy host keeps waiting is waited for."""
+        assert self._loop is not None
+        patience_s = self._config.process_start_s
+        if process.is_stuck(patience_s):
+            process.cause = (
+                f"did not serve, and made no progress for {patience_s:g} s: see its last words on stderr; raise "
+                f'NixlConfig(process_start_s=...) on a host that is so busy, or say NixlConfig(process="never")'
+            )
+            process.kill()
+        else:
+            process.timer = self._loop.call_later(min(BEAT_S, patience_s / 4), self._look, process)
 
     # -- news and orders ---------------------------------------------------------------------------
 
@@ -525,13 +540,16 @@ class Keeper:
             process.timer.cancel()
         if process is self._current:
             self._serve(process.name, ready)
+            if self._started is not None and not self._started.done():
+                self._started.set_result(None)
 
     def _serve(self, name: str, ready: wire.Ready) -> None:
         self._name, self._ready = name, ready
         if self._is_watched:
             self.watch(True)
         self._served()
-        self._start_next(AHEAD_S if self._has_settled else SETTLE_S)
+        if self._has_spare:
+            self._start_next(AHEAD_S if self._has_settled else SETTLE_S)
         self._has_settled = True
 
     def watch(self, serving: bool) -> None:

@@ -30,7 +30,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import anyio.to_thread
 
@@ -116,6 +116,18 @@ PACE = 1.5
 """How much slower a posting thread may copy than the loop would, which has other things to do."""
 
 
+class Taster(Protocol):
+    """Tries peers before they are loaded here (`taster.py`)."""
+
+    num_refused: int
+
+    async def try_out(self, remote: AgentInfo, memories: Sequence[Memory]) -> None:
+        """Raise `BackendError` if it is not to be loaded."""
+
+    async def quiesce(self) -> None:
+        """End what tries."""
+
+
 class _Remote:
     """What is known of one remote agent."""
 
@@ -171,10 +183,11 @@ class NixlPlane:
     Args:
         config: Back end and its parameters, posting threads and what is bulk.
         agent_name: Unique per process start; later agents of this plane get a number.
+        taster: Tries peers before they are loaded here.
     """
 
-    def __init__(self, config: NixlConfig, agent_name: str) -> None:
-        self._config = config
+    def __init__(self, config: NixlConfig, agent_name: str, taster: Taster | None = None) -> None:
+        self._config, self._taster = config, taster
         self._name = self._base_name = agent_name
         self._starts = 0
         self._api: Any = None
@@ -206,7 +219,11 @@ class NixlPlane:
 
     # -- life --------------------------------------------------------------------------------------
 
-    def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+    async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+        """Create the agents, at once."""
+        return self.begin(memories, on_ready)
+
+    def begin(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
         """Create the agents, hand UCX's descriptors to the loop, and start posting threads, which wait.
 
         Remote readers reach the loop's agent.
@@ -260,6 +277,8 @@ class NixlPlane:
         """Stop posting threads, and wait for them off the loop, at most `CLOSE_S`; `close` waits no more then."""
         for poster in self._posters:
             poster.stop()
+        if self._taster is not None:
+            await self._taster.quiesce()
         if self._posters:
             self._close_by = time.monotonic() + CLOSE_S
             await anyio.to_thread.run_sync(wait_all, tuple(self._posters), self._close_by)
@@ -348,7 +367,10 @@ class NixlPlane:
             remote.ready.set()
 
     async def _load_remote(self, remote: AgentInfo, memories: Sequence[Memory]) -> None:
-        assert self._agent is not None
+        if self._taster is not None and not (remote.is_trusted and self._config.try_metadata == "auto"):
+            await self._taster.try_out(remote, memories)
+        if self._agent is None:
+            raise BackendError("the data plane was closed")
         if not self._agent.is_connected(remote.name):
             self._agent.forget_broken(remote.name)
             if getattr(self._loop, "is_pumped", False):  # where threads are not allowed (`asynckv/embed/pump.py`)
@@ -537,6 +559,7 @@ class NixlPlane:
             "in_doubt": (len(mine.doubtful) if mine else 0) + len(self._handed_doubtful),
             "unreleased": sum(len(a.unreleased) for a in agents),
             "peers": len(self._remotes),
+            "metadata_refused": self._taster.num_refused if self._taster is not None else 0,
             "posting_threads": sum(p.is_alive for p in self._posters),
             **of_posters,
         }

@@ -39,9 +39,9 @@ MAX_TABLES = 1024
 class _Kept:
     """What both planes have in common: an agent in a child, and how its ends are told."""
 
-    def __init__(self, config: NixlConfig, agent_name: str, *, reads: bool, deaths: int) -> None:
+    def __init__(self, config: NixlConfig, agent_name: str, *, reads: bool, deaths: int, has_spare: bool) -> None:
         self._reads = reads
-        self._keeper = Keeper(config, agent_name, self._hear, self._lost, self._served, deaths)
+        self._keeper = Keeper(config, agent_name, self._hear, self._lost, self._served, deaths, has_spare)
         self._on_ready: Callable[[], None] = lambda: None
         self._inbox: list[DataNews] = []
         self._cause = ""
@@ -55,10 +55,6 @@ class _Kept:
     def pid(self) -> int:
         """Of the child that serves; 0 if none does."""
         return self._keeper.pid
-
-    def watch(self, serving: bool) -> None:
-        """Have the child make progress for remote readers, or not."""
-        self._keeper.watch(serving)
 
     def _hear(self, news: wire.News | None) -> None:
         """Take what the child says; after that, tell the engine."""
@@ -128,19 +124,42 @@ class ServingPlane(_Kept):
     Args:
         config: Of the agent that serves.
         agent_name: Unique per process start; later agents of this plane get a number.
-        reader: Posts our own reads; nobody is told of its agent.
+        reader: Posts our own reads; nobody is told of its agent while there is a child.
+        go_on: If the child cannot be started, it is told why, and remote readers reach the reader's agent; else the
+            start fails.
         deaths: How many ends of the child within a minute are followed by another at once.
     """
 
-    def __init__(self, config: NixlConfig, agent_name: str, reader: DataPlane, *, deaths: int = DEATHS) -> None:
-        super().__init__(_in_child(config, posting_threads=0), agent_name, reads=False, deaths=deaths)
-        self._reader = reader
+    def __init__(
+        self,
+        config: NixlConfig,
+        agent_name: str,
+        reader: DataPlane,
+        *,
+        go_on: Callable[[str], None] | None = None,
+        deaths: int = DEATHS,
+    ) -> None:
+        super().__init__(_in_child(config, posting_threads=0), agent_name, reads=False, deaths=deaths, has_spare=True)
+        self._reader, self._go_on = reader, go_on
+        self._is_alone = False
+        """There is no child: remote readers reach the reader's agent."""
 
-    def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+    async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
         """Start the reader, then a child that maps the same memory, and wait for its agent."""
-        self._on_ready = on_ready
-        self._reader.start(memories, on_ready)
-        return self._keeper.start(memories)
+        self._on_ready, self._is_alone = on_ready, False
+        here = await self._reader.start(memories, on_ready)
+        try:
+            return await self._keeper.start(memories)
+        except BackendError as exc:
+            if self._go_on is None:
+                raise
+            self._go_on(str(exc))
+        self._is_alone = True
+        return here
+
+    def watch(self, serving: bool) -> None:
+        """Have the child make progress for remote readers, or not."""
+        (self._reader if self._is_alone else self._keeper).watch(serving)
 
     async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
         """Load it here."""
@@ -165,7 +184,7 @@ class ServingPlane(_Kept):
 
     def describe(self) -> dict[str, str]:
         """Name versions and modes of the plane that reads, and where remote readers are served."""
-        return {**self._reader.describe(), "serving": self._place()}
+        return {**self._reader.describe(), "serving": "this process" if self._is_alone else self._place()}
 
     async def quiesce(self) -> None:
         """Stop what reads and what serves."""
@@ -191,10 +210,11 @@ class ProcessPlane(_Kept):
         config: As for `NixlPlane`, which runs there.
         agent_name: Unique per process start; later agents of this plane get a number.
         deaths: How many ends of the child within a minute are followed by another at once.
+        has_spare: Another child stands by.
     """
 
-    def __init__(self, config: NixlConfig, agent_name: str, *, deaths: int = DEATHS) -> None:
-        super().__init__(_in_child(config), agent_name, reads=True, deaths=deaths)
+    def __init__(self, config: NixlConfig, agent_name: str, *, deaths: int = DEATHS, has_spare: bool = True) -> None:
+        super().__init__(_in_child(config), agent_name, reads=True, deaths=deaths, has_spare=has_spare)
         self._users: Counter[str] = Counter()
         """Remote agents, and how often they were added."""
         self._tables: dict[str, dict[int, tuple[int, DescTable]]] = {}
@@ -209,10 +229,14 @@ class ProcessPlane(_Kept):
         self._doubtful: set[TransferId] = set()
         self._num_posts = 0
 
-    def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+    async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
         """Start a child that maps the memory, and wait for its agent."""
         self._on_ready = on_ready
-        return self._keeper.start(memories)
+        return await self._keeper.start(memories)
+
+    def watch(self, serving: bool) -> None:
+        """Have the child make progress for remote readers, or not."""
+        self._keeper.watch(serving)
 
     # -- remote agents and transfers ---------------------------------------------------------------
 

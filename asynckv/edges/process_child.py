@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import resource
 import time
+from pathlib import Path
 from typing import Any, assert_never
 
 import numpy as np
@@ -27,6 +30,9 @@ TELL_S = 0.0005
 
 STATS_S = 0.1
 """How soon after a change gauges and counters are told."""
+
+GROWTH = 1 << 29
+"""Bytes that a process which only serves may grow by; it grows by some MiB."""
 
 BROKEN = 70
 """Exit status: a bug, of which a traceback was printed."""
@@ -111,12 +117,14 @@ class Child:
     def _set_up(self, order: wire.Setup) -> None:
         plane = NixlPlane(order.config, order.agent_name)
         try:
-            agent = plane.start(order.memories, self._on_ready)
+            agent = plane.begin(order.memories, self._on_ready)
         except BackendError as exc:
             self._say(wire.Unready(str(exc)))
             self._over.set()
             return
         self._plane = plane
+        if not order.config.num_posters:
+            _bound_growth()
         self._say(wire.Ready(agent, plane.describe()))
 
     def _read(self, order: wire.Read) -> None:
@@ -173,6 +181,14 @@ class Child:
         if self._link.flush():
             self._is_writing = False
             self._loop.remove_writer(self._link.fileno())
+
+
+def _bound_growth() -> None:
+    """Let this process grow by `GROWTH` and no more: NIXL keeps notifications without a bound, and ends by that."""
+    now = re.search(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    if now is not None:
+        most = int(now[1]) * 1024 + GROWTH
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def _end_at_once(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

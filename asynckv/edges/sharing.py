@@ -23,8 +23,8 @@ from asynckv.geometry.layout import Memory
 __all__ = ["NotShared", "Share", "Shares", "shared_memory"]
 
 REMEDY = (
-    "allocate it with asynckv.shared_memory(num_bytes) (torch.frombuffer and numpy.frombuffer take the result), or "
-    "call share_memory_() on the tensors before they are registered"
+    "allocate it with asynckv.shared_tensor(shape, dtype) in place of torch.zeros, or with "
+    "asynckv.shared_memory(num_bytes), which numpy.frombuffer takes"
 )
 
 

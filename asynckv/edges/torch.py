@@ -10,7 +10,9 @@ It loads torch on first use.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
@@ -18,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import anyio.to_thread
 import msgspec
 
-from asynckv.arguments import MAX_NAME, integer, shown, text, texts
+from asynckv.arguments import MAX_INTEGER, MAX_NAME, integer, shown, text, texts
 from asynckv.core.types import sendable
-from asynckv.errors import ConfigError, LayoutError, LocalProtocolError
+from asynckv.edges.sharing import shared_memory
+from asynckv.errors import BackendError, ConfigError, LayoutError, LocalProtocolError
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_TOKENS
 from asynckv.geometry.check import Registration, register_memory
 from asynckv.geometry.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, View, attention_view
@@ -39,12 +42,56 @@ __all__ = [
     "as_bytes",
     "register_parts",
     "register_tensors",
+    "shared_tensor",
+    "shared_zeros",
     "written",
 ]
 
 
 MAX_DIMS = 9
 """Of a tensor: `block`, and as many as a part may have."""
+
+
+def shared_tensor(shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Allocate a tensor of zeros in host memory that a data plane in a process of its own can map.
+
+    Use it for a KV cache in place of `torch.zeros`, whose memory no other process can map.
+
+    Args:
+        shape: As for `torch.zeros`.
+        dtype: As for `torch.zeros`.
+
+    Raises:
+        ConfigError: The shape is empty or no shape.
+        BackendError: The system has not so much memory, or gives out none that can be shared.
+    """
+    import torch
+
+    if not isinstance(shape, Sequence) or not shape:
+        raise ConfigError(f"shape is {shown(shape)}; give a sequence of sizes")
+    sizes = [integer(f"shape[{i}]", size, 1, MAX_INTEGER, ConfigError) for i, size in enumerate(shape)]
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype is {shown(dtype)}; give a torch.dtype")
+    memory = shared_memory(math.prod(sizes) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(sizes)
+
+
+def shared_zeros() -> AbstractContextManager[Any]:
+    """Within it `torch.zeros` makes host tensors that can be shared, where the system gives out such memory."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Sharing(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func is torch.zeros and torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu":
+                shape = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
+                with suppress(BackendError, ConfigError):  # what cannot be shared is allocated as ever
+                    return shared_tensor(shape, kwargs.get("dtype"))
+            return func(*args, **kwargs)
+
+    return Sharing()
 
 
 class Event(Protocol):

@@ -1,11 +1,13 @@
 """Whether UCX has to emulate one-sided reads here: then its code can end the process, and belongs into one of its own.
 
 Over TCP a read is emulated: the owner's process sends the bytes. That code ends the whole process on some of its paths
-when a connection breaks (`docs/reliability.md`). RDMA reads without it, and so does CMA within one host.
+when a connection breaks (`docs/reliability.md`). RDMA reads without it, and so does CMA within one host, where the
+kernel allows it: many containers forbid its system calls, so they are tried.
 """
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import os
 import re
@@ -14,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-__all__ = ["is_emulated", "is_loopback", "rdma_devices", "ucx_setting"]
+__all__ = ["copy_from", "has_cma", "is_emulated", "is_loopback", "rdma_devices", "ucx_setting"]
 
 SAME_HOST = ("cma", "knem", "xpmem", "sm", "shm")
 """UCX's transports, and aliases, that read another process's memory."""
@@ -29,7 +31,10 @@ USUAL = {SAME_HOST: ("cma", {"sm", "shm"}), QUEUES: ("tcp", set[str]()), RDMA: (
 """Of each the one that is there wherever any is, and its aliases: what counts where others are excluded."""
 
 
-def is_emulated(tls: str, net_devices: str, rdma: Iterable[str], *, is_local: bool) -> bool:
+YAMA_ADMIN, CAP_SYS_PTRACE = 2, 1 << 19
+
+
+def is_emulated(tls: str, net_devices: str, rdma: Iterable[str], *, is_local: bool, is_copied: bool = True) -> bool:
     """Say whether reads of this engine's memory may have to be answered by its process.
 
     Args:
@@ -37,13 +42,14 @@ def is_emulated(tls: str, net_devices: str, rdma: Iterable[str], *, is_local: bo
         net_devices: UCX's `NET_DEVICES` setting; empty if there is none.
         rdma: The RDMA devices of this host.
         is_local: Only processes of this host can reach the engine.
+        is_copied: Processes of this host can copy from each other's memory (`has_cma`).
     """
     wanted = _entries(net_devices)
     has_rdma = any(not wanted or wanted & {"all"} or any(_names(w, device) for w in wanted) for device in rdma)
     if has_rdma and _allows(tls, RDMA):
         return False
     if is_local or not _allows(tls, ("tcp",)):
-        return _allows(tls, QUEUES) and not _allows(tls, SAME_HOST)
+        return _allows(tls, QUEUES) and not (is_copied and _allows(tls, SAME_HOST))
     return True
 
 
@@ -93,6 +99,44 @@ def _is_up(device: Path) -> bool:
     with suppress(OSError):
         return any("ACTIVE" in (port / "state").read_text() for port in (device / "ports").iterdir())
     return False
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+def copy_from(pid: int, address: int, size: int, call: str = "process_vm_readv") -> bytes:
+    """Copy from a process's memory (or to it, with `process_vm_writev`), as UCX's CMA does.
+
+    Raises:
+        OSError: The kernel refuses it.
+    """
+    here = ctypes.create_string_buffer(size)
+    ours, theirs = _Piece(ctypes.addressof(here), size), _Piece(address, size)
+    copy = getattr(ctypes.CDLL(None, use_errno=True), call)
+    copy.restype = ctypes.c_ssize_t
+    if copy(pid, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, ctypes.c_ulong(0)) != size:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return here.raw
+
+
+def has_cma(yama: Path = Path("/proc/sys/kernel/yama/ptrace_scope"), status: Path = Path("/proc/self/status")) -> bool:
+    """Say whether UCX can copy between processes of this host, by the calls that UCX makes to find out.
+
+    They are made on this process itself, which shows a seccomp filter. Yama from 2 on needs a privilege besides.
+    """
+    if any(os.path.exists(f"/dev/{module}") for module in ("knem", "xpmem")):
+        return True
+    place = ctypes.create_string_buffer(8)
+    try:
+        for call in ("process_vm_readv", "process_vm_writev"):
+            copy_from(os.getpid(), ctypes.addressof(place), len(place), call)
+    except (OSError, AttributeError):
+        return False
+    with suppress(OSError, ValueError, IndexError):
+        privileges = int(re.findall(r"CapEff:\s*(\w+)", status.read_text())[0], 16)
+        return int(yama.read_text()) < YAMA_ADMIN or bool(privileges & CAP_SYS_PTRACE)
+    return True
 
 
 def is_loopback(address: str) -> bool:

@@ -19,10 +19,13 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
+import itertools
 import re
 import struct
-from collections import Counter
-from collections.abc import Callable
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -31,10 +34,14 @@ import zmq
 from asynckv.config import KeysConfig
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAX_PACKET, MAX_REQUEST_PACKET
+from asynckv.edges.door import Door, Opened
 from asynckv.errors import BackendError, ConfigError
 from asynckv.keys import AllowList, KeyPair, decode_z85, encode_z85, read_pair
 
 __all__ = ["ZmqPlane", "host_and_port", "make_pair"]
+
+RECEIVE_BUFFER = MAX_REQUEST_PACKET
+"""Of one connection of our listener, in the kernel."""
 
 QUEUE = 8192
 """Packets per link that wait to be sent to a listener."""
@@ -42,14 +49,29 @@ QUEUE = 8192
 REPLY_QUEUE = 1024
 """Packets that wait to be sent to one connection of our listener: who does not read what he asks for costs no more."""
 
-REQUEST_QUEUE = 256
-"""Packets of one connection that wait to be taken: 32 MiB at most. More wait at the sender."""
+TURN_S = 0.002
+"""Time that all sockets together may take of one turn of the loop. Each handles one message even so."""
 
-ANSWER_QUEUE = 64
-"""The same for answers, of which few are large."""
+DIRECT = 16
+"""Packets of one turn that are handled as they come; the rest waits for the turns of their senders."""
 
-BATCH = 64
-"""Packets taken from one socket before others get their turn."""
+MAX_WAITING, MAX_WAITING_ALL = 4096, 16 * 1024 * 1024
+"""Packets of one connection, and bytes of one principal, that may wait so. More are dropped and counted."""
+
+WAITING_BYTES = 128
+"""Bytes of memory that a packet needs beside its own."""
+
+SLICE = 512
+"""Parts of a message that are dropped before the clock is looked at."""
+
+MANY_PARTS = 4096
+"""A connection that sends more parts in one message is cut off; with fewer, only the message is dropped."""
+
+CURVE_BYTES = 33
+"""What CURVE adds to a frame: a name, a nonce, a code and flags."""
+
+MAX_ROUTES = 16_384
+"""Connections of which the principal is remembered; of others libzmq is asked again."""
 
 LINGER_MS = 200
 
@@ -69,9 +91,10 @@ HANDSHAKE_IVL_MS = 5_000
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"asynckv"
-MONITOR_ENDPOINT = "inproc://asynckv-monitor"
+MONITOR_ENDPOINT = "inproc://asynckv-monitor-"
 KEY_MARK = "#"
 
+_OPENED = {zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED}
 _COUNTED = {
     zmq.EVENT_ACCEPTED: "connections.accepted",
     zmq.EVENT_HANDSHAKE_SUCCEEDED: "connections.admitted",
@@ -84,7 +107,7 @@ _FAILED = (
 )
 _LEFT = {errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED}
 
-OnPacket = Callable[[Address | ReplyTo, bytes], None]
+OnPacket = Callable[[Address | ReplyTo, bytes, str], None]
 OnRefused = Callable[[str, str], None]
 
 
@@ -224,9 +247,17 @@ class ZmqPlane:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: _Link | None = None
         self._zap: _Link | None = None
-        self._monitor: _Link | None = None
+        self._door: Door | None = None
+        self._principals: OrderedDict[bytes, str] = OrderedDict()
+        """By route. libzmq never uses a route again."""
+        self._events: zmq.Socket[bytes] | None = None
+        self._events_lock = threading.Lock()
+        """The sockets' monitors are connected to by the loop, and heard by the door's thread."""
+        self._monitors = itertools.count()
+        self._waiting = _Waiting()
+        self._num_direct = 0
         self._links: dict[Address, _Link] = {}
-        self._on_packet: OnPacket = lambda origin, data: None
+        self._on_packet: OnPacket = lambda origin, data, principal: None
         self._on_refused: OnRefused = lambda cause, who: None
         self._counts: Counter[str] = Counter()
 
@@ -253,7 +284,15 @@ class ZmqPlane:
     async def start(self, on_packet: OnPacket, on_refused: OnRefused = lambda cause, who: None) -> None:
         """Bind the listener."""
         self._context, self._on_packet, self._on_refused = zmq.Context(), on_packet, on_refused
+        self._turn = _Turn()
         self._context.set(zmq.MAX_SOCKETS, min(MAX_LINKS, self._context.get(zmq.SOCKET_LIMIT)))
+        events = self._context.socket(zmq.PULL)
+        # A queue with an end would make libzmq's thread wait for the door's.
+        events.setsockopt(zmq.RCVHWM, 0)
+        self._events = events
+        self._door = Door(
+            int(events.getsockopt(zmq.FD)), partial(self._take_events, asyncio.get_running_loop()), self._counts
+        )
         if self._bind is None:
             return
         socket = self._socket(zmq.ROUTER, self._bind)
@@ -261,10 +300,13 @@ class ZmqPlane:
             self._guard(socket)
             self._address = self._listen(socket, self._bind)
         except BaseException:
-            self._unguard(socket)
+            self._unguard()
             socket.close(0)
             raise
-        self._router = _Link(socket, self._from_router)
+        # From here on libzmq numbers all connections itself. An id that a peer chose would be another's, or the next
+        # of these numbers, for which libzmq aborts. The listener has copied its options, so it still speaks ZMTP.
+        socket.setsockopt(zmq.ROUTER_RAW, 1)
+        self._router = _Link(socket, self._turn, 2, self._from_router, self._dropped, self._serve, self._door)
 
     def _listen(self, socket: zmq.Socket[bytes], bind: str) -> Address:
         """Bind, and return what others are told."""
@@ -320,10 +362,13 @@ class ZmqPlane:
         """Drop a link."""
         if (link := self._links.pop(address, None)) is not None:
             link.close(LINGER_MS)
+            if self._door is not None:
+                self._door.sweep()
 
     def statistics(self) -> dict[str, int]:
         """Count packets, bytes, drops, and who was turned away why (`docs/security.md`)."""
-        counts = {"packets_in": 0, "packets_out": 0, **self._counts, "links": len(self._links)}
+        zeros = dict.fromkeys(("packets_in", "packets_out", *_COUNTED.values()), 0)
+        counts = {**zeros, **self._counts, "links": len(self._links)}
         if self._peers is not None:
             self._peers.refresh()
             counts |= {"authorized_keys": len(self._peers), "key_errors": self._peers.errors}
@@ -335,14 +380,23 @@ class ZmqPlane:
         if context is None:
             return
         links, self._links = [*self._links.values()], {}
+        self._unguard()
         if self._router is not None:
-            self._unguard(self._router.socket)
             links.append(self._router)
         self._router = None
         for link in links:
             link.close(LINGER_MS)
-        # Waits for lingering sockets, so not on the loop.
-        await asyncio.get_running_loop().run_in_executor(None, context.term)
+        door, self._door, events = self._door, None, self._events
+
+        def close() -> None:
+            """Wait for the door's thread and for lingering sockets."""
+            if door is not None:
+                door.close()
+            if events is not None:
+                events.close(0)
+            context.term()
+
+        await asyncio.get_running_loop().run_in_executor(None, close)
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         assert self._context is not None
@@ -351,13 +405,19 @@ class ZmqPlane:
         for option, value in (
             (zmq.MAXMSGSIZE, MAX_REQUEST_PACKET if is_listener else MAX_PACKET),
             (zmq.SNDHWM, REPLY_QUEUE if is_listener else QUEUE),
-            (zmq.RCVHWM, REQUEST_QUEUE if is_listener else ANSWER_QUEUE),
+            # libzmq aborts if a peer leaves while such a queue is full; the door bounds them.
+            (zmq.RCVHWM, 0),
+            # What the kernel holds when a connection is cut off is still read.
+            (zmq.RCVBUF, RECEIVE_BUFFER if is_listener else -1),
             (zmq.LINGER, LINGER_MS),
             (zmq.RECONNECT_IVL, 50),
             (zmq.RECONNECT_IVL_MAX, 1000),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_IVL_MS),
-            (zmq.HEARTBEAT_IVL, 10_000),
-            (zmq.HEARTBEAT_TIMEOUT, 30_000),
+            # A connection whose other side has vanished ends after half a minute. (ZMQ's own heartbeats abort, too.)
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, 10),
+            (zmq.TCP_KEEPALIVE_INTVL, 5),
+            (zmq.TCP_KEEPALIVE_CNT, 4),
             (zmq.IPV6, int("[" in address)),
         ):
             socket.setsockopt(option, value)
@@ -383,12 +443,13 @@ class ZmqPlane:
         try:
             if key is not None:
                 socket.setsockopt(zmq.CURVE_SERVERKEY, key)
+            self._watch(socket, (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED))
             socket.connect(endpoint)
         except zmq.ZMQError:
             socket.close(0)
             self._counts["bad_address"] += 1
             return None
-        link = _Link(socket, lambda frames: self._from_dealer(address, frames))
+        link = _Link(socket, self._turn, 1, partial(self._from_dealer, address), self._dropped)
         self._links[address] = link
         return link
 
@@ -407,32 +468,61 @@ class ZmqPlane:
         assert self._context is not None
         if self._pair is not None:
             zap = self._context.socket(zmq.ROUTER)
-            self._zap = _Link(zap, self._from_zap)
+            self._zap = _Link(zap, self._turn, 16, self._from_zap)
             zap.setsockopt(zmq.LINGER, 0)
             zap.bind(ZAP_ENDPOINT)
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
             # Without this, libzmq lets everybody in whenever nobody answers its questions.
             router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        router.monitor(MONITOR_ENDPOINT, sum((*_COUNTED, *_FAILED)))
-        monitor = self._context.socket(zmq.PAIR)
-        self._monitor = _Link(monitor, self._from_monitor)
-        # A queue with an end would make libzmq's thread wait for this loop, and closing for both.
-        monitor.setsockopt(zmq.RCVHWM, 0)
-        monitor.connect(MONITOR_ENDPOINT)
+        self._watch(router, (zmq.EVENT_LISTENING, *_COUNTED, *_FAILED))
 
-    def _unguard(self, router: zmq.Socket[bytes]) -> None:
+    def _unguard(self) -> None:
         """Take it back before the listener closes; until it has, nobody new is admitted."""
-        with contextlib.suppress(zmq.ZMQError):
-            router.disable_monitor()
-        for link in (self._monitor, self._zap):
-            if link is not None:
-                link.close(0)
-        self._monitor = self._zap = None
+        if self._zap is not None:
+            self._zap.close(0)
+        self._zap = None
 
-    def _from_zap(self, frames: list[bytes]) -> None:
+    def _watch(self, socket: zmq.Socket[bytes], events: Iterable[int]) -> None:
+        """Have the door's thread told what becomes of a socket's connections."""
+        endpoint = f"{MONITOR_ENDPOINT}{next(self._monitors)}"
+        socket.monitor(endpoint, sum(events))
+        with self._events_lock:
+            assert self._events is not None
+            self._events.connect(endpoint)
+        if self._door is not None:
+            self._door.ring()  # libzmq announces nothing to a socket that has not looked yet
+
+    def _take_events(self, loop: asyncio.AbstractEventLoop) -> list[Opened]:
+        """Take what libzmq tells of connections, in the door's thread."""
+        opened = []
+        others = []
+        with self._events_lock, contextlib.suppress(zmq.Again):
+            assert self._events is not None
+            while True:
+                head, endpoint = self._events.recv_multipart(zmq.NOBLOCK)
+                number, value = struct.unpack("=HI", head)
+                event = zmq.Event(number)
+                if event == zmq.EVENT_LISTENING:
+                    opened.append(Opened(value, endpoint.decode(), is_listener=True))
+                    continue
+                if event in _OPENED:
+                    opened.append(Opened(value, endpoint.decode(), event == zmq.EVENT_ACCEPTED))
+                elif event == zmq.EVENT_DISCONNECTED:
+                    opened.append(Opened(value, ""))
+                    gone = self._door.connections.get(value) if self._door is not None else None
+                    if gone is not None and not gone.is_accepted:
+                        continue  # only the listener's are counted
+                if event != zmq.EVENT_CONNECTED:
+                    others.append((event, value))
+        if others:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._on_events, others)
+        return opened
+
+    def _from_zap(self, frames: list[zmq.Frame]) -> None:
         """Answer one question of libzmq's (ZAP, RFC 27): may the owner of this key enter?"""
-        route, _, version, request, _domain, _address, _identity, mechanism, *credentials = frames
+        route, _, version, request, _domain, _address, _identity, mechanism, *credentials = [x.bytes for x in frames]
         is_known = (
             self._peers is not None
             and mechanism == b"CURVE"
@@ -446,49 +536,182 @@ class ZmqPlane:
         if self._zap is not None:
             self._zap.send([route, b"", version, request, *status, b""])
 
-    def _from_monitor(self, frames: list[bytes]) -> None:
-        event, value = struct.unpack("=HI", frames[0])
-        if event in _COUNTED:
-            self._counts[_COUNTED[event]] += 1
-            return
-        cause = _cause(event, value, self._pair is not None)
-        self._counts[f"rejected.{cause}"] += 1
-        if self._pair is not None and cause != "unlisted_key":
-            self._on_refused(cause, "")
+    def _on_events(self, events: list[tuple[zmq.Event, int]]) -> None:
+        for event, value in events:
+            if event in _COUNTED:
+                self._counts[_COUNTED[event]] += 1
+            elif event in _FAILED:
+                cause = _cause(event, value, self._pair is not None)
+                self._counts[f"rejected.{cause}"] += 1
+                if self._pair is not None and cause != "unlisted_key":
+                    self._on_refused(cause, "")
+        if self._router is not None:
+            self._router.look_again()  # if all was taken, ended connections have left nothing behind
 
-    def _from_router(self, frames: list[bytes]) -> None:
-        if len(frames) == 2:
-            self._deliver(ReplyTo(frames[0]), frames[1])
-        else:
-            self._counts["dropped_frames"] += 1
+    def _from_router(self, frames: list[zmq.Frame]) -> None:
+        if (fd := _fd_of(frames[1])) < 0:
+            return self._dropped(fd, 1, len(frames[1]))
+        route, packet = frames[0].bytes, self._take(fd, frames[1], is_accepted=True)
+        principal = self._principals.get(route)
+        if principal is None:
+            principal = self._principals[route] = self._principal(frames[1])
+            if len(self._principals) > MAX_ROUTES:
+                self._principals.popitem(last=False)
+        if self._num_direct < DIRECT and not self._waiting:
+            self._num_direct += 1
+            self._deliver(ReplyTo(route), packet, principal)
+        elif not self._waiting.put(principal, ReplyTo(route), packet):
+            self._counts["dropped_in"] += 1
 
-    def _from_dealer(self, address: Address, frames: list[bytes]) -> None:
-        if len(frames) == 1:
-            self._deliver(address, frames[0])
-        else:
-            self._counts["dropped_frames"] += 1
+    def _serve(self, until: float) -> bool:
+        """End a turn of the listener: hand over what waits, and say whether more does."""
+        self._num_direct = 0
+        while self._waiting:
+            principal, route, packet = self._waiting.take()
+            self._deliver(route, packet, principal)
+            if self._turn.now() >= until:
+                break
+        return bool(self._waiting)
 
-    def _deliver(self, origin: Address | ReplyTo, packet: bytes) -> None:
+    def _from_dealer(self, address: Address, frames: list[zmq.Frame]) -> None:
+        self._deliver(address, self._take(_fd_of(frames[0]), frames[0], is_accepted=False), "")
+
+    def _take(self, fd: int, frame: zmq.Frame, is_accepted: bool) -> bytes:
+        packet = frame.bytes
         self._counts["packets_in"] += 1
         self._counts["bytes_in"] += len(packet)
-        self._on_packet(origin, packet)
+        if self._door is not None:
+            self._door.deliver(fd, self._on_wire(len(packet)), is_accepted)
+        return packet
+
+    def _on_wire(self, size: int) -> int:
+        """Return how many bytes of a connection a frame takes, exactly: with more, a peer could be ahead unseen."""
+        size += CURVE_BYTES * (self._pair is not None)
+        return size + (2 if size < 256 else 9)
+
+    def _dropped(self, fd: int, parts: int, num_bytes: int) -> None:
+        """A message had too many parts, or a peer of an older protocol sent it, of which libzmq tells nothing."""
+        self._counts["dropped_frames"] += 1
+        if self._door is None:
+            return
+        connection = self._door.deliver(fd, num_bytes + parts * self._on_wire(0), is_accepted=True)
+        if parts >= MANY_PARTS and connection is not None:
+            self._counts["cut.parts"] += 1
+            connection.shut()
+
+    def _principal(self, frame: zmq.Frame) -> str:
+        """Say whose a packet is: the key that its connection proved, or its host."""
+        if self._pair is not None:
+            return f"key:{frame.get('User-Id')}"
+        return f"host:{frame.get('Peer-Address')}"
+
+    def _deliver(self, origin: Address | ReplyTo, packet: bytes, principal: str) -> None:
+        try:
+            self._on_packet(origin, packet, principal)
+        except Exception as exc:
+            # A bug in what handles packets; the listener lives.
+            self._turn.loop.call_exception_handler({"message": "a packet could not be handled", "exception": exc})
+
+
+def _fd_of(frame: zmq.Frame) -> int:
+    """Return the descriptor of the connection that a frame came from; -1 if libzmq does not know."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1  # before ZMTP 3.0
+
+
+class _Waiting:
+    """Packets that have arrived faster than they are handled: a turn for each principal, then for each connection."""
+
+    def __init__(self) -> None:
+        self._queues: OrderedDict[str, OrderedDict[ReplyTo, deque[bytes]]] = OrderedDict()
+        self._bytes: Counter[str] = Counter()
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    def put(self, principal: str, route: ReplyTo, packet: bytes) -> bool:
+        """Keep a packet; False if there is no room for it."""
+        queues, size = self._queues.get(principal), len(packet) + WAITING_BYTES
+        number = len(queues.get(route, ())) if queues is not None else 0
+        # Half of a principal's room is for connections of which nothing waits yet.
+        room = MAX_WAITING_ALL // (2 if number else 1)
+        if number >= MAX_WAITING or self._bytes[principal] + size > room:
+            return False
+        self._bytes[principal] += size
+        self._queues.setdefault(principal, OrderedDict()).setdefault(route, deque()).append(packet)
+        return True
+
+    def take(self) -> tuple[str, ReplyTo, bytes]:
+        """Take the next packet; its connection and its principal go to the end of their lines."""
+        principal, queues = self._queues.popitem(last=False)
+        route, queue = queues.popitem(last=False)
+        packet = queue.popleft()
+        if queue:
+            queues[route] = queue
+        if queues:
+            self._queues[principal] = queues
+            self._bytes[principal] -= len(packet) + WAITING_BYTES
+        else:
+            del self._bytes[principal]
+        return principal, route, packet
+
+
+class _Turn:
+    """The time that the sockets of a plane share in one turn of the event loop."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.now = self.loop.time
+        self._until: float | None = None
+
+    def until(self) -> float:
+        """Return when the sockets have had their time."""
+        if self._until is None:
+            self._until = self.now() + TURN_S
+            self.loop.call_soon(self._end)
+        return self._until
+
+    def _end(self) -> None:
+        self._until = None
 
 
 class _Link:
-    """One socket on the event loop."""
+    """One socket on the event loop.
 
-    def __init__(self, socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None]) -> None:
-        self.socket, self._on_frames = socket, on_frames
-        self._loop = asyncio.get_running_loop()
+    Args:
+        most: Parts of a message that are taken; a message of more is dropped.
+        on_frames: Takes a message.
+        on_dropped: Told of a message that was dropped: the descriptor of its connection, its parts and their bytes.
+        on_turn: Called when nothing more is taken in this turn, with its end; True if there is more to do.
+        door: Told when everything was taken.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        turn: _Turn,
+        most: int,
+        on_frames: Callable[[list[zmq.Frame]], None],
+        on_dropped: Callable[[int, int, int], None] = lambda fd, parts, num_bytes: None,
+        on_turn: Callable[[float], bool] | None = None,
+        door: Door | None = None,
+    ) -> None:
+        self.socket, self._most, self._on_frames, self._on_dropped = socket, most, on_frames, on_dropped
+        self._turn, self._on_turn, self._door, self._loop = turn, on_turn, door, turn.loop
         self._made_at = self._loop.time()
         self._sent = self._received = 0
         self._received_before = -1
         """When a send failed after one that did not; -1 if the last one did not."""
         self._failing_since = 0.0
+        self._skipped = 0
+        """Parts that were dropped of a message that has not ended."""
+        self._skipped_bytes = 0
         self._fd = int(socket.getsockopt(zmq.FD))
         self._is_due = False
         self._loop.add_reader(self._fd, self._receive)
-        self._look_again()
+        self.look_again()
 
     def send(self, frames: list[bytes]) -> bool:
         try:
@@ -496,7 +719,7 @@ class _Link:
         except zmq.ZMQError:
             return False  # full, or nobody there any more
         finally:
-            self._look_again()
+            self.look_again()
         self._sent += 1
         self._received_before = -1
         return True
@@ -515,7 +738,7 @@ class _Link:
         self._loop.remove_reader(self._fd)
         self.socket.close(linger_ms)
 
-    def _look_again(self) -> None:
+    def look_again(self) -> None:
         if not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._check)
@@ -525,20 +748,51 @@ class _Link:
         self._receive()
 
     def _receive(self) -> None:
-        for _ in range(BATCH):
-            if self.socket.closed:
-                return
+        until = self._turn.until()
+        # Half of the time is for taking, if what was taken is handled afterwards.
+        take_until = until if self._on_turn is None else until - TURN_S / 2
+        is_drained, orphaned = False, self._door.orphaned if self._door is not None else 0
+        while not self.socket.closed:
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                if frames := self._next():
+                    self._received += 1
+                    self._on_frames(frames)
             except zmq.Again:
-                return
+                is_drained = True
+                if self._door is not None:
+                    self._door.forgive(orphaned)
+                break
             except zmq.ZMQError as exc:
                 self._loop.call_exception_handler({"message": "a control socket failed", "exception": exc})
                 return
-            self._received += 1
-            try:
-                self._on_frames(frames)
             except Exception as exc:
-                # A bug in what handles packets; the listener lives.
-                self._loop.call_exception_handler({"message": "a packet could not be handled", "exception": exc})
-        self._look_again()
+                self._loop.call_exception_handler({"message": "a message could not be taken", "exception": exc})
+            if self._turn.now() >= take_until:
+                break
+        if (self._on_turn is not None and self._on_turn(until)) or not (is_drained or self.socket.closed):
+            self.look_again()
+
+    def _next(self) -> list[zmq.Frame]:
+        """Take a message; empty if it has too many parts, of which many may be left for the next turn.
+
+        Raises:
+            zmq.Again: There is none.
+        """
+        frames: list[zmq.Frame] = []
+        if not self._skipped:
+            frames.append(self.socket.recv(zmq.NOBLOCK, copy=False))
+            # libzmq shows a message once all of it has arrived, so none of these waits.
+            while frames[-1].more and len(frames) < self._most:
+                frames.append(self.socket.recv(zmq.NOBLOCK, copy=False))
+            if not frames[-1].more:
+                return frames
+            self._skipped_bytes = sum(map(len, frames[self._most - 1 :]))
+        for _ in range(SLICE):
+            part = self.socket.recv(zmq.NOBLOCK, copy=False)
+            self._skipped += 1
+            self._skipped_bytes += len(part)
+            if not part.more:
+                self._on_dropped(_fd_of(part), 1 + self._skipped, self._skipped_bytes)
+                self._skipped = 0
+                break
+        return []

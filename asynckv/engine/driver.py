@@ -52,6 +52,7 @@ from asynckv.core.pull import Pull
 from asynckv.core.rank import RankCore
 from asynckv.core.types import Address, PullId, ReplyTo
 from asynckv.core.wire import Status, StatusRequest
+from asynckv.edges.transports import is_loopback
 from asynckv.engine.home import Home
 from asynckv.engine.lag import LoopLag
 from asynckv.errors import BackendError, EngineClosed, LocalProtocolError, PullError
@@ -313,10 +314,10 @@ class Driver:
 
     # -- events --------------------------------------------------------------------------------------
 
-    def on_packet(self, origin: Address | ReplyTo, data: bytes) -> None:
+    def on_packet(self, origin: Address | ReplyTo, data: bytes, principal: str) -> None:
         """Take a packet."""
         try:
-            self.core.receive(origin, data, self.clock.now())
+            self.core.receive(origin, data, self.clock.now(), principal)
         except Exception as exc:
             self._internal_error(exc)
         self.soon()
@@ -580,7 +581,8 @@ class Driver:
         core = self.core
         assert peer.layout is not None
         try:
-            await self.data.add_remote_agent(AgentInfo(peer.agent_name, metadata), peer.layout.memories)
+            is_trusted = "#" in peer.address or is_loopback(peer.address)  # an address with a key has proved it
+            await self.data.add_remote_agent(AgentInfo(peer.agent_name, metadata, is_trusted), peer.layout.memories)
         except Exception as exc:  # whatever it is, who waits for this peer must hear of it
             cause = str(exc) if isinstance(exc, BackendError) else repr(exc)
             self._safely(core.decode.load_failed, peer, cause, self.clock.now())

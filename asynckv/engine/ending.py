@@ -64,8 +64,8 @@ class Ending:
         """The last suspension."""
         self._left: tuple[HeldBlocks, ...] = ()
         """What the last suspension did not wait for."""
-        self.is_letting_go = False
-        """A data plane is about to be closed."""
+        self.is_busy = False
+        """A data plane is being started anew, or closed."""
         self._is_stopped = False
         """Observers were told so."""
         self.door: LocalDoor | None = None
@@ -148,11 +148,11 @@ class Ending:
 
     async def close_data(self) -> None:
         """Let go of the data plane."""
-        data, self.is_letting_go = self._driver.data, True  # this one, whatever the engine has got when that is over
+        data, self.is_busy = self._driver.data, True  # this one, whatever the engine has got when that is over
         try:
             await data.quiesce()
         finally:
-            self.is_letting_go = False
+            self.is_busy = False
             data.close()
 
     # -- inside ------------------------------------------------------------------------------------

@@ -152,14 +152,14 @@ class Engine:
         self._home.here(self.start, is_first=True)
         if self._ending.is_closing or self._life.is_shut:
             raise EngineClosed("the engine was closed; make a new one")
-        if self._is_started:
+        if self._home.loop is not None:
             raise LocalProtocolError("the engine was started before")
         driver = self._driver
         # First: a data plane may take seconds to start, and no other thread may call meanwhile.
         self._home.settle()
         try:
             try:
-                self._begin()
+                await self._begin()
             except BaseException:
                 self._home.leave()
                 raise
@@ -206,15 +206,19 @@ class Engine:
 
         config, layout = self.config, self.registration.layout
         place = f"{config.engine_id}-tp{layout.tp_rank}-{self.incarnation}"
-        plane, warning = choose_plane(config, layout.memories, place)
-        if warning:
-            self._recorder.event("warning", EVENT.DATA_PLANE_IN_PROCESS, detail=warning)
-        return plane
+        return choose_plane(
+            config,
+            layout.memories,
+            place,
+            lambda cause: self._recorder.event("warning", EVENT.DATA_PLANE_IN_PROCESS, detail=cause),
+        )
 
-    def _begin(self, memory_epoch: int = 0) -> None:
+    async def _begin(self, memory_epoch: int = 0) -> None:
         """Bring the data plane up, register the memory, and make the core that speaks for it."""
         driver, layout = self._driver, self.registration.layout
-        agent = driver.data.start(layout.memories, driver.on_data)
+        agent = await driver.data.start(layout.memories, driver.on_data)
+        if self._ending.is_closing:
+            raise EngineClosed("the engine was closed while it started")
         first_nonce = int(self._token_hex(6), 16)
         identity = Identity(
             self.config.engine_id, self.incarnation, agent.name, agent.metadata, layout, first_nonce, memory_epoch
@@ -222,6 +226,7 @@ class Engine:
         core = RankCore(identity, self.config)
         core.survey.facts, core.inspect.beside = self._facts, driver.guest_gauges
         driver.begin(core)
+        self._home.is_settled = True
 
     async def drain(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
         """Take nothing new, tell the readers so, and wait for what is under way.
@@ -311,19 +316,24 @@ class Engine:
             raise EngineClosed("the engine was closed")
         if not self._life.takes(LifeEvent.RESUMED):
             raise LocalProtocolError("the engine is not suspended; `await suspend()` first")
-        if self._ending.is_letting_go:
-            raise LocalProtocolError("another resume has failed, and lets go of the memory still; try again later")
+        if self._ending.is_busy:
+            raise LocalProtocolError(
+                "another resume is under way, or lets go of the memory after it failed; try again later"
+            )
         driver, before, old = self._driver, (self.registration, self.incarnation), self._driver.core
         self.registration, self.incarnation = registration or self.registration, self._token_hex(16)
+        self._ending.is_busy = True
         try:
             if not self._is_data_given:
                 driver.data = self._choose_data()  # other memory may be shared or not
-            self._begin(self.memory_epoch + 1)
+            await self._begin(self.memory_epoch + 1)
         except BaseException:
             self.registration, self.incarnation = before
             with anyio.CancelScope(shield=True):
                 await self._ending.close_data()
             raise
+        finally:
+            self._ending.is_busy = False
         for address in {peer.address for peer in old.decode.peers.by_place.values()}:
             driver.control.disconnect(address)
         for counter, count in old.outbox.counters.items():

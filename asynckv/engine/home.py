@@ -36,11 +36,8 @@ class Home:
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
-
-    @property
-    def is_settled(self) -> bool:
-        """The engine was started, so it has a loop, and a core."""
-        return self.loop is not None
+        self.is_settled = False
+        """The engine has a core as well: its methods can be called."""
 
     def settle(self) -> None:
         """The engine belongs to this loop from now on."""
@@ -48,7 +45,7 @@ class Home:
 
     def leave(self) -> None:
         """The engine could not be started: it may be elsewhere."""
-        self.loop, self._thread = None, 0
+        self.loop, self._thread, self.is_settled = None, 0, False
 
     def here(self, call: Callable[..., Any], *, is_first: bool = False) -> None:
         """Refuse a call from elsewhere than the engine's event loop, before anything is changed.
@@ -62,13 +59,12 @@ class Home:
             EngineClosed: The engine was not started, so it has no loop yet.
         """
         try:
-            if asyncio.get_running_loop() is self.loop:
-                return
+            is_here = asyncio.get_running_loop() is self.loop
         except RuntimeError:
             raise self._wrong_thread(call) from None
-        if self.loop is not None:
+        if self.loop is not None and not is_here:
             raise self._wrong_thread(call)
-        if not is_first:
+        if not (self.is_settled or is_first):
             raise EngineClosed(NOT_STARTED)
 
     def asked(self, question: Callable[..., Any]) -> None:
@@ -88,7 +84,7 @@ class Home:
             EngineClosed: There is no loop yet.
         """
         loop = self.loop
-        if loop is None:
+        if loop is None or not self.is_settled:
             raise EngineClosed(NOT_STARTED)
         if threading.get_ident() == self._thread or loop.is_closed():
             return question()

@@ -171,7 +171,7 @@ class BlockLists:
             raise self._too_short(pair, int(start[0]), f"lent from token {lent.first_token} on")
         block = lent.lookup(source // there.ratio - lent.first_token // there.block_size)
         block[block == there.null_block] = NULL
-        if here.window and block[0] == NULL:
+        if here.window and block.min() == NULL:
             # What is read beyond the window for the sake of whole blocks is not needed, and may be gone there.
             needed = (block != NULL) | (np.minimum(start + tokens, self.num_tokens) > inside)
             start, tokens, kernel, at = start[needed], tokens[needed], kernel[needed], at[needed]

@@ -44,7 +44,7 @@ MOST_S = 30.0
 """How long a client may take in all: one that says a letter every few seconds is hung up on as well."""
 
 MAX_CLIENTS = 32
-"""Connections at a time, each of them a thread; more are closed at once."""
+"""Connections at a time, each of them a thread; one more ends the oldest, so clients that are silent keep none out."""
 
 POLL_S = 0.1
 """How long closing may take at most for want of a request."""
@@ -60,10 +60,12 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(*args, **kwargs)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a client on a thread of its own, if there are not too many."""
-        if len(self._until) >= MAX_CLIENTS:
-            self.shutdown_request(request)
-            return
+        """Serve a client on a thread of its own."""
+        oldest = next(iter(tuple(self._until)), None)
+        if oldest is not None and len(self._until) >= MAX_CLIENTS:
+            self._until.pop(oldest, None)
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
         self._until[request] = time.monotonic() + MOST_S
         try:
             super().process_request(request, client_address)

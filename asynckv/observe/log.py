@@ -425,7 +425,7 @@ class Recorder:
     def lease_granted(self, lease: Lease, pull_id: PullId, now: float) -> None:
         """Log that a reader was promised the blocks of a sampled lease."""
         grant = lease.grants.get(pull_id)
-        if grant is not None and len(lease.final) + lease.lapsed < MAX_GRANTS:
+        if grant is not None and lease.attempts[grant.reader] <= MAX_GRANTS:
             self.event(
                 "info",
                 EVENT.LEASE_GRANTED,

@@ -40,7 +40,7 @@ class _Inbox:
         self.packets: list[tuple[Address | ReplyTo, bytes]] = []
         self._event = asyncio.Event()
 
-    def __call__(self, origin: Address | ReplyTo, packet: bytes) -> None:
+    def __call__(self, origin: Address | ReplyTo, packet: bytes, principal: str) -> None:
         self.packets.append((origin, packet))
         self._event.set()
 
@@ -128,8 +128,8 @@ class _Side:
         self.ready = asyncio.Event()
         self.news: list[TransferEnded] = []
 
-    def start(self) -> AgentInfo:
-        return self.plane.start(self.layout.memories, self.ready.set)
+    async def start(self) -> AgentInfo:
+        return await self.plane.start(self.layout.memories, self.ready.set)
 
     def blocks(self, order: tuple[str, ...], ids: list[int]) -> bytes:
         """Content of blocks, dims in logical order."""
@@ -182,7 +182,7 @@ async def check_data_plane(make: Callable[[str], DataPlane], *, shared: bool = F
     )
     sides = [reader, owner]
     try:
-        _, agent = [side.start() for side in sides]
+        _, agent = [await side.start() for side in sides]
         assert agent.name == "owner"
         owner.plane.watch(True)
         peer = PeerTables(reader.layout, owner.layout, assign(reader.layout, [owner.layout])[0], itertools.count(1))
@@ -262,7 +262,7 @@ async def check_data_plane(make: Callable[[str], DataPlane], *, shared: bool = F
         reader.plane.remove_remote_agent("owner")
         assert (await post(45, "owner", table, *whole)).ending is Ending.FAILED
         owner.plane.close()
-        again = owner.start()
+        again = await owner.start()
         assert again.name != "owner"
         owner.plane.watch(True)
         await reader.plane.add_remote_agent(again, theirs)

@@ -77,7 +77,7 @@ class Port:
         self.links: set[Address] = set()
         self.is_open = False
         self.packets_in = self.packets_out = self.bytes_out = 0
-        self._on_packet: Callable[[Origin, bytes], None] = lambda origin, packet: None
+        self._on_packet: Callable[[Origin, bytes, str], None] = lambda origin, packet, principal: None
 
     def open(self) -> None:
         """Listen and ask."""
@@ -86,7 +86,7 @@ class Port:
 
     async def start(
         self,
-        on_packet: Callable[[Origin, bytes], None],
+        on_packet: Callable[[Origin, bytes, str], None],
         on_refused: Callable[[str, str], None] = lambda cause, who: None,
     ) -> None:
         """Listen."""
@@ -116,7 +116,7 @@ class Port:
         """Take a packet, if it is for us."""
         if self.is_open and (isinstance(origin, bytes) or origin in self.links):
             self.packets_in += 1
-            self._on_packet(origin, packet)
+            self._on_packet(origin, packet, f"host:{origin!r}" if isinstance(origin, bytes) else "")
 
     def refusal(self, address: Address) -> str:
         """Whoever can be named can be asked."""
@@ -225,7 +225,11 @@ class Nic:
         """How this one is reached now."""
         return AgentInfo(self.name, self.name.encode())
 
-    def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+    async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+        """Register memory, and join the fabric."""
+        return self.begin(memories, on_ready)
+
+    def begin(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
         """Register memory, and join the fabric."""
         self.arrays = self._given or [_bytes_at(memory) for memory in memories]
         self.memories, self._on_ready = tuple(memories), on_ready

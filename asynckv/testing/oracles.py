@@ -15,7 +15,7 @@ import msgspec
 from asynckv.config import PullConfig
 from asynckv.core.rank import RankCore
 from asynckv.core.source import RATE_MARGIN
-from asynckv.core.types import Key
+from asynckv.core.types import Key, Outcome
 from asynckv.core.wire import Claim, Granted, Hello, Message, NotYet, Refused, Release, Renew, decode_packet
 from asynckv.errors import AsyncKVError
 from asynckv.testing.world import Process, World
@@ -116,9 +116,11 @@ class Wire:
         """By transmission."""
         self._promises: dict[tuple[Process, str, str], tuple[str, float]] = {}
         """By reader, owner's process start and pull: the token, and the end of the longest promise that was heard."""
+        self._landed: dict[tuple[Process, str, str], float] = {}
+        """By the same: when the last of its bytes did."""
         self._unanswered: dict[tuple[Process, str], list[_Greeting]] = {}
-        self._asked: dict[tuple[Process, str, str], int] = {}
-        """Newest question of each pull to each address."""
+        self.asked: dict[tuple[Process, str, str], tuple[int, bytes]] = {}
+        """Newest question of each pull to each address, and the packet that it was in."""
         self._granted: dict[tuple[Process, str, str], Stopwatch] = {}
         """When it was answered."""
         self._spent: dict[tuple[str, str], Stopwatch] = {}
@@ -141,7 +143,7 @@ class Wire:
 
     def has_asked(self, process: Process, to: str, pull_id: str) -> bool:
         """Whether a pull has ever claimed at an address."""
-        return (process, to, pull_id) in self._asked
+        return (process, to, pull_id) in self.asked
 
     def sent(self, process: Process, to: str, packet: bytes) -> None:
         """A process says something to an address."""
@@ -154,6 +156,13 @@ class Wire:
                         f"{process.name} says that a request is not lent yet {clock.ran_s:.3f} s after it was spent"
                     )
             elif isinstance(message, Release):
+                landed_at = self._landed.pop((process, target, message.pull_id), -math.inf)
+                until = self._promises.get((process, target, message.pull_id), ("", -math.inf))[1]
+                if message.outcome is Outcome.COMPLETE and landed_at > until:
+                    self._world.violate(
+                        f"{process.name} believes what {message.pull_id} read from {to} "
+                        f"{landed_at - until:.6f} s after its last promise"
+                    )
                 # Whatever is granted to it from now on, it does not want.
                 self._promises[process, target, message.pull_id] = ("", math.inf)
             elif isinstance(message, Hello):
@@ -162,7 +171,7 @@ class Wire:
                     del self._granted[place]
                 self._greets(process, to, target, message.nonce)
             elif isinstance(message, Claim | Renew):
-                self._asked[process, to, message.pull_id] = message.nonce
+                self.asked[process, to, message.pull_id] = message.nonce, packet
                 self._sent_at[process, message.nonce] = process.now
                 clock = self._granted.pop((process, to, message.pull_id), None)
                 if clock is not None and clock.ran_s > self._renew_s + TURN_S:
@@ -170,6 +179,10 @@ class Wire:
                         f"{process.name} renewed {message.pull_id} at {to} {clock.ran_s:.3f} s after it was granted, "
                         f"not after {self._renew_s:.3f} s"
                     )
+
+    def landed(self, process: Process, owner: str, pull_id: str) -> None:
+        """Bytes of a pull have landed, from the process start of an owner."""
+        self._landed[process, owner, pull_id] = self._world.now
 
     def delivered(self, process: Process, origin: str, packet: bytes) -> None:
         """A process hears something from an address that it is connected to."""
@@ -180,7 +193,7 @@ class Wire:
             if isinstance(message, Granted):
                 self._promised(process, source, message)
                 # An answer to an older question may come too late to be of use.
-                if self._asked.get((process, origin, message.pull_id)) == message.nonce:
+                if self.asked.get((process, origin, message.pull_id), (0,))[0] == message.nonce:
                     self._granted[process, origin, message.pull_id] = Stopwatch.start(process)
             elif isinstance(message, NotYet):
                 self.told_to_wait.add(message.pull_id)

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from asynckv.geometry.match import owed_readers
 from asynckv.testing.mishaps import Mishap
 
 __all__ = [
@@ -47,6 +48,7 @@ FAULTS = (
     "hostile",
     "drain",
     "sleep",
+    "brink",
 )
 """Kinds of faults that a script may hold."""
 
@@ -72,7 +74,8 @@ class Fault:
 
     Attributes:
         kind: One of `FAULTS`.
-        who: Names of ranks, or numbers of requests for `cancel` and `revoke`.
+        who: Names of ranks, or numbers of requests for `cancel`, `revoke` and `brink` (revoked, and then reads end and
+            messages arrive in the last milliseconds of its grants, or just after).
         p: How likely, where that makes sense.
     """
 
@@ -170,6 +173,9 @@ class Script:
     """Endings, and gaps between keys, that a prefill rank remembers; 0: as many as it likes."""
     mishaps: tuple[Mishap, ...] = ()
     """What befalls single requests."""
+    stages: int = 1
+    """Pipeline stages of each decode engine, of `decode` ranks and one layer each; all layers are in each prefill rank.
+    Ranks of the second stage follow those of the first: with two ranks per stage `d0.3` is rank 1 of the second."""
 
     def explain(self) -> Iterator[str]:
         """Tell what it stands for, but for its requests and faults."""
@@ -178,6 +184,8 @@ class Script:
             f"{self.decode} ranks, {self.heads} KV heads; packets {self.wire:g} times, transfers {self.data:g} times "
             f"as slow as usual"
         )
+        if self.stages > 1:
+            yield f"{self.stages} pipeline stages of each decode engine"
         yield (
             "p0, q0: rank 0 of the first and the second prefill engine; d1.0: rank 0 of decode engine 1; d1.0#2: its "
             "second start"
@@ -187,6 +195,16 @@ class Script:
     def prefill_names(self) -> tuple[tuple[str, ...], ...]:
         """Names of the ranks of each prefill engine."""
         return tuple(tuple(f"{'pq'[e]}{r}" for r in range(self.prefill)) for e in range(self.prefill_engines))
+
+    @property
+    def decode_names(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the ranks of each decode engine."""
+        return tuple(tuple(f"d{e}.{r}" for r in range(self.decode * self.stages)) for e in range(self.decode_engines))
+
+    def readers_of(self, rank: int) -> list[int]:
+        """Return the ranks of a decode engine that answer for a prefill rank, in all of its stages."""
+        owed = owed_readers(rank, self.prefill, self.decode)
+        return [stage * self.decode + reader for stage in range(self.stages) for reader in owed]
 
     @property
     def is_only_hostile(self) -> bool:
@@ -214,7 +232,8 @@ class Script:
 def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
     """Draw a service, its requests and its faults from a seed."""
     rng = random.Random(repr(("script", seed)))
-    loses_agents, faults = "agent" in faults, [kind for kind in faults if kind != "agent"]
+    loses_agents, reaches_brinks = "agent" in faults, {"brink", "slow"} <= set(faults)
+    faults = [kind for kind in faults if kind not in ("agent", "brink")]
     if rng.random() < 0.1 and {"slow", "pause"} <= set(faults):
         # A small request whose reader is away again and again while its few reads take longer than a promise.
         ask = Ask(0, 0.5, rng.randint(1, 2 * BLOCK), rng.random() < 0.3, (0,), -1, 0, 0.0, 0, 2.0, 0.01)
@@ -260,9 +279,26 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
     script = _disordered(random.Random(repr(("disordered", seed))), script)
     if loses_agents:
         script = _without_agent(random.Random(repr(("agent", seed))), script, names)
+    script = _staged(random.Random(repr(("staged", seed))), script)
     script = _mild(random.Random(repr(("mild", seed))), script, [kind for kind in MILD if kind in kinds])
     script = _hostile(random.Random(repr(("hostile", seed))), script) if "hostile" in kinds else script
+    if reaches_brinks:
+        script = _at_the_brink(random.Random(repr(("brink", seed))), script)
     return _discharged(random.Random(repr(("discharged", seed))), script)
+
+
+def _at_the_brink(rng: random.Random, script: Script) -> Script:
+    """Let reads of a small request in some scripts go on until its grants run out."""
+    if rng.random() < 0.75:
+        return script
+    chosen = rng.choice(script.asks)
+    ask = replace(chosen, tokens=min(chosen.tokens, BLOCK), cached=0, fate=LENT, announce_s=0.0, routed_s=0.2)
+    asks = [ask if each is chosen else each for each in script.asks]
+    slow = tuple(name for engine in ask.engines for name in script.decode_names[engine])
+    lent_at = ask.at + ask.lend_s
+    brink = Fault("brink", lent_at + 0.5 + rng.random(), 0.0, (str(ask.number),))
+    faults = (*script.faults, Fault("slow", ask.at, 4.0 + ask.lend_s, slow), brink)
+    return replace(script, asks=tuple(asks), faults=faults, seconds=max(script.seconds, lent_at + 5.0))
 
 
 def _discharged(rng: random.Random, script: Script) -> Script:
@@ -309,6 +345,16 @@ def _disordered(rng: random.Random, script: Script) -> Script:
     return replace(script, asks=tuple(asks), schedulers=rng.choice([1, 1, 2]), memory=memory)
 
 
+def _staged(rng: random.Random, script: Script) -> Script:
+    """Give the decode engines of some scripts a second pipeline stage, which has its share of the trouble."""
+    if rng.random() < 0.8:
+        return script
+    size, script = script.decode, replace(script, stages=2)
+    twins = {n: names[i + size] for names in script.decode_names for i, n in enumerate(names[:size])}
+    faults = [replace(f, who=tuple(twins.get(n, n) if rng.random() < 0.5 else n for n in f.who)) for f in script.faults]
+    return replace(script, faults=tuple(faults))
+
+
 def _without_agent(rng: random.Random, script: Script, names: Sequence[str]) -> Script:
     """Let the data plane of a rank die, which has trouble anyway if any rank has."""
     hit = [fault for fault in script.faults if not fault.who[0].isdecimal()]
@@ -324,8 +370,7 @@ def _mild(rng: random.Random, script: Script, kinds: Sequence[str]) -> Script:
     """Let nothing happen to some services that a release does not survive: none of their leases may run out."""
     if rng.random() < 0.93 or len(kinds) < 2:
         return script
-    names = [n for names in script.prefill_names for n in names]
-    names += [f"d{e}.{i}" for e in range(script.decode_engines) for i in range(script.decode)]
+    names = [n for names in script.prefill_names + script.decode_names for n in names]
     # A rank whose reads failed for good is told once that they are over: that one word must arrive.
     apart = rng.choice(["fail", "loss"])
     kinds = [kind for kind in kinds if kind != apart]
@@ -342,8 +387,7 @@ def _hostile(rng: random.Random, script: Script) -> Script:
     """Leave some services alone with a hostile peer."""
     if rng.random() < 0.92:
         return script
-    names = [n for names in script.prefill_names for n in names]
-    names += [f"d{e}.{i}" for e in range(script.decode_engines) for i in range(script.decode)]
+    names = [n for names in script.prefill_names + script.decode_names for n in names]
     faults = [_draw(rng, "hostile", names, script.asks, script.seconds) for _ in range(rng.randint(1, 4))]
     return replace(script, faults=tuple(faults))
 

@@ -25,12 +25,11 @@ import numpy.typing as npt
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.events import Ending
 from asynckv.core.spent import SpentKeys
-from asynckv.core.types import Address, Key, ReplyTo
+from asynckv.core.types import Address, Key, ReplyTo, rank_name
 from asynckv.engine import Engine
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
-from asynckv.geometry.match import owed_readers
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing.doors import Doors
 from asynckv.testing.hostile import Hostile
@@ -55,7 +54,7 @@ __all__ = ["Attempt", "Service"]
 NUM_BLOCKS, HEAD_DIM = 16, 2
 FREED, UNUSED = 0xEEEE, 0xDDDD
 PROBE = 1_000_000
-HEARD = {"duplicate", "slow", "fail", "doubt", "stuck", "cancel", "revoke", "garbage", "hostile"}
+HEARD = {"brink", "duplicate", "slow", "fail", "doubt", "stuck", "cancel", "revoke", "garbage", "hostile"}
 """Faults that make no process look dead."""
 
 COUNTED = {"duplicate", "cancel", "revoke", "garbage", "hostile"}
@@ -105,25 +104,28 @@ Words = npt.NDArray[np.uint16]
 
 
 @lru_cache(maxsize=4096)
-def _value(content: int, head: int) -> int:
+def _value(content: int, head: int, layer: int) -> int:
     """What a block's elements of one head are: never what freed or unused memory holds."""
-    digest = hashlib.blake2b(repr((content, head)).encode(), digest_size=2).digest()
+    digest = hashlib.blake2b(repr((content, head + 1000 * layer)).encode(), digest_size=2).digest()
     return int.from_bytes(digest, "little") % 0xD000 + 1
 
 
-def _layout(role: str, rank: int, size: int, heads: int, base: int) -> Layout:
+def _layout(script: Script, role: str, rank: int, layers: Sequence[int], base: int) -> Layout:
+    """What a rank holds: in a prefill engine all layers, in a decode engine that of its stage."""
+    size = script.prefill if role == "prefill" else script.decode
     order = ("kv", "block", "token", "head", "dim") if role == "prefill" else ("block", "head", "kv", "token", "dim")
-    held = shard(heads, rank, size)
-    sizes = {"kv": 2, "block": NUM_BLOCKS, "token": BLOCK, "head": held[1] - held[0], "dim": HEAD_DIM}
-    view = attention_view(layer="a", order=order, sizes=sizes, dtype="float16", heads=held, num_heads=heads, memory=0)
-    length = 2 * NUM_BLOCKS * BLOCK * (held[1] - held[0]) * HEAD_DIM * 2
+    heads = shard(script.heads, rank % size, size)
+    sizes = {"kv": 2, "block": NUM_BLOCKS, "token": BLOCK, "head": heads[1] - heads[0], "dim": HEAD_DIM}
+    length = math.prod(sizes.values()) * 2
+    view = partial(attention_view, order=order, sizes=sizes, dtype="float16", heads=heads, num_heads=script.heads)
     return Layout(
-        model="simulated",
-        tp_rank=rank,
+        tp_rank=rank % size,
         tp_size=size,
-        memories=(Memory(base, length),),
+        pp_stage=rank // size,
+        pp_size=1 if role == "prefill" else script.stages,
+        memories=(Memory(base, len(layers) * length),),
         groups=(Group("attention", BLOCK, NUM_BLOCKS),),
-        views=(view,),
+        views=tuple(view(layer="ab"[layer], offset=i * length) for i, layer in enumerate(layers)),
     )
 
 
@@ -152,10 +154,12 @@ class _Rank:
         self.name = script.prefill_names[engine][rank] if role == "prefill" else f"d{engine}.{rank}"
         self.engine_id = f"decode{engine}" if role == "decode" else f"prefill{engine}" if engine else "prefill"
         rng = service.world.random_of("rank", self.name)
-        self.size = script.prefill if role == "prefill" else script.decode
         base = (1 + rank + 16 * (role == "decode") + 32 * engine) << 40
-        self.layout = _layout(role, rank, self.size, script.heads, base)
+        self.layers = range(script.stages) if role == "prefill" else (rank // script.decode,)
+        self.layout = _layout(script, role, rank, self.layers, base)
         self.held = self.layout.views[0].parts[0].held
+        self.title = rank_name(self.engine_id, self.layout.tp_rank, self.layout.pp_stage)
+        """What engines call it."""
         self.rate, self.epoch = rng.choice([0.9996, 1.0, 1.0004]), rng.uniform(0, 1e7)
         self.starts = 0
         self.free: list[int] = []
@@ -178,9 +182,9 @@ class _Rank:
         words: Words = memory.view(np.uint16)
         heads = self.held[1] - self.held[0]
         if self.role == "prefill":
-            words = words.reshape(2, NUM_BLOCKS, BLOCK, heads, HEAD_DIM).transpose(1, 3, 0, 2, 4)
+            words = words.reshape(-1, 2, NUM_BLOCKS, BLOCK, heads, HEAD_DIM).transpose(2, 0, 4, 1, 3, 5)
         else:
-            words = words.reshape(NUM_BLOCKS, heads, 2, BLOCK, HEAD_DIM)
+            words = words.reshape(NUM_BLOCKS, 1, heads, 2, BLOCK, HEAD_DIM)
         self.words = words
         self.words[:] = UNUSED
         self.free = list(range(NUM_BLOCKS))
@@ -192,6 +196,8 @@ class _Rank:
             data.fate_of = partial(self.service.mishaps.fate_of, self)
         self.data = data
         self.owners: dict[int, dict[int, object]] = {}
+        self.reads: dict[int, tuple[str, str]] = {}
+        """By transfer: the process start that is read, and the pull."""
         doors = self.service.doors(process)
         engine = Engine(
             doors.config(self.config()),
@@ -229,6 +235,7 @@ class _Rank:
         self.owners[int(transfer.transfer_id)] = {b: self.owner[b] for b in blocks}
         posted = self.engine._core.decode.transfers
         mine = posted[transfer.transfer_id].pull
+        self.reads[int(transfer.transfer_id)] = posted[transfer.transfer_id].source.incarnation, mine.pull_id
         owner = transfer.owner.host.split("#")[0]
         if not self.service.wire.has_asked(self.process, f"sim://{owner}", mine.pull_id):
             self.service.world.violate(f"{self.process.name} reads for {mine.request_id} before it claims from {owner}")
@@ -272,6 +279,7 @@ class _Rank:
                 self.service.world.violate(
                     f"transfer {transfer.transfer_id} writes block {block} of {self.process.name} after it came back"
                 )
+        self.service.wire.landed(self.process, *self.reads[int(transfer.transfer_id)])
 
 
 class _Prefill:
@@ -335,7 +343,7 @@ class Service:
         self.world.on_sent, self.world.on_delivered = wire.sent, wire.delivered
         self.prefill = [_Prefill(self, e) for e in range(script.prefill_engines)]
         self.decode = [
-            [_Rank(self, "decode", e, r) for r in range(script.decode)] for e in range(script.decode_engines)
+            [_Rank(self, "decode", e, r) for r in range(len(names))] for e, names in enumerate(script.decode_names)
         ]
         self.ranks = {r.name: r for e in (*(p.ranks for p in self.prefill), *self.decode) for r in e}
         self.spared = script.spared
@@ -533,6 +541,34 @@ class Service:
                 if not process.is_dead and lease.ask == number:
                     process.call_at(self.world.now, lease.revoke)
                     self.world.note(owner.name, "revokes", str(number))
+
+    def _begin_brink(self, fault: Fault) -> None:
+        for owner, process, lease in self.leases:
+            if not process.is_dead and str(lease.ask) in fault.who and not lease.ended:
+                process.call_at(self.world.now, self._to_the_brink, owner, process, lease)
+
+    def _to_the_brink(self, owner: _Rank, process: Process, lease: _Lease) -> None:
+        """Revoke a lease; let its reads end as its grants run out, and old messages arrive once more before."""
+        rng, grants = self.world.random_of("brink", owner.name, lease.ask), [*lease.handle._lease.grants.values()]
+        lease.revoke()
+        key, address = lease.handle._lease.lent.key, Address(f"sim://{owner.name}")
+        for grant in grants:
+            until = (grant.until - process.epoch) / process.rate
+            reader = next((r for r in self.ranks.values() if r.title == str(grant.reader)), None)
+            if reader is None or reader.process.is_dead:
+                continue  # a hostile peer's, or nothing is believed any more
+            asked, port = self.wire.asked.get((reader.process, address, grant.pull_id)), self.world.ports.get(address)
+            if asked is None or port is None:
+                continue
+            reach_s = rng.choice((0.001, 0.05))
+            for transfer_id, posted in reader.engine._core.decode.transfers.items():
+                transfer = reader.data.running.get(transfer_id)
+                if transfer is not None and posted.pull.params.key == key and posted.source.address == address:
+                    believed = (posted.source.covered_until - reader.epoch) / reader.rate
+                    reader.data.end_at(transfer, believed + rng.uniform(-0.2, 1.0) * reach_s)
+            origin = ReplyTo(reader.process.name.encode())
+            for reach_s in (0.004, 0.05):
+                process.call_at(until - reach_s * rng.random(), port.hear, origin, asked[1])
 
     def _is_calm(self, until: float) -> bool:
         deaths = (f for f in self.script.faults if f.kind in ("agent", "crash", "close"))
@@ -777,8 +813,9 @@ class Service:
 
     def _fill(self, rank: _Rank, words: Words, lent: _Lent) -> None:
         for block, content in zip(lent.blocks, lent.contents, strict=True):
-            for head in range(*rank.held):
-                words[block, head - rank.held[0]] = _value(content, head)
+            for i, layer in enumerate(rank.layers):
+                for head in range(*rank.held):
+                    words[block, i, head - rank.held[0]] = _value(content, head, layer)
 
     def _abort(self, rank: _Rank, lent: _Lent) -> None:
         """The request is never lent: its blocks are somebody else's from now on."""
@@ -923,7 +960,7 @@ class Service:
     def _was_done_with(self, rank: _Rank, lease: _Lease) -> bool:
         """Everybody who owed a release had been discharged for a while when the lease ended."""
         ask = next(a for a in self.script.asks if a.number == lease.ask)
-        readers = owed_readers(rank.rank, self.script.prefill, self.script.decode)
+        readers = self.script.readers_of(rank.rank)
         since = [self.discharged.get((ask.number, self.decode[e][r].name)) for e in ask.engines for r in readers]
         # A release that was lost, or came early and found no room, is repeated after 0.2, 0.6, 1.4 and 3 seconds.
         slack = 3.3 if any(f.kind in ("loss", "hostile") for f in self.script.faults) else 1.0
@@ -931,14 +968,14 @@ class Service:
 
     def _was_told(self, rank: _Rank, lease: _Lease) -> str:
         """Say what a lease's end tells otherwise than its readers do."""
-        readers = owed_readers(rank.rank, self.script.prefill, self.script.decode)
+        readers = self.script.readers_of(rank.rank)
         for reader in (self.decode[e][r] for e in lease.lent.ask.engines for r in readers):
             said = [a.said for a in self.attempts if a.lent is lease.lent and a.rank is reader]
             is_only_discharged = lease.lent.ask.discharged == NEVER_PULLED and any(said)
             was_announced = not is_only_discharged and any(
                 a.lent is lease.lent and a.announced_at < math.inf for a in self.attempts
             )
-            word = lease.words.get(f"{reader.engine_id}/tp{reader.rank}", "")
+            word = lease.words.get(reader.title, "")
             if reader.starts > 1 or reader.process.is_dead or reader.engine.memory_epoch or was_announced:
                 # What it said died with it, or was said for it: it went to sleep, or nothing came of its announcement.
                 continue
@@ -1030,6 +1067,7 @@ _BEGIN: Mapping[str, Callable[[Service, Fault], None]] = {
     "hostile": Service._begin_hostile,
     "drain": Service._begin_drain,
     "sleep": Service._begin_sleep,
+    "brink": Service._begin_brink,
     "cancel": Service._begin_cancel,
     "revoke": Service._begin_revoke,
 }
@@ -1309,8 +1347,8 @@ class Attempt:
             lo = max(first - place * BLOCK, 0)
             hi = min(lent.ask.tokens - place * BLOCK, BLOCK)
             for head in range(*rank.held):
-                words = rank.words[block, head - rank.held[0]]
-                if not (words[:, lo:hi] == _value(lent.contents[place], head)).all():
+                words = rank.words[block, 0, head - rank.held[0]]
+                if not (words[:, lo:hi] == _value(lent.contents[place], head, *rank.layers)).all():
                     found = sorted({hex(x) for x in words[:, lo:hi].ravel().tolist()})
                     self._violate(f"published wrong bytes: block {block} head {head} holds {found}")
                 if not (words[:, :lo] == UNUSED).all():

@@ -41,7 +41,6 @@ from asynckv.core.wire import (
 )
 from asynckv.engine import Engine
 from asynckv.errors import AsyncKVError
-from asynckv.geometry.match import owed_readers
 from asynckv.testing.logs import Logs
 from asynckv.testing.script import Script
 from asynckv.testing.service import LEASE, PULL, Attempt, Service
@@ -392,7 +391,7 @@ class Witness:
             for attempt in self.service.attempts:
                 if attempt.lent is lent and attempt.called:
                     for owner in lent.engine.ranks:
-                        owes = attempt.rank.rank in owed_readers(owner.rank, script.prefill, script.decode)
+                        owes = attempt.rank.rank in script.readers_of(owner.rank)
                         if owes and (attempt.process.name, owner.name) not in heard:
                             whys.add("unanswered")
                         if self._is_unmet(attempt.process, owner.name):
@@ -480,12 +479,11 @@ class Witness:
         gone |= {"owner_closed"} if holder.ended == "closed" or self._is_closed(process, lent_at, end) else set()
         key, incarnation = lease.lent.key, self._incarnation_at(process, lent_at)
         owed = []
-        size = self.service.script
         ask = holder.lent.ask
         for engine in ask.engines:
-            for number in owed_readers(rank.rank, size.prefill, size.decode):
+            for number in self.service.script.readers_of(rank.rank):
                 reader = self.service.decode[engine][number]
-                if not any((r.cohort, r.tp_rank) == (reader.engine_id, number) for r in lease.discharged):
+                if not any(str(r) == reader.title for r in lease.discharged):
                     owed.append(self._owed(reader, rank, process, holder, lent_at, end))
         return LateLease(
             holder.ask,
@@ -545,7 +543,7 @@ class Witness:
     def _owed(self, reader: Any, rank: Any, owner: Process, holder: Any, lent_at: float, end: float) -> Owed:
         """Find all that is true of a reader that had not released."""
         service, ask = self.service, holder.lent.ask
-        found = Owed(f"{reader.engine_id}/tp{reader.rank}")
+        found = Owed(reader.title)
         whys, token = found.whys, holder.handle._lease.lent.key.token
         attempts = [a for a in service.attempts if a.lent is holder.lent and a.rank is reader]
         in_time = [a for a in attempts if a.handed_at < end]
@@ -580,7 +578,7 @@ class Witness:
                 whys.add("lapsed")
         if any(_is_last(s.message) and s.at < lent_at for s in arrived):
             whys.add("released_early")
-        siblings = {f"d{reader.engine_number}.{r}" for r in range(self.service.script.decode)} - {reader.name}
+        siblings = set(service.script.decode_names[reader.engine_number]) - {reader.name}
         if any(s.process.partition("#")[0] in siblings and s.at <= end for s in self._sent[token]):
             whys.add("siblings_spoke")
         has_asked = any(s.at <= end for s in self._sent[token] if self._of(s, reader))

@@ -437,15 +437,16 @@ class WorldData(Nic):
         self.fate_of: Callable[[Transfer, TransferFate], TransferFate] = lambda transfer, fate: fate
         self.is_closed = False
         self._has_agent = self._can_read = self._reads_stay = True
+        self._put_off: dict[TransferId, float] = {}
         self._random = process.world.random_of("nic", process.name)
 
     # -- the port ----------------------------------------------------------------------------------
 
-    def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+    async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
         """Join the world, each time as another agent, with the memory that this plane was made for."""
         assert tuple(memories) == self._declared
         self.is_closed, self._has_agent, self._can_read = False, True, True
-        return super().start(memories, on_ready)
+        return await super().start(memories, on_ready)
 
     async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
         """Load it, which takes a while."""
@@ -566,6 +567,12 @@ class WorldData(Nic):
 
         self.process.call_at(world.now + down_s, follow)
 
+    def end_at(self, transfer: Transfer, when: float) -> None:
+        """Let a transfer that runs end well at a time, neither before nor after it."""
+        if transfer.done_at < math.inf:
+            self._put_off[transfer.transfer_id] = transfer.done_at = when
+            self.process.world.at(when, lambda: self._end(transfer, TransferFate(0.0)))
+
     def lose(self, owner: Nic) -> None:
         """The process that is read from died."""
         for transfer in list(self.running.values()):
@@ -591,9 +598,9 @@ class WorldData(Nic):
             transfer.land(upto)
 
     def _end(self, transfer: Transfer, fate: TransferFate) -> None:
-        if transfer.is_dead or self.process.is_dead:
-            return
         world = self.process.world
+        if transfer.is_dead or self.process.is_dead or world.now < self._put_off.get(transfer.transfer_id, 0.0):
+            return
         self._land(transfer, round(len(transfer.pieces) * fate.lands))
         if fate.ending is Ending.IN_DOUBT:
             if fate.late_s < math.inf:

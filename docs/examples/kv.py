@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from asynckv import Registration, register_tensors
+from asynckv import Registration, register_tensors, shared_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,8 @@ def memory(seed: int) -> tuple[dict[str, torch.Tensor], Registration]:
     import torch
 
     torch.manual_seed(seed)
-    tensors = {f"layers.{i}": torch.randn(2, 64, 16, 8, 128, dtype=torch.bfloat16) for i in range(2)}
+    shape = (2, 64, 16, 8, 128)
+    tensors = {f"layers.{i}": shared_tensor(shape, torch.bfloat16).normal_() for i in range(2)}
     return tensors, register_tensors(
         tensors,
         order=("kv", "block", "token", "head", "dim"),

@@ -9,6 +9,7 @@ next token. What it finds wrong is kept in `wrong`, for the test to ask.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -162,7 +163,9 @@ class Rank(WorkerBase):
         os.sched_setaffinity(0, self._affinity)
         sizes = [self._kernel_block(group) for group in self.config.kv_cache_groups]
         layout = self.vllm_config.cache_config.get_resolved_kv_cache_layout()
-        self.caches = allocate_kv_cache(self.config, self.device, layout, sizes)
+        pool = get_kv_transfer_group().get_mem_pool_context() if has_kv_transfer_group() else None
+        with pool or contextlib.nullcontext():
+            self.caches = allocate_kv_cache(self.config, self.device, layout, sizes)
         self.bytes = {name: cache.view(torch.uint8).numpy() for name, cache in self.caches.items()}
         self.group_of = {name: i for i, group in enumerate(self.config.kv_cache_groups) for name in group.layer_names}
         if has_kv_transfer_group():

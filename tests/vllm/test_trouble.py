@@ -311,7 +311,7 @@ def test_hashes_that_a_client_exchanged_are_refused_by_the_rank_that_lends(
     pair = start(server, connector, policy=policy)
     tokens, other = pair.prompt(128), pair.prompt(128)
     true, forged = pair.prefilled(tokens, other)
-    forged["asynckv"] = {**forged["asynckv"], "hashes": true["asynckv"]["hashes"]}
+    forged = {**forged, "asynckv": {**forged["asynckv"], "hashes": true["asynckv"]["hashes"]}}
     reply = pair.ask(tokens, forged)
     pair.decode.finish(reply)
     judge(policy, reply, tokens)

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from asynckv import PrefillGroup
 from asynckv.config import LeaseConfig, PullConfig
+from asynckv.edges.process import ServingPlane
 from asynckv.embed import Announce, Cancel, Discharge, Failed, Finished, Lend, Pull
 from asynckv.errors import BlocksRetired, ConfigError, LocalProtocolError, PeerUnreachable, ReadFailed
 from asynckv.geometry.pairing import Padding
@@ -469,3 +471,23 @@ def test_a_lease_that_nobody_reads_ends_and_is_told(make: Make) -> None:
     while (stats := prefill.half.statistics()) is None:
         assert time.monotonic() < deadline
     assert stats.data["leases"] == {"expired": 1}
+
+
+def test_vllm_allocates_host_caches_where_a_process_of_nixls_own_can_map_them(tmp_path: Path) -> None:
+    config = vllm_config(tmp_path, num_blocks=NUM_BLOCKS, engine_id="e", block_size=16)
+    (planned,) = plan(config, [{name: layer.spec(1) for name, layer in LAYERS.items()}])
+    layout = config.cache_config.get_resolved_kv_cache_layout()
+    unprotected = WorkerHalf(Options.parse({"nixl": {"process": "never"}}), config, planned.config)
+    assert unprotected.allocation() is None
+    half = WorkerHalf(Options.parse({"nixl": {"process": "serving"}}), config, planned.config)
+    pool = half.allocation()
+    assert pool is not None
+    with pool:  # as `gpu_worker.Worker.initialize_from_config` does
+        tensors = allocate_kv_cache(planned.config, torch.device("cpu"), layout, None)
+    try:
+        half.register_kv_caches(tensors)
+        assert half._thread is not None
+        assert isinstance(half._thread.engine._driver.data, ServingPlane)
+        assert half.address() is not None
+    finally:
+        half.shutdown()

@@ -138,6 +138,7 @@ def _chosen(facts: Facts, ucx: Ucx) -> Iterator[Finding]:
         given.get("UCX_NET_DEVICES", ""),
         [each.name for each in facts.network.rdma if each.usable],
         is_local=True,
+        is_copied=not facts.machine.cma_error,
     )
     match way:
         case "rdma":

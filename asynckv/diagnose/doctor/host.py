@@ -23,7 +23,7 @@ from pathlib import Path
 
 from asynckv.diagnose.doctor.facts import Gpu, Interface, Machine, Network, Rdma
 from asynckv.edges.keeper import check_processes
-from asynckv.edges.transports import rdma_devices
+from asynckv.edges.transports import copy_from, rdma_devices
 from asynckv.errors import BackendError
 
 __all__ = ["gpu", "machine", "network", "resolve", "try_process_vm_readv"]
@@ -217,19 +217,12 @@ def try_process_vm_readv() -> str:
             child.kill()
 
 
-class _Piece(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
-
-
 def _read_of(pid: int, address: int) -> str:
-    here = ctypes.create_string_buffer(14)
-    ours, theirs = _Piece(ctypes.addressof(here), 14), _Piece(address, 14)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.process_vm_readv.restype = ctypes.c_ssize_t
-    if libc.process_vm_readv(pid, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, ctypes.c_ulong(0)) == 14:
-        return "" if here.raw == b"asynckv doctor" else "process_vm_readv brought other bytes"
-    code = ctypes.get_errno()
-    return f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
+    try:
+        found = copy_from(pid, address, 14)
+    except OSError as exc:
+        return f"{errno.errorcode.get(exc.errno or 0, exc.errno)}: {exc.strerror}"
+    return "" if found == b"asynckv doctor" else "process_vm_readv brought other bytes"
 
 
 # -- network -------------------------------------------------------------------------------------------

@@ -333,7 +333,7 @@ class _Asking:
             del self._waiting[nonce]
         return None
 
-    def _hear(self, origin: Address | ReplyTo, data: bytes) -> None:
+    def _hear(self, origin: Address | ReplyTo, data: bytes, principal: str) -> None:
         if origin != self._address:
             return
         if (offer := words.decode_offer(data)) is not None:

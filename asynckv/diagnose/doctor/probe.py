@@ -84,7 +84,7 @@ def _start(order: words.Ordered, num_bytes: int) -> tuple[RawLoop, npt.NDArray[n
     raw = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
     raw[::4096] = 0  # pages are there before any clock runs
     plane = RawLoop(order.config, order.name)
-    agent = plane.start([Memory(int(raw.ctypes.data), num_bytes)], lambda: _progress(plane))
+    agent = plane.begin([Memory(int(raw.ctypes.data), num_bytes)], lambda: _progress(plane))
     return plane, raw, agent
 
 

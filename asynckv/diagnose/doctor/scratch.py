@@ -68,7 +68,7 @@ async def serve(config: EngineConfig, has: Software, say: Callable[[str], None])
         here = _Scratch(config, has, Path(folder), stack)
         here.start()
         await plane.start(
-            lambda origin, data: here.answer(plane, origin, data),
+            lambda origin, data, principal: here.answer(plane, origin, data),
             lambda cause, who: say(f"turned a connection away: {cause} {who}"),
         )
         try:

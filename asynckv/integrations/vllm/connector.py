@@ -118,6 +118,10 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- the workers' half --------------------------------------------------------------------------
 
+    def get_mem_pool_context(self) -> contextlib.AbstractContextManager[Any] | None:
+        allocation: contextlib.AbstractContextManager[Any] | None = self._worker.allocation()
+        return allocation
+
     def register_kv_caches(self, kv_caches: Any) -> None:
         self._worker.register_kv_caches(kv_caches)
 

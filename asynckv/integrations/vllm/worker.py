@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from asynckv.edges.torch import shared_zeros
 from asynckv.embed import Discharge, EngineThread, Finished, Lend, Order, Pull, Withdraw
 from asynckv.errors import BlocksRetired, EngineClosed, LocalProtocolError, Overloaded, PlanRefused
 from asynckv.geometry.check import Registration
@@ -88,6 +89,15 @@ class WorkerHalf:
         self._tally = Tally()
 
     # -- memory ----------------------------------------------------------------------------------------------
+
+    def allocation(self) -> contextlib.AbstractContextManager[Any] | None:
+        """In what vLLM shall allocate its caches: host memory that NIXL's own process can map; None for a device's.
+
+        vLLM's views and whatever took their addresses stay valid, because nothing is moved afterwards.
+        """
+        from vllm.platforms import current_platform
+
+        return shared_zeros() if current_platform.is_cpu() and self._config.nixl.process != "never" else None
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
         """Declare the memory and start the engine; returns when it listens.

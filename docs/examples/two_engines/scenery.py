@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
-from asynckv import Finished, Order, Registration, register_tensors, shard
+from asynckv import Finished, Order, Registration, register_tensors, shard, shared_tensor
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_DIM = 2, 64, 16, 8, 128
 
@@ -43,7 +43,7 @@ class KVCache:
 
         self._rank, self._heads = (tp_rank, tp_size), shard(NUM_HEADS, tp_rank, tp_size)
         shape = (2, NUM_BLOCKS, BLOCK_SIZE, self._heads[1] - self._heads[0], HEAD_DIM)
-        self.tensors = {f"layers.{i}": torch.zeros(shape, dtype=torch.bfloat16) for i in range(NUM_LAYERS)}
+        self.tensors = {f"layers.{i}": shared_tensor(shape, torch.bfloat16) for i in range(NUM_LAYERS)}
 
     def register(self) -> Registration:
         """Tell asynckv what the tensors hold. Both engines name layers alike; how they cut them may differ."""

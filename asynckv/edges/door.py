@@ -1,0 +1,339 @@
+"""The door keeper of a control plane: how many connections there are, and how many bytes wait behind each.
+
+libzmq gathers a message of many parts before it shows any of it, at 64 bytes of memory for two bytes on the wire, and
+has no bound for that. A bounded receive queue is no bound either, and it is worse: libzmq aborts the process if a peer
+leaves while that queue is full (`docs/reliability.md`). So the receive queues have no end, and this thread bounds them
+from outside. It keeps a duplicate of every connection's descriptor, asks the kernel how many bytes have arrived
+(`TCP_INFO`), subtracts what the event loop was given, and shuts a connection down that is too far ahead.
+
+The thread does not need the event loop, so a loop that is away does not let memory grow. It sleeps while nothing
+arrives: a connection's descriptor is watched for one event, then looked at every `TICK_S` until it is quiet.
+
+A connection beyond the limits costs another one its place: the oldest that has not said anything yet, of the host that
+has most. So connections that say nothing do not keep others out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import resource
+import select
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from asynckv.errors import ConfigError
+
+__all__ = ["Connection", "Door", "Opened"]
+
+TICK_S = 0.02
+QUIET_TICKS = 5
+"""A connection is watched again after so many ticks without a byte."""
+
+MAX_AHEAD = 1024 * 1024
+"""Bytes that one connection of the listener may be ahead of the loop; memory holds 32 times as many at worst."""
+
+MAX_AHEAD_ALL = 4 * MAX_AHEAD
+"""The same of all connections of the listener; and of all that have ended, whose messages libzmq keeps. While those are
+more, the kernel takes no new connection, so that memory ends somewhere even if the loop is away."""
+
+MAX_LINK_AHEAD = 20 * 1024 * 1024
+"""The same of one link to a listener that was asked: a single answer may have 16 MiB."""
+
+UNSEEN = 64 * 1024
+"""Bytes that a connection may leave behind unseen, if it ends before this thread is scheduled."""
+
+SWEEPS_S = (0.3, 1.0, 5.0)
+"""After a socket was closed; it lingers for 0.2 s."""
+
+MAX_CONNECTIONS = 4096
+
+SPARE_FILES = 128
+"""Descriptors that must be free at the start. libzmq aborts the process when it gets none."""
+
+_RECEIVED_AT = 128
+"""Where `tcpi_bytes_received` is in Linux's `struct tcp_info`."""
+
+_ATTACH_FILTER, _DETACH_FILTER, _BPF_RET = 26, 27, 6
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A descriptor became a connection, or no longer is one.
+
+    Attributes:
+        fd: The descriptor, as libzmq numbers it.
+        endpoint: Where the listener is, ours or another's; empty if the connection was closed.
+        is_accepted: It came to our listener.
+        is_listener: It is our listener.
+    """
+
+    fd: int
+    endpoint: str
+    is_accepted: bool = False
+    is_listener: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One TCP connection.
+
+    Attributes:
+        fd: libzmq's number of its descriptor.
+        duplicate: A descriptor of its own, so that it never means another connection. The peer learns that libzmq
+            closed the connection when the duplicate is closed as well.
+        host: The other side's address.
+        delivered: Bytes on the wire that the loop was given. The loop adds to it.
+        arrived: Bytes on the wire, as last seen.
+        quiet: Ticks without a byte.
+    """
+
+    fd: int
+    duplicate: socket.socket
+    host: str
+    is_accepted: bool
+    delivered: int = 0
+    arrived: int = 0
+    quiet: int = 0
+
+    def look(self) -> None:
+        """Ask the kernel what has arrived.
+
+        Raises:
+            OSError: There is no connection any more.
+        """
+        info = self.duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
+        arrived = struct.unpack_from("=Q", info, _RECEIVED_AT)[0]
+        self.quiet = 0 if arrived > self.arrived else self.quiet + 1
+        self.arrived = arrived
+
+    @property
+    def ahead(self) -> int:
+        """Bytes that have arrived and were not delivered."""
+        return self.arrived - self.delivered
+
+    def shut(self) -> None:
+        """End it: libzmq sees that the peer has gone, and the peer, which may wait to send more, is reset."""
+        with contextlib.suppress(OSError):
+            self.duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.duplicate.shutdown(socket.SHUT_RDWR)
+
+
+class Door:
+    """The thread that watches the connections of one control plane.
+
+    Args:
+        fd: Readable when `take` has something.
+        take: Returns what opened and closed since it was last called; called in the thread.
+        counts: Where connections that were cut are counted.
+
+    Raises:
+        ConfigError: Too few descriptors are free.
+    """
+
+    def __init__(self, fd: int, take: Callable[[], Iterable[Opened]], counts: Counter[str]) -> None:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = most - len(os.listdir("/proc/self/fd"))
+        if free < SPARE_FILES:
+            raise ConfigError(
+                f"only {free} of {most} file descriptors are free, and an engine needs {SPARE_FILES}: libzmq would "
+                f"abort the process; raise the limit (ulimit -n 4096)"
+            )
+        self.most = min(MAX_CONNECTIONS, free // 4)  # each takes two
+        self.most_per_host = self.most // 2
+        self.connections: dict[int, Connection] = {}
+        """By libzmq's number of the descriptor."""
+        self.orphaned = 0
+        """Bytes that ended connections of the listener had not delivered, ever; only the thread adds to it."""
+        self._forgiven = 0
+        """Those of them that were delivered since, or cannot be; only the loop adds to it."""
+        self._listener: socket.socket | None = None
+        self._is_shut = False
+        self._early: Counter[int] = Counter()
+        """Bytes of links that the thread has not seen yet."""
+        self._take, self._counts = take, counts
+        self._per_host: Counter[str] = Counter()
+        self._watched: dict[int, Connection] = {}
+        """All, by the number of the duplicate."""
+        self._busy: set[Connection] = set()
+        """Those from which something has arrived lately."""
+        self._sweeps: list[float] = []
+        """When to look whether libzmq has closed what it does not tell of."""
+        self._epoll = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_closed = False
+        self._fd = fd
+        for each in (fd, self._bell):
+            self._epoll.register(each, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name="asynckv-door", daemon=True)
+        self._thread.start()
+
+    def deliver(self, fd: int, num_bytes: int, is_accepted: bool) -> Connection | None:
+        """Count what the loop was given of a connection, which may have ended by now."""
+        if (connection := self.connections.get(fd)) is not None:
+            connection.delivered += num_bytes
+        elif is_accepted:
+            self._forgiven += num_bytes
+        else:
+            self._early[fd] += num_bytes
+        return connection
+
+    def forgive(self, orphaned: int) -> None:
+        """Note that the loop has taken all there was: no bytes wait that had been orphaned before that."""
+        self._forgiven = max(self._forgiven, orphaned)
+
+    def sweep(self) -> None:
+        """Sockets were closed, of which libzmq does not tell: close the duplicates once it has done so."""
+        now = time.monotonic()
+        self._sweeps = [now + each for each in SWEEPS_S]
+        self.ring()
+
+    def ring(self) -> None:
+        """Have the thread look."""
+        os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """End the thread, and wait for that."""
+        self._is_closed = True
+        self.ring()
+        self._thread.join()
+        for fd in list(self.connections):
+            self._forget(fd)
+        if self._listener is not None:
+            self._listener.close()
+        self._epoll.close()
+        os.close(self._bell)
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        tick_at = 0.0
+        while not self._is_closed:
+            wake_at = min([*self._sweeps, tick_at if self._busy or self._is_shut else math.inf], default=math.inf)
+            wait_s = None if wake_at == math.inf else max(wake_at - time.monotonic(), 0.0)
+            for fd, _ in self._epoll.poll(wait_s):
+                if fd == self._bell:
+                    os.eventfd_read(fd)
+                elif fd in self._watched:
+                    self._busy.add(self._watched[fd])
+            for opened in self._take():
+                self._on_opened(opened)
+            if self._sweeps and time.monotonic() >= self._sweeps[0]:
+                self._sweeps = self._sweeps[1:]
+                for fd in [fd for fd, c in self.connections.items() if not _is_same(fd, c.duplicate.fileno())]:
+                    self._forget(fd)
+            if (self._busy or self._is_shut) and time.monotonic() >= tick_at:
+                self._tick()
+                tick_at = time.monotonic() + TICK_S
+
+    def _on_opened(self, opened: Opened) -> None:
+        self._forget(opened.fd)
+        early = self._early.pop(opened.fd, 0)
+        if not opened.endpoint:
+            return
+        try:
+            duplicate = socket.socket(fileno=os.dup(opened.fd))
+        except OSError:
+            self.orphaned += UNSEEN * opened.is_accepted
+            return  # it has been closed already
+        if opened.is_listener:
+            self._listener = duplicate
+            return
+        try:
+            # libzmq may have closed the descriptor meanwhile, and something else may have its number.
+            ours, theirs = duplicate.getsockname(), duplicate.getpeername()
+            if (ours if opened.is_accepted else theirs)[1] != int(opened.endpoint.rpartition(":")[2]):
+                raise OSError
+        except (OSError, IndexError, TypeError):
+            self.orphaned += UNSEEN * opened.is_accepted
+            duplicate.close()
+            return
+        connection = Connection(opened.fd, duplicate, theirs[0], opened.is_accepted, early)
+        self.connections[opened.fd] = self._watched[duplicate.fileno()] = connection
+        self._epoll.register(duplicate.fileno(), _ONCE)
+        if opened.is_accepted:
+            self._per_host[connection.host] += 1
+            self._make_room(connection.host)
+
+    def _forget(self, fd: int) -> None:
+        connection = self.connections.pop(fd, None)
+        if connection is None:
+            return
+        if connection.is_accepted:
+            with contextlib.suppress(OSError):
+                connection.look()
+            self.orphaned += max(connection.ahead, UNSEEN)
+        self._busy.discard(connection)
+        del self._watched[connection.duplicate.fileno()]
+        self._epoll.unregister(connection.duplicate.fileno())
+        connection.duplicate.close()
+        if connection.is_accepted:
+            self._per_host[connection.host] -= 1
+            if not self._per_host[connection.host]:
+                del self._per_host[connection.host]
+
+    def _make_room(self, host: str) -> None:
+        if self._per_host[host] <= self.most_per_host:
+            if self._per_host.total() <= self.most:
+                return
+            host = self._per_host.most_common(1)[0][0]
+        theirs = [c for c in self.connections.values() if c.is_accepted and c.host == host]
+        # The newest is last: it goes if all others have spoken.
+        self._cut(next((c for c in theirs if not c.delivered), theirs[-1]), "too_many")
+
+    def _tick(self) -> None:
+        for connection in list(self._busy):
+            try:
+                connection.look()
+            except OSError:
+                self._busy.discard(connection)
+                continue
+            if connection.ahead < 0:
+                # They were of an earlier connection with this descriptor.
+                self.orphaned += connection.ahead
+                connection.delivered = connection.arrived
+            if connection.ahead > (MAX_AHEAD if connection.is_accepted else MAX_LINK_AHEAD):
+                self._cut(connection, "unread")
+            elif connection.quiet > QUIET_TICKS:
+                self._busy.discard(connection)
+                self._epoll.modify(connection.duplicate.fileno(), _ONCE)
+        accepted = sorted((c for c in self.connections.values() if c.is_accepted), key=lambda c: c.ahead)
+        ahead = sum(c.ahead for c in accepted)
+        while ahead > MAX_AHEAD_ALL:
+            connection = accepted.pop()
+            ahead -= connection.ahead
+            self._cut(connection, "unread")
+        orphans = self.orphaned - self._forgiven
+        if self._is_shut is not (is_shut := orphans > MAX_AHEAD_ALL / (2 if self._is_shut else 1)):
+            self._shut(is_shut)
+
+    def _shut(self, is_shut: bool) -> None:
+        """Have the kernel take no new connections, or take them again: ended ones have left too much behind."""
+        self._is_shut = is_shut
+        self._counts["shut"] += is_shut
+        if self._listener is not None:
+            nothing = ctypes.create_string_buffer(struct.pack("=HBBI", _BPF_RET, 0, 0, 0))
+            program = struct.pack("@HP", 1, ctypes.addressof(nothing))
+            self._listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER if is_shut else _DETACH_FILTER, program)
+
+    def _cut(self, connection: Connection, cause: str) -> None:
+        self._counts[f"cut.{cause}"] += 1
+        connection.shut()
+        self._forget(connection.fd)
+
+
+def _is_same(fd: int, duplicate: int) -> bool:
+    try:
+        return os.fstat(fd).st_ino == os.fstat(duplicate).st_ino
+    except OSError:
+        return False
+
+
+_ONCE = select.EPOLLIN | select.EPOLLET | select.EPOLLONESHOT
