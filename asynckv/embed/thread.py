@@ -226,8 +226,8 @@ class EngineThread:
         if self._is_closing or self._snapshot is None:
             self._tell_cause()
             raise EngineClosed(f"the engine takes no orders: {self._cause}")
+        self._shows_life()  # first: what these orders begin must not be let go for what was before
         self._desk.submit(orders)
-        self._shows_life()
 
     def take_finished(self) -> Finished:
         """Return what has ended since the last call; also after the engine was closed.
