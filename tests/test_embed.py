@@ -572,3 +572,19 @@ def test_arguments_are_refused_by_name(kind: type[EngineThread] | type[EnginePum
         for what in ("none", "1.5", "object", "function"):
             with pytest.raises(LocalProtocolError, match="give a list of orders"):
                 engine.submit(cast(Any, HOSTILE[what]))
+
+
+def test_a_worker_that_stands_still_lets_go_of_what_it_only_announced() -> None:
+    pair = Pair("thread").start()
+    try:
+        lease = LeaseConfig(lease_s=2.0, grant_s=0.5)
+        group = PrefillGroup("prefill", [pair.prefill.way.engine.endpoint], lease=lease)
+        params = group.make_params("p", [(0, [3])], 16, written=True)
+        pair.prefill.submit(Lend(params=params))
+        pair.decode.submit(Announce(request_id="d", params=params, wait_s=3600.0))
+        until(lambda: pair.prefill.take().sent, pair.prefill.way)  # nothing is taken of the decode engine
+        pair.decode.submit(pull("d", [5], params))
+        until(lambda: pair.decode.take().failed, pair.decode.way)
+        assert pair.decode.told.failed[0].error.reason == "standstill"  # type: ignore[attr-defined]
+    finally:
+        pair.close()

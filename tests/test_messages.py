@@ -356,7 +356,7 @@ def test_a_peer_refuses_only_for_what_is_a_peers_to_say(reason: Reason) -> None:
     own = {Reason.COMPLETE, Reason.CANCELLED, Reason.TIMEOUT, Reason.NOT_LENT_YET, Reason.GEOMETRY, Reason.UNPLANNABLE}
     own |= {Reason.DISCHARGED}
     own |= {Reason.REMOTE_TOO_SHORT, Reason.UNREACHABLE, Reason.PEER_LOST, Reason.READ_FAILED, Reason.LEASE_LOST}
-    own |= {Reason.QUEUE_FULL, Reason.PROTOCOL, Reason.WRONG_TARGET, Reason.RELEASED}
+    own |= {Reason.STANDSTILL, Reason.QUEUE_FULL, Reason.PROTOCOL, Reason.WRONG_TARGET, Reason.RELEASED}
     assert (pull.failure is None) is (reason in own)
     assert decode.core.outbox.counters["dropped.malformed"] == (reason in own) + (reason not in welcomes)
     world.lend(prefill, pull.params)

@@ -13,7 +13,7 @@ from asynckv.config import EngineConfig, PullConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.pull import Pull
 from asynckv.core.source import RemoteRank, Role, Source
-from asynckv.core.types import Address, PullId, Reason
+from asynckv.core.types import Address, Params, PullId, Reason
 from asynckv.observe.log import configure
 from tests.engines import Bench
 from tests.world import Rank, World, make_layout
@@ -200,3 +200,53 @@ def test_while_one_rank_is_read_another_that_has_not_lent_is_named_beside_it() -
             world.complete(decode, transfer)
     waits = pull.waits(world.time(decode))
     assert waits.startswith("still reading from prefill/tp0@p0-0 (world://p0), and not lent yet by prefill/tp1@p1-1 (")
+
+
+def _announced(world: World, decode: Rank, params: Params) -> Pull:
+    pull = decode.core.announce("d", params, "", 3600.0, world.time(decode))
+    world.settle(decode)
+    world.run()
+    return pull
+
+
+def test_what_is_only_announced_is_let_go_within_a_lease_when_its_embedder_stands_still() -> None:
+    world, prefill, decode = two()
+    params = world.params([prefill], "r", [3], 4, written=True)
+    lease = world.lend(prefill, params)
+    pull = _announced(world, decode, params)
+    decode.core.decode.alive_at = world.time(decode)
+    for _ in range(30):
+        world.run(1.0)
+    assert pull.reason is Reason.STANDSTILL
+    assert "call take_finished" in pull.detail
+    assert lease.is_over
+    again = world.pull(decode, "d", [9], params)
+    world.run()
+    assert (again.reason, again.detail) == (Reason.STANDSTILL, pull.detail)
+    assert again.is_over
+
+
+def test_what_is_announced_is_renewed_while_its_embedder_lives() -> None:
+    world, prefill, decode = two()
+    params = world.params([prefill], "r", [3], 4, written=True)
+    lease = world.lend(prefill, params)
+    pull = _announced(world, decode, params)
+    for _ in range(120):
+        decode.core.decode.alive_at = world.time(decode)
+        world.run(1.0)
+    assert (pull.reason, lease.is_over) == (None, False)
+
+
+def test_what_is_being_read_is_renewed_however_long_its_embedder_stands_still() -> None:
+    world, prefill, decode = two()
+    params = world.params([prefill], "r", [3], 4, written=True)
+    lease = world.lend(prefill, params)
+    pull = world.pull(decode, "d", [9], params, timeout=600.0)
+    world.deliver_all()
+    decode.core.decode.alive_at = world.time(decode)
+    for _ in range(120):
+        world.deliver_all()
+        world.advance(1.0)
+    assert (pull.reason, lease.is_over) == (None, False)
+    world.run()
+    assert pull.reason is Reason.COMPLETE

@@ -12,6 +12,7 @@ cover what we hold, all ranks that we answer for are met, and may be missing.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import assert_never
@@ -40,7 +41,7 @@ from asynckv.core.pull import DO, Effect, Pull, PullState
 from asynckv.core.routes import Ready, Routes
 from asynckv.core.source import RELEASE, ROLE, Source
 from asynckv.core.timers import Timers
-from asynckv.core.types import Address, Cohort, PullId, Reason, RequestId, TransferId, members
+from asynckv.core.types import Address, Cohort, Key, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.watch import Watch
 from asynckv.core.wire import (
     RELEASE_NONCE,
@@ -64,6 +65,9 @@ from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
 __all__ = ["DecodeSide"]
 
 S, P = members(PeerState), members(PullState)
+
+MAX_ABANDONED = 1024
+"""Requests of which it is remembered that they were let go during a standstill; the oldest is forgotten."""
 
 
 @dataclass(slots=True)
@@ -104,6 +108,10 @@ class DecodeSide:
         """Those of them whose blocks are to be filled."""
         self.transfers: dict[TransferId, _Transfer] = {}
         self.admission = Admission(config.total_requests, config.window_requests)
+        self.alive_at = math.inf
+        """When the embedder showed life last; infinite where the loop that runs this is its own."""
+        self.abandoned: dict[Key, str] = {}
+        """Requests that were let go because the embedder stood still, and what is told of them."""
         self.posting = Posting(config.total_bytes, config.total_descriptors)
         self.routes = Routes(layout, self._tables_made)
         self.peers = Peers(layout, cohort, config, outbox, timers, nonces, self.routes)
@@ -131,6 +139,8 @@ class DecodeSide:
             now: The time.
         """
         ready = pull.route.ready.get(lists.wanted)
+        if pull.params.key in self.abandoned:
+            ready = None
         if ready is not None and ready.num_changes == self.peers.num_changes and not lists.is_empty:
             self._begin_at_once(pull, lists, blocks, deadline, ready, now)
             return
@@ -172,6 +182,8 @@ class DecodeSide:
         # All are attached first: `_tell` takes a rank without a peer for gone, and meeting one may end the pull.
         for source in pull.sources:
             self._attach(pull, source, now)
+        if pull.params.key in self.abandoned and not pull.is_hit:
+            self.fail(pull, Reason.STANDSTILL, self.abandoned[pull.params.key], now)
         for source in pull.sources:
             if source.role is ROLE.READ and pull.failure is None:
                 self._meet(pull, source, now)
@@ -384,6 +396,8 @@ class DecodeSide:
 
     def tick_pull(self, pull: Pull, now: float) -> None:
         """Let time pass for a pull."""
+        if self.alive_at < now and pull.is_abandoned(now - self.alive_at):
+            self._abandon(pull, now)
         was_retired, num_gone = pull.is_retired, len(pull.unanswered)
         effects = pull.tick(now)
         if silent := pull.unanswered[num_gone:]:
@@ -551,6 +565,17 @@ class DecodeSide:
             if source.tables.is_full:
                 source.tables.evict(set())  # a plan holds the tables that it reads with
         return plans
+
+    def _abandon(self, pull: Pull, now: float) -> None:
+        """Let go of a pull that nothing was read of, because its embedder stands still: others may need the blocks."""
+        text = (
+            f"the embedder took no results and gave no orders for {now - self.alive_at:.0f} s, so the request was let "
+            f"go; compute it or prefill it anew, and call take_finished in every step"
+        )
+        self.abandoned[pull.params.key] = text
+        if len(self.abandoned) > MAX_ABANDONED:
+            del self.abandoned[next(iter(self.abandoned))]
+        self.fail(pull, Reason.STANDSTILL, text, now)
 
     def _tell(self, pull: Pull, now: float) -> None:
         """Hand a pull's outcome over."""

@@ -402,6 +402,16 @@ class Pull:
         held = not self.is_retired and self.begun_at < math.inf and self.holds_blocks
         return self.published_at + self.limits.held_s if held else math.inf
 
+    def is_abandoned(self, silent_s: float) -> bool:
+        """Whoever asked for it has shown no life for about a lease, and nothing of it was read: it is renewed no more.
+
+        Args:
+            silent_s: How long its embedder has shown no life.
+        """
+        # One renewal early, because what is noticed at the next would outlast the lease.
+        patience_s = max(self.params.lease_s - self.params.renew_s, self.params.lease_s / 2)
+        return silent_s >= patience_s and self.state in _UNREAD and not self.num_posted and self.failure is None
+
     @property
     def since(self) -> float:
         """Since when it has been in this state."""
@@ -669,6 +679,8 @@ class Pull:
         match self.reason:
             case Reason.COMPLETE | Reason.DISCHARGED:
                 return Outcome.COMPLETE
+            case Reason.STANDSTILL:
+                return Outcome.FAILED  # else the lease would stand for a reader that does not come
             case reason if not self.is_last or reason in self.retryable:
                 return Outcome.RETRY
             case reason if self.is_announced and reason not in (Reason.CANCELLED, Reason.TIMEOUT):
@@ -851,6 +863,7 @@ class Pull:
         return ", ".join(source.where for source in self.sources if chosen(source)) or nobody
 
 
+_UNREAD = (S.ANNOUNCED, S.CONNECTING, S.QUEUED)
 _CLAIMS = (S.ANNOUNCED, S.CONNECTING, S.QUEUED, S.READING)
 
 

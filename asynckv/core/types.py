@@ -207,6 +207,8 @@ class Reason(enum.StrEnum):
     LEASE_LOST = "lease_lost"
     ENGINE_CLOSED = "engine_closed"
     QUEUE_FULL = "queue_full"
+    STANDSTILL = "standstill"
+    """The embedder took nothing for about a lease, and nothing of the request was being read."""
     # a refused claim, renewal or release
     UNKNOWN = "unknown_key"
     CONSUMED = "consumed"

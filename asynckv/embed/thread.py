@@ -19,6 +19,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import dataclasses
+import math
 import os
 import select
 import sys
@@ -225,10 +226,15 @@ class EngineThread:
         if self._is_closing or self._snapshot is None:
             self._tell_cause()
             raise EngineClosed(f"the engine takes no orders: {self._cause}")
+        self._shows_life()  # first: what these orders begin must not be let go for what was before
         self._desk.submit(orders)
 
     def take_finished(self) -> Finished:
         """Return what has ended since the last call; also after the engine was closed.
+
+        Call it in every step, or as soon as `wait` or `fileno` say that there is news. Where neither this nor `submit`
+        was called for about a lease, requests of which nothing was read are let go (`standstill`), for their blocks
+        are another engine's, and others need them.
 
         Raises:
             BaseException: What ended the loop; it is raised once. From then on `EngineClosed`, if there is nothing left
@@ -239,6 +245,7 @@ class EngineThread:
         if self._news_bell is not None:
             self._news_bell.silence()
         finished = self._desk.take_finished()
+        self._shows_life()
         if self._has_crashed and self._is_over and not finished:
             raise EngineClosed(f"the engine's thread has ended: {self._cause}")
         return finished
@@ -343,6 +350,12 @@ class EngineThread:
         if not self._is_rung:
             self._is_rung = True
             self._bell.ring()
+
+    def _shows_life(self) -> None:
+        """Whoever embeds this is alive; one that sleeps until there is news shows it again when news has come."""
+        if self._started.done() and not self._is_over:
+            driver = self.engine._driver
+            driver.core.decode.alive_at = driver.clock.now() if self._news_bell is None else math.inf
 
     def _ask_to_end(self, timeout_s: float = CLOSE_S - LAST_S) -> None:
         if (loop := self._loop) is not None:
@@ -515,6 +528,9 @@ class EngineThread:
     def _on_news(self) -> None:
         if self._news_bell is not None:
             self._news_bell.ring()
+            driver = self.engine._driver
+            if self._started.done() and driver.core.decode.alive_at == math.inf:
+                driver.core.decode.alive_at = driver.clock.now()
 
     def _take_snapshot(self) -> None:
         desk, statistics = self._desk, self.engine.statistics()

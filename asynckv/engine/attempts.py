@@ -52,6 +52,7 @@ ERRORS: Mapping[Reason, type[PullError]] = {
     Reason.ENGINE_CLOSED: PeerUnreachable,
     Reason.TIMEOUT: PullTimeout,
     Reason.NOT_LENT_YET: NotLentYet,
+    Reason.STANDSTILL: PullTimeout,
     Reason.GEOMETRY: GeometryRefused,
     Reason.UNPLANNABLE: PlanRefused,
     Reason.REMOTE_TOO_SHORT: RemoteTooShort,
