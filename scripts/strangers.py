@@ -85,7 +85,7 @@ class Proxy:
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
-        for _ in range(5):  # what was accepted last has a task of its own some turns later
+        for _turn in range(5):  # what was accepted last has a task of its own some turns later
             await asyncio.sleep(0)
         for task in self._tasks:
             task.cancel()
