@@ -7,7 +7,7 @@ vLLM's tests of remote prefill and decode drive its real scheduler with `NixlCon
 - `create_scheduler` tells the scheduler's half where its workers are, as EngineCore does once they have registered
   their memory. One real worker's half, with real memory and a real engine, stands for all of them.
 - `create_request(do_remote_prefill=True)` makes params up, which NixlConnector believes until it reads. Here they are
-  what a prefill scheduler with the same connector says at the end of a prompt of that length.
+  what a prefill scheduler with the same connector says at the end of the same prompt.
 
 `ASYNCKV_SWAP` is JSON: `{"name": ..., "module": ..., "inside": true to put it into MultiConnector}`.
 """
@@ -85,11 +85,11 @@ class Swap:
     def create_request(self, *args: Any, **fields: Any) -> Any:
         request = self.request_of(*args, **fields)
         if fields.get("do_remote_prefill") and self.is_ours:
-            request.kv_transfer_params = self.prefilled(request.num_prompt_tokens, fields.get("block_size", 16))
+            request.kv_transfer_params = self.prefilled(request.prompt_token_ids, fields.get("block_size", 16))
         return request
 
-    def prefilled(self, num_tokens: int, block_size: int) -> dict[str, Any]:
-        """What a prefill engine hands out at the end of a prompt, as a client sees it."""
+    def prefilled(self, tokens: list[int], block_size: int) -> dict[str, Any]:
+        """What a prefill engine hands out at the end of this very prompt, as a client sees it."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         last, groups = self.last, None
@@ -108,8 +108,10 @@ class Swap:
         self.last = last
         self.prompts += 1
         request = self.request_of(
-            request_id=10**6 + self.prompts, num_tokens=num_tokens, block_size=block_size, do_remote_decode=True
+            request_id=10**6 + self.prompts, num_tokens=len(tokens), block_size=block_size, do_remote_decode=True
         )
+        request.prompt_token_ids = list(tokens)
+        request._all_token_ids[:] = tokens
         scheduler.add_request(request)
         name = request.request_id
         for _ in range(MOST_STEPS):
@@ -121,7 +123,7 @@ class Swap:
                 params: dict[str, Any] = json.loads(json.dumps(said[0].outputs[0].kv_transfer_params))
                 assert params["do_remote_prefill"], params
                 return params
-        raise AssertionError(f"a prompt of {num_tokens} tokens took more than {MOST_STEPS} steps")
+        raise AssertionError(f"a prompt of {len(tokens)} tokens took more than {MOST_STEPS} steps")
 
     def count_blocks(self, scheduler: Any) -> None:
         """Have params answer `remote_block_ids`, by which two tests count the blocks that are lent."""
