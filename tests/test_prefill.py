@@ -11,15 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig
-from asynckv.core.lease import MAX_ATTEMPTS, MAX_HISTORY, Lent
+from asynckv.core.lease import MAX_ATTEMPTS, MAX_HISTORY, Lease, LeaseState, Lent, Reader
 from asynckv.core.ledger import FEW
 from asynckv.core.outbox import ReaderRefused
 from asynckv.core.prefill import _blocks_of
 from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Params, Reason, ReplyTo, RequestId
 from asynckv.core.wire import (
+    MAJOR,
+    MINOR,
     Ack,
     Claim,
     Granted,
+    Hello,
     Message,
     NotYet,
     Ping,
@@ -54,6 +57,127 @@ def say(rank: Rank, message: Claim | Renew | Release, now: float, reply_to: Repl
     """Say something to a rank, and return all that it answers."""
     rank.core.prefill.receive(message, reply_to, "process", now)
     return [m for _, data in rank.core.outbox.take_packets() for m in decode_packet(data).messages]
+
+
+# -- readers that are gone -----------------------------------------------------------------------------
+
+
+def claimed_by(world: World, name: str, prefill: Rank, params: Params) -> Rank:
+    """A start of the decode rank's process, which has claimed."""
+    reader = world.add(name, make_layout(), engine_id="decode")
+    reader.core.announce(f"by {name}", params, "", 600.0, world.time(reader))
+    world.settle(reader)
+    world.run()
+    return reader
+
+
+def ended_after(world: World, lease: Lease) -> float:
+    """How long a lease goes on from now if its reader is silent."""
+    began = world.now
+    while not lease.is_over:
+        world.advance(0.5)
+        world.letters.clear()
+    return world.now - began
+
+
+LONG = LeaseConfig(lease_s=30.0, grant_s=4.0)
+
+
+@pytest.mark.parametrize("grants", [1, 3])
+def test_a_lease_of_a_killed_reader_ends_with_its_last_grant(grants: int) -> None:
+    world, prefill = prefill_rank(LONG)
+    params = world.params([prefill], "r", [3], 4)
+    lease = world.lend(prefill, params)
+    reader = claimed_by(world, "d", prefill, params)
+    for _ in range(grants):  # renewed a few times
+        world.advance(1.5)
+        world.run()
+    (grant,) = lease.grants.values()
+    runs_s = grant.until - world.time(prefill)
+    del world.ranks["d"], world.ports[reader.route]  # its connection ends
+    assert runs_s <= ended_after(world, lease) <= runs_s + 1.5
+    assert (lease.state, lease.gone) == (LeaseState.EXPIRED, {Reader("decode", 0)})
+    assert len(prefill.core.ledger) == 0
+    assert prefill.core.outbox.counters["leases.expired"] == 1
+
+
+def test_a_lease_of_a_stopped_reader_lasts_for_its_whole_time() -> None:
+    """Its connection stands, so it may go on; it was sent pings, to find that out."""
+    world, prefill = prefill_rank(LONG)
+    params = world.params([prefill], "r", [3], 4)
+    lease = world.lend(prefill, params)
+    reader = claimed_by(world, "d", prefill, params)
+    del world.ranks["d"]
+    assert ended_after(world, lease) == pytest.approx(30.0, abs=0.5)
+    assert not lease.gone
+    assert 4 <= prefill.core.outbox.counters["sent.ping"] <= 7
+    assert world.ports[reader.route] is reader
+
+
+def test_a_later_start_of_a_reader_says_that_the_one_before_is_gone() -> None:
+    """Also if the host was lost, and nothing ended its connection. Its grant is kept all the same."""
+    world, prefill = prefill_rank(LONG)
+    params, other = (world.params([prefill], name, [block], 4) for name, block in (("r", 3), ("other", 4)))
+    lease = world.lend(prefill, params)
+    claimed_by(world, "d", prefill, params)
+    del world.ranks["d"]
+    world.advance(1.0)
+    again = claimed_by(world, "again", prefill, other)
+    assert lease.grants
+    assert again.core.identity.incarnation != "d"
+    assert 2.0 <= ended_after(world, lease) <= 4.5
+    assert (lease.state, lease.gone) == (LeaseState.EXPIRED, {Reader("decode", 0)})
+
+
+def test_a_process_start_is_replaced_by_a_later_one_of_the_same_rank_with_the_same_key() -> None:
+    _, rank = prefill_rank(LONG)
+    readers = rank.core.readers
+    hello = Hello(1, MAJOR, MINOR, "prefill", 0, READER)
+    others = (
+        (msgspec.structs.replace(hello, reader=Cohort("decode", 2, 1)), "key:a"),
+        (msgspec.structs.replace(hello, reader=Cohort("decode", 1, 0, 2, 1)), "key:a"),
+        (msgspec.structs.replace(hello, reader=Cohort("another")), "key:a"),
+        (hello, "key:b"),
+    )
+    assert not readers.is_replaced("start 1")  # never met
+    readers.greet(hello, ONE, "start 1", "key:a", "", False)
+    for i, (said, key) in enumerate(others):
+        readers.greet(said, OTHER, f"other {i}", key, "", False)
+        assert not readers.is_replaced("start 1")
+    readers.greet(hello, OTHER, "start 2", "key:a", "", False)
+    assert [readers.is_replaced(f"start {n}") for n in (1, 2)] == [True, False]
+    readers.greet(hello, ONE, "start 1", "key:a", "", False)  # it lives after all
+    assert [readers.is_replaced(f"start {n}") for n in (1, 2)] == [False, True]
+
+
+def test_what_is_remembered_of_process_starts_and_connections_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asynckv.core.readers.MAX_READERS", 3)
+    monkeypatch.setattr("asynckv.core.prefill.MAX_UNREACHABLE", 3)
+    _, rank = prefill_rank(LONG)
+    readers, prefill = rank.core.readers, rank.core.prefill
+    for n in range(9):
+        readers.greet(Hello(1, MAJOR, MINOR, "prefill", 0, Cohort(f"d{n // 2}")), ONE, f"start {n}", "", "", False)
+        prefill.unreachable(ReplyTo(b"%d" % n))
+    assert len(readers._met) == len(prefill._unreachable) == 3
+    assert len(readers._newest) == 2
+    assert readers.is_replaced("start 6")
+    assert not readers.is_replaced("start 0")  # forgotten
+
+
+def test_a_connection_from_which_something_comes_is_not_one_that_has_ended() -> None:
+    """A queue was full: its peer was slow, and is there."""
+    world, rank = prefill_rank(LONG)
+    params = world.params([rank], "r", [3], 4)
+    lease = world.lend(rank, params)
+    say(rank, claim(params), 0.0)
+    rank.core.prefill.unreachable(ONE)
+    say(rank, Renew(params.key, "pull", 2, 600.0), 1.0)
+    rank.core.tick(5.0)
+    rank.core.tick(6.5)
+    assert not lease.is_over
+    rank.core.prefill.unreachable(ONE)
+    rank.core.tick(9.0)
+    assert lease.is_over
 
 
 # -- grants --------------------------------------------------------------------------------------------

@@ -14,25 +14,29 @@ is answered by the first of these that holds for its key:
 
 A lease says what a transition brings about (`Effects`); here that is done: the answer goes to the outbox, a grant to a
 sampled lease and an end become commands, the blocks of what has ended leave the ledger, the timers are set.
+
+A reader that was killed renews no more. Once its last grant has run out it is *gone* if its connection has ended, or if
+a later start of its process has shaken hands. The rank cannot ask a connection whether it has ended; it sends a `Ping`,
+and whoever sends packets says that one could not be sent (`unreachable`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
 
 import numpy as np
 from msgspec import Struct
 
 from asynckv.config import LeaseConfig
-from asynckv.core.lease import WHAT, Effects, Lease, LeaseState, Lent, Refusal
+from asynckv.core.lease import WHAT, Effects, Grant, Lease, LeaseState, Lent, Refusal
 from asynckv.core.ledger import FEW, Ledger
 from asynckv.core.outbox import LeaseEnded, LeaseGranted, Outbox, ReaderRefused, Traced
+from asynckv.core.readers import Readers
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
 from asynckv.core.types import Key, Reason, ReplyTo, rank_name
-from asynckv.core.wire import Ack, Claim, NotYet, Refused, Release, Renew
+from asynckv.core.wire import Ack, Claim, NotYet, Ping, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.blocks import as_columns, check_blocks, check_covers, expanded
 from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
@@ -48,6 +52,9 @@ PARKED_TEXT = 1024
 
 MAX_NAMED = 4
 """Decode engines that are remembered by name of one request that has ended."""
+
+MAX_UNREACHABLE = 65_536
+"""Connections that are remembered as ended. A lease of an older one lasts for its whole time."""
 
 MAX_FORGOTTEN = 1024
 """Releases that were parked for too long, and are remembered for their lease's sake."""
@@ -102,7 +109,7 @@ class PrefillSide:
     """All leases of one rank.
 
     Args:
-        minor_versions: Of the protocol, as spoken by each process start over each connection.
+        readers: Process starts that shook hands.
         memory_epoch: How often the memory was registered anew; params of an older one are refused.
     """
 
@@ -113,7 +120,7 @@ class PrefillSide:
         outbox: Outbox,
         timers: Timers,
         config: LeaseConfig,
-        minor_versions: Mapping[tuple[str, ReplyTo], int],
+        readers: Readers,
         memory_epoch: int,
     ) -> None:
         self.leases: dict[Key, Lease] = {}
@@ -121,7 +128,7 @@ class PrefillSide:
         self.closed_as = ""
         """How the engine takes nothing new, for people; empty while it does. Nothing is parked then."""
         self._layout, self._ledger, self._outbox, self._timers = layout, ledger, outbox, timers
-        self._config, self._minor_versions = config, minor_versions
+        self._config, self._readers = config, readers
         self.max_ended = MAX_ENDED
         self._parked: dict[Key, dict[ParkingPlace, ParkedMessage]] = {}
         self._parked_order: deque[tuple[float, Key, ParkingPlace]] = deque()
@@ -133,6 +140,8 @@ class PrefillSide:
         self._forgotten: OrderedDict[Key, Refusal] = OrderedDict()
         """Releases that came so early that they were given up: if the request is lent after all, that is why it
         expires."""
+        self._unreachable: OrderedDict[ReplyTo, None] = OrderedDict()
+        """Connections to which a packet could not be sent, and from which none has come since."""
         self.spent = SpentKeys()
 
     @property
@@ -232,12 +241,14 @@ class PrefillSide:
 
         `proven` is the key that this connection proved; it is empty without keys.
         """
+        if self._unreachable:
+            self._unreachable.pop(reply_to, None)
         lease = self.leases.get(message.key)
         if lease is None:
             self._answer_for_nothing_lent(message, reply_to, sender, now, proven)
             return
         noted = len(lease.history)
-        effects = lease.receive(message, sender, now, proven)
+        effects = lease.receive(message, sender, now, proven, reply_to)
         answer = effects.answer
         assert answer is not None
         if type(answer) is Refused:
@@ -252,8 +263,21 @@ class PrefillSide:
         """Let time pass for a lease; True if it has been held for so long that it is worth a word."""
         noted = len(lease.history)
         effects = lease.tick(now)
+        is_overdue = effects.is_overdue
+        strays = lease.strays() if not effects.has_ended else []
+        if gone := [stray.reader for stray in strays if self._is_gone(stray)]:
+            effects = lease.lose(gone, now)
+        for stray in strays:
+            if stray.reader not in gone:
+                self._outbox.send(stray.reply_to, stray.sender, Ping(0))
         self._follow(lease, effects, noted)
-        return effects.is_overdue
+        return is_overdue
+
+    def unreachable(self, reply_to: ReplyTo) -> None:
+        """Take note that a packet could not be sent: the connection has ended, or its peer takes nothing any more."""
+        self._unreachable[reply_to] = None
+        if len(self._unreachable) > MAX_UNREACHABLE:
+            self._unreachable.popitem(last=False)
 
     def tick(self, now: float) -> None:
         """Forget what was parked for too long."""
@@ -290,6 +314,9 @@ class PrefillSide:
             outbox.commands.append(LeaseEnded(lease))
         elif effects.wake_at < lease.scheduled_at:
             self._timers.wake(lease, effects.wake_at)
+
+    def _is_gone(self, stray: Grant) -> bool:
+        return stray.reply_to in self._unreachable or self._readers.is_replaced(stray.sender)
 
     def _is_spent(self, key: Key) -> bool:
         return key in self.spent or key in self.leases or key in self._ended
@@ -345,7 +372,7 @@ class PrefillSide:
         self._outbox.counters[f"refused.{reason}"] += 1
         if reason is Reason.ENGINE_CLOSED:
             detail = f"the engine is {self.closed_as}"
-        if reason is Reason.WITHDRAWN and self._minor_versions.get((sender, reply_to), 0) < 2:
+        if reason is Reason.WITHDRAWN and self._readers.minor_versions.get((sender, reply_to), 0) < 2:
             reason, detail = Reason.UNKNOWN, "the request was withdrawn"  # it does not know that reason
         self._outbox.send(reply_to, sender, Refused(message.key, message.pull_id, message.nonce, reason, detail))
 

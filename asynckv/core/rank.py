@@ -96,9 +96,8 @@ class RankCore:
         self.cohort = Cohort(identity.engine_id, layout.tp_size, layout.tp_rank, layout.pp_size, layout.pp_stage)
         self.nonces: Iterator[int] = itertools.count(identity.first_nonce)
         self.readers = Readers(identity, self.outbox)
-        spoken = self.readers.minor_versions
         self.prefill = PrefillSide(
-            layout, self.ledger, self.outbox, self.timers, config.lease, spoken, identity.memory_epoch
+            layout, self.ledger, self.outbox, self.timers, config.lease, self.readers, identity.memory_epoch
         )
         self.watch = Watch(self.outbox)
         self.decode = DecodeSide(
@@ -528,7 +527,9 @@ class RankCore:
                 self.prefill.receive(message, route, source, now, proven)
             case Hello():
                 if self._hellos.take(route, now):
-                    self.readers.greet(message, route, source, self.prefill.closed_as, bool(self.prefill.leases))
+                    self.readers.greet(
+                        message, route, source, proven, self.prefill.closed_as, bool(self.prefill.leases)
+                    )
                 else:
                     self.outbox.counters["dropped.too_many_hellos"] += 1
             case Ping():
