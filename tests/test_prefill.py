@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -41,6 +42,8 @@ from tests.world import Rank, World, make_layout
 
 READER = Cohort("decode")
 ONE, OTHER = ReplyTo(b"one"), ReplyTo(b"other")
+
+numbers = itertools.count()
 
 
 def prefill_rank(config: LeaseConfig) -> tuple[World, Rank]:
@@ -178,6 +181,96 @@ def test_a_connection_from_which_something_comes_is_not_one_that_has_ended() -> 
     rank.core.prefill.unreachable(ONE)
     rank.core.tick(9.0)
     assert lease.is_over
+
+
+# -- no room ---------------------------------------------------------------------------------------------
+
+
+def lent_to(world: World, prefill: Rank, engine: str, number: int, claims: bool = True) -> list[Lease]:
+    """Lend requests of a block each, which a decode engine has claimed, or nobody."""
+    leases = []
+    for _ in range(number):
+        block = next(numbers)
+        params = world.params([prefill], f"{engine}-{block}", [block % 12], 4)
+        leases.append(world.lend(prefill, params))
+        if claims:
+            digest = blocks_digest(params.groups, params.num_tokens, params.written)
+            message = Claim(params.key, params.request_id, Cohort(engine), f"pull-{block}", 1, digest, 600.0)
+            prefill.core.prefill.receive(message, ReplyTo(engine.encode()), engine, world.time(prefill))
+    return leases
+
+
+def renewed(prefill: Rank, leases: list[Lease], now: float) -> None:
+    for lease in leases:
+        for grant in list(lease.grants.values()):
+            prefill.core.prefill.receive(
+                Renew(lease.lent.key, grant.pull_id, 2, 600.0), grant.reply_to, grant.sender, now
+            )
+
+
+def states(leases: list[Lease]) -> str:
+    return "".join(lease.state.value[0] for lease in leases)
+
+
+def test_room_is_made_by_the_reader_engine_that_holds_most_and_its_oldest_request_goes_first() -> None:
+    world, prefill = prefill_rank(LONG)
+    slow, quick = lent_to(world, prefill, "slow", 6), lent_to(world, prefill, "quick", 2)
+    assert prefill.core.prefill.reclaim(3, 3.9) == ()  # each is kept for one grant
+    renewed(prefill, slow + quick, 3.9)
+    assert prefill.core.prefill.reclaim(0, 4.0) == ()
+    assert prefill.core.prefill.reclaim(1, 4.0) == (slow[0],)
+    assert (states(slow), states(quick), slow[0].revoked_by) == ("elllll", "ll", "no_room")
+    assert prefill.core.prefill.reclaim(1, 4.1) == (), "that one's block has not returned, and is on its way"
+    assert prefill.core.prefill.reclaim(100, 4.1) == (slow[1], slow[2]), "3.5 blocks of 7 are its share"
+    assert states(slow) == "eeelll"
+    assert slow[0].grants, "a promise is kept"
+    prefill.core.tick(8.0)
+    assert (states(slow), len(prefill.core.ledger)) == ("rrrlll", 5)
+
+
+def test_the_only_reader_engine_keeps_all_and_so_does_one_among_equals() -> None:
+    world, prefill = prefill_rank(LONG)
+    leases = lent_to(world, prefill, "only", 6)
+    assert prefill.core.prefill.reclaim(6, 5.0) == ()
+    leases += lent_to(world, prefill, "other", 6)
+    assert prefill.core.prefill.reclaim(6, 20.0) == ()
+    assert states(leases) == "l" * 12
+
+
+def test_a_reader_engine_that_has_read_lately_has_a_share_though_it_holds_nothing() -> None:
+    """It is the one that waits: there was no room to prefill its prompts."""
+    world, prefill = prefill_rank(LONG)
+    (read,), slow = lent_to(world, prefill, "quick", 1), lent_to(world, prefill, "slow", 4)
+    cohort, (pull,) = Cohort("quick"), read.grants
+    release = Release(read.lent.key, read.lent.request_id, cohort, pull, Outcome.COMPLETE)
+    prefill.core.prefill.receive(release, ReplyTo(b"quick"), "quick", 1.0)
+    assert read.is_over
+    assert prefill.core.prefill.reclaim(4, 30.9) == tuple(slow[:2])
+    world, prefill = prefill_rank(LONG)
+    (read,), slow = lent_to(world, prefill, "quick", 1), lent_to(world, prefill, "slow", 4)
+    (pull,) = read.grants
+    release = Release(read.lent.key, read.lent.request_id, cohort, pull, Outcome.COMPLETE)
+    prefill.core.prefill.receive(release, ReplyTo(b"quick"), "quick", 1.0)
+    assert prefill.core.prefill.reclaim(4, 31.0) == (), "that was long ago"
+
+
+def test_requests_that_nobody_has_claimed_are_those_of_one_more() -> None:
+    world, prefill = prefill_rank(LONG)
+    nobody = lent_to(world, prefill, "", 6, claims=False)
+    assert prefill.core.prefill.reclaim(6, 5.0) == (), "whose they are is not known, and nobody else is"
+    for engine in ("one", "other"):
+        lent_to(world, prefill, engine, 1)
+    assert prefill.core.prefill.reclaim(6, 5.0) == (nobody[0], nobody[1])
+    assert states(nobody) == "rrllll", "nothing was promised"
+
+
+def test_reader_engines_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asynckv.core.prefill.MAX_ENGINES", 2)
+    world, prefill = prefill_rank(LONG)
+    for engine in "abcd":
+        lent_to(world, prefill, engine, 1)
+    prefill.core.tick(600.0)
+    assert list(prefill.core.prefill._read_at) == ["c", "d"]
 
 
 # -- grants --------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ and whoever sends packets says that one could not be sent (`unreachable`).
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 
 import numpy as np
 from msgspec import Struct
@@ -55,6 +55,9 @@ MAX_NAMED = 4
 
 MAX_UNREACHABLE = 65_536
 """Connections that are remembered as ended. A lease of an older one lasts for its whole time."""
+
+MAX_ENGINES = 1024
+"""Reader engines whose last request is remembered."""
 
 MAX_FORGOTTEN = 1024
 """Releases that were parked for too long, and are remembered for their lease's sake."""
@@ -142,6 +145,8 @@ class PrefillSide:
         expires."""
         self._unreachable: OrderedDict[ReplyTo, None] = OrderedDict()
         """Connections to which a packet could not be sent, and from which none has come since."""
+        self._read_at: OrderedDict[str, float] = OrderedDict()
+        """When a request of each reader engine ended last."""
         self.spent = SpentKeys()
 
     @property
@@ -220,6 +225,38 @@ class PrefillSide:
         if not lease.is_over:
             noted = len(lease.history)
             self._follow(lease, lease.revoke(now, by), noted)
+
+    def reclaim(self, num_blocks: int, now: float) -> tuple[Lease, ...]:
+        """Revoke requests until so many blocks are to return: the oldest of the reader engine that holds most, first.
+
+        A request is kept for the length of one grant, and each reader engine keeps an equal share of what is lent. So
+        a reader engine that nobody else waits behind loses nothing, and neither does one that reads in time. Requests
+        that no reader has claimed count as those of one engine more. Grants are kept, so blocks return later than this.
+        """
+        held: defaultdict[str, list[tuple[Lease, int]]] = defaultdict(list)
+        for key, lease in self.leases.items():
+            holding = self._ledger.get(key.token)
+            size = sum(map(len, holding.blocks.values())) if holding is not None else 0
+            if lease.state is LeaseState.LENT:
+                held[next(iter(lease.cohorts), "")].append((lease, size))
+            else:
+                num_blocks -= size
+        sizes = Counter({engine: sum(size for _, size in leases) for engine, leases in held.items()})
+        recent = {engine for engine, at in self._read_at.items() if now - at < self._config.lease_s}
+        share, revoked = sizes.total() / max(len((recent | held.keys()) - {""}), 1), []
+        while num_blocks > 0 and sizes:
+            engine, most = sizes.most_common(1)[0]
+            if most <= share:
+                break
+            lease, size = held[engine].pop(0)
+            if now - lease.lent_at < lease.lent.grant_s:
+                del sizes[engine]  # all others of it are newer
+                continue
+            sizes[engine] -= size
+            num_blocks -= size
+            revoked.append(lease)
+            self.revoke(lease, now, "no_room")
+        return tuple(revoked)
 
     def shut(self, how: str) -> None:
         """Lend nothing any more: who waits for a request that was not lent is told so."""
@@ -310,6 +347,10 @@ class PrefillSide:
             self._ledger.drop(key.token)
             cohorts = tuple(lease.cohorts)[:MAX_NAMED]
             self._remember(key, Ended(_ENDED_AS[lease.state], lease.lent.readers, cohorts))
+            for cohort in cohorts:
+                self._read_at[cohort] = lease.since
+                if len(self._read_at) > MAX_ENGINES:
+                    self._read_at.popitem(last=False)
             outbox.counters[f"leases.{lease.state}"] += 1
             outbox.commands.append(LeaseEnded(lease))
         elif effects.wake_at < lease.scheduled_at:

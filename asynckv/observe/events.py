@@ -382,8 +382,8 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
             maybe(
                 TEXT,
                 "revoked_by",
-                "Who revoked it: `caller` (`LentRequest.revoke`), `withdraw`, or how the engine ended: `closed`, "
-                "`suspended`. That is no leak.",
+                "Who revoked it: `caller` (`LentRequest.revoke`), `withdraw`, `no_room` (`Engine.reclaim`), or how the "
+                "engine ended: `closed`, `suspended`. That is no leak.",
             ),
             maybe(SECONDS, "late_s", "How late the expiry was noticed, because the event loop was away."),
             maybe(LIST, "history", HISTORY),
