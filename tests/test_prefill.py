@@ -115,6 +115,9 @@ def test_a_lease_of_a_stopped_reader_lasts_for_its_whole_time() -> None:
     assert not lease.gone
     assert 4 <= prefill.core.outbox.counters["sent.ping"] <= 7
     assert world.ports[reader.route] is reader
+    # Had it gone on, it would have taken that for a sign of life, and for nothing else.
+    reader.core.receive(prefill.address, encode_packet(prefill.core.identity.incarnation, "", [Ping(0)]), world.now)
+    assert not reader.core.outbox.counters["dropped.unexpected"]
 
 
 def test_a_later_start_of_a_reader_says_that_the_one_before_is_gone() -> None:
