@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import structlog
@@ -59,20 +62,79 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return Refused(500, "the server failed; its log says how", "internal_error").response()
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What the clients of a server may hold.
+
+    Attributes:
+        idle_s: A connection without a whole request is closed after so long, whether half a header has come or nothing.
+        connections: Connections in all. Each request also has one to an engine, so a third of the descriptors that the
+            process may have is a bound as well.
+        per_host: Connections of one host.
+    """
+
+    idle_s: float = 75.0
+    connections: int = 2048
+    per_host: int = 1536
+
+
+READ_BUFFER, MAX_HEADERS = 65_536, 64
+"""Bytes of a body that wait to be read, and headers, of 8 KiB each, that one connection may have."""
+
+
+class _Guard(asyncio.Protocol):
+    """A new connection: the HTTP server's if there is room, else told so and closed."""
+
+    def __init__(self, server: web.Server, bounds: Bounds) -> None:
+        self._server, self._bounds = server, bounds
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        host, bounds = _host(transport.get_extra_info("peername")), self._bounds
+        hosts = [_host(connection.peername) for connection in self._server.connections]
+        if len(hosts) >= min(bounds.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3):
+            why = f"there are {len(hosts)} connections already"
+        elif hosts.count(host) >= bounds.per_host:
+            why = f"there are {bounds.per_host} connections of {host} already"
+        else:
+            handler = self._server()
+            transport.set_protocol(handler)
+            return handler.connection_made(transport)
+        body = Refused(503, why, "overloaded").body
+        head = "503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Type: application/json"
+        transport.write(f"HTTP/1.1 {head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        transport.close()
+
+
+def _host(peername: Any) -> str:
+    return str(peername[0]) if peername else ""
+
+
 @contextlib.asynccontextmanager
-async def serving(app: web.Application, host: str, port: int, drain_s: float) -> AsyncIterator[str]:
+async def serving(
+    app: web.Application, host: str, port: int, drain_s: float, bounds: Bounds | None = None
+) -> AsyncIterator[str]:
     """Serve an application; the value is its URL. At the end it takes nothing new, and finishes what it has begun."""
+    bounds = bounds or Bounds()
+    # aiohttp closes a connection that has waited so long for a request, whatever part of it has come.
+    bounded: dict[str, Any] = {"keepalive_timeout": bounds.idle_s, "read_bufsize": READ_BUFFER}
     # A client that leaves cancels its handler. At the end aiohttp waits for handlers twice before it cancels them.
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=drain_s / 2, access_log=None)
+    at_end: dict[str, Any] = {"handler_cancellation": True, "shutdown_timeout": drain_s / 2}
+    runner = web.AppRunner(app, access_log=None, max_headers=MAX_HEADERS, **bounded, **at_end)
     await runner.setup()
+    listener: asyncio.Server | None = None
     try:
-        site = web.TCPSite(runner, host, port)
+        http = runner.server
+        assert http is not None
         try:
-            await site.start()
+            listener = await asyncio.get_running_loop().create_server(lambda: _Guard(http, bounds), host, port)
         except OSError as exc:
             raise ConfigError(f"--host {host} --port {port}: {exc.strerror}") from exc
-        yield site.name
+        where = f"[{host}]" if ":" in host else host
+        yield f"http://{where}:{listener.sockets[0].getsockname()[1]}"
     finally:
+        if listener is not None:
+            listener.close()
         await runner.cleanup()
 
 

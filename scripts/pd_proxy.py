@@ -44,7 +44,7 @@ from aiohttp import web
 
 from scripts import command
 from scripts.pd_engines import Engine, EngineFault, Engines, Limits
-from scripts.pd_http import COMPLETIONS, Refused, errors_as_json, log_as_json, serving, until_told
+from scripts.pd_http import COMPLETIONS, Bounds, Refused, errors_as_json, log_as_json, serving, until_told
 from scripts.pd_traces import Trace
 
 OF_GENERATION = {"min_tokens", "min_completion_tokens", "stream_options"}
@@ -87,6 +87,7 @@ class Job:
         self.task, self.limit = asyncio.current_task(), asyncio.timeout_at(ends)
         self.stream: web.StreamResponse | None = None
         self.body: dict[str, Any] = {}
+        self.body_bytes = 0
         self.notes: dict[str, Any] = {}
         self.lender: Engine | None = None
         self.engine: Engine | None = None
@@ -133,6 +134,8 @@ class Router:
         attempts: How often a request is tried.
         max_requests: More at a time are refused.
         max_body_mib: A larger body is refused.
+        max_bodies_mib: What the bodies of all requests under way may hold; a request beyond it is refused.
+        body_s: How long a body may take to arrive.
         drain_s: How long requests may go on when it is stopped.
         warn_s: Who has waited for as long for an engine is named in the log.
         provider: OpenTelemetry's; the one that is set for the process if left out.
@@ -147,6 +150,8 @@ class Router:
         attempts: int = 3,
         max_requests: int = 1024,
         max_body_mib: float = 16.0,
+        max_bodies_mib: float = 1024.0,
+        body_s: float = 60.0,
         drain_s: float = 30.0,
         warn_s: float = 10.0,
         provider: Any = None,
@@ -154,6 +159,7 @@ class Router:
         self._provider = provider
         self._limits, self._drain_s, self._warn_s = limits or Limits(), drain_s, warn_s
         self._attempts, self._max_requests, self._max_body_mib = attempts, max_requests, max_body_mib
+        self._max_bodies_mib, self._body_s, self._body_bytes = max_bodies_mib, body_s, 0
         self._registry = prometheus.CollectorRegistry()
         self.engines = Engines(prefill, decode, self._limits, self._registry)
         at: dict[str, Any] = {"registry": self._registry}
@@ -171,7 +177,7 @@ class Router:
 
     def app(self) -> web.Application:
         """Make the application, for `serving`."""
-        app = web.Application(client_max_size=int(self._max_body_mib * 2**20), middlewares=[errors_as_json])
+        app = web.Application(middlewares=[errors_as_json])
         app.router.add_routes([web.post(path, self._complete) for path in COMPLETIONS])
         app.router.add_get("/v1/models", self._models)
         app.router.add_post(AGAIN + "{token}", self._prefill_again)
@@ -241,7 +247,7 @@ class Router:
                 if len(self._jobs) > self._max_requests:
                     raise Refused(503, f"{self._max_requests} requests are under way already", "overloaded")
                 async with job.limit:
-                    job.body = await self._read(request)
+                    job.body = await self._read(job)
                     response = await self._route(job)
                 status = response.status
                 if job.failure is not None:
@@ -261,24 +267,37 @@ class Router:
                 raise asyncio.CancelledError from None
             finally:
                 del self._jobs[job.token]
+                self._body_bytes -= job.body_bytes
                 self._answered.labels(job.path, status).inc()
                 job.trace.answered(status)
                 self._passed("end", job)
                 log.info("request", path=job.path, status=status, **job.notes)
 
-    async def _read(self, request: web.Request) -> dict[str, Any]:
+    async def _read_body(self, job: Job) -> bytes:
+        """Read a body. What it holds is counted until its request ends, because a further attempt needs it."""
+        body = bytearray()
+        async for piece in job.request.content.iter_any():
+            if len(body) + len(piece) > self._max_body_mib * 2**20:
+                raise Refused(413, f"the body is larger than {self._max_body_mib:g} MiB")
+            if self._body_bytes + len(piece) > self._max_bodies_mib * 2**20:
+                raise Refused(503, f"bodies of requests hold {self._max_bodies_mib:g} MiB already", "overloaded")
+            body += piece
+            job.body_bytes += len(piece)
+            self._body_bytes += len(piece)
+        return bytes(body)
+
+    async def _read(self, job: Job) -> dict[str, Any]:
         """Read what a client wants.
 
         Raises:
             Refused: It is no request, or none that two engines can share.
         """
         try:
-            async with asyncio.timeout(self._limits.silence_s):
-                body = msgspec.json.decode(await request.read(), type=dict[str, Any])
+            async with asyncio.timeout(self._body_s):
+                data = await self._read_body(job)
+            body = msgspec.json.decode(data, type=dict[str, Any])
         except TimeoutError:
-            raise Refused(408, f"the body did not arrive within {self._limits.silence_s:g} s") from None
-        except web.HTTPRequestEntityTooLarge:
-            raise Refused(413, f"the body is larger than {self._max_body_mib:g} MiB") from None
+            raise Refused(408, f"the body did not arrive within {self._body_s:g} s") from None
         except (msgspec.MsgspecError, web.RequestPayloadError, ValueError, RecursionError) as exc:
             raise Refused(400, f"the body is no JSON object: {exc}") from None
         if not isinstance(body.get("stream"), bool | None):
@@ -381,8 +400,8 @@ class Router:
         self._seconds.labels(until).observe(seconds)
 
 
-async def _serve(router: Router, host: str, port: int, drain_s: float) -> None:
-    async with serving(router.app(), host, port, GRACE_S) as url:
+async def _serve(router: Router, host: str, port: int, drain_s: float, bounds: Bounds) -> None:
+    async with serving(router.app(), host, port, GRACE_S, bounds) as url:
         log.info("listening", url=url)
         await until_told()
         log.info("stopping", in_flight=router.num_in_flight, drain_s=drain_s)
@@ -401,22 +420,40 @@ def proxy(
     attempts: Annotated[int, typer.Option(help="How often a request is tried in all.", min=1)] = 3,
     connect_s: Annotated[float, typer.Option(help="For connecting to an engine, and for its health.")] = 2.0,
     prefill_s: Annotated[float, typer.Option(help="For one prefill.")] = 120.0,
-    silence_s: Annotated[float, typer.Option(help="Longest silence of an engine, or of a client's body.")] = 300.0,
+    silence_s: Annotated[float, typer.Option(help="Longest silence of an engine.")] = 300.0,
     health_s: Annotated[float, typer.Option(help="How often engines are asked for their health.")] = 2.0,
     max_requests: Annotated[int, typer.Option(help="More at a time are refused with 503.", min=1)] = 1024,
     max_body_mib: Annotated[float, typer.Option(help="A larger body is refused with 413.")] = 16.0,
+    max_bodies_mib: Annotated[
+        float, typer.Option(help="What the bodies of all requests under way may hold; a request beyond it gets 503.")
+    ] = 1024.0,
+    body_s: Annotated[
+        float, typer.Option(help="How long a client's body may take to arrive; then it gets 408.")
+    ] = 60.0,
+    idle_s: Annotated[
+        float, typer.Option(help="A connection without a whole header is closed after so long, and so is an idle one.")
+    ] = Bounds.idle_s,
+    max_connections: Annotated[
+        int, typer.Option(help="Clients' connections; more get 503. A third of `ulimit -n` at most.", min=1)
+    ] = Bounds.connections,
+    max_connections_per_host: Annotated[
+        int, typer.Option(help="The same of one address, such as a load balancer's.", min=1)
+    ] = Bounds.per_host,
     drain_s: Annotated[float, typer.Option(help="How long requests may go on after Ctrl-C or SIGTERM.")] = 30.0,
 ) -> int:
     """Route OpenAI's requests: prefill engines compute the prompt, decode engines fetch the KV cache and go on."""
     for url in (*prefill, *decode):
         command.check(url.startswith(("http://", "https://")), f"{url!r} is no URL, such as http://10.0.0.7:8100")
     limits = Limits(connect_s, prefill_s, silence_s, health_s)
-    for name, value in {**vars(limits), "drain_s": drain_s, "max_body_mib": max_body_mib}.items():
+    times = {"drain_s": drain_s, "body_s": body_s, "idle_s": idle_s}
+    sizes = {"max_body_mib": max_body_mib, "max_bodies_mib": max_bodies_mib}
+    for name, value in {**vars(limits), **times, **sizes}.items():
         command.check(0 < value < 1e6, f"--{name.replace('_', '-')} {value} is outside 0 ... 1000000")
     log_as_json()
-    bounds: dict[str, Any] = {"max_requests": max_requests, "max_body_mib": max_body_mib, "drain_s": drain_s}
-    router = Router(prefill, decode, limits, attempts=attempts, **bounds)
-    asyncio.run(_serve(router, host, port, drain_s))
+    most: dict[str, Any] = {"max_requests": max_requests, **sizes}
+    router = Router(prefill, decode, limits, attempts=attempts, body_s=body_s, drain_s=drain_s, **most)
+    bounds = Bounds(idle_s, max_connections, max_connections_per_host)
+    asyncio.run(_serve(router, host, port, drain_s, bounds))
     return 0
 
 

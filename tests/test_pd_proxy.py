@@ -31,7 +31,7 @@ from asynckv.diagnose.ask import ask_all, targets
 from asynckv.errors import ConfigError
 from scripts import pd_service, tiny_request
 from scripts.pd_engines import UNHEARD, Limits
-from scripts.pd_http import COMPLETIONS, Refused, serving
+from scripts.pd_http import COMPLETIONS, Bounds, Refused, serving
 from scripts.pd_proxy import GRACE_S, Router
 
 pytestmark = pytest.mark.anyio
@@ -206,7 +206,11 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def routed(
-    prefill: Sequence[Fake | str], decode: Sequence[Fake | str], limits: Limits = QUICK, **options: Any
+    prefill: Sequence[Fake | str],
+    decode: Sequence[Fake | str],
+    limits: Limits = QUICK,
+    bounds: Bounds | None = None,
+    **options: Any,
 ) -> AsyncIterator[Client]:
     """A router before engines, fakes or URLs."""
     async with contextlib.AsyncExitStack() as stack:
@@ -215,7 +219,7 @@ async def routed(
                 await stack.enter_async_context(fake.running())
         urls = [[x.url if isinstance(x, Fake) else x for x in side] for side in (prefill, decode)]
         router = Router(urls[0], urls[1], limits, **options)
-        url = await stack.enter_async_context(serving(router.app(), "127.0.0.1", 0, GRACE_S))
+        url = await stack.enter_async_context(serving(router.app(), "127.0.0.1", 0, GRACE_S, bounds))
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(HEAR_S)))
         yield Client(url, session, router)
 
@@ -649,13 +653,98 @@ async def test_huge_bodies_are_refused() -> None:
         assert (status, told["error"]["message"]) == (413, "the body is larger than 0.5 MiB")
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 65536\r\n\r\n"
+
+
+@contextlib.asynccontextmanager
+async def connection(client: Client, said: bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A client that says no more than this by itself."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rsplit(":", 1)[1]))
+    writer.write(said)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
 async def test_slow_bodies_are_refused() -> None:
-    async with routed([prefills()], [decodes()], IMPATIENT["decode"]) as client:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rsplit(":", 1)[1]))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
-        assert b" 408 " in await asyncio.wait_for(reader.readline(), HEAR_S)
-        writer.close()
-        await writer.wait_closed()
+    async with (
+        routed([prefills()], [decodes()], body_s=0.2) as client,
+        connection(client, HEAD) as (reader, writer),
+    ):
+        answer = asyncio.create_task(reader.readline())
+        async with asyncio.timeout(HEAR_S / 2):  # long before any engine is taken for silent
+            while not answer.done():  # a body that goes on and on is late all the same
+                writer.write(b" ")
+                await asyncio.wait([answer], timeout=0.01)
+        assert b" 408 " in await answer
+
+
+@pytest.mark.parametrize("said", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Half"])
+async def test_a_connection_without_a_whole_header_is_closed(said: bytes) -> None:
+    async with (
+        routed([prefills()], [decodes()], bounds=Bounds(idle_s=0.2)) as client,
+        connection(client, said) as (reader, _),
+    ):
+        assert await asyncio.wait_for(reader.read(), HEAR_S) == b""
+
+
+async def test_a_request_that_takes_long_is_not_an_idle_connection() -> None:
+    decode = Fake(streams(b"data: {}\n\n", b"data: [DONE]\n\n"))
+    async with routed([prefills()], [decode], bounds=Bounds(idle_s=0.01)) as client, client.streaming() as answer:
+        assert await answer.content.readline() == b"data: {}\n"
+        async with connection(client, b"") as (reader, _):
+            assert await asyncio.wait_for(reader.read(), HEAR_S) == b""  # the time is over for who says nothing
+        decode.go_on.set()
+        while b"DONE" not in await asyncio.wait_for(answer.content.readline(), HEAR_S):
+            decode.go_on.set()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "why"),
+    [
+        (Bounds(connections=2), "there are 2 connections already"),
+        (Bounds(per_host=2), "there are 2 connections of 127.0.0.1 already"),
+    ],
+)
+async def test_connections_are_bounded_and_who_comes_too_many_hears_so(bounds: Bounds, why: str) -> None:
+    half = b"GET /health HTTP/1.1\r\n"
+    async with routed([prefills()], [decodes()], bounds=bounds) as client:
+        async with connection(client, half), connection(client, half), connection(client, b"") as (reader, _):
+            head, _, body = (await asyncio.wait_for(reader.read(), HEAR_S)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert b"Connection: close" in head
+            assert json.loads(body)["error"]["message"] == why
+
+        async def is_served() -> bool:
+            async with connection(client, half + b"Host: x\r\n\r\n") as (reader, _):
+                return b" 200 " in await asyncio.wait_for(reader.readline(), HEAR_S)
+
+        await client.until(is_served)  # when those have left
+
+
+async def test_bodies_hold_so_much_in_all_and_no_more() -> None:
+    async with routed([prefills()], [decodes()], max_bodies_mib=0.1) as client:
+        assert client.router is not None
+        body = msgspec.json.encode({**ASK, "pad": "x" * 60_000})
+        async with connection(client, HEAD + b"{" + bytes(59_999)):
+
+            async def is_held() -> bool:
+                assert client.router is not None
+                await asyncio.sleep(0)
+                return client.router._body_bytes == 60_000
+
+            await client.until(is_held)
+            status, told = await client.ask(body)
+            assert (status, told["error"]["type"]) == (503, "overloaded")
+            assert told["error"]["message"] == "bodies of requests hold 0.1 MiB already"
+            assert (await client.ask())[0] == 200
+
+        async def has_room() -> bool:
+            return (await client.ask(body))[0] == 200
+
+        await client.until(has_room)
+        assert client.router._body_bytes == 0
 
 
 async def test_other_paths_and_methods_are_refused_in_the_same_form() -> None:

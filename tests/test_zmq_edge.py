@@ -18,6 +18,7 @@ import anyio
 import pytest
 import zmq
 
+from asynckv import Engine, EngineClosed, EngineConfig, PrefillGroup, PullError
 from asynckv.config import KeysConfig
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAX_PACKET, MAX_REQUEST_PACKET
@@ -26,8 +27,10 @@ from asynckv.edges import zmq as edge
 from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.errors import BackendError, ConfigError
 from asynckv.keys import KeyPair, encode_z85, write_pair
+from asynckv.testing import SimData, SimNetwork
 from scripts.attack import HANDSHAKE_COMMANDS
 from scripts.strangers import Proxy
+from tests.engines import memory, until
 
 pytestmark = pytest.mark.anyio
 
@@ -575,6 +578,77 @@ async def test_a_listener_that_answers_without_end_is_cut_off() -> None:
             assert await anyio.to_thread.run_sync(serve, listener)
             await inbox.idle_until(lambda: plane.statistics().get("cut.unread") == 1)
             await check_alive(plane, inbox)
+
+
+def poll_fails(keeper: door.Door) -> None:
+    keeper._epoll.close()
+
+
+def getsockopt_fails(keeper: door.Door) -> None:
+    (connection,) = keeper.connections.values()
+    connection.duplicate.close()
+
+
+@pytest.mark.parametrize("break_it", [poll_fails, getsockopt_fails])
+async def test_a_door_keeper_that_fails_ends_its_plane_loudly(
+    break_it: Callable[[door.Door], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "QUIET_TICKS", 1 << 60)  # a connection from which something came is looked at for ever
+    plane, inbox, refused = ZmqPlane(LOOPBACK), Inbox(), list[tuple[str, str]]()
+    try:
+        await plane.start(inbox, lambda *why: refused.append(why))
+        raw = Raw(plane.address)
+        raw.socket.sendall(b"\0\1x")
+        await inbox.wait(1)
+        keeper, route = plane._door, inbox.packets[0][0]
+        assert keeper is not None
+        with anyio.fail_after(PATIENCE_S):
+            while not keeper._busy:  # libzmq may have read it before the keeper was told
+                raw.socket.sendall(b"\0\1x")
+                await anyio.lowlevel.checkpoint()
+        break_it(keeper)
+        keeper.ring()
+        await inbox.idle_until(lambda: len(refused) > 0)
+        [(cause, why)] = refused
+        assert cause == "ended"
+        assert "door keeper failed: " + ("ValueError" if break_it is poll_fails else "KeyError") in why
+        # Nothing is taken any more, and nothing sent.
+        with raw.socket, contextlib.suppress(ConnectionResetError):
+            assert raw.socket.recv(4096) == b""
+        with pytest.raises(OSError, match="refused"):
+            await anyio.to_thread.run_sync(socket.create_connection, place(plane.address))
+        assert not plane.send(route, b"answer")
+        async with planes(1) as [(other, _)]:
+            assert not plane.send(other.address, b"question")
+            assert plane.refusal(other.address) == why
+        assert plane.statistics()["links"] == 0
+    finally:
+        with anyio.fail_after(PATIENCE_S):
+            await plane.aclose()
+
+
+async def test_an_engine_whose_control_plane_has_ended_says_so_and_takes_nothing_new() -> None:
+    network, plane = SimNetwork(), ZmqPlane(LOOPBACK)
+    sides = [
+        Engine(EngineConfig(engine_id=name), memory(seed)[0], data=SimData(network, name), control=control)
+        for seed, (name, control) in enumerate({"prefill": ZmqPlane(LOOPBACK), "decode": plane}.items())
+    ]
+    async with sides[0] as prefill, sides[1] as decode:
+        group = PrefillGroup("prefill", [prefill.endpoint])
+        never, later = (group.make_params(name, [(0, [3])], 16, written=True) for name in ("never", "later"))
+        pull = asyncio.create_task(decode.pull("d1", [(0, [7])], never))
+        await until(lambda: prefill.statistics().gauges["parked"] == 1)
+        assert plane._door is not None
+        poll_fails(plane._door)
+        plane._door.ring()
+        with anyio.fail_after(PATIENCE_S), pytest.raises(PullError, match="door keeper failed: ValueError") as failed:
+            await pull
+        assert failed.value.reason == "engine_closed"
+        with pytest.raises(EngineClosed, match=r"cut off .* door keeper failed: ValueError"):
+            await decode.pull("d2", [(0, [8])], later)
+        assert decode.statistics().counters["internal_errors"] == 1
+        assert "door keeper failed" in decode.observation.condition()[1]
+        assert prefill.observation.condition() == ("running", "")
 
 
 async def test_connections_that_say_nothing_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

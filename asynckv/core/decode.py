@@ -335,11 +335,11 @@ class DecodeSide:
                 peer.is_orderly = True
                 self._lose(peer, Reason.PEER_LOST, "forgotten by request", now)
 
-    def leave(self, now: float) -> None:
-        """Part from everybody: our memory, or our process, is going."""
+    def leave(self, now: float, detail: str = "this side has closed its connections") -> None:
+        """Part from everybody: our memory, our process or our control plane is going."""
         for peer in [p for p in self.peers.by_place.values() if p.state is not S.GONE]:
             peer.is_orderly = True
-            self._lose(peer, Reason.ENGINE_CLOSED, "this side has closed its connections", now)
+            self._lose(peer, Reason.ENGINE_CLOSED, detail, now)
 
     def hint(self, address: Address, text: str) -> None:
         """Something may keep an address from answering."""

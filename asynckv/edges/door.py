@@ -63,6 +63,8 @@ _RECEIVED_AT = 128
 
 _ATTACH_FILTER, _DETACH_FILTER, _BPF_RET = 26, 27, 6
 
+OnFailed = Callable[[Exception], object]
+
 
 @dataclass(frozen=True, slots=True)
 class Opened:
@@ -133,12 +135,15 @@ class Door:
         fd: Readable when `take` has something.
         take: Returns what opened and closed since it was last called; called in the thread.
         counts: Where connections that were cut are counted.
+        on_failed: Told in the thread why it ends, if it was not closed; all connections have been shut by then.
 
     Raises:
         ConfigError: Too few descriptors are free.
     """
 
-    def __init__(self, fd: int, take: Callable[[], Iterable[Opened]], counts: Counter[str]) -> None:
+    def __init__(
+        self, fd: int, take: Callable[[], Iterable[Opened]], counts: Counter[str], on_failed: OnFailed
+    ) -> None:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         free = most - len(os.listdir("/proc/self/fd"))
         if free < SPARE_FILES:
@@ -158,7 +163,7 @@ class Door:
         self._is_shut = False
         self._early: Counter[int] = Counter()
         """Bytes of links that the thread has not seen yet."""
-        self._take, self._counts = take, counts
+        self._take, self._counts, self._on_failed = take, counts, on_failed
         self._per_host: Counter[str] = Counter()
         self._watched: dict[int, Connection] = {}
         """All, by the number of the duplicate."""
@@ -204,8 +209,8 @@ class Door:
         self._is_closed = True
         self.ring()
         self._thread.join()
-        for fd in list(self.connections):
-            self._forget(fd)
+        for connection in self.connections.values():
+            connection.duplicate.close()
         if self._listener is not None:
             self._listener.close()
         self._epoll.close()
@@ -214,6 +219,16 @@ class Door:
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as exc:  # nothing bounds connections any more, so there may be none
+            for connection in self.connections.values():
+                connection.shut()
+            with contextlib.suppress(OSError, RuntimeError):  # the listener's descriptor is bad, or the loop is closed
+                self._on_failed(exc)
+                self._shut(True)
+
+    def _watch(self) -> None:
         tick_at = 0.0
         while not self._is_closed:
             wake_at = min([*self._sweeps, tick_at if self._busy or self._is_shut else math.inf], default=math.inf)
@@ -270,14 +285,11 @@ class Door:
             with contextlib.suppress(OSError):
                 connection.look()
             self.orphaned += max(connection.ahead, UNSEEN)
+            self._per_host -= Counter([connection.host])
         self._busy.discard(connection)
         del self._watched[connection.duplicate.fileno()]
         self._epoll.unregister(connection.duplicate.fileno())
         connection.duplicate.close()
-        if connection.is_accepted:
-            self._per_host[connection.host] -= 1
-            if not self._per_host[connection.host]:
-                del self._per_host[connection.host]
 
     def _make_room(self, host: str) -> None:
         if self._per_host[host] <= self.most_per_host:
@@ -293,7 +305,7 @@ class Door:
             try:
                 connection.look()
             except OSError:
-                self._busy.discard(connection)
+                self._cut(connection, "unread")
                 continue
             if connection.ahead < 0:
                 # They were of an earlier connection with this descriptor.

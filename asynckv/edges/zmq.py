@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import itertools
 import re
 import struct
@@ -35,6 +34,7 @@ from asynckv.config import KeysConfig
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAX_PACKET, MAX_REQUEST_PACKET
 from asynckv.edges.door import Door, Opened
+from asynckv.edges.transports import is_loopback
 from asynckv.errors import BackendError, ConfigError
 from asynckv.keys import AllowList, KeyPair, decode_z85, encode_z85, read_pair
 
@@ -166,15 +166,6 @@ def _is_wildcard(host: str) -> bool:
     return host in ("*", "0.0.0.0", "::")
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _load(keys: KeysConfig) -> tuple[KeyPair, AllowList]:
     """Read an engine's keys.
 
@@ -248,6 +239,8 @@ class ZmqPlane:
         self._router: _Link | None = None
         self._zap: _Link | None = None
         self._door: Door | None = None
+        self._ended = ""
+        """Why nothing is sent or taken any more, if the plane was not closed."""
         self._principals: OrderedDict[bytes, str] = OrderedDict()
         """By route. libzmq never uses a route again."""
         self._events: zmq.Socket[bytes] | None = None
@@ -265,7 +258,7 @@ class ZmqPlane:
     def _check(bind: str, advertise: str, is_protected: bool) -> None:
         """Refuse addresses that cannot serve."""
         host = _host(bind)
-        if not _is_loopback(host) and not is_protected:
+        if not is_loopback(bind) and not is_protected:
             raise ConfigError(
                 f"bind {bind!r} is not a loopback address, and the control plane is not encrypted: anybody who reaches "
                 f"it could claim and release blocks; give keys (asynckv keygen makes them), bind to 127.0.0.1, or set "
@@ -290,8 +283,12 @@ class ZmqPlane:
         # A queue with an end would make libzmq's thread wait for the door's.
         events.setsockopt(zmq.RCVHWM, 0)
         self._events = events
+        loop = asyncio.get_running_loop()
         self._door = Door(
-            int(events.getsockopt(zmq.FD)), partial(self._take_events, asyncio.get_running_loop()), self._counts
+            int(events.getsockopt(zmq.FD)),
+            partial(self._take_events, loop),
+            self._counts,
+            lambda exc: loop.call_soon_threadsafe(self._on_door_failed, exc),
         )
         if self._bind is None:
             return
@@ -300,7 +297,7 @@ class ZmqPlane:
             self._guard(socket)
             self._address = self._listen(socket, self._bind)
         except BaseException:
-            self._unguard()
+            self._close_sockets()
             socket.close(0)
             raise
         # From here on libzmq numbers all connections itself. An id that a peer chose would be another's, or the next
@@ -331,7 +328,7 @@ class ZmqPlane:
 
     def send(self, to: Address | ReplyTo, packet: bytes) -> bool:
         """Send, or drop and count."""
-        if self._context is None or (self._router is None and self._bind is not None):
+        if self._context is None or self._ended or (self._router is None and self._bind is not None):
             return False
         if isinstance(to, bytes):
             sent = self._router is not None and self._router.send([to, packet])
@@ -350,7 +347,9 @@ class ZmqPlane:
         return sent
 
     def refusal(self, address: Address) -> str:
-        """Say what keeps us from talking to an address: its form, or its key."""
+        """Say what keeps us from talking to an address: its form, its key, or that this plane has ended."""
+        if self._ended:
+            return self._ended
         try:
             endpoint, key = _split(address)
             _host(endpoint)
@@ -379,13 +378,7 @@ class ZmqPlane:
         context, self._context = self._context, None
         if context is None:
             return
-        links, self._links = [*self._links.values()], {}
-        self._unguard()
-        if self._router is not None:
-            links.append(self._router)
-        self._router = None
-        for link in links:
-            link.close(LINGER_MS)
+        self._close_sockets()
         door, self._door, events = self._door, None, self._events
 
         def close() -> None:
@@ -397,6 +390,23 @@ class ZmqPlane:
             context.term()
 
         await asyncio.get_running_loop().run_in_executor(None, close)
+
+    def _close_sockets(self) -> None:
+        if self._zap is not None:
+            self._zap.close(0)  # first, so that nobody new is admitted
+        for link in filter(None, [self._router, *self._links.values()]):
+            link.close(LINGER_MS)
+        self._zap = self._router = None
+        self._links = {}
+
+    def _on_door_failed(self, cause: Exception) -> None:
+        """End the plane, because nothing bounds what its connections send."""
+        if (door := self._door) is not None:  # else it is being closed
+            self._ended = f"the control plane has ended, because its door keeper failed: {cause!r}; restart the engine"
+            self._close_sockets()
+            door.close()
+            self._door = None
+            self._on_refused("ended", self._ended)
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         assert self._context is not None
@@ -476,12 +486,6 @@ class ZmqPlane:
             # Without this, libzmq lets everybody in whenever nobody answers its questions.
             router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self._watch(router, (zmq.EVENT_LISTENING, *_COUNTED, *_FAILED))
-
-    def _unguard(self) -> None:
-        """Take it back before the listener closes; until it has, nobody new is admitted."""
-        if self._zap is not None:
-            self._zap.close(0)
-        self._zap = None
 
     def _watch(self, socket: zmq.Socket[bytes], events: Iterable[int]) -> None:
         """Have the door's thread told what becomes of a socket's connections."""

@@ -159,6 +159,7 @@ class Driver:
         observers: Who else is told what happens.
         guests: Who uses the memory beside the core.
         data_down: Why the data plane does not serve now; empty while it does.
+        control_down: Why the control plane has ended by itself; empty while it serves.
     """
 
     core: RankCore
@@ -183,7 +184,7 @@ class Driver:
         self.began_at = math.inf
         self.observers: tuple[Observer, ...] = ()
         self.guests: list[Guest] = []
-        self.data_down = ""
+        self.data_down = self.control_down = ""
         self._held: set[PullId] = set()
         """Pulls that failed while something could still write their blocks."""
         self._loading: set[asyncio.Task[None]] = set()
@@ -328,7 +329,13 @@ class Driver:
         self.soon()
 
     def on_refused(self, cause: str, who: str) -> None:
-        """The control plane let somebody not in, or may not talk to somebody."""
+        """The control plane let somebody not in, may not talk to somebody, or has ended."""
+        if cause == "ended":
+            self.control_down = who
+            self._internal_error(BackendError(who))
+            self.core.shut(f"cut off ({who})")
+            self.core.decode.leave(self.clock.now(), who)
+            return self.soon()
         self.recorder.refused(cause, who, self.clock.now())
         if cause == "turned_away":
             self._safely(self.core.decode.hint, Address(who), TURNED_AWAY)

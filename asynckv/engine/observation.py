@@ -68,10 +68,11 @@ class Observation:
         return self._driver.home.ask(question, number("timeout_s", timeout_s, 0))
 
     def condition(self) -> tuple[str, str]:
-        """Say what the engine is at (`docs/states.md`), and why its data plane does not serve, if it does not."""
+        """Say what the engine is at (`docs/states.md`), and which plane does not serve and why, if one does not."""
         driver = self._driver
         driver.home.asked(self.condition)
-        return driver.life.state.value, driver.data_down
+        data_down = f"the data plane does not serve: {driver.data_down}" if driver.data_down else ""
+        return driver.life.state.value, driver.control_down or data_down
 
     def reading(self) -> Reading:
         """Say how things stand."""

@@ -246,29 +246,24 @@ class MetricsEndpoint:
             body["why"] = "no engine is shown"
         return _say(respond, "200 OK" if is_well else "503 Service Unavailable", body)
 
+    def _condition(self, engine: Observed) -> tuple[str, str]:
+        """Return an engine's state, and what is wrong with it; that it has yet to start is no illness."""
+        try:
+            state, plane_down = engine.ask(engine.condition, self._wait_s)
+        except EngineClosed:
+            return "not started", ""
+        except TimeoutError:
+            return "", f"the event loop did not answer within {self._wait_s:g} s"
+        return state, plane_down or ("something is stuck in the data plane" if state == LifeState.STUCK.value else "")
+
     def _trouble(self, engine: Observed) -> str:
         """Say what is wrong with an engine; empty if nothing is."""
-        try:
-            state, data_down = engine.ask(engine.condition, self._wait_s)
-        except EngineClosed:
-            return ""  # that it has yet to start is no illness
-        except TimeoutError:
-            return f"the event loop did not answer within {self._wait_s:g} s"
-        if data_down:
-            return f"the data plane does not serve: {data_down}"
-        return "something is stuck in the data plane" if state == LifeState.STUCK.value else ""
+        return self._condition(engine)[1]
 
     def _unready(self, engine: Observed) -> str:
         """Say why an engine takes no new work; empty if it does."""
-        try:
-            state, data_down = engine.ask(engine.condition, self._wait_s)
-        except EngineClosed:
-            return "the engine is not started"
-        except TimeoutError:
-            return f"the event loop did not answer within {self._wait_s:g} s"
-        if state != LifeState.RUNNING.value:
-            return f"the engine is {state}"
-        return f"the data plane does not serve: {data_down}" if data_down else ""
+        state, trouble = self._condition(engine)
+        return trouble or ("" if state == LifeState.RUNNING.value else f"the engine is {state}")
 
     def _engine_stopped(self) -> None:
         """End with the last engine; on its loop, so that closing is left to another thread."""
