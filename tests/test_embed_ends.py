@@ -61,6 +61,7 @@ def test_an_interrupt_in_the_middle_of_an_order_is_raised_and_the_order_is_told(
     asyncio.run(run())
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("kind", [EnginePump, EngineThread])
 def test_the_child_of_a_fork_takes_nothing_that_its_parent_is_told(kind: type[EnginePump] | type[EngineThread]) -> None:
     with kind(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
