@@ -16,7 +16,6 @@ import fcntl
 import mmap
 import os
 import socket
-import sqlite3
 import stat
 import weakref
 from collections.abc import Iterator
@@ -28,8 +27,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from asynckv.edges.file_index import ALIGN, one_line
-from asynckv.edges.file_io import Extent
+from asynckv.edges.file_io import ALIGN, Extent
 from asynckv.errors import BackendError
 
 __all__ = [
@@ -40,7 +38,6 @@ __all__ = [
     "Segments",
     "check_folder",
     "explained",
-    "explained_index",
     "owner_of",
     "segment_extents",
     "segment_path",
@@ -218,12 +215,6 @@ def explained(folder: Path, exc: OSError) -> str:
             disk = os.statvfs(folder)
             return f"{why}, {disk.f_bavail * disk.f_frsize:,} bytes are free; free some"
     return why
-
-
-def explained_index(folder: Path, exc: sqlite3.Error) -> str:
-    """Say why an index cannot be written, with the numbers, and what helps."""
-    code = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}
-    return explained(folder, OSError(code.get(getattr(exc, "sqlite_errorcode", 0) & 0xFF, 0), one_line(exc)))
 
 
 def segment_path(folder: Path, number: int) -> Path:
