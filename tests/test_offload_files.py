@@ -60,7 +60,7 @@ async def folder(tmp_path: Path) -> Path:
         ("index", {"index_damaged": 1, "found": 0}),
         ("segment", {"missing": 2, "found": COUNT - 2}),
         ("length", {"unfit": 1, "found": COUNT}),
-        ("model", {"unfit": COUNT, "found": COUNT}),
+        ("model", None),
     ],
 )
 async def test_what_is_missing_at_the_start_is_told_once(
@@ -85,6 +85,22 @@ async def test_what_is_missing_at_the_start_is_told_once(
         assert line["folder"] == str(folder)
         numbers = {name: line[name] for name in ("index_damaged", "missing", "malformed", "overlapping", "unfit")}
         assert {name: count for name, count in numbers.items() if count} | {"found": line["found"]} == says
+
+
+async def test_a_rollback_finds_what_the_model_had_stored(folder: Path) -> None:
+    async def in_files(rank: Rank, name: str, count: int) -> int:
+        return rank.offload.lookup(chain(name, count)).groups[0].in_file
+
+    async with (rank := rank_on(folder, model="next")).engine, rank.offload as offload:
+        assert await in_files(rank, "p", COUNT) == 0
+        await offload.store("a", [(0, [0, 1])], chain("p", 2))  # the same prompt: another model's blocks
+        await until(lambda: offload.statistics().counters["blocks.write_back"] == 2)
+    async with (rank := rank_on(folder)).engine, rank.offload as offload:
+        assert await in_files(rank, "p", COUNT) == COUNT
+        loaded = await offload.load("b", [(0, list(range(COUNT)))], chain("p", COUNT), num_tokens=COUNT * SIZE)
+        assert loaded.num_tokens == COUNT * SIZE
+    async with (rank := rank_on(folder, model="next")).engine, rank.offload:
+        assert await in_files(rank, "p", COUNT) == 2
 
 
 async def test_a_block_that_is_not_what_was_stored_is_named(folder: Path, logs: Lines) -> None:

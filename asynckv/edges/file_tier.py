@@ -131,7 +131,7 @@ class FileTier:
             raise BackendError(f"records go to and from host memory that begins at a multiple of {ALIGN}")
         self._loop, self._on_ready = loop or asyncio.get_running_loop(), on_ready
         self._starts += 1
-        self.found.clear()
+        self.found = Counter(index_damaged=0)
         self._news.clear()
         is_owned = not self._read_only
         self._lock = OwnerLock(self._folder) if is_owned else None
@@ -143,8 +143,8 @@ class FileTier:
                 if not is_owned:
                     raise
                 set_aside(self._folder)
-                opened = self._open(is_owned)
                 self.found["index_damaged"] = 1
+                opened = self._open(is_owned)
         except BaseException:
             self._let_go()
             raise

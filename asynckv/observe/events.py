@@ -628,7 +628,7 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
             always(INTEGER, "missing", "Blocks whose file is gone, or was cut short."),
             always(INTEGER, "malformed", "Blocks whose index entry makes no sense."),
             always(INTEGER, "overlapping", "Blocks that newer ones have overwritten."),
-            always(INTEGER, "unfit", "Blocks of another `model`, `hash_tokens` or length."),
+            always(INTEGER, "unfit", "Blocks of another length."),
         ),
     ),
     EVENT.OFFLOAD_LEFT_OUT: Event(

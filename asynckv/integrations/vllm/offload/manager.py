@@ -189,10 +189,10 @@ class Manager(OffloadingManager):
             return
         self._region = Region(config.engine_id, self._shape)
         files, begun_at = Files(records, self._hear, self._on_time), time.monotonic()
-        found, strange = self._blocks.known(files.start(self._region.memory))
+        found, others, strange = self._blocks.known(files.start(self._region.memory))
         self._files = files
         files.forget(strange)
-        kept = self.catalogue.recover(found)
+        kept = self.catalogue.recover(found, others)
         log.info("%d blocks were found in %s, within %.1f s", kept, folder, time.monotonic() - begun_at)
         said = records.statistics()
         damage = {what: said.get(f"found_{what}", 0) for what in FOUND_DAMAGED}
