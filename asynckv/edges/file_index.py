@@ -26,7 +26,7 @@ from typing import NamedTuple
 import xxhash
 
 from asynckv.edges.file_io import ALIGN
-from asynckv.edges.file_store import explained
+from asynckv.edges.file_store import NoRoom, explained
 from asynckv.errors import BackendError
 
 __all__ = [
@@ -165,6 +165,7 @@ def typed(folder: Path) -> Iterator[None]:
 
     Raises:
         DamagedIndex: It is damaged.
+        NoRoom: The disk is full.
         BackendError: It cannot be used, and may be sound.
     """
     try:
@@ -176,7 +177,8 @@ def typed(folder: Path) -> Iterator[None]:
             is_sound = False  # its header says so, not the system
         if not is_sound:
             raise DamagedIndex(folder, " ".join(str(exc).split())) from None
-        raise BackendError(f"the index of {folder} cannot be used: {explained_index(folder, exc)}") from exc
+        kind = NoRoom if code & 0xFF == sqlite3.SQLITE_FULL else BackendError
+        raise kind(f"the index of {folder} cannot be used: {explained_index(folder, exc)}") from exc
 
 
 def set_aside(folder: Path) -> None:

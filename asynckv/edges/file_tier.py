@@ -49,17 +49,20 @@ from asynckv.edges.file_index import (
     typed,
 )
 from asynckv.edges.file_io import FileIO, PlainFiles
-from asynckv.edges.file_store import SEGMENT_BYTES, OwnerLock, Segments, check_folder
+from asynckv.edges.file_store import SEGMENT_BYTES, NoRoom, OwnerLock, Segments, check_folder, check_room
 from asynckv.edges.file_worker import Worker
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
-from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, Stored
+from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, RecordsLost, Stored
 
 __all__ = ["FileTier"]
 
 RECORD_BYTES = 64 << 10
 SLOW_S = 10.0
 CLOSE_S = 10.0
+
+Opened = tuple[FileIndex | None, Segments, dict[int, Entry], dict[str, bytes]]
+"""What `FileTier` opens, and what it holds: records by place, and layouts."""
 
 
 class FileTier:
@@ -133,18 +136,21 @@ class FileTier:
         self._starts += 1
         self.found = Counter(index_damaged=0)
         self._news.clear()
-        is_owned = not self._read_only
-        self._lock = OwnerLock(self._folder) if is_owned else None
+        self._lock = OwnerLock(self._folder) if not self._read_only else None
+        only_read = "the directory is another's, and only read" if self._read_only else ""
         try:
             check_folder(self._folder)
             try:
-                opened = self._open(is_owned)
+                opened = self._open(not self._read_only)
             except DamagedIndex:
-                if not is_owned:
+                if self._read_only:
                     raise
                 set_aside(self._folder)
                 self.found["index_damaged"] = 1
-                opened = self._open(is_owned)
+                opened = self._open(is_owned=True)
+            except NoRoom as exc:
+                opened, only_read = self._open_full(exc), f"{exc}; until then it is only read"
+                self._news.append(RecordsLost(only_read, reads=False))
         except BaseException:
             self._let_go()
             raise
@@ -162,18 +168,36 @@ class FileTier:
             _close(index, segments)
             self._let_go()
             raise
-        self._worker = Worker(self._name, memory, segments, index, io, entries, layouts, self._slow_s, self._wake)
+        self._worker = Worker(
+            self._name, memory, segments, index, only_read, io, entries, layouts, self._slow_s, self._wake
+        )
+        if self._news:
+            self._wake()
         with no_collection():
             oldest_first = sorted(entries.values(), key=lambda entry: entry.stored_at)
             return [Stored(e.key, e.far, e.size, e.layout, e.tag) for e in oldest_first]
 
-    def _open(self, is_owned: bool) -> tuple[FileIndex | None, Segments, dict[int, Entry], dict[str, bytes]]:
-        """Open index and segments, and return them with what they hold; without an index that may be written if the
-        directory is another's."""
+    def _open_full(self, why: NoRoom) -> Opened:
+        """Open what is there on a disk that others have filled, to read it.
+
+        Raises:
+            NoRoom: There is nothing.
+        """
+        with suppress(BackendError):
+            opened = self._open(is_owned=False)
+            if opened[2]:
+                return opened
+            _close(opened[1])
+        raise why
+
+    def _open(self, is_owned: bool) -> Opened:
+        """Open index and segments, and return them with what they hold; no index if it is only read."""
         index: FileIndex | None = None
         segments: Segments | None = None
         try:
             beside = lacks(self._folder, self._num_records) if is_owned else 0
+            if is_owned:
+                check_room(self._folder, self._num_bytes, beside)
             with typed(self._folder):
                 index = FileIndex(self._folder) if is_owned else None
                 said = index.said() if index is not None else read_index(self._folder)

@@ -133,7 +133,8 @@ class Worker:
         name: Of the thread.
         memory: Where records come from and go to.
         segments: The files; closed by the thread in its end, as are the next two.
-        index: What is to be told of changes. None: the directory is another's, and only read.
+        index: What is to be told of changes; None if the directory is only read.
+        only_read: Why it is.
         io: Who moves bytes.
         entries: What the index says, by place.
         layouts: What was written down.
@@ -147,6 +148,7 @@ class Worker:
         memory: Memory,
         segments: Segments,
         index: FileIndex | None,
+        only_read: str,
         io: FileIO,
         entries: dict[int, Entry],
         layouts: dict[str, bytes],
@@ -165,10 +167,8 @@ class Worker:
         self._forgotten: list[int] = []
         self._new_layouts: dict[str, bytes] = {}
         self._news: list[RecordNews] = []
-        self._takes, self._cause = Takes.ALL, ""
+        self._takes, self._cause = Takes.ALL if index is not None else Takes.READS, only_read
         """What is taken, and why not more."""
-        if index is None:
-            self._takes, self._cause = Takes.READS, "the directory is another's, and only read"
         self._is_stopping = False
         self._busy_since: float | None = None
         """Since when the thread has been in one call to the system, or since the oldest batch in flight moved."""

@@ -542,8 +542,7 @@ class Manager(OffloadingManager):
             for each in news:
                 if not isinstance(each, RecordsEnded):
                     log.warning("files are used no more: %s", each.cause)
-                    if each.reads:
-                        self.catalogue.switch_off()
+                    self.catalogue.switch_off(reads=each.reads)
                     continue
                 ending = Ending.DONE if each.ending is Ending.FAILED and each.lost else each.ending
                 kind, num_blocks = self._moving.get(each.move_id, ("", 0))
