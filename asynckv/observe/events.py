@@ -622,11 +622,13 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         (
             always(TEXT, "folder", "The rank's directory."),
             always(INTEGER, "found", "Blocks that were found."),
-            always(INTEGER, "index_damaged", "1 if the index was damaged and thrown away: nothing is found."),
+            always(
+                INTEGER, "index_damaged", "1 if the index was damaged and set aside (`*.damaged`): nothing is found."
+            ),
             always(INTEGER, "missing", "Blocks whose file is gone, or was cut short."),
             always(INTEGER, "malformed", "Blocks whose index entry makes no sense."),
             always(INTEGER, "overlapping", "Blocks that newer ones have overwritten."),
-            always(INTEGER, "unfit", "Blocks of another `model`, `hash_tokens` or length."),
+            always(INTEGER, "unfit", "Blocks of another length."),
         ),
     ),
     EVENT.OFFLOAD_LEFT_OUT: Event(
@@ -637,8 +639,8 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
             always(
                 TEXT,
                 "cause",
-                "Which directory, and why: its index is damaged, of another format or not read in time, its files are "
-                "gone, somebody else may write it, its blocks are too large to pass through, or there is no memory for "
+                "Which directory, and why: its index is damaged or of another format, its files are gone, "
+                "somebody else may write it, its blocks are too large to pass through, or there is no memory for "
                 "them. `asynckv offload prune --all` removes what nobody needs.",
             ),
         ),
