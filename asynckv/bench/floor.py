@@ -4,8 +4,8 @@ Before or after each window of the engine, in turn, the decode worker moves the 
 same pieces in the same order, cut into posts as the engine cuts them. Everything is worked out before the clock runs,
 and what lands is compared with the pattern after it has stopped.
 
-The prefill worker only serves: its addresses for `process_vm_readv`, a socket, and a second NIXL agent over the same
-memory, so that nothing of the engine is in the way.
+The prefill worker only serves: its addresses for `process_vm_readv`, and a second NIXL agent over the same memory, so
+that nothing of the engine is in the way. Over TCP that agent is the floor: it sends as the engine's does.
 """
 
 from __future__ import annotations
@@ -14,12 +14,8 @@ import ctypes
 import itertools
 import mmap
 import os
-import socket
-import struct
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
@@ -33,7 +29,7 @@ from asynckv.bench.memory import Pool
 from asynckv.bench.noise import median_of
 from asynckv.config import NixlConfig, PullConfig
 from asynckv.core.types import decode_params
-from asynckv.errors import AsyncKVError, BackendError
+from asynckv.errors import AsyncKVError
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign
@@ -60,7 +56,7 @@ __all__ = [
 
 KINDS = {
     "auto": ("memory_copy", "process_vm_readv", "raw_nixl"),
-    "tcp": ("memory_copy", "tcp_socket", "raw_nixl"),
+    "tcp": ("memory_copy", "raw_nixl"),
 }
 """Transport -> what is measured."""
 
@@ -68,12 +64,6 @@ IOV_MAX = 1024
 SCRATCH = 256 << 20
 """Bytes that the memory copy reads from, in turn: far more than a cache holds."""
 
-ASK_S = 60.0
-"""How long the server waits for what a connection asks for, and for its go."""
-MOST_PIECES = 1 << 26
-
-COUNT = struct.Struct("<q")
-Uint64s = npt.NDArray[np.uint64]
 Voids = npt.NDArray[np.void]
 Pieces = npt.NDArray[np.uint64]
 """`[pieces, 3]`: address here, address there, bytes."""
@@ -117,14 +107,10 @@ class Server:
     def __init__(self, pool: Pool) -> None:
         self._layout = pool.registration.layout
         self._plane, self._agent = _start_raw(pool, "prefill")
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._thread = threading.Thread(target=self._accept, daemon=True)
-        self._thread.start()
 
     def opened(self) -> p.Opened:
         """Say how to get at the memory."""
-        port: int = self._listener.getsockname()[1]
-        return p.Opened(os.getpid(), self._agent.name, self._agent.metadata, self._layout, port)
+        return p.Opened(os.getpid(), self._agent.name, self._agent.metadata, self._layout)
 
     def serve(self, on: bool) -> None:
         """Make progress for the raw loop from now on, or only when woken."""
@@ -132,46 +118,7 @@ class Server:
 
     def close(self) -> None:
         """Serve nobody any more."""
-        self._listener.close()
         self._plane.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            # Whoever connects may leave, be silent or write nonsense: the next one is served all the same.
-            with connection, suppress(OSError):
-                connection.settimeout(ASK_S)
-                self._send(connection)
-
-    def _send(self, connection: socket.socket) -> None:
-        """Send the pieces that are asked for, once the reader says go."""
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        (count,) = COUNT.unpack(_receive(connection, COUNT.size))
-        if not 0 <= count <= MOST_PIECES:
-            return
-        rows = np.frombuffer(_receive(connection, 16 * count), np.uint64).reshape(-1, 2)
-        bounds = [(m.base, m.base + m.length) for m in self._layout.memories]
-        inside = np.zeros(len(rows), np.bool_)
-        for lo, hi in bounds:
-            # A difference, for a sum of 64 bits wraps round.
-            inside |= (rows[:, 0] >= lo) & (rows[:, 0] <= hi) & (rows[:, 1] <= hi - rows[:, 0])
-        if not inside.all():
-            return
-        views = _views(rows)
-        connection.sendall(b"r")
-        _receive(connection, 1)
-        # As the reader's: a blocking socket, without a poll before every call.
-        connection.settimeout(None)
-        for i in range(0, len(views), IOV_MAX):
-            some = views[i : i + IOV_MAX]
-            sent = connection.sendmsg(some)
-            for view in some:  # a signal cut it short
-                if sent < len(view):
-                    connection.sendall(view[sent:])
-                sent = max(0, sent - len(view))
 
 
 class Probe:
@@ -243,7 +190,6 @@ class Probe:
         return {
             "memory_copy": self._memory_copy,
             "process_vm_readv": self._process_vm_readv,
-            "tcp_socket": self._tcp_socket,
             "raw_nixl": self._raw_nixl,
         }[kind]
 
@@ -330,30 +276,6 @@ class Probe:
 
         return move
 
-    def _tcp_socket(self, plans: Sequence[Plan], concurrency: int) -> Callable[[], list[float]]:
-        found = [self._pieces(plan) for plan in plans]
-        every = np.concatenate(found) if found else np.zeros((0, 3), np.uint64)
-        requests = [_views(pieces[:, [0, 2]]) for pieces in found]
-        connection = socket.create_connection(("127.0.0.1", self._opened.port), timeout=30.0)
-        connection.sendall(COUNT.pack(len(every)) + np.ascontiguousarray(every[:, 1:]).tobytes())
-        _receive(connection, 1)
-        connection.settimeout(None)
-
-        def move() -> list[float]:
-            ends, began = [], time.perf_counter()
-            with connection:
-                connection.sendall(b"g")
-                for views in requests:
-                    for lo in range(0, len(views), IOV_MAX):
-                        some = views[lo : lo + IOV_MAX]
-                        size = sum(map(len, some))
-                        if connection.recvmsg_into(some, 0, socket.MSG_WAITALL)[0] != size:
-                            raise BackendError("the raw TCP stream ended early")
-                    ends.append(time.perf_counter() - began)
-            return ends
-
-        return move
-
 
 def pieces_of(plan: Plan, here: Layout, there: Layout, config: PullConfig) -> Pieces:
     """List what a plan copies, in the order of its posts; what touches on both sides is one piece."""
@@ -385,20 +307,6 @@ def _bytes(base: int, size: int) -> memoryview:
 def _elements(base: int, span: int, size: int, count: int, stride: int) -> Voids:
     """See memory as an array of pieces."""
     return np.ndarray((count,), np.dtype((np.void, size)), _bytes(base, span), strides=(stride,))
-
-
-def _views(rows: Uint64s) -> list[memoryview]:
-    return [_bytes(at, size) for at, size in rows.tolist()]
-
-
-def _receive(connection: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
-            raise OSError("the floor's socket was closed")
-        data += more
-    return bytes(data)
 
 
 def latencies(ends: Sequence[float], concurrency: int) -> list[float]:
@@ -442,7 +350,7 @@ def faults(rounds: Sequence[Round]) -> list[str]:
 NAMES = {
     "memory_copy": "memory copy",
     "process_vm_readv": "process_vm_readv",
-    "tcp_socket": "raw TCP socket",
+    "tcp_socket": "raw TCP socket",  # of reports that older versions have made
     "raw_nixl": "raw NIXL loop",
 }
 HEAD = ("floor (the bare transfer)", "GB/s", "p50", "engine reaches", "p50 x", "CPU x")

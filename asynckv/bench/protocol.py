@@ -193,7 +193,6 @@ class Opened(Struct, tag=True):
     agent_name: str
     metadata: bytes
     layout: Layout
-    port: int
 
 
 class Connect(Struct, tag=True):
