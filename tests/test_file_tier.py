@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import itertools
 import json
 import os
@@ -30,6 +31,7 @@ from asynckv.edges import file_nixl, file_tier, file_worker
 from asynckv.edges.agent import Agent
 from asynckv.edges.file_index import INDEX, DamagedIndex, Entry, FileIndex, checksum, read_index, typed
 from asynckv.edges.file_io import Extent, PlainFiles
+from asynckv.edges.file_store import OWNER, OwnerLock, owner_of
 from asynckv.edges.file_tier import FileTier
 from asynckv.edges.host_pool import HostPool
 from asynckv.errors import BackendError, ConfigError
@@ -562,6 +564,36 @@ async def test_a_directory_that_others_may_write_is_refused(
     monkeypatch.setattr(os, "getgroups", lambda: [])
     with pytest.raises(BackendError, match=r"mode 2770.*chmod g-w"):
         tier.start()
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed", "another's"])
+def test_who_locks_a_file_that_is_not_there_any_more_owns_nothing(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening the owner file and locking it, somebody takes it away; and perhaps the directory."""
+    lock, others, held = fcntl.flock, list[OwnerLock](), tmp_path / OWNER
+
+    def late(fd: int, what: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        if how == "renamed":
+            held.rename(tmp_path / "elsewhere")
+        else:
+            held.unlink()
+        if how == "another's":
+            others.append(OwnerLock(tmp_path))
+        lock(fd, what)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    if how == "another's":
+        with pytest.raises(BackendError, match="belongs to process"):
+            OwnerLock(tmp_path)
+    else:
+        others.append(OwnerLock(tmp_path))
+    assert owner_of(tmp_path)[1]
+    with pytest.raises(BackendError, match="belongs to process"):
+        OwnerLock(tmp_path)
+    others[0].release()
+    assert not owner_of(tmp_path)[1]
 
 
 async def test_a_child_of_a_fork_does_not_keep_the_directory(make: Make) -> None:

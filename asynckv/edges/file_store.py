@@ -152,8 +152,8 @@ class OwnerLock:
         _locks.add(self)
 
     def _take(self, folder: Path) -> bool:
-        """Lock the file that says whose it is, and write it; False if somebody has removed it meanwhile."""
-        path = folder / OWNER
+        """Lock the file that says whose it is, and write it; False if it was removed or renamed meanwhile."""
+        path, there = folder / OWNER, None
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             try:
@@ -164,7 +164,9 @@ class OwnerLock:
                     f"{folder} belongs to {owner}; one directory has one owner at a time: "
                     + ("end that process" if self._is_visit else "give every rank one of its own, or end that process")
                 ) from None
-            if not os.fstat(fd).st_nlink:
+            with suppress(FileNotFoundError):
+                there = path.lstat()
+            if there is None or not os.path.samestat(there, os.fstat(fd)):
                 return False
             self._before = os.pread(fd, MAX_OWNER, 0)
             mine = Owner(os.getpid(), socket.gethostname(), datetime.now(UTC).isoformat(timespec="seconds"))
