@@ -38,6 +38,7 @@ __all__ = [
     "OwnerLock",
     "Segments",
     "check_folder",
+    "check_parents",
     "check_room",
     "explained",
     "owner_of",
@@ -91,31 +92,61 @@ def owner_of(folder: Path) -> tuple[Owner | None, bool]:
         os.close(fd)
 
 
+def _check_user(path: Path, *users: int) -> None:
+    """See that what is below a path, or in a file, is not another user's to change."""
+    me, hidden = os.geteuid(), -1
+    with suppress(OSError, ValueError):  # in a container without root, all users that it does not know are this one
+        number = int(Path("/proc/sys/kernel/overflowuid").read_text())
+        known = [[int(x) for x in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        hidden = -1 if any(first <= number < first + count for first, _, count in known) else number
+    if strangers := set(users) - {me, 0, hidden}:
+        raise BackendError(
+            f"{path} belongs to user {min(strangers)}, who could change what is in it, and this process is user {me}; "
+            f"run as that user, chown it, or name another directory"
+        )
+
+
+def check_parents(folder: Path) -> None:
+    """See that no other user can put another directory in the place of this one; it may not be there yet.
+
+    Raises:
+        BackendError: One above it is another user's, or everybody may write it, and it has no sticky bit.
+    """
+    for parent in sorted({*folder.absolute().parents, *Path(os.path.realpath(folder)).parents}):
+        with suppress(OSError):  # it is not there, or cannot be reached
+            found = parent.lstat()
+            _check_user(parent, found.st_uid)
+            if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+                raise BackendError(
+                    f"everybody may write {parent} (mode {stat.S_IMODE(found.st_mode):o}, of user {found.st_uid}), and "
+                    f"put another directory in the place of {folder}; chmod o-w or +t it, or name another directory"
+                )
+
+
 def check_folder(folder: Path) -> None:
-    """See that nobody else decides what is in a directory: a checksum says that bytes are whole, not who made them up.
+    """See that no other user decides what is in a directory: a checksum says that bytes are whole, not who made them.
 
     A group may write it as a container volume has it (Kubernetes: `fsGroup`), which sets the setgid bit and gives the
     group to the volume's containers. A group that has come by it otherwise is refused.
 
     Raises:
-        BackendError: It is another user's, everybody or some group may write it, or it cannot be looked at.
+        BackendError: It, a file in it or a directory above it is another user's, everybody or some group may write it,
+            or it cannot be looked at.
     """
-    me = os.geteuid()
+    check_parents(folder)
     try:
         link, found = folder.lstat(), folder.stat()
+        _check_user(folder, link.st_uid, found.st_uid)
+        is_volume = found.st_mode & stat.S_ISGID and found.st_gid in (os.getegid(), *os.getgroups())
+        for path in () if is_volume else folder.iterdir():
+            _check_user(path, path.lstat().st_uid)
     except OSError as exc:
-        raise BackendError(f"{folder} cannot be used: {exc.strerror}; name another directory") from None
-    if strangers := {link.st_uid, found.st_uid} - {me, 0}:
-        raise BackendError(
-            f"{folder} belongs to user {min(strangers)}, who could put anything into the KV cache, and this process is "
-            f"user {me}; run as that user, or name another directory"
-        )
+        raise BackendError(f"{folder} cannot be used: {explained(folder, exc)}; or name another directory") from None
     if found.st_mode & stat.S_IWOTH:
         raise BackendError(
             f"everybody may write {folder} (mode {stat.S_IMODE(found.st_mode):o}), and put anything into the KV cache; "
             f"chmod o-w it if nobody has, or name another directory"
         )
-    is_volume = found.st_mode & stat.S_ISGID and found.st_gid in (os.getegid(), *os.getgroups())
     if found.st_mode & stat.S_IWGRP and not is_volume:
         raise BackendError(
             f"group {found.st_gid} may write {folder} (mode {stat.S_IMODE(found.st_mode):o}), and put anything into "
@@ -143,7 +174,9 @@ class OwnerLock:
         self._is_visit = visit
         try:
             if not visit:
+                check_parents(folder)
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                check_folder(folder)
             while not self._take(folder):
                 pass
         except OSError as exc:
@@ -209,13 +242,14 @@ os.register_at_fork(after_in_child=_after_fork)
 def explained(folder: Path, exc: OSError) -> str:
     """Say why the system refuses to write in a directory, with the numbers, and what helps."""
     why = exc.strerror or str(exc)
-    with suppress(OSError):
-        if exc.errno in (errno.EACCES, errno.EPERM):
-            found = folder.stat()
+    for path in [Path(exc.filename or folder), folder] if exc.errno in (errno.EACCES, errno.EPERM) else ():
+        with suppress(OSError):
+            found = path.stat()
             return (
-                f"{why}: it is user {found.st_uid}'s, of mode {stat.S_IMODE(found.st_mode):o}, and this process is "
+                f"{why}: {path} is user {found.st_uid}'s, of mode {stat.S_IMODE(found.st_mode):o}, and this process is "
                 f"user {os.geteuid()}; run as its user"
             )
+    with suppress(OSError):
         if exc.errno == errno.EROFS:
             return f"{why}; mount it so that it can be written"
         if exc.errno in FULL:

@@ -139,7 +139,8 @@ class FileTier:
         self._lock = OwnerLock(self._folder) if not self._read_only else None
         only_read = "the directory is another's, and only read" if self._read_only else ""
         try:
-            check_folder(self._folder)
+            if self._read_only:
+                check_folder(self._folder)
             try:
                 opened = self._open(not self._read_only)
             except DamagedIndex:
