@@ -16,6 +16,7 @@ import fcntl
 import mmap
 import os
 import socket
+import sqlite3
 import stat
 import weakref
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ __all__ = [
     "check_parents",
     "check_room",
     "explained",
+    "explained_index",
     "owner_of",
     "segment_extents",
     "segment_path",
@@ -142,16 +144,12 @@ def check_folder(folder: Path) -> None:
             _check_user(path, path.lstat().st_uid)
     except OSError as exc:
         raise BackendError(f"{folder} cannot be used: {explained(folder, exc)}; or name another directory") from None
-    if found.st_mode & stat.S_IWOTH:
+    others = "everybody" if found.st_mode & stat.S_IWOTH else f"group {found.st_gid}"
+    if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not is_volume):
         raise BackendError(
-            f"everybody may write {folder} (mode {stat.S_IMODE(found.st_mode):o}), and put anything into the KV cache; "
-            f"chmod o-w it if nobody has, or name another directory"
-        )
-    if found.st_mode & stat.S_IWGRP and not is_volume:
-        raise BackendError(
-            f"group {found.st_gid} may write {folder} (mode {stat.S_IMODE(found.st_mode):o}), and put anything into "
-            f"the KV cache; chmod g-w it if nobody has, or name another directory (a container volume's is taken: "
-            f"setgid, and of a group of this process)"
+            f"{others} may write {folder} (mode {stat.S_IMODE(found.st_mode):o}), and put anything into the KV cache; "
+            f"chmod {'o' if others == 'everybody' else 'g'}-w it if it was not written yet, or name another directory "
+            f"(a group may if the directory is setgid, as a container's volume, and this process is in the group)"
         )
 
 
@@ -258,6 +256,14 @@ def explained(folder: Path, exc: OSError) -> str:
     return why
 
 
+def explained_index(folder: Path, exc: Exception) -> str:
+    """Say why an index cannot be used, with the numbers, and what helps."""
+    code = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}
+    return explained(
+        folder, OSError(code.get(getattr(exc, "sqlite_errorcode", 0) & 0xFF, 0), " ".join(f"{exc}".split()))
+    )
+
+
 def segment_path(folder: Path, number: int) -> Path:
     """Say where a segment is."""
     return folder / f"segment-{number:05}.kv"
@@ -277,26 +283,19 @@ class NoRoom(BackendError):
     """A disk has no room for what a directory is to hold."""
 
 
-def check_room(folder: Path, num_bytes: int, beside: int, refused: str = "") -> None:
+def check_room(folder: Path, num_bytes: int, beside: int = 0, *, refused: str = "") -> None:
     """See that a disk has room for all: one that is full for a moment is full for everybody on it.
 
-    Args:
-        folder: Where segments are, or are to be.
-        num_bytes: What they take together.
-        beside: What the index is going to take.
-        refused: What the system has said, if it has refused already.
-
     Raises:
-        NoRoom: It has not, and nothing was taken.
+        NoRoom: It has not room for segments of so many bytes and what comes `beside`, or has `refused` already.
     """
-    there = sum(path.lstat().st_blocks * 512 for path in folder.glob("segment-*.kv"))
     found = os.statvfs(folder)
-    wanted, free = max(0, num_bytes - there) + beside, found.f_bavail * found.f_frsize
+    wanted = num_bytes + beside - sum(path.lstat().st_blocks * 512 for path in folder.glob("segment-*.kv"))
+    free, why = found.f_bavail * found.f_frsize, refused or os.strerror(errno.ENOSPC)
     if refused or (found.f_blocks and wanted > free):
         raise NoRoom(
-            f"{folder} has no room for {num_bytes} bytes: {wanted} more are needed, {beside} of them by the index, and "
-            f"{free} are free ({refused or os.strerror(errno.ENOSPC)}); free some, or give the file tier fewer, and "
-            f"start again"
+            f"{folder} has no room for {num_bytes} bytes: {max(0, wanted)} more are needed, {beside} of them by the "
+            f"index, and {free} are free ({why}); free some, or give the file tier fewer, and start again"
         )
 
 
@@ -309,7 +308,6 @@ class Segments:
         segment_bytes: Length of one file, a multiple of 4096.
         direct: Whether to bypass the page cache, if the file system can.
         is_owned: This process has the directory; else nothing is made, and what is not there is not there.
-        beside: What the index is going to take from the disk, for the message if there is no room.
 
     Attributes:
         fds: Of the files, by number; -1 where there is none.
@@ -320,14 +318,7 @@ class Segments:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        num_bytes: int,
-        segment_bytes: int,
-        *,
-        direct: bool,
-        is_owned: bool = True,
-        beside: int = 0,
+        self, folder: Path, num_bytes: int, segment_bytes: int, *, direct: bool, is_owned: bool = True
     ) -> None:
         self.num_bytes, self.segment_bytes = num_bytes, segment_bytes
         self.fds: list[int] = []
@@ -358,8 +349,8 @@ class Segments:
                 with suppress(OSError):
                     path.unlink()
             if exc.errno in FULL:
-                check_room(folder, num_bytes, beside, exc.strerror)
-            raise BackendError(self._explain(exc)) from None
+                check_room(folder, num_bytes, refused=exc.strerror)
+            raise self._refused(exc) from None
 
     def path(self, number: int) -> Path:
         """Where one segment is."""
@@ -394,7 +385,7 @@ class Segments:
                         self.kept[-1] = min(found.st_size, self.lengths[-1])
         except OSError as exc:
             self.close()
-            raise BackendError(self._explain(exc)) from None
+            raise self._refused(exc) from None
 
     def _remove_beyond(self, number: int) -> None:
         """Remove the segments of a range that was longer."""
@@ -402,8 +393,8 @@ class Segments:
             if path.name >= self.path(number).name:
                 path.unlink()
 
-    def _explain(self, exc: OSError) -> str:
-        return f"{self._folder} cannot be used: {explained(self._folder, exc)}; or name another directory"
+    def _refused(self, exc: OSError) -> BackendError:
+        return BackendError(f"{self._folder} cannot be used: {explained(self._folder, exc)}; or name another directory")
 
     def extents(self, near: int, far: int, size: int) -> Iterator[Extent]:
         """Say where a stretch of the range is; more than one extent where it goes over the end of a segment."""
