@@ -433,7 +433,7 @@ class OffloadConfig:
 
     Attributes:
         model: Whatever decides a prompt's KV beside its tokens: the model's name, its revision, an adapter. Blocks that
-            were stored under another name are not found.
+            were stored under another name are not found, and stay in files until their room is needed.
         hash_tokens: Tokens per hash. Every block size must be a multiple of it. Nothing can check it: if hashes cover
             fewer tokens than it says, prompts seem to share more than they do, and get wrong KV.
         host_bytes: Host memory for blocks, taken when the offload starts.

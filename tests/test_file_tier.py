@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import anyio
@@ -30,8 +32,10 @@ from asynckv.edges import file_nixl, file_tier, file_worker
 from asynckv.edges.agent import Agent
 from asynckv.edges.file_index import INDEX, DamagedIndex, Entry, FileIndex, checksum, read_index, typed
 from asynckv.edges.file_io import Extent, PlainFiles
+from asynckv.edges.file_store import OWNER, OwnerLock, owner_of
 from asynckv.edges.file_tier import FileTier
 from asynckv.edges.host_pool import HostPool
+from asynckv.edges.local import LocalDoor
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded, RecordsLost, Stored
@@ -562,6 +566,108 @@ async def test_a_directory_that_others_may_write_is_refused(
     monkeypatch.setattr(os, "getgroups", lambda: [])
     with pytest.raises(BackendError, match=r"mode 2770.*chmod g-w"):
         tier.start()
+
+
+root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+
+
+@root
+@pytest.mark.parametrize("name", ["segment-00000.kv", INDEX, OWNER])
+async def test_a_file_of_another_user_is_named_with_its_owner(make: Make, tmp_path: Path, name: str) -> None:
+    tier = make()
+    await put(tier, 2)
+    os.chown(tmp_path / "tier" / name, 1234, -1)
+    for each in tier, make(read_only=True):
+        with pytest.raises(BackendError, match=rf"^\S+/tier/{name} belongs to user 1234, .* this process is user 0"):
+            each.start()
+
+
+@root
+async def test_a_segment_that_only_root_may_write_is_named_with_its_owner(make: Make) -> None:
+    with TemporaryDirectory() as above:  # pytest's own are root's all the way up
+        os.chown(above, 4711, -1)
+        tier = make(folder=Path(above, "tier"))
+        os.seteuid(4711)
+        try:
+            await put(tier, 2)
+            os.seteuid(0)
+            os.chown(f"{above}/tier/segment-00001.kv", 0, -1)
+            os.seteuid(4711)
+            with pytest.raises(BackendError, match=r"/segment-00001.kv is user 0's, of mode 600, .* is user 4711"):
+                tier.start()
+        finally:
+            os.seteuid(0)
+
+
+def link(above: Path) -> Path:
+    """Put a link in the place of a directory; returns where that is."""
+    there = above.rename(f"{above}-there")
+    above.symlink_to(there)
+    return there
+
+
+ABOVE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another user's": (lambda above: os.chown(above, 65534, -1), "{} belongs to user 65534, .* is user 0; run as that"),
+    "everybody's": (lambda above: above.chmod(0o777), "everybody may write {} .mode 777, of user 0.*chmod o-w or"),
+    "another user's link": (
+        lambda above: os.chown(link(above).parent / above.name, 65534, -1, follow_symlinks=False),
+        "{} belongs to user 65534",
+    ),
+    "a link into another user's": (lambda above: os.chown(link(above), 65534, -1), "{}-there belongs to user 65534"),
+}
+
+
+@root
+@pytest.mark.parametrize("what", ["files", "files to read", "socket"])
+@pytest.mark.parametrize("how", ABOVE)
+async def test_nothing_is_written_below_a_directory_in_which_others_can_exchange_it(
+    make: Make, tmp_path: Path, how: str, what: str
+) -> None:
+    (above := tmp_path / "above").mkdir()
+    change, says = ABOVE[how]
+    change(above)
+    tier = make(folder=above / "x" / "y", read_only=what == "files to read")
+    door = LocalDoor(above / "x" / "y", lambda who, asked, answer: None)
+    with pytest.raises(BackendError, match=says.format(above)):
+        await door.open("e.sock", "i") if what == "socket" else tier.start()
+    assert os.listdir(above) == []
+
+
+@root
+async def test_a_sticky_directory_of_everybody_may_be_above(make: Make, tmp_path: Path) -> None:
+    (above := tmp_path / "above").mkdir()
+    above.chmod(0o1777)
+    assert make(folder=above / "x" / "y").start() == []
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed", "another's"])
+def test_who_locks_a_file_that_is_not_there_any_more_owns_nothing(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening the owner file and locking it, somebody takes it away; and perhaps the directory."""
+    lock, others, held = fcntl.flock, list[OwnerLock](), tmp_path / OWNER
+
+    def late(fd: int, what: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        if how == "renamed":
+            held.rename(tmp_path / "elsewhere")
+        else:
+            held.unlink()
+        if how == "another's":
+            others.append(OwnerLock(tmp_path))
+        lock(fd, what)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    if how == "another's":
+        with pytest.raises(BackendError, match="belongs to process"):
+            OwnerLock(tmp_path)
+    else:
+        others.append(OwnerLock(tmp_path))
+    assert owner_of(tmp_path)[1]
+    with pytest.raises(BackendError, match="belongs to process"):
+        OwnerLock(tmp_path)
+    others[0].release()
+    assert not owner_of(tmp_path)[1]
 
 
 async def test_a_child_of_a_fork_does_not_keep_the_directory(make: Make) -> None:

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from asynckv.config import OffloadConfig
-from asynckv.edges import leftovers
 from asynckv.edges.file_index import ALIGN, INDEX, STORED_AT, DamagedIndex, Entry, FileIndex, read_index
 from asynckv.edges.file_store import OwnerLock
 from asynckv.edges.leftovers import left_in, rank_folder
@@ -147,15 +146,6 @@ def test_one_rank_that_cannot_be_used_is_named_with_its_cause(tmp_path: Path, ho
     (told,) = left_out
     assert cause in told.replace("num_bytes", "segment_bytes")
     assert str(folder) in told
-
-
-def test_all_of_them_have_so_much_time_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (one,), (large,) = forms(1), forms(1, block_size=64)
-    keep(tmp_path, large)
-    left_out: list[str] = []
-    monkeypatch.setattr(leftovers, "LOOK_S", 0.0)
-    assert ranks(tmp_path, one, left_out) == []
-    assert left_out == [f"{rank_folder(tmp_path, large)} and what comes after it: those before it took 0 s to read"]
 
 
 def test_an_index_whose_pages_lead_back_to_themselves_is_damaged(tmp_path: Path) -> None:

@@ -46,14 +46,12 @@ class BlockRecords:
         spaces = {space: at for at, space in enumerate(self._spaces)}
         sizes = {group.record_bytes: at for at, group in enumerate(self._groups)}
         for stored in found:
-            at = spaces.get(stored.key[:NAMESPACE_BYTES], -1)
-            size = stored.size
-            if stored.layout != self._form or size not in sizes or stored.far % size:
+            at, size = spaces.get(stored.key[:NAMESPACE_BYTES], -1), stored.size
+            is_sized = size in sizes if at < 0 else size == self._groups[at].record_bytes
+            if stored.layout != self._form or not is_sized or stored.far % size:
                 strange.append(stored.far)
             elif at < 0:
                 others.append((sizes[size], stored.far // size))
-            elif size != self._groups[at].record_bytes:
-                strange.append(stored.far)
             else:
                 fits.append((at, stored.far // size, stored.key[NAMESPACE_BYTES:]))
         return fits, others, strange

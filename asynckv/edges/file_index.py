@@ -11,7 +11,6 @@ A damaged index is renamed, so that it can be looked at, and a new one is made (
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import shutil
@@ -26,7 +25,7 @@ from typing import NamedTuple
 import xxhash
 
 from asynckv.edges.file_io import ALIGN
-from asynckv.edges.file_store import NoRoom, explained
+from asynckv.edges.file_store import NoRoom, explained_index
 from asynckv.errors import BackendError
 
 __all__ = [
@@ -40,12 +39,9 @@ __all__ = [
     "FileIndex",
     "Said",
     "checksum",
-    "explained_index",
-    "lacks",
     "no_collection",
     "now",
     "read_index",
-    "set_aside",
     "typed",
 ]
 
@@ -53,9 +49,6 @@ INDEX = "index.sqlite"
 FORMAT = 1
 APPLICATION = 0x61736B76
 """`askv`: so that somebody else's database is not taken for one of ours."""
-
-MAX_FORMAT = 99
-"""A larger number in its place is damage."""
 
 MAX_KEY = 1024
 
@@ -88,14 +81,8 @@ CREATE TABLE records (
 """
 
 UNUSABLE = {
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_NOMEM,
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_READONLY,
+    getattr(sqlite3, f"SQLITE_{name}")
+    for name in ("BUSY", "CANTOPEN", "FULL", "IOERR", "LOCKED", "NOMEM", "PERM", "READONLY")
 }
 """What says nothing of the index itself; with anything else it is damaged."""
 
@@ -149,48 +136,26 @@ class DamagedIndex(BackendError):
         )
 
 
-def explained_index(folder: Path, exc: BaseException) -> str:
-    """Say in one line why an index cannot be used, with the numbers, and what helps."""
-    code = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}.get(_code(exc) & 0xFF, 0)
-    return explained(folder, OSError(code, " ".join(str(exc).split())))
-
-
-def _code(exc: BaseException) -> int:
-    return int(getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT))
+def _code(exc: Exception) -> int:
+    return int(getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)) & 0xFF
 
 
 @contextmanager
 def typed(folder: Path) -> Iterator[None]:
-    """Turn all that sqlite and Python say of an index into errors of ours.
-
-    Raises:
-        DamagedIndex: It is damaged.
-        NoRoom: The disk is full.
-        BackendError: It cannot be used, and may be sound.
-    """
+    """Turn what sqlite and Python say of an index into `DamagedIndex`, `NoRoom`, or another `BackendError`."""
     try:
         yield
     except (sqlite3.Error, ValueError) as exc:  # of texts that are none
         code = _code(exc)
-        is_sound = code & 0xFF in UNUSABLE and code != sqlite3.SQLITE_IOERR_READ
-        if code & 0xFF == sqlite3.SQLITE_READONLY and os.access(folder / INDEX, os.W_OK):
-            is_sound = False  # its header says so, not the system
-        if not is_sound:
+        is_told = code == sqlite3.SQLITE_READONLY and os.access(folder / INDEX, os.W_OK)  # by its header
+        if is_told or code not in UNUSABLE or exc.sqlite_errorcode == sqlite3.SQLITE_IOERR_READ:
             raise DamagedIndex(folder, " ".join(str(exc).split())) from None
-        kind = NoRoom if code & 0xFF == sqlite3.SQLITE_FULL else BackendError
+        kind = NoRoom if code == sqlite3.SQLITE_FULL else BackendError
         raise kind(f"the index of {folder} cannot be used: {explained_index(folder, exc)}") from exc
 
 
-def set_aside(folder: Path) -> None:
-    """Rename an index to `*.damaged`, in the place of an older one."""
-    for name in (INDEX, f"{INDEX}-wal", f"{INDEX}-shm"):
-        (folder / f"{name}.damaged").unlink(missing_ok=True)
-        with suppress(FileNotFoundError):
-            (folder / name).rename(folder / f"{name}.damaged")
-
-
-def _open(path: Path, how: str) -> sqlite3.Connection:
-    """Open an index in the words of a URI of sqlite's; make its tables if it has none and may be written.
+def _open(path: Path, how: str, *, check: bool = True) -> sqlite3.Connection:
+    """Open an index in the words of a URI of sqlite's, make its tables if there is none, and `check` all of it.
 
     Raises:
         BackendError: It is of another format, or of another application.
@@ -206,7 +171,7 @@ def _open(path: Path, how: str) -> sqlite3.Connection:
         version, application = (_number(db, x) for x in ("user_version", "application_id"))
         if not is_ours and application != APPLICATION:
             raise BackendError(f"{path} is no index of stored blocks; name another directory")
-        if application == APPLICATION and FORMAT < version <= MAX_FORMAT:
+        if application == APPLICATION and FORMAT < version < 100:  # more is damage
             raise BackendError(
                 f"{path} is of format {version}, and this asynckv reads format {FORMAT}; name another directory, or "
                 f"empty this one"
@@ -215,6 +180,8 @@ def _open(path: Path, how: str) -> sqlite3.Connection:
             raise sqlite3.DatabaseError("its tables are not those of an index of stored blocks")
         if not tables and how == "mode=rwc":
             db.executescript(f"PRAGMA journal_mode = WAL; BEGIN; {SCHEMA} COMMIT;")
+        if check and (found := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            raise sqlite3.DatabaseError(found.removeprefix("*** in database main ***"))
     except BaseException:
         db.close()
         raise
@@ -226,11 +193,7 @@ def _number(db: sqlite3.Connection, pragma: str) -> int:
 
 
 def read_index(folder: Path, *, records: bool = True) -> Said:
-    """Return what an index says, and change nothing: its owner may be writing it.
-
-    Args:
-        folder: Where it is.
-        records: Whether to look through all of it, and read what is stored as well.
+    """Return what an index says, of `records` as well, and change nothing: its owner may be writing it.
 
     Raises:
         BackendError: It is damaged (`DamagedIndex`), of another format, or cannot be read.
@@ -243,7 +206,7 @@ def read_index(folder: Path, *, records: bool = True) -> Said:
             try:
                 return _read(path, "mode=ro&readonly_shm=1", records)
             except sqlite3.OperationalError as exc:  # the owner has ended, and a file of its is not there, or no good
-                if _code(exc) & 0xFF == sqlite3.SQLITE_BUSY:
+                if _code(exc) == sqlite3.SQLITE_BUSY:
                     raise
                 with TemporaryDirectory(prefix="asynckv-") as scratch:
                     for name in names:
@@ -254,24 +217,14 @@ def read_index(folder: Path, *, records: bool = True) -> Said:
 
 
 def _read(path: Path, how: str, records: bool) -> Said:
-    with closing(_open(path, how)) as db:
-        if records:
-            _check(db)
+    with closing(_open(path, how, check=records)) as db:
         return _said(db, records)
-
-
-def _check(db: sqlite3.Connection) -> None:
-    """Raise sqlite's error if an index is not sound."""
-    found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-    if found != "ok":
-        raise sqlite3.DatabaseError(found.removeprefix("*** in database main ***"))
 
 
 def _said(db: sqlite3.Connection, records: bool) -> Said:
     db.execute("BEGIN")
-    facts = {str(name): value for name, value in db.execute("SELECT name, value FROM meta") if type(value) is int}
-    rows = db.execute("SELECT fingerprint, body FROM layouts")
-    layouts = {str(name): body for name, body in rows if isinstance(body, bytes)}
+    facts = {str(name): value for name, value in db.execute("SELECT * FROM meta") if type(value) is int}
+    layouts = {str(name): body for name, body in db.execute("SELECT * FROM layouts") if isinstance(body, bytes)}
     entries, malformed = list[Entry](), list[int]()
     if records:
         malformed += [far for (far,) in db.execute(f"SELECT far {FROM} WHERE NOT ({SOUND})")]
@@ -302,13 +255,6 @@ def _wanted(num_records: int) -> tuple[int, int]:
     return max(pages, log), log
 
 
-def lacks(folder: Path, num_records: int) -> int:
-    """Return how many bytes `FileIndex.reserve` is going to take from the disk."""
-    pages, log = _wanted(num_records)
-    sizes = (path.stat().st_size if (path := folder / name).exists() else 0 for name in (INDEX, f"{INDEX}-wal"))
-    return sum(max(0, wanted * ALIGN - size) for wanted, size in zip((pages, log), sizes, strict=True))
-
-
 class FileIndex:
     """One open index. All but the constructor belongs to one thread.
 
@@ -327,18 +273,33 @@ class FileIndex:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         with typed(folder):
             self._db = _open(path, "mode=rwc")
-            try:
-                _check(self._db)
-            except BaseException:
-                self._db.close()
-                raise
         self._inode = path.stat().st_ino
 
-    # -- what is there -------------------------------------------------------------------------------
+    @staticmethod
+    def set_aside(folder: Path) -> None:
+        """Rename a damaged index to `*.damaged`, in the place of an older one."""
+        for name in (INDEX, f"{INDEX}-wal", f"{INDEX}-shm"):
+            (folder / f"{name}.damaged").unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                (folder / name).rename(folder / f"{name}.damaged")
+
+    @staticmethod
+    def lacks(folder: Path, num_records: int) -> int:
+        """Return how many bytes `prepare` is going to take from the disk."""
+        sizes = (path.stat().st_size if (path := folder / name).exists() else 0 for name in (INDEX, f"{INDEX}-wal"))
+        return sum(max(0, pages * ALIGN - size) for pages, size in zip(_wanted(num_records), sizes, strict=True))
 
     def said(self) -> Said:
         """Return all that it says."""
-        return _said(self._db, records=True)
+        with typed(self._path.parent):
+            return _said(self._db, records=True)
+
+    def prepare(self, num_records: int, forgotten: Iterable[int], **facts: int) -> None:
+        """Take space for so many records, forget what lies at some places, and note small facts."""
+        with typed(self._path.parent):
+            self._reserve(num_records)
+            self.note(**facts)
+            self.change({}, forgotten)
 
     def removed(self) -> str:
         """Name it, if somebody has removed it."""
@@ -346,15 +307,10 @@ class FileIndex:
             return INDEX if self._path.stat().st_ino != self._inode else ""
         return INDEX
 
-    # -- room ----------------------------------------------------------------------------------------
-
-    def reserve(self, num_records: int) -> None:
+    def _reserve(self, num_records: int) -> None:
         """Take space for so many records, and for the log: a disk that is full later keeps neither from being written.
 
         Sqlite uses pages that it has again, and its log from the start, so they are only to be made once.
-
-        Raises:
-            sqlite3.Error: There is none.
         """
         db, (pages, log) = self._db, _wanted(num_records)
         db.execute(f"PRAGMA wal_autocheckpoint = {log // 4}")
@@ -408,8 +364,7 @@ class FileIndex:
 
     def close(self) -> None:
         """Close it; what was changed stays."""
-        with closing(self._db):
-            pass
+        self._db.close()
 
 
 def now() -> int:

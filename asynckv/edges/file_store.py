@@ -16,6 +16,7 @@ import fcntl
 import mmap
 import os
 import socket
+import sqlite3
 import stat
 import weakref
 from collections.abc import Iterator
@@ -38,8 +39,10 @@ __all__ = [
     "OwnerLock",
     "Segments",
     "check_folder",
+    "check_parents",
     "check_room",
     "explained",
+    "explained_index",
     "owner_of",
     "segment_extents",
     "segment_path",
@@ -91,36 +94,62 @@ def owner_of(folder: Path) -> tuple[Owner | None, bool]:
         os.close(fd)
 
 
+def _check_user(path: Path, *users: int) -> None:
+    """See that what is below a path, or in a file, is not another user's to change."""
+    me, hidden = os.geteuid(), -1
+    with suppress(OSError, ValueError):  # in a container without root, all users that it does not know are this one
+        number = int(Path("/proc/sys/kernel/overflowuid").read_text())
+        known = [[int(x) for x in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        hidden = -1 if any(first <= number < first + count for first, _, count in known) else number
+    if strangers := set(users) - {me, 0, hidden}:
+        raise BackendError(
+            f"{path} belongs to user {min(strangers)}, who could change what is in it, and this process is user {me}; "
+            f"run as that user, chown it, or name another directory"
+        )
+
+
+def check_parents(folder: Path) -> None:
+    """See that no other user can put another directory in the place of this one; it may not be there yet.
+
+    Raises:
+        BackendError: One above it is another user's, or everybody may write it, and it has no sticky bit.
+    """
+    for parent in sorted({*folder.absolute().parents, *Path(os.path.realpath(folder)).parents}):
+        with suppress(OSError):  # it is not there, or cannot be reached
+            found = parent.lstat()
+            _check_user(parent, found.st_uid)
+            if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+                raise BackendError(
+                    f"everybody may write {parent} (mode {stat.S_IMODE(found.st_mode):o}, of user {found.st_uid}), and "
+                    f"put another directory in the place of {folder}; chmod o-w or +t it, or name another directory"
+                )
+
+
 def check_folder(folder: Path) -> None:
-    """See that nobody else decides what is in a directory: a checksum says that bytes are whole, not who made them up.
+    """See that no other user decides what is in a directory: a checksum says that bytes are whole, not who made them.
 
     A group may write it as a container volume has it (Kubernetes: `fsGroup`), which sets the setgid bit and gives the
     group to the volume's containers. A group that has come by it otherwise is refused.
 
     Raises:
-        BackendError: It is another user's, everybody or some group may write it, or it cannot be looked at.
+        BackendError: It, a file in it or a directory above it is another user's, everybody or some group may write it,
+            or it cannot be looked at.
     """
-    me = os.geteuid()
+    check_parents(folder)
     try:
         link, found = folder.lstat(), folder.stat()
+        _check_user(folder, link.st_uid, found.st_uid)
+        is_volume = found.st_mode & stat.S_ISGID and found.st_gid in (os.getegid(), *os.getgroups())
+        for path in () if is_volume else folder.iterdir():
+            _check_user(path, path.lstat().st_uid)
     except OSError as exc:
-        raise BackendError(f"{folder} cannot be used: {exc.strerror}; name another directory") from None
-    if strangers := {link.st_uid, found.st_uid} - {me, 0}:
+        raise BackendError(f"{folder} cannot be used: {explained(folder, exc)}; or name another directory") from None
+    others = "everybody" if found.st_mode & stat.S_IWOTH else f"group {found.st_gid}"
+    if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not is_volume):
         raise BackendError(
-            f"{folder} belongs to user {min(strangers)}, who could put anything into the KV cache, and this process is "
-            f"user {me}; run as that user, or name another directory"
-        )
-    if found.st_mode & stat.S_IWOTH:
-        raise BackendError(
-            f"everybody may write {folder} (mode {stat.S_IMODE(found.st_mode):o}), and put anything into the KV cache; "
-            f"chmod o-w it if nobody has, or name another directory"
-        )
-    is_volume = found.st_mode & stat.S_ISGID and found.st_gid in (os.getegid(), *os.getgroups())
-    if found.st_mode & stat.S_IWGRP and not is_volume:
-        raise BackendError(
-            f"group {found.st_gid} may write {folder} (mode {stat.S_IMODE(found.st_mode):o}), and put anything into "
-            f"the KV cache; chmod g-w it if nobody has, or name another directory (a container volume's is taken: "
-            f"setgid, and of a group of this process)"
+            f"{others} may write {folder} (mode {stat.S_IMODE(found.st_mode):o}), and put anything into the KV cache; "
+            f"chmod {'o' if others == 'everybody' else 'g'}-w it if it was not written yet, or name another directory "
+            f"(a group may if the directory is setgid, as a container's volume, and this process is in the group)"
         )
 
 
@@ -143,7 +172,9 @@ class OwnerLock:
         self._is_visit = visit
         try:
             if not visit:
+                check_parents(folder)
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                check_folder(folder)
             while not self._take(folder):
                 pass
         except OSError as exc:
@@ -152,8 +183,8 @@ class OwnerLock:
         _locks.add(self)
 
     def _take(self, folder: Path) -> bool:
-        """Lock the file that says whose it is, and write it; False if somebody has removed it meanwhile."""
-        path = folder / OWNER
+        """Lock the file that says whose it is, and write it; False if it was removed or renamed meanwhile."""
+        path, there = folder / OWNER, None
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             try:
@@ -164,7 +195,9 @@ class OwnerLock:
                     f"{folder} belongs to {owner}; one directory has one owner at a time: "
                     + ("end that process" if self._is_visit else "give every rank one of its own, or end that process")
                 ) from None
-            if not os.fstat(fd).st_nlink:
+            with suppress(FileNotFoundError):
+                there = path.lstat()
+            if there is None or not os.path.samestat(there, os.fstat(fd)):
                 return False
             self._before = os.pread(fd, MAX_OWNER, 0)
             mine = Owner(os.getpid(), socket.gethostname(), datetime.now(UTC).isoformat(timespec="seconds"))
@@ -207,19 +240,28 @@ os.register_at_fork(after_in_child=_after_fork)
 def explained(folder: Path, exc: OSError) -> str:
     """Say why the system refuses to write in a directory, with the numbers, and what helps."""
     why = exc.strerror or str(exc)
-    with suppress(OSError):
-        if exc.errno in (errno.EACCES, errno.EPERM):
-            found = folder.stat()
+    for path in [Path(exc.filename or folder), folder] if exc.errno in (errno.EACCES, errno.EPERM) else ():
+        with suppress(OSError):
+            found = path.stat()
             return (
-                f"{why}: it is user {found.st_uid}'s, of mode {stat.S_IMODE(found.st_mode):o}, and this process is "
+                f"{why}: {path} is user {found.st_uid}'s, of mode {stat.S_IMODE(found.st_mode):o}, and this process is "
                 f"user {os.geteuid()}; run as its user"
             )
+    with suppress(OSError):
         if exc.errno == errno.EROFS:
             return f"{why}; mount it so that it can be written"
         if exc.errno in FULL:
             disk = os.statvfs(folder)
             return f"{why}, {disk.f_bavail * disk.f_frsize:,} bytes are free; free some"
     return why
+
+
+def explained_index(folder: Path, exc: Exception) -> str:
+    """Say why an index cannot be used, with the numbers, and what helps."""
+    code = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}
+    return explained(
+        folder, OSError(code.get(getattr(exc, "sqlite_errorcode", 0) & 0xFF, 0), " ".join(f"{exc}".split()))
+    )
 
 
 def segment_path(folder: Path, number: int) -> Path:
@@ -241,26 +283,19 @@ class NoRoom(BackendError):
     """A disk has no room for what a directory is to hold."""
 
 
-def check_room(folder: Path, num_bytes: int, beside: int, refused: str = "") -> None:
+def check_room(folder: Path, num_bytes: int, beside: int = 0, *, refused: str = "") -> None:
     """See that a disk has room for all: one that is full for a moment is full for everybody on it.
 
-    Args:
-        folder: Where segments are, or are to be.
-        num_bytes: What they take together.
-        beside: What the index is going to take.
-        refused: What the system has said, if it has refused already.
-
     Raises:
-        NoRoom: It has not, and nothing was taken.
+        NoRoom: It has not room for segments of so many bytes and what comes `beside`, or has `refused` already.
     """
-    there = sum(path.lstat().st_blocks * 512 for path in folder.glob("segment-*.kv"))
     found = os.statvfs(folder)
-    wanted, free = max(0, num_bytes - there) + beside, found.f_bavail * found.f_frsize
+    wanted = num_bytes + beside - sum(path.lstat().st_blocks * 512 for path in folder.glob("segment-*.kv"))
+    free, why = found.f_bavail * found.f_frsize, refused or os.strerror(errno.ENOSPC)
     if refused or (found.f_blocks and wanted > free):
         raise NoRoom(
-            f"{folder} has no room for {num_bytes} bytes: {wanted} more are needed, {beside} of them by the index, and "
-            f"{free} are free ({refused or os.strerror(errno.ENOSPC)}); free some, or give the file tier fewer, and "
-            f"start again"
+            f"{folder} has no room for {num_bytes} bytes: {max(0, wanted)} more are needed, {beside} of them by the "
+            f"index, and {free} are free ({why}); free some, or give the file tier fewer, and start again"
         )
 
 
@@ -273,7 +308,6 @@ class Segments:
         segment_bytes: Length of one file, a multiple of 4096.
         direct: Whether to bypass the page cache, if the file system can.
         is_owned: This process has the directory; else nothing is made, and what is not there is not there.
-        beside: What the index is going to take from the disk, for the message if there is no room.
 
     Attributes:
         fds: Of the files, by number; -1 where there is none.
@@ -284,14 +318,7 @@ class Segments:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        num_bytes: int,
-        segment_bytes: int,
-        *,
-        direct: bool,
-        is_owned: bool = True,
-        beside: int = 0,
+        self, folder: Path, num_bytes: int, segment_bytes: int, *, direct: bool, is_owned: bool = True
     ) -> None:
         self.num_bytes, self.segment_bytes = num_bytes, segment_bytes
         self.fds: list[int] = []
@@ -322,8 +349,8 @@ class Segments:
                 with suppress(OSError):
                     path.unlink()
             if exc.errno in FULL:
-                check_room(folder, num_bytes, beside, exc.strerror)
-            raise BackendError(self._explain(exc)) from None
+                check_room(folder, num_bytes, refused=exc.strerror)
+            raise self._refused(exc) from None
 
     def path(self, number: int) -> Path:
         """Where one segment is."""
@@ -358,7 +385,7 @@ class Segments:
                         self.kept[-1] = min(found.st_size, self.lengths[-1])
         except OSError as exc:
             self.close()
-            raise BackendError(self._explain(exc)) from None
+            raise self._refused(exc) from None
 
     def _remove_beyond(self, number: int) -> None:
         """Remove the segments of a range that was longer."""
@@ -366,8 +393,8 @@ class Segments:
             if path.name >= self.path(number).name:
                 path.unlink()
 
-    def _explain(self, exc: OSError) -> str:
-        return f"{self._folder} cannot be used: {explained(self._folder, exc)}; or name another directory"
+    def _refused(self, exc: OSError) -> BackendError:
+        return BackendError(f"{self._folder} cannot be used: {explained(self._folder, exc)}; or name another directory")
 
     def extents(self, near: int, far: int, size: int) -> Iterator[Extent]:
         """Say where a stretch of the range is; more than one extent where it goes over the end of a segment."""

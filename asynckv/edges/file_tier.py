@@ -26,7 +26,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -36,18 +36,7 @@ import anyio.to_thread
 from asynckv.arguments import MAX_INTEGER, integer
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges.file_index import (
-    ALIGN,
-    DamagedIndex,
-    Entry,
-    FileIndex,
-    Said,
-    lacks,
-    no_collection,
-    read_index,
-    set_aside,
-    typed,
-)
+from asynckv.edges.file_index import ALIGN, DamagedIndex, Entry, FileIndex, Said, no_collection, read_index
 from asynckv.edges.file_io import FileIO, PlainFiles
 from asynckv.edges.file_store import SEGMENT_BYTES, NoRoom, OwnerLock, Segments, check_folder, check_room
 from asynckv.edges.file_worker import Worker
@@ -136,26 +125,11 @@ class FileTier:
         self._starts += 1
         self.found = Counter(index_damaged=0)
         self._news.clear()
-        self._lock = OwnerLock(self._folder) if not self._read_only else None
-        only_read = "the directory is another's, and only read" if self._read_only else ""
-        try:
-            check_folder(self._folder)
-            try:
-                opened = self._open(not self._read_only)
-            except DamagedIndex:
-                if self._read_only:
-                    raise
-                set_aside(self._folder)
-                self.found["index_damaged"] = 1
-                opened = self._open(is_owned=True)
-            except NoRoom as exc:
-                opened, only_read = self._open_full(exc), f"{exc}; until then it is only read"
-                self._news.append(RecordsLost(only_read, reads=False))
-        except BaseException:
-            self._let_go()
-            raise
-        index, segments, entries, layouts = opened
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._let_go)
+            (index, segments, entries, layouts), only_read = self._open_as_can_be()
+            undo.callback(segments.close)
+            undo.callback(index.close if index is not None else lambda: None)
             io: FileIO
             lengths = {fd: size for fd, size in zip(segments.fds, segments.lengths, strict=True) if fd >= 0}
             if self._back_end == "nixl" and lengths:
@@ -164,58 +138,55 @@ class FileTier:
                 io = NixlFiles(f"{self._name}-{self._starts}", memory, lengths)
             else:
                 io = PlainFiles(memory)
-        except BaseException:
-            _close(index, segments)
-            self._let_go()
-            raise
+            undo.pop_all()
         self._worker = Worker(
             self._name, memory, segments, index, only_read, io, entries, layouts, self._slow_s, self._wake
         )
-        if self._news:
+        if only_read and not self._read_only:
+            self._news.append(RecordsLost(only_read, reads=False))
             self._wake()
         with no_collection():
             oldest_first = sorted(entries.values(), key=lambda entry: entry.stored_at)
             return [Stored(e.key, e.far, e.size, e.layout, e.tag) for e in oldest_first]
 
-    def _open_full(self, why: NoRoom) -> Opened:
-        """Open what is there on a disk that others have filled, to read it.
-
-        Raises:
-            NoRoom: There is nothing.
-        """
-        with suppress(BackendError):
-            opened = self._open(is_owned=False)
-            if opened[2]:
-                return opened
-            _close(opened[1])
-        raise why
+    def _open_as_can_be(self) -> tuple[Opened, str]:
+        """Take the directory and open it, to be written if it can be; else it is said why not."""
+        if self._read_only:
+            check_folder(self._folder)
+            return self._open(is_owned=False), "the directory is another's, and only read"
+        self._lock = OwnerLock(self._folder)
+        try:
+            return self._open(is_owned=True), ""
+        except DamagedIndex:
+            FileIndex.set_aside(self._folder)
+            self.found["index_damaged"] = 1
+            return self._open(is_owned=True), ""
+        except NoRoom as exc:  # others have filled the disk: what is there is served
+            with suppress(BackendError):
+                opened = self._open(is_owned=False)
+                if opened[2]:
+                    return opened, f"{exc}; until then it is only read"
+                opened[1].close()
+            raise
 
     def _open(self, is_owned: bool) -> Opened:
         """Open index and segments, and return them with what they hold; no index if it is only read."""
-        index: FileIndex | None = None
-        segments: Segments | None = None
-        try:
-            beside = lacks(self._folder, self._num_records) if is_owned else 0
+        folder, index = self._folder, None
+        with ExitStack() as undo:
             if is_owned:
-                check_room(self._folder, self._num_bytes, beside)
-            with typed(self._folder):
-                index = FileIndex(self._folder) if is_owned else None
-                said = index.said() if index is not None else read_index(self._folder)
-            segment_bytes = said.facts.get("segment_bytes", 0)
-            if segment_bytes < ALIGN or segment_bytes % ALIGN:
-                segment_bytes = self._segment_bytes
-            segments = Segments(
-                self._folder, self._num_bytes, segment_bytes, direct=self._direct, is_owned=is_owned, beside=beside
-            )
+                check_room(folder, self._num_bytes, FileIndex.lacks(folder, self._num_records))
+                index = FileIndex(folder)
+                undo.callback(index.close)
+            said = index.said() if index is not None else read_index(folder)
+            size = said.facts.get("segment_bytes", 0)
+            if size < ALIGN or size % ALIGN:
+                size = self._segment_bytes
+            segments = Segments(folder, self._num_bytes, size, direct=self._direct, is_owned=is_owned)
+            undo.callback(segments.close)
             entries, bad = self._recover(said, segments)
             if index is not None:
-                with typed(self._folder):
-                    index.reserve(self._num_records)
-                    index.note(segment_bytes=segment_bytes, num_bytes=self._num_bytes)
-                    index.change({}, bad)
-        except BaseException:
-            _close(index, segments)
-            raise
+                index.prepare(self._num_records, bad, segment_bytes=size, num_bytes=self._num_bytes)
+            undo.pop_all()
         return index, segments, entries, said.layouts
 
     def _recover(self, said: Said, segments: Segments) -> tuple[dict[int, Entry], list[int]]:
@@ -345,9 +316,3 @@ class FileTier:
             "back_end": "NIXL POSIX" if self._back_end == "nixl" else "system calls",
             "page_cache": "bypassed" if is_direct else "used",
         }
-
-
-def _close(*opened: FileIndex | Segments | None) -> None:
-    for each in opened:
-        if each is not None:
-            each.close()

@@ -21,18 +21,9 @@ from enum import IntEnum
 from asynckv.arguments import shown
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges.file_index import (
-    ALIGN,
-    MAX_CHANGES,
-    MAX_KEY,
-    Entry,
-    FileIndex,
-    checksum,
-    explained_index,
-    now,
-)
+from asynckv.edges.file_index import ALIGN, MAX_CHANGES, MAX_KEY, Entry, FileIndex, checksum, now
 from asynckv.edges.file_io import Extent, FileIO, FileTooShort, transfer, view_of
-from asynckv.edges.file_store import Segments, explained
+from asynckv.edges.file_store import Segments, explained, explained_index
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.offload.keys import short

@@ -9,7 +9,6 @@ are of no use, so it is told, with its cause, unless somebody has it: who is sta
 from __future__ import annotations
 
 import os
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -27,9 +26,6 @@ from asynckv.geometry.layout import Layout, fingerprint
 __all__ = ["Left", "left_in", "rank_folder"]
 
 MAX_FOLDERS = 4096
-
-LOOK_S = 30.0
-"""How long all of them may take to say what they are."""
 
 
 class Left(NamedTuple):
@@ -62,11 +58,7 @@ def left_in(directory: Path, own: Layout, left_out: list[str]) -> Sequence[Left]
     """
     mine, place = _engine(own), (own.tp_rank, own.pp_stage)
     engines: dict[tuple[object, ...], list[Left]] = defaultdict(list)
-    until = time.monotonic() + LOOK_S
     for folder in _folders(directory):
-        if time.monotonic() >= until:
-            left_out.append(f"{folder} and what comes after it: those before it took {LOOK_S:g} s to read")
-            break
         try:
             left = _read(folder)
         except AsyncKVError as exc:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from asynckv.core.types import rank_name
 from asynckv.core.wire import MAX_REQUEST_PACKET, Status, StatusRequest, decode_packet, encode_packet
+from asynckv.edges.file_store import check_parents
 from asynckv.errors import BackendError, RemoteProtocolError
 
 __all__ = ["SUFFIX", "LocalDoor", "is_left_behind", "pid_of", "rank_of", "read_packet", "socket_name", "write_packet"]
@@ -160,6 +161,7 @@ class LocalDoor:
 
     def _check_directory(self) -> None:
         directory = self._directory
+        check_parents(directory)
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = directory.stat()

@@ -202,8 +202,7 @@ class Tier:
         another, or is there twice. `others` are `(group, slot)` of blocks that have another model's hashes.
         """
         found, tick = list(found), self.tick
-        by_key = {(group, hash_): slot for group, slot, hash_ in found}
-        wanted = [(group, slot, hash_) for (group, hash_), slot in by_key.items()]
+        wanted = [(g, slot, h) for (g, h), slot in {(g, h): slot for g, slot, h in found}.items()]
         num_own = len(wanted)
         wanted += [(group, slot, b"") for group, slot in others]
         claimed = self.slots.claim((self.slots.kinds[group], slot) for group, slot, _ in wanted)
@@ -223,9 +222,7 @@ class Tier:
                 self._place([entry])
                 kept.add((group, slot))
         self.tick = tick
-        self.freed += [
-            place for place in dict.fromkeys((g, slot) for g, slot, _ in (*found, *wanted)) if place not in kept
-        ]
+        self.freed += dict.fromkeys(each[:2] for each in (*found, *wanted) if each[:2] not in kept)
         return sum(map(len, self.index))
 
     # -- entries -----------------------------------------------------------------------------------
