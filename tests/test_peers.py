@@ -609,9 +609,9 @@ def test_questions_for_the_status_cost_what_handshakes_cost() -> None:
     world, (prefill,), _ = world_of()
     stranger = Port(world, "world://stranger", "s")
     stranger.open()
-    for number in range(100):
+    for number in range(1000):
         stranger.send(prefill.address, encode_packet("stranger", "", [StatusRequest(number)]))
-    for _ in range(100):
+    for _ in range(1000):
         world.deliver()
     assert len(said(world, prefill)) == prefill.core.config.limits.hello_burst
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import msgspec
@@ -447,8 +448,8 @@ class RankCore:
 
         `principal` is the key or the host that the packet came from, as the control plane says it.
         """
-        proven = principal if principal.startswith("key:") else ""
-        whose = proven or origin  # the connections of one key share, those of one host do not
+        # The connections of one key share, those of one host do not.
+        whose = principal if principal.startswith("key:") else origin
         if not self._messages.take(whose, now):
             self.outbox.counters["dropped.too_many"] += 1
             return
@@ -476,7 +477,7 @@ class RankCore:
                 self.outbox.counters["dropped.misdirected"] += 1
                 self.readers.misdirected(message, ReplyTo(origin), packet.sender)
             else:
-                self._serve(message, ReplyTo(origin), packet.sender, now, proven)
+                self._serve(message, ReplyTo(origin), packet.sender, now, principal)
 
     def agent_lost(self, cause: str, reads: bool, now: float) -> None:
         """The data plane's agent has ended by itself; what is lent stays lent, and nobody can read it for now.
@@ -522,23 +523,24 @@ class RankCore:
         if self.is_closed:
             raise EngineClosed(f"engine {self.identity.engine_id!r} is {self.prefill.closed_as} and takes no new work")
 
-    def _serve(self, message: Message, route: ReplyTo, source: str, now: float, proven: str) -> None:
+    def _serve(self, message: Message, route: ReplyTo, source: str, now: float, principal: str) -> None:
         match message:
             case Claim() | Release() | Renew():
-                self.prefill.receive(message, route, source, now, proven)
+                self.prefill.receive(message, route, source, now, principal * principal.startswith("key:"))
             case Hello():
-                if self._hellos.take(route, now):
+                if self._hellos.take(principal or route, now):
                     self.readers.greet(message, route, source, self.prefill.closed_as, bool(self.prefill.leases))
                 else:
                     self.outbox.counters["dropped.too_many_hellos"] += 1
             case Ping():
                 self.outbox.send(route, source, Pong(message.nonce))
             case StatusRequest() if message.most or not self.config.inspect.enabled:
-                if not self.survey.ask(route, message, lambda status: self.outbox.send(route, source, status), now):
+                answer = partial(self.outbox.send, route, source)
+                if not self.survey.ask(route, message, answer, now, principal):
                     self.outbox.counters["dropped.too_many_hellos"] += 1
             case StatusRequest():
                 # Counting everything takes long where there is much.
-                if self._hellos.take(route, now):
+                if self._hellos.take(principal or route, now):
                     self.outbox.send(route, source, self._status(message.nonce))
                 else:
                     self.outbox.counters["dropped.too_many_hellos"] += 1
