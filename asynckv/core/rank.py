@@ -220,10 +220,10 @@ class RankCore:
                 f"lone surrogates"
             )
         route = self.decode.routes.answered_for(request.request_id, params)
-        if not route.ready and not self.decode.peers.room_for(route.ranks):
+        if not route.ready and not self.decode.peers.room_for(params.engine_id, route.ranks):
             raise Overloaded(
-                f"request {request.request_id[:200]!r} names {len(route.ranks)} ranks, and {MAX_UNMET} at most "
-                f"are waited for that never answered; ask again later, and correct the endpoints of the params",
+                f"request {request.request_id[:200]!r} names {len(route.ranks)} ranks, and {MAX_UNMET} at most, a "
+                f"quarter of one engine, are waited for that never answered; ask again later, or correct the endpoints",
                 request_id=request.request_id,
                 reason=Reason.QUEUE_FULL,
                 is_retryable=True,

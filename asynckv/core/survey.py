@@ -168,8 +168,6 @@ class Survey:
     def ask(self, whose: Hashable, asked: StatusRequest, answer: Answer, now: float, principal: str = "") -> bool:
         """Take a question of a connection; it is answered now if it is refused, or in one of the next turns.
 
-        All connections of a principal (a key or a host) share its rate.
-
         False if it is not answered at all: whoever was told so often to wait, and asks on, is not listened to, for a
         refusal costs more than most questions.
         """
