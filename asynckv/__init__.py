@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         Lookup,
         Order,
         Pull,
+        Reclaim,
         Refused,
         Store,
         Withdraw,
@@ -105,7 +106,7 @@ _HOMES = {
     "asynckv.edges.torch": "TensorPart register_parts register_tensors shared_tensor written",
     "asynckv.embed": (
         "Announce Cancel Discharge EngineDesk EnginePump EngineThread Failed Finished Lend Load Lookup Order Pull "
-        "Refused Store Withdraw"
+        "Reclaim Refused Store Withdraw"
     ),
     "asynckv.engine": "Engine LentRequest Offload",
     "asynckv.errors": (
@@ -191,6 +192,7 @@ __all__ = [
     "RankStatus",
     "ReadFailed",
     "Reading",
+    "Reclaim",
     "Refused",
     "Registration",
     "RemoteProtocolError",

@@ -17,7 +17,7 @@ from asynckv.bench import options as o
 from asynckv.bench.cli import bench_app
 from asynckv.bench.parameters import taking_options
 from asynckv.diagnose import doctor_cli, inspect_cli, leaks_cli, report_cli, timeline_cli
-from asynckv.errors import AsyncKVError, ConfigError
+from asynckv.errors import AsyncKVError, BackendError, ConfigError
 from asynckv.observe.output import help_of, write, write_json
 from asynckv.observe.streams import Unwritten, prepare
 from asynckv.tools.offload_cli import offload_app
@@ -473,7 +473,7 @@ def _run() -> int:
     except ConfigError as exc:
         return _say(exc, 2)
     except AsyncKVError as exc:
-        return _say(exc, 2 if type(exc).__name__ == "BackendError" else 1)
+        return _say(exc, 2 if isinstance(exc, BackendError) else 1)
     except OSError as exc:
         if exc.filename is None:
             raise

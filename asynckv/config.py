@@ -173,11 +173,10 @@ class PullConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsConfig:
-    """How much one key, or without keys one host, may ask of an engine. More is dropped and counted.
+    """How much one key may ask, or without keys one host (messages: one connection). More is dropped and counted.
 
     Attributes:
-        messages_per_s: Messages per second that are looked at; without keys of one connection. A malformed packet
-            counts as a hundred.
+        messages_per_s: Messages per second that are looked at. A malformed packet counts as a hundred.
         message_burst: Most messages that may come at once after a silence.
         hellos_per_s: Handshakes and questions for the status per second that are answered; an answer is large. Raise it
             if many operators or dashboards ask one engine.

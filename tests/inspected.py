@@ -13,8 +13,8 @@ __all__ = ["Side"]
 class Side:
     """One rank, and what its driver may ask for."""
 
-    def __init__(self, *, name: str, directory: str, lease_s: float = 120.0) -> None:
-        self._lease = LeaseConfig(lease_s=lease_s)
+    def __init__(self, *, name: str, directory: str, lease_s: float = 120.0, grant_s: float = 10.0) -> None:
+        self._lease = LeaseConfig(lease_s=lease_s, grant_s=grant_s)
         side = Bench(True).side(
             name,
             1,

@@ -32,7 +32,19 @@ from asynckv import (
     RemoteProtocolError,
 )
 from asynckv.edges.nixl import NixlPlane
-from asynckv.embed import Announce, Cancel, Discharge, EnginePump, EngineThread, Finished, Lend, Order, Pull, Withdraw
+from asynckv.embed import (
+    Announce,
+    Cancel,
+    Discharge,
+    EnginePump,
+    EngineThread,
+    Finished,
+    Lend,
+    Order,
+    Pull,
+    Reclaim,
+    Withdraw,
+)
 from asynckv.engine import ending
 from tests.engines import BLOCKS, memory
 from tests.test_arguments import HOSTILE
@@ -266,7 +278,7 @@ def test_blocks_that_never_return_are_retired(way: str) -> None:
 def test_a_lent_request_expires_or_is_taken_back(pair: Pair) -> None:
     revoked, never = pair.params("revoked", [2]), pair.params("never", [3])
     expired = pair.group.make_params("expired", [(0, [1])], 16, written=True, lease_s=2.0)
-    pair.prefill.submit(Lend(expired), Lend(revoked), Withdraw(revoked), Withdraw(never))
+    pair.prefill.submit(Lend(expired), Lend(revoked), Withdraw(revoked), Withdraw(never), Reclaim(9))
     pair.until(lambda p, d: p.sent)
     assert [(end.request_id, end.cause) for end in pair.prefill.told.sent] == [("revoked", "revoked")]
     # What was withdrawn is refused, and by the owner.
@@ -524,6 +536,7 @@ def test_whatever_stands_in_an_order_it_is_told_once_and_the_others_are_carried_
         Cancel("c"),
         Lend(params),
         Withdraw(params),
+        Reclaim(1),
     ):
         orders += [
             msgspec.structs.replace(good, **{name: value})

@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges import file_nixl, file_tier, file_worker
 from asynckv.edges.agent import Agent
-from asynckv.edges.file_index import INDEX, checksum, read_index
+from asynckv.edges.file_index import INDEX, DamagedIndex, Entry, FileIndex, checksum, read_index, typed
 from asynckv.edges.file_io import Extent, PlainFiles
 from asynckv.edges.file_tier import FileTier
 from asynckv.edges.host_pool import HostPool
@@ -336,20 +336,84 @@ TORN: dict[str, Callable[[bytearray], bytes | bytearray]] = {
 
 
 @pytest.mark.parametrize("how", TORN)
-async def test_a_torn_index_is_thrown_away_and_the_tier_works(make: Make, tmp_path: Path, how: str) -> None:
+async def test_a_torn_index_is_set_aside_and_the_tier_works(make: Make, tmp_path: Path, how: str) -> None:
     tier, some = make(), records(*range(COUNT))
     tier.start()
     await tier.store(some)
     tier.plane.close()
     path = tmp_path / "tier" / INDEX
-    path.write_bytes(TORN[how](bytearray(path.read_bytes())))
+    aside = path.with_name(f"{INDEX}.damaged")
+    aside.write_bytes(b"an older one")
+    path.write_bytes(torn := bytes(TORN[how](bytearray(path.read_bytes()))))
     assert tier.start() == []
     assert isinstance(tier.plane, FileTier)
     assert tier.plane.found["index_damaged"] == (how != "empty")
+    assert aside.read_bytes() == (torn if how != "empty" else b"an older one")
     assert (await tier.load(some)).lost == tuple(range(COUNT))
     assert (await tier.store(some)).ending is DONE
     tier.plane.close()
     assert len(tier.start()) == COUNT
+
+
+async def put(tier: Tier, count: int) -> None:
+    tier.start()
+    await tier.store(records(*range(count)))
+    tier.plane.close()
+
+
+def spoil(folder: Path, good: bytes, at: int) -> None:
+    """Make one byte of an index 0xFF."""
+    for suffix in ("", "-wal", "-shm"):
+        (folder / f"{INDEX}{suffix}").unlink(missing_ok=True)
+    (folder / INDEX).write_bytes(good[:at] + b"\xff" + good[at + 1 :])
+
+
+@pytest.mark.slow
+def test_a_wrong_byte_of_the_first_page_is_told_or_changes_nothing(tmp_path: Path) -> None:
+    """All 4,096 of them: each either leaves every record, or is damage, for the owner and for others who read."""
+    (index := FileIndex(tmp_path)).change({0: Entry(0, PAGE, b"key", 0, "layout", "group", 0)}, [])
+    index.note(segment_bytes=SEGMENT)
+    index.close()
+    good, said = (tmp_path / INDEX).read_bytes(), read_index(tmp_path)
+    told = {"owner": 0, "other": 0}
+    for at in range(PAGE):
+        spoil(tmp_path, good, at)
+        try:
+            assert read_index(tmp_path) == said, at
+        except DamagedIndex:
+            told["other"] += 1
+        try:
+            with closing(FileIndex(tmp_path)) as index, typed(tmp_path):
+                assert index.said() == said, at
+        except DamagedIndex:
+            told["owner"] += 1
+    assert all(400 < count < 800 for count in told.values()), told
+
+
+FIRST_PAGE = sorted({18, 19, 59, 63, 68, *random.Random(26).sample(range(PAGE), 60)})
+"""Bytes of it: those that make it read-only, of another kind of text, format or application; and some."""
+
+
+async def test_over_an_index_with_a_wrong_byte_every_start_ends_well(make: Make, tmp_path: Path) -> None:
+    folder, tier = tmp_path / "tier", make(num_bytes=4 * SIZE, record_bytes=SIZE)
+    some = [r._replace(far=i * SIZE) for i, r in enumerate(records(0, 1))]
+    tier.start()
+    await tier.store(some)
+    tier.plane.close()
+    good, told = (folder / INDEX).read_bytes(), 0
+    for at in FIRST_PAGE:
+        spoil(folder, good, at)
+        with suppress(BackendError):
+            check(folder, drop=False)
+        found = tier.start()
+        assert isinstance(tier.plane, FileTier)
+        assert (len(found), tier.plane.found["index_damaged"]) in ((2, 0), (0, 1)), at
+        told += tier.plane.found["index_damaged"]
+        tier.plane.close()
+        assert tier.start() == found, at
+        assert tier.plane.found["index_damaged"] == 0
+        tier.plane.close()
+    assert 5 <= told < len(FIRST_PAGE)
 
 
 @contextmanager
@@ -371,7 +435,6 @@ async def test_rows_of_no_sense_are_dropped_and_of_two_in_one_place_the_older(ma
             (0, 1 << 60, b"k", 0, 0),
             (PAGE, "much", b"k", 0, 0),
             (2 * PAGE, PAGE, "text", 0, 0),
-            (3 * PAGE, PAGE, b"k" * 2000, 0, 0),
             (1 << 50, PAGE, b"k", 0, 0),
         ):
             db.execute(row, values)
@@ -392,9 +455,12 @@ async def test_another_format_and_another_database_are_left_alone(make: Make, tm
     tier = make()
     tier.start()
     tier.plane.close()
-    for pragma, message in (("user_version = 7", "format 7"), ("application_id = 5", "no index of stored blocks")):
+    for change, message in (
+        ("PRAGMA user_version = 7", "format 7"),
+        ("PRAGMA application_id = 5; CREATE TABLE theirs (x)", "no index of stored blocks"),
+    ):
         with database(tmp_path / "tier") as db:
-            db.execute(f"PRAGMA {pragma}")
+            db.executescript(change)
         with pytest.raises(BackendError, match=message):
             tier.start()
     assert (tmp_path / "tier" / INDEX).exists()

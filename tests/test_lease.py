@@ -112,7 +112,7 @@ def test_a_request_that_was_lent_to_two_decode_engines_waits_for_both() -> None:
     one.claim(0.0)
     assert not one.release(1.0).has_ended
     assert (state_of(lease), lease.is_owed(), lease.owed()) == (LeaseState.LENT, True, ("*",))
-    assert lease.wake_at == AT + 10.0
+    assert lease.tick(AT + 4.0).wake_at == AT + 10.0
     assert granted(other.claim(9.0)) == 4.0
     assert lease.owed() == ("other/tp0",)
     assert other.release(10.0).has_ended
@@ -141,7 +141,8 @@ def test_nobody_who_holds_a_grant_is_passed_over_though_nobody_is_owed() -> None
 
 def test_a_request_that_nobody_wants_expires_at_its_time() -> None:
     lease = lend()
-    assert lease.wake_at == AT + 10.0
+    assert lease.wake_at == AT + 4.0  # to see whether a grant has run out
+    assert lease.tick(AT + 4.0).wake_at == AT + 10.0
     assert not lease.tick(AT + 9.9).has_ended
     assert state_of(lease) is LeaseState.LENT
     assert lease.tick(AT + 10.0) == Effects(math.inf, has_ended=True)
@@ -161,6 +162,7 @@ def test_a_lease_ends_after_its_last_grant_though_its_time_was_up_before() -> No
 def test_who_gives_a_grant_back_to_try_again_finds_the_request_for_as_long_as_it_was_granted() -> None:
     lease = lend()
     reading = Reading(lease)
+    lease.tick(AT + 4.0)
     reading.claim(8.0)
     assert reading.release(8.5, Outcome.RETRY).wake_at == AT + 12.0
     assert not lease.tick(AT + 11.9).has_ended
@@ -211,11 +213,96 @@ def test_what_is_over_takes_no_event_and_nothing_changes() -> None:
                 event(11.0)
         with pytest.raises(LocalProtocolError, match="Revoke while"):
             lease.revoke(AT + 11.0)
+        with pytest.raises(LocalProtocolError, match="Gone while"):
+            lease.lose([], AT + 11.0)
         assert lease.tick(AT + 11.0) == Effects(math.inf)
         assert (lease.state, lease.history, lease.final, lease.since) == before
 
 
+def test_a_lease_ends_early_only_if_all_readers_that_it_waits_for_are_gone() -> None:
+    lease = lend()
+    one, two = Reading(lease, 0, 2), Reading(lease, 1, 2)
+    one.claim(0.0)
+    two.claim(1.0)
+    assert lease.strays() == []
+    assert lease.tick(AT + 4.0).wake_at == AT + 5.0
+    assert [stray.sender for stray in lease.strays()] == [one.sender]
+    assert not lease.lose([Reader("decode", 0)], AT + 4.1).has_ended  # the other one's grant runs
+    assert (state_of(lease), lease.strays()) == (LeaseState.LENT, [])
+    lease.tick(AT + 5.0)
+    assert [stray.sender for stray in lease.strays()] == [two.sender]
+    assert state_of(lease) is LeaseState.LENT  # the other one may claim again
+    assert {name: state for name, state, _ in lease.readers()} == {
+        "decode/tp0@process-": "gone",
+        "decode/tp1@process-": "lapsed",
+    }
+    assert lease.waits(AT + 5.0).startswith("claimed and no longer renewed by decode/tp1")
+    assert lease.lose([Reader("decode", 1)], AT + 6.0).has_ended
+    assert (lease.state, lease.owed()) == (LeaseState.EXPIRED, ("decode/tp0", "decode/tp1"))
+    assert lease.history[-2:] == [(AT + 6.0, "gone: decode/tp1@process-"), (AT + 6.0, "expired")]
+
+
+def test_a_lease_does_not_end_early_before_every_decode_engine_has_spoken_up() -> None:
+    lease = lend(readers=2)
+    Reading(lease).claim(0.0)
+    lease.tick(AT + 4.0)
+    assert not lease.lose([Reader("decode", 0)], AT + 4.0).has_ended
+    assert not lease.tick(AT + 9.9).has_ended
+    assert state_of(lease) is LeaseState.LENT
+
+
+def test_a_reader_that_claims_again_is_not_gone() -> None:
+    """The next start of its process, or the same over another connection."""
+    lease = lend()
+    one, two = Reading(lease, 0, 2), Reading(lease, 1, 2)
+    one.claim(0.0)
+    two.claim(0.0)
+    lease.tick(AT + 4.0)
+    lease.lose([Reader("decode", 0)], AT + 4.0)
+    again = Reading(lease, 0, 2, pull="again")
+    assert granted(again.claim(4.5)) == 4.0
+    assert not lease.lose([Reader("decode", 1)], AT + 5.0).has_ended
+    lease.tick(AT + 8.5)
+    assert [stray.pull_id for stray in lease.strays()] == [again.pull]
+    assert state_of(lease) is LeaseState.LENT
+
+
+def test_a_reader_that_was_revoked_and_is_gone_ends_nothing_early() -> None:
+    lease = lend()
+    one, two = Reading(lease, 0, 2), Reading(lease, 1, 2)
+    one.claim(0.0)
+    two.claim(2.0)
+    lease.revoke(AT + 3.0)
+    lease.tick(AT + 4.0)
+    assert not lease.lose([Reader("decode", 0)], AT + 4.0).has_ended
+    assert state_of(lease) is LeaseState.ENDING
+    assert lease.tick(AT + 6.0).has_ended
+    assert state_of(lease) is LeaseState.REVOKED
+
+
+def test_a_reader_that_will_try_again_may_be_gone_as_well() -> None:
+    lease = lend()
+    reading = Reading(lease)
+    reading.claim(0.0)
+    reading.release(1.0, Outcome.RETRY)
+    assert [stray.pull_id for stray in lease.strays()] == [reading.pull]
+    assert lease.lose([Reader("decode", 0)], AT + 1.0).has_ended
+
+
+def test_a_silent_reader_is_looked_at_less_and_less_often() -> None:
+    lease = lend(lease_s=30.0)
+    Reading(lease).claim(0.0, 2.0)
+    looks, at = [], lease.wake_at
+    while not lease.tick(at).has_ended:
+        looks.append(at - AT)
+        at = lease.wake_at
+    assert looks == [2.0, 3.0, 4.0, 6.0, 10.0, 18.0]
+    assert (at, lease.state) == (AT + 30.0, LeaseState.EXPIRED)
+
+
 TABLE_TESTS = (
+    test_a_lease_ends_early_only_if_all_readers_that_it_waits_for_are_gone,
+    test_a_reader_that_was_revoked_and_is_gone_ends_nothing_early,
     test_a_request_is_lent_until_everybody_has_released,
     test_nobody_who_holds_a_grant_is_passed_over_though_nobody_is_owed,
     test_a_request_that_nobody_wants_expires_at_its_time,
@@ -320,7 +407,8 @@ def test_a_lease_wakes_when_its_time_is_up_or_when_it_is_worth_a_word() -> None:
     lease = lend(warn_s=3.0)
     assert lease.wake_at == AT + 3.0
     assert not lease.tick(AT + 2.9).is_overdue
-    assert lease.tick(AT + 3.0) == Effects(AT + 6.0, is_overdue=True)
+    assert lease.tick(AT + 3.0) == Effects(AT + 4.0, is_overdue=True)
+    assert lease.tick(AT + 4.0) == Effects(AT + 6.0)
     assert lease.tick(AT + 7.0) == Effects(AT + 10.0, is_overdue=True)
     assert Reading(lease).claim(8.0).wake_at == AT + 12.0
 

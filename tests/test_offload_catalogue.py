@@ -697,6 +697,51 @@ def test_what_a_file_tier_recovered_is_found() -> None:
         catalogue.recover([])
 
 
+@pytest.mark.parametrize("policy", ["lru", "s3-fifo"])
+def test_other_models_blocks_are_not_found_and_go_first_the_oldest_of_them_before(policy: str) -> None:
+    catalogue = Catalogue([FULL], 16, 64 * KIB, 20 * KIB, policy=policy)
+    mine, others = prompt(8, "mine"), [(0, 10 + i) for i in range(10)]
+    # Its own are the older ones, and are not used: any policy would choose them.
+    assert catalogue.recover([(0, i, h) for i, h in reversed(list(enumerate(mine)))], [*others, (0, 10**6)]) == 8
+    assert catalogue.forgotten() == [(0, 10**6)]
+    assert catalogue.check_integrity() == []
+    assert catalogue.statistics()["file_blocks"] == 8
+    catalogue.store("a", prompt(2, "a"))  # into the room that is free
+    carry_out(catalogue)
+    assert catalogue.forgotten() == []
+    catalogue.store("b", prompt(3, "b"))
+    carry_out(catalogue)
+    assert catalogue.forgotten() == others[:3]
+    catalogue.evict()  # of its own prompts: those of others stay
+    carry_out(catalogue)
+    assert not set(catalogue.forgotten()) & set(others[3:])
+    catalogue.store("c", prompt(20, "c"))
+    carry_out(catalogue)
+    assert set(others[3:]) <= set(catalogue.forgotten())
+    catalogue.evict(place=Place.HOST)
+    assert catalogue.lookup(prompt(20, "c")).tokens == 320
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3-fifo"])
+def test_chunks_of_other_models_blocks_go_before_any_of_its_own(policy: str) -> None:
+    catalogue = Catalogue([FULL, STATE], 16, 1 << 20, 400 * KIB, policy=policy)
+    assert catalogue.file is not None
+    slots = catalogue.file.slots
+    places = [
+        [slot for c in range(slots.num_chunks) for slot in range(*slots.bounds(k, c)) if c % 2 == k] for k in (0, 1)
+    ]
+    mine, others = prompt(len(places[0]), "mine"), [(1, slot) for slot in places[1]]
+    assert catalogue.recover([(0, slot, h) for slot, h in zip(places[0], mine, strict=True)], others) == len(mine)
+    assert catalogue.check_integrity() == []
+    count = len(places[0]) // 2
+    catalogue.store("a", prompt(count, "a"), positions=[range(count), ()])
+    carry_out(catalogue)
+    gone = catalogue.forgotten()
+    assert gone
+    assert {group for group, _ in gone} == {1}
+    assert catalogue.lookup(mine).groups[0].tokens == 16 * len(mine)
+
+
 def test_a_size_of_record_gets_room_that_another_has_not_used_for_longest() -> None:
     catalogue = Catalogue([FULL, STATE], 16, 400 * KIB)
     for i in range(8):  # all room is taken by the blocks of one group

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import structlog
 
 from asynckv.edges.file_index import INDEX
-from asynckv.edges.file_store import segment_path
+from asynckv.edges.file_store import OWNER, segment_path
 from asynckv.edges.file_tier import FileTier
 from asynckv.edges.leftovers import rank_folder
 from asynckv.engine.tiers import _left_by_others
@@ -60,7 +63,7 @@ async def folder(tmp_path: Path) -> Path:
         ("index", {"index_damaged": 1, "found": 0}),
         ("segment", {"missing": 2, "found": COUNT - 2}),
         ("length", {"unfit": 1, "found": COUNT}),
-        ("model", {"unfit": COUNT, "found": COUNT}),
+        ("model", None),
     ],
 )
 async def test_what_is_missing_at_the_start_is_told_once(
@@ -85,6 +88,66 @@ async def test_what_is_missing_at_the_start_is_told_once(
         assert line["folder"] == str(folder)
         numbers = {name: line[name] for name in ("index_damaged", "missing", "malformed", "overlapping", "unfit")}
         assert {name: count for name, count in numbers.items() if count} | {"found": line["found"]} == says
+
+
+async def test_a_rollback_finds_what_the_model_had_stored(folder: Path) -> None:
+    async def in_files(rank: Rank, name: str, count: int) -> int:
+        return rank.offload.lookup(chain(name, count)).groups[0].in_file
+
+    async with (rank := rank_on(folder, model="next")).engine, rank.offload as offload:
+        assert await in_files(rank, "p", COUNT) == 0
+        await offload.store("a", [(0, [0, 1])], chain("p", 2))  # the same prompt: another model's blocks
+        await until(lambda: offload.statistics().counters["blocks.write_back"] == 2)
+    async with (rank := rank_on(folder)).engine, rank.offload as offload:
+        assert await in_files(rank, "p", COUNT) == COUNT
+        loaded = await offload.load("b", [(0, list(range(COUNT)))], chain("p", COUNT), num_tokens=COUNT * SIZE)
+        assert loaded.num_tokens == COUNT * SIZE
+    async with (rank := rank_on(folder, model="next")).engine, rank.offload:
+        assert await in_files(rank, "p", COUNT) == 2
+
+
+@pytest.mark.parametrize("how", ["full", "quota", "owner"])
+async def test_files_on_a_disk_that_others_have_filled_are_read_on(
+    folder: Path, logs: Lines, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def state() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != OWNER}
+
+    def refuse(*given: object) -> int:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patch:
+        if how == "quota":
+            segment_path(folder, 31).unlink()  # nothing was stored there
+            patch.setattr(os, "posix_fallocate", refuse)
+        else:
+            free, found = 1000, os.statvfs(folder)
+            full = SimpleNamespace(f_bavail=free, f_frsize=1, f_blocks=found.f_blocks)
+            patch.setattr(os, "statvfs", lambda _: full)
+        if how == "owner":
+            patch.setattr(os, "pwrite", refuse)
+        before = state()
+        async with (rank := rank_on(folder)).engine, rank.offload as offload:
+            loaded = await offload.load("a", [(0, list(range(COUNT)))], chain("p", COUNT), num_tokens=COUNT * SIZE)
+            assert loaded.num_tokens == COUNT * SIZE
+            assert (await offload.store("b", [(0, [8, 9])], chain("q", 2))).num_missed == 0  # in host memory
+            said = offload.statistics()
+            assert (said.gauges["reads.file"], said.gauges["writes.file"]) == (1, 0)
+            assert said.counters["not_written_back.files_lost"] == 2
+            cause = offload.describe()["files_off"]
+    line = logs.one("offload_files_lost")
+    assert (line["level"], line["cause"], line["reads"]) == ("warning", cause, 0)
+    assert cause.startswith(f"{folder} has no room for {64 * RECORD} bytes: ")
+    assert "free some" in cause
+    if how != "quota":
+        wanted = int(cause.partition("bytes: ")[2].partition(" ")[0])
+        assert wanted > free
+        assert "1000 are free" in cause
+    assert state() == before
+    async with (rank := rank_on(folder)).engine, rank.offload as offload:
+        await offload.store("c", [(0, [8, 9])], chain("q", 2))
+        await until(lambda: offload.statistics().counters["blocks.write_back"] == 2)
+        assert offload.lookup(chain("p", COUNT)).tokens == COUNT * SIZE
 
 
 async def test_a_block_that_is_not_what_was_stored_is_named(folder: Path, logs: Lines) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -11,15 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig
-from asynckv.core.lease import MAX_ATTEMPTS, MAX_HISTORY, Lent
+from asynckv.core.lease import MAX_ATTEMPTS, MAX_HISTORY, Lease, LeaseState, Lent, Reader
 from asynckv.core.ledger import FEW
 from asynckv.core.outbox import ReaderRefused
 from asynckv.core.prefill import _blocks_of
 from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Params, Reason, ReplyTo, RequestId
 from asynckv.core.wire import (
+    MAJOR,
+    MINOR,
     Ack,
     Claim,
     Granted,
+    Hello,
     Message,
     NotYet,
     Ping,
@@ -39,6 +43,8 @@ from tests.world import Rank, World, make_layout
 READER = Cohort("decode")
 ONE, OTHER = ReplyTo(b"one"), ReplyTo(b"other")
 
+numbers = itertools.count()
+
 
 def prefill_rank(config: LeaseConfig) -> tuple[World, Rank]:
     world = World(EngineConfig(engine_id="x", lease=config))
@@ -54,6 +60,220 @@ def say(rank: Rank, message: Claim | Renew | Release, now: float, reply_to: Repl
     """Say something to a rank, and return all that it answers."""
     rank.core.prefill.receive(message, reply_to, "process", now)
     return [m for _, data in rank.core.outbox.take_packets() for m in decode_packet(data).messages]
+
+
+# -- readers that are gone -----------------------------------------------------------------------------
+
+
+def claimed_by(world: World, name: str, prefill: Rank, params: Params) -> Rank:
+    """A start of the decode rank's process, which has claimed."""
+    reader = world.add(name, make_layout(), engine_id="decode")
+    reader.core.announce(f"by {name}", params, "", 600.0, world.time(reader))
+    world.settle(reader)
+    world.run()
+    return reader
+
+
+def ended_after(world: World, lease: Lease) -> float:
+    """How long a lease goes on from now if its reader is silent."""
+    began = world.now
+    while not lease.is_over:
+        world.advance(0.5)
+        world.letters.clear()
+    return world.now - began
+
+
+LONG = LeaseConfig(lease_s=30.0, grant_s=4.0)
+
+
+@pytest.mark.parametrize("grants", [1, 3])
+def test_a_lease_of_a_killed_reader_ends_with_its_last_grant(grants: int) -> None:
+    world, prefill = prefill_rank(LONG)
+    params = world.params([prefill], "r", [3], 4)
+    lease = world.lend(prefill, params)
+    reader = claimed_by(world, "d", prefill, params)
+    for _ in range(grants):  # renewed a few times
+        world.advance(1.5)
+        world.run()
+    (grant,) = lease.grants.values()
+    runs_s = grant.until - world.time(prefill)
+    del world.ranks["d"], world.ports[reader.route]  # its connection ends
+    assert runs_s <= ended_after(world, lease) <= runs_s + 1.5
+    assert (lease.state, lease.gone) == (LeaseState.EXPIRED, {Reader("decode", 0)})
+    assert len(prefill.core.ledger) == 0
+    assert prefill.core.outbox.counters["leases.expired"] == 1
+
+
+def test_a_lease_of_a_stopped_reader_lasts_for_its_whole_time() -> None:
+    """Its connection stands, so it may go on; it was sent pings, to find that out."""
+    world, prefill = prefill_rank(LONG)
+    params = world.params([prefill], "r", [3], 4)
+    lease = world.lend(prefill, params)
+    reader = claimed_by(world, "d", prefill, params)
+    del world.ranks["d"]
+    assert ended_after(world, lease) == pytest.approx(30.0, abs=0.5)
+    assert not lease.gone
+    assert 4 <= prefill.core.outbox.counters["sent.ping"] <= 7
+    assert world.ports[reader.route] is reader
+    # Had it gone on, it would have taken that for a sign of life, and for nothing else.
+    reader.core.receive(prefill.address, encode_packet(prefill.core.identity.incarnation, "", [Ping(0)]), world.now)
+    assert not reader.core.outbox.counters["dropped.unexpected"]
+
+
+def test_a_later_start_of_a_reader_says_that_the_one_before_is_gone() -> None:
+    """Also if the host was lost, and nothing ended its connection. Its grant is kept all the same."""
+    world, prefill = prefill_rank(LONG)
+    params, other = (world.params([prefill], name, [block], 4) for name, block in (("r", 3), ("other", 4)))
+    lease = world.lend(prefill, params)
+    claimed_by(world, "d", prefill, params)
+    del world.ranks["d"]
+    world.advance(1.0)
+    again = claimed_by(world, "again", prefill, other)
+    assert lease.grants
+    assert again.core.identity.incarnation != "d"
+    assert 2.0 <= ended_after(world, lease) <= 4.5
+    assert (lease.state, lease.gone) == (LeaseState.EXPIRED, {Reader("decode", 0)})
+
+
+def test_a_process_start_is_replaced_by_a_later_one_of_the_same_rank_with_the_same_key() -> None:
+    _, rank = prefill_rank(LONG)
+    readers = rank.core.readers
+    hello = Hello(1, MAJOR, MINOR, "prefill", 0, READER)
+    others = (
+        (msgspec.structs.replace(hello, reader=Cohort("decode", 2, 1)), "key:a"),
+        (msgspec.structs.replace(hello, reader=Cohort("decode", 1, 0, 2, 1)), "key:a"),
+        (msgspec.structs.replace(hello, reader=Cohort("another")), "key:a"),
+        (hello, "key:b"),
+    )
+    assert not readers.is_replaced("start 1")  # never met
+    readers.greet(hello, ONE, "start 1", "key:a", "", False)
+    for i, (said, key) in enumerate(others):
+        readers.greet(said, OTHER, f"other {i}", key, "", False)
+        assert not readers.is_replaced("start 1")
+    readers.greet(hello, OTHER, "start 2", "key:a", "", False)
+    assert [readers.is_replaced(f"start {n}") for n in (1, 2)] == [True, False]
+    readers.greet(hello, ONE, "start 1", "key:a", "", False)  # it lives after all
+    assert [readers.is_replaced(f"start {n}") for n in (1, 2)] == [False, True]
+
+
+def test_what_is_remembered_of_process_starts_and_connections_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asynckv.core.readers.MAX_READERS", 3)
+    monkeypatch.setattr("asynckv.core.prefill.MAX_UNREACHABLE", 3)
+    _, rank = prefill_rank(LONG)
+    readers, prefill = rank.core.readers, rank.core.prefill
+    for n in range(9):
+        readers.greet(Hello(1, MAJOR, MINOR, "prefill", 0, Cohort(f"d{n // 2}")), ONE, f"start {n}", "", "", False)
+        prefill.unreachable(ReplyTo(b"%d" % n))
+    assert len(readers._met) == len(prefill._unreachable) == 3
+    assert len(readers._newest) == 2
+    assert readers.is_replaced("start 6")
+    assert not readers.is_replaced("start 0")  # forgotten
+
+
+def test_a_connection_from_which_something_comes_is_not_one_that_has_ended() -> None:
+    """A queue was full: its peer was slow, and is there."""
+    world, rank = prefill_rank(LONG)
+    params = world.params([rank], "r", [3], 4)
+    lease = world.lend(rank, params)
+    say(rank, claim(params), 0.0)
+    rank.core.prefill.unreachable(ONE)
+    say(rank, Renew(params.key, "pull", 2, 600.0), 1.0)
+    rank.core.tick(5.0)
+    rank.core.tick(6.5)
+    assert not lease.is_over
+    rank.core.prefill.unreachable(ONE)
+    rank.core.tick(9.0)
+    assert lease.is_over
+
+
+# -- no room ---------------------------------------------------------------------------------------------
+
+
+def lent_to(world: World, prefill: Rank, engine: str, number: int, claims: bool = True) -> list[Lease]:
+    """Lend requests of a block each, which a decode engine has claimed, or nobody."""
+    leases = []
+    for _ in range(number):
+        block = next(numbers)
+        params = world.params([prefill], f"{engine}-{block}", [block % 12], 4)
+        leases.append(world.lend(prefill, params))
+        if claims:
+            digest = blocks_digest(params.groups, params.num_tokens, params.written)
+            message = Claim(params.key, params.request_id, Cohort(engine), f"pull-{block}", 1, digest, 600.0)
+            prefill.core.prefill.receive(message, ReplyTo(engine.encode()), engine, world.time(prefill))
+    return leases
+
+
+def renewed(prefill: Rank, leases: list[Lease], now: float) -> None:
+    for lease in leases:
+        for grant in list(lease.grants.values()):
+            prefill.core.prefill.receive(
+                Renew(lease.lent.key, grant.pull_id, 2, 600.0), grant.reply_to, grant.sender, now
+            )
+
+
+def states(leases: list[Lease]) -> str:
+    return "".join(lease.state.value[0] for lease in leases)
+
+
+def test_room_is_made_by_the_reader_engine_that_holds_most_and_its_oldest_request_goes_first() -> None:
+    world, prefill = prefill_rank(LONG)
+    slow, quick = lent_to(world, prefill, "slow", 6), lent_to(world, prefill, "quick", 2)
+    assert prefill.core.prefill.reclaim(3, 3.9) == ()  # each is kept for one grant
+    renewed(prefill, slow + quick, 3.9)
+    assert prefill.core.prefill.reclaim(0, 4.0) == ()
+    assert prefill.core.prefill.reclaim(1, 4.0) == (slow[0],)
+    assert (states(slow), states(quick), slow[0].revoked_by) == ("elllll", "ll", "no_room")
+    assert prefill.core.prefill.reclaim(1, 4.1) == (), "that one's block has not returned, and is on its way"
+    assert prefill.core.prefill.reclaim(100, 4.1) == (slow[1], slow[2]), "3.5 blocks of 7 are its share"
+    assert states(slow) == "eeelll"
+    assert slow[0].grants, "a promise is kept"
+    prefill.core.tick(8.0)
+    assert (states(slow), len(prefill.core.ledger)) == ("rrrlll", 5)
+
+
+def test_the_only_reader_engine_keeps_all_and_so_does_one_among_equals() -> None:
+    world, prefill = prefill_rank(LONG)
+    leases = lent_to(world, prefill, "only", 6)
+    assert prefill.core.prefill.reclaim(6, 5.0) == ()
+    leases += lent_to(world, prefill, "other", 6)
+    assert prefill.core.prefill.reclaim(6, 20.0) == ()
+    assert states(leases) == "l" * 12
+
+
+def test_a_reader_engine_that_has_read_lately_has_a_share_though_it_holds_nothing() -> None:
+    """It is the one that waits: there was no room to prefill its prompts."""
+    world, prefill = prefill_rank(LONG)
+    (read,), slow = lent_to(world, prefill, "quick", 1), lent_to(world, prefill, "slow", 4)
+    cohort, (pull,) = Cohort("quick"), read.grants
+    release = Release(read.lent.key, read.lent.request_id, cohort, pull, Outcome.COMPLETE)
+    prefill.core.prefill.receive(release, ReplyTo(b"quick"), "quick", 1.0)
+    assert read.is_over
+    assert prefill.core.prefill.reclaim(4, 30.9) == tuple(slow[:2])
+    world, prefill = prefill_rank(LONG)
+    (read,), slow = lent_to(world, prefill, "quick", 1), lent_to(world, prefill, "slow", 4)
+    (pull,) = read.grants
+    release = Release(read.lent.key, read.lent.request_id, cohort, pull, Outcome.COMPLETE)
+    prefill.core.prefill.receive(release, ReplyTo(b"quick"), "quick", 1.0)
+    assert prefill.core.prefill.reclaim(4, 31.0) == (), "that was long ago"
+
+
+def test_requests_that_nobody_has_claimed_are_those_of_one_more() -> None:
+    world, prefill = prefill_rank(LONG)
+    nobody = lent_to(world, prefill, "", 6, claims=False)
+    assert prefill.core.prefill.reclaim(6, 5.0) == (), "whose they are is not known, and nobody else is"
+    for engine in ("one", "other"):
+        lent_to(world, prefill, engine, 1)
+    assert prefill.core.prefill.reclaim(6, 5.0) == (nobody[0], nobody[1])
+    assert states(nobody) == "rrllll", "nothing was promised"
+
+
+def test_reader_engines_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asynckv.core.prefill.MAX_ENGINES", 2)
+    world, prefill = prefill_rank(LONG)
+    for engine in "abcd":
+        lent_to(world, prefill, engine, 1)
+    prefill.core.tick(600.0)
+    assert list(prefill.core.prefill._read_at) == ["c", "d"]
 
 
 # -- grants --------------------------------------------------------------------------------------------

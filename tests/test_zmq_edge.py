@@ -668,6 +668,30 @@ async def test_connections_that_say_nothing_make_room_for_others(monkeypatch: py
             each.close()
 
 
+async def test_a_connection_that_spoke_before_it_was_watched_is_not_taken_for_a_silent_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under load a packet may be handled before libzmq's word that there is a connection."""
+    may_watch, take = threading.Event(), ZmqPlane._take_events
+
+    def late(plane: ZmqPlane, loop: asyncio.AbstractEventLoop) -> list[door.Opened]:
+        may_watch.wait(PATIENCE_S)
+        return take(plane, loop)
+
+    monkeypatch.setattr(door, "MAX_CONNECTIONS", 16)
+    monkeypatch.setattr(ZmqPlane, "_take_events", late)
+    async with planes(2) as [(a, at_a), (b, at_b)]:
+        assert a.send(b.address, b"early")
+        await at_b.wait(1)
+        may_watch.set()
+        idle = [socket.create_connection(place(b.address)) for _ in range(20)]
+        await at_b.idle_until(lambda: b.statistics().get("cut.too_many", 0) == 20 + 1 - 8)
+        assert b.send(at_b.packets[0][0], b"still there")
+        await at_a.wait(1)
+        for each in idle:
+            each.close()
+
+
 async def test_connections_that_have_ended_leave_no_descriptor() -> None:
     async with planes(1) as [(plane, inbox)]:
         await check_alive(plane, inbox)

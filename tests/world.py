@@ -244,7 +244,8 @@ class World(Fabric):
         core = rank.core
         while True:
             for to, data in core.outbox.take_packets():
-                rank.send(to, data)
+                if not rank.send(to, data) and not isinstance(to, str):
+                    core.prefill.unreachable(to)
             commands, core.outbox.commands = core.outbox.commands, []
             for command in commands:
                 match command:

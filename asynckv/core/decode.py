@@ -51,6 +51,7 @@ from asynckv.core.wire import (
     Granted,
     Message,
     NotYet,
+    Ping,
     Pong,
     Refused,
     Status,
@@ -379,7 +380,7 @@ class DecodeSide:
                     peer, reason, detail = refused
                     serve_no_more = self._lose if reason in FINAL else self._failed
                     serve_no_more(peer, reason, detail, now)
-            case Pong() | Status():
+            case Pong() | Status() | Ping():  # a rank pings to find out whether the connection has ended
                 pass
             case Goodbye():
                 if peer is not None:

@@ -62,8 +62,8 @@ class RankStatus:
             up.
         state: Of a prefill rank that is pulled from: `connecting`, `unreachable`, `silent`, `met`, `not_lent`,
             `granted`, `landed` (all bytes are there), `proven`, `only_released` (nothing is read of it), `releasing`,
-            `released`. Of a reader: `unclaimed`, `granted`, `lapsed` (it let its promise run out), `retrying`, or how
-            it released: `complete`, `failed`, `cancelled`.
+            `released`. Of a reader: `unclaimed`, `granted`, `lapsed` (it let its promise run out), `gone` (that,
+            and its process has ended), `retrying`, or how it released: `complete`, `failed`, `cancelled`.
         address: Of a prefill rank.
         pull_id: Of a reader's newest attempt.
         granted_s: How long the newest promise still runs, as this side counts; None if there is none.

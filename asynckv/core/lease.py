@@ -22,8 +22,9 @@ The machine is two tables, and there is nothing beside them: `ON_EVENT` says whe
 what is entered by itself once a condition holds. What a table does not list raises before anything was changed. A
 transition returns its `Effects`; who sends, frees and wakes is `core/prefill.py`.
 
-A lease is never shortened, and never outlives `max_lease_s`. It refuses to know: sockets, other leases, and what the
-blocks hold.
+No grant is ever shortened, and no lease outlives `max_lease_s`. A lease ends before `lease_s` only if all that it waits
+for is readers that are *gone*: their last grant has run out, and their process is known to have ended. It refuses to
+know: sockets, other leases, and what the blocks hold.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from __future__ import annotations
 import enum
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
-from asynckv.core.types import SHOWN_LETTERS, Key, Outcome, PullId, Reason, RequestId, members, rank_name
+from asynckv.core.types import SHOWN_LETTERS, Key, Outcome, PullId, Reason, ReplyTo, RequestId, members, rank_name
 from asynckv.core.wire import RELEASE_NONCE, Ack, Claim, Granted, Refused, Release, Renew, blocks_digest
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import BlockRuns
@@ -43,10 +44,11 @@ from asynckv.geometry.match import owed_readers
 
 __all__ = ["Effects", "Grant", "Lease", "LeaseState", "Lent", "Reader", "Refusal", "Revoke"]
 
+NOWHERE = ReplyTo(b"")
 MAX_READERS = 4096
 MAX_HISTORY = 1024
-NOTICED_S = 0.1
-"""If a grant ran out longer ago than that, history says so: no timer is set for it while a reader is owed."""
+PROBE_S = 1.0
+"""A reader whose grant has run out is looked at again after this, then after twice as long."""
 
 MAX_REFUSALS = 8
 """Messages that were turned down and are remembered, of a kind one."""
@@ -73,14 +75,18 @@ class Revoke:
     """The engine wants its blocks back."""
 
 
+class Gone:
+    """The processes of readers whose grants have run out have ended."""
+
+
 def everybody_has_released(lease: Lease, now: float) -> bool:
     """No reader is owed, and no grant runs."""
     return not lease.grants and not lease.is_owed()
 
 
 def time_is_up(lease: Lease, now: float) -> bool:
-    """It was lent for `lease_s`, and for as long as the last grant was to run."""
-    return now >= lease.expires_at
+    """It was lent for `lease_s`, and for as long as the last grant was to run; or all owed readers are gone."""
+    return now >= lease.expires_at or (bool(lease.gone) and lease.is_forsaken())
 
 
 def no_grant_runs(lease: Lease, now: float) -> bool:
@@ -90,8 +96,8 @@ def no_grant_runs(lease: Lease, now: float) -> bool:
 
 L = members(LeaseState)
 ON_EVENT: Mapping[LeaseState, Mapping[type, LeaseState]] = {
-    L.LENT: {Claim: L.LENT, Renew: L.LENT, Release: L.LENT, Revoke: L.ENDING},
-    L.ENDING: {Claim: L.ENDING, Renew: L.ENDING, Release: L.ENDING, Revoke: L.ENDING},
+    L.LENT: {Claim: L.LENT, Renew: L.LENT, Release: L.LENT, Gone: L.LENT, Revoke: L.ENDING},
+    L.ENDING: {Claim: L.ENDING, Renew: L.ENDING, Release: L.ENDING, Gone: L.ENDING, Revoke: L.ENDING},
     L.RELEASED: {},
     L.EXPIRED: {},
     L.REVOKED: {},
@@ -153,6 +159,7 @@ class Grant(Struct):
     Attributes:
         sender: The start of the reader's process that claimed; nobody else renews or releases.
         name: The reader and its process, for people.
+        reply_to: The connection over which it was claimed first. Packets that are repeated elsewhere do not change it.
     """
 
     pull_id: PullId
@@ -162,6 +169,7 @@ class Grant(Struct):
     until: float
     since: float
     asked_at: float
+    reply_to: ReplyTo
 
 
 class Discharge(Struct, frozen=True, gc=False):
@@ -224,12 +232,14 @@ class Lease:
         "discharged",
         "expires_at",
         "final",
+        "gone",
         "grants",
         "history",
         "is_sampled",
         "keys",
         "lent",
         "lent_at",
+        "look_at",
         "names",
         "past",
         "refused",
@@ -246,7 +256,9 @@ class Lease:
         self.since = now
         """Since when it is in this state."""
         self.expires_at = now + lent.lease_s
-        """When its time is up. A grant may prolong it; nothing shortens it, not even giving that grant back."""
+        """When its time is up. A grant may prolong it; giving that grant back does not shorten it."""
+        self.look_at = now + lent.grant_s
+        """When to see whether a grant has run out, and whether its reader is gone."""
         self.warn_at = now + lent.warn_s
         """When it will have been lent for so long that it is worth a word, or for twice as long as that."""
         self.cohorts: dict[str, BoundCohort] = {}
@@ -263,6 +275,8 @@ class Lease:
         self.keys: dict[Reader, str] = {}
         """The key with which each reader spoke up. Nothing is taken from another one in that reader's name."""
         self.discharged: dict[Reader, Discharge] = {}
+        self.gone: set[Reader] = set()
+        """Readers that are owed, but whose last grant has run out and whose process has ended."""
         self.refused: list[Refusal] = []
         """What was turned down, the first of each kind."""
         self.revoked_by = ""
@@ -276,8 +290,10 @@ class Lease:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def receive(self, message: Claim | Renew | Release, sender: str, now: float, proven: str = "") -> Effects:
-        """Take a message from the process start `sender`, over a connection that proved the key `proven`, if any.
+    def receive(
+        self, message: Claim | Renew | Release, sender: str, now: float, proven: str = "", reply_to: ReplyTo = NOWHERE
+    ) -> Effects:
+        """Take a message from the process start `sender`, over the connection `reply_to`, with the key that it proved.
 
         Raises:
             LocalProtocolError: It is over; nothing was changed.
@@ -289,9 +305,9 @@ class Lease:
         answer: Granted | Refused | Ack
         match message:
             case Claim():
-                answer = self._claim(message, sender, now, proven)
+                answer = self._claim(message, sender, now, proven, reply_to)
             case Release():
-                answer = self._release(message, sender, now, proven)
+                answer = self._release(message, sender, now, proven, reply_to)
             case Renew():
                 answer = self._renew(message, sender, now, proven)
         first = PullId(message.pull_id) if len(self.grants) > num_grants else None
@@ -315,10 +331,36 @@ class Lease:
         self._go_on(after, now)
         return Effects(self.wake_at, has_ended=self.is_over)
 
+    def lose(self, readers: Iterable[Reader], now: float) -> Effects:
+        """Take note that the processes of these `strays` have ended.
+
+        Raises:
+            LocalProtocolError: It is over; nothing was changed.
+        """
+        after = ON_EVENT[self.state].get(Gone)
+        if after is None:
+            raise self._impossible(Gone)
+        for reader in readers:
+            self.gone.add(reader)
+            self._note(now, f"gone: {self.past[reader].name}")
+        self._go_on(after, now)
+        return Effects(self.wake_at, has_ended=self.is_over)
+
+    def strays(self) -> list[Grant]:
+        """Return the last grants of the readers that are owed, hold none now, and are not known to be gone."""
+        if not self.past:
+            return []
+        holding = {grant.reader for grant in self.grants.values()} | self.gone
+        owed = {reader for bound in self.cohorts.values() for reader in bound.owed}
+        return [grant for reader, grant in self.past.items() if reader in owed - holding]
+
     def tick(self, now: float) -> Effects:
         """Let time pass; harmless when it is over."""
         was_over = self.is_over
         self._go_on(self.state, now)
+        if now >= self.look_at:
+            looks = [now + max(PROBE_S, now - grant.until) for grant in self.strays()]
+            self.look_at = min([*looks, *[until for until, _ in self.deadlines[:1]]], default=math.inf)
         if self.is_over:
             return Effects(math.inf, has_ended=not was_over)
         is_overdue = now >= self.warn_at
@@ -381,8 +423,7 @@ class Lease:
                 heapq.heappush(self.deadlines, (grant.until, pull_id))
                 continue
             self.past[grant.reader] = self.grants.pop(pull_id)
-            late = f" ({now - grant.until:.1f} s ago)" if now - grant.until > NOTICED_S else ""
-            self._note(now, f"grant lapsed to {grant.name}, pull {pull_id}{late}")
+            self._note(now, f"grant lapsed to {grant.name}, pull {pull_id}")
 
     def _note(self, now: float, text: str) -> None:
         if len(self.history) < MAX_HISTORY:  # what a reader can repeat is not kept without end
@@ -409,7 +450,8 @@ class Lease:
     def wake_at(self) -> float:
         """When `tick` has something to do."""
         if self.state is L.LENT and self.is_owed():
-            return self.expires_at if self.expires_at < self.warn_at else self.warn_at
+            wake_at = self.expires_at if self.expires_at < self.warn_at else self.warn_at
+            return wake_at if wake_at < self.look_at else self.look_at
         # Only the last grant matters. To look for it would cost more with every grant, so each is looked at in turn.
         return min(self.deadlines[0][0], self.warn_at) if self.grants else math.inf
 
@@ -427,6 +469,11 @@ class Lease:
             if bound.owed:
                 return True
         return False
+
+    def is_forsaken(self) -> bool:
+        """All readers that are owed are gone, and nobody holds a grant."""
+        owed = {reader for bound in self.cohorts.values() for reader in bound.owed}
+        return not self.grants and len(self.cohorts) == self.lent.readers and owed <= self.gone
 
     def owed(self) -> tuple[str, ...]:
         """Names of the readers that have not released; `*` for cohorts that never spoke up."""
@@ -447,7 +494,7 @@ class Lease:
     def readers(self) -> Iterator[tuple[str, str, Grant | None]]:
         """Say of every reader, by name, what it is at, and what it was granted last; `*` is a cohort yet to speak up.
 
-        `unclaimed`, `granted`, `lapsed`, `retrying`, or how it released.
+        `unclaimed`, `granted`, `lapsed`, `retrying`, `gone`, or how it released.
         """
         known = self._last_grants()
         owed = {reader for bound in self.cohorts.values() for reader in bound.owed}
@@ -458,6 +505,8 @@ class Lease:
                 yield str(reader), "unclaimed", None
             elif grant.pull_id in self.grants:
                 yield grant.name, "granted", grant
+            elif reader in self.gone:
+                yield grant.name, "gone", grant
             else:
                 yield grant.name, "retrying" if grant.pull_id in self.final else "lapsed", grant
         for reader, discharge in self.discharged.items():
@@ -490,7 +539,7 @@ class Lease:
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def _claim(self, claim: Claim, sender: str, now: float, proven: str) -> Granted | Refused:
+    def _claim(self, claim: Claim, sender: str, now: float, proven: str, reply_to: ReplyTo) -> Granted | Refused:
         if self.state is not L.LENT:
             return _refused(claim, Reason.REVOKED)
         if claim.digest != self.digest:
@@ -510,7 +559,7 @@ class Lease:
             return refusal
         if reader not in self.cohorts[cohort.id].owed:
             return _refused(claim, Reason.CONSUMED, "this reader has released the request before")
-        return self._grant(claim, reader, sender, now)
+        return self._grant(claim, reader, sender, now, reply_to)
 
     def _renew(self, renew: Renew, sender: str, now: float, proven: str) -> Granted | Refused:
         if self.state is not L.LENT:
@@ -521,9 +570,11 @@ class Lease:
             return _refused(renew, Reason.RELEASED_ALREADY if known else Reason.EXPIRED)
         if self.keys.get(grant.reader, proven) != proven:
             return _refused(renew, Reason.FOREIGN_PULL, _OTHER_KEY)
-        return self._grant(renew, grant.reader, sender, now)
+        return self._grant(renew, grant.reader, sender, now, grant.reply_to)
 
-    def _grant(self, ask: Claim | Renew, reader: Reader, sender: str, now: float) -> Granted | Refused:
+    def _grant(
+        self, ask: Claim | Renew, reader: Reader, sender: str, now: float, reply_to: ReplyTo
+    ) -> Granted | Refused:
         left = min(self.lent.grant_s, ask.seconds, self.lent_at + self.lent.max_lease_s - now)
         seconds = math.floor(left * 1000) / 1000
         if seconds <= 0:
@@ -536,16 +587,19 @@ class Lease:
             name = rank_name(reader.cohort, reader.tp_rank, reader.pp_stage, sender)
             self._note(now, f"granted to {name}, pull {pull_id}")
             self.attempts[reader] = self.attempts.get(reader, 0) + 1
-            self.grants[pull_id] = Grant(pull_id, reader, sender, name, now + seconds, now, now)
+            self.grants[pull_id] = Grant(pull_id, reader, sender, name, now + seconds, now, now, reply_to)
             self.names[sender] = name
+            self.gone.discard(reader)
             heapq.heappush(self.deadlines, (now + seconds, pull_id))
+            if now + seconds < self.look_at:
+                self.look_at = now + seconds
         else:
             # A shorter one takes nothing back: its reader may go by the longer one still.
             grant.until, grant.asked_at = max(grant.until, now + seconds), now
         self.expires_at = max(self.expires_at, now + seconds)
         return Granted(ask.key, pull_id, ask.nonce, seconds, math.floor((now - self.lent_at) * 1e6) / 1e6)
 
-    def _release(self, release: Release, sender: str, now: float, proven: str) -> Ack | Refused:
+    def _release(self, release: Release, sender: str, now: float, proven: str, reply_to: ReplyTo) -> Ack | Refused:
         pull_id, cohort = PullId(release.pull_id), release.cohort
         if pull_id in self.final:
             return Ack(release.key, pull_id)
@@ -566,7 +620,8 @@ class Lease:
             self.cohorts[cohort.id].owed.discard(reader)
             self.discharged.setdefault(reader, Discharge(release.outcome, name))
         else:
-            self.past[reader] = Grant(pull_id, reader, sender, name, now, now if grant is None else grant.since, now)
+            since, way = (now, reply_to) if grant is None else (grant.since, grant.reply_to)
+            self.past[reader] = Grant(pull_id, reader, sender, name, now, since, now, way)
         self._note(now, f"released by {name}, pull {pull_id}: {release.outcome}")
         return Ack(release.key, pull_id)
 
@@ -629,6 +684,7 @@ _WAITS = {
     "granted": "claimed and renewed by",
     "lapsed": "claimed and no longer renewed by",
     "retrying": "to be tried again by",
+    "gone": "claimed before its process ended by",
     "unclaimed": "not claimed by",
 }
 

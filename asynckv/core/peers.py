@@ -40,8 +40,7 @@ __all__ = ["Peers"]
 S = members(PeerState)
 
 MAX_UNMET = 512
-"""Ranks that may be known by their endpoint alone: each has a link, and endpoints that were made up never answer. A
-quarter may be of one engine."""
+"""Ranks, a quarter of one engine, that may be known by endpoints alone: each has a link, and made-up ones never answer."""
 
 
 class Peers:

@@ -14,25 +14,29 @@ is answered by the first of these that holds for its key:
 
 A lease says what a transition brings about (`Effects`); here that is done: the answer goes to the outbox, a grant to a
 sampled lease and an end become commands, the blocks of what has ended leave the ledger, the timers are set.
+
+A reader that was killed renews no more. Once its last grant has run out it is *gone* if its connection has ended, or if
+a later start of its process has shaken hands. The rank cannot ask a connection whether it has ended; it sends a `Ping`,
+and whoever sends packets says that one could not be sent (`unreachable`).
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
 
 import numpy as np
 from msgspec import Struct
 
 from asynckv.config import LeaseConfig
-from asynckv.core.lease import WHAT, Effects, Lease, LeaseState, Lent, Refusal
+from asynckv.core.lease import WHAT, Effects, Grant, Lease, LeaseState, Lent, Refusal
 from asynckv.core.ledger import FEW, Ledger
 from asynckv.core.outbox import LeaseEnded, LeaseGranted, Outbox, ReaderRefused, Traced
+from asynckv.core.readers import Readers
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
 from asynckv.core.types import Key, Reason, ReplyTo, rank_name
-from asynckv.core.wire import Ack, Claim, NotYet, Refused, Release, Renew
+from asynckv.core.wire import Ack, Claim, NotYet, Ping, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.blocks import as_columns, check_blocks, check_covers, expanded
 from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
@@ -48,6 +52,12 @@ PARKED_TEXT = 1024
 
 MAX_NAMED = 4
 """Decode engines that are remembered by name of one request that has ended."""
+
+MAX_UNREACHABLE = 65_536
+"""Connections that are remembered as ended. A lease of an older one lasts for its whole time."""
+
+MAX_ENGINES = 1024
+"""Reader engines whose last request is remembered."""
 
 MAX_FORGOTTEN = 1024
 """Releases that were parked for too long, and are remembered for their lease's sake."""
@@ -102,7 +112,7 @@ class PrefillSide:
     """All leases of one rank.
 
     Args:
-        minor_versions: Of the protocol, as spoken by each process start over each connection.
+        readers: Process starts that shook hands.
         memory_epoch: How often the memory was registered anew; params of an older one are refused.
     """
 
@@ -113,7 +123,7 @@ class PrefillSide:
         outbox: Outbox,
         timers: Timers,
         config: LeaseConfig,
-        minor_versions: Mapping[tuple[str, ReplyTo], int],
+        readers: Readers,
         memory_epoch: int,
     ) -> None:
         self.leases: dict[Key, Lease] = {}
@@ -121,7 +131,7 @@ class PrefillSide:
         self.closed_as = ""
         """How the engine takes nothing new, for people; empty while it does. Nothing is parked then."""
         self._layout, self._ledger, self._outbox, self._timers = layout, ledger, outbox, timers
-        self._config, self._minor_versions = config, minor_versions
+        self._config, self._readers = config, readers
         self.max_ended = MAX_ENDED
         self._parked: dict[Key, dict[ParkingPlace, ParkedMessage]] = {}
         self._parked_order: deque[tuple[float, Key, ParkingPlace]] = deque()
@@ -133,6 +143,10 @@ class PrefillSide:
         self._forgotten: OrderedDict[Key, Refusal] = OrderedDict()
         """Releases that came so early that they were given up: if the request is lent after all, that is why it
         expires."""
+        self._unreachable: OrderedDict[ReplyTo, None] = OrderedDict()
+        """Connections to which a packet could not be sent, and from which none has come since."""
+        self._read_at: OrderedDict[str, float] = OrderedDict()
+        """When a request of each reader engine ended last."""
         self.spent = SpentKeys()
 
     @property
@@ -212,6 +226,38 @@ class PrefillSide:
             noted = len(lease.history)
             self._follow(lease, lease.revoke(now, by), noted)
 
+    def reclaim(self, num_blocks: int, now: float) -> tuple[Lease, ...]:
+        """Revoke requests until so many blocks are to return: the oldest of the reader engine that holds most, first.
+
+        A request is kept for the length of one grant, and each reader engine keeps an equal share of what is lent. So
+        a reader engine that nobody else waits behind loses nothing, and neither does one that reads in time. Requests
+        that no reader has claimed count as those of one engine more. Grants are kept, so blocks return later than this.
+        """
+        held: defaultdict[str, list[tuple[Lease, int]]] = defaultdict(list)
+        for key, lease in self.leases.items():
+            holding = self._ledger.get(key.token)
+            size = sum(map(len, holding.blocks.values())) if holding is not None else 0
+            if lease.state is LeaseState.LENT:
+                held[next(iter(lease.cohorts), "")].append((lease, size))
+            else:
+                num_blocks -= size
+        sizes = Counter({engine: sum(size for _, size in leases) for engine, leases in held.items()})
+        recent = {engine for engine, at in self._read_at.items() if now - at < self._config.lease_s}
+        share, revoked = sizes.total() / max(len((recent | held.keys()) - {""}), 1), []
+        while num_blocks > 0 and sizes:
+            engine, most = sizes.most_common(1)[0]
+            if most <= share:
+                break
+            lease, size = held[engine].pop(0)
+            if now - lease.lent_at < lease.lent.grant_s:
+                del sizes[engine]  # all others of it are newer
+                continue
+            sizes[engine] -= size
+            num_blocks -= size
+            revoked.append(lease)
+            self.revoke(lease, now, "no_room")
+        return tuple(revoked)
+
     def shut(self, how: str) -> None:
         """Lend nothing any more: who waits for a request that was not lent is told so."""
         self.closed_as = how
@@ -232,12 +278,14 @@ class PrefillSide:
 
         `proven` is the key that this connection proved; it is empty without keys.
         """
+        if self._unreachable:
+            self._unreachable.pop(reply_to, None)
         lease = self.leases.get(message.key)
         if lease is None:
             self._answer_for_nothing_lent(message, reply_to, sender, now, proven)
             return
         noted = len(lease.history)
-        effects = lease.receive(message, sender, now, proven)
+        effects = lease.receive(message, sender, now, proven, reply_to)
         answer = effects.answer
         assert answer is not None
         if type(answer) is Refused:
@@ -252,8 +300,21 @@ class PrefillSide:
         """Let time pass for a lease; True if it has been held for so long that it is worth a word."""
         noted = len(lease.history)
         effects = lease.tick(now)
+        is_overdue = effects.is_overdue
+        strays = lease.strays() if not effects.has_ended else []
+        if gone := [stray.reader for stray in strays if self._is_gone(stray)]:
+            effects = lease.lose(gone, now)
+        for stray in strays:
+            if stray.reader not in gone:
+                self._outbox.send(stray.reply_to, stray.sender, Ping(0))
         self._follow(lease, effects, noted)
-        return effects.is_overdue
+        return is_overdue
+
+    def unreachable(self, reply_to: ReplyTo) -> None:
+        """Take note that a packet could not be sent: the connection has ended, or its peer takes nothing any more."""
+        self._unreachable[reply_to] = None
+        if len(self._unreachable) > MAX_UNREACHABLE:
+            self._unreachable.popitem(last=False)
 
     def tick(self, now: float) -> None:
         """Forget what was parked for too long."""
@@ -286,10 +347,17 @@ class PrefillSide:
             self._ledger.drop(key.token)
             cohorts = tuple(lease.cohorts)[:MAX_NAMED]
             self._remember(key, Ended(_ENDED_AS[lease.state], lease.lent.readers, cohorts))
+            for cohort in cohorts:
+                self._read_at[cohort] = lease.since
+                if len(self._read_at) > MAX_ENGINES:
+                    self._read_at.popitem(last=False)
             outbox.counters[f"leases.{lease.state}"] += 1
             outbox.commands.append(LeaseEnded(lease))
         elif effects.wake_at < lease.scheduled_at:
             self._timers.wake(lease, effects.wake_at)
+
+    def _is_gone(self, stray: Grant) -> bool:
+        return stray.reply_to in self._unreachable or self._readers.is_replaced(stray.sender)
 
     def _is_spent(self, key: Key) -> bool:
         return key in self.spent or key in self.leases or key in self._ended
@@ -345,7 +413,7 @@ class PrefillSide:
         self._outbox.counters[f"refused.{reason}"] += 1
         if reason is Reason.ENGINE_CLOSED:
             detail = f"the engine is {self.closed_as}"
-        if reason is Reason.WITHDRAWN and self._minor_versions.get((sender, reply_to), 0) < 2:
+        if reason is Reason.WITHDRAWN and self._readers.minor_versions.get((sender, reply_to), 0) < 2:
             reason, detail = Reason.UNKNOWN, "the request was withdrawn"  # it does not know that reason
         self._outbox.send(reply_to, sender, Refused(message.key, message.pull_id, message.nonce, reason, detail))
 

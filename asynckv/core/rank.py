@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import get_args
 
 import msgspec
@@ -97,9 +96,8 @@ class RankCore:
         self.cohort = Cohort(identity.engine_id, layout.tp_size, layout.tp_rank, layout.pp_size, layout.pp_stage)
         self.nonces: Iterator[int] = itertools.count(identity.first_nonce)
         self.readers = Readers(identity, self.outbox)
-        spoken = self.readers.minor_versions
         self.prefill = PrefillSide(
-            layout, self.ledger, self.outbox, self.timers, config.lease, spoken, identity.memory_epoch
+            layout, self.ledger, self.outbox, self.timers, config.lease, self.readers, identity.memory_epoch
         )
         self.watch = Watch(self.outbox)
         self.decode = DecodeSide(
@@ -448,8 +446,7 @@ class RankCore:
 
         `principal` is the key or the host that the packet came from, as the control plane says it.
         """
-        # The connections of one key share, those of one host do not.
-        whose = principal if principal.startswith("key:") else origin
+        whose = principal if principal.startswith("key:") else origin  # one key's connections share, one host's do not
         if not self._messages.take(whose, now):
             self.outbox.counters["dropped.too_many"] += 1
             return
@@ -524,19 +521,21 @@ class RankCore:
             raise EngineClosed(f"engine {self.identity.engine_id!r} is {self.prefill.closed_as} and takes no new work")
 
     def _serve(self, message: Message, route: ReplyTo, source: str, now: float, principal: str) -> None:
+        proven = principal if principal.startswith("key:") else ""
         match message:
             case Claim() | Release() | Renew():
-                self.prefill.receive(message, route, source, now, principal * principal.startswith("key:"))
+                self.prefill.receive(message, route, source, now, proven)
             case Hello():
                 if self._hellos.take(principal or route, now):
-                    self.readers.greet(message, route, source, self.prefill.closed_as, bool(self.prefill.leases))
+                    self.readers.greet(
+                        message, route, source, proven, self.prefill.closed_as, bool(self.prefill.leases)
+                    )
                 else:
                     self.outbox.counters["dropped.too_many_hellos"] += 1
             case Ping():
                 self.outbox.send(route, source, Pong(message.nonce))
             case StatusRequest() if message.most or not self.config.inspect.enabled:
-                answer = partial(self.outbox.send, route, source)
-                if not self.survey.ask(route, message, answer, now, principal):
+                if not self.survey.ask(route, message, lambda s: self.outbox.send(route, source, s), now, principal):
                     self.outbox.counters["dropped.too_many_hellos"] += 1
             case StatusRequest():
                 # Counting everything takes long where there is much.

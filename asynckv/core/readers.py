@@ -37,6 +37,9 @@ from asynckv.geometry.layout import Layout
 
 __all__ = ["Identity", "Readers"]
 
+_Rank = tuple[str, int, int, str]
+"""A rank that reads: its engine or cohort, TP rank and stage, and the key that it proved, or nothing."""
+
 MAX_READERS = 65_536
 MAX_WAITING = 4096
 """Hellos that are kept while there is no agent."""
@@ -78,10 +81,12 @@ class Readers:
         self._identity, self._outbox = identity, outbox
         self._layout = msgspec.Raw(msgspec.msgpack.encode(identity.layout))
         self._set_agent(identity.agent_name, identity.metadata)
-        self._met: OrderedDict[str, None] = OrderedDict()
-        """Process starts that were welcomed once."""
-        self._waiting: dict[tuple[str, ReplyTo], Hello] = {}
-        """Hellos that came while there was no agent, the last of each."""
+        self._met: OrderedDict[str, _Rank] = OrderedDict()
+        """Process starts that were welcomed once, and which rank each is a start of."""
+        self._newest: dict[_Rank, str] = {}
+        """The process start of each rank that was welcomed last."""
+        self._waiting: dict[tuple[str, ReplyTo], tuple[Hello, str]] = {}
+        """Hellos that came while there was no agent, the last of each, with the key that its connection proved."""
 
     # -- our side ----------------------------------------------------------------------------------
 
@@ -93,8 +98,8 @@ class Readers:
         """Another agent serves the same memory: whoever shakes hands from now on reads through it."""
         self._set_agent(agent_name, metadata)
         waiting, self._waiting = self._waiting, {}
-        for (source, route), hello in waiting.items():
-            self.greet(hello, route, source, closed_as, lends)
+        for (source, route), (hello, proven) in waiting.items():
+            self.greet(hello, route, source, proven, closed_as, lends)
 
     def _set_agent(self, agent_name: str, metadata: bytes) -> None:
         self._has_agent = True
@@ -113,27 +118,28 @@ class Readers:
 
     # -- theirs ------------------------------------------------------------------------------------
 
-    def greet(self, hello: Hello, route: ReplyTo, source: str, closed_as: str, lends: bool) -> None:
+    def greet(self, hello: Hello, route: ReplyTo, source: str, proven: str, closed_as: str, lends: bool) -> None:
         """Answer a hello.
 
         Args:
             hello: A stranger's words.
             route: The way back.
             source: What its process start calls itself.
+            proven: The key that its connection proved; empty without keys.
             closed_as: How this rank takes nothing new, for people; empty while it does.
             lends: Something is lent still.
         """
         if not self._has_agent:
             # It is answered when there is an agent to be told of; one that does not fit in is repeated.
             if (source, route) in self._waiting or len(self._waiting) < MAX_WAITING:
-                self._waiting[source, route] = hello
+                self._waiting[source, route] = hello, proven
             return
         answer = self._answer(hello, closed_as, lends)
         if isinstance(answer, Unwelcome):
             self.refuse(_name(hello.reader, source), "hello", route, source, answer)
         else:
             self._outbox.send(route, source, answer)
-            self._meet(hello, source)
+            self._meet(hello, source, proven)
             self.minor_versions.pop((source, route), None)
             self.minor_versions[source, route] = hello.minor
             if len(self.minor_versions) > MAX_READERS:
@@ -181,13 +187,23 @@ class Readers:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _meet(self, hello: Hello, source: str) -> None:
+    def is_replaced(self, source: str) -> bool:
+        """A later start of the same rank, with the same key, was welcomed after this one."""
+        rank = self._met.get(source)
+        return rank is not None and self._newest[rank] != source
+
+    def _meet(self, hello: Hello, source: str, proven: str) -> None:
         """Say so if this start of a process is welcomed for the first time."""
+        reader = hello.reader
+        rank = self._met.get(source) or (reader.id, reader.tp_rank, reader.pp_stage, proven)
+        self._newest[rank] = source
         if source in self._met:
             return
-        self._met[source] = None
+        self._met[source] = rank
         if len(self._met) > MAX_READERS:
-            self._met.popitem(last=False)
+            oldest, rank = self._met.popitem(last=False)
+            if self._newest[rank] == oldest:
+                del self._newest[rank]
         self._outbox.commands.append(ReaderMet(_name(hello.reader, source), source, hello.minor))
 
     def _is_meant(self, hello: Hello) -> bool:

@@ -305,6 +305,7 @@ class Source:
         if answer.reason is Reason.EXPIRED and self.nonces[answer.nonce] < self.covered_until:
             # A renewal that crossed its own deadline. The lease itself may stand: claim anew, once.
             self.covered_until, self.claim_at = NEVER, now
+            self.granted_nonce = next(reversed(self.nonces)) + 1  # other renewals may have crossed it as well
             return None
         self.claim_at = math.inf
         if self.proven or self.role is not ROLE.READ:

@@ -1,4 +1,4 @@
-"""How a catalogue's blocks are records of files: their keys, their places, and which of those found are ours.
+"""How a catalogue's blocks are records of files: their keys, their places, and which of those found fit.
 
 A record's key is what the hash means (the group's namespace) and the hash; its place is its slot's. A group's records
 are all of one size, so slot and place follow from each other.
@@ -39,18 +39,24 @@ class BlockRecords:
                 out.append(Record(space + key, near * size, far * size, size, self._form, tag))
         return out
 
-    def known(self, found: Iterable[Stored]) -> tuple[list[tuple[int, int, bytes]], list[int]]:
-        """Tell what files have that fits, as `Catalogue.recover` takes it in, from the places of what does not."""
-        fits, strange = [], []
+    def known(self, found: Iterable[Stored]) -> tuple[list[tuple[int, int, bytes]], list[tuple[int, int]], list[int]]:
+        """Divide what files have: blocks as `Catalogue.recover` takes them in, `(group, slot)` that hold a block of
+        another model, and the places of what does not fit."""
+        fits, others, strange = [], [], []
         spaces = {space: at for at, space in enumerate(self._spaces)}
+        sizes = {group.record_bytes: at for at, group in enumerate(self._groups)}
         for stored in found:
             at = spaces.get(stored.key[:NAMESPACE_BYTES], -1)
-            size = self._groups[at].record_bytes
-            if at < 0 or stored.layout != self._form or stored.size != size or stored.far % size:
+            size = stored.size
+            if stored.layout != self._form or size not in sizes or stored.far % size:
+                strange.append(stored.far)
+            elif at < 0:
+                others.append((sizes[size], stored.far // size))
+            elif size != self._groups[at].record_bytes:
                 strange.append(stored.far)
             else:
                 fits.append((at, stored.far // size, stored.key[NAMESPACE_BYTES:]))
-        return fits, strange
+        return fits, others, strange
 
     def places(self, freed: Iterable[tuple[int, int]]) -> Iterator[int]:
         """Where slots lie that hold nothing any more, by `(group, slot)`."""

@@ -95,6 +95,7 @@ class Connection:
         delivered: Bytes on the wire that the loop was given. The loop adds to it.
         arrived: Bytes on the wire, as last seen.
         quiet: Ticks without a byte.
+        spoke_early: The loop was given something of it before the thread saw it.
     """
 
     fd: int
@@ -104,6 +105,7 @@ class Connection:
     delivered: int = 0
     arrived: int = 0
     quiet: int = 0
+    spoke_early: bool = False
 
     def look(self) -> None:
         """Ask the kernel what has arrived.
@@ -162,7 +164,7 @@ class Door:
         self._listener: socket.socket | None = None
         self._is_shut = False
         self._early: Counter[int] = Counter()
-        """Bytes of links that the thread has not seen yet."""
+        """Bytes of links that the thread has not seen yet. Of accepted connections only the descriptor is noted."""
         self._take, self._counts, self._on_failed = take, counts, on_failed
         self._per_host: Counter[str] = Counter()
         self._watched: dict[int, Connection] = {}
@@ -186,6 +188,7 @@ class Door:
             connection.delivered += num_bytes
         elif is_accepted:
             self._forgiven += num_bytes
+            self._early[fd] += 0  # they may be of one that has ended: only that something was said counts
         else:
             self._early[fd] += num_bytes
         return connection
@@ -250,7 +253,7 @@ class Door:
 
     def _on_opened(self, opened: Opened) -> None:
         self._forget(opened.fd)
-        early = self._early.pop(opened.fd, 0)
+        spoke_early, early = opened.fd in self._early, self._early.pop(opened.fd, 0)
         if not opened.endpoint:
             return
         try:
@@ -270,7 +273,7 @@ class Door:
             self.orphaned += UNSEEN * opened.is_accepted
             duplicate.close()
             return
-        connection = Connection(opened.fd, duplicate, theirs[0], opened.is_accepted, early)
+        connection = Connection(opened.fd, duplicate, theirs[0], opened.is_accepted, early, spoke_early=spoke_early)
         self.connections[opened.fd] = self._watched[duplicate.fileno()] = connection
         self._epoll.register(duplicate.fileno(), _ONCE)
         if opened.is_accepted:
@@ -298,7 +301,7 @@ class Door:
             host = self._per_host.most_common(1)[0][0]
         theirs = [c for c in self.connections.values() if c.is_accepted and c.host == host]
         # The newest is last: it goes if all others have spoken.
-        self._cut(next((c for c in theirs if not c.delivered), theirs[-1]), "too_many")
+        self._cut(next((c for c in theirs if not (c.delivered or c.spoke_early)), theirs[-1]), "too_many")
 
     def _tick(self) -> None:
         for connection in list(self._busy):

@@ -1,25 +1,21 @@
-"""What a directory of stored records knows: which key lies where, and which checksum its bytes must have.
+"""The index of a directory of stored records: which key lies where, and which checksum its bytes must have.
 
-A sqlite database, written by the file tier's thread in batches. It is never synced: a process that is killed leaves all
-that it had committed with the system, and what a power failure leaves is either sound or thrown away. For nothing in
-here has to be true. A checksum is made over the bytes *and* the key, so that a record is only ever served under the key
-that it was stored under, whatever the index says: an index that is old, torn or foreign costs records, not truth.
-That is why others may read along: they take a snapshot, and what the owner changes afterwards fails its checksum.
+The index is a sqlite database, written by the file tier's thread in batches. It is never synced: a process that is
+killed leaves all that it had committed with the system, and what a power failure leaves is either sound or set aside.
+The index may be wrong, because every read is verified by a checksum over key and bytes: an index that is old, torn or
+foreign costs records, not truth. So other processes may read along: they take a snapshot, and what the owner changes
+afterwards fails its checksum.
 
-Nor has a database to be what it looks like. Only tables that are word for word ours are read, so that no view or
-trigger runs what somebody has written into it; from each at most as many rows as its pages have room for; and whoever
-reads another's does so until a deadline.
+A damaged index is renamed, so that it can be looked at, and a new one is made (`set_aside`).
 """
 
 from __future__ import annotations
 
-import functools
+import errno
 import gc
-import math
 import os
 import shutil
 import sqlite3
-import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
@@ -29,6 +25,8 @@ from typing import NamedTuple
 
 import xxhash
 
+from asynckv.edges.file_io import ALIGN
+from asynckv.edges.file_store import NoRoom, explained
 from asynckv.errors import BackendError
 
 __all__ = [
@@ -37,15 +35,18 @@ __all__ = [
     "INDEX",
     "MAX_CHANGES",
     "STORED_AT",
+    "DamagedIndex",
     "Entry",
     "FileIndex",
     "Said",
     "checksum",
-    "damaged",
+    "explained_index",
+    "lacks",
     "no_collection",
     "now",
-    "one_line",
     "read_index",
+    "set_aside",
+    "typed",
 ]
 
 INDEX = "index.sqlite"
@@ -53,8 +54,10 @@ FORMAT = 1
 APPLICATION = 0x61736B76
 """`askv`: so that somebody else's database is not taken for one of ours."""
 
+MAX_FORMAT = 99
+"""A larger number in its place is damage."""
+
 MAX_KEY = 1024
-ALIGN = 4096
 
 MAX_CHANGES = 1000
 """In one transaction: each may write a page or two to the log."""
@@ -64,24 +67,6 @@ RECORD_BYTES = 256
 
 ROOM = "room"
 """A table that holds space for a moment."""
-
-MAX_FEW = 64
-"""Rows that are read of what there are few of: facts and layouts."""
-
-MAX_TEXT = 256
-"""Characters of a layout's fingerprint, and of a tag."""
-
-MAX_VALUE = 1 << 20
-"""Bytes of one value of another's index."""
-
-MAX_COPY = 4 << 30
-"""Bytes of another's index that are copied where it cannot be read in place."""
-
-LEAST_ROW = 8
-"""Bytes: less than any row takes in its page."""
-
-STEPS = 100_000
-"""Of sqlite's machine, some milliseconds, between two looks at the time."""
 
 STORED_AT = "stored_at"
 """The fact of a directory that says when something was stored there last: nanoseconds since 1970."""
@@ -102,12 +87,10 @@ CREATE TABLE records (
 );
 """
 
-
 UNUSABLE = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_INTERRUPT,
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_LOCKED,
     sqlite3.SQLITE_NOMEM,
@@ -116,15 +99,12 @@ UNUSABLE = {
 }
 """What says nothing of the index itself; with anything else it is damaged."""
 
-
 FROM = "FROM records LEFT JOIN kinds ON kind = id"
-SENSIBLE = (
-    " AND ".join(f"typeof({x}) = 'integer'" for x in ("size", "checksum", "stored_at"))
-    + " AND typeof(key) = 'blob' AND typeof(layout) = 'text' AND typeof(tag) = 'text'"
-    + f" AND length(key) <= {MAX_KEY} AND length(layout) <= {MAX_TEXT} AND length(tag) <= {MAX_TEXT}"
-    + f" AND far >= 0 AND size > 0 AND far % {ALIGN} = 0 AND size % {ALIGN} = 0"
+SOUND = (
+    "typeof(size) = 'integer' AND typeof(stored_at) = 'integer' AND typeof(key) = 'blob' AND typeof(layout) = 'text'"
+    f" AND typeof(tag) = 'text' AND far >= 0 AND size > 0 AND far % {ALIGN} = 0 AND size % {ALIGN} = 0"
 )
-"""What a row has to be like: asked of sqlite, which takes any value in any column."""
+"""What the rest of the file tier needs of a row: sqlite takes any value in any column."""
 
 
 class Entry(NamedTuple):
@@ -159,178 +139,145 @@ def checksum(key: bytes, data: memoryview | bytes) -> int:
     return found - (1 << 64) if found >= 1 << 63 else found
 
 
-@functools.cache
-def _tables() -> dict[tuple[str, str], str | None]:
-    """What an index consists of: by type and name, in the words that made it."""
-    with closing(sqlite3.connect(":memory:")) as db:
-        db.executescript(SCHEMA)
-        return _made(db)
+class DamagedIndex(BackendError):
+    """An index cannot be read as what it should be."""
+
+    def __init__(self, folder: Path, how: str) -> None:
+        super().__init__(
+            f"the index of {folder} is damaged ({how}), so what is stored there is lost: the next start sets it aside "
+            f"and begins empty"
+        )
 
 
-def _made(db: sqlite3.Connection) -> dict[tuple[str, str], str | None]:
-    rows = db.execute(f"SELECT type, name, sql FROM sqlite_schema WHERE name <> '{ROOM}' LIMIT {MAX_FEW}")
-    return {(kind, name): sql for kind, name, sql in rows}
+def explained_index(folder: Path, exc: BaseException) -> str:
+    """Say in one line why an index cannot be used, with the numbers, and what helps."""
+    code = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}.get(_code(exc) & 0xFF, 0)
+    return explained(folder, OSError(code, " ".join(str(exc).split())))
 
 
-def open_index(path: Path, *, how: str = "mode=rwc", within_s: float = math.inf) -> sqlite3.Connection:
-    """Open an index, and make it if it is not there, unless told otherwise in the words of a URI of sqlite's.
+def _code(exc: BaseException) -> int:
+    return int(getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT))
 
-    All that is done with it has to be done `within_s`, or is interrupted.
+
+@contextmanager
+def typed(folder: Path) -> Iterator[None]:
+    """Turn all that sqlite and Python say of an index into errors of ours.
 
     Raises:
-        BackendError: It is of another format, of another application, or cannot be opened.
-        sqlite3.DatabaseError: It is damaged.
+        DamagedIndex: It is damaged.
+        NoRoom: The disk is full.
+        BackendError: It cannot be used, and may be sound.
     """
-    is_made = how == "mode=rwc"
-    if is_made:
-        if path.is_symlink():
-            raise BackendError(f"{path} is a link to another file; name another directory")
-        with suppress(OSError):  # sqlite would let everybody read it; what is there is not opened: that ends its locks
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    try:
+        yield
+    except (sqlite3.Error, ValueError) as exc:  # of texts that are none
+        code = _code(exc)
+        is_sound = code & 0xFF in UNUSABLE and code != sqlite3.SQLITE_IOERR_READ
+        if code & 0xFF == sqlite3.SQLITE_READONLY and os.access(folder / INDEX, os.W_OK):
+            is_sound = False  # its header says so, not the system
+        if not is_sound:
+            raise DamagedIndex(folder, " ".join(str(exc).split())) from None
+        kind = NoRoom if code & 0xFF == sqlite3.SQLITE_FULL else BackendError
+        raise kind(f"the index of {folder} cannot be used: {explained_index(folder, exc)}") from exc
+
+
+def set_aside(folder: Path) -> None:
+    """Rename an index to `*.damaged`, in the place of an older one."""
+    for name in (INDEX, f"{INDEX}-wal", f"{INDEX}-shm"):
+        (folder / f"{name}.damaged").unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            (folder / name).rename(folder / f"{name}.damaged")
+
+
+def _open(path: Path, how: str) -> sqlite3.Connection:
+    """Open an index in the words of a URI of sqlite's; make its tables if it has none and may be written.
+
+    Raises:
+        BackendError: It is of another format, or of another application.
+        sqlite3.Error: It is damaged, or cannot be opened.
+    """
     uri = f"{path.absolute().as_uri()}?{how}"
+    db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=1.0)
     try:
-        db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=1.0)
-    except sqlite3.OperationalError as exc:
-        raise BackendError(f"{path} cannot be opened: {exc}") from None
-    try:
-        if not is_made:
-            db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE)
-        if within_s < math.inf:
-            until = time.monotonic() + within_s
-            db.set_progress_handler(lambda: time.monotonic() > until, STEPS)
-        for pragma in "synchronous = OFF", "trusted_schema = OFF", "cell_size_check = ON":
+        for pragma in "synchronous = OFF", "cell_size_check = ON":
             db.execute(f"PRAGMA {pragma}")
-        version, application = (
-            int(db.execute(f"PRAGMA {x}").fetchone()[0]) for x in ("user_version", "application_id")
-        )
-        has_tables = db.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone() is not None
-        if has_tables and application != APPLICATION:
+        tables = [sql for name, sql in db.execute("SELECT name, sql FROM sqlite_schema") if name != ROOM]
+        is_ours = all(sql is None or sql in SCHEMA for sql in tables)
+        version, application = (_number(db, x) for x in ("user_version", "application_id"))
+        if not is_ours and application != APPLICATION:
             raise BackendError(f"{path} is no index of stored blocks; name another directory")
-        if has_tables and version != FORMAT:
+        if application == APPLICATION and FORMAT < version <= MAX_FORMAT:
             raise BackendError(
                 f"{path} is of format {version}, and this asynckv reads format {FORMAT}; name another directory, or "
                 f"empty this one"
             )
-        if not has_tables and is_made:
+        if not is_ours or (tables and (application, version) != (APPLICATION, FORMAT)):
+            raise sqlite3.DatabaseError("its tables are not those of an index of stored blocks")
+        if not tables and how == "mode=rwc":
             db.executescript(f"PRAGMA journal_mode = WAL; BEGIN; {SCHEMA} COMMIT;")
-        elif _made(db) != _tables():
-            raise _corrupt("its tables are not those of an index of stored blocks")
     except BaseException:
         db.close()
         raise
     return db
 
 
-def read_index(folder: Path, *, records: bool = True, check: bool = False, within_s: float = math.inf) -> Said:
-    """Say what an index says, whoever writes it meanwhile; changes nothing, and lets go of it at once.
+def _number(db: sqlite3.Connection, pragma: str) -> int:
+    return int(db.execute(f"PRAGMA {pragma}").fetchone()[0])
+
+
+def read_index(folder: Path, *, records: bool = True) -> Said:
+    """Return what an index says, and change nothing: its owner may be writing it.
 
     Args:
         folder: Where it is.
-        records: Whether to read what is stored as well.
-        check: Whether to look through all of it for damage.
-        within_s: How long it may take.
+        records: Whether to look through all of it, and read what is stored as well.
 
     Raises:
-        BackendError: It is damaged, of another format, or cannot be read, or not in time.
+        BackendError: It is damaged (`DamagedIndex`), of another format, or cannot be read.
     """
-    path = folder / INDEX
+    path, names = folder / INDEX, (INDEX, f"{INDEX}-wal")
     try:
-        sizes = [_size(path), _size(path.with_name(f"{INDEX}-wal"))]
-        _size(path.with_name(f"{INDEX}-shm"))
-        if sizes[1] is None:
-            return _read(path, "immutable=1", records, check, within_s)  # sqlite would make files to read along
-        try:
-            return _read(path, "readonly_shm=1", records, check, within_s)
-        except sqlite3.OperationalError as exc:  # its owner has ended, and a file of its is not there, or no good
-            if exc.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_INTERRUPT):
-                raise
-            with TemporaryDirectory(prefix="asynckv-") as scratch:
-                size, free = sum(each or 0 for each in sizes), shutil.disk_usage(scratch).free
-                if size > min(MAX_COPY, free // 2):
-                    raise BackendError(
-                        f"{path} has to be copied to be read, and its {size} bytes are more than {MAX_COPY}, or than "
-                        f"half of the {free} that are free in {scratch}; start and end its owner once"
-                    ) from None
-                for name in (INDEX, f"{INDEX}-wal"):
-                    shutil.copyfile(folder / name, Path(scratch) / name, follow_symlinks=False)
-                return _read(Path(scratch) / INDEX, "", records, check, within_s)
-    except sqlite3.Error as exc:
-        code = getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-        if code == sqlite3.SQLITE_INTERRUPT:
-            raise BackendError(f"{path} was not read within {within_s:g} s: it is damaged, or its disk slow") from None
-        if code in UNUSABLE:
-            raise BackendError(f"{path} cannot be read: {one_line(exc)}") from None
-        raise damaged(folder, one_line(exc)) from None
+        with typed(folder):
+            if not (folder / names[1]).exists():
+                return _read(path, "mode=ro&immutable=1", records)  # sqlite would make files to read along
+            try:
+                return _read(path, "mode=ro&readonly_shm=1", records)
+            except sqlite3.OperationalError as exc:  # the owner has ended, and a file of its is not there, or no good
+                if _code(exc) & 0xFF == sqlite3.SQLITE_BUSY:
+                    raise
+                with TemporaryDirectory(prefix="asynckv-") as scratch:
+                    for name in names:
+                        shutil.copyfile(folder / name, Path(scratch) / name, follow_symlinks=False)
+                    return _read(Path(scratch) / INDEX, "mode=ro", records)
     except OSError as exc:
-        raise BackendError(f"{path} cannot be read: {exc.strerror}") from None
+        raise BackendError(f"{path} cannot be read: {exc.strerror or exc}") from None
 
 
-def _size(path: Path) -> int | None:
-    """Say how long a file is; None if there is none. What is no file might never end.
-
-    Raises:
-        BackendError: It is something else.
-    """
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return None
-    if not stat.S_ISREG(found.st_mode):
-        raise BackendError(f"{path} is no regular file")
-    return found.st_size
-
-
-def _read(path: Path, how: str, records: bool, check: bool, within_s: float) -> Said:
-    with closing(open_index(path, how=f"mode=ro&{how}", within_s=within_s)) as db:
-        if check:
+def _read(path: Path, how: str, records: bool) -> Said:
+    with closing(_open(path, how)) as db:
+        if records:
             _check(db)
         return _said(db, records)
 
 
 def _check(db: sqlite3.Connection) -> None:
-    """See that an index is sound.
-
-    Raises:
-        sqlite3.DatabaseError: It is not.
-    """
+    """Raise sqlite's error if an index is not sound."""
     found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
     if found != "ok":
-        raise _corrupt(one_line(found))
-
-
-def _corrupt(how: str) -> sqlite3.DatabaseError:
-    exc = sqlite3.DatabaseError(how)
-    exc.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-    return exc
-
-
-def one_line(said: object) -> str:
-    """What sqlite says goes over several lines."""
-    return " ".join(str(said).removeprefix("*** in database main ***").split())
-
-
-def damaged(folder: Path, how: str) -> BackendError:
-    """Say that an index is damaged, and what comes of it."""
-    return BackendError(
-        f"the index of {folder} is damaged ({how}), so what is stored there is lost: the next start makes a new one, "
-        f"and begins empty"
-    )
+        raise sqlite3.DatabaseError(found.removeprefix("*** in database main ***"))
 
 
 def _said(db: sqlite3.Connection, records: bool) -> Said:
     db.execute("BEGIN")
-    rows = db.execute(f"SELECT name, value FROM meta LIMIT {MAX_FEW}")
-    facts = {str(name): value for name, value in rows if type(value) is int}
-    rows = db.execute(f"SELECT fingerprint, body FROM layouts LIMIT {MAX_FEW}")
+    facts = {str(name): value for name, value in db.execute("SELECT name, value FROM meta") if type(value) is int}
+    rows = db.execute("SELECT fingerprint, body FROM layouts")
     layouts = {str(name): body for name, body in rows if isinstance(body, bytes)}
     entries, malformed = list[Entry](), list[int]()
     if records:
-        pages, page = (int(db.execute(f"PRAGMA {x}").fetchone()[0]) for x in ("page_count", "page_size"))
-        limit = f"LIMIT {pages * page // LEAST_ROW}"  # pages that lead back to themselves would have no end
-        malformed += [far for (far,) in db.execute(f"SELECT far {FROM} WHERE NOT ({SENSIBLE}) {limit}")]
+        malformed += [far for (far,) in db.execute(f"SELECT far {FROM} WHERE NOT ({SOUND})")]
         columns = "far, size, key, checksum, layout, tag, stored_at"
         with no_collection():
-            entries += map(Entry._make, db.execute(f"SELECT {columns} {FROM} WHERE {SENSIBLE} ORDER BY far {limit}"))
+            entries += map(Entry._make, db.execute(f"SELECT {columns} {FROM} WHERE {SOUND} ORDER BY far"))
     db.execute("COMMIT")
     return Said(facts, layouts, entries, malformed)
 
@@ -347,45 +294,45 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _wanted(num_records: int) -> tuple[int, int]:
+    """Pages of an index, and of its log: four times what is written back at a time, for changes of `MAX_CHANGES` and
+    those who read."""
+    pages = -(-num_records * RECORD_BYTES // ALIGN) + 16
+    log = 4 * max(64, min(1000, pages // 2))
+    return max(pages, log), log
+
+
+def lacks(folder: Path, num_records: int) -> int:
+    """Return how many bytes `FileIndex.reserve` is going to take from the disk."""
+    pages, log = _wanted(num_records)
+    sizes = (path.stat().st_size if (path := folder / name).exists() else 0 for name in (INDEX, f"{INDEX}-wal"))
+    return sum(max(0, wanted * ALIGN - size) for wanted, size in zip((pages, log), sizes, strict=True))
+
+
 class FileIndex:
     """One open index. All but the constructor belongs to one thread.
 
     Args:
         folder: Where it is, or is to be.
-        replace: Whether a damaged one is thrown away: `dropped` says why, and empty tables follow.
 
     Raises:
-        BackendError: It cannot be opened, is of another format, or is damaged.
+        BackendError: It is damaged (`DamagedIndex`), of another format, or cannot be opened.
     """
 
-    def __init__(self, folder: Path, *, replace: bool = True) -> None:
-        self._path = folder / INDEX
-        self.dropped = ""
-        try:
-            self._db = self._open()
-        except sqlite3.DatabaseError as exc:
-            if exc.sqlite_errorcode & 0xFF in UNUSABLE:
-                raise BackendError(f"{self._path} cannot be used: {exc}; name another directory") from None
-            if not replace:
-                raise damaged(folder, one_line(exc)) from None
-            self.dropped = one_line(exc)
-            self._remove()
-            self._db = self._open()
-        self._inode = self._path.stat().st_ino
-
-    def _open(self) -> sqlite3.Connection:
-        db = open_index(self._path)
-        try:
-            _check(db)
-        except BaseException:
-            db.close()
-            raise
-        return db
-
-    def _remove(self) -> None:
-        for suffix in ("", "-wal", "-shm"):
-            with suppress(FileNotFoundError):
-                self._path.with_name(INDEX + suffix).unlink()
+    def __init__(self, folder: Path) -> None:
+        self._path = path = folder / INDEX
+        if path.is_symlink():
+            raise BackendError(f"{path} is a link to another file; name another directory")
+        with suppress(OSError):  # sqlite would let everybody read it; what is there is not opened: that ends its locks
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        with typed(folder):
+            self._db = _open(path, "mode=rwc")
+            try:
+                _check(self._db)
+            except BaseException:
+                self._db.close()
+                raise
+        self._inode = path.stat().st_ino
 
     # -- what is there -------------------------------------------------------------------------------
 
@@ -401,14 +348,6 @@ class FileIndex:
 
     # -- room ----------------------------------------------------------------------------------------
 
-    def lacks(self, num_records: int) -> int:
-        """Say how many bytes `reserve` is going to take from the disk."""
-        (pages, log), size = self._wanted(num_records), self._number("page_size")
-        there = 0
-        with suppress(FileNotFoundError):
-            there = self._path.with_name(f"{INDEX}-wal").stat().st_size
-        return max(0, pages - self._number("page_count")) * size + max(0, log * size - there)
-
     def reserve(self, num_records: int) -> None:
         """Take space for so many records, and for the log: a disk that is full later keeps neither from being written.
 
@@ -417,27 +356,17 @@ class FileIndex:
         Raises:
             sqlite3.Error: There is none.
         """
-        db, (pages, log) = self._db, self._wanted(num_records)
+        db, (pages, log) = self._db, _wanted(num_records)
         db.execute(f"PRAGMA wal_autocheckpoint = {log // 4}")
-        size, missing = self._number("page_size"), max(0, pages - self._number("page_count"))
+        missing = max(0, pages - _number(db, "page_count"))
         # All at a time would be twice on the disk. What is written last makes the log as long as it has to be.
         for parts in [min(log, missing - done) for done in range(0, missing, log)], [log]:
             db.execute(f"DROP TABLE IF EXISTS {ROOM}")
             db.execute(f"CREATE TABLE {ROOM} (bytes BLOB)")
             for part in parts:
-                db.execute(f"INSERT INTO {ROOM} VALUES (zeroblob(?))", (part * size,))
+                db.execute(f"INSERT INTO {ROOM} VALUES (zeroblob(?))", (part * ALIGN,))
         db.execute(f"DROP TABLE {ROOM}")
         db.execute("PRAGMA wal_checkpoint")
-
-    def _wanted(self, num_records: int) -> tuple[int, int]:
-        """Pages of the index, and of its log: four times what is written back at a time, for changes of `MAX_CHANGES`
-        and those who read."""
-        pages = -(-num_records * RECORD_BYTES // self._number("page_size")) + 16
-        log = 4 * max(64, min(1000, pages // 2))
-        return max(pages, log), log
-
-    def _number(self, pragma: str) -> int:
-        return int(self._db.execute(f"PRAGMA {pragma}").fetchone()[0])
 
     # -- changes, small ones first -------------------------------------------------------------------
 

@@ -19,7 +19,11 @@ from typing import NamedTuple, Protocol
 
 from asynckv.geometry.layout import Memory
 
-__all__ = ["Extent", "FileIO", "FileTooShort", "PlainFiles", "transfer", "view_of"]
+__all__ = ["ALIGN", "Extent", "FileIO", "FileTooShort", "PlainFiles", "transfer", "view_of"]
+
+
+ALIGN = 4096
+"""Places in files, and sizes, are multiples of it."""
 
 
 class Extent(NamedTuple):

@@ -16,7 +16,6 @@ import fcntl
 import mmap
 import os
 import socket
-import sqlite3
 import stat
 import weakref
 from collections.abc import Iterator
@@ -28,19 +27,19 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from asynckv.edges.file_index import ALIGN, one_line
-from asynckv.edges.file_io import Extent
+from asynckv.edges.file_io import ALIGN, Extent
 from asynckv.errors import BackendError
 
 __all__ = [
     "OWNER",
     "SEGMENT_BYTES",
+    "NoRoom",
     "Owner",
     "OwnerLock",
     "Segments",
     "check_folder",
+    "check_room",
     "explained",
-    "explained_index",
     "owner_of",
     "segment_extents",
     "segment_path",
@@ -169,8 +168,11 @@ class OwnerLock:
                 return False
             self._before = os.pread(fd, MAX_OWNER, 0)
             mine = Owner(os.getpid(), socket.gethostname(), datetime.now(UTC).isoformat(timespec="seconds"))
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, msgspec.json.encode(mine) + b"\n", 0)
+            try:  # over what is there, for which a full disk has room
+                os.ftruncate(fd, os.pwrite(fd, msgspec.json.encode(mine) + b"\n", 0))
+            except OSError as exc:
+                if exc.errno not in FULL:
+                    raise
             self._fd, fd = fd, -1
         finally:
             if fd >= 0:
@@ -220,12 +222,6 @@ def explained(folder: Path, exc: OSError) -> str:
     return why
 
 
-def explained_index(folder: Path, exc: sqlite3.Error) -> str:
-    """Say why an index cannot be written, with the numbers, and what helps."""
-    code = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}
-    return explained(folder, OSError(code.get(getattr(exc, "sqlite_errorcode", 0) & 0xFF, 0), one_line(exc)))
-
-
 def segment_path(folder: Path, number: int) -> Path:
     """Say where a segment is."""
     return folder / f"segment-{number:05}.kv"
@@ -241,6 +237,33 @@ def segment_extents(far: int, size: int, segment_bytes: int) -> Iterator[tuple[i
         near, far, size = near + part, far + part, size - part
 
 
+class NoRoom(BackendError):
+    """A disk has no room for what a directory is to hold."""
+
+
+def check_room(folder: Path, num_bytes: int, beside: int, refused: str = "") -> None:
+    """See that a disk has room for all: one that is full for a moment is full for everybody on it.
+
+    Args:
+        folder: Where segments are, or are to be.
+        num_bytes: What they take together.
+        beside: What the index is going to take.
+        refused: What the system has said, if it has refused already.
+
+    Raises:
+        NoRoom: It has not, and nothing was taken.
+    """
+    there = sum(path.lstat().st_blocks * 512 for path in folder.glob("segment-*.kv"))
+    found = os.statvfs(folder)
+    wanted, free = max(0, num_bytes - there) + beside, found.f_bavail * found.f_frsize
+    if refused or (found.f_blocks and wanted > free):
+        raise NoRoom(
+            f"{folder} has no room for {num_bytes} bytes: {wanted} more are needed, {beside} of them by the index, and "
+            f"{free} are free ({refused or os.strerror(errno.ENOSPC)}); free some, or give the file tier fewer, and "
+            f"start again"
+        )
+
+
 class Segments:
     """The files that hold the bytes.
 
@@ -250,13 +273,14 @@ class Segments:
         segment_bytes: Length of one file, a multiple of 4096.
         direct: Whether to bypass the page cache, if the file system can.
         is_owned: This process has the directory; else nothing is made, and what is not there is not there.
-        beside: What the index is going to take from the disk.
+        beside: What the index is going to take from the disk, for the message if there is no room.
 
     Attributes:
         fds: Of the files, by number; -1 where there is none.
 
     Raises:
-        BackendError: The file system has no room for them, or refuses.
+        NoRoom: The file system has no room for them.
+        BackendError: It refuses.
     """
 
     def __init__(
@@ -274,7 +298,7 @@ class Segments:
         self.lengths: list[int] = []
         self.kept: list[int] = []
         """Bytes at the start of each segment that were there already; what was stored beyond is lost."""
-        self._folder, self._beside = folder, beside
+        self._folder = folder
         if num_bytes > MAX_SEGMENTS * segment_bytes:
             raise BackendError(
                 f"{folder}: {num_bytes} bytes in files of {segment_bytes} are more than {MAX_SEGMENTS} files; use "
@@ -286,7 +310,6 @@ class Segments:
         self.is_direct = direct and _takes_direct(folder)
         created: list[Path] = []
         try:
-            self._check_room()
             for number, start in enumerate(range(0, num_bytes, segment_bytes)):
                 path, length = self.path(number), min(segment_bytes, num_bytes - start)
                 if not path.exists():
@@ -298,18 +321,13 @@ class Segments:
             for path in created:
                 with suppress(OSError):
                     path.unlink()
+            if exc.errno in FULL:
+                check_room(folder, num_bytes, beside, exc.strerror)
             raise BackendError(self._explain(exc)) from None
 
     def path(self, number: int) -> Path:
         """Where one segment is."""
         return segment_path(self._folder, number)
-
-    def _check_room(self) -> None:
-        """Take nothing if not all can be had: a disk that is full for a moment is full for everybody on it."""
-        there = sum(path.lstat().st_blocks * 512 for path in self._folder.glob("segment-*.kv"))
-        found = os.statvfs(self._folder)
-        if found.f_blocks and self.num_bytes - there + self._beside > found.f_bavail * found.f_frsize:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _open(self, path: Path, length: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if self.is_direct else 0)
@@ -349,14 +367,6 @@ class Segments:
                 path.unlink()
 
     def _explain(self, exc: OSError) -> str:
-        if exc.errno in FULL:
-            with suppress(OSError):
-                found = os.statvfs(self._folder)
-                free = found.f_bavail * found.f_frsize
-                return (
-                    f"{self._folder} has no room for {self.num_bytes} bytes: {free} are free ({exc.strerror}), and the "
-                    f"index takes {self._beside}; give the file tier fewer, or free some"
-                )
         return f"{self._folder} cannot be used: {explained(self._folder, exc)}; or name another directory"
 
     def extents(self, near: int, far: int, size: int) -> Iterator[Extent]:

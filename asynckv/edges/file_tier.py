@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,21 +36,33 @@ import anyio.to_thread
 from asynckv.arguments import MAX_INTEGER, integer
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges.file_index import ALIGN, Entry, FileIndex, Said, no_collection, read_index
+from asynckv.edges.file_index import (
+    ALIGN,
+    DamagedIndex,
+    Entry,
+    FileIndex,
+    Said,
+    lacks,
+    no_collection,
+    read_index,
+    set_aside,
+    typed,
+)
 from asynckv.edges.file_io import FileIO, PlainFiles
-from asynckv.edges.file_store import SEGMENT_BYTES, OwnerLock, Segments, check_folder, explained_index
+from asynckv.edges.file_store import SEGMENT_BYTES, NoRoom, OwnerLock, Segments, check_folder, check_room
 from asynckv.edges.file_worker import Worker
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
-from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, Stored
+from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, RecordsLost, Stored
 
 __all__ = ["FileTier"]
 
 RECORD_BYTES = 64 << 10
 SLOW_S = 10.0
 CLOSE_S = 10.0
-READ_S = 60.0
-"""How long reading the index of another may take."""
+
+Opened = tuple[FileIndex | None, Segments, dict[int, Entry], dict[str, bytes]]
+"""What `FileTier` opens, and what it holds: records by place, and layouts."""
 
 
 class FileTier:
@@ -123,34 +134,28 @@ class FileTier:
             raise BackendError(f"records go to and from host memory that begins at a multiple of {ALIGN}")
         self._loop, self._on_ready = loop or asyncio.get_running_loop(), on_ready
         self._starts += 1
-        self.found.clear()
+        self.found = Counter(index_damaged=0)
         self._news.clear()
-        is_owned = not self._read_only
-        self._lock = OwnerLock(self._folder) if is_owned else None
-        index: FileIndex | None = None
-        segments: Segments | None = None
+        self._lock = OwnerLock(self._folder) if not self._read_only else None
+        only_read = "the directory is another's, and only read" if self._read_only else ""
         try:
             check_folder(self._folder)
-            index = FileIndex(self._folder) if is_owned else None
-            said = index.said() if index is not None else read_index(self._folder, within_s=READ_S)
-            segment_bytes = said.facts.get("segment_bytes", 0)
-            if segment_bytes < ALIGN or segment_bytes % ALIGN:
-                segment_bytes = self._segment_bytes
-            segments = Segments(
-                self._folder,
-                self._num_bytes,
-                segment_bytes,
-                direct=self._direct,
-                is_owned=is_owned,
-                beside=index.lacks(self._num_records) if index is not None else 0,
-            )
-            entries, bad = self._recover(said, segments)
-            if index is not None:
-                index.reserve(self._num_records)
-                index.note(segment_bytes=segment_bytes, num_bytes=self._num_bytes)
-                if bad:
-                    index.change({}, bad)
-                self.found["index_damaged"] = int(bool(index.dropped))
+            try:
+                opened = self._open(not self._read_only)
+            except DamagedIndex:
+                if self._read_only:
+                    raise
+                set_aside(self._folder)
+                self.found["index_damaged"] = 1
+                opened = self._open(is_owned=True)
+            except NoRoom as exc:
+                opened, only_read = self._open_full(exc), f"{exc}; until then it is only read"
+                self._news.append(RecordsLost(only_read, reads=False))
+        except BaseException:
+            self._let_go()
+            raise
+        index, segments, entries, layouts = opened
+        try:
             io: FileIO
             lengths = {fd: size for fd, size in zip(segments.fds, segments.lengths, strict=True) if fd >= 0}
             if self._back_end == "nixl" and lengths:
@@ -159,19 +164,59 @@ class FileTier:
                 io = NixlFiles(f"{self._name}-{self._starts}", memory, lengths)
             else:
                 io = PlainFiles(memory)
-        except BaseException as exc:
-            for each in (index, segments):
-                if each is not None:
-                    each.close()
+        except BaseException:
+            _close(index, segments)
             self._let_go()
-            if isinstance(exc, sqlite3.Error):
-                why = explained_index(self._folder, exc)
-                raise BackendError(f"the index of {self._folder} cannot be written: {why}") from None
             raise
-        self._worker = Worker(self._name, memory, segments, index, io, entries, said.layouts, self._slow_s, self._wake)
+        self._worker = Worker(
+            self._name, memory, segments, index, only_read, io, entries, layouts, self._slow_s, self._wake
+        )
+        if self._news:
+            self._wake()
         with no_collection():
             oldest_first = sorted(entries.values(), key=lambda entry: entry.stored_at)
             return [Stored(e.key, e.far, e.size, e.layout, e.tag) for e in oldest_first]
+
+    def _open_full(self, why: NoRoom) -> Opened:
+        """Open what is there on a disk that others have filled, to read it.
+
+        Raises:
+            NoRoom: There is nothing.
+        """
+        with suppress(BackendError):
+            opened = self._open(is_owned=False)
+            if opened[2]:
+                return opened
+            _close(opened[1])
+        raise why
+
+    def _open(self, is_owned: bool) -> Opened:
+        """Open index and segments, and return them with what they hold; no index if it is only read."""
+        index: FileIndex | None = None
+        segments: Segments | None = None
+        try:
+            beside = lacks(self._folder, self._num_records) if is_owned else 0
+            if is_owned:
+                check_room(self._folder, self._num_bytes, beside)
+            with typed(self._folder):
+                index = FileIndex(self._folder) if is_owned else None
+                said = index.said() if index is not None else read_index(self._folder)
+            segment_bytes = said.facts.get("segment_bytes", 0)
+            if segment_bytes < ALIGN or segment_bytes % ALIGN:
+                segment_bytes = self._segment_bytes
+            segments = Segments(
+                self._folder, self._num_bytes, segment_bytes, direct=self._direct, is_owned=is_owned, beside=beside
+            )
+            entries, bad = self._recover(said, segments)
+            if index is not None:
+                with typed(self._folder):
+                    index.reserve(self._num_records)
+                    index.note(segment_bytes=segment_bytes, num_bytes=self._num_bytes)
+                    index.change({}, bad)
+        except BaseException:
+            _close(index, segments)
+            raise
+        return index, segments, entries, said.layouts
 
     def _recover(self, said: Said, segments: Segments) -> tuple[dict[int, Entry], list[int]]:
         """Return what can still be there, the newest of what overlaps; and the places of all else, which is counted."""
@@ -300,3 +345,9 @@ class FileTier:
             "back_end": "NIXL POSIX" if self._back_end == "nixl" else "system calls",
             "page_cache": "bypassed" if is_direct else "used",
         }
+
+
+def _close(*opened: FileIndex | Segments | None) -> None:
+    for each in opened:
+        if each is not None:
+            each.close()

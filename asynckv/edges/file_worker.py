@@ -21,9 +21,18 @@ from enum import IntEnum
 from asynckv.arguments import shown
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges.file_index import ALIGN, MAX_CHANGES, MAX_KEY, Entry, FileIndex, checksum, now
+from asynckv.edges.file_index import (
+    ALIGN,
+    MAX_CHANGES,
+    MAX_KEY,
+    Entry,
+    FileIndex,
+    checksum,
+    explained_index,
+    now,
+)
 from asynckv.edges.file_io import Extent, FileIO, FileTooShort, transfer, view_of
-from asynckv.edges.file_store import Segments, explained, explained_index
+from asynckv.edges.file_store import Segments, explained
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.offload.keys import short
@@ -124,7 +133,8 @@ class Worker:
         name: Of the thread.
         memory: Where records come from and go to.
         segments: The files; closed by the thread in its end, as are the next two.
-        index: What is to be told of changes. None: the directory is another's, and only read.
+        index: What is to be told of changes; None if the directory is only read.
+        only_read: Why it is.
         io: Who moves bytes.
         entries: What the index says, by place.
         layouts: What was written down.
@@ -138,6 +148,7 @@ class Worker:
         memory: Memory,
         segments: Segments,
         index: FileIndex | None,
+        only_read: str,
         io: FileIO,
         entries: dict[int, Entry],
         layouts: dict[str, bytes],
@@ -156,10 +167,8 @@ class Worker:
         self._forgotten: list[int] = []
         self._new_layouts: dict[str, bytes] = {}
         self._news: list[RecordNews] = []
-        self._takes, self._cause = Takes.ALL, ""
+        self._takes, self._cause = Takes.ALL if index is not None else Takes.READS, only_read
         """What is taken, and why not more."""
-        if index is None:
-            self._takes, self._cause = Takes.READS, "the directory is another's, and only read"
         self._is_stopping = False
         self._busy_since: float | None = None
         """Since when the thread has been in one call to the system, or since the oldest batch in flight moved."""

@@ -64,11 +64,11 @@ def left_in(directory: Path, own: Layout, left_out: list[str]) -> Sequence[Left]
     engines: dict[tuple[object, ...], list[Left]] = defaultdict(list)
     until = time.monotonic() + LOOK_S
     for folder in _folders(directory):
-        if (left_s := until - time.monotonic()) <= 0:
+        if time.monotonic() >= until:
             left_out.append(f"{folder} and what comes after it: those before it took {LOOK_S:g} s to read")
             break
         try:
-            left = _read(folder, left_s)
+            left = _read(folder)
         except AsyncKVError as exc:
             if not owner_of(folder)[1]:  # else it may be starting
                 left_out.append(str(exc))
@@ -102,14 +102,14 @@ def _folders(directory: Path) -> Iterator[Path]:
                 yield folder
 
 
-def _read(folder: Path, within_s: float) -> Left:
+def _read(folder: Path) -> Left:
     """Read what a directory says of itself.
 
     Raises:
         AsyncKVError: It makes no sense, or is not to be trusted.
     """
     check_folder(folder)
-    said = read_index(folder, records=False, within_s=within_s)
+    said = read_index(folder, records=False)
     try:
         forms = [decode_layout(body) for body in said.layouts.values()]
         for each in forms:

@@ -29,6 +29,7 @@ from asynckv.embed.orders import (
     Lookup,
     Order,
     Pull,
+    Reclaim,
     Refused,
     Store,
     Withdraw,
@@ -252,10 +253,12 @@ class EngineDesk:
                 self._go(self._sent(engine.lend(order.params, readers=order.readers)), order)
             case Withdraw():
                 engine.withdraw(order.params)
+            case Reclaim():
+                engine.reclaim(order.num_blocks)
             case _:
                 raise LocalProtocolError(
-                    f"{shown(order)} is no order; give Announce, Pull, Discharge, Cancel, Lend, Withdraw, Lookup, "
-                    f"Store or Load"
+                    f"{shown(order)} is no order; give Announce, Pull, Discharge, Cancel, Lend, Withdraw, Reclaim, "
+                    f"Lookup, Store or Load"
                 )
 
     def _offload(self) -> Offload:

@@ -31,6 +31,7 @@ __all__ = [
     "Lookup",
     "Order",
     "Pull",
+    "Reclaim",
     "Refused",
     "Store",
     "Withdraw",
@@ -102,6 +103,15 @@ class Withdraw(Order, frozen=True):
     """
 
     params: Mapping[str, Any]
+
+
+class Reclaim(Order, frozen=True):
+    """Say that so many blocks are wanting: requests that were lent for long are revoked (`Engine.reclaim`).
+
+    Ends in `Finished.refused` if it was refused, else nowhere; what it revokes ends in `Finished.sent`.
+    """
+
+    num_blocks: int
 
 
 class Lookup(Order, frozen=True, kw_only=True):

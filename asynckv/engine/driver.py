@@ -496,7 +496,9 @@ class Driver:
             try:
                 if not control.send(to, packet):
                     core.outbox.counters["dropped.not_sent"] += 1
-                    if isinstance(to, str) and (why := control.refusal(to)):
+                    if not isinstance(to, str):
+                        core.prefill.unreachable(to)
+                    elif why := control.refusal(to):
                         core.decode.refused(to, why, self.clock.now())
                         self.soon()
             except Exception as exc:

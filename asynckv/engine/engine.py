@@ -434,6 +434,28 @@ class Engine:
         if waited is not None:
             self._recorder.withdrawn(found, waited)
 
+    def reclaim(self, num_blocks: int) -> int:
+        """Say that room is wanting: revoke requests that were lent for long, so that about so many blocks return.
+
+        Taken is from the reader engine that holds most, the oldest request first. Every request is kept for
+        `lease.grant_s`, and each reader engine keeps an equal share of what is lent. So nothing is taken from the only
+        one that reads here. A reader that has not begun to read lets go at its next renewal, a third of `grant_s`
+        later; one that reads has until its promise runs out. Both get `LeaseRefused` (`revoked`), and prefill again.
+
+        Args:
+            num_blocks: How many are wanting, of all groups. What was revoked before and has not returned is counted.
+
+        Returns:
+            How many requests were revoked; each ends as any other (`LentRequest.wait_released`: `revoked`).
+
+        Raises:
+            EngineClosed: The engine was not started.
+        """
+        self._home.here(self.reclaim)
+        self._driver.soon()
+        num_blocks = integer("num_blocks", num_blocks, 0, MAX_INTEGER)
+        return len(self._driver.core.prefill.reclaim(num_blocks, self._clock.now()))
+
     # -- decode ------------------------------------------------------------------------------------
 
     def announce(

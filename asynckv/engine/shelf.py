@@ -50,7 +50,7 @@ class Shelf:
         kept: Groups of the form that this rank has a part of; what the catalogue calls a group is a place in it.
         form_id: Short for the form.
         files_lost: Why its files take no more writes, or nothing; empty while they do.
-        unfit: Blocks that its files had, and that were dropped, for they are of another model or length.
+        unfit: Blocks that its files had, and that were dropped, for they are of another length.
 
     Raises:
         ConfigError: A block size is not a multiple of `hash_tokens`, a group cannot be kept, or the tier is too small.
@@ -112,19 +112,20 @@ class Shelf:
         return placed(self.form, self.memory.memory.base, self.memory.memory.length)
 
     def open_files(self, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop) -> int:
-        """Take in what the files have; returns how many blocks. What has another form is dropped.
+        """Take in what the files have; returns how many blocks. What has another form is dropped, and what is of
+        another model stays until its room is needed.
 
         It takes seconds where there is much, so it runs on another thread than the loop's.
         """
         if self.records is None:
             return 0
         assert self.memory is not None
-        found, strange = self._blocks.known(self.records.start(self.memory.memory, on_ready, loop))
+        found, others, strange = self._blocks.known(self.records.start(self.memory.memory, on_ready, loop))
         if self._is_own:
             self.unfit = len(strange)
             self.records.forget(strange)
             self.records.keep_layout(self.form_id, msgspec.msgpack.encode(self.form))
-            return self.catalogue.recover(found)
+            return self.catalogue.recover(found, others)
         count = self.catalogue.recover(found)
         self.catalogue.switch_off(reads=False)  # what the files lose is not written there again: they are another's
         return count

@@ -382,8 +382,8 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
             maybe(
                 TEXT,
                 "revoked_by",
-                "Who revoked it: `caller` (`LentRequest.revoke`), `withdraw`, or how the engine ended: `closed`, "
-                "`suspended`. That is no leak.",
+                "Who revoked it: `caller` (`LentRequest.revoke`), `withdraw`, `no_room` (`Engine.reclaim`), or how the "
+                "engine ended: `closed`, `suspended`. That is no leak.",
             ),
             maybe(SECONDS, "late_s", "How late the expiry was noticed, because the event loop was away."),
             maybe(LIST, "history", HISTORY),
@@ -622,11 +622,13 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         (
             always(TEXT, "folder", "The rank's directory."),
             always(INTEGER, "found", "Blocks that were found."),
-            always(INTEGER, "index_damaged", "1 if the index was damaged and thrown away: nothing is found."),
+            always(
+                INTEGER, "index_damaged", "1 if the index was damaged and set aside (`*.damaged`): nothing is found."
+            ),
             always(INTEGER, "missing", "Blocks whose file is gone, or was cut short."),
             always(INTEGER, "malformed", "Blocks whose index entry makes no sense."),
             always(INTEGER, "overlapping", "Blocks that newer ones have overwritten."),
-            always(INTEGER, "unfit", "Blocks of another `model`, `hash_tokens` or length."),
+            always(INTEGER, "unfit", "Blocks of another length."),
         ),
     ),
     EVENT.OFFLOAD_LEFT_OUT: Event(
@@ -637,8 +639,8 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
             always(
                 TEXT,
                 "cause",
-                "Which directory, and why: its index is damaged, of another format or not read in time, its files are "
-                "gone, somebody else may write it, its blocks are too large to pass through, or there is no memory for "
+                "Which directory, and why: its index is damaged or of another format, its files are gone, "
+                "somebody else may write it, its blocks are too large to pass through, or there is no memory for "
                 "them. `asynckv offload prune --all` removes what nobody needs.",
             ),
         ),

@@ -347,17 +347,21 @@ class Catalogue:
                 self._jobs.lost(entry, JobOutcome.MISSING, "it was evicted while it was written")
         return count - left, left
 
-    def recover(self, found: Iterable[tuple[int, int, bytes]]) -> int:
+    def recover(self, found: Iterable[tuple[int, int, bytes]], others: Iterable[tuple[int, int]] = ()) -> int:
         """Take in `(group, slot, hash)` that the file tier found in its index, the least recently used first.
 
         Returns how many were taken in. What was not is among what is `forgotten`.
+
+        Args:
+            found: What can be found from now on.
+            others: `(group, slot)` of other models' blocks. They keep their room until it is needed, and go first.
 
         Raises:
             LocalProtocolError: There is no file tier, or it is not empty.
         """
         if self.file is None or any(True for _ in self.file.entries()):
             raise LocalProtocolError("only an empty file tier takes in what was recovered")
-        return self.file.recover((g, slot, key) for g, slot, key in found if 0 <= g < len(self.groups))
+        return self.file.recover(((g, slot, key) for g, slot, key in found if 0 <= g < len(self.groups)), others)
 
     def switch_off(self, *, reads: bool = True) -> None:
         """Write nothing to the file tier any more; unless it can still be read, what it has is not found, either."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from asynckv.core.types import members
@@ -33,6 +33,9 @@ class Place(enum.StrEnum):
 
 
 S, E = members(EntryState), members(EntryEvent)
+
+BEFORE = -2
+"""When other models' blocks were used: before all else, and in no tick that is spared."""
 
 SLICE = 512
 """Blocks that are dropped in one turn, of all that are: about a millisecond."""
@@ -63,6 +66,8 @@ class Tier:
         """Per size of record, what is WRITING or READY."""
         self.onward: dict[Entry, None] = {}
         """What is to be copied to the next tier, the oldest first."""
+        self.others = [OrderedDict[Entry, None]() for _ in self.slots.sizes]
+        """Per size of record, other models' blocks, which go first: the oldest first."""
         self._doomed: list[dict[bytes, Entry]] = []
         """What nobody finds any more, and what is dropped little by little."""
         self.freed: list[tuple[int, int]] = []
@@ -151,6 +156,12 @@ class Tier:
         self._idle_in[entry.chunk] += more
 
     def _evict(self, kind: int) -> bool:
+        if self.others[kind]:
+            self.evicted += 1
+            self.drop(next(iter(self.others[kind])))
+            return True
+        if any(self.others) and self._evict_chunk(kind, BEFORE + 1):
+            return True
         victim = self.policies[kind].choose(self._is_busy) if self._idle[kind] else None
         if victim is None:
             return self._evict_chunk(kind)
@@ -184,26 +195,38 @@ class Tier:
         """Whether all that lies in a chunk may be evicted, and something does."""
         return 0 < self._idle_in[chunk] == len(self._in_chunk[chunk]) and self._used[chunk] != self._spared
 
-    def recover(self, found: Iterable[tuple[int, int, bytes]]) -> int:
+    def recover(self, found: Iterable[tuple[int, int, bytes]], others: Iterable[tuple[int, int]] = ()) -> int:
         """Take in `(group, slot, hash)` that were found in the tier, the least recently used first; returns how many.
 
         Only while the tier is empty. What is not taken in is freed: it lies outside the tier, shares its slot with
-        another, or is there twice.
+        another, or is there twice. `others` are `(group, slot)` of blocks that have another model's hashes.
         """
-        found = list(found)
+        found, tick = list(found), self.tick
         by_key = {(group, hash_): slot for group, slot, hash_ in found}
-        once = list(by_key.items())
-        claimed = self.slots.claim((self.slots.kinds[group], slot) for (group, _), slot in once)
-        for ((group, hash_), slot), is_good in zip(once, claimed, strict=True):
-            if is_good:
+        wanted = [(group, slot, hash_) for (group, hash_), slot in by_key.items()]
+        num_own = len(wanted)
+        wanted += [(group, slot, b"") for group, slot in others]
+        claimed = self.slots.claim((self.slots.kinds[group], slot) for group, slot, _ in wanted)
+        kept = set[tuple[int, int]]()
+        # What is used later moves a chunk on: others' come first, as if used before all else.
+        for n in (*range(num_own, len(wanted)), *range(num_own)):
+            group, slot, hash_ = wanted[n]
+            if claimed[n]:
+                self.tick = tick if n < num_own else BEFORE
                 entry = self._entry(group, hash_, slot, S.READY)
-                self.index[group][hash_] = entry
+                if n < num_own:
+                    self.index[group][hash_] = entry
+                else:
+                    self.others[entry.kind][entry] = None
                 self.policies[entry.kind].add(entry)
                 self._count(entry, 1)
                 self._place([entry])
-        kept = {(entry.group, entry.slot) for index in self.index for entry in index.values()}
-        self.freed += [place for place in dict.fromkeys((group, slot) for group, slot, _ in found) if place not in kept]
-        return len(kept)
+                kept.add((group, slot))
+        self.tick = tick
+        self.freed += [
+            place for place in dict.fromkeys((g, slot) for g, slot, _ in (*found, *wanted)) if place not in kept
+        ]
+        return sum(map(len, self.index))
 
     # -- entries -----------------------------------------------------------------------------------
 
@@ -237,6 +260,7 @@ class Tier:
     def drop(self, entry: Entry) -> None:
         """Let nobody find a block any more; its slot is free when nobody needs it."""
         if entry.state in (S.READY, S.WRITING):
+            self.others[entry.kind].pop(entry, None)
             self.policies[entry.kind].remove(entry)
             self._forget(entry)
 
@@ -354,7 +378,9 @@ class Tier:
 
     def _unfound(self) -> Iterator[Entry]:
         """Return what is complete, and nobody finds it."""
-        return (entry for index in self._doomed for entry in index.values() if entry.state is S.READY)
+        yield from (entry for index in self._doomed for entry in index.values() if entry.state is S.READY)
+        for others in self.others:
+            yield from others
 
     def audit(self) -> list[str]:
         """Recount everything; a list of what does not add up."""

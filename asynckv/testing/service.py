@@ -898,7 +898,15 @@ class Service:
         ran_s = lease.clock.ran_s * lease.process.rate
         what = f"the lease of request {lease.ask} on {rank.name} {lease.ended} after {ran_s:.3f} s"
         if lease.ended == "expired" and lease.process.now - lease.clock.at < lease.lent.ask.lease_s * 0.999:
-            self.world.violate(f"{what}, before its time")
+            of, address = lease.handle._lease, Address(f"sim://{rank.name}")
+            gone = {of.past[reader].sender for reader in of.gone}
+            alive = [
+                r.name
+                for r in self.ranks.values()
+                if not r.process.has_hung_up(address) and r.engine.incarnation in gone
+            ]
+            if alive or not gone or of.grants:
+                self.world.violate(f"{what}, before its time; {alive} live, and never hung up")
         if ran_s > LEASE.max_lease_s + TURN_S:
             self.world.violate(f"{what}, longer than any may last")
         if lease.ended != "closed" and lease.revoked and lease.revoked.ran_s > LEASE.grant_s * 1.001 + TURN_S:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVarTuple
 
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.types import ReplyTo, TransferId
+from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
@@ -153,6 +153,8 @@ class Process:
         """From when to when it was stopped, or did not come to run."""
         self.pauses = 0.0
         self.is_dead, self.died_at = False, math.inf
+        self.hung_up: set[str] = set()
+        """Addresses to which it has ended a connection."""
         self.random, self.wire = world.random_of(name), world.random_of("wire", name)
         self._is_turn_due = False
         self._left: set[asyncio.Task[Any]] = set()
@@ -197,6 +199,10 @@ class Process:
         self.away.append((self.world.now, until))
         self.frozen_s += max(until - max(self.frozen_until, self.world.now), 0.0)
         self.frozen_until = max(self.frozen_until, until)
+
+    def has_hung_up(self, address: str) -> bool:
+        """A connection of it to an address has ended."""
+        return self.is_dead or address in self.hung_up
 
     def kill(self) -> None:
         """End it without a word: nobody answers it, nor reads from it, any more."""
@@ -380,6 +386,11 @@ class WorldControl(Port):
             self.process.world.on_delivered(self.process, origin, packet)
         super().hear(origin, packet)
         self.process.spend()
+
+    def disconnect(self, address: Address) -> None:
+        """Drop a link."""
+        super().disconnect(address)
+        self.process.hung_up.add(address)
 
     async def aclose(self) -> None:
         """Listen no more; what was sent may take a moment to leave."""

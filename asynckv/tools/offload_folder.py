@@ -11,17 +11,16 @@ import errno
 import mmap
 import os
 import re
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from msgspec import Struct
 
-from asynckv.edges.file_index import ALIGN, INDEX, Entry, FileIndex, Said, checksum, damaged, one_line, read_index
+from asynckv.edges.file_index import ALIGN, INDEX, DamagedIndex, Entry, FileIndex, Said, checksum, read_index, typed
 from asynckv.edges.file_io import FileTooShort, transfer
 from asynckv.edges.file_store import OWNER, Owner, OwnerLock, explained, owner_of, segment_extents, segment_path
 from asynckv.errors import BackendError, ConfigError
@@ -313,9 +312,9 @@ def _said(folder: Path) -> Said:
         ) from None
     except OSError as exc:
         raise BackendError(f"{path} cannot be read: {explained(path, exc)}") from None
-    said = read_index(folder, check=True)
+    said = read_index(folder)
     if said.entries and _segment_bytes(said) < ALIGN:
-        raise damaged(folder, "it does not say how long its files are")
+        raise DamagedIndex(folder, "it does not say how long its files are")
     return said
 
 
@@ -341,13 +340,8 @@ def _owned(folder: Path) -> Iterator[tuple[FileIndex, Said]]:
     _said(folder)
     with _locked(folder):
         said = _said(folder)
-        index = FileIndex(folder, replace=False)
-        try:
+        with closing(FileIndex(folder)) as index, typed(folder):
             yield index, said
-        except sqlite3.Error as exc:
-            raise BackendError(f"the index of {folder} cannot be written: {one_line(exc)}") from None
-        finally:
-            index.close()
 
 
 def _bad(folder: Path, said: Said, progress: Callable[[int, int], None]) -> Iterator[tuple[Entry, str]]:

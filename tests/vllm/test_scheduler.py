@@ -18,7 +18,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from asynckv.core.types import decode_params
-from asynckv.embed.orders import Announce, Cancel, Discharge, Lend, Pull
+from asynckv.embed.orders import Announce, Cancel, Discharge, Lend, Pull, Reclaim
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.fetches import State
 from tests.vllm.schedulers import DENSE, HYBRID, MIXED, STATES, WINDOW, Group, Side
@@ -419,6 +419,33 @@ def test_a_request_that_finds_no_blocks_asks_again() -> None:
     side.add("a", prompt, brought(prompt), 1)
     kinds = [side.step().kinds() for _ in range(5)]
     assert kinds == [[Announce], [], [], [Pull], []]
+
+
+def test_a_request_that_waits_for_blocks_for_as_long_as_a_grant_has_room_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before, not more often than each second, not for one that waits for something else, and never after."""
+    now = [1000.0]
+    monkeypatch.setattr("asynckv.integrations.vllm.scheduler.monotonic", lambda: now[0])
+    side = Side(num_blocks=12, max_seqs=2)
+    params = side.prefill("lent", prompt_of(96))  # 6 of 11 blocks stay lent
+    assert params
+    side.add("waits", prompt_of(120), None, 4)  # 8 blocks
+    side.add("behind", prompt_of(10), None, 4)
+
+    def orders(at: float) -> list[Any]:
+        now[0] = 1000.0 + at
+        return list(side.step().orders)
+
+    assert [type(order) for order in orders(0.0)] == [Lend]
+    assert [orders(at) for at in (5.0, 9.9)] == [[], []]
+    assert orders(10.0) == [Reclaim(3)]
+    assert [orders(at) for at in (10.5, 11.0, 11.5)] == [[], [Reclaim(3)], []]
+    side.abort("waits")
+    assert orders(30.0) == []
+    assert not side.half._queued
+    side.add("too many", prompt_of(10), None, 4)
+    side.add("three", prompt_of(10), None, 4)
+    assert [orders(at) for at in (31.0, 60.0)] == [[], []], "there is room, but not for so many at a time"
+    assert list(side.half._queued) == ["three"]
 
 
 def test_a_paused_scheduler_announces_all_the_same() -> None:

@@ -81,6 +81,9 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
         self._scheduler.set_workers(metadata)
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduler.bind(gpu_block_pool)
+
     def on_new_request(self, request: Any) -> None:
         self._scheduler.add(request)
 

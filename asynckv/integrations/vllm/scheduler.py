@@ -30,14 +30,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from asynckv.arguments import MAX_INTEGER, shown
 from asynckv.core.types import Params, decode_params
-from asynckv.embed.orders import Lend, Order
+from asynckv.embed.orders import Lend, Order, Reclaim
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.geometry.pairing import common_prefix
 from asynckv.hashes import token_hashes
@@ -57,6 +59,9 @@ PARAMS = "asynckv"
 
 HASH_TOKENS, MAX_CHAIN = 256, 256
 """Tokens per hash, doubled as often as it takes to have no more hashes than this: 9 kB of params at most."""
+
+RECLAIM_S = 1.0
+"""Between two orders to make room."""
 
 UNREAD = {
     "no_hashes": "they carry no hashes of the prompt, so nothing shows that their KV is of this one; upgrade the "
@@ -86,6 +91,10 @@ class SchedulerHalf:
         self.tally = Tally()
         self._group: PrefillGroup | None = None
         self._told: set[str] = set()
+        self._pool: Any = None
+        self._queued: dict[str, tuple[Any, float]] = {}
+        """Requests that never had blocks, and since when; the oldest first."""
+        self._reclaimed_at = -math.inf
 
     # -- where the workers are ----------------------------------------------------------------------
 
@@ -111,10 +120,15 @@ class SchedulerHalf:
             null_block=0,
         )
 
+    def bind(self, pool: Any) -> None:
+        """Take the pool of blocks, which says how many are free (`bind_gpu_block_pool`)."""
+        self._pool = pool
+
     # -- a request comes, and gets blocks -----------------------------------------------------------
 
     def add(self, request: Any) -> None:
         """A request was queued (`on_new_request`)."""
+        self._queued[request.request_id] = request, monotonic()
         given = request.kv_transfer_params
         if given is None:
             return
@@ -213,6 +227,7 @@ class SchedulerHalf:
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """A request has got its blocks (`update_state_after_alloc`); asked again after a load, with 0."""
+        self._queued.pop(request.request_id, None)
         fetch = self.fetches.get(request.request_id)
         if fetch is None or fetch.state not in (State.ANNOUNCED, State.WAITING):
             return
@@ -239,7 +254,18 @@ class SchedulerHalf:
 
     def take_orders(self) -> Sequence[Order]:
         """What the next step asks of the workers."""
+        if self._queued:
+            self._reclaim(monotonic())
         return self.fetches.take_orders()
+
+    def _reclaim(self, now: float) -> None:
+        """Ask for room for the request that was queued first, once it has waited for as long as a grant."""
+        request, since = next(iter(self._queued.values()))
+        if self._pool is None or now - since < self.options.lease.grant_s or now - self._reclaimed_at < RECLAIM_S:
+            return
+        if (lacking := self.shape.num_blocks(request.num_tokens) - self._pool.get_num_free_blocks()) > 0:
+            self._reclaimed_at = now
+            self.fetches.order(Reclaim(lacking))
 
     def loaded(self, request_ids: Sequence[str] | set[str] | None) -> None:
         """All workers have said that these loads are over, well or badly (`update_connector_output`)."""
@@ -250,6 +276,7 @@ class SchedulerHalf:
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: True if its blocks are lent, and what to give to the engine that goes on with it."""
+        self._queued.pop(request.request_id, None)
         self.fetches.end(request.request_id)
         given = request.kv_transfer_params
         if not given:

@@ -85,6 +85,10 @@ class Shape:
         back_off = max(int(forgets), vllm_config.num_prefill_lookahead_tokens - 1)
         return cls(tuple(groups), back_off, vllm_config.speculative_config is not None)
 
+    def num_blocks(self, num_tokens: int) -> int:
+        """Count the blocks that so many tokens take, of all groups."""
+        return sum(1 if group.is_state else -(-num_tokens // group.block_size) for group in self.groups)
+
     def missing(self, blocks: Any, first_token: int, num_tokens: int) -> Blocks:
         """Blocks of a request (vLLM's `KVCacheBlocks`) that are to be filled with tokens up to `num_tokens`.
 

@@ -189,10 +189,10 @@ class Manager(OffloadingManager):
             return
         self._region = Region(config.engine_id, self._shape)
         files, begun_at = Files(records, self._hear, self._on_time), time.monotonic()
-        found, strange = self._blocks.known(files.start(self._region.memory))
+        found, others, strange = self._blocks.known(files.start(self._region.memory))
         self._files = files
         files.forget(strange)
-        kept = self.catalogue.recover(found)
+        kept = self.catalogue.recover(found, others)
         log.info("%d blocks were found in %s, within %.1f s", kept, folder, time.monotonic() - begun_at)
         said = records.statistics()
         damage = {what: said.get(f"found_{what}", 0) for what in FOUND_DAMAGED}
@@ -542,8 +542,7 @@ class Manager(OffloadingManager):
             for each in news:
                 if not isinstance(each, RecordsEnded):
                     log.warning("files are used no more: %s", each.cause)
-                    if each.reads:
-                        self.catalogue.switch_off()
+                    self.catalogue.switch_off(reads=each.reads)
                     continue
                 ending = Ending.DONE if each.ending is Ending.FAILED and each.lost else each.ending
                 kind, num_blocks = self._moving.get(each.move_id, ("", 0))

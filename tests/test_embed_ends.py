@@ -1,0 +1,82 @@
+"""What becomes of orders and news where an engine ends in an unusual way: all at once, by an interrupt, by a fork."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import pytest
+
+from asynckv import Engine, EngineClosed, EngineConfig, PrefillGroup, PullError, RemoteProtocolError
+from asynckv.embed import Announce, Cancel, EngineDesk, EnginePump, EngineThread, Lend, Pull
+from tests.engines import memory
+
+pytestmark = pytest.mark.nixl
+
+
+def test_a_pull_that_was_carried_out_just_before_the_engine_ends_has_begun() -> None:
+    """Its prefill ranks are told that it ends. Nothing else would tell them, and its lease would have to run out."""
+
+    async def run() -> None:
+        (ours, _), (theirs, _) = memory(1), memory(2)
+        async with Engine(EngineConfig(engine_id="prefill"), ours) as prefill:
+            decode = Engine(EngineConfig(engine_id="decode"), theirs)
+            await decode.start()
+            params = PrefillGroup("prefill", [prefill.endpoint]).make_params("r", [(0, [1])], 16, written=True)
+            lent, desk = prefill.lend(params), EngineDesk(decode, lambda: None)
+            desk.submit([Pull(request_id="r", groups=[(0, [1])], params=params)])
+            desk.carry_out()
+            await desk.finish()
+            assert list(decode._driver.core.decode.by_request) == ["r"]
+            await decode.aclose()
+            await desk.settle()
+            (failed,) = desk.take_finished().failed
+            assert isinstance(failed.error, PullError)
+            assert (await lent.wait_released()).cause == "released"
+
+    asyncio.run(run())
+
+
+def test_an_interrupt_in_the_middle_of_an_order_is_raised_and_the_order_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
+            desk = EngineDesk(engine, lambda: None)
+
+            def interrupted(*args: Any, **more: Any) -> None:
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(engine, "announce", interrupted)
+            orders = [Announce("a", {}), Lend({"from": "behind"})]
+            desk.submit(orders)
+            with pytest.raises(KeyboardInterrupt):
+                desk.carry_out()
+            desk.carry_out()
+            told = [(each.order, type(each.error)) for each in desk.take_finished().refused]
+            assert told == [(orders[0], EngineClosed), (orders[1], RemoteProtocolError)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("kind", [EnginePump, EngineThread])
+def test_the_child_of_a_fork_takes_nothing_that_its_parent_is_told(kind: type[EnginePump] | type[EngineThread]) -> None:
+    with kind(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
+        engine.submit([Lend({"number": 1})])
+        until = time.monotonic() + 10
+        while not engine._desk.has_news and time.monotonic() < until:
+            if isinstance(engine, EnginePump):
+                engine.pump()
+        if not (pid := os.fork()):
+            try:
+                found = bool(engine.take_finished())
+            except EngineClosed:
+                found = False
+            finally:
+                os._exit(found)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert [type(each.order) for each in engine.take_finished().refused] == [Lend]
+        engine.submit([Cancel("r")])
