@@ -173,7 +173,7 @@ class PullConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsConfig:
-    """How much one connection may ask of an engine. What exceeds it is dropped and counted; others notice nothing.
+    """How much one key may ask, or without keys one host (messages: one connection). More is dropped and counted.
 
     Attributes:
         messages_per_s: Messages per second that are looked at. A malformed packet counts as a hundred.
@@ -185,8 +185,8 @@ class LimitsConfig:
 
     messages_per_s: float = 50_000.0
     message_burst: int = 50_000
-    hellos_per_s: float = 4.0
-    hello_burst: int = 16
+    hellos_per_s: float = 64.0
+    hello_burst: int = 256
 
     def __post_init__(self) -> None:
         _positive(self)

@@ -3,7 +3,11 @@
 Real processes, NIXL over UCX on CPU memory, ZMQ on 127.0.0.1; twice, with keys and without. Healthy pulls go on all
 the time, and every byte of them is compared. Meanwhile a malicious peer whose key is listed floods both listeners
 with mutated packets and frames of 100 MB, repeats what it said, and forges claims, releases and grants; strangers
-without a listed key try to get in; raw connections send garbage, or one byte at a time.
+without a listed key try to get in; raw connections send garbage, or one byte at a time. Processes choose routing ids,
+send messages of thousands of empty parts, or fill all queues, and then end by `os._exit`.
+
+A good peer asks the prefill engine again and again, alone and under each of these; the record compares how long it
+waits for the answers. That depends on what else the machine does, so it is reported and not judged.
 """
 
 from __future__ import annotations
@@ -12,16 +16,21 @@ import asyncio
 import contextlib
 import itertools
 import json
+import multiprocessing
+import os
 import random
+import statistics
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import typer
 import zmq
@@ -32,8 +41,9 @@ from asynckv.core import wire as m
 from asynckv.core.types import Cohort, Key, Outcome, Params, Reason, decode_params
 from asynckv.edges import zmq as edge
 from asynckv.keys import KeyPair, write_pair
+from asynckv.testing.fleet import Failure
 from scripts import command, strangers
-from scripts.arena import PATIENCE_S, Arena, Worker, arena, layout_of
+from scripts.arena import PATIENCE_S, Arena, Side, Worker, arena, layout_of
 from scripts.strangers import HUGE, Proxy, Stranger, connected, every_message, mutate, packets, place
 
 BATCH = 250
@@ -43,6 +53,16 @@ SLOW = 100
 GROWTH_MIB = 64
 """Most that a victim's memory may grow: queues of several attackers' connections fit, what they sent does not."""
 
+RUDE_S, RUDE = 2.0, 2
+"""How long each kind of rude process is sent, and how many there are at a time."""
+
+PARTS = 4000
+"""Empty parts of one message."""
+
+FIRST_ID = 0x6B8B4567
+"""Where libzmq begins to number connections in every process, since nothing seeds `rand()`."""
+
+PROCESSES = multiprocessing.get_context("spawn")
 CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
 HANDSHAKE_COMMANDS = {b"WELCOME", b"ERROR"}
 """What a listener with keys may say to somebody who has not proven one."""
@@ -95,17 +115,23 @@ class Flood:
 async def drip(address: str, was_cut: Callable[[float], None]) -> None:
     """Hold a connection as long as it is let, saying a byte of a greeting now and then; for ever."""
     while True:
-        async with connected(*place(address)) as (reader, writer):
-            began, listening = time.monotonic(), asyncio.create_task(reader.read())
-            try:
-                for byte in itertools.chain(CURVE_GREETING[:11], itertools.repeat(0)):
-                    writer.write(bytes([byte]))
-                    if (await asyncio.wait({listening}, timeout=0.9))[0]:
-                        break
-                was_cut(time.monotonic() - began)
-            finally:
-                listening.cancel()
-                await asyncio.gather(listening, return_exceptions=True)
+        with contextlib.suppress(OSError):  # while ended connections have left much behind, no new one is taken
+            await _drip(address, was_cut)
+        await asyncio.sleep(0.01)
+
+
+async def _drip(address: str, was_cut: Callable[[float], None]) -> None:
+    async with connected(*place(address)) as (reader, writer):
+        began, listening = time.monotonic(), asyncio.create_task(reader.read())
+        try:
+            for byte in itertools.chain(CURVE_GREETING[:11], itertools.repeat(0)):
+                writer.write(bytes([byte]))
+                if (await asyncio.wait({listening}, timeout=0.9))[0]:
+                    break
+            was_cut(time.monotonic() - began)
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
 
 
 async def shout(address: str, rng: random.Random, counts: Counter[str]) -> None:
@@ -127,6 +153,63 @@ async def shout(address: str, rng: random.Random, counts: Counter[str]) -> None:
                     pass
         counts["raw_connections"] += 1
         await asyncio.sleep(0.01)
+
+
+def end_rudely(kind: str, address: str, pair: KeyPair | None, next_id: int, all_there: Barrier) -> None:
+    """Misbehave for a while in a process of its own, and end without closing anything."""
+    all_there.wait(PATIENCE_S)
+    ends, strangers = time.monotonic() + RUDE_S, [Stranger(address, pair, 0.1)]
+    while time.monotonic() < ends:
+        stranger = strangers[-1]
+        with contextlib.suppress(zmq.Again):
+            if kind == "parts":
+                stranger.socket.send_multipart([b""] * PARTS)
+            elif kind == "queues":  # of the victim's answers none is read
+                stranger.socket.send(m.encode_packet("stranger", "", [m.Ping(1 << 50)] * 64))
+            elif len(strangers) < 96:
+                # Others' names, and those that libzmq would give next: its own, which begin with a zero byte. Then
+                # connections that libzmq has to name.
+                following = b"\0" + (next_id + RUDE * len(strangers) // 2).to_bytes(4, "big")
+                for chosen in (b"decode", following) if len(strangers) < 64 else (b"",):
+                    strangers.append(Stranger(address, pair, 0.1, routing_id=chosen))
+                    strangers[-1].socket.send(m.encode_packet("stranger", "", [m.Ping(1 << 50)]))
+    os._exit(1)
+
+
+def ask_well(address: str, pair: KeyPair | None, told: Connection) -> None:
+    """Be a good peer in a process of its own: ask, wait for the answer, and tell all times when asked for them."""
+    seconds = list[float]()
+    stranger = Stranger(address, pair, PATIENCE_S)
+    for nonce in itertools.count(1 << 41):
+        began = time.monotonic()
+        stranger.socket.send(m.encode_packet("good", "", [m.Ping(nonce)]))
+        while m.Pong(nonce) not in m.decode_packet(stranger.socket.recv()).messages:
+            pass
+        seconds.append(time.monotonic() - began)
+        if told.poll(0.002):
+            told.recv()
+            told.send(seconds)
+            seconds = []
+
+
+class Timed(Side):
+    """A rank that knows how long the longest turn of its loop was."""
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._longest_s, self._turns = 0.0, asyncio.create_task(self._watch())
+        return self
+
+    async def _watch(self) -> None:
+        while True:
+            began = time.thread_time()  # what other processes take of the core is no turn's fault
+            await asyncio.sleep(0.001)
+            self._longest_s = max(self._longest_s, time.thread_time() - began)
+
+    async def turns(self) -> dict[str, float]:
+        """Tell the longest turn since this was asked last; the arena's own work is in it."""
+        longest_s, self._longest_s = self._longest_s, 0.0
+        return {"longest_s": longest_s, "admitted": self.engine.statistics().counters["control.connections.admitted"]}
 
 
 # -- a victim, healthy readers, and those who attack -------------------------------------------------
@@ -154,18 +237,21 @@ class Attack:
         self.victim = Watched(arena, "prefill")
         arena.prefill.append(self.victim)
         self.mallory: KeyPair | None = None
+        self.good: KeyPair | None = None
+        self.felt: dict[str, dict[str, float]] = {}
+        """What the good peer and the loop felt of each flood."""
         """Keys that both workers have listed."""
         self.listed: KeyPair | None = None
 
     def make_keys(self, path: Path) -> None:
         """Give every worker keys, and the malicious peer as well."""
-        pairs = {name: edge.make_pair() for name in ("decode", "prefill", "mallory")}
+        pairs = {name: edge.make_pair() for name in ("decode", "prefill", "mallory", "good")}
         for name, pair in pairs.items():
             secret, public = write_pair(path / "secret", name, pair)
             (path / "authorized").mkdir(exist_ok=True)
             public.rename(path / "authorized" / public.name)
             self.arena.keys[name] = {"secret": str(secret), "authorized": str(path / "authorized")}
-        self.mallory, self.listed = pairs["mallory"], pairs["decode"]
+        self.mallory, self.listed, self.good = pairs["mallory"], pairs["decode"], pairs["good"]
 
     async def run(self) -> dict[str, Any]:
         """Attack, and judge; the record says what was tried and how it was met."""
@@ -180,14 +266,22 @@ class Attack:
                 everyone_cut.set()
 
         began = time.monotonic()
+        self.told, told = PROCESSES.Pipe()
+        good = PROCESSES.Process(target=ask_well, args=(victim.address, self.good, told), daemon=True)
+        good.start()
+        told.close()
         async with victim.load(3):
             await victim.more(20)
+            await self.felt_of("quiet", lambda: asyncio.sleep(RUDE_S))
             before = [(await x.ask("state", wait_s=0))["usage"]["rss_mib"] for x in (arena.decode, victim)]
             async with asyncio.TaskGroup() as group:
                 raw = [group.create_task(drip(victim.address, was_cut)) for _ in range(SLOW)]
                 raw += [group.create_task(shout(victim.address, self.rng, self.counts)) for _ in range(2)]
-                await self.flood()
-                await self.huge()
+                await self.felt_of("raw", lambda: asyncio.sleep(RUDE_S))
+                await self.felt_of("packets", self.flood)
+                await self.felt_of("huge", self.huge)
+                for kind in ("parts", "queues", "ids"):
+                    await self.rude(kind)
                 if self.mallory is not None:
                     await self.strangers()
                 await victim.more(20)
@@ -196,6 +290,10 @@ class Attack:
                 for task in raw:
                     task.cancel()
             await victim.more(20)
+            await self.felt_of("afterwards", lambda: asyncio.sleep(RUDE_S))
+        arena.check(not victim.aborts + arena.decode.aborts, "an engine was ended")
+        good.kill()
+        good.join()
         seconds = time.monotonic() - began
         await arena.finish(victim)
         states = [await x.state() for x in (arena.decode, victim)]
@@ -220,6 +318,7 @@ class Attack:
             "seconds": round(seconds, 2),
             "sent": dict(self.counts),
             "pulls": victim.record(),
+            "felt": self.felt,
             "frames_per_s": round(self.frames / max(self.flood_s, 1e-9)),
             "slow_connections": len(lived),
             "slowest_cut_s": round(max(lived), 2),
@@ -228,6 +327,49 @@ class Attack:
             "prefill": found[1],
             "left": {"decode": states[0]["left"], "prefill": states[1]["left"]},
         }
+
+    async def felt_of(self, name: str, flood: Callable[[], Awaitable[None]]) -> None:
+        """See how a flood is felt by the good peer and by the victim's loop."""
+        await self.answered()
+        await self.victim.ask("turns")
+        await flood()
+        seconds = await self.answered()
+        p99 = statistics.quantiles(seconds, n=100)[98] if len(seconds) > 1 else max(seconds)
+        quiet = self.felt.get("quiet", {}).get("p99_ms", 1e3 * p99)
+        self.felt[name] = {
+            "asked": len(seconds),
+            "p50_ms": round(1e3 * statistics.median(seconds), 2),
+            "p99_ms": round(1e3 * p99, 2),
+            "times_quiet": round(1e3 * p99 / quiet, 1),
+            "longest_turn_ms": round(1e3 * (await self.victim.ask("turns"))["longest_s"], 1),
+        }
+
+    async def answered(self) -> list[float]:
+        """Return how long the good peer waited for each answer since this was asked last."""
+        found: list[float] = []
+        try:
+            self.told.send(None)
+            while not found:
+                found = await asyncio.to_thread(self.told.recv)
+        except (OSError, EOFError):
+            raise Failure("the good peer did not survive") from None
+        return found
+
+    async def rude(self, kind: str) -> None:
+        """Send processes that end with all their queues full."""
+        next_id, all_there = FIRST_ID + (await self.victim.ask("turns"))["admitted"], PROCESSES.Barrier(RUDE + 1)
+        their = (kind, self.victim.address, self.mallory)
+        sent = [PROCESSES.Process(target=end_rudely, args=(*their, next_id + i, all_there)) for i in range(RUDE)]
+        for each in sent:
+            each.start()
+        await asyncio.to_thread(all_there.wait, PATIENCE_S)
+
+        async def until_ended() -> None:
+            for each in sent:
+                await asyncio.to_thread(each.join)
+
+        await self.felt_of(kind, until_ended)
+        self.counts[f"rude_{kind}"] += len(sent)
 
     # -- what a peer whose key is listed can do ----------------------------------------------------
 
@@ -377,7 +519,7 @@ async def attack(frames: int, seed: int, tell: Callable[[int], None] = lambda _:
     """Attack workers with keys, then without; half of the mutated frames each."""
     began, rounds, problems = time.monotonic(), list[dict[str, Any]](), list[str]()
     for has_keys, number in ((True, frames - frames // 2), (False, frames // 2)):
-        async with arena("keys" if has_keys else "no keys", seed) as made:
+        async with arena("keys" if has_keys else "no keys", seed, target="scripts.attack:Timed") as made:
             work = Attack(made, number, tell)
             if not has_keys:
                 # Once with limits, as it should be, and once without, so that everything is looked at.

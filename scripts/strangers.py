@@ -213,11 +213,15 @@ class Stranger:
     A ping after each batch tells when the batch was taken.
     """
 
-    def __init__(self, address: str, pair: KeyPair | None = None, within_s: float = 5.0) -> None:
+    def __init__(
+        self, address: str, pair: KeyPair | None = None, within_s: float = 5.0, routing_id: bytes = b""
+    ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.SNDTIMEO, int(within_s * 1000))
         self._socket.setsockopt(zmq.RCVTIMEO, int(within_s * 1000))
+        if routing_id:
+            self._socket.setsockopt(zmq.ROUTING_ID, routing_id)
         endpoint, _, key = address.partition("#")
         if pair is not None:
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)

@@ -11,7 +11,7 @@ from asynckv.edges import zmq as edge
 from scripts import attack
 from scripts.arena import arena
 
-pytestmark = [pytest.mark.slow, pytest.mark.nixl, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.slow, pytest.mark.nixl, pytest.mark.timeout(240)]
 
 FRAMES = 20_000
 
@@ -29,6 +29,12 @@ def test_nobody_notices_an_attack(capsys: pytest.CaptureFixture[str]) -> None:
         assert each["left"] == {"decode": {}, "prefill": {}}
         assert each["sent"]["mutated_to_prefill"] + each["sent"]["mutated_to_decode"] == FRAMES // 2
         assert each["prefill"]["rejected.timeout"] >= attack.SLOW
+        assert {k: v for k, v in each["sent"].items() if k.startswith("rude")} == dict.fromkeys(
+            ("rude_parts", "rude_queues", "rude_ids"), attack.RUDE
+        )
+        assert each["prefill"]["dropped_frames"] > 0
+        assert list(each["felt"]) == ["quiet", "raw", "packets", "huge", "parts", "queues", "ids", "afterwards"]
+        assert all(felt["asked"] > 0 and felt["longest_turn_ms"] > 0 for felt in each["felt"].values())
     # Who sends too much rubbish is not listened to for a while, unless limits are lifted.
     assert with_keys["prefill"]["dropped.malformed"] > 100
     assert with_keys["prefill"]["dropped.too_many"] > FRAMES // 10

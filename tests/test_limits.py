@@ -6,10 +6,10 @@ import pytest
 
 from asynckv import ConfigError, LimitsConfig
 from asynckv.config import EngineConfig
-from asynckv.core import limits
+from asynckv.core import limits, survey
 from asynckv.core.limits import MAX_BUCKETS, Limiter
 from asynckv.core.types import Cohort, Reason, ReplyTo
-from asynckv.core.wire import MAJOR, MINOR, Hello, Ping, encode_packet
+from asynckv.core.wire import MAJOR, MINOR, Hello, Ping, StatusRequest, encode_packet
 from tests.world import World, make_layout
 
 
@@ -112,11 +112,41 @@ def test_hellos_by_the_hundred_get_few_large_answers() -> None:
     for i in range(500):
         hello = Hello(i, MAJOR, MINOR, "prefill", 0, Cohort("stranger"))
         core.receive(ReplyTo(b"r"), encode_packet("stranger", "", [hello]), 0.0)
-    assert core.outbox.counters["sent.welcome"] == 16
-    assert core.outbox.counters["dropped.too_many_hellos"] == 484
+    assert core.outbox.counters["sent.welcome"] == 256
+    assert core.outbox.counters["dropped.too_many_hellos"] == 244
     # Several in one packet are several.
-    core.receive(ReplyTo(b"s"), encode_packet("stranger", "", [hello] * 100), 0.0)
-    assert core.outbox.counters["sent.welcome"] == 32
+    core.receive(ReplyTo(b"s"), encode_packet("stranger", "", [hello] * 300), 0.0)
+    assert core.outbox.counters["sent.welcome"] == 512
+
+
+def test_a_key_or_a_host_gets_no_more_large_answers_by_more_connections() -> None:
+    world = World(EngineConfig(engine_id="x"))
+    core = world.add("p", make_layout(), engine_id="prefill").core
+    hello = encode_packet("stranger", "", [Hello(1, MAJOR, MINOR, "prefill", 0, Cohort("stranger")), StatusRequest(2)])
+    for principal in ("key:ab", "host:10.0.0.7"):
+        before = core.outbox.counters["sent.welcome"] + core.outbox.counters["sent.status"]
+        for i in range(400):
+            core.receive(ReplyTo(f"{principal}{i}".encode()), hello, 0.0, principal)
+        sent = core.outbox.counters["sent.welcome"] + core.outbox.counters["sent.status"]
+        assert sent - before == core.config.limits.hello_burst
+    core.receive(ReplyTo(b"else"), hello, 0.0, "host:10.0.0.8")
+    assert core.outbox.counters["sent.welcome"] + core.outbox.counters["sent.status"] == sent + 2
+
+
+def test_a_key_or_a_host_asks_no_more_questions_by_more_connections() -> None:
+    core = World(EngineConfig(engine_id="x")).add("p", make_layout(), engine_id="prefill").core
+    for i in range(100):
+        question = encode_packet("stranger", "", [StatusRequest(i, 1)])
+        core.receive(ReplyTo(b"%d" % i), question, 0.0, "host:10.0.0.7")
+    while core.survey.next_at <= 0.0:
+        core.survey.tick(0.0)
+    # As many answers and as many refusals as one connection gets.
+    assert core.outbox.counters["sent.status"] == 2 * survey.BURST
+    assert core.outbox.counters["dropped.too_many_hellos"] == 100 - 2 * survey.BURST
+    core.receive(ReplyTo(b"else"), question, 0.0, "host:10.0.0.8")
+    while core.survey.next_at <= 0.0:
+        core.survey.tick(0.0)
+    assert core.outbox.counters["sent.status"] == 2 * survey.BURST + 1
 
 
 @pytest.mark.parametrize("name", ["messages_per_s", "message_burst", "hellos_per_s", "hello_burst"])

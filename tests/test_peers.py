@@ -6,6 +6,7 @@ for the start of a process that was asked, and from the start that it was asked 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -13,9 +14,11 @@ import msgspec
 import pytest
 
 from asynckv.config import EngineConfig, PullConfig
+from asynckv.core import peers
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import InFlight, Line
-from asynckv.core.peer import Peer
+from asynckv.core.peer import Peer, PeerState
+from asynckv.core.peers import MAX_UNMET
 from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.routes import MAX_SOURCES
 from asynckv.core.types import Address, Endpoint, Outcome, Params, Reason, ReplyTo
@@ -609,9 +612,9 @@ def test_questions_for_the_status_cost_what_handshakes_cost() -> None:
     world, (prefill,), _ = world_of()
     stranger = Port(world, "world://stranger", "s")
     stranger.open()
-    for number in range(100):
+    for number in range(1000):
         stranger.send(prefill.address, encode_packet("stranger", "", [StatusRequest(number)]))
-    for _ in range(100):
+    for _ in range(1000):
         world.deliver()
     assert len(said(world, prefill)) == prefill.core.config.limits.hello_burst
 
@@ -816,6 +819,35 @@ def test_params_that_name_very_many_ranks_or_one_rank_twice_are_refused_before_a
     assert not said(world, decode)
 
 
+def test_ranks_of_one_engine_that_never_answered_keep_those_of_others_not_out() -> None:
+    world = World()
+    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    params = world.params([prefill], "honest", [3], 4, written=True)
+    world.lend(prefill, params)
+    for number in range(1, 7):
+        with contextlib.suppress(Overloaded):
+            world.pull(decode, f"pull {number}", [number], made_up(world, prefill, number, 128, engine_id="made up"))
+    assert len(decode.core.decode.peers.by_place) == MAX_UNMET // 4
+    honest = world.pull(decode, "honest", [9], params)
+    world.run()
+    assert honest.outcome is Outcome.COMPLETE
+
+
+def test_what_is_left_of_an_engines_earlier_starts_is_none_of_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "MAX_UNMET", 8)
+    world = World()
+    decode = world.add("decode", make_layout(), seed=1)
+    for start in range(4):
+        prefill = world.add(f"start {start}", make_layout(), engine_id="prefill")
+        params = world.params([prefill], f"r{start}", [3], 4, written=True)
+        world.lend(prefill, params)
+        pull = world.pull(decode, f"d{start}", [9], params)
+        world.run()
+        assert pull.outcome is Outcome.COMPLETE
+        decode.core.decode.forget(Address(params.endpoints[0].address), world.time(decode))
+    assert [p.state for p in decode.core.decode.peers.by_place.values()] == [PeerState.GONE] * 4
+
+
 def test_ranks_that_never_answered_are_bounded_in_all_and_a_request_beyond_fails_alone() -> None:
     world = World()
     prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
@@ -829,9 +861,9 @@ def test_ranks_that_never_answered_are_bounded_in_all_and_a_request_beyond_fails
 
     assert read("known", 10).outcome is Outcome.COMPLETE
     for number in range(1, 6):
-        world.pull(decode, f"pull {number}", [number], made_up(world, prefill, number, 100))
+        world.pull(decode, f"pull {number}", [number], made_up(world, prefill, number, 100, engine_id=f"e{number}"))
     with pytest.raises(Overloaded, match="names 100 ranks, and 512 at most") as caught:
-        world.pull(decode, "pull 6", [6], made_up(world, prefill, 6, 100))
+        world.pull(decode, "pull 6", [6], made_up(world, prefill, 6, 100, engine_id="e6"))
     assert (caught.value.reason, caught.value.is_retryable) == (Reason.QUEUE_FULL, True)
     # A rank that was met is read as before, and those that never answer are forgotten in the end.
     assert read("again", 11).outcome is Outcome.COMPLETE

@@ -40,7 +40,7 @@ __all__ = ["Peers"]
 S = members(PeerState)
 
 MAX_UNMET = 512
-"""Ranks that may be known by their endpoint alone: each has a link, and endpoints that were made up never answer."""
+"""Ranks, a quarter of one engine, that may be known by endpoints alone: each has a link, and made-up ones never answer."""
 
 
 class Peers:
@@ -99,13 +99,14 @@ class Peers:
             self._outbox.commands[:] = [c for c in self._outbox.commands if c != unlink]
         return peer
 
-    def room_for(self, ranks: Sequence[RemoteRank]) -> bool:
-        """Whether there is room for those of these ranks that were never met."""
+    def room_for(self, engine_id: str, ranks: Sequence[RemoteRank]) -> bool:
+        """Whether there is room for those of these ranks of an engine that were never met."""
         num_new = len([rank for rank in ranks if rank.place not in self.by_place])
         if not num_new:
             return True
-        unmet = (S.NEW, S.CONNECTING, S.GONE)
-        return num_new + len([p for p in self.by_place.values() if p.state in unmet]) <= MAX_UNMET
+        unmet = [p for p in self.by_place.values() if p.state in (S.NEW, S.CONNECTING, S.GONE)]
+        num_theirs = len([p for p in unmet if p.engine_id == engine_id and p.layout is None])
+        return num_new + len(unmet) <= MAX_UNMET and num_new + num_theirs <= MAX_UNMET // 4
 
     # -- who needs whom ----------------------------------------------------------------------------
 

@@ -218,10 +218,10 @@ class RankCore:
                 f"lone surrogates"
             )
         route = self.decode.routes.answered_for(request.request_id, params)
-        if not route.ready and not self.decode.peers.room_for(route.ranks):
+        if not route.ready and not self.decode.peers.room_for(params.engine_id, route.ranks):
             raise Overloaded(
-                f"request {request.request_id[:200]!r} names {len(route.ranks)} ranks, and {MAX_UNMET} at most "
-                f"are waited for that never answered; ask again later, and correct the endpoints of the params",
+                f"request {request.request_id[:200]!r} names {len(route.ranks)} ranks, and {MAX_UNMET} at most, a "
+                f"quarter of one engine, are waited for that never answered; ask again later, or correct the endpoints",
                 request_id=request.request_id,
                 reason=Reason.QUEUE_FULL,
                 is_retryable=True,
@@ -446,8 +446,7 @@ class RankCore:
 
         `principal` is the key or the host that the packet came from, as the control plane says it.
         """
-        proven = principal if principal.startswith("key:") else ""
-        whose = proven or origin  # the connections of one key share, those of one host do not
+        whose = principal if principal.startswith("key:") else origin  # one key's connections share, one host's do not
         if not self._messages.take(whose, now):
             self.outbox.counters["dropped.too_many"] += 1
             return
@@ -475,7 +474,7 @@ class RankCore:
                 self.outbox.counters["dropped.misdirected"] += 1
                 self.readers.misdirected(message, ReplyTo(origin), packet.sender)
             else:
-                self._serve(message, ReplyTo(origin), packet.sender, now, proven)
+                self._serve(message, ReplyTo(origin), packet.sender, now, principal)
 
     def agent_lost(self, cause: str, reads: bool, now: float) -> None:
         """The data plane's agent has ended by itself; what is lent stays lent, and nobody can read it for now.
@@ -521,12 +520,13 @@ class RankCore:
         if self.is_closed:
             raise EngineClosed(f"engine {self.identity.engine_id!r} is {self.prefill.closed_as} and takes no new work")
 
-    def _serve(self, message: Message, route: ReplyTo, source: str, now: float, proven: str) -> None:
+    def _serve(self, message: Message, route: ReplyTo, source: str, now: float, principal: str) -> None:
+        proven = principal if principal.startswith("key:") else ""
         match message:
             case Claim() | Release() | Renew():
                 self.prefill.receive(message, route, source, now, proven)
             case Hello():
-                if self._hellos.take(route, now):
+                if self._hellos.take(principal or route, now):
                     self.readers.greet(
                         message, route, source, proven, self.prefill.closed_as, bool(self.prefill.leases)
                     )
@@ -535,11 +535,11 @@ class RankCore:
             case Ping():
                 self.outbox.send(route, source, Pong(message.nonce))
             case StatusRequest() if message.most or not self.config.inspect.enabled:
-                if not self.survey.ask(route, message, lambda status: self.outbox.send(route, source, status), now):
+                if not self.survey.ask(route, message, lambda s: self.outbox.send(route, source, s), now, principal):
                     self.outbox.counters["dropped.too_many_hellos"] += 1
             case StatusRequest():
                 # Counting everything takes long where there is much.
-                if self._hellos.take(route, now):
+                if self._hellos.take(principal or route, now):
                     self.outbox.send(route, source, self._status(message.nonce))
                 else:
                     self.outbox.counters["dropped.too_many_hellos"] += 1

@@ -9,7 +9,7 @@ Nothing is sorted for that: leases and pulls are kept in the order in which they
 the last request on it, so that no page is kept for whoever asks, and none is left out or told twice while others come
 and go (but for requests that began at the very same moment as one that has ended since; those may be told again).
 
-How much may be asked is bounded for each connection and for all together. Whoever asks too often, or where it is
+How much may be asked is bounded for each key or host and for all together. Whoever asks too often, or where it is
 turned off, is told so. Nor are answers piled up for somebody who does not read them: a question says which answer was
 read last, by a digest that nobody knows who has not read it (ages are in there to the last bit), and there are never
 more than a few of which nothing was said. Nothing in here changes anything but the counts of questions.
@@ -44,7 +44,7 @@ from asynckv.core.wire import Status, StatusRequest
 __all__ = ["Survey"]
 
 RATE, BURST = 8.0, 16
-"""Questions per second of one connection, and how many may come at once after a silence."""
+"""Questions per second of one key or host, and how many may come at once after a silence."""
 
 TOTAL_RATE, TOTAL_BURST, TOLD_PER_TOKEN = 16.0, 400, 64
 """The same for all together: a question is one, and one more for every so many requests that are told."""
@@ -165,7 +165,7 @@ class Survey:
         self._told: dict[StatusRequest, tuple[float, Status]] = {}
         """Answers that are fresh, by what was asked."""
 
-    def ask(self, whose: Hashable, asked: StatusRequest, answer: Answer, now: float) -> bool:
+    def ask(self, whose: Hashable, asked: StatusRequest, answer: Answer, now: float, principal: str = "") -> bool:
         """Take a question of a connection; it is answered now if it is refused, or in one of the next turns.
 
         False if it is not answered at all: whoever was told so often to wait, and asks on, is not listened to, for a
@@ -175,7 +175,7 @@ class Survey:
             refusal = Account(refused="inspection is turned off here (InspectConfig.enabled)")
         elif asked.after and _place(asked.after) is None:
             refusal = Account(refused="what follows was asked for with a place that is none; begin anew")
-        elif not self._limits.take(whose, now):
+        elif not self._limits.take(principal or whose, now):
             refusal = Account(refused=f"asked more than {RATE:g} times a second", retry_s=2 / RATE)
         elif self._num_unread(whose, asked.read) >= MAX_UNREAD:
             words = f"{MAX_UNREAD} answers are still to be read on this connection: ask on one after the other"
@@ -191,7 +191,7 @@ class Survey:
             self._waiting.append(_Question(asked, self._noted(whose, answer)))
             self.next_at = now
             return True
-        if not self._refusals.take(whose, now):
+        if not self._refusals.take(principal or whose, now):
             return False
         answer(self._status(asked.nonce, {}, refusal))
         return True

@@ -396,8 +396,7 @@ class ZmqPlane:
             self._zap.close(0)  # first, so that nobody new is admitted
         for link in filter(None, [self._router, *self._links.values()]):
             link.close(LINGER_MS)
-        self._zap = self._router = None
-        self._links = {}
+        self._zap, self._router, self._links = None, None, {}
 
     def _on_door_failed(self, cause: Exception) -> None:
         """End the plane, because nothing bounds what its connections send."""
