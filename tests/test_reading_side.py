@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
+from msgspec import structs
 
 from asynckv.core import decode as decode_side
-from asynckv.core.peer import PeerState
-from asynckv.core.types import Address, Reason
+from asynckv.core.flow import InFlight
+from asynckv.core.peer import TOMBSTONE_S, PeerState
+from asynckv.core.pull import PullState
+from asynckv.core.types import Address, Reason, TransferId
+from asynckv.core.wire import Hello, Welcome
+from asynckv.geometry import tables
 from tests.test_admission import ask, world_of
+from tests.test_peers import said, say, welcome
 from tests.test_sources import Pair
+from tests.world import World, make_layout
 
 
 def test_what_still_ran_of_a_rank_that_was_met_anew_keeps_nothing_loaded_once_it_has_ended() -> None:
@@ -31,6 +39,10 @@ def test_what_still_ran_of_a_rank_that_was_met_anew_keeps_nothing_loaded_once_it
     assert decode.nic.remotes["agent-p0"].users == 1
     world.run()
     assert again.reason is Reason.COMPLETE
+    [peer] = decode.core.decode.peers.by_place.values()
+    world.advance(TOMBSTONE_S + 10.0)
+    world.run()
+    assert list(decode.core.decode.peers.by_place.values()) == [peer], "it was met anew, and is not forgotten for that"
 
 
 @pytest.mark.parametrize("said", ["tcp://prefill:5557", "tcp://prefill:5557#key"])
@@ -96,3 +108,102 @@ def test_a_replica_that_was_forgotten_is_released_as_any_other() -> None:
             it.world.settle(decode)
         assert len(peers.by_place) == 2
     it.world.check()
+
+
+def test_tables_of_odd_first_tokens_are_bounded_however_many_requests_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MAX_TABLES", 4)
+    world = World()
+    prefill, decode = (world.add(name, make_layout(block_size=16, base=n << 40)) for n, name in enumerate("pd", 1))
+    for first in range(16):
+        params = world.params([prefill], f"r{first}", [3], 16, written=True)
+        world.lend(prefill, params)
+        pull = world.pull(decode, f"d{first}", [9], params, first=first)
+        world.run()
+        assert pull.reason is Reason.COMPLETE
+    [peer] = decode.core.decode.peers.by_place.values()
+    [made] = peer.tables.values()
+    assert len(made._tables) == 4
+
+
+def test_a_rank_that_could_not_be_met_while_a_request_was_announced_is_tried_again_when_it_is_pulled() -> None:
+    """That may be long ago; meanwhile the replica that might have stood in for it has died."""
+    it = Pair(4, 1, heads=2)
+    params, _ = it.lend([3], 4)
+    world, [decode], away = it.world, it.decode, it.prefill[0]
+    pull = decode.core.announce("req-D", params, "", 30.0, world.time(decode))
+    world.settle(decode)
+    for _ in range(10):
+        world.letters[:] = [letter for letter in world.letters if away not in (letter.sender, letter.receiver)]
+        world.deliver_all()
+        world.advance(0.25)
+    assert (pull.failure, [s.reads for s in pull.sources]) == (None, [False, False, True, False])
+    del world.ranks["p1"]
+    world.advance(5.0)
+    assert it.pull([9], params) == [pull]
+    world.run()
+    assert (pull.reason, [s.reads for s in pull.sources]) == (Reason.COMPLETE, [True, False, True, False])
+
+
+def test_a_rank_that_was_lost_while_it_was_loaded_is_unloaded_when_that_is_done() -> None:
+    world, (prefill,), decode = world_of()
+    world.auto_load = False
+    ask(world, prefill, decode, 1)
+    world.deliver_all()
+    assert [peer.agent_name for peer in decode.loading] == ["agent-p0"]
+    decode.core.decode.forget(prefill.address, world.time(decode))
+    world.settle(decode)
+    world.load(decode)
+    assert decode.nic.remotes == {}
+
+
+def test_what_a_rank_says_that_it_holds_is_checked_before_anything_is_read_of_it() -> None:
+    """It lies: its blocks would end behind its memory."""
+    world, (prefill,), decode = world_of()
+    pull = ask(world, prefill, decode, 1)
+    [hello] = said(world, decode)
+    assert isinstance(hello, Hello)
+    honest = welcome(world, prefill, hello)
+    assert isinstance(honest, Welcome)
+    layout = prefill.buffers.layout
+    short = structs.replace(layout, memories=(structs.replace(layout.memories[0], length=64), *layout.memories[1:]))
+    say(world, prefill, decode, structs.replace(honest, layout=msgspec.Raw(msgspec.msgpack.encode(short))))
+    assert (pull.reason, decode.nic.remotes) == (Reason.GEOMETRY, {})
+    assert "its layout cannot be used" in pull.detail
+
+
+# -- the queue -----------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_kept_of_prefill_engines_that_nobody_reads_from() -> None:
+    world, prefills, decode = world_of(3)
+    for i, prefill in enumerate(prefills):
+        ask(world, prefill, decode, i)
+    world.run()
+    assert (decode.core.decode.admission._flows, decode.core.decode.admission._flow_of) == ({}, {})
+
+
+def test_an_urgent_pull_takes_its_engine_ahead_of_those_that_wait_already() -> None:
+    world, (busy, one, other), decode = world_of(3, total_requests=1, window_requests=1)
+    first = ask(world, busy, decode, 1)
+    world.deliver_all()
+    usual = [ask(world, prefill, decode, n, priority=5) for prefill, n in ((one, 2), (other, 3))]
+    world.deliver_all()
+    urgent = ask(world, other, decode, 4, priority=1)
+    world.deliver_all()
+    order = []
+    for _ in range(4):
+        [at] = [pull for pull in (first, *usual, urgent) if pull.state is PullState.READING]
+        order.append(at.request_id)
+        world.complete(decode, next(iter(decode.reads)))
+        world.deliver_all()
+    assert order == ["d1", "d4", "d2", "d3"]
+
+
+def test_a_transfer_takes_room_once_and_gives_it_back_once() -> None:
+    in_flight = InFlight()
+    for _ in range(2):
+        in_flight.enter(TransferId(1), 64, 2)
+    assert (len(in_flight), in_flight.num_bytes, in_flight.num_descriptors) == (1, 64, 2)
+    for _ in range(2):
+        in_flight.leave(TransferId(1))
+    assert (len(in_flight), in_flight.num_bytes, in_flight.num_descriptors) == (0, 0, 0)
