@@ -86,6 +86,25 @@ def test_a_table_that_is_made_later_has_at_most_as_many_rows_as_all_that_are_mad
         many.table(Span(0, 0, 1, 1, 2))
 
 
+@pytest.mark.parametrize("apart", [0, 1])
+def test_pieces_that_are_side_by_side_in_different_memories_are_two(apart: int) -> None:
+    """Merged, the second would be read from, or written to, where something else lies."""
+
+    def layout(base: int, is_apart: bool) -> Layout:
+        dims = (Dim("token", 4, 2), Dim("dim", 2, 1))
+        views = [View(i * is_apart, 0, f"l{i}", 8 * i, 16, (Part("kv", "int8", 1, 0, dims),)) for i in range(2)]
+        memories = tuple(Memory(base + 1024 * i, 64) for i in range(1 + is_apart))
+        made = Layout(memories=memories, groups=(Group("g", 4, 2),), views=tuple(views))
+        check_layout(made)
+        return made
+
+    [table] = peer_map(*(layout(side << 40, side == apart) for side in (0, 1))).regular
+    both: list[Any] = [[[0, 0, 16], [0, 8, 16]], [[0, 0, 16], [1, 8, 16]]]
+    assert [table.local.tolist(), table.remote.tolist()] == [both[apart == 0], both[apart == 1]]
+    [merged] = peer_map(layout(0, False), layout(1 << 40, False)).regular
+    assert (merged.length.tolist(), merged.local.tolist()) == ([16], [[0, 0, 16]])
+
+
 # -- what layouts say --------------------------------------------------------------------------------------
 
 

@@ -7,14 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from asynckv.core.flow import InFlight, Line, Posting
 from asynckv.core.pull import PullState
 from asynckv.core.source import RemoteRank, Role, Source
 from asynckv.core.types import Address, PullId, Reason, TransferId
+from asynckv.core.wire import NotYet
 from tests.test_admission import ask, world_of
 from tests.test_flow import state
-from tests.world import Rank, World
+from tests.test_proof import Reading
+from tests.world import Rank, World, make_layout
 
 
 def two(**pull: Any) -> tuple[World, Rank, Rank]:
@@ -45,7 +48,7 @@ def test_a_state_ends_at_the_latest_when_its_own_bound_or_its_callers_has_passed
 
 
 @pytest.mark.parametrize("blocks", [[None, 3], [3, 600]])
-def test_a_pull_whose_turn_came_and_that_cannot_be_planned_fails_in_its_plan(blocks: list[int]) -> None:
+def test_a_pull_whose_turn_came_and_that_cannot_be_planned_fails_in_its_plan(blocks: list[int | None]) -> None:
     """Its first block is not offered, or its second is none that there is."""
     world, prefill, decode = two()
     pull = world.pull(decode, "d", [7, 8], world.params([prefill], "r", blocks, 8, written=True))
@@ -172,3 +175,51 @@ def test_whatever_does_not_add_up_is_said(broken: Callable[[Any], None], said: s
     assert decode.core.inspect.check_integrity() == []
     broken(decode.core.decode)
     assert any(said in line for line in decode.core.inspect.check_integrity())
+
+
+# -- what is asked of a rank, and heard of it ---------------------------------------------------------------
+
+
+def test_what_was_said_before_a_grant_and_is_heard_after_it_holds_nothing_up() -> None:
+    """Messages may overtake each other: a rank that has granted a request has lent it."""
+    it = Reading(8, max_post_bytes=64, window_bytes=64)
+    claims = [it.ask(), *(ask for _, ask in it.wait(1.0))]
+    it.grant(claims[-1], 20.0)
+    it.say(NotYet(claims[0].key, claims[0].pull_id, claims[0].nonce))
+    for _ in range(32):
+        assert len(it.decode.reads) == 1
+        it.land()
+    assert it.outcome is Reason.COMPLETE
+
+
+def test_a_pull_that_was_given_up_asks_for_no_longer_than_it_drains() -> None:
+    it = Reading(drain_s=2.0)
+    it.grant(it.ask(), 1.0)
+    it.decode.core.decode.cancel(it.pull, it.world.time(it.decode))
+    it.world.settle(it.decode)
+    asked = [(at, ask.seconds) for at, ask in it.wait(1.9)]
+    assert asked
+    assert all(at + seconds == pytest.approx(2.0, abs=0.02) for at, seconds in asked)
+
+
+def test_a_rank_of_which_nothing_is_needed_has_nothing_to_prove() -> None:
+    """Of a window of one token nothing is lent or read: it completes though the rank never answers a claim."""
+    layout = make_layout()
+    one = structs.replace(layout, groups=(structs.replace(layout.groups[0], window=1),))
+    world = World()
+    prefill, decode = world.add("p", one, engine_id="prefill"), world.add("d", one, engine_id="decode")
+    pull = world.pull(decode, "d", [7, 8], world.params([prefill], "r", [None, None], 8, written=True))
+    world.deliver()
+    world.deliver()
+    assert (pull.reason, decode.reads) == (Reason.COMPLETE, {})
+
+
+def test_a_request_is_tried_again_when_the_last_of_its_ranks_may_be_and_fails_for_the_first() -> None:
+    world, prefill, decode = two()
+    pull = ask(world, prefill, decode, 1)
+    [source] = pull.sources
+    for not_before in (3.0, 5.0, 4.0):
+        pull.could_not_meet(not_before)
+    for reason in (Reason.UNREACHABLE, Reason.PEER_LOST):
+        pull.goes_without(source, reason, f"it is {reason}")
+    assert (pull.not_before, pull.unmet) == (5.0, (Reason.UNREACHABLE, "it is peer_unreachable"))

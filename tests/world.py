@@ -215,7 +215,7 @@ class World(Fabric):
     # -- calls ---------------------------------------------------------------------------------------
 
     def params(
-        self, ranks: Sequence[Rank], request_id: str, blocks: Sequence[int], num_tokens: int, **kwargs: object
+        self, ranks: Sequence[Rank], request_id: str, blocks: Sequence[int | None], num_tokens: int, **kwargs: object
     ) -> Params:
         endpoints = [r.endpoint for r in ranks]
         names = "+".join(e.incarnation for e in endpoints)
