@@ -40,7 +40,7 @@ __all__ = ["Peers"]
 S = members(PeerState)
 
 MAX_UNMET = 512
-"""Ranks, a quarter of one engine, that may be known by endpoints alone: each has a link, and made-up ones never answer."""
+"""Ranks that may be known by endpoints alone, at most a quarter of one engine: each has a link, and none may answer."""
 
 
 class Peers:

@@ -148,7 +148,7 @@ def typed(folder: Path) -> Iterator[None]:
     except (sqlite3.Error, ValueError) as exc:  # of texts that are none
         code = _code(exc)
         is_told = code == sqlite3.SQLITE_READONLY and os.access(folder / INDEX, os.W_OK)  # by its header
-        if is_told or code not in UNUSABLE or exc.sqlite_errorcode == sqlite3.SQLITE_IOERR_READ:
+        if is_told or code not in UNUSABLE or getattr(exc, "sqlite_errorcode", 0) == sqlite3.SQLITE_IOERR_READ:
             raise DamagedIndex(folder, " ".join(str(exc).split())) from None
         kind = NoRoom if code == sqlite3.SQLITE_FULL else BackendError
         raise kind(f"the index of {folder} cannot be used: {explained_index(folder, exc)}") from exc

@@ -349,7 +349,7 @@ class Segments:
                 with suppress(OSError):
                     path.unlink()
             if exc.errno in FULL:
-                check_room(folder, num_bytes, refused=exc.strerror)
+                check_room(folder, num_bytes, refused=exc.strerror or str(exc))
             raise self._refused(exc) from None
 
     def path(self, number: int) -> Path:
