@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -418,6 +419,28 @@ async def test_over_an_index_with_a_wrong_byte_every_start_ends_well(make: Make,
         assert tier.plane.found["index_damaged"] == 0
         tier.plane.close()
     assert 5 <= told < len(FIRST_PAGE)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+async def test_a_damaged_index_is_kept_only_where_there_is_room_for_another(
+    make: Make, tmp_path: Path, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, tier = tmp_path / "tier", make()
+    await put(tier, 2)
+    index = (folder / INDEX).stat().st_size
+    most = sum(path.stat().st_blocks * 512 for path in folder.iterdir()) + index * (3 if has_room else 1)
+
+    def disk(path: Path) -> SimpleNamespace:
+        free = most - sum(each.stat().st_blocks * 512 for each in folder.iterdir())
+        return SimpleNamespace(f_bavail=max(0, free), f_frsize=1, f_blocks=most)
+
+    monkeypatch.setattr(os, "statvfs", disk)
+    spoil(folder, (folder / INDEX).read_bytes(), 0)
+    assert tier.start() == []
+    assert isinstance(tier.plane, FileTier)
+    assert tier.plane.found["index_damaged"] == 1
+    assert (folder / f"{INDEX}.damaged").exists() == has_room
+    assert (await tier.store(records(1))).ending is DONE
 
 
 @contextmanager

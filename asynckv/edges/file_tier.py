@@ -36,7 +36,7 @@ import anyio.to_thread
 from asynckv.arguments import MAX_INTEGER, integer
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges.file_index import ALIGN, DamagedIndex, Entry, FileIndex, Said, no_collection, read_index
+from asynckv.edges.file_index import ALIGN, INDEX, DamagedIndex, Entry, FileIndex, Said, no_collection, read_index
 from asynckv.edges.file_io import FileIO, PlainFiles
 from asynckv.edges.file_store import SEGMENT_BYTES, NoRoom, OwnerLock, Segments, check_folder, check_room
 from asynckv.edges.file_worker import Worker
@@ -160,7 +160,12 @@ class FileTier:
         except DamagedIndex:
             FileIndex.set_aside(self._folder)
             self.found["index_damaged"] = 1
-            return self._open(is_owned=True), ""
+            try:
+                return self._open(is_owned=True), ""
+            except NoRoom:  # the damaged one has it
+                for path in self._folder.glob(f"{INDEX}*.damaged"):
+                    path.unlink()
+                return self._open(is_owned=True), ""
         except NoRoom as exc:  # others have filled the disk: what is there is served
             with suppress(BackendError):
                 opened = self._open(is_owned=False)

@@ -103,7 +103,8 @@ def verify(
 ) -> None:
     """Read every block and compare it with its checksum. Changes nothing; a process may have the directory meanwhile.
 
-    A block that is not sound is never served either way; it is dropped when somebody asks for it.
+    A block that is not sound is never served either way; it is dropped when somebody asks for it. A damaged index is
+    named, and left: the next start of the owner renames it, and makes a new one.
     """
     from asynckv.observe.progress import Bar
     from asynckv.tools.offload_folder import check
