@@ -282,7 +282,7 @@ def test_the_waiting_half_lets_nobody_set_its_workers_up() -> None:
 
 def test_the_waiting_half_measures_no_floor() -> None:
     # Those commands read the memory of whatever process they name.
-    opened = Opened(1, "agent", b"", experiment().layout("prefill", 0, 0), 1)
+    opened = Opened(1, "agent", b"", experiment().layout("prefill", 0, 0))
     for command in (Open(), Connect(opened), Serve(True), Measure(["process_vm_readv"], 1)):
         with pytest.raises(remote.Broken, match="the floor, which is for one machine"):
             remote._admitted(encode(command))

@@ -40,7 +40,7 @@ __all__ = ["Peers"]
 S = members(PeerState)
 
 MAX_UNMET = 512
-"""Ranks that may be known by endpoints alone, at most a quarter of one engine: each has a link, and none may answer."""
+"""Ranks, a quarter of one engine, that may be known by endpoint alone: each has a link, though it may be made up."""
 
 
 class Peers:
