@@ -112,13 +112,15 @@ def check_parents(folder: Path) -> None:
     """See that no other user can put another directory in the place of this one; it may not be there yet.
 
     Raises:
-        BackendError: One above it is another user's, or everybody may write it, and it has no sticky bit.
+        BackendError: One above it is another user's, or everybody may write it, and it has no sticky bit. (A mount
+            point may be so: an `emptyDir` of Kubernetes is, and only its pod sees it.)
     """
     for parent in sorted({*folder.absolute().parents, *Path(os.path.realpath(folder)).parents}):
         with suppress(OSError):  # it is not there, or cannot be reached
             found = parent.lstat()
             _check_user(parent, found.st_uid)
-            if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+            is_open = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
+            if is_open and not parent.is_mount():
                 raise BackendError(
                     f"everybody may write {parent} (mode {stat.S_IMODE(found.st_mode):o}, of user {found.st_uid}), and "
                     f"put another directory in the place of {folder}; chmod o-w or +t it, or name another directory"

@@ -145,11 +145,13 @@ def test_each_worker_shows_its_metrics_and_writes_its_log(server: Server, tmp_pa
         assert shown(mine, "peer_pulls_ended_total", peer="prefill") == 2
         assert shown(mine, "read_bytes_total") > 0
         assert shown(mine, "engine_state", state="running") == 1
-    server.end()
+    for engine in (pair.decode, pair.prefill):
+        engine.ask("close")  # as vLLM ends its workers; a killed process loses the lines of its last half second
     logs = sorted(tmp_path.iterdir())
     assert [log.name for log in logs] == ["decode-tp0.jsonl", "decode-tp1.jsonl", "prefill-tp0.jsonl"]
     said = {log.name: [json.loads(line)["event"] for line in log.read_text().splitlines()] for log in logs}
     assert {events[0] for events in said.values()} == {"engine_started"}
+    assert {events[-1] for events in said.values()} == {"engine_stopped"}
     assert said["prefill-tp0.jsonl"].count("lease_ended") == said["decode-tp1.jsonl"].count("pull_ended") == 2
     subprocess.run([sys.executable, "-m", "asynckv", "leaks", *map(str, logs)], check=True, timeout=60)
 
