@@ -663,6 +663,17 @@ async def test_a_sticky_directory_of_everybody_may_be_above(make: Make, tmp_path
     assert make(folder=above / "x" / "y").start() == []
 
 
+@root
+async def test_a_mount_point_of_everybody_may_be_above(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An emptyDir of Kubernetes: mode 777, no sticky bit, and only the pod's containers see it."""
+    (above := tmp_path / "above").mkdir()
+    above.chmod(0o777)
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == above)
+    assert make(folder=above / "x" / "y").start() == []
+
+
 @pytest.mark.parametrize("how", ["removed", "renamed", "another's"])
 def test_who_locks_a_file_that_is_not_there_any_more_owns_nothing(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch

@@ -120,7 +120,7 @@ def check_parents(folder: Path) -> None:
             found = parent.lstat()
             _check_user(parent, found.st_uid)
             is_open = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
-            if is_open and not parent.is_mount():
+            if is_open and not os.path.ismount(parent):
                 raise BackendError(
                     f"everybody may write {parent} (mode {stat.S_IMODE(found.st_mode):o}, of user {found.st_uid}), and "
                     f"put another directory in the place of {folder}; chmod o-w or +t it, or name another directory"
