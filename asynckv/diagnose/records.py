@@ -24,7 +24,7 @@ import stat
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
@@ -34,6 +34,7 @@ import msgspec
 
 from asynckv.core.types import rank_name
 from asynckv.errors import ConfigError
+from asynckv.observe.events import EVENT
 
 __all__ = ["Logs", "Record", "Skipped", "Source", "read_logs"]
 
@@ -58,6 +59,9 @@ TIMES = ("timestamp", "time", "ts", "@timestamp", "asctime", "__REALTIME_TIMESTA
 EVENTS = ("event", "message", "msg")
 LEVELS = ("level", "levelname", "severity", "log_level")
 WRAPS = ("log", "MESSAGE", "message", "msg", "jsonPayload")
+ALIKE = {str(EVENT.LEASES_ENDED_ALIKE): str(EVENT.LEASE_ENDED), str(EVENT.PULLS_ENDED_ALIKE): str(EVENT.PULL_ENDED)}
+"""Lines that tell of many requests, which are read as one line for each."""
+
 BOUND = ("engine_id", "rank", "incarnation", "timestamp", "level", "event")
 MOST = 1e24
 """What no number of a log exceeds, so that sums of millions are finite: of nanoseconds since 1970, 1e18 are enough."""
@@ -427,18 +431,17 @@ class _Reader:
         rank = fields.get("rank")
         for key in BOUND:
             fields.pop(key, None)
-        self._records.append(
-            Record(
-                at=at,
-                event=sys.intern(event),
-                level=sys.intern(_LEVEL.get(level, level)),
-                engine_id=sys.intern(engine_id),
-                rank=sys.intern(rank if isinstance(rank, str) else _rank_of(fields, engine_id, incarnation)),
-                incarnation=sys.intern(incarnation),
-                fields=fields,
-                where=where,
-            )
+        record = Record(
+            at=at,
+            event=sys.intern(ALIKE.get(event, event)),
+            level=sys.intern(_LEVEL.get(level, level)),
+            engine_id=sys.intern(engine_id),
+            rank=sys.intern(rank if isinstance(rank, str) else _rank_of(fields, engine_id, incarnation)),
+            incarnation=sys.intern(incarnation),
+            fields=fields,
+            where=where,
         )
+        self._records.extend(_each(record) if event in ALIKE else (record,))
 
     def _decoded(self, text: bytes, where: str) -> dict[str, Any] | None:
         """Decode an object, or say why not."""
@@ -529,6 +532,15 @@ def _unzipped(stream: _Stream, failed: Callable[[str], None]) -> Iterator[bytes]
     yield unzip.flush()
     if is_within:
         failed("compressed, and cut short or damaged (its end is missing)")
+
+
+def _each(record: Record) -> Iterator[Record]:
+    """Split a line about many requests."""
+    columns = {name: values for name, values in record.mapping("each").items() if isinstance(values, list)}
+    for row in zip(*columns.values(), strict=False):
+        own = {name: value for name, value in zip(columns, row, strict=True) if value is not None}
+        fields = {**record.mapping("alike"), **own}
+        yield replace(record, at=record.at - min(max(number(fields.get("ago_s"), 0.0), 0.0), 60.0), fields=fields)
 
 
 def _without_surrogates(value: Any) -> Any:

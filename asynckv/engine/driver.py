@@ -58,7 +58,7 @@ from asynckv.engine.lag import LoopLag
 from asynckv.errors import BackendError, EngineClosed, LocalProtocolError, PullError
 from asynckv.errors import BlocksRetired as Retired
 from asynckv.observe.events import EVENT
-from asynckv.observe.log import Recorder
+from asynckv.observe.log import SAME_S, Recorder
 from asynckv.observe.observer import Observer
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, TimerHandle
 
@@ -303,6 +303,7 @@ class Driver:
             self.recorder.lease_ended(lease, now)
             if self.observers:
                 self.tell(Observer.lease_ended, lease, now)
+        self.recorder.tell_groups(now)
         self.waiting.clear()
         self.lent.clear()
         self._held.clear()
@@ -383,6 +384,7 @@ class Driver:
             self.tell(Observer.loop_came, now - due, now)
         if self.lag.take(now - due):
             self.recorder.loop_was_away(now - due, core.inspect.gauges(), now)
+        self.recorder.tell_groups(now, SAME_S)
         self._beats_fast = not core.is_idle or core.prefill.num_parked > 0
         self._beat_at = math.inf if self.life.is_shut else now + (BEAT_S if self._beats_fast else IDLE_BEAT_S)
         if core.next_at <= now:

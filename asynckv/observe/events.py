@@ -39,12 +39,14 @@ class EVENT(enum.StrEnum):
     LEASE_GRANTED = "lease_granted"
     LEASE_HELD = "lease_held"
     LEASE_ENDED = "lease_ended"
+    LEASES_ENDED_ALIKE = "leases_ended_alike"
     LEASE_TRANSITION = "lease_transition"
     REQUEST_WITHDRAWN = "request_withdrawn"
     # a decode side's
     PULL_HELD = "pull_held"
     PULL_RETRIED = "pull_retried"
     PULL_ENDED = "pull_ended"
+    PULLS_ENDED_ALIKE = "pulls_ended_alike"
     PULL_TRANSITION = "pull_transition"
     RELEASE_REFUSED = "release_refused"
     RELEASE_UNANSWERED = "release_unanswered"
@@ -175,6 +177,12 @@ WAITS = (
     ),
     always(TEXT, "waits", "What they wait for, in words."),
     always(INTEGER, "requests", "How many requests wait for the same."),
+)
+ALIKE = (
+    always(TEXT, "cause", "Why they ended."),
+    always(INTEGER, "requests", "How many requests."),
+    always(OBJECT, "alike", "Fields that are the same for all of them."),
+    always(OBJECT, "each", "Field -> its values, one per request (null: left out); `ago_s` is the time since its end."),
 )
 LAYOUT = always(TEXT, "layout", "Fingerprint of the memory's layout.")
 STRAGGLERS = (
@@ -390,6 +398,12 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
             SUCCESSES,
         ),
     ),
+    EVENT.LEASES_ENDED_ALIKE: Event(
+        "prefill",
+        ("warning",),
+        "Up to 64 leases ended alike: beyond the first 32 `lease_ended` of one cause and the same owed readers.",
+        ALIKE,
+    ),
     EVENT.LEASE_TRANSITION: Event(
         "prefill",
         ("debug",),
@@ -467,6 +481,12 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
             maybe(LIST, "history", HISTORY),
             SUCCESSES,
         ),
+    ),
+    EVENT.PULLS_ENDED_ALIKE: Event(
+        "decode",
+        ("warning",),
+        "Up to 64 pulls failed alike: beyond the first 32 short `pull_ended` of one cause and peer.",
+        ALIKE,
     ),
     EVENT.PULL_TRANSITION: Event(
         "decode",

@@ -6,7 +6,7 @@ the log in `sampling.py`.
 An event costs some 50 microseconds, ten times what the request cost the core. So levels are checked
 before anything is formatted, and requests that ended well are logged up to a rate, slow ones up to one of their
 own; those that failed always are, with their whole history, or with the name of one that has just failed in the
-same words.
+same words. Many that fail alike share lines, in which each is named.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ MAX_RANKS = 8
 
 MAX_REFUSALS = 10
 """Refusals logged at once; then one per second."""
+
+MAX_TOLD = 32
+"""Requests that end alike and have a line each, at once and then one per second; the others share lines."""
 
 MAX_MET, MET_PER_S = 1000, 10.0
 """Readers that are met, at once and then per second: a whole fleet may start with its prefill engine."""
@@ -144,8 +147,8 @@ class Recorder:
         """Events that the application's logging raised at."""
         self._refusals, self._turned_down = Rate(1.0, MAX_REFUSALS), Rate(1.0, MAX_REFUSALS)
         self._met, self._bugs = Rate(MET_PER_S, MAX_MET), Rate(1.0, MAX_REFUSALS)
-        self._failure: tuple[Reason | None, str] = (None, "")
-        self._failed_at, self._failed_as = 0.0, ""
+        self._failures: dict[tuple[Reason | None, str], tuple[float, str]] = {}
+        self._told, self._groups = Limiter(1.0, MAX_TOLD), dict[tuple[EVENT, Any, str], list[dict[str, Any]]]()
         self._away, self._away_s, self._away_said_s = Rate(AWAY_PER_S, MAX_AWAY), 0.0, 0.0
 
     def bind(self, **bound: Any) -> None:
@@ -210,16 +213,9 @@ class Recorder:
                 "blocks": _written_blocks(pull),
             }
         if not good and (like := self._same_as(pull, now)):
-            self.event(
-                "warning",
-                EVENT.PULL_ENDED,
-                cause=pull.reason,
-                same_as=like,
-                **_names(pull),
-                **({"attempt": pull.attempt} if pull.attempt > 1 else {}),
-                seconds=round(took, 6),
-                **held,
-            )
+            short = {"cause": pull.reason, "same_as": like, **_names(pull), "seconds": round(took, 6), **held}
+            short |= {"attempt": pull.attempt} if pull.attempt > 1 else {}
+            self._ended_alike(EVENT.PULL_ENDED, EVENT.PULLS_ENDED_ALIKE, pull.params.engine_id, short, now)
             return
         self.event(
             "info" if good and not slow else "warning",
@@ -245,32 +241,49 @@ class Recorder:
     def _same_as(self, pull: Pull, now: float) -> str:
         """Name the pull of which all was said that there is to say of this one: one peer fails hundreds at once."""
         what = (pull.reason, pull.detail)
-        if what == self._failure and now - self._failed_at < SAME_S:
-            return self._failed_as
-        self._failure, self._failed_at, self._failed_as = what, now, pull.pull_id
+        at, like = self._failures.get(what, (-math.inf, ""))
+        if now - at < SAME_S:
+            return like
+        if len(self._failures) >= MAX_NAMED:
+            self._failures.clear()
+        self._failures[what] = now, pull.pull_id
         return ""
+
+    def _ended_alike(self, one: EVENT, many: EVENT, whom: str, said: dict[str, Any], now: float) -> None:
+        """Log that a request failed; beyond the first few of its cause in a line that several share."""
+        group = (many, said["cause"], whom)
+        # Of a lease that was lent, granted once to each reader and ended, `seconds` and `claims` tell as much.
+        lived = sum(not x[1].startswith("grant lapsed") for x in said.get("history", ()))
+        if "refused" in said or lived > 2 + len(said.get("claims", ())) or self._told.take(group, now):
+            self.event("warning", one, **said)
+            return
+        rows = self._groups.setdefault(group, [])
+        rows.append({name: value for name, value in said.items() if name != "history"} | {"ago_s": now})
+        if len(rows) >= MAX_NAMED or len(self._groups) > MAX_NAMED:
+            self.tell_groups(now)
+
+    def tell_groups(self, now: float, waited_s: float = 0.0) -> None:
+        """Log the ends that wait for others like them, if the first has waited for so long."""
+        if not self._groups or now - next(iter(self._groups.values()))[0]["ago_s"] < waited_s:
+            return
+        groups, self._groups = self._groups, {}
+        for (many, cause, _), rows in groups.items():
+            rows = [{**row, "ago_s": round(now - row["ago_s"], 3)} for row in rows]
+            each = {name: [row.get(name) for row in rows] for name in dict.fromkeys(k for row in rows for k in row)}
+            alike = {name: x[0] for name, x in each.items() if x == x[:1] * len(x) and name != "request_id"}
+            each = {name: x for name, x in each.items() if name not in alike}
+            self.event("warning", many, cause=cause, requests=len(rows), alike=alike, each=each)
 
     def pull_retried(self, pull: Pull, attempt: int, after_s: float) -> None:
         """Log that another attempt follows."""
         self.event(
-            "info",
-            EVENT.PULL_RETRIED,
-            cause=pull.reason,
-            **_names(pull),
-            attempt=attempt,
-            after_s=round(after_s, 6),
+            "info", EVENT.PULL_RETRIED, cause=pull.reason, **_names(pull), attempt=attempt, after_s=round(after_s, 6)
         )
 
     def blocks_returned(self, pull: Pull, now: float) -> None:
         """Log blocks that came back after their pull had failed."""
-        held_s = round(now - pull.published_at, 6)
-        self.event(
-            "warning",
-            EVENT.BLOCKS_RETURNED,
-            **_names(pull),
-            blocks=_written_blocks(pull),
-            seconds_after_failure=held_s,
-        )
+        said = {"blocks": _written_blocks(pull), "seconds_after_failure": round(now - pull.published_at, 6)}
+        self.event("warning", EVENT.BLOCKS_RETURNED, **_names(pull), **said)
 
     def blocks_retired(self, pull: Pull, now: float) -> None:
         """Log blocks that are given up: the alarm of a transfer that does not end."""
@@ -328,15 +341,8 @@ class Recorder:
 
     def release_refused(self, pull: Pull, rank: str, cause: str, detail: str) -> None:
         """Log that a rank turned a pull's release down."""
-        self.event(
-            "warning",
-            EVENT.RELEASE_REFUSED,
-            cause=cause,
-            detail=_short(detail),
-            **_names(pull),
-            outcome=pull.outcome,
-            ranks=[rank],
-        )
+        said = {"cause": cause, "detail": _short(detail), **_names(pull), "outcome": pull.outcome, "ranks": [rank]}
+        self.event("warning", EVENT.RELEASE_REFUSED, **said)
 
     def reader_met(self, name: str, incarnation: str, minor: int, now: float) -> None:
         """Log that a start of a reader's process was welcomed for the first time.
@@ -380,18 +386,18 @@ class Recorder:
         good = lease.state is LeaseState.RELEASED
         if self._level > logging.WARNING or (good and not lease.is_sampled):
             return
-        self.event(
-            "info" if good else "warning",
-            EVENT.LEASE_ENDED,
-            cause=lease.state.value if lease.is_over else "closed",
-            request_id=lease.lent.request_id,
-            sequence=lease.lent.key.sequence,
-            seconds=round(min(lease.ended_at, now) - lease.lent_at, 6),
-            readers={x.name: x.outcome.value for _, x in sorted(lease.discharged.items())[:MAX_NAMED]},
-            blocks=_num_blocks(lease),
-            **({} if good else _why_kept(lease, now)),
-            **self._skip_count(),
-        )
+        said: dict[str, Any] = {
+            "cause": lease.state.value if lease.is_over else "closed",
+            **_lease_names(lease),
+            "seconds": round(min(lease.ended_at, now) - lease.lent_at, 6),
+            "readers": {x.name: x.outcome.value for _, x in sorted(lease.discharged.items())[:MAX_NAMED]},
+            "blocks": _num_blocks(lease),
+        }
+        if good:
+            self.event("info", EVENT.LEASE_ENDED, **said, **self._skip_count())
+            return
+        said |= {**_why_kept(lease, now), **self._skip_count()}
+        self._ended_alike(EVENT.LEASE_ENDED, EVENT.LEASES_ENDED_ALIKE, str(said["owed"]), said, now)
 
     def withdrawn(self, params: Params, waited: Sequence[str]) -> None:
         """Log that a request will never be lent, and how many pulls waited for it."""
