@@ -15,7 +15,7 @@ from asynckv.core.peer import TOMBSTONE_S, PeerState
 from asynckv.core.pull import PullRequest, PullState
 from asynckv.core.types import Address, Reason, TransferId
 from asynckv.core.wire import Hello, Welcome
-from asynckv.errors import LocalProtocolError
+from asynckv.errors import LocalProtocolError, Overloaded
 from asynckv.geometry import tables
 from tests.test_admission import ask, world_of
 from tests.test_peers import said, say, welcome
@@ -249,3 +249,19 @@ def test_params_of_another_engine_or_of_another_size_are_neither_lent_nor_withdr
         with pytest.raises(LocalProtocolError, match="the params are for engine"):
             call()
     assert not prefill.core.prefill.leases
+
+
+def test_a_request_that_was_taken_once_is_not_turned_away_between_its_attempts() -> None:
+    world, (prefill,), decode = world_of(total_requests=1, window_requests=1, max_queued=1)
+    for number in (1, 2):
+        ask(world, prefill, decode, number)
+        world.deliver_all()
+    params = world.params([prefill], "r", [3], 4, written=True)
+    world.lend(prefill, params)
+    request = PullRequest("d", [(0, [3])], params)
+    with pytest.raises(Overloaded, match="1 pulls wait already"):
+        decode.core.pull(request, 30.0, world.time(decode))
+    again = decode.core.pull(request, 30.0, world.time(decode), attempt=2)
+    world.settle(decode)
+    world.run()
+    assert again.reason is Reason.COMPLETE
