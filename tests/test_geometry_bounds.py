@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from asynckv.errors import LayoutError, RemoteTooShort
+from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
 from asynckv.geometry import tables
 from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
 from asynckv.geometry.check import check_layout
@@ -208,3 +208,25 @@ def test_a_window_that_begins_inside_an_entry_needs_all_of_it() -> None:
     """Token 6 is all that is needed of seven, but the entry that holds it covers tokens 4 ... 7, and 4 is not lent."""
     assert "token 4 on of 7" in outcome(2, 7, 4, BlockRuns(5, ((7, 1),)))
     assert outcome(2, 7, 1, BlockRuns(5, ((7, 1),))) == [((2, 2, 2), [2], [7])]
+
+
+def test_reading_begins_where_every_part_has_a_whole_entry() -> None:
+    """Scales of four tokens and of six: of token 6 the one has a whole entry, and the other the middle of one."""
+
+    def layout(base: int) -> Layout:
+        parts, at = [], 0
+        for name, tokens in (("a", 4), ("b", 6)):
+            parts.append(Part(name, "int8", 1, at, (Dim("token", 12 // tokens, 1),), tokens_per_entry=tokens))
+            at += 12 // tokens
+        made = Layout(
+            memories=(Memory(base, 64),), groups=(Group("g", 12, 4),), views=(View(0, 0, "l", 0, at, tuple(parts)),)
+        )
+        check_layout(made)
+        return made
+
+    peer = peer_map(layout(0), layout(1 << 40))
+    [pair] = peer.group_pairs
+    assert pair.entry == 12
+    lists = BlockLists([(6, np.array([1], np.int64))], [BlockRuns(0, ((2, 1),))], 12)
+    with pytest.raises(PlanRefused, match="the first token 6 is inside an entry that covers 12 tokens"):
+        lists.pairs(peer, pair)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,9 +12,10 @@ from msgspec import structs
 from asynckv.core import decode as decode_side
 from asynckv.core.flow import InFlight
 from asynckv.core.peer import TOMBSTONE_S, PeerState
-from asynckv.core.pull import PullState
+from asynckv.core.pull import PullRequest, PullState
 from asynckv.core.types import Address, Reason, TransferId
 from asynckv.core.wire import Hello, Welcome
+from asynckv.errors import LocalProtocolError, Overloaded
 from asynckv.geometry import tables
 from tests.test_admission import ask, world_of
 from tests.test_peers import said, say, welcome
@@ -207,3 +209,59 @@ def test_a_transfer_takes_room_once_and_gives_it_back_once() -> None:
     for _ in range(2):
         in_flight.leave(TransferId(1))
     assert (len(in_flight), in_flight.num_bytes, in_flight.num_descriptors) == (0, 0, 0)
+
+
+# -- calls that fail, and calls that end -----------------------------------------------------------------------
+
+
+def test_what_fails_as_it_begins_fills_no_blocks_behind_its_callers_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, (prefill,), decode = world_of()
+    params = world.params([prefill], "r", [2], 4, written=True)
+    lease = world.lend(prefill, params)
+    with monkeypatch.context() as patch:
+        patch.setattr(decode.core.decode, "_route", lambda *args, **more: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            world.pull(decode, "d", [2], params)
+    world.settle(decode)
+    world.run()
+    assert (decode.posts, decode.core.decode.by_request, len(decode.core.ledger)) == ({}, {}, 0)
+    assert lease.is_over, "its rank was told"
+    world.check()
+
+
+def test_a_request_of_which_no_attempt_follows_is_released_for_good_whatever_its_caller_had_in_mind() -> None:
+    world, (prefill,), decode = world_of()
+    params = world.params([prefill], "r", [2], 4, written=True)
+    lease = world.lend(prefill, params)
+    request = PullRequest("d", [(0, [2])], params, is_last=False)
+    decode.core.let_go(request, Reason.CANCELLED, world.time(decode))
+    world.settle(decode)
+    world.run()
+    assert (lease.is_over, [str(outcome) for outcome in lease.outcomes.values()]) == (True, ["cancelled"])
+
+
+@pytest.mark.parametrize("changed", [{"engine_id": "another"}, {"tp_size": 2}, {"pp_size": 2}])
+def test_params_of_another_engine_or_of_another_size_are_neither_lent_nor_withdrawn(changed: dict[str, Any]) -> None:
+    """Who is owed a release is worked out from the sizes: with others the lease would wait for the wrong readers."""
+    world, (prefill,), _ = world_of()
+    params = structs.replace(world.params([prefill], "r", [2], 4), **changed)
+    for call in (lambda: prefill.core.lend(params, 1, 0.0), lambda: prefill.core.withdraw(params, 0.0)):
+        with pytest.raises(LocalProtocolError, match="the params are for engine"):
+            call()
+    assert not prefill.core.prefill.leases
+
+
+def test_a_request_that_was_taken_once_is_not_turned_away_between_its_attempts() -> None:
+    world, (prefill,), decode = world_of(total_requests=1, window_requests=1, max_queued=1)
+    for number in (1, 2):
+        ask(world, prefill, decode, number)
+        world.deliver_all()
+    params = world.params([prefill], "r", [3], 4, written=True)
+    world.lend(prefill, params)
+    request = PullRequest("d", [(0, [3])], params)
+    with pytest.raises(Overloaded, match="1 pulls wait already"):
+        decode.core.pull(request, 30.0, world.time(decode))
+    again = decode.core.pull(request, 30.0, world.time(decode), attempt=2)
+    world.settle(decode)
+    world.run()
+    assert again.reason is Reason.COMPLETE

@@ -1,0 +1,116 @@
+"""What others can make a rank remember is bounded, and a retry waits for what its predecessor may still write."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from asynckv.core import readers
+from asynckv.core.attempts import Request, RequestState
+from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.pull import PullRequest
+from asynckv.core.timers import Timers
+from asynckv.core.types import Cohort, Reason, ReplyTo
+from asynckv.core.wire import MAJOR, MINOR, Hello, Message, decode_packet
+from tests.world import Rank, World, make_layout
+
+
+class Woken:
+    """Something that wants to be woken."""
+
+    scheduled_at = math.inf
+
+
+def test_what_is_never_to_be_woken_is_not_kept_until_its_time() -> None:
+    timers, kept = Timers(), Woken()
+    timers.wake(kept, 1e6)
+    for number in range(1000):
+        item = Woken()
+        timers.wake(item, 2e6 + number)
+        timers.forget(item)
+    assert len(timers._heap) < 150
+    assert timers.next_at == 1e6
+    assert timers.pop(1e6) is kept
+
+
+# -- readers -----------------------------------------------------------------------------------------------
+
+
+def greeted(rank: Rank, number: int) -> list[Message]:
+    """Let a reader shake hands, and return what it is answered."""
+    hello = Hello(number, MAJOR, MINOR, "prefill", 0, Cohort(f"decode-{number}"))
+    route = ReplyTo(b"%d" % number)
+    rank.core.readers.greet(hello, route, f"start-{number}", rank.core.prefill.closed_as, False)
+    return heard(rank)
+
+
+def heard(rank: Rank) -> list[Message]:
+    return [m for _, data in rank.core.outbox.take_packets() for m in decode_packet(data).messages]
+
+
+def prefill_rank() -> Rank:
+    return World().add("p", make_layout(), engine_id="prefill")
+
+
+def test_of_those_who_shook_hands_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "MAX_READERS", 3)
+    rank = prefill_rank()
+    for number in (1, 2, 3, 1, 4, 5):
+        assert len(greeted(rank, number)) == 1
+    side = rank.core.readers
+    assert [source for source, _ in side.minor_versions] == ["start-1", "start-4", "start-5"]
+    assert len(side._met) == 3
+    rank.core.say_goodbye()
+    assert len(heard(rank)) == 3
+
+
+def test_of_those_who_ask_while_there_is_no_agent_so_many_are_answered_when_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others ask again."""
+    monkeypatch.setattr(readers, "MAX_WAITING", 3)
+    rank = prefill_rank()
+    rank.core.agent_lost("it died", False, 0.0)
+    assert [greeted(rank, number) for number in (1, 2, 3, 4, 5, 2)] == [[]] * 6
+    rank.core.agent_replaced("another", b"metadata")
+    assert len(heard(rank)) == 3
+    assert len(greeted(rank, 4)) == 1
+
+
+# -- attempts ----------------------------------------------------------------------------------------------
+
+
+def test_no_attempt_begins_while_the_one_before_it_may_still_write() -> None:
+    world = World()
+    prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
+    params = world.params([prefill], "r", [3], 4, written=True)
+    world.lend(prefill, params)
+    wanted = PullRequest("d", [(0, [9])], params)
+    request = Request(wanted, 2, 0.1, 60.0, False, 0.0)
+    pull = decode.core.pull(wanted, 30.0, 0.0, retryable=request.retryable)
+    world.settle(decode)
+    world.deliver_all()
+    request.tried(pull)
+    [transfer] = decode.reads
+    world.tell(decode, TransferEnded(transfer, Ending.IN_DOUBT, "no disconnect"))
+    assert pull.reason is Reason.READ_FAILED
+    request.ended(1.0)
+    request.time(2.0)
+    assert (request.state, request.attempts) == (RequestState.RECOVERING, 1)
+    world.tell(decode, TransferEnded(transfer, Ending.FAILED, "its agent is gone"))
+    assert decode.returned == [pull]
+    request.returned(3.0)
+    assert (state_of(request), request.attempts) == (RequestState.TRYING, 2)
+    again = decode.core.pull(wanted, 30.0, world.time(decode), attempt=2)
+    world.settle(decode)
+    request.tried(again)
+    world.run()
+    request.ended(4.0)
+    assert (again.reason, state_of(request)) == (Reason.COMPLETE, RequestState.OVER)
+    assert request.take_discharges() == [], "nobody was told that another would follow"
+
+
+def state_of(request: Request) -> RequestState:
+    """Read anew: mypy would remember what it was before."""
+    return request.state
