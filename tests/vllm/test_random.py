@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
 
-from tests.vllm.engines import Engine, Reply, Server, continued, prompt
+from tests.vllm.engines import WITHIN_S, Engine, Reply, Server, continued, prompt
 from tests.vllm.pairs import ASKED, Pair
 from tests.vllm.setups import Connector, Setup
 from tests.vllm.zoo import MODELS
@@ -94,6 +95,22 @@ class Run:
             if name not in self.left and reply.params is not None:
                 self.to_decode(tokens, reply.params)
 
+    def prefilled(self, tokens: list[int]) -> Mapping[str, Any]:
+        """Prefill a prompt at once.
+
+        The prompt may have to wait for blocks of prompts that are lent. The router hands those on meanwhile: leases
+        end while no decode engine has heard of them.
+        """
+        self.let_go(self.pair.prefill)
+        reply = self.pair.prefill.add(self.pair.name("p"), tokens, 1, ASKED)
+        deadline = time.monotonic() + WITHIN_S
+        while not reply.is_done:
+            assert time.monotonic() < deadline, self.pair.prefill.ask("state")
+            self.pass_on()
+        assert reply.reason == "length", reply
+        assert reply.params is not None
+        return reply.params
+
     def to_decode(self, tokens: list[int], params: Any, **fields: Any) -> str:
         name, most = self.pair.name("d"), self.rng.choice([1, 3, 40])
         self.decoding[name] = self.pair.decode.add(name, tokens, most, params, **fields), tokens, most
@@ -110,15 +127,13 @@ class Run:
     def twice(self) -> None:
         """One prompt, two completions."""
         tokens = prompt(self.rng, self.rng.choice(LENGTHS))
-        self.let_go(self.pair.prefill)
-        (params,) = self.pair.prefilled(tokens)
+        params = self.prefilled(tokens)
         self.to_decode(tokens, params)
         self.to_decode(tokens, params)
 
     def reject(self) -> None:
         tokens = prompt(self.rng, self.rng.choice(LENGTHS))
-        self.let_go(self.pair.prefill)
-        (params,) = self.pair.prefilled(tokens)
+        params = self.prefilled(tokens)
         self.left.add(self.to_decode(tokens, params, immediately=True))
 
     def _one(self) -> list[str]:

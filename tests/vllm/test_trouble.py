@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -125,6 +126,40 @@ def test_a_request_that_is_queued_for_longer_than_its_lease_is_still_read(server
         (look,) = pair.decode.ask("look")
         assert look["counters"]["bytes.read"] > 0, look["counters"]
     pair.settle()
+
+
+def test_a_decode_engine_that_stands_still_keeps_no_blocks_from_another(server: Server, connector: Connector) -> None:
+    lease_s = 30.0  # NixlConnector's own
+    if connector.name == "AsyncKVConnector":
+        lease_s = 6.0
+        connector = replace(connector, extra={**connector.extra, "lease": {"lease_s": lease_s}})
+    one = Setup("prefill", MODELS["dense"], connector, num_blocks=40, max_model_len=512, policy="recompute")
+    prefill, held, well = server.start(
+        one, replace(one, name="held", max_num_seqs=1, num_blocks=128), replace(one, name="well")
+    )
+    pair, other = Pair(prefill, held), Pair(prefill, well, seed=1)
+    # One request runs, four are queued behind it and announced: their leases are renewed without a step.
+    prompts = [pair.prompt(280) for _ in range(4)]
+    held.ask("hold")
+    running = pair.ask(first := pair.prompt(30), None, 40)
+    held.ask("step", 2)
+    queued = [pair.ask(tokens, params) for tokens, params in zip(prompts, pair.prefilled(*prompts), strict=True)]
+    assert held.ask("step", 1) == 5
+    assert prefill.ask("state")["free"] == 3
+    began = time.monotonic()
+    (params,) = other.prefilled(tokens := other.prompt(100))
+    waited_s = time.monotonic() - began
+    assert lease_s / 2 < waited_s < lease_s + 3.0
+    reply = other.ask(tokens, params)
+    well.finish(reply)
+    assert reply.tokens == continued(tokens, 6)
+    held.ask("go")
+    held.finish(running, *queued)
+    assert running.tokens == continued(first, 40)
+    for tokens, each in zip(prompts, queued, strict=True):
+        assert each.tokens == continued(tokens, 6)
+    for engine in (prefill, held, well):
+        settle(engine)
 
 
 # -- several requests with the same params ----------------------------------------------------------
