@@ -13,6 +13,7 @@ import pytest
 import structlog
 
 from asynckv import LeaseRefused
+from asynckv.core.types import Address
 from asynckv.core.wire import Release
 from asynckv.diagnose.join import join
 from asynckv.diagnose.leaks import find_leaks
@@ -66,6 +67,24 @@ async def refusal(decode: Side, request_id: str, params: dict[str, Any]) -> Base
 def logs_of(stream: io.StringIO, path: Path) -> Any:
     (path / "a.jsonl").write_text(stream.getvalue())
     return read_logs([path / "a.jsonl"])
+
+
+async def test_leases_of_a_killed_reader_share_lines_too(sim: Bench, stream: io.StringIO) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        params = [group.make_params(f"r{i}", [(0, [i % 8])], 16, written=True) for i in range(MANY)]
+        lent = [prefill.engine.lend(x) for x in params]
+        for i, each in enumerate(params):
+            decode.engine.announce(f"d{i}", each)
+        await until(lambda: all(x._lease.grants for x in lent))
+        (grant,) = lent[0]._lease.grants.values()
+        ports = sim.network.ports
+        gone = {to: ports.pop(to) for to in (grant.reply_to, Address(prefill.engine.endpoint.address))}
+        await turns(sim, 15.0)
+        ports.update(gone)
+        assert (len(said(stream, "lease_ended")) - MAX_TOLD) < 10
+        lines = said(stream, "leases_ended_alike")
+        assert sum(x["requests"] for x in lines) + len(said(stream, "lease_ended")) == MANY
+        assert "gone" in str(said(stream, "lease_ended")[0]["history"])
 
 
 async def test_leases_that_expire_alike_share_lines_and_are_all_named(

@@ -253,7 +253,7 @@ class Recorder:
         """Log that a request failed; beyond the first few of its cause in a line that several share."""
         group = (many, said["cause"], whom)
         # Of a lease that was lent, granted once to each reader and ended, `seconds` and `claims` tell as much.
-        lived = sum(not x[1].startswith("grant lapsed") for x in said.get("history", ()))
+        lived = sum(not x[1].startswith(("grant lapsed", "gone")) for x in said.get("history", ()))
         if "refused" in said or lived > 2 + len(said.get("claims", ())) or self._told.take(group, now):
             self.event("warning", one, **said)
             return
