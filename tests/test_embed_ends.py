@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import time
 from typing import Any
 
@@ -80,3 +81,31 @@ def test_the_child_of_a_fork_takes_nothing_that_its_parent_is_told(kind: type[En
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert [type(each.order) for each in engine.take_finished().refused] == [Lend]
         engine.submit([Cancel("r")])
+
+
+def test_a_loan_whose_task_somebody_cancels_is_told_as_closed_with_whom_it_waited_for() -> None:
+    """All tasks of a loop are cancelled where it ends in an unusual way; a worker waits for each of its orders."""
+
+    async def run() -> None:
+        async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
+            params = PrefillGroup("prefill", [engine.endpoint]).make_params("r", [(0, [1])], 16, written=True)
+            desk = EngineDesk(engine, lambda: None)
+            desk.submit([Lend(params)])
+            desk.carry_out()
+            await asyncio.sleep(0)
+            [task] = desk._tasks
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            [sent] = desk.take_finished().sent
+            assert (sent.request_id, sent.cause, sent.owed) == ("r", "closed", ("*",))
+
+    asyncio.run(run())
+
+
+def test_what_is_handed_over_while_orders_are_carried_out_wakes_the_loop_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = EngineThread(EngineConfig(engine_id="prefill"), memory(1)[0])
+    thread._wake()
+    monkeypatch.setattr(thread._desk, "carry_out", thread._wake)
+    for _ in range(2):
+        thread._on_bell()
+        assert select.select([thread._bell.fileno()], [], [], 0)[0], "else what was handed over just now waits for ever"

@@ -13,6 +13,7 @@ from asynckv.geometry import tables
 from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, attention_view, shard
+from asynckv.geometry.match import compare
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.tables import GroupPair, PeerTables, Span
 from tests.world import make_layout, peer_map
@@ -230,3 +231,11 @@ def test_reading_begins_where_every_part_has_a_whole_entry() -> None:
     lists = BlockLists([(6, np.array([1], np.int64))], [BlockRuns(0, ((2, 1),))], 12)
     with pytest.raises(PlanRefused, match="the first token 6 is inside an entry that covers 12 tokens"):
         lists.pairs(peer, pair)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "fits"), [(0, 0, True), (8, 0, True), (8, 8, True), (7, 8, True), (9, 8, False), (0, 8, False)]
+)
+def test_a_window_is_read_of_one_that_is_as_wide_and_the_whole_of_none(here: int, there: int, fits: bool) -> None:
+    ours, theirs = (change(make_layout(), groups=(Group("attention", 4, 12, window=n),)) for n in (here, there))
+    assert [str(each).partition(" ")[0] for each in compare(ours, theirs)] == ([] if fits else ["window"])
