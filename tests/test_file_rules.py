@@ -323,3 +323,20 @@ def test_a_group_that_has_most_of_a_prompt_does_not_bound_what_another_stores() 
     catalogue.store("b", hashes, is_prefix=True)  # one block of the first group is new, and eight of the other
     carry_out()
     assert catalogue.lookup(hashes).ready_tokens == 5 * 16
+
+
+def test_a_pinning_load_that_was_cancelled_keeps_nothing_of_what_lands_later() -> None:
+    catalogue = Catalogue([StoredGroup(name="one", block_size=16, record_bytes=1024)], 16, 16 * 1024)
+    hashes = [f"p{i}".encode() for i in range(4)]
+    catalogue.store("a", hashes)
+    for move in catalogue.moves(0.0):
+        catalogue.ended(move.move_id, Ending.DONE)
+    catalogue.load("b", hashes, is_pinning=True)
+    moves = catalogue.moves(0.0)
+    catalogue.cancel("b")
+    for move in moves:
+        catalogue.ended(move.move_id, Ending.DONE)
+    assert catalogue.held() == {}
+    assert catalogue.check_integrity() == []
+    assert catalogue.evict() == (4, 0)
+    assert not list(catalogue.host.entries())
