@@ -20,6 +20,8 @@ from asynckv.edges.file_io import Extent, FileTooShort, PlainFiles, transfer
 from asynckv.edges.file_store import OWNER, OwnerLock, Segments
 from asynckv.edges.host_pool import HostPool
 from asynckv.errors import BackendError
+from asynckv.offload.catalogue import Catalogue
+from asynckv.offload.keys import StoredGroup
 from asynckv.ports import RecordsEnded
 from tests.test_file_tier import COUNT, DONE, PAGE, READ, SIZE, WRITE, Make, make, records
 
@@ -304,3 +306,37 @@ async def test_a_close_after_one_that_was_bounded_waits_as_long_as_usual(
         tier.plane.close()
     assert waits[0] == 0.0
     assert waits[1] == pytest.approx(file_tier.CLOSE_S, abs=1.0)
+
+
+def test_a_group_that_has_most_of_a_prompt_does_not_bound_what_another_stores() -> None:
+    groups = [StoredGroup(name=name, block_size=16, record_bytes=1024) for name in ("one", "other")]
+    catalogue = Catalogue(groups, 16, 13 * 1024)
+    hashes = [f"p{i}".encode() for i in range(8)]
+
+    def carry_out() -> None:
+        while moves := catalogue.moves(0.0):
+            for move in moves:
+                catalogue.ended(move.move_id, Ending.DONE)
+
+    catalogue.store("a", hashes, positions=[range(1, 8), []])
+    carry_out()
+    catalogue.store("b", hashes, is_prefix=True)  # one block of the first group is new, and eight of the other
+    carry_out()
+    assert catalogue.lookup(hashes).ready_tokens == 5 * 16
+
+
+def test_a_pinning_load_that_was_cancelled_keeps_nothing_of_what_lands_later() -> None:
+    catalogue = Catalogue([StoredGroup(name="one", block_size=16, record_bytes=1024)], 16, 16 * 1024)
+    hashes = [f"p{i}".encode() for i in range(4)]
+    catalogue.store("a", hashes)
+    for move in catalogue.moves(0.0):
+        catalogue.ended(move.move_id, Ending.DONE)
+    catalogue.load("b", hashes, is_pinning=True)
+    moves = catalogue.moves(0.0)
+    catalogue.cancel("b")
+    for move in moves:
+        catalogue.ended(move.move_id, Ending.DONE)
+    assert catalogue.held() == {}
+    assert catalogue.check_integrity() == []
+    assert catalogue.evict() == (4, 0)
+    assert not list(catalogue.host.entries())

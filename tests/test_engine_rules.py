@@ -1,0 +1,104 @@
+"""Rules of the engine's calls that only show where something else fails at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import anyio
+import pytest
+
+from asynckv import PeerUnreachable, PullConfig, PullError
+from asynckv.core.wire import Claim
+from asynckv.engine.ending import GRACE_S
+from asynckv.errors import BackendError
+from tests.engines import Bench, until
+from tests.offloads import Rank, layout_of
+from tests.test_log_evidence import drops
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_pull_from_an_address_that_may_not_be_talked_to_fails_at_once(
+    sim: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it the pull would say hello until the end of its handshake."""
+    async with sim.pair() as (prefill, decode, group):
+        control: Any = decode.engine._driver.control
+        monkeypatch.setattr(control, "send", lambda to, packet: False)
+        monkeypatch.setattr(control, "refusal", lambda address: "its address names no key")
+        params, began = group.make_params("r", [(0, [1])], 16, written=True), sim.clock.now()
+        prefill.engine.lend(params)
+        with anyio.fail_after(5), pytest.raises(PeerUnreachable, match="its address names no key"):
+            await decode.engine.pull("d", [(0, [6])], params)
+        assert sim.clock.now() == began
+        monkeypatch.undo()
+
+
+async def test_a_pull_that_is_cancelled_ends_as_cancelled_and_not_by_its_deadline(sim: Bench) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        sim.network.fate = drops(Claim)
+        params = group.make_params("r", [(0, [1])], 16)
+        prefill.engine.lend(params)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
+        await until(lambda: decode.engine.statistics().gauges["pulls"])
+        task.cancel()
+        with anyio.fail_after(5), pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: decode.engine.statistics().counters.get("pulls.cancelled") == 1)
+        sim.network.fate = lambda sender, to, packet: "deliver"
+
+
+async def test_returned_waits_for_the_blocks_of_a_cancelled_read(sim: Bench) -> None:
+    async with sim.pair(pull=PullConfig(drain_s=0.1)) as (prefill, decode, group):
+        assert decode.data is not None
+        decode.data.deferred = True
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, timeout_s=1.0))
+        await until(lambda: decode.data is not None and decode.data.running)
+        sim.clock.advance(1.1)
+        with pytest.raises(PullError):
+            await task
+        returned = asyncio.create_task(decode.engine.returned("d"))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not returned.done()
+        decode.data.finish()
+        with anyio.fail_after(5):
+            await returned
+        assert not decode.engine.holds()
+
+
+@pytest.mark.parametrize(("timeout_s", "waits_s"), [(0.0, GRACE_S), (3.0, 3.0), (1e6, 5.0)])
+async def test_a_close_waits_for_what_loads_within_its_own_time(
+    sim: Bench, monkeypatch: pytest.MonkeyPatch, timeout_s: float, waits_s: float
+) -> None:
+    side, waited = sim.side("alone", 1, pull=PullConfig(handshake_s=5.0)), list[float]()
+    await side.engine.start()
+    driver = side.engine._driver
+
+    async def end_loading(timeout_s: float) -> None:
+        waited.append(timeout_s)
+
+    monkeypatch.setattr(driver, "end_loading", end_loading)
+    with anyio.fail_after(5):
+        await side.engine.aclose(timeout_s)
+    assert waited == [pytest.approx(waits_s, abs=0.1)]
+
+
+async def test_a_tier_that_may_still_write_memory_is_said_by_the_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller must not free memory then; the next call tries again."""
+    rank = Rank(layout_of())
+    async with rank.running():
+        [shelf, *_] = rank.offload._mover.shelves
+        close = shelf.close
+
+        async def stuck(timeout_s: float) -> None:
+            monkeypatch.setattr(shelf, "close", close)
+            raise BackendError("something may still write")
+
+        monkeypatch.setattr(shelf, "close", stuck)
+        with anyio.fail_after(5), pytest.raises(BackendError, match="something may still write"):
+            await rank.offload._tiers._let_go_of_planes(rank.clock.now() + 1.0)
+        await rank.offload._tiers._let_go_of_planes(rank.clock.now() + 1.0)
