@@ -31,6 +31,7 @@ from asynckv.embed import EngineThread
 from asynckv.errors import ConfigError, GeometryRefused, LayoutError
 from asynckv.geometry.layout import ONE_PER_REQUEST
 from asynckv.geometry.pairing import Padding
+from asynckv.integrations.vllm import caches
 from asynckv.integrations.vllm.caches import Place
 from asynckv.integrations.vllm.memory import ModelFacts, Tails, check_supported, register
 from asynckv.integrations.vllm.shape import Shape
@@ -521,6 +522,42 @@ def test_groups_that_are_not_for_transfers_are_not_counted(tmp_path: Path) -> No
             planned.config.__dict__.pop(cached, None)
     assert [len(each.groups) for each in layouts] == [2, 1]
     assert {view.group for view in layouts[1].views} == {0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "conv", "state", "fits"),
+    [
+        # A gated delta net's channels are q, k and v: of 8 x 16 values, and twice as many keys.
+        ("delta_net", (130, 3), (8, 16, 16), True),
+        ("delta_net", (129, 3), (8, 16, 16), False),
+        ("delta_net", (128, 3), (8, 16, 16), False),
+        ("delta_net", (126, 3), (8, 16, 16), False),
+        # Those of Mamba-2 are x, and B and C of as many states per group.
+        ("mamba2", (160, 3), (8, 16, 16), True),
+        ("mamba2", (144, 3), (8, 16, 16), False),
+        ("mamba2", (96, 3), (8, 16, 16), False),
+        ("mamba1", (8, 3), (8, 16), True),
+        ("mamba1", (9, 3), (8, 16), False),
+        ("mamba1", (8, 3, 1), (8, 16), False),
+    ],
+)
+def test_states_are_cut_only_where_their_sizes_add_up(
+    kind: str, conv: tuple[int, ...], state: tuple[int, ...], fits: bool
+) -> None:
+    place, dtypes = Place(), (torch.bfloat16, torch.float32)
+    more = {"num_groups": 1} if kind == "mamba2" else {}
+
+    def cut() -> Any:
+        return getattr(caches, kind)([conv, state], dtypes, is_dim_first=True, place=place, **more)
+
+    if not fits:
+        with pytest.raises(caches.UnknownStructure, match="are not those of"):
+            cut()
+        return
+    slices = [(array.first, array.size) for array in cut().arrays if array.name.startswith("conv")]
+    assert [first for first, _ in slices] == [sum(size for _, size in slices[:i]) for i in range(len(slices))]
+    assert sum(size for _, size in slices) == conv[0]
+    assert all(size > 0 for _, size in slices)
 
 
 # -- tails --------------------------------------------------------------------------------------------------

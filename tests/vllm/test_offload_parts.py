@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.integrations.vllm.offload import files
+from asynckv.integrations.vllm.offload import spec as specs
 from asynckv.integrations.vllm.offload import worker as workers
 from asynckv.integrations.vllm.offload.manager import COUNTED, GAUGES, PREFIX, Manager
 from asynckv.integrations.vllm.offload.region import Region, Shape
@@ -106,6 +109,65 @@ def test_the_spec_is_found_by_its_path_and_names_its_metrics() -> None:
 def test_options_are_refused_before_anything_is_made(extra: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         OffloadingSpecFactory.create_spec(config(extra))
+
+
+def names(given: OffloadingConfig, offload: OffloadConfig, shape: Shape) -> list[str]:
+    return [group.namespace for group in stored(given, offload, shape)]
+
+
+def test_records_are_found_only_where_their_bytes_mean_the_same() -> None:
+    groups = (OffloadingGroupConfig(16, ("a",), 0), OffloadingGroupConfig(16, ("b",), 1))
+    given, shape = config(groups=groups), Shape(PAGE, 1, 1, 8)
+    offload = OffloadConfig(model="m", hash_tokens=16, host_bytes=1)
+    said = [
+        names(given, offload, shape),
+        names(given, replace(offload, model="other"), shape),
+        names(replace(given, model=OffloadingModelConfig("m", "bfloat16")), offload, shape),
+        names(replace(given, cache=replace(given.cache, tokens_per_hash=32)), offload, shape),
+        names(replace(given, kv_cache_layout="LBNHC"), offload, shape),
+        names(replace(given, replicated_layout=True), offload, shape),
+        names(given, offload, shape._replace(block_bytes=2 * PAGE)),
+        names(given, offload, shape._replace(blocks=2)),
+        names(given, offload, shape._replace(ranks=2)),
+        *(
+            names(replace(given, parallel=replace(given.parallel, **{size: 2})), offload, shape)
+            for size in ("tp_size", "pp_size", "pcp_size", "dcp_size")
+        ),
+        *(
+            names(replace(given, groups=tuple(replace(group, **more) for group in groups)), offload, shape)
+            for more in ({"tokens_per_block": 32}, {"sliding_window_size_in_chunks": 3}, {"layer_names": ("c",)})
+        ),
+    ]
+    # The last: layers of two groups have one name, and the groups' numbers tell them apart.
+    assert len({name for each in said for name in each}) == 2 * len(said)
+    assert names(given, offload, shape._replace(slots=99)) == said[0], "how many there are changes no bytes"
+
+
+@pytest.mark.parametrize(("is_replicated", "rank"), [(False, 1), (True, 0)])
+def test_ranks_that_hold_the_same_share_one_part_of_a_slot(
+    is_replicated: bool, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(specs, "Worker", lambda shape, rank, *_: (shape.ranks, rank))
+    parallel = OffloadingParallelConfig(1, 2, 2, 1, 1, 1, 0, 1, None, False)
+    spec = AsyncKVOffloadingSpec(config(parallel=parallel, replicated_layout=is_replicated))
+    assert spec.get_worker(CanonicalKVCaches([], [])) == (1 if is_replicated else 2, rank)
+    spec.get_manager().shutdown()
+
+
+@pytest.mark.parametrize("seed", [None, "0"])
+@pytest.mark.parametrize("has_files", [True, False])
+def test_files_that_the_next_start_will_not_find_are_warned_of(
+    has_files: bool, seed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    extra = {"directory": str(tmp_path), "file_bytes": 8 * PAGE} if has_files else {}
+    with caplog.at_level("WARNING", "vllm.asynckv"):
+        manager = OffloadingSpecFactory.create_spec(config(extra)).get_manager()
+    manager.shutdown()
+    said = [text for text in caplog.messages if "set PYTHONHASHSEED" in text]
+    assert len(said) == (has_files and seed is None), caplog.messages
 
 
 @pytest.mark.parametrize("window", [1, None])
@@ -199,7 +261,8 @@ def ended(worker: Worker, count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("is_nixl", [True, False], ids=["nixl", "where-nixl-fails"])
-def test_blocks_come_back_byte_for_byte_whoever_copies_them(is_nixl: bool) -> None:
+def test_blocks_come_back_byte_for_byte_whoever_copies_them(is_nixl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Region, "pin", lambda *_: pytest.fail("no device is there to pin memory for"))
     worker, tensors, region = made(None if is_nixl else Copies(Ending.FAILED))
     before = [each.random_().clone() for each in tensors]
     # Blocks 5, 2, 7 of the first group are the second half of slot 3 and slot 9; block 1 of the other is half of 4.
@@ -208,7 +271,9 @@ def test_blocks_come_back_byte_for_byte_whoever_copies_them(is_nixl: bool) -> No
     worker.wait({1})
     (result,) = ended(worker, 1)
     assert (result.job_id, result.success, result.transfer_size) == (1, True, 3 * 1900 + 1000)
-    assert not region.array.reshape(-1, 2, 2 * PAGE)[:, 0].any(), "another rank's part was written"
+    written = region.array.reshape(-1, 2, 2, PAGE).any(axis=3)
+    assert not written[:, 0].any(), "another rank's part was written"
+    assert np.argwhere(written[:, 1]).tolist() == [[3, 1], [4, 0], [9, 0], [9, 1]]
     for each in tensors:
         each.zero_()
     assert worker.submit_load(2, CPULoadStoreSpec([3, 9, 4]), device)
@@ -469,6 +534,17 @@ def test_what_was_brought_is_kept_until_its_request_begins_without_it() -> None:
     kept.close()
 
 
+def test_nothing_is_kept_for_a_request_that_ends_before_its_blocks_come() -> None:
+    kept = Kept()
+    context = ReqContext("r")
+    kept.lookup(context)
+    kept.end_step()
+    move_id, _, _ = kept.records.take()
+    kept.manager.on_request_finished(context)
+    kept.records.tell(RecordsEnded(move_id, Ending.DONE))
+    kept.close()
+
+
 def test_what_is_lost_on_the_way_is_a_miss() -> None:
     kept = Kept()
     context = ReqContext("r")
@@ -479,6 +555,22 @@ def test_what_is_lost_on_the_way_is_a_miss() -> None:
     found = kept.lookup(context)
     assert [each is LookupResult.HIT for each in found] == [i != 3 for i in range(8)]
     assert found[3] is LookupResult.MISS
+    said = kept.manager.statistics()
+    assert (said["fetched_blocks"], said["unfetched_blocks"]) == (7, 1)
+    kept.manager.on_request_finished(context)
+    kept.close()
+
+
+def test_what_was_in_doubt_and_came_is_counted_as_what_it_is() -> None:
+    kept = Kept()
+    context = ReqContext("r")
+    kept.lookup(context)
+    kept.end_step()
+    move_id, _, _ = kept.records.take()
+    kept.records.tell(RecordsEnded(move_id, Ending.IN_DOUBT, "the disk does not answer"))
+    assert kept.manager.statistics()["fetched_blocks"] == 0
+    kept.records.tell(RecordsEnded(move_id, Ending.DONE))
+    assert kept.manager.statistics()["fetched_blocks"] == 8
     kept.manager.on_request_finished(context)
     kept.close()
 
@@ -500,7 +592,15 @@ def test_files_are_not_used_where_workers_have_another_memory(caplog: pytest.Log
     kept.manager.prepare_store([key(1)], context)
     with caplog.at_level("ERROR", "vllm.asynckv"):
         kept.manager.complete_store([key(1)], context)
+        # Said once, though each of these would go to the files.
+        kept.manager.prepare_store([key(2)], context)
+        kept.manager.complete_store([key(2)], context)
+        assert not kept.manager._check(), "one that was cut at the same time"
+    (said,) = caplog.messages
+    assert said.startswith("0 of 1 ranks share host memory")
     assert not kept.records.posted
+    assert kept.manager.catalogue.file is not None
+    assert kept.manager.catalogue.file.is_off
     assert kept.manager.lookup(key(1), context) is LookupResult.HIT
     kept.close()
 
@@ -536,6 +636,7 @@ def test_slots_that_workers_may_still_write_are_not_given_away_after_a_reset() -
     assert manager.lookup(first[0], context) is LookupResult.MISS
     assert manager.prepare_store([key(9)], context) is None
     manager.on_reset_flushed()
+    assert [manager.lookup(each, context) for each in first] == [LookupResult.MISS] * 8
     assert manager.prepare_store([key(9)], context) is not None
     manager.complete_store([key(9)], context)
     assert manager.catalogue.check_integrity() == []
@@ -659,7 +760,9 @@ def test_another_model_beside_is_told_of_and_kept(tmp_path: Path, caplog: pytest
     assert f"{8 * PAGE} bytes are taken from the disk" in said[0]
     assert f"{tmp_path} has files of another model" in said[1]
     assert f"prune {tmp_path}/NAME --all" in said[1]
-    assert "0 blocks were found" in said[2]
+    found = re.fullmatch(rf"0 blocks were found in {tmp_path}/\S+, within (\d+\.\d) s", said[2])
+    assert found, said[2]
+    assert float(found[1]) < WITHIN_S, "a start that took longer than the test"
     other.store(range(8), "r")
     other.until_written()
     other.close()
@@ -687,6 +790,66 @@ def test_files_that_do_not_open_are_an_error_with_the_time(monkeypatch: pytest.M
     with pytest.raises(BackendError, match=r"not open after 0.05 s: the disk hangs"):
         Manager(given, offload, shape, stored(given, offload, shape), Hangs())  # type: ignore[arg-type]
     hangs.set()
+
+
+def used(policy: str, num_blocks: int) -> tuple[Manager, list[int], Callable[[int], None], ReqContext]:
+    """A manager, the order in which its policy is told of the blocks of a prompt, and how to store them one by one."""
+    given = config()
+    offload = OffloadConfig(model="m", hash_tokens=16, host_bytes=1, policy=policy)  # type: ignore[arg-type]
+    shape = Shape(PAGE, 1, 1, num_blocks)
+    manager = Manager(given, offload, shape, stored(given, offload, shape))
+    numbers = {manager._find(key(i))[1]: i for i in range(num_blocks)}
+    told: list[int] = []
+    use = manager.catalogue.host.use
+
+    def note(entries: Iterator[Any]) -> None:
+        found = list(entries)
+        told.extend(numbers[entry.hash] for entry in found)
+        use(found)
+
+    manager.catalogue.host.use = note  # type: ignore[method-assign, assignment]
+    context = ReqContext("r")
+
+    def store(number: int) -> None:
+        context.set_offload_key_position(key(number), 16 * (number + 1))
+        manager.prepare_store([key(number)], context)
+        told.clear()
+        manager.complete_store([key(number)], context)
+
+    return manager, told, store, context
+
+
+def test_lru_hears_of_a_whole_prompt_its_end_first_when_an_eighth_of_it_is_new() -> None:
+    _, told, store, _ = used("lru", 25)
+    heard = []
+    for number in range(25):
+        store(number)
+        if told:
+            assert told == [*range(number, -1, -1)]
+            heard.append(number + 1)
+    # Each time at eight times as much as is new: one block up to 8, two up to 16, three up to 24.
+    assert heard == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 19, 22]
+
+
+@pytest.mark.parametrize("num_blocks", [8, 9])
+def test_lru_hears_of_a_prompt_at_its_end_if_anything_is_new(num_blocks: int) -> None:
+    manager, told, store, context = used("lru", num_blocks)
+    for number in range(num_blocks):
+        store(number)
+    is_new = num_blocks == 9
+    assert told == ([] if is_new else [*range(7, -1, -1)])
+    told.clear()
+    manager.on_request_finished(context)
+    assert told == ([*range(8, -1, -1)] if is_new else [])
+
+
+def test_a_policy_that_counts_uses_hears_of_each_once() -> None:
+    manager, told, store, context = used("s3-fifo", 9)
+    for number in range(9):
+        store(number)
+        assert told == []
+    manager.on_request_finished(context)
+    assert told == []
 
 
 def test_a_key_that_is_there_twice_does_no_harm() -> None:

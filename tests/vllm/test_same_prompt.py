@@ -47,9 +47,9 @@ def test_params_of_another_prompt_of_equal_length_are_not_read(groups: tuple[Gro
 
 
 @FORGETFUL
-@pytest.mark.parametrize("place", [0, 63, 126])
-def test_models_that_forget_read_all_of_a_prompt_or_nothing(groups: tuple[Group, ...], place: int) -> None:
-    side, prompt = Side(groups), prompt_of(128)
+@pytest.mark.parametrize(("length", "place"), [(128, 0), (128, 63), (128, 126), (600, 256), (600, 598)])
+def test_models_that_forget_read_all_of_a_prompt_or_nothing(groups: tuple[Group, ...], length: int, place: int) -> None:
+    side, prompt = Side(groups), prompt_of(length)
     other = [*prompt[:place], prompt[place] + 1, *prompt[place + 1 :]]
     side.add("a", prompt, brought(other, groups), 1)
     assert side.step().kinds() == [Discharge]
@@ -124,9 +124,9 @@ def test_prompts_of_embeddings_are_compared_by_their_bytes(here: Given, read: in
     assert pulls == ([read] if read else [])
 
 
-def of_images(*images: tuple[int, str], **fields: Any) -> Request:
+def of_images(*images: tuple[int, str], kind: str = "image", length: int = 20, **fields: Any) -> Request:
     features = [
-        MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset=place, length=20))
+        MultiModalFeatureSpec(None, kind, identifier, PlaceholderRange(offset=place, length=length))
         for place, identifier in images
     ]
     return Request("r", list(range(600)), SamplingParams(max_tokens=1), None, mm_features=features, **fields)
@@ -146,6 +146,8 @@ def test_images_are_compared_from_their_first_token_on() -> None:
     assert same(one, of_images((10, "x"), (401, "y"))) == 1
     assert same(one, of_images((10, "x"))) == 1
     assert same(one, of_images((10, "y"), (400, "x"))) == 0
+    assert same(one, of_images((10, "x"), (400, "y"), length=21)) == 0
+    assert same(one, of_images((10, "x"), (400, "y"), kind="video")) == 0
 
 
 def test_embeddings_among_tokens_are_told_from_tokens() -> None:
@@ -236,10 +238,11 @@ def test_a_request_that_waits_for_another_is_compared_as_well() -> None:
 
 @pytest.mark.parametrize("groups", [HYBRID, STATES])
 @pytest.mark.parametrize("drafts", [None, 2])
-def test_a_state_after_guessed_tokens_is_not_lent(groups: tuple[Group, ...], drafts: int | None) -> None:
+@pytest.mark.parametrize("most", [2, 4])
+def test_a_state_after_guessed_tokens_is_not_lent(groups: tuple[Group, ...], drafts: int | None, most: int) -> None:
     """Only the workers know which of the states that were kept of all guesses is the one after the last token."""
     side, prompt = Side(groups, drafts=drafts), prompt_of(100)
-    side.add("a", prompt, {**brought(prompt, groups), "do_remote_decode": True}, 4)
+    side.add("a", prompt, {**brought(prompt, groups), "do_remote_decode": True}, most)
     side.step()
     side.step(loaded=["a"])
     while "a" not in (told := side.step()).reasons:

@@ -491,3 +491,23 @@ def test_vllm_allocates_host_caches_where_a_process_of_nixls_own_can_map_them(tm
         assert half.address() is not None
     finally:
         half.shutdown()
+
+
+def test_sleep_waits_for_reads_promises_and_the_memory(half: WorkerHalf) -> None:
+    asked: list[tuple[str, float]] = []
+
+    class Engine:
+        def suspend(self, *, timeout_s: float) -> str:
+            return f"suspend {timeout_s:g}"
+
+    class Thread:
+        engine = Engine()
+
+        def call(self, work: str, timeout_s: float) -> None:
+            asked.append((work, timeout_s))
+
+    half._thread = Thread()  # type: ignore[assignment]
+    half.unregister_kv_caches()
+    half.unregister_kv_caches()
+    half._thread = None
+    assert asked == [("suspend 2", 2 + half._config.lease.grant_s + 30)]

@@ -87,10 +87,6 @@ class Attention:
     tokens_per_entry: Fraction = Fraction(1)
     is_by_token: bool = True
 
-    def kernel_tokens(self, tensor: Tensor) -> int:
-        """Tokens in a kernel block of this layer's tensor."""
-        return int(tensor.shape[2] * self.tokens_per_entry)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Array:

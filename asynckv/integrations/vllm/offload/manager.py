@@ -530,7 +530,8 @@ class Manager(OffloadingManager):
         request.coming -= set(keys)
         if ended.outcome is JobOutcome.DONE:
             return
-        missing = {keys[position] for positions in ended.missing for position in positions}
+        lacking = {keys[position] for positions in ended.missing for position in positions}
+        missing = {key for key in lacking if not self._is_known(key)}  # what came beside it can be loaded
         request.refused |= missing
         self.counts["unfetched_blocks"] += len(missing)
         if missing and ended.outcome is not JobOutcome.CANCELLED:
