@@ -41,7 +41,7 @@ def greeted(rank: Rank, number: int) -> list[Message]:
     """Let a reader shake hands, and return what it is answered."""
     hello = Hello(number, MAJOR, MINOR, "prefill", 0, Cohort(f"decode-{number}"))
     route = ReplyTo(b"%d" % number)
-    rank.core.readers.greet(hello, route, f"start-{number}", rank.core.prefill.closed_as, False)
+    rank.core.readers.greet(hello, route, f"start-{number}", "", rank.core.prefill.closed_as, False)
     return heard(rank)
 
 

@@ -17,7 +17,7 @@ from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges import file_tier
 from asynckv.edges.file_io import Extent, FileTooShort, PlainFiles, transfer
-from asynckv.edges.file_store import OWNER, OwnerLock, Segments
+from asynckv.edges.file_store import OWNER, NoRoom, OwnerLock, Segments, check_room
 from asynckv.edges.host_pool import HostPool
 from asynckv.errors import BackendError
 from asynckv.offload.catalogue import Catalogue
@@ -137,15 +137,20 @@ def test_a_segment_with_holes_takes_its_space_at_the_start(
 
 @pytest.mark.parametrize(("free", "beside", "is_enough"), [(0, 0, True), (0, 1, False), (PAGE, PAGE, True)])
 def test_what_the_segments_have_already_need_not_be_free(
-    opened: Callable[..., Segments], monkeypatch: pytest.MonkeyPatch, free: int, beside: int, is_enough: bool
+    opened: Callable[..., Segments],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free: int,
+    beside: int,
+    is_enough: bool,
 ) -> None:
-    opened().close()
+    (there := opened()).close()
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=1, f_bavail=free, f_frsize=1))
     if is_enough:
-        opened(beside=beside)
+        check_room(tmp_path, sum(there.lengths), beside)
     else:
-        with pytest.raises(BackendError, match=f"the index takes {beside}"):
-            opened(beside=beside)
+        with pytest.raises(NoRoom, match=f"{beside} of them by the index"):
+            check_room(tmp_path, sum(there.lengths), beside)
 
 
 def test_a_start_that_finds_no_room_removes_only_what_it_made(
