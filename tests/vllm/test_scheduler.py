@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from asynckv.embed.orders import Announce, Cancel, Discharge, Lend, Pull
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.fetches import MAX_SPENT, Fetches, State
 from asynckv.integrations.vllm.handover import WorkerAddress
+from asynckv.integrations.vllm.shape import CacheGroup, Shape
 from tests.vllm.schedulers import DENSE, HYBRID, MIXED, STATES, WINDOW, Group, Side
 
 ALL = {"dense": DENSE, "window": WINDOW, "mixed": MIXED, "hybrid": HYBRID, "states": STATES}
@@ -263,6 +265,23 @@ def test_windows_and_states_are_whole_for_the_last_token(groups: tuple[Group, ..
     blocks = side.scheduler.kv_cache_manager.get_block_ids("a")
     for (_, ids), listed in zip(pull.groups, blocks, strict=True):
         assert [block for block in listed if block] == ids
+
+
+def test_holes_are_no_blocks_and_a_state_that_is_gone_is_not_lent() -> None:
+    shape = Shape((CacheGroup(0, 16, is_window=True), CacheGroup(1, 16, is_state=True)), 1)
+    assert shape.held([[0, 5, 0, 7], [0, 0, 0, 9]], 64) == [(16, [5, None, 7]), (48, [9])]
+    assert shape.held([[0, 5, 0, 7], [0, 0, 9, 0]], 64) is None
+    assert shape.held([[0, 5, 0, 7], [0, 0, 9]], 64) is None
+
+
+@pytest.mark.parametrize(
+    ("groups", "ahead", "back_off"), [(DENSE, 0, 0), (DENSE, 3, 2), (WINDOW, 0, 1), (WINDOW, 3, 2)]
+)
+def test_drafts_that_look_ahead_leave_those_tokens_to_the_reader(
+    groups: tuple[Group, ...], ahead: int, back_off: int
+) -> None:
+    config = SimpleNamespace(num_prefill_lookahead_tokens=ahead, speculative_config=None)
+    assert Shape.of(config, Side(groups).kv).back_off == back_off
 
 
 def test_an_id_that_comes_twice_changes_nothing_of_the_first() -> None:
