@@ -8,8 +8,10 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from vllm.sampling_params import SamplingParams
@@ -17,10 +19,13 @@ from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
+from asynckv.arguments import MAX_INTEGER
 from asynckv.core.types import decode_params
 from asynckv.embed.orders import Announce, Cancel, Discharge, Lend, Pull, Reclaim
 from asynckv.errors import ConfigError
-from asynckv.integrations.vllm.fetches import State
+from asynckv.integrations.vllm.fetches import MAX_SPENT, Fetches, State
+from asynckv.integrations.vllm.handover import WorkerAddress
+from asynckv.integrations.vllm.shape import CacheGroup, Shape
 from tests.vllm.schedulers import DENSE, HYBRID, MIXED, STATES, WINDOW, Group, Side
 
 ALL = {"dense": DENSE, "window": WINDOW, "mixed": MIXED, "hybrid": HYBRID, "states": STATES}
@@ -203,6 +208,14 @@ def test_ranks_of_all_stages_are_described_and_memory_that_was_registered_anew_i
     assert side.prefill("b", prompt_of(10))["asynckv"]["key"][1] == 3
 
 
+def test_the_latest_registration_of_any_rank_counts() -> None:
+    side = Side()
+    side.connector.set_xfer_handshake_metadata_pp_aware(
+        {(0, tp): WorkerAddress(side.endpoint(0, tp), epoch) for tp, epoch in enumerate((4, 6, 5))}
+    )
+    assert side.prefill("a", prompt_of(100))["asynckv"]["key"][1] == 6
+
+
 def test_another_connectors_address_is_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match="name AsyncKVConnector before it"):
         Side(is_connected=False).connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object()})
@@ -252,6 +265,57 @@ def test_windows_and_states_are_whole_for_the_last_token(groups: tuple[Group, ..
     blocks = side.scheduler.kv_cache_manager.get_block_ids("a")
     for (_, ids), listed in zip(pull.groups, blocks, strict=True):
         assert [block for block in listed if block] == ids
+
+
+def test_holes_are_no_blocks_and_a_state_that_is_gone_is_not_lent() -> None:
+    shape = Shape((CacheGroup(0, 16, is_window=True), CacheGroup(1, 16, is_state=True)), 1)
+    assert shape.held([[0, 5, 0, 7], [0, 0, 0, 9]], 64) == [(16, [5, None, 7]), (48, [9])]
+    assert shape.held([[0, 5, 0, 7], [0, 0, 9, 0]], 64) is None
+    assert shape.held([[0, 5, 0, 7], [0, 0, 9]], 64) is None
+
+
+@pytest.mark.parametrize(
+    ("groups", "ahead", "back_off"), [(DENSE, 0, 0), (DENSE, 3, 2), (WINDOW, 0, 1), (WINDOW, 3, 2)]
+)
+def test_drafts_that_look_ahead_leave_those_tokens_to_the_reader(
+    groups: tuple[Group, ...], ahead: int, back_off: int
+) -> None:
+    config = SimpleNamespace(num_prefill_lookahead_tokens=ahead, speculative_config=None)
+    assert Shape.of(config, Side(groups).kv).back_off == back_off
+
+
+def test_an_id_that_comes_twice_changes_nothing_of_the_first() -> None:
+    fetches, plain = Fetches(), brought(prompt_of(100))["asynckv"]
+    params = decode_params(plain)
+    assert fetches.add("a", params, plain)
+    other = msgspec.structs.replace(params.key, sequence=params.key.sequence + 1)
+    assert not fetches.add("a", msgspec.structs.replace(params, key=other), plain)
+    assert [type(order) for order in fetches.take_orders()] == [Announce]
+    fetches.end("a")
+    assert [type(order) for order in fetches.take_orders()] == [Discharge]
+    assert len(fetches) == 0
+
+
+def test_keys_that_were_used_up_are_remembered_for_a_while() -> None:
+    fetches, plain = Fetches(), brought(prompt_of(100))["asynckv"]
+    params = decode_params(plain)
+
+    def comes(number: int) -> bool:
+        key = msgspec.structs.replace(params.key, sequence=number)
+        return fetches.add("a", msgspec.structs.replace(params, key=key), plain)
+
+    for number in range(MAX_SPENT + 1):
+        assert comes(number)
+        fetches.end("a")
+    assert not comes(1)
+    assert comes(0), "the oldest is forgotten"
+
+
+@pytest.mark.parametrize(("given", "ordered"), [(-3, -3), (1 << 70, MAX_INTEGER), (-1 << 70, -MAX_INTEGER)])
+def test_any_priority_that_a_client_gives_can_be_ordered(given: int, ordered: int) -> None:
+    side, prompt = Side(), prompt_of(100)
+    side.add("a", prompt, brought(prompt), given={"priority": given})
+    assert side.step().only(Pull).priority == ordered
 
 
 def test_only_what_the_prefix_cache_lacks_is_read() -> None:

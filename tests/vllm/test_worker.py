@@ -404,6 +404,9 @@ def test_a_request_id_may_be_lent_and_pulled_at_once(half: WorkerHalf) -> None:
     result = PullResult("a", "x", 10, 1, 1, 1, {"read": 0.5}, (Padding(0, 1, 3, 13),), 3)
     results = told(half, received=[result], sent=[LeaseEnd("a", "released", {}, (), 1.0)])
     assert results == KVConnectorTransferResults(finished_recving={"a"}, finished_sending={"a"})
+    # vLLM ends when it hears of a request twice.
+    again = told(half, received=[result], sent=[LeaseEnd("a", "released", {}, (), 1.0)])
+    assert again == KVConnectorTransferResults()
 
 
 # -- surroundings -------------------------------------------------------------------------------------------
@@ -428,6 +431,16 @@ def test_a_thread_that_may_go_elsewhere_is_left_alone() -> None:
     with unpinned():
         assert os.sched_getaffinity(0) == allowed
     assert threading.active_count()
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_each_worker_of_a_host_has_a_port_of_its_own(tmp_path: Path, replica: int, rank: int) -> None:
+    config = vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS, tp=2, pp=2)
+    planned = plan(vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS), [{n: x.spec(1) for n, x in LAYERS.items()}])
+    config.parallel_config.rank, config.parallel_config.data_parallel_index = rank, replica
+    half = WorkerHalf(Options.parse({"bind": "tcp://127.0.0.1:7000"}), config, planned[0].config)
+    assert half._config.bind == f"tcp://127.0.0.1:{7000 + 4 * replica + rank}"
 
 
 def test_what_is_unsupported_is_refused_in_the_constructor(tmp_path: Path) -> None:
