@@ -10,6 +10,7 @@ Nothing in here knows how anything is moved: a block is found by what its layout
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
 import random
@@ -29,6 +30,7 @@ __all__ = [
     "Model",
     "PartKind",
     "Shape",
+    "bytes_at",
     "chain",
     "draw_model",
     "draw_shape",
@@ -43,6 +45,11 @@ FREED = 0xEE
 STYLES = ("layers", "regions", "blocks", "pages")
 """A memory per layer, with its parts side by side in a block, or each in a region of its own; all layers of a block
 side by side; or one memory of pages that all groups share, so that a block id of one group is none of another's."""
+
+
+def bytes_at(memory: Memory) -> Bytes:
+    """See memory as an array."""
+    return np.frombuffer(memoryview((ctypes.c_uint8 * memory.length).from_address(memory.base)), np.uint8)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ virtual time. Cores without engines are driven by hand in the tests, and as fast
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -25,19 +24,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import DescTable, ReadRequest
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
+from asynckv.testing.caches import Bytes, bytes_at
 
-__all__ = ["Bytes", "Fabric", "Nic", "Origin", "Port", "SimControl", "SimData", "SimNetwork", "Transfer", "Violation"]
+__all__ = ["Fabric", "Nic", "Origin", "Port", "SimControl", "SimData", "SimNetwork", "Transfer", "Violation"]
 
-Bytes = npt.NDArray[np.uint8]
 Origin = Address | ReplyTo
 """The way a packet came, and goes back: an address that is asked, or the route by which whoever asked is answered."""
 
@@ -231,7 +227,7 @@ class Nic:
 
     def begin(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
         """Register memory, and join the fabric."""
-        self.arrays = self._given or [_bytes_at(memory) for memory in memories]
+        self.arrays = self._given or [bytes_at(memory) for memory in memories]
         self.memories, self._on_ready = tuple(memories), on_ready
         self.starts += 1
         return self.join()
@@ -347,10 +343,6 @@ class Nic:
 
     async def quiesce(self) -> None:
         """There are no threads."""
-
-
-def _bytes_at(memory: Memory) -> Bytes:
-    return np.frombuffer(memoryview((ctypes.c_uint8 * memory.length).from_address(memory.base)), np.uint8)
 
 
 # -- for real engines, on any event loop -----------------------------------------------------------------

@@ -11,7 +11,6 @@ by byte; a record that is found in a tier is what its key says; every call ends,
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import math
 import random
 from collections import Counter
@@ -37,7 +36,7 @@ from asynckv.offload.entry import EntryState
 from asynckv.offload.keys import NAMESPACE_BYTES
 from asynckv.ports import CopyOp
 from asynckv.results import Loaded
-from asynckv.testing.caches import FREED, Bytes, Cache, Model, Shape, layout_of
+from asynckv.testing.caches import FREED, Cache, Model, Shape, bytes_at, layout_of
 from asynckv.testing.doors import Doors
 from asynckv.testing.oracles import TURN_S, Stopwatch
 from asynckv.testing.script import Fault
@@ -127,7 +126,7 @@ class _Rank:
         self.bytes = np.full(sum(lengths) + 4096, FREED, np.uint8)
         base = -(-self.bytes.ctypes.data // 4096) * 4096
         layout = layout_of(service.script.model, shape, self.tp_rank, base=base)
-        arrays = [_bytes_at(memory.base, memory.length) for memory in layout.memories]
+        arrays = [bytes_at(memory) for memory in layout.memories]
         self.shape, self.cache = shape, Cache(service.script.model, layout, arrays)
         self.tags = _tags(service.script.model, shape, self.tp_rank)
         self.owner: dict[Key, _Call] = {}
@@ -190,7 +189,7 @@ class _Rank:
         process.world.processes[name] = process
         control = WorldControl(process, f"sim://{self.name}-host")
         control.name, control.route = name, type(control.route)(name.encode())
-        arrays = [_bytes_at(memory.base, memory.length) for memory in memories]
+        arrays = [bytes_at(memory) for memory in memories]
         return Engine(
             config,
             registration,
@@ -529,10 +528,6 @@ class _Rank:
                 whole[: len(array)] = array
                 cache = Cache(self.cache.model, placed(form, 0, len(whole)), [whole])
                 self._judge_record(cache, group, 0, record.key[NAMESPACE_BYTES:], "the disk")
-
-
-def _bytes_at(base: int, length: int) -> Bytes:
-    return np.frombuffer(memoryview((ctypes.c_uint8 * length).from_address(base)), np.uint8)
 
 
 def _engine(form: Layout) -> tuple[object, ...]:

@@ -8,26 +8,19 @@ move lands in the loop's next turn; a plane that is `deferred` lets moves wait u
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, RecordsLost, Stored
+from asynckv.testing.caches import Bytes, bytes_at
 
 __all__ = ["SimCopies", "SimDisk", "SimRecords"]
-
-Bytes = npt.NDArray[np.uint8]
-
-
-def _bytes_at(memory: Memory) -> Bytes:
-    return np.frombuffer(memoryview((ctypes.c_uint8 * memory.length).from_address(memory.base)), np.uint8)
 
 
 class _Move:
@@ -66,8 +59,8 @@ class SimCopies:
         """Know the memory."""
         assert not self.is_open
         self.is_open, self._on_ready = True, on_ready
-        self._near = [_bytes_at(memory) for memory in near]
-        self._far = {name: [_bytes_at(memory) for memory in memories] for name, memories in far.items()}
+        self._near = [bytes_at(memory) for memory in near]
+        self._far = {name: [bytes_at(memory) for memory in memories] for name, memories in far.items()}
 
     def post(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterable[ReadRequest]) -> None:
         """Begin a move; its fate says how it goes on, unless all are deferred."""
@@ -243,7 +236,7 @@ class SimRecords:
     ) -> Sequence[Stored]:
         """Say what is there."""
         assert not self.is_open
-        self.is_open, self._on_ready, self._memory = True, on_ready, _bytes_at(memory)
+        self.is_open, self._on_ready, self._memory = True, on_ready, bytes_at(memory)
         return [Stored(r.key, far, r.size, r.layout, r.tag) for far, (r, _) in self.disk.records.items()]
 
     def post(self, move_id: TransferId, op: CopyOp, records: Sequence[Record]) -> None:

@@ -29,7 +29,8 @@ from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
-from asynckv.testing.fabric import Bytes, Fabric, Nic, Origin, Port, Transfer, Violation
+from asynckv.testing.caches import Bytes
+from asynckv.testing.fabric import Fabric, Nic, Origin, Port, Transfer, Violation
 
 __all__ = ["Process", "Transfer", "Violation", "WireFate", "World", "WorldClock", "WorldControl", "WorldData"]
 
