@@ -10,6 +10,7 @@ what is left after a millisecond is carried out in the loop's next turn.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
@@ -36,9 +37,9 @@ from asynckv.embed.orders import (
 )
 from asynckv.engine import Engine, LentRequest, Offload
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullCancelled, PullError
-from asynckv.results import LeaseEnd
+from asynckv.results import LeaseEnd, Statistics
 
-__all__ = ["EngineDesk", "checked"]
+__all__ = ["EngineDesk", "checked", "snapshot"]
 
 SLICE_S = 0.001
 """How long a turn may go on carrying out orders."""
@@ -63,6 +64,14 @@ def checked(work: Coroutine[Any, Any, Any], timeout_s: float) -> float:
     except BaseException:
         work.close()
         raise
+
+
+def snapshot(desk: EngineDesk, engine: Engine, **own: int) -> tuple[float, Statistics]:
+    """Take the engine's statistics, with counters of who embeds it; returns when, and these."""
+    found = engine.statistics()
+    own = {"handovers": desk.num_handovers, "orders": desk.num_orders} | own
+    counters = {**found.counters, **{f"embed.{name}": count for name, count in own.items()}}
+    return time.monotonic(), dataclasses.replace(found, counters=counters)
 
 
 class EngineDesk:

@@ -24,7 +24,7 @@ from typing import Any, Self, TypeVar
 from asynckv.arguments import number
 from asynckv.config import EngineConfig
 from asynckv.core.inspect import HeldBlocks
-from asynckv.embed.desk import EngineDesk, checked
+from asynckv.embed.desk import EngineDesk, checked, snapshot
 from asynckv.embed.in_place import InPlace
 from asynckv.embed.orders import Finished, Order
 from asynckv.engine import Engine
@@ -291,14 +291,7 @@ class EnginePump:
         self._is_handed = True
 
     def _take_snapshot(self) -> None:
-        desk, statistics = self._desk, self.engine.statistics()
-        own = {
-            "embed.handovers": desk.num_handovers,
-            "embed.orders": desk.num_orders,
-            "embed.turns": self._num_turns,
-        }
-        snapshot = dataclasses.replace(statistics, counters={**statistics.counters, **own})
-        self._snapshot = time.monotonic(), snapshot
+        self._snapshot = snapshot(self._desk, self.engine, turns=self._num_turns)
 
     def _forked(self) -> None:
         """This is the child of a fork: what is closed here, its parent's epoll forgets."""

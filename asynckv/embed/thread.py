@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
-import dataclasses
 import math
 import os
 import select
@@ -35,7 +34,7 @@ from asynckv.arguments import number, seconds
 from asynckv.config import EngineConfig
 from asynckv.core.inspect import HeldBlocks
 from asynckv.embed.bell import Bell
-from asynckv.embed.desk import EngineDesk, checked
+from asynckv.embed.desk import EngineDesk, checked, snapshot
 from asynckv.embed.in_place import InPlace
 from asynckv.embed.orders import Finished, Order
 from asynckv.engine import Engine
@@ -533,14 +532,7 @@ class EngineThread:
                 driver.core.decode.alive_at = driver.clock.now()
 
     def _take_snapshot(self) -> None:
-        desk, statistics = self._desk, self.engine.statistics()
-        own = {
-            "embed.handovers": desk.num_handovers,
-            "embed.orders": desk.num_orders,
-            "embed.wakeups": self._num_wakeups,
-        }
-        snapshot = dataclasses.replace(statistics, counters={**statistics.counters, **own})
-        self._snapshot = time.monotonic(), snapshot
+        self._snapshot = snapshot(self._desk, self.engine, wakeups=self._num_wakeups)
 
     # -- what ends the process -----------------------------------------------------------------------
 
