@@ -18,6 +18,7 @@ from rich.console import Console
 
 from asynckv.bench import noise, sides
 from asynckv.bench.compare import compare, judge, share, show
+from asynckv.bench.floor import table
 from asynckv.bench.sides import Run, Side
 from asynckv.errors import ConfigError
 from tests.test_bench_report import good, options
@@ -50,6 +51,17 @@ def floored(ratio: float, spread: float = 0.0) -> dict[str, Any]:
         | {kind: {k: measured(v) for k, v in figures.items()} for kind in kinds},
         "ratio_to_floor": {kind: {k: measured(ratio) for k in figures} for kind in kinds},
     }
+
+
+def test_an_old_report_with_the_floor_of_a_tcp_socket_is_still_read() -> None:
+    old, new = (made() | floored(0.9) for _ in range(2))
+    for part in ("floor", "ratio_to_floor"):
+        old[part]["tcp_socket"] = old[part]["raw_nixl"]
+    result = compare(side("old", old), side("new", new))
+    assert verdicts(result, "ratio_to_floor.raw_nixl.gbytes_per_s") == ["noise"]
+    rows, notes = table(old)
+    assert "raw TCP socket" in {name for name, *_ in rows}
+    assert "raw TCP socket was not measured: forbidden" in notes
 
 
 def side(name: str, *reports: dict[str, Any]) -> Side:
