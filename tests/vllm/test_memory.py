@@ -423,6 +423,18 @@ def test_a_state_of_unknown_structure_is_refused_to_unequal_ranks(tmp_path: Path
     check_refused(tmp_path, Side(layers), Side(layers, tp=2), "rank")
 
 
+@pytest.mark.parametrize(("channels", "fits"), [(128, False), (129, False), (130, True), (127, False), (64, False)])
+def test_a_convolution_that_has_no_keys_or_half_a_key_is_no_delta_nets(channels: int, fits: bool) -> None:
+    """Of 8 heads with 16 values 128 channels are the values'; keys and queries share the rest evenly."""
+    shapes, dtypes = [(channels, 3), (8, 16, 16)], [torch.float32, torch.float32]
+    if fits:
+        states = caches.delta_net(shapes, dtypes, is_dim_first=True, place=Place())
+        assert [array.name for array in states.arrays][:3] == ["conv_q", "conv_k", "conv_v"]
+        return
+    with pytest.raises(caches.UnknownStructure, match="a gated delta net"):
+        caches.delta_net(shapes, dtypes, is_dim_first=True, place=Place())
+
+
 def test_a_ring_moves_like_a_state(tmp_path: Path) -> None:
     page = 16 * 8 * 2 * 16 * 2
     ring = CircularBufferSpec(

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -54,7 +55,7 @@ from asynckv.integrations.vllm.offload import worker as workers
 from asynckv.integrations.vllm.offload.manager import COUNTED, GAUGES, PREFIX, Manager
 from asynckv.integrations.vllm.offload.region import Region, Shape
 from asynckv.integrations.vllm.offload.spec import AsyncKVOffloadingSpec, stored
-from asynckv.integrations.vllm.offload.worker import Worker
+from asynckv.integrations.vllm.offload.worker import Worker, device_layout
 from asynckv.ports import CopyOp, Record, RecordsEnded, RecordsLost
 from asynckv.testing import SimDisk, SimRecords
 from asynckv.tools.offload_folder import look
@@ -177,6 +178,23 @@ def test_a_budget_that_may_end_an_engine_is_warned_of(window: int | None, caplog
         OffloadingSpecFactory.create_spec(config({"sync_load_budget_bytes": 1}, groups=groups)).get_manager()
     said = [record.message for record in caplog.records if record.name == "vllm.asynckv"]
     assert len(said) == (window == 1), said
+
+
+@pytest.mark.parametrize(("has_files", "seed", "is_told"), [(True, "", True), (True, "0", False), (False, "", False)])
+def test_hashes_that_the_next_start_will_not_have_are_warned_of_where_there_are_files(
+    has_files: bool,
+    seed: str,
+    is_told: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", seed)
+    extra = {"directory": str(tmp_path), "file_bytes": 64 * PAGE} if has_files else {}
+    with caplog.at_level("WARNING", "vllm.asynckv"):
+        manager = OffloadingSpecFactory.create_spec(config(extra)).get_manager()
+    manager.shutdown()
+    assert any("set PYTHONHASHSEED" in record.message for record in caplog.records) == is_told
 
 
 @pytest.mark.parametrize(("is_within_step", "taken"), [(True, 7), (False, 5)])
@@ -400,6 +418,30 @@ def test_a_job_whose_slots_do_not_match_its_blocks_is_refused() -> None:
     with pytest.raises(BackendError, match="has 3 blocks and 1 slots, and its groups take 3 and 2"):
         worker.submit_store(1, GPULoadStoreSpec([5, 2, 7], (3, 0), (1, 0)), CPULoadStoreSpec([3]))
     worker.shutdown()
+
+
+def test_host_memory_is_pinned_for_the_device_of_the_caches_and_copies_go_on_where_it_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[int] = []
+
+    def pin(_: Region, device: int) -> None:
+        asked.append(device)
+        raise BackendError("no driver")
+
+    def on_device(caches: CanonicalKVCaches) -> Any:
+        layout, tensors = device_layout(caches)
+        memories = tuple(replace(memory, kind="cuda", device=3) for memory in layout.memories)
+        return replace(layout, memories=memories), tensors
+
+    monkeypatch.setattr(Region, "pin", pin)
+    made(Copies(Ending.DONE))[0].shutdown()
+    assert not asked
+    monkeypatch.setattr(workers, "device_layout", on_device)
+    with caplog.at_level("WARNING", "vllm.asynckv"):
+        made(Copies(Ending.DONE))[0].shutdown()
+    assert asked == [3]
+    assert "host memory cannot be pinned (no driver)" in caplog.text
 
 
 # -- the manager -----------------------------------------------------------------------------------
@@ -640,6 +682,28 @@ def test_slots_that_workers_may_still_write_are_not_given_away_after_a_reset() -
     assert manager.prepare_store([key(9)], context) is not None
     manager.complete_store([key(9)], context)
     assert manager.catalogue.check_integrity() == []
+
+
+@pytest.mark.parametrize(("is_over", "is_known", "lost"), [(False, True, 7), (True, True, 8), (True, False, 8)])
+def test_lru_gives_up_the_end_of_a_prompt_that_was_stored_step_by_step(
+    is_over: bool, is_known: bool, lost: int
+) -> None:
+    """The order is made anew when an eighth of the prompt is new, so the ninth block is taken in at the end alone."""
+    given = config()
+    offload = OffloadConfig(model="m", hash_tokens=16, host_bytes=1, policy="lru")
+    shape = Shape(PAGE, 1, 1, 9)
+    manager = Manager(given, offload, shape, stored(given, offload, shape))
+    context = ReqContext("r")
+    for number in range(9):
+        if is_known:
+            context.set_offload_key_position(key(number), 16 * (number + 1))
+        manager.prepare_store([key(number)], context)
+        manager.complete_store([key(number)], context)
+    if is_over:
+        manager.on_request_finished(context)
+    output = manager.prepare_store([key(20)], ReqContext("other"))
+    assert output is not None
+    assert list(output.evicted_keys) == [key(lost)]
 
 
 def test_who_keeps_all_slots_is_said_once_and_not_in_every_step(caplog: pytest.LogCaptureFixture) -> None:
