@@ -706,20 +706,52 @@ def test_lru_gives_up_the_end_of_a_prompt_that_was_stored_step_by_step(
     assert list(output.evicted_keys) == [key(lost)]
 
 
-def test_who_keeps_all_slots_is_said_once_and_not_in_every_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_slots_that_workers_may_still_read_are_not_given_away_after_a_reset() -> None:
     given = config()
     offload = OffloadConfig(model="m", hash_tokens=16, host_bytes=1)
     shape = Shape(PAGE, 1, 1, 8)
     manager = Manager(given, offload, shape, stored(given, offload, shape))
+    context, first = ReqContext("r"), [key(i) for i in range(8)]
+    manager.prepare_store(first, context)
+    manager.complete_store(first, context)
+    manager.prepare_load(first, context)
+    manager.reset_cache()
+    assert manager.prepare_store([key(9)], context) is None
+    manager.on_reset_flushed()
+    assert manager.prepare_store([key(9)], context) is not None
+
+
+def test_blocks_whose_copy_failed_are_not_stored() -> None:
+    given = config()
+    offload = OffloadConfig(model="m", hash_tokens=16, host_bytes=1)
+    shape = Shape(PAGE, 1, 1, 8)
+    manager = Manager(given, offload, shape, stored(given, offload, shape))
+    context = ReqContext("r")
+    manager.prepare_store([key(1)], context)
+    manager.complete_store([key(1)], context, success=False)
+    assert manager.lookup(key(1), context) is LookupResult.MISS
+    assert manager.counts["stored_blocks"] == 0
+    assert manager.catalogue.check_integrity() == []
+
+
+def test_who_keeps_all_slots_is_said_once_and_not_in_every_step(caplog: pytest.LogCaptureFixture) -> None:
+    given = config()
+    offload = OffloadConfig(model="m", hash_tokens=16, host_bytes=1)
+    shape = Shape(PAGE, 1, 1, 8)
+    now = [1000.0]
+    manager = Manager(given, offload, shape, stored(given, offload, shape), clock=lambda: now[0])
     context = ReqContext("r")
     first, more = [key(i) for i in range(8)], [key(9)]
     manager.prepare_store(first, context)
     with caplog.at_level("WARNING", "vllm.asynckv"):
         assert manager.prepare_store(more, context) is None
         assert manager.prepare_store(more, context) is None
-    (said,) = caplog.messages
+        (said,) = caplog.messages
+        now[0] += 61.0
+        assert manager.prepare_store(more, context) is None
+        assert caplog.messages == [said, said]
     assert "of 8 slots workers write 8 and read 0, 0 are being written to files" in said
-    assert manager.statistics()["refused_blocks"] == 2
+    assert manager.statistics()["refused_blocks"] == 3
     manager.complete_store(first, context)
     assert manager.prepare_store(more, context) is not None
 
@@ -930,5 +962,6 @@ def test_a_key_that_is_there_twice_does_no_harm() -> None:
     slots = manager.prepare_load(twice, context).block_ids
     assert slots[0] == slots[2] != slots[1]
     manager.complete_load(twice, context)
+    assert manager.counts["loaded_blocks"] == 2
     assert manager.catalogue.check_integrity() == []
     assert not manager.catalogue.traffic.running
