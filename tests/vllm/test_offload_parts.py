@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -431,8 +431,8 @@ def test_host_memory_is_pinned_for_the_device_of_the_caches_and_copies_go_on_whe
 
     def on_device(caches: CanonicalKVCaches) -> Any:
         layout, tensors = device_layout(caches)
-        memories = tuple(replace(memory, kind="cuda", device=3) for memory in layout.memories)
-        return replace(layout, memories=memories), tensors
+        memories = tuple(msgspec.structs.replace(memory, kind="cuda", device=3) for memory in layout.memories)
+        return msgspec.structs.replace(layout, memories=memories), tensors
 
     monkeypatch.setattr(Region, "pin", pin)
     made(Copies(Ending.DONE))[0].shutdown()
