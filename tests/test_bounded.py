@@ -9,6 +9,7 @@ import pytest
 from asynckv.core import readers
 from asynckv.core.attempts import Request, RequestState
 from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.lease import Lease
 from asynckv.core.pull import PullRequest
 from asynckv.core.timers import Timers
 from asynckv.core.types import Cohort, Reason, ReplyTo
@@ -114,3 +115,24 @@ def test_no_attempt_begins_while_the_one_before_it_may_still_write() -> None:
 def state_of(request: Request) -> RequestState:
     """Read anew: mypy would remember what it was before."""
     return request.state
+
+
+def test_a_bug_that_one_lease_meets_ends_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    rank = world.add("p", make_layout(), engine_id="prefill")
+    lease = world.lend(rank, world.params([rank], "r", [3], 4))
+    tick_lease, met = rank.core.prefill.tick_lease, list[float]()
+
+    def fail(lease: Lease, now: float) -> bool:
+        if not met:
+            met.append(now)
+            raise RuntimeError("a bug")
+        return tick_lease(lease, now)
+
+    monkeypatch.setattr(rank.core.prefill, "tick_lease", fail)
+    with pytest.raises(RuntimeError):
+        rank.core.tick(10.0)
+    assert rank.core.next_at == 11.0
+    for now in (11.0, 30.0):
+        rank.core.tick(now)
+    assert lease.is_over

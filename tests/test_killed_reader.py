@@ -29,7 +29,7 @@ async def test_an_engine_whose_packets_cannot_be_sent_is_noticed() -> None:
         (grant,) = lease._lease.grants.values()
         ports = bench.network.ports
         # Both ways: the reader says nothing any more, and its connection has ended.
-        gone = {to: ports.pop(to) for to in (grant.reply_to, Address(prefill.engine.endpoint.address))}
+        gone = {to: ports.pop(to) for to in (grant.ways[0], Address(prefill.engine.endpoint.address))}
         ended = asyncio.ensure_future(lease.wait_released())
         for _ in range(int(10 * (GRANT_S + 2.0))):
             bench.clock.advance(0.1)

@@ -78,7 +78,7 @@ async def test_leases_of_a_killed_reader_share_lines_too(sim: Bench, stream: io.
         await until(lambda: all(x._lease.grants for x in lent))
         (grant,) = lent[0]._lease.grants.values()
         ports = sim.network.ports
-        gone = {to: ports.pop(to) for to in (grant.reply_to, Address(prefill.engine.endpoint.address))}
+        gone = {to: ports.pop(to) for to in (grant.ways[0], Address(prefill.engine.endpoint.address))}
         await turns(sim, 15.0)
         ports.update(gone)
         assert (len(said(stream, "lease_ended")) - MAX_TOLD) < 10

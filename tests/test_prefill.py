@@ -27,6 +27,7 @@ from asynckv.core.wire import (
     Message,
     NotYet,
     Ping,
+    Pong,
     Refused,
     Release,
     Renew,
@@ -115,9 +116,50 @@ def test_a_lease_of_a_stopped_reader_lasts_for_its_whole_time() -> None:
     assert not lease.gone
     assert 4 <= prefill.core.outbox.counters["sent.ping"] <= 7
     assert world.ports[reader.route] is reader
-    # Had it gone on, it would have taken that for a sign of life, and for nothing else.
-    reader.core.receive(prefill.address, encode_packet(prefill.core.identity.incarnation, "", [Ping(0)]), world.now)
-    assert not reader.core.outbox.counters["dropped.unexpected"]
+
+
+def test_a_second_process_of_one_name_ends_nothing_of_a_first_that_lives() -> None:
+    """A mistake of whoever set them up. The first lets its grant lapse, and answers when it is asked."""
+    world, prefill = prefill_rank(LONG)
+    params, other = (world.params([prefill], name, [block], 4) for name, block in (("r", 3), ("other", 4)))
+    lease = world.lend(prefill, params)
+    claimed_by(world, "d", prefill, params)
+    claimed_by(world, "again", prefill, other)
+    began = world.now
+    while not lease.is_over:
+        world.advance(0.5)
+        world.letters = [x for x in world.letters if x.sender.name != "d" or is_pong(x.data)]
+        world.deliver_all()
+    assert world.now - began == pytest.approx(30.0, abs=1.0)
+    assert not lease.gone
+
+
+def is_pong(data: bytes) -> bool:
+    return all(isinstance(message, Pong) for message in decode_packet(data).messages)
+
+
+def test_a_reader_whose_connection_broke_and_came_back_is_not_gone() -> None:
+    """Renewed over a second connection, it pauses. Of a killed one both have ended."""
+    for num_ended, is_gone in ((1, False), (2, True)):
+        world, rank = prefill_rank(LONG)
+        params = world.params([rank], "r", [3], 4)
+        lease = world.lend(rank, params)
+        say(rank, claim(params), 0.0)
+        say(rank, Renew(params.key, "pull", 2, 600.0), 3.0, OTHER)
+        for way in (ONE, OTHER)[:num_ended]:
+            rank.core.prefill.unreachable(way)
+        rank.core.tick(7.0)
+        assert lease.is_over is is_gone
+    lease_ways = [ReplyTo(b"%d" % n) for n in range(9)]
+    world, rank = prefill_rank(LONG)
+    params = world.params([rank], "r", [3], 4)
+    lease = world.lend(rank, params)
+    for n, way in enumerate(lease_ways):
+        say(rank, claim(params, nonce=n), 0.1 * n, way)
+    release = Release(params.key, params.request_id, READER, "pull", Outcome.RETRY)
+    say(rank, release, 1.0, OTHER)
+    (stray,) = lease.strays()
+    assert stray.ways == tuple(lease_ways[:4])
 
 
 def test_a_later_start_of_a_reader_says_that_the_one_before_is_gone() -> None:
@@ -145,15 +187,16 @@ def test_a_process_start_is_replaced_by_a_later_one_of_the_same_rank_with_the_sa
         (msgspec.structs.replace(hello, reader=Cohort("another")), "key:a"),
         (hello, "key:b"),
     )
-    assert not readers.is_replaced("start 1")  # never met
+    assert not readers.is_replaced("start 1", "key:a")  # never met
+    readers.greet(hello, OTHER, "start 1", "key:b", "", False)  # a thief was first with that name
     readers.greet(hello, ONE, "start 1", "key:a", "", False)
     for i, (said, key) in enumerate(others):
         readers.greet(said, OTHER, f"other {i}", key, "", False)
-        assert not readers.is_replaced("start 1")
+        assert not readers.is_replaced("start 1", "key:a")
     readers.greet(hello, OTHER, "start 2", "key:a", "", False)
-    assert [readers.is_replaced(f"start {n}") for n in (1, 2)] == [True, False]
+    assert [readers.is_replaced(f"start {n}", "key:a") for n in (1, 2)] == [True, False]
     readers.greet(hello, ONE, "start 1", "key:a", "", False)  # it lives after all
-    assert [readers.is_replaced(f"start {n}") for n in (1, 2)] == [False, True]
+    assert [readers.is_replaced(f"start {n}", "key:a") for n in (1, 2)] == [False, True]
 
 
 def test_what_is_remembered_of_process_starts_and_connections_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,10 +207,16 @@ def test_what_is_remembered_of_process_starts_and_connections_is_bounded(monkeyp
     for n in range(9):
         readers.greet(Hello(1, MAJOR, MINOR, "prefill", 0, Cohort(f"d{n // 2}")), ONE, f"start {n}", "", "", False)
         prefill.unreachable(ReplyTo(b"%d" % n))
-    assert len(readers._met) == len(prefill._unreachable) == 3
+        prefill.answered(ReplyTo(b"%d" % n), float(n))
+        prefill.unreachable(ReplyTo(b"%d" % n))
+    assert len(readers._met) == len(prefill._unreachable) == len(prefill._answered) == 3
     assert len(readers._newest) == 2
-    assert readers.is_replaced("start 6")
-    assert not readers.is_replaced("start 0")  # forgotten
+    assert readers.is_replaced("start 6", "")
+    assert not readers.is_replaced("start 0", "")  # forgotten
+    # One that came back is forgotten before the one that had taken its place.
+    for n in (10, 11, 10, 12, 13):
+        readers.greet(Hello(1, MAJOR, MINOR, "prefill", 0, Cohort("d")), ONE, f"start {n}", "", "", False)
+    assert [readers.is_replaced(f"start {n}", "") for n in (10, 11, 12, 13)] == [False, True, True, False]
 
 
 def test_a_connection_from_which_something_comes_is_not_one_that_has_ended() -> None:
@@ -189,7 +238,7 @@ def test_a_connection_from_which_something_comes_is_not_one_that_has_ended() -> 
 # -- no room ---------------------------------------------------------------------------------------------
 
 
-def lent_to(world: World, prefill: Rank, engine: str, number: int, claims: bool = True) -> list[Lease]:
+def lent_to(world: World, prefill: Rank, engine: str, number: int, claims: bool = True, key: str = "") -> list[Lease]:
     """Lend requests of a block each, which a decode engine has claimed, or nobody."""
     leases = []
     for _ in range(number):
@@ -199,7 +248,7 @@ def lent_to(world: World, prefill: Rank, engine: str, number: int, claims: bool 
         if claims:
             digest = blocks_digest(params.groups, params.num_tokens, params.written)
             message = Claim(params.key, params.request_id, Cohort(engine), f"pull-{block}", 1, digest, 600.0)
-            prefill.core.prefill.receive(message, ReplyTo(engine.encode()), engine, world.time(prefill))
+            prefill.core.prefill.receive(message, ReplyTo(engine.encode()), engine, world.time(prefill), key)
     return leases
 
 
@@ -207,7 +256,7 @@ def renewed(prefill: Rank, leases: list[Lease], now: float) -> None:
     for lease in leases:
         for grant in list(lease.grants.values()):
             prefill.core.prefill.receive(
-                Renew(lease.lent.key, grant.pull_id, 2, 600.0), grant.reply_to, grant.sender, now
+                Renew(lease.lent.key, grant.pull_id, 2, 600.0), grant.ways[0], grant.sender, now
             )
 
 
@@ -217,18 +266,19 @@ def states(leases: list[Lease]) -> str:
 
 def test_room_is_made_by_the_reader_engine_that_holds_most_and_its_oldest_request_goes_first() -> None:
     world, prefill = prefill_rank(LONG)
-    slow, quick = lent_to(world, prefill, "slow", 6), lent_to(world, prefill, "quick", 2)
+    slow, quick = lent_to(world, prefill, "slow", 9), lent_to(world, prefill, "quick", 2)
     assert prefill.core.prefill.reclaim(3, 3.9) == ()  # each is kept for one grant
     renewed(prefill, slow + quick, 3.9)
     assert prefill.core.prefill.reclaim(0, 4.0) == ()
     assert prefill.core.prefill.reclaim(1, 4.0) == (slow[0],)
-    assert (states(slow), states(quick), slow[0].revoked_by) == ("elllll", "ll", "no_room")
+    assert (states(slow), states(quick), slow[0].revoked_by) == ("e" + 8 * "l", "ll", "no_room")
     assert prefill.core.prefill.reclaim(1, 4.1) == (), "that one's block has not returned, and is on its way"
-    assert prefill.core.prefill.reclaim(100, 4.1) == (slow[1], slow[2]), "3.5 blocks of 7 are its share"
-    assert states(slow) == "eeelll"
+    assert prefill.core.prefill.reclaim(100, 4.1) == (slow[1], slow[2]), "half of the 12 blocks are its share"
+    assert states(slow) == "eee" + 6 * "l"
     assert slow[0].grants, "a promise is kept"
     prefill.core.tick(8.0)
-    assert (states(slow), len(prefill.core.ledger)) == ("rrrlll", 5)
+    assert (states(slow), len(prefill.core.ledger)) == ("rrr" + 6 * "l", 8)
+    assert prefill.core.prefill.reclaim(100, 8.1) == (), "nor does its share shrink"
 
 
 def test_the_only_reader_engine_keeps_all_and_so_does_one_among_equals() -> None:
@@ -243,14 +293,14 @@ def test_the_only_reader_engine_keeps_all_and_so_does_one_among_equals() -> None
 def test_a_reader_engine_that_has_read_lately_has_a_share_though_it_holds_nothing() -> None:
     """It is the one that waits: there was no room to prefill its prompts."""
     world, prefill = prefill_rank(LONG)
-    (read,), slow = lent_to(world, prefill, "quick", 1), lent_to(world, prefill, "slow", 4)
+    (read,), slow = lent_to(world, prefill, "quick", 1), lent_to(world, prefill, "slow", 8)
     cohort, (pull,) = Cohort("quick"), read.grants
     release = Release(read.lent.key, read.lent.request_id, cohort, pull, Outcome.COMPLETE)
     prefill.core.prefill.receive(release, ReplyTo(b"quick"), "quick", 1.0)
     assert read.is_over
     assert prefill.core.prefill.reclaim(4, 30.9) == tuple(slow[:2])
     world, prefill = prefill_rank(LONG)
-    (read,), slow = lent_to(world, prefill, "quick", 1), lent_to(world, prefill, "slow", 4)
+    (read,), slow = lent_to(world, prefill, "quick", 1), lent_to(world, prefill, "slow", 8)
     (pull,) = read.grants
     release = Release(read.lent.key, read.lent.request_id, cohort, pull, Outcome.COMPLETE)
     prefill.core.prefill.receive(release, ReplyTo(b"quick"), "quick", 1.0)
@@ -259,12 +309,32 @@ def test_a_reader_engine_that_has_read_lately_has_a_share_though_it_holds_nothin
 
 def test_requests_that_nobody_has_claimed_are_those_of_one_more() -> None:
     world, prefill = prefill_rank(LONG)
-    nobody = lent_to(world, prefill, "", 6, claims=False)
+    nobody = lent_to(world, prefill, "", 8, claims=False)
     assert prefill.core.prefill.reclaim(6, 5.0) == (), "whose they are is not known, and nobody else is"
     for engine in ("one", "other"):
         lent_to(world, prefill, engine, 1)
     assert prefill.core.prefill.reclaim(6, 5.0) == (nobody[0], nobody[1])
-    assert states(nobody) == "rrllll", "nothing was promised"
+    assert states(nobody) == "rrllllll", "nothing was promised"
+
+
+def test_names_that_an_engine_makes_up_give_it_no_larger_share() -> None:
+    """Nine cohorts of one key hold nine blocks; another engine's three, which are newer, stay."""
+    world, prefill = prefill_rank(LONG)
+    evil = [lent_to(world, prefill, f"evil{n}", 1, key="key:evil")[0] for n in range(9)]
+    honest = lent_to(world, prefill, "honest", 3, key="key:honest")
+    assert prefill.core.prefill.reclaim(100, 5.0) == tuple(evil[:3])
+    assert states(honest) == "lll"
+
+
+def test_without_keys_an_engine_goes_by_the_name_with_which_it_shook_hands() -> None:
+    world, prefill = prefill_rank(LONG)
+    leases = []
+    for n in range(9):
+        hello = Hello(1, MAJOR, MINOR, "prefill", 0, Cohort("d"))
+        prefill.core.readers.greet(hello, ReplyTo(b"x"), f"cohort{n}", "", "", False)
+        leases += lent_to(world, prefill, f"cohort{n}", 1)
+    lent_to(world, prefill, "other", 1)
+    assert prefill.core.prefill.reclaim(100, 5.0) == tuple(leases[:3])
 
 
 def test_reader_engines_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

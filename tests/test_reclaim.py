@@ -22,12 +22,12 @@ async def test_a_reader_engine_that_only_announces_makes_room_for_another() -> N
         prefill.engine.reclaim(1)
     async with prefill.engine, slow.engine, quick.engine:
         group = PrefillGroup("prefill", [prefill.engine.endpoint])
-        params = [group.make_params(f"r{i}", [(0, [i])], 16) for i in range(5)]
+        params = [group.make_params(f"r{i}", [(0, [*range(6 * i, 6 * i + 6)])], 96) for i in range(5)]
         leases = [prefill.engine.lend(each) for each in params]
         for i, each in enumerate(params):
             (quick if i == 4 else slow).engine.announce(f"d{i}", each)
         await until(lambda: all(lease._lease.grants for lease in leases))
-        assert prefill.engine.reclaim(2) == 0
+        assert prefill.engine.reclaim(6) == 0
         ended: list[str] = []
         for lease in leases:
             task = asyncio.ensure_future(lease.wait_released())
@@ -40,14 +40,14 @@ async def test_a_reader_engine_that_only_announces_makes_room_for_another() -> N
                     await asyncio.sleep(0)
 
         await let_pass(3.0)
-        assert prefill.engine.reclaim(1) == 1
-        assert prefill.engine.reclaim(1) == 0, "its block is on its way"
+        assert prefill.engine.reclaim(6) == 1
+        assert prefill.engine.reclaim(6) == 0, "its blocks are on their way"
         await let_pass(1.5)  # a third of a grant, and some turns
         assert ended == ["r0 revoked"]
         with pytest.raises(LeaseRefused, match="revoked"):
-            await slow.engine.pull("d0", [(0, [1])], params[0])
-        assert (await quick.engine.pull("d4", [(0, [1])], params[4])).num_tokens == 16
-        assert (await slow.engine.pull("d1", [(0, [2])], params[1])).num_tokens == 16
+            await slow.engine.pull("d0", [(0, [*range(6)])], params[0])
+        assert (await quick.engine.pull("d4", [(0, [*range(6)])], params[4])).num_tokens == 96
+        assert (await slow.engine.pull("d1", [(0, [*range(6, 12)])], params[1])).num_tokens == 96
         for wrong in (-1, 1.5, None, "many"):
             with pytest.raises(LocalProtocolError, match="num_blocks"):
                 prefill.engine.reclaim(wrong)  # type: ignore[arg-type]

@@ -380,7 +380,9 @@ class DecodeSide:
                     peer, reason, detail = refused
                     serve_no_more = self._lose if reason in FINAL else self._failed
                     serve_no_more(peer, reason, detail, now)
-            case Pong() | Status() | Ping():  # a rank pings to find out whether the connection has ended
+            case Ping():  # it owes us nothing, and wonders whether we have ended
+                self._outbox.send(address, sender, Pong(message.nonce))
+            case Pong() | Status():
                 pass
             case Goodbye():
                 if peer is not None:

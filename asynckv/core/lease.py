@@ -46,6 +46,9 @@ __all__ = ["Effects", "Grant", "Lease", "LeaseState", "Lent", "Reader", "Refusal
 
 NOWHERE = ReplyTo(b"")
 MAX_READERS = 4096
+MAX_WAYS = 4
+"""Connections that are remembered of one attempt of a reader; a repeated packet may come by another's."""
+
 MAX_HISTORY = 1024
 PROBE_S = 1.0
 """A reader whose grant has run out is looked at again after this, then after twice as long."""
@@ -159,7 +162,8 @@ class Grant(Struct):
     Attributes:
         sender: The start of the reader's process that claimed; nobody else renews or releases.
         name: The reader and its process, for people.
-        reply_to: The connection over which it was claimed first. Packets that are repeated elsewhere do not change it.
+        ways: The connections over which the reader has spoken of it, the first few.
+        probed_at: When these were last asked for a sign of life, after the grant had run out.
     """
 
     pull_id: PullId
@@ -169,7 +173,13 @@ class Grant(Struct):
     until: float
     since: float
     asked_at: float
-    reply_to: ReplyTo
+    ways: tuple[ReplyTo, ...]
+    probed_at: float = math.inf
+
+    def came_by(self, reply_to: ReplyTo) -> None:
+        """Take note of a connection over which the reader has spoken."""
+        if reply_to not in self.ways and len(self.ways) < MAX_WAYS:
+            self.ways += (reply_to,)
 
 
 class Discharge(Struct, frozen=True, gc=False):
@@ -309,7 +319,7 @@ class Lease:
             case Release():
                 answer = self._release(message, sender, now, proven, reply_to)
             case Renew():
-                answer = self._renew(message, sender, now, proven)
+                answer = self._renew(message, sender, now, proven, reply_to)
         first = PullId(message.pull_id) if len(self.grants) > num_grants else None
         if type(answer) is Refused and len(self.refused) < MAX_REFUSALS:
             self.turned_down(Refusal(now, WHAT[type(message)], answer.reason, self.who(message, sender), answer.detail))
@@ -561,7 +571,7 @@ class Lease:
             return _refused(claim, Reason.CONSUMED, "this reader has released the request before")
         return self._grant(claim, reader, sender, now, reply_to)
 
-    def _renew(self, renew: Renew, sender: str, now: float, proven: str) -> Granted | Refused:
+    def _renew(self, renew: Renew, sender: str, now: float, proven: str, reply_to: ReplyTo) -> Granted | Refused:
         if self.state is not L.LENT:
             return _refused(renew, Reason.REVOKED)
         grant = self.grants.get(PullId(renew.pull_id))
@@ -570,7 +580,7 @@ class Lease:
             return _refused(renew, Reason.RELEASED_ALREADY if known else Reason.EXPIRED)
         if self.keys.get(grant.reader, proven) != proven:
             return _refused(renew, Reason.FOREIGN_PULL, _OTHER_KEY)
-        return self._grant(renew, grant.reader, sender, now, grant.reply_to)
+        return self._grant(renew, grant.reader, sender, now, reply_to)
 
     def _grant(
         self, ask: Claim | Renew, reader: Reader, sender: str, now: float, reply_to: ReplyTo
@@ -587,7 +597,7 @@ class Lease:
             name = rank_name(reader.cohort, reader.tp_rank, reader.pp_stage, sender)
             self._note(now, f"granted to {name}, pull {pull_id}")
             self.attempts[reader] = self.attempts.get(reader, 0) + 1
-            self.grants[pull_id] = Grant(pull_id, reader, sender, name, now + seconds, now, now, reply_to)
+            self.grants[pull_id] = Grant(pull_id, reader, sender, name, now + seconds, now, now, (reply_to,))
             self.names[sender] = name
             self.gone.discard(reader)
             heapq.heappush(self.deadlines, (now + seconds, pull_id))
@@ -596,6 +606,8 @@ class Lease:
         else:
             # A shorter one takes nothing back: its reader may go by the longer one still.
             grant.until, grant.asked_at = max(grant.until, now + seconds), now
+            if reply_to != grant.ways[0]:
+                grant.came_by(reply_to)
         self.expires_at = max(self.expires_at, now + seconds)
         return Granted(ask.key, pull_id, ask.nonce, seconds, math.floor((now - self.lent_at) * 1e6) / 1e6)
 
@@ -620,8 +632,9 @@ class Lease:
             self.cohorts[cohort.id].owed.discard(reader)
             self.discharged.setdefault(reader, Discharge(release.outcome, name))
         else:
-            since, way = (now, reply_to) if grant is None else (grant.since, grant.reply_to)
-            self.past[reader] = Grant(pull_id, reader, sender, name, now, since, now, way)
+            since, ways = (now, ()) if grant is None else (grant.since, grant.ways)
+            self.past[reader] = Grant(pull_id, reader, sender, name, now, since, now, ways)
+            self.past[reader].came_by(reply_to)
         self._note(now, f"released by {name}, pull {pull_id}: {release.outcome}")
         return Ack(release.key, pull_id)
 

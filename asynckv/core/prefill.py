@@ -15,9 +15,9 @@ is answered by the first of these that holds for its key:
 A lease says what a transition brings about (`Effects`); here that is done: the answer goes to the outbox, a grant to a
 sampled lease and an end become commands, the blocks of what has ended leave the ledger, the timers are set.
 
-A reader that was killed renews no more. Once its last grant has run out it is *gone* if its connection has ended, or if
-a later start of its process has shaken hands. The rank cannot ask a connection whether it has ended; it sends a `Ping`,
-and whoever sends packets says that one could not be sent (`unreachable`).
+A reader that was killed renews no more. Once its last grant has run out it is *gone* if its connections have ended, or
+if a later start of its rank has shaken hands and it does not answer. Nothing tells when a connection ends: the rank
+sends a `Ping` over it, and hears from whoever sends packets that one could not be sent (`unreachable`).
 """
 
 from __future__ import annotations
@@ -145,8 +145,10 @@ class PrefillSide:
         expires."""
         self._unreachable: OrderedDict[ReplyTo, None] = OrderedDict()
         """Connections to which a packet could not be sent, and from which none has come since."""
+        self._answered: OrderedDict[ReplyTo, float] = OrderedDict()
+        """When a reader last answered a ping over a connection."""
         self._read_at: OrderedDict[str, float] = OrderedDict()
-        """When a request of each reader engine ended last."""
+        """When a request of each reader engine ended last; by its key, or without keys by its name."""
         self.spent = SpentKeys()
 
     @property
@@ -229,21 +231,21 @@ class PrefillSide:
     def reclaim(self, num_blocks: int, now: float) -> tuple[Lease, ...]:
         """Revoke requests until so many blocks are to return: the oldest of the reader engine that holds most, first.
 
-        A request is kept for the length of one grant, and each reader engine keeps an equal share of what is lent. So
-        a reader engine that nobody else waits behind loses nothing, and neither does one that reads in time. Requests
-        that no reader has claimed count as those of one engine more. Grants are kept, so blocks return later than this.
+        A request is kept for the length of one grant, and each reader engine keeps an equal share of all blocks. So the
+        only reader engine loses nothing, and neither does one that reads in time. Requests that no reader has claimed
+        count as those of one engine more. Grants are kept, so blocks return later than this.
         """
         held: defaultdict[str, list[tuple[Lease, int]]] = defaultdict(list)
         for key, lease in self.leases.items():
             holding = self._ledger.get(key.token)
             size = sum(map(len, holding.blocks.values())) if holding is not None else 0
             if lease.state is LeaseState.LENT:
-                held[next(iter(lease.cohorts), "")].append((lease, size))
+                held[self._engine_of(lease)].append((lease, size))
             else:
                 num_blocks -= size
         sizes = Counter({engine: sum(size for _, size in leases) for engine, leases in held.items()})
         recent = {engine for engine, at in self._read_at.items() if now - at < self._config.lease_s}
-        share, revoked = sizes.total() / max(len((recent | held.keys()) - {""}), 1), []
+        share, revoked = self._ledger.num_blocks / max(len((recent | held.keys()) - {""}), 1), []
         while num_blocks > 0 and sizes:
             engine, most = sizes.most_common(1)[0]
             if most <= share:
@@ -302,11 +304,13 @@ class PrefillSide:
         effects = lease.tick(now)
         is_overdue = effects.is_overdue
         strays = lease.strays() if not effects.has_ended else []
-        if gone := [stray.reader for stray in strays if self._is_gone(stray)]:
+        if gone := [stray.reader for stray in strays if self._is_gone(lease, stray)]:
             effects = lease.lose(gone, now)
         for stray in strays:
             if stray.reader not in gone:
-                self._outbox.send(stray.reply_to, stray.sender, Ping(0))
+                stray.probed_at = now
+                for way in stray.ways:
+                    self._outbox.send(way, stray.sender, Ping(0))
         self._follow(lease, effects, noted)
         return is_overdue
 
@@ -347,8 +351,8 @@ class PrefillSide:
             self._ledger.drop(key.token)
             cohorts = tuple(lease.cohorts)[:MAX_NAMED]
             self._remember(key, Ended(_ENDED_AS[lease.state], lease.lent.readers, cohorts))
-            for cohort in cohorts:
-                self._read_at[cohort] = lease.since
+            if cohorts:
+                self._read_at[self._engine_of(lease)] = lease.since
                 if len(self._read_at) > MAX_ENGINES:
                     self._read_at.popitem(last=False)
             outbox.counters[f"leases.{lease.state}"] += 1
@@ -356,8 +360,28 @@ class PrefillSide:
         elif effects.wake_at < lease.scheduled_at:
             self._timers.wake(lease, effects.wake_at)
 
-    def _is_gone(self, stray: Grant) -> bool:
-        return stray.reply_to in self._unreachable or self._readers.is_replaced(stray.sender)
+    def answered(self, reply_to: ReplyTo, now: float) -> None:
+        """Take note that a reader has answered a ping."""
+        self._unreachable.pop(reply_to, None)
+        self._answered[reply_to] = now
+        if len(self._answered) > MAX_UNREACHABLE:
+            self._answered.popitem(last=False)
+
+    def _is_gone(self, lease: Lease, stray: Grant) -> bool:
+        """All its connections have ended; or its rank has started anew, and it has not answered since it was asked."""
+        if all(way in self._unreachable for way in stray.ways):
+            return True
+        is_silent = all(self._answered.get(way, -math.inf) < stray.probed_at for way in stray.ways)
+        is_asked = stray.probed_at < math.inf
+        return is_asked and is_silent and self._readers.is_replaced(stray.sender, lease.keys.get(stray.reader, ""))
+
+    def _engine_of(self, lease: Lease) -> str:
+        """Tell which engine has claimed: by the key that it proved, for a name is a reader's own word."""
+        for key in lease.keys.values():
+            return key
+        for sender in lease.names:
+            return self._readers.engine_of(sender)
+        return ""
 
     def _is_spent(self, key: Key) -> bool:
         return key in self.spent or key in self.leases or key in self._ended

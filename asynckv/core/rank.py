@@ -38,7 +38,7 @@ from asynckv.core.pull import Pull, PullLimits, PullRequest
 from asynckv.core.readers import Identity, Readers
 from asynckv.core.source import ROLE, Source
 from asynckv.core.survey import Survey
-from asynckv.core.timers import Timers
+from asynckv.core.timers import Timed, Timers
 from asynckv.core.types import Address, Cohort, Params, PullId, Reason, ReplyTo, RequestId
 from asynckv.core.watch import Watch, warn_after
 from asynckv.core.wire import (
@@ -71,6 +71,9 @@ from asynckv.geometry.pairing import common_prefix
 from asynckv.geometry.plan import BlockLists
 
 __all__ = ["RankCore"]
+
+AGAIN_S = 1.0
+"""When something is woken again whose turn met a bug."""
 
 MALFORMED = 100
 """What a malformed packet costs its sender, in messages."""
@@ -496,18 +499,26 @@ class RankCore:
         self.watch.tick(now)
         self.survey.tick(now)
         for _ in range(most):
-            match self.timers.pop(now):
-                case None:
-                    return
-                case Pull() as pull:
-                    self.decode.tick_pull(pull, now)
-                case Lease() as lease:
-                    if self.prefill.tick_lease(lease, now):
-                        self.watch.add(lease, now)
-                case Peer() as peer:
-                    self.decode.tick_peer(peer, now)
-                case other:
-                    raise AssertionError(other)
+            item = self.timers.pop(now)
+            if item is None:
+                return
+            try:
+                self._wake(item, now)
+            except Exception:
+                self.timers.wake(item, now + AGAIN_S)  # a bug is reported, and must not end a deadline
+                raise
+
+    def _wake(self, item: Timed, now: float) -> None:
+        match item:
+            case Pull() as pull:
+                self.decode.tick_pull(pull, now)
+            case Lease() as lease:
+                if self.prefill.tick_lease(lease, now):
+                    self.watch.add(lease, now)
+            case Peer() as peer:
+                self.decode.tick_peer(peer, now)
+            case other:
+                raise AssertionError(other)
 
     @property
     def next_at(self) -> float:
@@ -534,6 +545,8 @@ class RankCore:
                     self.outbox.counters["dropped.too_many_hellos"] += 1
             case Ping():
                 self.outbox.send(route, source, Pong(message.nonce))
+            case Pong():
+                self.prefill.answered(route, now)
             case StatusRequest() if message.most or not self.config.inspect.enabled:
                 if not self.survey.ask(route, message, lambda s: self.outbox.send(route, source, s), now, principal):
                     self.outbox.counters["dropped.too_many_hellos"] += 1

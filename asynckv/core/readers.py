@@ -37,8 +37,8 @@ from asynckv.geometry.layout import Layout
 
 __all__ = ["Identity", "Readers"]
 
-_Rank = tuple[str, int, int, str]
-"""A rank that reads: its engine or cohort, TP rank and stage, and the key that it proved, or nothing."""
+_Rank = tuple[str, int, int]
+"""A rank that reads: its engine, TP rank and stage, by its own word."""
 
 MAX_READERS = 65_536
 MAX_WAITING = 4096
@@ -81,10 +81,10 @@ class Readers:
         self._identity, self._outbox = identity, outbox
         self._layout = msgspec.Raw(msgspec.msgpack.encode(identity.layout))
         self._set_agent(identity.agent_name, identity.metadata)
-        self._met: OrderedDict[str, _Rank] = OrderedDict()
-        """Process starts that were welcomed once, and which rank each is a start of."""
-        self._newest: dict[_Rank, str] = {}
-        """The process start of each rank that was welcomed last."""
+        self._met: OrderedDict[tuple[str, str], _Rank] = OrderedDict()
+        """Process starts that were welcomed once, with the key that each proved, and which rank each is a start of."""
+        self._newest: dict[tuple[_Rank, str], str] = {}
+        """By rank and key: the process start that was welcomed last."""
         self._waiting: dict[tuple[str, ReplyTo], tuple[Hello, str]] = {}
         """Hellos that came while there was no agent, the last of each, with the key that its connection proved."""
 
@@ -187,23 +187,28 @@ class Readers:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def is_replaced(self, source: str) -> bool:
+    def is_replaced(self, source: str, proven: str) -> bool:
         """A later start of the same rank, with the same key, was welcomed after this one."""
-        rank = self._met.get(source)
-        return rank is not None and self._newest[rank] != source
+        rank = self._met.get((source, proven))
+        return rank is not None and self._newest.get((rank, proven), source) != source
+
+    def engine_of(self, source: str) -> str:
+        """Name the engine that a process start without a key belongs to, by its own word; or that start."""
+        rank = self._met.get((source, ""))
+        return source if rank is None else rank[0]
 
     def _meet(self, hello: Hello, source: str, proven: str) -> None:
         """Say so if this start of a process is welcomed for the first time."""
         reader = hello.reader
-        rank = self._met.get(source) or (reader.id, reader.tp_rank, reader.pp_stage, proven)
-        self._newest[rank] = source
-        if source in self._met:
+        rank = self._met.get((source, proven)) or (reader.id, reader.tp_rank, reader.pp_stage)
+        self._newest[rank, proven] = source
+        if (source, proven) in self._met:
             return
-        self._met[source] = rank
+        self._met[source, proven] = rank
         if len(self._met) > MAX_READERS:
-            oldest, rank = self._met.popitem(last=False)
-            if self._newest[rank] == oldest:
-                del self._newest[rank]
+            (oldest, key), rank = self._met.popitem(last=False)
+            if self._newest.get((rank, key)) == oldest:
+                del self._newest[rank, key]
         self._outbox.commands.append(ReaderMet(_name(hello.reader, source), source, hello.minor))
 
     def _is_meant(self, hello: Hello) -> bool:

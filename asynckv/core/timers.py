@@ -7,7 +7,7 @@ import itertools
 import math
 from typing import Protocol
 
-__all__ = ["Timers"]
+__all__ = ["Timed", "Timers"]
 
 
 class Timed(Protocol):

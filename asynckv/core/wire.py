@@ -5,7 +5,7 @@
     Claim, Renew                           Granted | NotYet | Refused
     Release                                Ack
     Ping, StatusRequest                    Pong, Status
-                                           Draining, Goodbye
+    Pong                                   Ping, Draining, Goodbye
 
 A session opens and closes as in WAMP (`Hello`, `Welcome`, `Goodbye`), blocks are leased as addresses are in DHCP: who
 wants them claims and renews, who is done releases, and whoever is not heard of loses them when his time is up.
