@@ -242,6 +242,22 @@ def test_a_lease_ends_early_only_if_all_readers_that_it_waits_for_are_gone() -> 
     assert lease.history[-2:] == [(AT + 6.0, "gone: decode/tp1@process-"), (AT + 6.0, "expired")]
 
 
+def test_a_lease_does_not_end_early_while_a_reader_that_is_not_owed_holds_a_grant() -> None:
+    """It released one attempt for good, and another one of it reads."""
+    lease = lend()
+    one, two = Reading(lease, 0, 2), Reading(lease, 1, 2)
+    more = Reading(lease, 1, 2, pull="more")
+    one.claim(0.0)
+    two.claim(1.0)
+    more.claim(2.0)
+    two.release(3.0)
+    lease.tick(AT + 4.0)
+    assert not lease.lose([Reader("decode", 0)], AT + 4.0).has_ended
+    assert lease.grants
+    assert lease.tick(AT + 6.0).has_ended
+    assert state_of(lease) is LeaseState.EXPIRED
+
+
 def test_a_lease_does_not_end_early_before_every_decode_engine_has_spoken_up() -> None:
     lease = lend(readers=2)
     Reading(lease).claim(0.0)

@@ -134,6 +134,33 @@ def test_a_second_process_of_one_name_ends_nothing_of_a_first_that_lives() -> No
     assert not lease.gone
 
 
+def test_with_keys_a_later_start_ends_what_the_one_before_let_lapse_and_another_key_does_not() -> None:
+    for key, is_gone in (("key:mine", True), ("key:another", False)):
+        world, rank = prefill_rank(LONG)
+        params = world.params([rank], "r", [3], 4)
+        lease, hello = world.lend(rank, params), Hello(1, MAJOR, MINOR, "prefill", 0, READER)
+        rank.core.readers.greet(hello, ONE, "process", "key:mine", "", False)
+        rank.core.prefill.receive(claim(params), ONE, "process", 0.0, "key:mine")
+        rank.core.readers.greet(hello, OTHER, "next process", key, "", False)
+        for now in (10.0, 11.5, 13.5):
+            rank.core.tick(now)
+        assert lease.is_over is is_gone
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_connection_that_answers_has_not_ended(answers: bool) -> None:
+    """Its queue was full for a moment."""
+    world, rank = prefill_rank(LONG)
+    params = world.params([rank], "r", [3], 4)
+    lease = world.lend(rank, params)
+    say(rank, claim(params), 0.0)
+    rank.core.prefill.unreachable(ONE)
+    if answers:
+        rank.core.prefill.answered(ONE, 1.0)
+    rank.core.tick(4.5)
+    assert lease.is_over is not answers
+
+
 def is_pong(data: bytes) -> bool:
     return all(isinstance(message, Pong) for message in decode_packet(data).messages)
 
@@ -160,6 +187,12 @@ def test_a_reader_whose_connection_broke_and_came_back_is_not_gone() -> None:
     say(rank, release, 1.0, OTHER)
     (stray,) = lease.strays()
     assert stray.ways == tuple(lease_ways[:4])
+    params = world.params([rank], "retried", [4], 4)
+    lease = world.lend(rank, params)
+    say(rank, claim(params), 1.0)
+    say(rank, msgspec.structs.replace(release, key=params.key, request_id=params.request_id), 2.0, OTHER)
+    (stray,) = lease.strays()
+    assert stray.ways == (ONE, OTHER)
 
 
 def test_a_later_start_of_a_reader_says_that_the_one_before_is_gone() -> None:
@@ -214,9 +247,9 @@ def test_what_is_remembered_of_process_starts_and_connections_is_bounded(monkeyp
     assert readers.is_replaced("start 6", "")
     assert not readers.is_replaced("start 0", "")  # forgotten
     # One that came back is forgotten before the one that had taken its place.
-    for n in (10, 11, 10, 12, 13):
-        readers.greet(Hello(1, MAJOR, MINOR, "prefill", 0, Cohort("d")), ONE, f"start {n}", "", "", False)
-    assert [readers.is_replaced(f"start {n}", "") for n in (10, 11, 12, 13)] == [False, True, True, False]
+    for n, engine in ((10, "d"), (11, "d"), (10, "d"), (12, "e"), (13, "e")):
+        readers.greet(Hello(1, MAJOR, MINOR, "prefill", 0, Cohort(engine)), ONE, f"start {n}", "", "", False)
+    assert [readers.is_replaced(f"start {n}", "") for n in (10, 11, 12, 13)] == [False, False, True, False]
 
 
 def test_a_connection_from_which_something_comes_is_not_one_that_has_ended() -> None:
