@@ -265,3 +265,48 @@ def test_a_request_that_was_taken_once_is_not_turned_away_between_its_attempts()
     world.settle(decode)
     world.run()
     assert again.reason is Reason.COMPLETE
+
+
+def test_params_that_name_a_rank_wrongly_and_are_only_released_keep_no_others_from_it() -> None:
+    """A client, or a router, gives another engine's name with a good address; nobody is met for a discharge."""
+    world, (prefill,), decode = world_of()
+    params = world.params([prefill], "r", [1], 4, written=True)
+    wrong = structs.replace(params, engine_id="nobody")
+    decode.core.discharge("wrong", wrong, "", world.time(decode))
+    world.settle(decode)
+    world.run()
+    pull = ask(world, prefill, decode, 2)
+    world.run()
+    assert pull.reason is Reason.COMPLETE
+    # What has answered keeps its name, and only params that name another one fail.
+    decode.core.discharge("wrong again", wrong, "", world.time(decode))
+    world.settle(decode)
+    failed = world.pull(decode, "wrong pull", [5], wrong)
+    world.run()
+    assert failed.reason is Reason.WRONG_TARGET
+    again = ask(world, prefill, decode, 3)
+    world.run()
+    assert again.reason is Reason.COMPLETE
+
+
+def test_a_rank_that_never_said_anything_is_forgotten_when_its_release_is_given_up() -> None:
+    """Made-up ones would take the room of those that are waited for, for as long as a connection is kept."""
+    world, (prefill,), decode = world_of()
+    params = world.params([prefill], "r", [1], 4, written=True)
+    decode.core.discharge("made up", params, "", world.time(decode))
+    world.settle(decode)
+    del world.ports[prefill.address]
+    world.letters.clear()
+    timeout_s = decode.core.config.pull.release_timeout_s
+    world.advance(timeout_s - 1.0)
+    world.letters.clear()
+    assert decode.core.decode.peers.by_place
+    world.advance(2.0)
+    assert not decode.core.decode.peers.by_place
+    prefill.open()  # one that has answered is kept, for whoever comes next
+    decode.core.discharge("answered", structs.replace(params, request_id="s"), "", world.time(decode))
+    world.settle(decode)
+    world.run()
+    world.advance(timeout_s + 60.0)
+    world.run()
+    assert decode.core.decode.peers.by_place

@@ -374,8 +374,11 @@ class Peer:
         return max(self.heard_at, self.watched_at, self.pinged_at) + config.heartbeat_s
 
     def _forget_at(self, config: PullConfig) -> float:
-        # It could not be met, or was only released: then the link is kept, for whoever hits the same prefix again.
-        return self.not_before if self.failures else max(self.not_before, self.unused_at + config.idle_s)
+        # It could not be met, or was only released: then the link is kept, for whoever hits the same prefix again. One
+        # that never said anything may be made up.
+        if self.failures:
+            return self.not_before
+        return max(self.not_before, self.unused_at + (0.0 if self.heard_at == -math.inf else config.idle_s))
 
     def wake_at(self, config: PullConfig) -> float:
         """When `due` has something to say."""

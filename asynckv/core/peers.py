@@ -132,6 +132,9 @@ class Peers:
     def meet(self, peer: Peer, engine_id: str, rank: RemoteRank, now: float) -> tuple[Reason, str] | None:
         """Make sure that a rank to read from is, or is becoming, ready; return why it cannot be."""
         failure: tuple[Reason, str] | None = None
+        if peer.may_be_met and peer.layout is None:
+            # Nobody has said who is there: params that name it wrongly, and are only released, keep no others away.
+            peer.engine_id, peer.pp_stage, peer.tp_rank = engine_id, rank.pp_stage, rank.tp_rank
         if peer.identity != (engine_id, rank.pp_stage, rank.tp_rank):
             text = f"{peer.address} is {peer.name}, but the params name {rank.name}; correct the endpoints"
             failure = Reason.WRONG_TARGET, text
