@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -175,6 +176,78 @@ NO_ADDRESSES = [
     "inproc://x",
     "tcp://127.0.0.1:x",
 ]
+
+
+class Names:
+    """A name service that can be slow."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        self.may_answer = threading.Event()
+        monkeypatch.setattr(edge, "getaddrinfo", self.ask)
+
+    def ask(self, host: str, port: None, **_: object) -> list[Any]:
+        self.asked.append(host)
+        if host.startswith("slow") and not self.may_answer.wait(PATIENCE_S):
+            raise AssertionError("nobody let it answer")
+        if host.startswith("unknown"):
+            raise OSError("no such name")
+        return [(2, 1, 6, "", ("127.0.0.1", 0))]
+
+
+async def test_a_name_that_resolves_slowly_delays_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq would ask in its one thread: one such address in params stopped a rank's whole control plane."""
+    names = Names(monkeypatch)
+    async with planes(2) as [(a, at_a), (b, at_b)]:
+        slow = Address(b.address.replace("127.0.0.1", "slow.example"))
+        assert a.send(slow, b"first")
+        assert a.send(slow, b"second")
+        for _ in range(20):
+            a.send(slow, b"more than is kept")
+        assert a.send(b.address, b"by number")
+        await at_b.wait(1)
+        assert at_b.packets[0][1] == b"by number"
+        assert a.refusal(slow) == ""
+        names.may_answer.set()
+        await at_b.wait(1 + edge.MAX_UNRESOLVED)
+        assert [x[1] for x in at_b.packets[1:3]] == [b"first", b"second"]
+        assert a.send(slow, b"known now")
+        await at_b.wait(2 + edge.MAX_UNRESOLVED)
+        assert names.asked == ["slow.example"]
+        await check_alive(a, at_a)
+
+
+async def test_a_name_that_nobody_knows_is_told_and_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names(monkeypatch)
+    async with planes(1) as [(plane, inbox)]:
+        address = Address("tcp://unknown.example:5555")
+        assert plane.send(address, b"lost")
+        await inbox.idle_until(lambda: bool(plane.refusal(address)))
+        assert "'unknown.example' is known to no resolver" in plane.refusal(address)
+        assert not plane.send(address, b"lost, too")
+        assert names.asked == ["unknown.example"]
+        monkeypatch.setattr(edge, "NAMED_S", 0.0)
+        plane.send(address, b"asked anew")
+        await inbox.idle_until(lambda: len(names.asked) == 2)
+
+
+async def test_names_under_way_and_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names(monkeypatch)
+    monkeypatch.setattr(edge, "MAX_NAMES", 20)
+    async with planes(1) as [(plane, inbox)]:
+        for n in range(100):
+            plane.send(Address(f"tcp://slow{n}.example:5555"), b"x")
+        await inbox.idle_until(lambda: len(names.asked) == edge.MAX_RESOLVING)
+        assert len(plane._resolving) == len(plane._unresolved) == edge.MAX_RESOLVING
+        plane.disconnect(Address("tcp://slow0.example:5555"))
+        assert len(plane._unresolved) == edge.MAX_RESOLVING - 1
+        names.may_answer.set()
+        await inbox.idle_until(lambda: not plane._resolving)
+        for n in range(100, 130):
+            plane.send(Address(f"tcp://known{n}.example:5555"), b"x")
+            await inbox.idle_until(lambda: not plane._resolving)
+        assert len(plane._numbers) == 20
+        await check_alive(plane, inbox)
 
 
 async def test_addresses_that_cannot_be_are_dropped_and_counted() -> None:

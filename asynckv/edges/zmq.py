@@ -19,13 +19,16 @@ import asyncio
 import contextlib
 import errno
 import itertools
+import math
 import re
 import struct
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
+from socket import SOCK_STREAM, getaddrinfo
 from urllib.parse import urlsplit
 
 import zmq
@@ -85,6 +88,12 @@ STUCK_S = 10.0
 
 MAX_LINKS = 65_535
 """Peers that one rank may have; ZMQ's own default is 1,023."""
+
+NAMED_S = 5.0
+"""How long it is believed what a host's name stands for, or that nobody knows it, when a link is made."""
+
+MAX_NAMES, MAX_RESOLVING, MAX_UNRESOLVED = 512, 16, 8
+"""Names that are remembered, those that are asked for at a time, and packets that wait for one."""
 
 HANDSHAKE_IVL_MS = 5_000
 """Who has not proven a key (without keys: spoken ZMTP) by then is cut off."""
@@ -250,6 +259,11 @@ class ZmqPlane:
         self._waiting = _Waiting()
         self._num_direct = 0
         self._links: dict[Address, _Link] = {}
+        self._numbers: OrderedDict[str, tuple[float, str]] = OrderedDict()
+        """By host: when its name was resolved, and its IP address; empty if it has none."""
+        self._resolving: set[str] = set()
+        self._unresolved: dict[Address, list[bytes]] = {}
+        """Packets that wait until the name in an address is resolved."""
         self._on_packet: OnPacket = lambda origin, data, principal: None
         self._on_refused: OnRefused = lambda cause, who: None
         self._counts: Counter[str] = Counter()
@@ -335,6 +349,9 @@ class ZmqPlane:
         else:
             link = self._links.get(Address(to)) or self._connect(Address(to))
             sent = link is not None and link.send([packet])
+            if link is None and to in self._unresolved and len(self._unresolved[Address(to)]) < MAX_UNRESOLVED:
+                self._unresolved[Address(to)].append(packet)
+                sent = True
             if link is not None and not sent and link.is_dead():
                 self.disconnect(Address(to))
                 self._counts["links_renewed"] += 1
@@ -352,13 +369,16 @@ class ZmqPlane:
             return self._ended
         try:
             endpoint, key = _split(address)
-            _host(endpoint)
+            host = _host(endpoint)
         except ConfigError as exc:
             return str(exc)
+        if self._numbers.get(host, (0.0, "known"))[1] == "":
+            return f"the name {host!r} is known to no resolver of this host; correct the endpoint, or the name service"
         return _REFUSALS.get(self._refusal(key) or "", "")
 
     def disconnect(self, address: Address) -> None:
         """Drop a link."""
+        self._unresolved.pop(address, None)
         if (link := self._links.pop(address, None)) is not None:
             link.close(LINGER_MS)
             if self._door is not None:
@@ -440,11 +460,16 @@ class ZmqPlane:
     def _connect(self, address: Address) -> _Link | None:
         try:
             endpoint, key = _split(address)
-            _host(endpoint)
+            host = _host(endpoint)
             if (cause := self._refusal(key)) is not None:
                 self._counts[f"refused.{cause}"] += 1
                 self._on_refused(cause, address)
                 return None
+            if not (number := self._number(host)):
+                if host in self._resolving and len(self._unresolved) < MAX_NAMES:
+                    self._unresolved.setdefault(address, [])
+                return None
+            endpoint = f"tcp://{f'[{number}]' if ':' in number else number}:{endpoint.rpartition(':')[2]}"
             socket = self._socket(zmq.DEALER, endpoint)
         except (ConfigError, UnicodeError, zmq.ZMQError):
             self._counts["bad_address"] += 1
@@ -461,6 +486,47 @@ class ZmqPlane:
         link = _Link(socket, self._turn, 1, partial(self._from_dealer, address), self._dropped)
         self._links[address] = link
         return link
+
+    def _number(self, host: str) -> str:
+        """Return the IP address of a host; empty if it has none, or is being asked for.
+
+        libzmq would ask in the one thread that serves all connections, which a slow name service holds.
+
+        Raises:
+            ConfigError: It is neither a name nor an address.
+        """
+        with contextlib.suppress(ValueError):
+            ip_address(host.partition("%")[0])
+            return host
+        if not re.fullmatch("[A-Za-z0-9_.-]+", host):
+            raise ConfigError(f"{host!r} is no name of a host")
+        now = self._turn.now()
+        asked_at, number = self._numbers.get(host, (-math.inf, ""))
+        if now - asked_at < NAMED_S:
+            return number
+        self._numbers.pop(host, None)
+        if host not in self._resolving and len(self._resolving) < MAX_RESOLVING:
+            self._resolving.add(host)
+            threading.Thread(target=self._resolve, args=(host,), daemon=True, name="asynckv-name").start()
+        return ""
+
+    def _resolve(self, host: str) -> None:
+        try:
+            number = str(getaddrinfo(host, None, type=SOCK_STREAM)[0][4][0])
+        except (OSError, UnicodeError):
+            number = ""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._turn.loop.call_soon_threadsafe(self._resolved, host, number)
+
+    def _resolved(self, host: str, number: str) -> None:
+        """Remember what a name stands for, and send what has waited for that."""
+        self._resolving.discard(host)
+        self._numbers[host] = self._turn.now(), number
+        if len(self._numbers) > MAX_NAMES:
+            self._numbers.popitem(last=False)
+        for address in [each for each in self._unresolved if _host(_split(each)[0]) == host]:
+            for packet in self._unresolved.pop(address):
+                self.send(address, packet)
 
     def _refusal(self, key: bytes | None) -> str | None:
         """Say why no word may be said to a listener with this key."""
