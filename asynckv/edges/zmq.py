@@ -49,7 +49,7 @@ RECEIVE_BUFFER = MAX_REQUEST_PACKET
 QUEUE = 8192
 """Packets per link that wait to be sent to a listener."""
 
-REPLY_QUEUE = 1024
+REPLY_QUEUE = 128
 """Packets that wait to be sent to one connection of our listener: who does not read what he asks for costs no more."""
 
 TURN_S = 0.002
