@@ -438,8 +438,8 @@ class Engine:
         """Say that room is wanting: revoke requests that were lent for long, so that about so many blocks return.
 
         Taken is from the reader engine that holds most, the oldest request first. Every request is kept for
-        `lease.grant_s`, and each reader engine keeps an equal share of all blocks. So nothing is taken from the only one
-        that reads here. A reader that has not begun to read lets go at its next renewal, a third of `grant_s`
+        `lease.grant_s`, and each reader engine keeps an equal share of all blocks. So nothing is taken from the only
+        one that reads here. A reader that has not begun to read lets go at its next renewal, a third of `grant_s`
         later; one that reads has until its promise runs out. Both get `LeaseRefused` (`revoked`), and prefill again.
 
         Args:
