@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import socket
 import struct
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -468,8 +470,10 @@ async def test_a_stranger_cannot_take_over_a_known_route() -> None:
 class Raw:
     """A peer that speaks ZMTP by hand, while the event loop is away."""
 
-    def __init__(self, address: str, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, address: str, patience_s: float = PATIENCE_S, room: int = 0) -> None:
         self.socket = socket.create_connection(place(address), patience_s)
+        if room:  # of its kernel, for what it does not read
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
         self.greet(READY)
 
     def greet(self, ready: bytes) -> None:
@@ -634,6 +638,84 @@ async def test_principals_take_turns_and_so_do_their_connections() -> None:
     assert not waiting.put("many", ReplyTo(b"2"), b"packet")
     assert waiting.put("many", ReplyTo(b"3"), b"packet")
     assert waiting.put("one", ReplyTo(b"4"), b"packet")
+
+
+@asynccontextmanager
+async def reading(raws: list[Raw]) -> AsyncIterator[None]:
+    """Read what peers are sent, in a thread."""
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            for each in select.select([raw.socket for raw in raws], [], [], 0.01)[0]:
+                each.recv(1 << 20)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.to_thread.run_sync, read)
+        try:
+            yield
+        finally:
+            done.set()
+    for raw in raws:
+        raw.socket.close()
+
+
+async def ask(plane: ZmqPlane, inbox: Inbox, room: int = 4096) -> tuple[Raw, ReplyTo]:
+    """Connect a peer that says one thing and reads nothing."""
+    number = len(inbox.packets)
+    raw = await anyio.to_thread.run_sync(partial(Raw, plane.address, room=room))
+    # The door has seen it, so what it is sent is counted.
+    await inbox.idle_until(lambda: plane.statistics()["connections.accepted"] == len(plane._door.connections))  # type: ignore[union-attr]
+    raw.socket.sendall(b"\0\1x")
+    await inbox.wait(number + 1)
+    return raw, ReplyTo(bytes(inbox.packets[-1][0]))  # type: ignore[arg-type]
+
+
+async def test_answers_that_a_peer_does_not_read_are_bounded_in_bytes_until_it_has_read() -> None:
+    packet, fit = bytes(65_536), edge.MAX_UNREAD // 65_536
+    async with planes(1) as [(plane, inbox)]:
+        raw, route = await ask(plane, inbox)
+        sent = [plane.send(route, packet) for _ in range(4 * fit)]
+        # What the peer's kernel takes is a few packets at most.
+        assert fit - 1 <= sent.count(True) <= fit + 4
+        assert not sent[-1]
+        assert plane.statistics()["dropped_unread"] == plane.statistics()["dropped_out"] == sent.count(False)
+        await check_alive(plane, inbox)  # of the same principal
+        assert not plane.send(route, packet)
+        plane._look_at = float("inf")  # it need not wait for a look at all
+        async with reading([raw]):
+            await inbox.idle_until(lambda: plane.send(route, packet))
+
+
+async def test_an_answer_larger_than_the_bound_is_sent_to_a_peer_that_reads() -> None:
+    async with planes(1) as [(plane, inbox)]:
+        raw, route = await ask(plane, inbox)
+        assert plane.send(route, b"small")
+        assert plane.send(route, bytes(MAX_PACKET // 2))
+        assert not plane.send(route, b"more")
+        raw.socket.close()
+
+
+async def test_answers_that_the_connections_of_one_principal_do_not_read_are_bounded_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packet = bytes(65_536)
+    monkeypatch.setattr(edge, "MAX_UNREAD_ALL", 40 * len(packet))
+    async with planes(1) as [(plane, inbox)]:
+        peers = [await ask(plane, inbox) for _ in range(4)]
+        for _, route in peers[:3]:
+            plane._look_at = 0.0  # as if the time between two looks were over
+            while plane.send(route, packet):
+                pass
+        left = [c.look_unread() for c in plane._door.connections.values()]  # type: ignore[union-attr]
+        assert max(left) <= edge.MAX_UNREAD
+        # Half of the room is taken, and the other half is for those that have read everything.
+        assert sum(left) <= edge.MAX_UNREAD_ALL // 2 + 2 * len(packet)
+        assert plane.send(peers[3][1], packet)
+        assert not any(plane.send(route, packet) for _, route in peers[:3])
+        async with reading([raw for raw, _ in peers]):
+            for _, route in peers:
+                await inbox.idle_until(partial(plane.send, route, packet))
 
 
 async def test_a_listener_that_answers_without_end_is_cut_off() -> None:

@@ -58,8 +58,8 @@ MAX_CONNECTIONS = 4096
 SPARE_FILES = 128
 """Descriptors that must be free at the start. libzmq aborts the process when it gets none."""
 
-_RECEIVED_AT = 128
-"""Where `tcpi_bytes_received` is in Linux's `struct tcp_info`."""
+_ACKED_AT, _RECEIVED_AT = 120, 128
+"""Where `tcpi_bytes_acked` and `tcpi_bytes_received` are in Linux's `struct tcp_info`."""
 
 _ATTACH_FILTER, _DETACH_FILTER, _BPF_RET = 26, 27, 6
 
@@ -96,6 +96,7 @@ class Connection:
         arrived: Bytes on the wire, as last seen.
         quiet: Ticks without a byte.
         spoke_early: The loop was given something of it before the thread saw it.
+        principal, sent, taken: Whose it is, the bytes that libzmq was given for it, and those that its kernel took.
     """
 
     fd: int
@@ -106,6 +107,9 @@ class Connection:
     arrived: int = 0
     quiet: int = 0
     spoke_early: bool = False
+    principal: str = ""
+    sent: int = 0
+    taken: int = 0
 
     def look(self) -> None:
         """Ask the kernel what has arrived.
@@ -122,6 +126,14 @@ class Connection:
     def ahead(self) -> int:
         """Bytes that have arrived and were not delivered."""
         return self.arrived - self.delivered
+
+    def look_unread(self) -> int:
+        """Ask the kernel how many bytes that were sent the peer's kernel has not taken."""
+        with contextlib.suppress(OSError):  # it has ended
+            info = self.duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_AT + 8)
+            self.taken = struct.unpack_from("=Q", info, _ACKED_AT)[0]
+        self.sent = max(self.sent, self.taken)  # the handshake is libzmq's own
+        return self.sent - self.taken
 
     def shut(self) -> None:
         """End it: libzmq sees that the peer has gone, and the peer, which may wait to send more, is reset."""

@@ -36,7 +36,7 @@ import zmq
 from asynckv.config import KeysConfig
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAX_PACKET, MAX_REQUEST_PACKET
-from asynckv.edges.door import Door, Opened
+from asynckv.edges.door import Connection, Door, Opened
 from asynckv.edges.transports import is_loopback
 from asynckv.errors import BackendError, ConfigError
 from asynckv.keys import AllowList, KeyPair, decode_z85, encode_z85, read_pair
@@ -50,7 +50,11 @@ QUEUE = 8192
 """Packets per link that wait to be sent to a listener."""
 
 REPLY_QUEUE = 128
-"""Packets that wait to be sent to one connection of our listener: who does not read what he asks for costs no more."""
+"""Packets that wait to be sent to one connection of our listener."""
+
+MAX_UNREAD, MAX_UNREAD_ALL, LOOK_UNREAD_S = 1024 * 1024, 2 * MAX_PACKET, 0.1
+"""Bytes sent to one connection of our listener, and to all of one principal, that the peers' kernels did not take, and
+the time between two looks at all. More are dropped and counted; one packet counts as half of a connection's at most."""
 
 TURN_S = 0.002
 """Time that all sockets together may take of one turn of the loop. Each handles one message even so."""
@@ -250,14 +254,15 @@ class ZmqPlane:
         self._door: Door | None = None
         self._ended = ""
         """Why nothing is sent or taken any more, if the plane was not closed."""
-        self._principals: OrderedDict[bytes, str] = OrderedDict()
-        """By route. libzmq never uses a route again."""
+        self._principals: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
+        """And libzmq's number of the connection's descriptor, by route. libzmq never uses a route again."""
+        self._unread: Counter[str] = Counter()  # bytes by principal; some may have been taken since the last look
         self._events: zmq.Socket[bytes] | None = None
         self._events_lock = threading.Lock()
         """The sockets' monitors are connected to by the loop, and heard by the door's thread."""
         self._monitors = itertools.count()
         self._waiting = _Waiting()
-        self._num_direct = 0
+        self._num_direct, self._look_at = 0, 0.0
         self._links: dict[Address, _Link] = {}
         self._numbers: OrderedDict[str, tuple[float, str]] = OrderedDict()
         """By host: when its name was resolved, and its IP address; empty if it has none."""
@@ -345,7 +350,7 @@ class ZmqPlane:
         if self._context is None or self._ended or (self._router is None and self._bind is not None):
             return False
         if isinstance(to, bytes):
-            sent = self._router is not None and self._router.send([to, packet])
+            sent = self._router is not None and self._answer(self._router, ReplyTo(to), packet)
         else:
             link = self._links.get(Address(to)) or self._connect(Address(to))
             sent = link is not None and link.send([packet])
@@ -362,6 +367,34 @@ class ZmqPlane:
         self._counts["packets_out" if sent else "dropped_out"] += 1
         self._counts["bytes_out"] += len(packet) if sent else 0
         return sent
+
+    def _answer(self, router: _Link, route: ReplyTo, packet: bytes) -> bool:
+        """Answer a connection, unless its peer leaves too much unread."""
+        principal, fd = self._principals.get(route, ("", -1))
+        connection = self._door.connections.get(fd) if self._door is not None else None
+        if connection is None:
+            return router.send([route, packet])  # the door has not seen it yet, or it has ended
+        connection.principal, size = principal, self._on_wire(len(packet))
+        left = connection.sent - connection.taken
+        if not self._has_room(principal, left, size) and not self._has_room(principal, self._look(connection), size):
+            self._counts["dropped_unread"] += 1
+            return False
+        if sent := router.send([route, packet]):
+            connection.sent += size
+            self._unread[principal] += size
+        return sent
+
+    def _has_room(self, principal: str, left: int, size: int) -> bool:
+        room = MAX_UNREAD_ALL // (2 if left else 1)  # half is for connections of which nothing is unread
+        return left + min(size, MAX_UNREAD // 2) <= MAX_UNREAD and self._unread[principal] + size <= room
+
+    def _look(self, connection: Connection) -> int:
+        """Return what a connection has not read; now and then all are looked at."""
+        if self._door is not None and (now := self._turn.now()) >= self._look_at:
+            self._look_at, self._unread = now + LOOK_UNREAD_S, Counter()
+            for each in [each for each in list(self._door.connections.values()) if each.sent > each.taken]:
+                self._unread[each.principal] += each.look_unread()
+        return connection.look_unread()
 
     def refusal(self, address: Address) -> str:
         """Say what keeps us from talking to an address: its form, its key, or that this plane has ended."""
@@ -621,11 +654,11 @@ class ZmqPlane:
         if (fd := _fd_of(frames[1])) < 0:
             return self._dropped(fd, 1, len(frames[1]))
         route, packet = frames[0].bytes, self._take(fd, frames[1], is_accepted=True)
-        principal = self._principals.get(route)
-        if principal is None:
-            principal = self._principals[route] = self._principal(frames[1])
+        principal, _ = self._principals.get(route, ("", fd))
+        if not principal:
+            principal, _ = self._principals[route] = self._principal(frames[1]), fd
             if len(self._principals) > MAX_ROUTES:
-                self._principals.popitem(last=False)
+                del self._unread[self._principals.popitem(last=False)[1][0]]  # the next look counts what there is
         if self._num_direct < DIRECT and not self._waiting:
             self._num_direct += 1
             self._deliver(ReplyTo(route), packet, principal)
