@@ -52,7 +52,8 @@ async def test_a_reader_that_was_killed_is_named(short_path: Path) -> None:
     directory = str(short_path / "sockets")
     async with Fleet() as fleet:
         prefill, decode = [
-            await fleet.start(name, "tests.inspected:Side", name=name, directory=directory)
+            # What is lent to a killed reader returns with its last grant: that has to be long enough to be looked at.
+            await fleet.start(name, "tests.inspected:Side", name=name, directory=directory, grant_s=60.0)
             for name in ("prefill", "decode")
         ]
         params = await prefill.ask("lend", number=3)

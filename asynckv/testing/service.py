@@ -905,7 +905,9 @@ class Service:
                 for r in self.ranks.values()
                 if not r.process.has_hung_up(address) and r.engine.incarnation in gone
             ]
-            if alive or not gone or of.grants:
+            # Without keys, who repeats a claim before it arrives can have it forgotten with a connection of its own.
+            is_repeated = any(b"hostile" in of.past[reader].ways for reader in of.gone)
+            if (alive and not is_repeated) or not gone or of.grants:
                 self.world.violate(f"{what}, before its time; {alive} live, and never hung up")
         if ran_s > LEASE.max_lease_s + TURN_S:
             self.world.violate(f"{what}, longer than any may last")
