@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import select
 import socket
 import struct
@@ -766,7 +767,9 @@ async def test_a_door_keeper_that_fails_ends_its_plane_loudly(
         await inbox.idle_until(lambda: len(refused) > 0)
         [(cause, why)] = refused
         assert cause == "ended"
-        assert "door keeper failed: " + ("ValueError" if break_it is poll_fails else "KeyError") in why
+        # Whether Python or the kernel says that the descriptor is closed depends on where the thread was.
+        causes = "ValueError|OSError" if break_it is poll_fails else "KeyError"
+        assert re.search(f"door keeper failed: ({causes})", why)
         # Nothing is taken any more, and nothing sent.
         with raw.socket, contextlib.suppress(ConnectionResetError):
             assert raw.socket.recv(4096) == b""
@@ -796,10 +799,13 @@ async def test_an_engine_whose_control_plane_has_ended_says_so_and_takes_nothing
         assert plane._door is not None
         poll_fails(plane._door)
         plane._door.ring()
-        with anyio.fail_after(PATIENCE_S), pytest.raises(PullError, match="door keeper failed: ValueError") as failed:
+        with (
+            anyio.fail_after(PATIENCE_S),
+            pytest.raises(PullError, match="door keeper failed: (ValueError|OSError)") as failed,
+        ):
             await pull
         assert failed.value.reason == "engine_closed"
-        with pytest.raises(EngineClosed, match=r"cut off .* door keeper failed: ValueError"):
+        with pytest.raises(EngineClosed, match=r"cut off .* door keeper failed: (ValueError|OSError)"):
             await decode.pull("d2", [(0, [8])], later)
         assert decode.statistics().counters["internal_errors"] == 1
         assert "door keeper failed" in decode.observation.condition()[1]
