@@ -801,7 +801,7 @@ async def test_an_engine_whose_control_plane_has_ended_says_so_and_takes_nothing
         plane._door.ring()
         with (
             anyio.fail_after(PATIENCE_S),
-            pytest.raises(PullError, match="door keeper failed: (ValueError|OSError)") as failed,
+            pytest.raises(PullError, match=r"door keeper failed: (ValueError|OSError)") as failed,
         ):
             await pull
         assert failed.value.reason == "engine_closed"
