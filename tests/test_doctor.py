@@ -529,7 +529,8 @@ def test_ctrl_c_leaves_nobody_behind() -> None:
     assert process.returncode == 130, err
     assert b"Traceback" not in err
     assert started
-    assert not any(b"doctor.probe" in command_of(pid) for pid in started)
+    while any(b"doctor.probe" in command_of(pid) for pid in started):  # each was sent the signal, and ends by itself
+        assert time.monotonic() < deadline + 20
 
 
 def command_of(pid: str) -> bytes:
