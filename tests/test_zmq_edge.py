@@ -195,6 +195,8 @@ class Names:
             raise AssertionError("nobody let it answer")
         if host.startswith("unknown"):
             raise OSError("no such name")
+        if host.startswith("both"):
+            return [(10, 1, 6, "", ("::1", 0, 0, 0)), (2, 1, 6, "", ("127.0.0.1", 0))]
         return [(2, 1, 6, "", ("127.0.0.1", 0))]
 
 
@@ -230,8 +232,27 @@ async def test_a_name_that_nobody_knows_is_told_and_asked_for_again(monkeypatch:
         assert not plane.send(address, b"lost, too")
         assert names.asked == ["unknown.example"]
         monkeypatch.setattr(edge, "NAMED_S", 0.0)
+        assert plane.refusal(address) == "", "that was a while ago, and it may be known by now"
         plane.send(address, b"asked anew")
         await inbox.idle_until(lambda: len(names.asked) == 2)
+
+
+async def test_a_name_of_both_kinds_is_taken_as_ipv4_and_is_good_until_another_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though names that are asked for slowly take all the room there is for asking."""
+    names = Names(monkeypatch)
+    async with planes(2) as [(a, _), (b, at_b)]:
+        both = Address(b.address.replace("127.0.0.1", "both.example"))
+        a.send(both, b"first")
+        await at_b.wait(1)
+        monkeypatch.setattr(edge, "NAMED_S", 0.0)
+        for n in range(edge.MAX_RESOLVING):
+            a.send(Address(f"tcp://slow{n}.example:5555"), b"x")
+        a.disconnect(both)
+        assert a.send(both, b"second")
+        await at_b.wait(2)
+        names.may_answer.set()
 
 
 async def test_names_under_way_and_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -663,10 +684,12 @@ async def reading(raws: list[Raw]) -> AsyncIterator[None]:
 
 async def ask(plane: ZmqPlane, inbox: Inbox, room: int = 4096) -> tuple[Raw, ReplyTo]:
     """Connect a peer that says one thing and reads nothing."""
-    number = len(inbox.packets)
+    number, keeper = len(inbox.packets), plane._door
+    assert keeper is not None
+    num_seen = len(keeper.connections)
     raw = await anyio.to_thread.run_sync(partial(Raw, plane.address, room=room))
     # The door has seen it, so what it is sent is counted.
-    await inbox.idle_until(lambda: plane.statistics()["connections.accepted"] == len(plane._door.connections))  # type: ignore[union-attr]
+    await inbox.idle_until(lambda: len(keeper.connections) > num_seen)
     raw.socket.sendall(b"\0\1x")
     await inbox.wait(number + 1)
     return raw, ReplyTo(bytes(inbox.packets[-1][0]))  # type: ignore[arg-type]

@@ -201,6 +201,8 @@ class Door:
         elif is_accepted:
             self._forgiven += num_bytes
             self._early[fd] += 0  # they may be of one that has ended: only that something was said counts
+            if (seen := self.connections.get(fd)) is not None:
+                seen.spoke_early = True  # the thread saw it at this very moment
         else:
             self._early[fd] += num_bytes
         return connection
@@ -287,6 +289,7 @@ class Door:
             return
         connection = Connection(opened.fd, duplicate, theirs[0], opened.is_accepted, early, spoke_early=spoke_early)
         self.connections[opened.fd] = self._watched[duplicate.fileno()] = connection
+        connection.spoke_early = connection.spoke_early or opened.fd in self._early  # said at this very moment
         self._epoll.register(duplicate.fileno(), _ONCE)
         if opened.is_accepted:
             self._per_host[connection.host] += 1

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from socket import SOCK_STREAM, getaddrinfo
+from socket import AF_INET, SOCK_STREAM, getaddrinfo
 from urllib.parse import urlsplit
 
 import zmq
@@ -405,7 +405,8 @@ class ZmqPlane:
             host = _host(endpoint)
         except ConfigError as exc:
             return str(exc)
-        if self._numbers.get(host, (0.0, "known"))[1] == "":
+        asked_at, number = self._numbers.get(host, (-math.inf, ""))
+        if not number and self._context is not None and self._turn.now() - asked_at < NAMED_S:
             return f"the name {host!r} is known to no resolver of this host; correct the endpoint, or the name service"
         return _REFUSALS.get(self._refusal(key) or "", "")
 
@@ -537,15 +538,16 @@ class ZmqPlane:
         asked_at, number = self._numbers.get(host, (-math.inf, ""))
         if now - asked_at < NAMED_S:
             return number
-        self._numbers.pop(host, None)
         if host not in self._resolving and len(self._resolving) < MAX_RESOLVING:
             self._resolving.add(host)
             threading.Thread(target=self._resolve, args=(host,), daemon=True, name="asynckv-name").start()
-        return ""
+        return number  # what it was last, until it is known what it is now
 
     def _resolve(self, host: str) -> None:
         try:
-            number = str(getaddrinfo(host, None, type=SOCK_STREAM)[0][4][0])
+            found = getaddrinfo(host, None, type=SOCK_STREAM)
+            # As libzmq: a listener is on IPv4 unless its address has brackets.
+            number = str(min(found, key=lambda each: each[0] != AF_INET)[4][0])
         except (OSError, UnicodeError):
             number = ""
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -555,6 +557,7 @@ class ZmqPlane:
         """Remember what a name stands for, and send what has waited for that."""
         self._resolving.discard(host)
         self._numbers[host] = self._turn.now(), number
+        self._numbers.move_to_end(host)
         if len(self._numbers) > MAX_NAMES:
             self._numbers.popitem(last=False)
         for address in [each for each in self._unresolved if _host(_split(each)[0]) == host]:
