@@ -113,10 +113,10 @@ class Life:
                         if rank.engine.holds():
                             raise Wrong(f"{rank.engine.holds()} are held, and nothing runs")
                         rank.audit()
-                for prompt in range(PROMPTS):
-                    await self.load_all(chain(f"p{prompt}", LONGEST))
                 if self.rng.random() < 0.9:
-                    await self.written_back()
+                    await self.written_back()  # or one of those blocks may take the room of one that was found
+                    for prompt in range(PROMPTS):
+                        await self.load_all(chain(f"p{prompt}", LONGEST))
 
     async def written_back(self) -> None:
         """Wait until all that is kept is in files."""
