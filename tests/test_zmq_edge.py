@@ -900,6 +900,37 @@ def test_too_few_descriptors_are_told_before_libzmq_would_abort() -> None:
     assert "ulimit -n" in done.stderr
 
 
+def test_links_leave_descriptors_for_everybody_else() -> None:
+    """Whoever names endpoints in params says how many links there are; libzmq aborts where it gets no descriptor."""
+    code = """if 1:
+        import asyncio, os, resource
+        from asynckv.edges.zmq import ZmqPlane
+
+        async def main():
+            fds = len(os.listdir("/proc/self/fd"))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (fds + 400, fds + 400))
+            plane, got = ZmqPlane("tcp://127.0.0.1:0"), asyncio.Event()
+            await plane.start(lambda *packet: got.set())
+            port = int(plane.address.rpartition(":")[2])
+            others = [f"tcp://127.0.{i // 250}.{i % 250 + 1}:{port}" for i in range(1, 301)]
+            sent = [plane.send(each, b"hello") for each in others]
+            assert 50 < sent.count(True) < 120, sent.count(True)
+            assert plane.statistics()["refused.no_files"] == sent.count(False)
+            assert "ulimit -n" in plane.refusal(others[-1])
+            await asyncio.sleep(0)
+            for each in others[:20]:
+                plane.disconnect(each)
+            async with asyncio.timeout(20):
+                while not plane.send(plane.address, b"hello"):
+                    await asyncio.sleep(0.01)
+                await got.wait()
+            await plane.aclose()
+
+        asyncio.run(main())"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\0CURVE" + bytes(15) + bytes(1 + 31)
 
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from asynckv.errors import ConfigError
 
-__all__ = ["Connection", "Door", "Opened"]
+__all__ = ["SPARE_FILES", "Connection", "Door", "Opened", "free_files"]
 
 TICK_S = 0.02
 QUIET_TICKS = 5
@@ -158,8 +158,7 @@ class Door:
     def __init__(
         self, fd: int, take: Callable[[], Iterable[Opened]], counts: Counter[str], on_failed: OnFailed
     ) -> None:
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        free = most - len(os.listdir("/proc/self/fd"))
+        most, free = resource.getrlimit(resource.RLIMIT_NOFILE)[0], free_files()
         if free < SPARE_FILES:
             raise ConfigError(
                 f"only {free} of {most} file descriptors are free, and an engine needs {SPARE_FILES}: libzmq would "
@@ -357,6 +356,11 @@ class Door:
         self._counts[f"cut.{cause}"] += 1
         connection.shut()
         self._forget(connection.fd)
+
+
+def free_files() -> int:
+    """Return how many descriptors this process can still have."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
 
 
 def _is_same(fd: int, duplicate: int) -> bool:

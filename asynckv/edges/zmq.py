@@ -36,7 +36,7 @@ import zmq
 from asynckv.config import KeysConfig
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAX_PACKET, MAX_REQUEST_PACKET
-from asynckv.edges.door import Connection, Door, Opened
+from asynckv.edges.door import SPARE_FILES, Connection, Door, Opened, free_files
 from asynckv.edges.transports import is_loopback
 from asynckv.errors import BackendError, ConfigError
 from asynckv.keys import AllowList, KeyPair, decode_z85, encode_z85, read_pair
@@ -214,6 +214,7 @@ _REFUSALS = {
     "no_key": "its address names no key, and this engine has keys: give both engines keys, or neither",
     "needs_keys": "its address names a key, and this engine has none: set EngineConfig.keys",
     "unlisted_listener": "its key is not in this engine's directory of authorized keys: copy its .key file there",
+    "no_files": "this process has hardly a file descriptor left, and a connection takes four: raise ulimit -n",
 }
 """What keeps us from talking to a listener, and the remedy."""
 
@@ -408,7 +409,7 @@ class ZmqPlane:
         asked_at, number = self._numbers.get(host, (-math.inf, ""))
         if not number and self._context is not None and self._turn.now() - asked_at < NAMED_S:
             return f"the name {host!r} is known to no resolver of this host; correct the endpoint, or the name service"
-        return _REFUSALS.get(self._refusal(key) or "", "")
+        return _REFUSALS.get(self._refusal(address, key) or "", "")
 
     def disconnect(self, address: Address) -> None:
         """Drop a link."""
@@ -495,7 +496,7 @@ class ZmqPlane:
         try:
             endpoint, key = _split(address)
             host = _host(endpoint)
-            if (cause := self._refusal(key)) is not None:
+            if (cause := self._refusal(address, key)) is not None:
                 self._counts[f"refused.{cause}"] += 1
                 self._on_refused(cause, address)
                 return None
@@ -564,13 +565,17 @@ class ZmqPlane:
             for packet in self._unresolved.pop(address):
                 self.send(address, packet)
 
-    def _refusal(self, key: bytes | None) -> str | None:
+    def _refusal(self, address: Address, key: bytes | None) -> str | None:
         """Say why no word may be said to a listener with this key."""
-        if self._peers is None:
-            return None if key is None else "needs_keys"
-        if key is None:
+        if self._peers is None and key is not None:
+            return "needs_keys"
+        if self._peers is not None and key is None:
             return "no_key"
-        return None if key in self._peers else "unlisted_listener"
+        if self._peers is not None and key not in self._peers:
+            return "unlisted_listener"
+        # Of the four that a link takes, two are taken by libzmq's threads, when the connection is there.
+        coming = 2 * sum(link.is_new() for link in self._links.values())
+        return "no_files" if address not in self._links and free_files() - coming < SPARE_FILES // 2 else None
 
     # -- who may connect ---------------------------------------------------------------------------
 
@@ -829,12 +834,16 @@ class _Link:
         self._received_before = -1
         return True
 
+    def is_new(self) -> bool:
+        """It may not have its connection yet."""
+        return self._loop.time() - self._made_at < RENEW_S
+
     def is_dead(self) -> bool:
         """After a send that failed: ZMQ has given the connection up, or it may as well have."""
         now = self._loop.time()
         if self._received != self._received_before:
             self._received_before, self._failing_since = self._received, now
-        if now - self._made_at < RENEW_S:
+        if self.is_new():
             return False
         # As long as so few were sent, the queue cannot be full, so there is none.
         return self._sent < QUEUE or now - self._failing_since >= STUCK_S
