@@ -567,11 +567,9 @@ class ZmqPlane:
 
     def _refusal(self, address: Address, key: bytes | None) -> str | None:
         """Say why no word may be said to a listener with this key."""
-        if self._peers is None and key is not None:
-            return "needs_keys"
-        if self._peers is not None and key is None:
-            return "no_key"
-        if self._peers is not None and key not in self._peers:
+        if (key is None) != (self._peers is None):
+            return "needs_keys" if key is not None else "no_key"
+        if key is not None and self._peers is not None and key not in self._peers:
             return "unlisted_listener"
         # Of the four that a link takes, two are taken by libzmq's threads, when the connection is there.
         coming = 2 * sum(link.is_new() for link in self._links.values())
