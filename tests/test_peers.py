@@ -577,6 +577,22 @@ def test_params_that_name_another_for_a_rank_that_is_known_read_nothing_from_it(
     assert decode.reads == {}
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(["right", "wrong", "wrong too", "right too"])))
+def test_a_wrong_name_for_a_rank_that_is_being_met_is_the_end_of_those_who_gave_it(order: tuple[str, ...]) -> None:
+    world, (prefill,), decode = world_of()
+    pulls: dict[str, Pull] = {}
+    for number, name in enumerate(order):
+        params = world.params([prefill], name, [number], 4, written=True)
+        world.lend(prefill, params)
+        if name.startswith("wrong"):
+            params = msgspec.structs.replace(params, engine_id=name)
+        pulls[name] = world.pull(decode, name, [number], params)
+    world.run()
+    assert [pulls[name].reason for name in sorted(order)] == [Reason.COMPLETE] * 2 + [Reason.WRONG_TARGET] * 2
+    world.run(10.0)
+    assert not decode.core.decode.pulls
+
+
 def test_metadata_that_was_changed_on_the_way_is_not_loaded() -> None:
     """It says where a data plane reaches: what is loaded is what its owner has summed up."""
     world, (prefill,), decode = world_of()

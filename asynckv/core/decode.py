@@ -787,6 +787,9 @@ class DecodeSide:
         """It may be read: whoever waited for it goes on."""
         self.posting.take_turn(peer.line)
         for pull in self._pulls_of(peer):
+            for source in () if pull.is_published else pull.sources:
+                if source.rank.place == peer.place and source.role is ROLE.READ:
+                    self._meet(pull, source, now)  # it may have named another while the handshake was under way
             self._route(pull, now)
             if pull.is_queued:
                 self._queue(pull)
@@ -817,7 +820,11 @@ class DecodeSide:
                         self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
                 elif source.role is ROLE.READ:
                     # A rank that was read nothing from never fails a pull.
-                    self._unmet(pull, source, reason, detail, now)
+                    named = pull.params.engine_id, source.rank.pp_stage, source.rank.tp_rank
+                    if reason is Reason.WRONG_TARGET and peer.identity != named:
+                        self._meet(pull, source, now)  # the wrong name was another pull's
+                    else:
+                        self._unmet(pull, source, reason, detail, now)
                     self._route(pull, now)
             peer.num_failed += was_well and pull.failure is not None
 

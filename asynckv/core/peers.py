@@ -135,7 +135,8 @@ class Peers:
         if peer.may_be_met and peer.layout is None:
             # Nobody has said who is there: params that name it wrongly, and are only released, keep no others away.
             peer.engine_id, peer.pp_stage, peer.tp_rank = engine_id, rank.pp_stage, rank.tp_rank
-        if peer.identity != (engine_id, rank.pp_stage, rank.tp_rank):
+        is_named = peer.identity == (engine_id, rank.pp_stage, rank.tp_rank)
+        if not is_named and peer.state is not S.CONNECTING:  # until it answers, either name may be right
             text = f"{peer.address} is {peer.name}, but the params name {rank.name}; correct the endpoints"
             failure = Reason.WRONG_TARGET, text
         elif peer.may_be_met and now >= peer.not_before:
