@@ -151,6 +151,7 @@ async def test_an_unlisted_key_is_told_from_a_wrong_one(keys: Keys) -> None:
         trusted = other.of("decode", "prefill", "decode")
         stale = f"{address.partition('#')[0]}#{_public(other.publics['prefill'])}"
         assert await codes(stale, trusted) == {"to-wrong-key"}
+        assert await codes(stale.replace("127.0.0.1", "localhost"), trusted) == {"to-wrong-key"}
 
 
 def _public(path: Path) -> str:
