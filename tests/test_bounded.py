@@ -12,8 +12,19 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease
 from asynckv.core.pull import PullRequest
 from asynckv.core.timers import Timers
-from asynckv.core.types import Cohort, Reason, ReplyTo
-from asynckv.core.wire import MAJOR, MINOR, Hello, Message, decode_packet
+from asynckv.core.types import Address, Cohort, Reason, ReplyTo
+from asynckv.core.wire import (
+    MAJOR,
+    MINOR,
+    Draining,
+    Goodbye,
+    Hello,
+    Message,
+    Unwelcome,
+    Welcome,
+    decode_packet,
+    encode_packet,
+)
 from tests.world import Rank, World, make_layout
 
 
@@ -38,9 +49,9 @@ def test_what_is_never_to_be_woken_is_not_kept_until_its_time() -> None:
 # -- readers -----------------------------------------------------------------------------------------------
 
 
-def greeted(rank: Rank, number: int) -> list[Message]:
+def greeted(rank: Rank, number: int, minor: int = MINOR) -> list[Message]:
     """Let a reader shake hands, and return what it is answered."""
-    hello = Hello(number, MAJOR, MINOR, "prefill", 0, Cohort(f"decode-{number}"))
+    hello = Hello(number, MAJOR, minor, "prefill", 0, Cohort(f"decode-{number}"))
     route = ReplyTo(b"%d" % number)
     rank.core.readers.greet(hello, route, f"start-{number}", "", rank.core.prefill.closed_as, False)
     return heard(rank)
@@ -64,6 +75,32 @@ def test_of_those_who_shook_hands_the_latest_are_remembered(monkeypatch: pytest.
     assert len(side._met) == 3
     rank.core.say_goodbye()
     assert len(heard(rank)) == 3
+
+
+def test_who_can_understand_it_hears_at_once_that_an_engine_drains() -> None:
+    rank = prefill_rank()
+    for minor in (0, 1):
+        assert [type(m) for m in greeted(rank, minor, minor)] == [Welcome]
+    rank.core.readers.say_draining()
+    assert [type(m) for m in heard(rank)] == [Draining]
+
+
+def test_a_packet_of_another_version_is_answered_in_words_of_this_one() -> None:
+    rank = prefill_rank()
+    (body,) = [encode_packet("start-1", "", [Goodbye()])]
+    rank.core.receive(ReplyTo(b"1"), body.replace(bytes([0x90 + 4, MAJOR]), bytes([0x90 + 4, MAJOR + 1]), 1), 0.0)
+    (answer,) = heard(rank)
+    assert isinstance(answer, Unwelcome)
+    assert (answer.nonce, answer.reason) == (0, Reason.PROTOCOL)
+    assert f"protocol version {MAJOR + 1} is not {MAJOR}" in answer.detail
+
+
+def test_an_answer_that_nobody_here_asks_for_is_counted_once() -> None:
+    rank = prefill_rank()
+    rank.core.receive(ReplyTo(b"1"), encode_packet("start-1", "", [Draining()]), 0.0)
+    rank.core.receive(Address("world://q"), encode_packet("start-2", "", [Hello(1, 1, 1, "q", 0, Cohort("d"))]), 0.0)
+    assert rank.core.outbox.counters["dropped.unexpected"] == 2
+    assert heard(rank) == []
 
 
 def test_of_those_who_ask_while_there_is_no_agent_so_many_are_answered_when_there_is_one(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
 from asynckv.geometry.blocks import check_block_ids, check_blocks
 from asynckv.geometry.check import check_layout
-from asynckv.geometry.layout import ONE_PER_REQUEST, Layout
+from asynckv.geometry.layout import ONE_PER_REQUEST, Layout, fingerprint
 from asynckv.geometry.match import NotCovered, _cover, assign, compare, predicted, remote_ranks
 from asynckv.geometry.pairing import common_prefix
 from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
@@ -543,7 +543,7 @@ def test_what_is_not_offered_is_refused(theirs: Lists, mine: Lists, tokens: int,
     [
         ([(0, [0, 1, 2])], [(0, [5])], 12, PlanRefused, "after 12 tokens belongs into place 2 .*beyond the 1 that"),
         ([(0, [0, 1, 2])], [(0, [5, None, None])], 12, PlanRefused, "place 2 .*a placeholder"),
-        ([(0, [0, 1])], [(0, [5, 6, 7])], 12, RemoteTooShort, "no state was lent in place 2 of 2"),
+        ([(0, [0, 1])], [(0, [5, 6, 7])], 12, RemoteTooShort, "token 11 on of 12.*no state was lent in place 2 of 2"),
         ([(0, [0, 1, None])], [(0, [5, 6, 7])], 12, RemoteTooShort, "no state was lent in place 2 of 3"),
         ([(0, [0, 1, 2])], [(0, [5, 6])], 7, RemoteTooShort, "states are kept every 4 tokens only"),
         ([(0, [0, 1, 48])], [(0, [5, 6, 7])], 12, PlanRefused, "names block 48"),
@@ -770,6 +770,20 @@ def test_a_side_that_does_not_know_an_alias_misses_nothing() -> None:
             assert [len(s) for s in assign(local.layout, [remote.layout])] == [2]
     [difference] = compare(sharing(both, 0, None).layout, Rank(first, 0).layout)
     assert (difference.field, difference.local) == ("layers only on one side", ["b"])
+
+
+def test_of_very_many_layers_eight_are_named() -> None:
+    one = Rank(engine((attention(name="z"),)), 0).layout
+    for count, last in ((8, "layer7"), (9, "... 1 more")):
+        many = Rank(engine(tuple(attention(name=f"layer{i}") for i in range(count))), 0).layout
+        [difference] = compare(many, one)
+        assert isinstance(difference.local, list)
+        assert (len(difference.local), difference.local[-1]) == (count, last)
+
+
+def test_a_layouts_digest_is_the_same_in_all_versions() -> None:
+    """Files are found by it. Whoever changes it on purpose says that what older versions stored is lost."""
+    assert fingerprint(make_layout()) == "f734b1b83b549feb"
 
 
 def test_one_memory_under_two_names_is_refused_with_the_remedy() -> None:

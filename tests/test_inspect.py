@@ -80,6 +80,9 @@ def test_it_says_who_holds_what_since_when_and_waiting_for_whom() -> None:
     assert (announced.kind, announced.prefill_request_id, announced.sequence) == ("announced", "p2", 1)
     assert [(x.rank, x.state, x.pulls) for x in reads.peers] == [("p/tp0@p-0", "ready", 1)]
     assert reads.num_peers == {"ready": 1}
+    (straggler,) = decode.core.inspect.stragglers(world.time(decode))
+    assert (straggler.request_id, straggler.reason, straggler.held_s) == ("d2", "announced", 1.0)
+    assert straggler.left_s == 29.0
     assert account(world, decode, request_id="p2").requests[0].request_id == "d2"
     assert account(world, prefill, request_id="p2").requests[0].request_id == "p2"
     assert account(world, prefill, request_id="nobody's").requests == ()

@@ -83,6 +83,14 @@ def granted(effects: Effects) -> float:
     return effects.answer.seconds
 
 
+def test_of_many_who_are_waited_for_a_few_are_named() -> None:
+    for ranks, end in ((4, "tp3@process-"), (5, "tp3@process- and 1 more")):
+        lease = lend()
+        for rank in range(ranks):
+            Reading(lease, rank, ranks).claim(0.0)
+        assert lease.waits(AT + 0.1).endswith(end), lease.waits(AT + 0.1)
+
+
 # -- what the tables say -------------------------------------------------------------------------------
 
 
