@@ -485,3 +485,14 @@ def test_memory_orders_that_do_not_go_together_are_warned_about(layers: int) -> 
         )
         warned = peer_map(here, there).warnings
         assert [text.split(";")[0] for text in warned] == said
+
+
+def test_rows_go_together_as_long_as_their_blocks_fit() -> None:
+    """Scattered blocks of eight layers, two rows of keys and values each: no post has room for one row more."""
+    here, there = make_layout(layers=8), make_layout(layers=8, base=1 << 44)
+    plan = read(peer_map(here, there), 0, [1, 3, 5], [5, 3, 1], 12)
+    (section,) = plan.sections
+    rows, size = section.table.num_rows, section.table.block_bytes // section.table.num_rows * 3
+    assert (rows, plan.num_descriptors) == (16, 48)
+    for limits in ((1 << 30, 15), (1 << 30, 17), (5 * size, 1 << 30), (6 * size - 1, 1 << 30)):
+        assert [len(post.local) for post in plan.posts(*limits)] == [15, 15, 15, 3]
