@@ -566,3 +566,27 @@ def test_who_answers_for_another_rank_is_not_owed() -> None:
     lease = lend(tp_rank=1, tp_size=2)
     assert refused(Reading(lease, 0, 2).claim(0.0)) is Reason.NOT_OWED
     assert granted(Reading(lease, 1, 2).claim(0.0)) == 4.0
+
+
+def test_a_reader_whose_next_start_will_try_again_is_not_gone() -> None:
+    lease = lend(lease_s=100.0, max_lease_s=200.0)
+    one, other = Reading(lease, 0, 2), Reading(lease, 1, 2)
+    one.claim(0.0)
+    other.claim(1.0)
+    lease.tick(AT + 4.0)
+    lease.lose([stray.reader for stray in lease.strays()], AT + 4.5)
+    assert lease.gone == {Reader("decode", 0)}
+    again = Reading(lease, 0, 2, pull="again")
+    again.sender = "next start"
+    again.release(4.6, Outcome.RETRY)
+    other.release(4.7)
+    assert (lease.state, lease.gone) == (LeaseState.LENT, set())
+
+
+def test_a_reader_that_was_never_granted_anything_is_looked_at_once_it_has_spoken() -> None:
+    lease = lend(lease_s=100.0, max_lease_s=200.0)
+    lease.tick(AT + 4.0)
+    assert lease.look_at == math.inf
+    effects = Reading(lease).release(5.0, Outcome.RETRY)
+    assert lease.strays()
+    assert effects.wake_at == AT + 9.0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import random
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -170,3 +173,17 @@ async def test_peers_that_nobody_vouches_for_are_tried_first(
         plane.close()
         reader.agent.close()
     assert children() == before
+
+
+async def test_the_end_of_a_process_that_tried_nobody_is_not_the_next_peers_fault(owner: Owner) -> None:
+    taster = Taster(NixlConfig(), "tries", None)
+    remote = AgentInfo("owner", owner.metadata)
+    await taster.try_out(remote, owner.memories)
+    assert taster._plane is not None
+    os.kill(taster._plane.pid, signal.SIGKILL)
+    async with asyncio.timeout(10.0):
+        while taster._plane.pid:  # noqa: ASYNC110 - nobody is told
+            await asyncio.sleep(0.01)
+    await taster.try_out(remote, owner.memories)
+    assert taster.num_refused == 0
+    await taster.quiesce()

@@ -186,13 +186,43 @@ def test_a_reader_whose_connection_broke_and_came_back_is_not_gone() -> None:
     release = Release(params.key, params.request_id, READER, "pull", Outcome.RETRY)
     say(rank, release, 1.0, OTHER)
     (stray,) = lease.strays()
-    assert stray.ways == tuple(lease_ways[:4])
+    assert stray.ways == (*lease_ways[6:], OTHER)
     params = world.params([rank], "retried", [4], 4)
     lease = world.lend(rank, params)
     say(rank, claim(params), 1.0)
     say(rank, msgspec.structs.replace(release, key=params.key, request_id=params.request_id), 2.0, OTHER)
     (stray,) = lease.strays()
     assert stray.ways == (ONE, OTHER)
+
+
+def test_a_reader_whose_connection_broke_often_and_came_back_is_not_gone() -> None:
+    world, rank = prefill_rank(LONG)
+    params = world.params([rank], "r", [3], 4)
+    lease = world.lend(rank, params)
+    ways = [ReplyTo(b"%d" % n) for n in range(6)]
+    say(rank, claim(params), 0.0, ways[0])
+    for n, way in enumerate(ways[1:], 1):
+        say(rank, Renew(params.key, "pull", n + 1, 600.0), 3.0 * n, way)
+    for way in ways[:-1]:
+        rank.core.prefill.unreachable(way)
+    rank.core.tick(20.0)
+    assert not lease.is_over
+    rank.core.prefill.unreachable(ways[-1])
+    rank.core.tick(25.0)
+    assert lease.is_over
+
+
+def test_a_reader_has_time_to_answer_a_ping() -> None:
+    """The lease is woken for a warning a moment after it was sent."""
+    world, prefill = prefill_rank(LONG)
+    params, other = (world.params([prefill], name, [block], 4) for name, block in (("r", 3), ("other", 4)))
+    lease = world.lend(prefill, params)
+    claimed_by(world, "d", prefill, params)
+    claimed_by(world, "again", prefill, other)
+    lease.warn_at = lease.look_at + 0.001
+    world.advance(lease.look_at + 0.002 - world.now)
+    assert lease.strays()
+    assert not lease.is_over
 
 
 def test_a_later_start_of_a_reader_says_that_the_one_before_is_gone() -> None:

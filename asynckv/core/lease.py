@@ -162,7 +162,7 @@ class Grant(Struct):
     Attributes:
         sender: The start of the reader's process that claimed; nobody else renews or releases.
         name: The reader and its process, for people.
-        ways: The connections over which the reader has spoken of it, the first few.
+        ways: The connections over which the reader has spoken of it, the last few.
         probed_at: When these were last asked for a sign of life, after the grant had run out.
     """
 
@@ -178,8 +178,8 @@ class Grant(Struct):
 
     def came_by(self, reply_to: ReplyTo) -> None:
         """Take note of a connection over which the reader has spoken."""
-        if reply_to not in self.ways and len(self.ways) < MAX_WAYS:
-            self.ways += (reply_to,)
+        if reply_to not in self.ways:
+            self.ways = (*self.ways, reply_to)[-MAX_WAYS:]
 
 
 class Discharge(Struct, frozen=True, gc=False):
@@ -635,6 +635,8 @@ class Lease:
             since, ways = (now, ()) if grant is None else (grant.since, grant.ways)
             self.past[reader] = Grant(pull_id, reader, sender, name, now, since, now, ways)
             self.past[reader].came_by(reply_to)
+            self.gone.discard(reader)  # a later start of its process says that it goes on
+            self.look_at = min(self.look_at, now + self.lent.grant_s)
         self._note(now, f"released by {name}, pull {pull_id}: {release.outcome}")
         return Ack(release.key, pull_id)
 

@@ -29,7 +29,7 @@ import numpy as np
 from msgspec import Struct
 
 from asynckv.config import LeaseConfig
-from asynckv.core.lease import WHAT, Effects, Grant, Lease, LeaseState, Lent, Refusal
+from asynckv.core.lease import PROBE_S, WHAT, Effects, Grant, Lease, LeaseState, Lent, Refusal
 from asynckv.core.ledger import FEW, Ledger
 from asynckv.core.outbox import LeaseEnded, LeaseGranted, Outbox, ReaderRefused, Traced
 from asynckv.core.readers import Readers
@@ -304,7 +304,7 @@ class PrefillSide:
         effects = lease.tick(now)
         is_overdue = effects.is_overdue
         strays = lease.strays() if not effects.has_ended else []
-        if gone := [stray.reader for stray in strays if self._is_gone(lease, stray)]:
+        if gone := [stray.reader for stray in strays if self._is_gone(lease, stray, now)]:
             effects = lease.lose(gone, now)
         for stray in strays:
             if stray.reader not in gone:
@@ -367,12 +367,12 @@ class PrefillSide:
         if len(self._answered) > MAX_UNREACHABLE:
             self._answered.popitem(last=False)
 
-    def _is_gone(self, lease: Lease, stray: Grant) -> bool:
+    def _is_gone(self, lease: Lease, stray: Grant, now: float) -> bool:
         """All its connections have ended; or its rank has started anew, and it has not answered since it was asked."""
         if all(way in self._unreachable for way in stray.ways):
             return True
         is_silent = all(self._answered.get(way, -math.inf) < stray.probed_at for way in stray.ways)
-        is_asked = stray.probed_at < math.inf
+        is_asked = now - stray.probed_at >= PROBE_S / 2  # a lease is woken for other reasons as well
         return is_asked and is_silent and self._readers.is_replaced(stray.sender, lease.keys.get(stray.reader, ""))
 
     def _engine_of(self, lease: Lease) -> str:
