@@ -108,8 +108,11 @@ class ControlPlane(Protocol):
     def send(self, to: Address | ReplyTo, packet: bytes) -> bool:
         """Send, connecting first if `to` is an address; False if the packet was dropped."""
 
-    def refusal(self, address: Address) -> str:
-        """Say why no packet can be sent to an address, and the remedy; empty if one can."""
+    def refusal(self, to: Address | ReplyTo) -> str:
+        """Say why no packet can be sent there, and the remedy; empty if one can.
+
+        Of a connection it is asked right after `send` returned False: it has ended, or its peer only reads too little.
+        """
 
     def disconnect(self, address: Address) -> None:
         """Drop the link to an address; harmless if there is none."""

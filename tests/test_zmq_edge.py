@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import itertools
 import os
 import re
 import select
@@ -28,6 +30,7 @@ from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAX_PACKET, MAX_REQUEST_PACKET
 from asynckv.edges import door
 from asynckv.edges import zmq as edge
+from asynckv.edges.door import Connection, Door
 from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.errors import BackendError, ConfigError
 from asynckv.keys import KeyPair, encode_z85, write_pair
@@ -710,6 +713,75 @@ async def test_answers_that_a_peer_does_not_read_are_bounded_in_bytes_until_it_h
         plane._look_at = float("inf")  # it need not wait for a look at all
         async with reading([raw]):
             await inbox.idle_until(lambda: plane.send(route, packet))
+
+
+async def test_what_all_together_do_not_read_is_bounded_and_who_reads_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packet = bytes(65_536)
+    monkeypatch.setattr(edge, "MAX_UNREAD_TOTAL", 20 * len(packet))
+    numbers = itertools.count()
+    monkeypatch.setattr(ZmqPlane, "_principal", lambda self, frame: f"somebody {next(numbers)}")
+    async with planes(1) as [(plane, inbox)]:
+        peers = [await ask(plane, inbox) for _ in range(4)]
+        assert len(set(inbox.principals)) == 4
+        for _, route in peers[:3]:
+            while plane.send(route, packet):
+                pass
+        assert 9 * len(packet) <= plane._unread_all <= 14 * len(packet)
+        assert plane.send(peers[3][1], packet)
+        async with reading([raw for raw, _ in peers]):
+            for _, route in peers:
+                await inbox.idle_until(partial(plane.send, route, packet))
+
+
+async def test_a_peer_that_reads_too_little_is_told_from_one_that_has_gone() -> None:
+    async with planes(1) as [(plane, inbox)]:
+        raw, route = await ask(plane, inbox)
+        while plane.send(route, bytes(65_536)):
+            pass
+        assert plane.refusal(route) == ""
+        raw.leave_rudely()
+        await inbox.idle_until(lambda: not plane.send(route, b"x") and plane.refusal(route) != "")
+        assert plane.refusal(route) == "the connection has ended"
+
+
+async def test_what_is_ahead_of_the_loop_costs_one_connection_though_the_loop_goes_on_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(door, "MAX_AHEAD_ALL", 250_000)
+    cut, real = threading.Event(), Door._cut
+
+    def slowly(self: Door, connection: Connection, cause: str) -> None:
+        for other in self.connections.values():
+            other.delivered = other.arrived  # as the loop counts while a system call lets it
+        real(self, connection, cause)
+        cut.set()
+
+    monkeypatch.setattr(Door, "_cut", slowly)
+    async with planes(1) as [(plane, inbox)]:
+        raws = [Raw(plane.address) for _ in range(4)]
+        for raw in raws:
+            raw.socket.sendall((b"\0\xc8" + bytes(200)) * 500)
+        assert cut.wait(PATIENCE_S)  # and the loop stands still
+        await check_alive(plane, inbox)
+        assert plane.statistics()["cut.unread"] <= 2
+        for raw in raws:
+            raw.socket.close()
+
+
+async def test_a_connection_that_cannot_be_watched_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dup(fd: int) -> int:
+        monkeypatch.undo()
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async with planes(1) as [(plane, inbox)]:
+        monkeypatch.setattr(os, "dup", dup)
+        with socket.create_connection(place(plane.address), PATIENCE_S) as one:
+            await inbox.idle_until(lambda: plane.statistics().get("cut.unwatched", 0) == 1)
+            while one.recv(4096):
+                pass
+        await check_alive(plane, inbox)
 
 
 async def test_an_answer_larger_than_the_bound_is_sent_to_a_peer_that_reads() -> None:

@@ -315,7 +315,7 @@ class PrefillSide:
         return is_overdue
 
     def unreachable(self, reply_to: ReplyTo) -> None:
-        """Take note that a packet could not be sent: the connection has ended, or its peer takes nothing any more."""
+        """Take note that a packet could not be sent, because the connection has ended."""
         self._unreachable[reply_to] = None
         if len(self._unreachable) > MAX_UNREACHABLE:
             self._unreachable.popitem(last=False)

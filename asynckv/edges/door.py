@@ -7,7 +7,8 @@ from outside. It keeps a duplicate of every connection's descriptor, asks the ke
 (`TCP_INFO`), subtracts what the event loop was given, and shuts a connection down that is too far ahead.
 
 The thread does not need the event loop, so a loop that is away does not let memory grow. It sleeps while nothing
-arrives: a connection's descriptor is watched for one event, then looked at every `TICK_S` until it is quiet.
+arrives: a connection's descriptor is watched for one event, then looked at every `TICK_S` until it is quiet. All are
+looked at every `LOOK_S`, because an event is lost if libzmq reads what came before this thread is scheduled.
 
 A connection beyond the limits costs another one its place: the oldest that has not said anything yet, of the host that
 has most. So connections that say nothing do not keep others out.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import math
 import os
 import resource
@@ -28,6 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 
 from asynckv.errors import ConfigError
 
@@ -49,6 +52,9 @@ MAX_LINK_AHEAD = 20 * 1024 * 1024
 
 UNSEEN = 64 * 1024
 """Bytes that a connection may leave behind unseen, if it ends before this thread is scheduled."""
+
+LOOK_S = 0.25
+"""All connections are looked at so often."""
 
 SWEEPS_S = (0.3, 1.0, 5.0)
 """After a socket was closed; it lingers for 0.2 s."""
@@ -81,6 +87,17 @@ class Opened:
     endpoint: str
     is_accepted: bool = False
     is_listener: bool = False
+
+    def peer(self, one: socket.socket) -> tuple[str, int]:
+        """Return who is on the other side.
+
+        Raises:
+            OSError: libzmq has closed the descriptor meanwhile, and something else may have its number.
+        """
+        ours, theirs = one.getsockname(), one.getpeername()
+        if (ours if self.is_accepted else theirs)[1] != int(self.endpoint.rpartition(":")[2]):
+            raise OSError(errno.EBADF, "another connection has that number")
+        return str(theirs[0]), int(theirs[1])
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +138,15 @@ class Connection:
         arrived = struct.unpack_from("=Q", info, _RECEIVED_AT)[0]
         self.quiet = 0 if arrived > self.arrived else self.quiet + 1
         self.arrived = arrived
+
+    def has_news(self) -> bool:
+        """Something has arrived since it was looked at, or it has ended."""
+        before = self.arrived
+        try:
+            self.look()
+        except OSError:
+            return True
+        return self.arrived > before
 
     @property
     def ahead(self) -> int:
@@ -245,9 +271,13 @@ class Door:
                 self._shut(True)
 
     def _watch(self) -> None:
-        tick_at = 0.0
+        tick_at = look_at = 0.0
         while not self._is_closed:
-            wake_at = min([*self._sweeps, tick_at if self._busy or self._is_shut else math.inf], default=math.inf)
+            wake_at = min(
+                *self._sweeps,
+                tick_at if self._busy or self._is_shut else math.inf,
+                look_at if self.connections else math.inf,
+            )
             wait_s = None if wake_at == math.inf else max(wake_at - time.monotonic(), 0.0)
             for fd, _ in self._epoll.poll(wait_s):
                 if fd == self._bell:
@@ -260,6 +290,9 @@ class Door:
                 self._sweeps = self._sweeps[1:]
                 for fd in [fd for fd, c in self.connections.items() if not _is_same(fd, c.duplicate.fileno())]:
                     self._forget(fd)
+            if time.monotonic() >= look_at:
+                self._busy.update(each for each in self.connections.values() if each.has_news())
+                look_at = time.monotonic() + LOOK_S
             if (self._busy or self._is_shut) and time.monotonic() >= tick_at:
                 self._tick()
                 tick_at = time.monotonic() + TICK_S
@@ -271,17 +304,16 @@ class Door:
             return
         try:
             duplicate = socket.socket(fileno=os.dup(opened.fd))
-        except OSError:
+        except OSError as exc:
             self.orphaned += UNSEEN * opened.is_accepted
-            return  # it has been closed already
+            if exc.errno != errno.EBADF:  # else it has been closed already
+                self._end_unwatched(opened)
+            return
         if opened.is_listener:
             self._listener = duplicate
             return
         try:
-            # libzmq may have closed the descriptor meanwhile, and something else may have its number.
-            ours, theirs = duplicate.getsockname(), duplicate.getpeername()
-            if (ours if opened.is_accepted else theirs)[1] != int(opened.endpoint.rpartition(":")[2]):
-                raise OSError
+            theirs = opened.peer(duplicate)
         except (OSError, IndexError, TypeError):
             self.orphaned += UNSEEN * opened.is_accepted
             duplicate.close()
@@ -293,6 +325,17 @@ class Door:
         if opened.is_accepted:
             self._per_host[connection.host] += 1
             self._make_room(connection.host)
+
+    def _end_unwatched(self, opened: Opened) -> None:
+        """There is no descriptor to watch a connection by, so nothing would bound it: it ends."""
+        with contextlib.suppress(OSError, IndexError, TypeError):
+            lent = socket.socket(fileno=opened.fd)  # libzmq's own
+            try:
+                opened.peer(lent)
+                lent.shutdown(socket.SHUT_RDWR)
+                self._counts["cut.unwatched"] += 1
+            finally:
+                lent.detach()
 
     def _forget(self, fd: int) -> None:
         connection = self.connections.pop(fd, None)
@@ -333,11 +376,12 @@ class Door:
             elif connection.quiet > QUIET_TICKS:
                 self._busy.discard(connection)
                 self._epoll.modify(connection.duplicate.fileno(), _ONCE)
-        accepted = sorted((c for c in self.connections.values() if c.is_accepted), key=lambda c: c.ahead)
-        ahead = sum(c.ahead for c in accepted)
+        # Each is read once: the loop delivers meanwhile, and what one was ahead must be what it is taken off with.
+        accepted = sorted(((c.ahead, c) for c in self.connections.values() if c.is_accepted), key=itemgetter(0))
+        ahead = sum(num_bytes for num_bytes, _ in accepted)
         while ahead > MAX_AHEAD_ALL:
-            connection = accepted.pop()
-            ahead -= connection.ahead
+            num_bytes, connection = accepted.pop()
+            ahead -= num_bytes
             self._cut(connection, "unread")
         orphans = self.orphaned - self._forgiven
         if self._is_shut is not (is_shut := orphans > MAX_AHEAD_ALL / (2 if self._is_shut else 1)):

@@ -52,9 +52,10 @@ QUEUE = 8192
 REPLY_QUEUE = 128
 """Packets that wait to be sent to one connection of our listener."""
 
-MAX_UNREAD, MAX_UNREAD_ALL, LOOK_UNREAD_S = 1024 * 1024, 2 * MAX_PACKET, 0.1
-"""Bytes sent to one connection of our listener, and to all of one principal, that the peers' kernels did not take, and
-the time between two looks at all. More are dropped and counted; one packet counts as half of a connection's at most."""
+MAX_UNREAD, MAX_UNREAD_ALL, MAX_UNREAD_TOTAL, LOOK_UNREAD_S = 1024 * 1024, 2 * MAX_PACKET, 8 * MAX_PACKET, 0.1
+"""Bytes sent to one connection of our listener, to all of one principal, and to all that the peers' kernels did not
+take, and the time between two looks. More are dropped and counted; one packet counts as half of a connection's at most.
+"""
 
 TURN_S = 0.002
 """Time that all sockets together may take of one turn of the loop. Each handles one message even so."""
@@ -258,6 +259,7 @@ class ZmqPlane:
         self._principals: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
         """And libzmq's number of the connection's descriptor, by route. libzmq never uses a route again."""
         self._unread: Counter[str] = Counter()  # bytes by principal; some may have been taken since the last look
+        self._unread_all = 0
         self._events: zmq.Socket[bytes] | None = None
         self._events_lock = threading.Lock()
         """The sockets' monitors are connected to by the loop, and heard by the door's thread."""
@@ -379,15 +381,19 @@ class ZmqPlane:
         left = connection.sent - connection.taken
         if not self._has_room(principal, left, size) and not self._has_room(principal, self._look(connection), size):
             self._counts["dropped_unread"] += 1
+            router.error = 0
             return False
         if sent := router.send([route, packet]):
             connection.sent += size
             self._unread[principal] += size
+            self._unread_all += size
         return sent
 
     def _has_room(self, principal: str, left: int, size: int) -> bool:
-        room = MAX_UNREAD_ALL // (2 if left else 1)  # half is for connections of which nothing is unread
-        return left + min(size, MAX_UNREAD // 2) <= MAX_UNREAD and self._unread[principal] + size <= room
+        share = 2 if left else 1  # half is for connections of which nothing is unread
+        is_small = left + min(size, MAX_UNREAD // 2) <= MAX_UNREAD
+        theirs, everybodys = self._unread[principal] + size, self._unread_all + size
+        return is_small and theirs <= MAX_UNREAD_ALL // share and everybodys <= MAX_UNREAD_TOTAL // share
 
     def _look(self, connection: Connection) -> int:
         """Return what a connection has not read; now and then all are looked at."""
@@ -395,12 +401,16 @@ class ZmqPlane:
             self._look_at, self._unread = now + LOOK_UNREAD_S, Counter()
             for each in [each for each in list(self._door.connections.values()) if each.sent > each.taken]:
                 self._unread[each.principal] += each.look_unread()
+            self._unread_all = self._unread.total()
         return connection.look_unread()
 
-    def refusal(self, address: Address) -> str:
-        """Say what keeps us from talking to an address: its form, its key, or that this plane has ended."""
+    def refusal(self, to: Address | ReplyTo) -> str:
+        """Say what keeps us from talking: an address's form or key, or that the connection or this plane has ended."""
         if self._ended:
             return self._ended
+        if isinstance(to, bytes):
+            return "the connection has ended" if self._router is None or self._router.error == zmq.EHOSTUNREACH else ""
+        address = to
         try:
             endpoint, key = _split(address)
             host = _host(endpoint)
@@ -661,7 +671,9 @@ class ZmqPlane:
             return self._dropped(fd, 1, len(frames[1]))
         route, packet = frames[0].bytes, self._take(fd, frames[1], is_accepted=True)
         principal, _ = self._principals.get(route, ("", fd))
-        if not principal:
+        if principal:
+            self._principals.move_to_end(route)
+        else:
             principal, _ = self._principals[route] = self._principal(frames[1]), fd
             if len(self._principals) > MAX_ROUTES:
                 del self._unread[self._principals.popitem(last=False)[1][0]]  # the next look counts what there is
@@ -809,6 +821,8 @@ class _Link:
         self.socket, self._most, self._on_frames, self._on_dropped = socket, most, on_frames, on_dropped
         self._turn, self._on_turn, self._door, self._loop = turn, on_turn, door, turn.loop
         self._made_at = self._loop.time()
+        self.error = 0
+        """Why the last send that failed did: `EHOSTUNREACH` if the connection has ended."""
         self._sent = self._received = 0
         self._received_before = -1
         """When a send failed after one that did not; -1 if the last one did not."""
@@ -824,8 +838,9 @@ class _Link:
     def send(self, frames: list[bytes]) -> bool:
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False  # full, or nobody there any more
+        except zmq.ZMQError as exc:
+            self.error = exc.errno or 0  # full, or nobody there any more
+            return False
         finally:
             self.look_again()
         self._sent += 1

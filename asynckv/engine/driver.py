@@ -498,9 +498,10 @@ class Driver:
             try:
                 if not control.send(to, packet):
                     core.outbox.counters["dropped.not_sent"] += 1
-                    if not isinstance(to, str):
+                    why = control.refusal(to)
+                    if why and not isinstance(to, str):
                         core.prefill.unreachable(to)
-                    elif why := control.refusal(to):
+                    elif why and isinstance(to, str):
                         core.decode.refused(to, why, self.clock.now())
                         self.soon()
             except Exception as exc:

@@ -114,9 +114,9 @@ class Port:
             self.packets_in += 1
             self._on_packet(origin, packet, f"host:{origin!r}" if isinstance(origin, bytes) else "")
 
-    def refusal(self, address: Address) -> str:
-        """Whoever can be named can be asked."""
-        return ""
+    def refusal(self, to: Origin) -> str:
+        """Whoever can be named can be asked, and a packet is never in anybody's way."""
+        return "it has hung up" if isinstance(to, bytes) else ""
 
     def disconnect(self, address: Address) -> None:
         """Drop a link."""
