@@ -16,6 +16,7 @@ from asynckv.geometry.blocks import check_block_ids, check_blocks
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import ONE_PER_REQUEST, Layout, fingerprint
 from asynckv.geometry.match import NotCovered, _cover, assign, compare, predicted, remote_ranks
+from asynckv.geometry.packed import record_form
 from asynckv.geometry.pairing import common_prefix
 from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
 from tests import oracle
@@ -784,6 +785,7 @@ def test_of_very_many_layers_eight_are_named() -> None:
 def test_a_layouts_digest_is_the_same_in_all_versions() -> None:
     """Files are found by it. Whoever changes it on purpose says that what older versions stored is lost."""
     assert fingerprint(make_layout()) == "f734b1b83b549feb"
+    assert fingerprint(record_form(make_layout())) == "632c80f892872f0b"
 
 
 def test_one_memory_under_two_names_is_refused_with_the_remedy() -> None:
