@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import dataclasses
 import gc
 import json
@@ -601,3 +602,14 @@ def test_a_worker_that_stands_still_lets_go_of_what_it_only_announced() -> None:
         assert pair.decode.told.failed[0].error.reason == "standstill"  # type: ignore[attr-defined]
     finally:
         pair.close()
+
+
+def test_news_that_come_while_others_are_taken_are_not_those_that_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that stops right then has news that it does not take, and that shows."""
+    with EngineThread(EngineConfig(engine_id="e"), memory(1)[0]) as engine:
+        engine.fileno()  # it sleeps until there is news
+        engine.take_finished()
+        assert engine.engine._driver.core.decode.alive_at == math.inf
+        monkeypatch.setattr(EngineThread, "_has_news", True)
+        engine.take_finished()
+        assert engine.engine._driver.core.decode.alive_at <= engine.engine._driver.clock.now()

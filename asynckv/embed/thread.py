@@ -354,7 +354,9 @@ class EngineThread:
         """Whoever embeds this is alive; one that sleeps until there is news shows it again when news has come."""
         if self._started.done() and not self._is_over:
             driver = self.engine._driver
-            driver.core.decode.alive_at = driver.clock.now() if self._news_bell is None else math.inf
+            driver.core.decode.alive_at = math.inf
+            if self._news_bell is None or self._has_news:  # some may have come since it took what there was
+                driver.core.decode.alive_at = driver.clock.now()
 
     def _ask_to_end(self, timeout_s: float = CLOSE_S - LAST_S) -> None:
         if (loop := self._loop) is not None:
