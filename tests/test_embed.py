@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import dataclasses
 import gc
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
