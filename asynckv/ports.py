@@ -111,6 +111,9 @@ class ControlPlane(Protocol):
     def refusal(self, address: Address) -> str:
         """Say why no packet can be sent to an address, and the remedy; empty if one can."""
 
+    def host(self, address: Address) -> str:
+        """Name the host that the link to an address goes to by what it cannot make up: its IP address, not its name."""
+
     def disconnect(self, address: Address) -> None:
         """Drop the link to an address; harmless if there is none."""
 
@@ -130,6 +133,8 @@ class AgentInfo(NamedTuple):
     """Opaque to all but the data planes."""
     is_trusted: bool = True
     """It came with a key that is listed here, or from this host."""
+    host: str = ""
+    """What it came from, as `ControlPlane.host` says."""
 
 
 @dataclass(frozen=True, slots=True)

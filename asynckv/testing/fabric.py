@@ -118,6 +118,10 @@ class Port:
         """Whoever can be named can be asked."""
         return ""
 
+    def host(self, address: Address) -> str:
+        """Everybody has a host of their own."""
+        return address
+
     def disconnect(self, address: Address) -> None:
         """Drop a link."""
         self.links.discard(address)
