@@ -88,8 +88,8 @@ class PullConfig:
         announce_s: How long an announced request may wait for its pull, if `Engine.announce` names no time. The engine
             gives up a request that waited for longer, and it cannot be pulled any more. Give more than any request
             waits in the inference engine's queue.
-        handshake_s: How long one handshake with a remote rank may take. Raise it for networks where UCX connects
-            slowly.
+        handshake_s: How long a remote rank may take to answer a handshake, and then to be loaded. Raise it for
+            networks where UCX connects slowly.
         hello_retry_s: When an unanswered hello, the first message of a handshake, is repeated first; the pause doubles
             from then on.
         backoff_s: Pause after the first failed handshake; it doubles up to `max_backoff_s`.

@@ -114,6 +114,9 @@ class ControlPlane(Protocol):
         Of a connection it is asked right after `send` returned False: it has ended, or its peer only reads too little.
         """
 
+    def host(self, address: Address) -> str:
+        """Name the host that the link to an address goes to by what it cannot make up: its IP address, not its name."""
+
     def disconnect(self, address: Address) -> None:
         """Drop the link to an address; harmless if there is none."""
 
@@ -133,6 +136,8 @@ class AgentInfo(NamedTuple):
     """Opaque to all but the data planes."""
     is_trusted: bool = True
     """It came with a key that is listed here, or from this host."""
+    host: str = ""
+    """What it came from, as `ControlPlane.host` says."""
 
 
 @dataclass(frozen=True, slots=True)

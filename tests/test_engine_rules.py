@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -12,6 +13,8 @@ from asynckv import PeerUnreachable, PullConfig, PullError
 from asynckv.core.wire import Claim
 from asynckv.engine.ending import GRACE_S
 from asynckv.errors import BackendError
+from asynckv.geometry.layout import Memory
+from asynckv.ports import AgentInfo
 from tests.engines import Bench, until
 from tests.offloads import Rank, layout_of
 from tests.test_log_evidence import drops
@@ -102,3 +105,22 @@ async def test_a_tier_that_may_still_write_memory_is_said_by_the_close(monkeypat
         with anyio.fail_after(5), pytest.raises(BackendError, match="something may still write"):
             await rank.offload._tiers._let_go_of_planes(rank.clock.now() + 1.0)
         await rank.offload._tiers._let_go_of_planes(rank.clock.now() + 1.0)
+
+
+async def test_the_data_plane_is_told_from_which_host_metadata_comes(
+    sim: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        assert decode.data is not None
+        hosts, load = list[str](), decode.data.add_remote_agent
+
+        async def add_remote_agent(agent: AgentInfo, memories: Sequence[Memory]) -> None:
+            hosts.append(agent.host)
+            await load(agent, memories)
+
+        monkeypatch.setattr(decode.data, "add_remote_agent", add_remote_agent)
+        monkeypatch.setattr(decode.engine._driver.control, "host", lambda address: f"host of {address}")
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params)
+        await decode.engine.pull("d", [(0, [6])], params)
+        assert hosts == [f"host of {prefill.engine.endpoint.address}"]

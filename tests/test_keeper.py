@@ -15,6 +15,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -799,6 +800,47 @@ async def test_another_process_tries_after_so_many_peers(
     assert await tried(each, *["good"] * 5) == [""] * 5
     await each.quiesce()
     assert [bool(made.lines(f"tries-{number}")) for number in range(1, 5)] == [True, True, True, False]
+
+
+async def test_hosts_take_turns_and_those_that_were_refused_come_last(
+    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that hangs what tries it costs seconds, and one request can name a hundred of its kind."""
+    kept("serve")
+    each, ended = Taster(NixlConfig(), "tries", None), list[str]()
+
+    async def try_out(place: str) -> None:
+        name, host = place.split("@")
+        with suppress(BackendError):
+            await each.try_out(AgentInfo(name, b"", False, host), SOMEBODY)
+        ended.append(place)
+
+    places = ["deadly@evil", *["refused@evil"] * 2, "good@a", "good@a", "good@b", "good@a"]
+    await asyncio.gather(*map(try_out, places))
+    assert ended == ["deadly@evil", "good@a", "good@b", "good@a", "good@a", "refused@evil", "refused@evil"]
+    assert each._turns == {"a": (0, 5), "b": (0, 3), "evil": (3, 7)}
+    monkeypatch.setattr(taster, "MAX_HOSTS", 3)
+    await try_out("good@c")
+    assert sorted(each._turns) == ["a", "c", "evil"]
+    await each.quiesce()
+
+
+async def test_a_try_that_is_cancelled_leaves_no_process_that_hangs_to_the_next(kept: Callable[..., Kept]) -> None:
+    made = kept("serve")
+    each = Taster(NixlConfig(), "tries", None)
+    first, second, third = (
+        asyncio.ensure_future(each.try_out(AgentInfo(name, b""), SOMEBODY)) for name in ("silent", "good", "good")
+    )
+    await until(lambda: len(made.lines("tries-1")) > 1)  # it is at it
+    assert each._plane is not None
+    pid = each._plane.pid
+    second.cancel()
+    first.cancel()
+    await third
+    assert made.lines("tries-2")
+    assert not exists(pid)
+    assert (first.cancelled(), second.cancelled(), each.num_refused) == (True, True, 0)
+    await each.quiesce()
 
 
 async def test_where_no_process_can_try_a_peer_is_refused_or_taken_with_a_warning(kept: Callable[..., Kept]) -> None:

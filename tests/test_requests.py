@@ -21,7 +21,7 @@ from asynckv.core import wire as m
 from asynckv.core.attempts import RETRYABLE, RETRYABLE_ELSEWHERE
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import LeaseState
-from asynckv.core.peer import PeerState
+from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
@@ -739,6 +739,55 @@ def test_a_peer_that_cannot_be_loaded_in_time_is_given_up_and_met_again() -> Non
     good = world.pull(decode, "late", [9], late)
     world.run()
     assert good.reason is Reason.COMPLETE
+
+
+def loading_beside_another(timeout: float) -> tuple[World, Rank, Pull, Peer]:
+    """A data plane that takes one peer at a time has the one of a pull wait for another, which comes back."""
+    world, prefill, decode = pair()
+    other = world.add("o", make_layout(base=3 << 40), engine_id="other", seed=3)
+    world.auto_load = False
+    pulls = []
+    for block, rank in enumerate((other, prefill), 8):
+        params = world.params([rank], "req", [3], 4, written=True)
+        world.lend(rank, params)
+        pulls.append(world.pull(decode, f"of-{rank.name}", [block], params, timeout=timeout))
+        world.deliver_all()
+    return world, decode, pulls[1], decode.loading.pop(0)
+
+
+def test_a_peer_that_waits_until_another_was_loaded_has_its_own_time() -> None:
+    """One whose metadata hangs what tries it took a good one's handshake along."""
+    world, decode, it, first = loading_beside_another(30.0)
+    world.advance(4.0)
+    decode.core.decode.load_failed(first, "it hung", world.time(decode))
+    world.advance(4.0)
+    world.load(decode)
+    world.run()
+    assert reason(it) is Reason.COMPLETE
+
+
+def test_a_peer_that_waits_for_one_after_the_other_is_given_up_in_the_end() -> None:
+    world, decode, it, first = loading_beside_another(60.0)
+    for _ in range(7):
+        world.advance(4.0)
+        assert it.reason is None
+        decode.core.decode.load_failed(first, "it hung", world.time(decode))
+    world.advance(2.1)
+    assert reason(it) is Reason.UNREACHABLE
+
+
+def test_a_peer_that_answers_late_has_all_the_time_to_be_loaded() -> None:
+    world, prefill, decode = pair()
+    world.auto_load = False
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params)
+    it = world.pull(decode, "d-req", [9], params)
+    world.advance(4.0)
+    world.deliver_all()
+    world.advance(4.0)
+    world.load(decode)
+    world.run()
+    assert reason(it) is Reason.COMPLETE
 
 
 def test_a_hundred_requests_share_one_handshake_and_its_failure() -> None:

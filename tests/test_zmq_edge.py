@@ -258,6 +258,23 @@ async def test_a_name_of_both_kinds_is_taken_as_ipv4_and_is_good_until_another_i
         names.may_answer.set()
 
 
+async def test_a_host_is_named_by_where_its_link_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of one host, and addresses of one IPv6 network, are made up at will."""
+    Names(monkeypatch)
+    async with planes(1) as [(plane, inbox)]:
+        for address, host in (
+            ("tcp://one.example:9", "127.0.0.1"),
+            ("tcp://other.example:9", "127.0.0.1"),
+            ("tcp://127.0.0.2:9", "127.0.0.2"),
+            ("tcp://[2001:db8:0:1::2]:9", "2001:db8:0:1::/64"),
+            ("tcp://[2001:db8:0:1:f::3]:9", "2001:db8:0:1::/64"),
+        ):
+            assert plane.host(Address(address)) == "", "nobody was asked there"
+            plane.send(Address(address), b"x")
+            await inbox.idle_until(lambda: not plane._resolving)
+            assert plane.host(Address(address)) == host
+
+
 async def test_names_under_way_and_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     names = Names(monkeypatch)
     monkeypatch.setattr(edge, "MAX_NAMES", 20)

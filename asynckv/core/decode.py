@@ -307,7 +307,7 @@ class DecodeSide:
 
     def load_failed(self, peer: Peer, cause: str, now: float) -> None:
         """The data plane could not load the peer."""
-        if self.peers.load_ended(peer):
+        if self.peers.load_ended(peer, now):
             self._failed(peer, Reason.UNREACHABLE, cause, now)
 
     def unloaded(self, cause: str, now: float) -> None:
@@ -376,7 +376,7 @@ class DecodeSide:
             case Granted() | NotYet() | Refused():
                 self._claim_answered(message, address, sender, now)
             case Welcome() | Unwelcome():
-                if (refused := self.peers.hello_answered(message, address, sender)) is not None:
+                if (refused := self.peers.hello_answered(message, address, sender, now)) is not None:
                     peer, reason, detail = refused
                     serve_no_more = self._lose if reason in FINAL else self._failed
                     serve_no_more(peer, reason, detail, now)

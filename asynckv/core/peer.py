@@ -123,6 +123,8 @@ class Peer:
     """Of the handshake under way."""
     deadline: float = math.inf
     """When the handshake under way fails."""
+    load_by: float = math.inf
+    """When it fails even if others were loaded all the time."""
     is_doubted: bool = False
     """It was lost before, and has said nothing since."""
     word_by: float = math.inf
@@ -244,10 +246,16 @@ class Peer:
         self.hellos += 1
         return Hello(self.nonce, MAJOR, MINOR, self.engine_id, self.tp_rank, cohort, self.pp_stage)
 
-    def welcomed(self, agent_name: str, layout: Layout) -> None:
+    def welcomed(self, agent_name: str, layout: Layout, config: PullConfig, now: float) -> None:
         """It has said what it holds; the data plane is to load it."""
         self.receive(E.WELCOMED)
         self.agent_name, self.layout, self.is_loading = agent_name, layout, True
+        self.load_by = now + max(config.timeout_s, config.handshake_s)
+        self.await_load(config, now)
+
+    def await_load(self, config: PullConfig, now: float) -> None:
+        """It is loaded from now on, as far as is known: whatever the data plane had to do before is not its fault."""
+        self.deadline = min(now + config.handshake_s, self.load_by)
 
     def load_ended(self) -> None:
         """The data plane is through with it, well or not."""

@@ -152,7 +152,7 @@ class Peers:
         return failure
 
     def hello_answered(
-        self, message: Welcome | Unwelcome, address: Address, sender: str
+        self, message: Welcome | Unwelcome, address: Address, sender: str, now: float
     ) -> tuple[Peer, Reason, str] | None:
         """Take the answer to a hello; return who serves us not, and why."""
         peer = self._hellos.get(message.nonce)
@@ -167,7 +167,7 @@ class Peers:
             reason, why = layout
             return peer, reason, f"{peer.where}: {why}"
         self._hellos.pop(peer.nonce, None)
-        peer.welcomed(message.agent_name, layout)
+        peer.welcomed(message.agent_name, layout, self._config, now)
         self._changed(peer, S.CONNECTING)
         self.wake(peer)
         self._outbox.commands.append(LoadPeer(peer, message.metadata))
@@ -208,7 +208,7 @@ class Peers:
 
     def loaded(self, peer: Peer, now: float) -> bool:
         """The data plane knows it; False if it was lost or given up meanwhile."""
-        peer.load_ended()
+        self._load_over(peer, now)
         if peer.state is not S.LOADING:
             self._outbox.commands.append(RemovePeer(peer))
             self.wake(peer)
@@ -218,13 +218,20 @@ class Peers:
         self.wake(peer)
         return True
 
-    def load_ended(self, peer: Peer) -> bool:
+    def load_ended(self, peer: Peer, now: float) -> bool:
         """The data plane could not load it; False if nobody waits for that any more."""
-        peer.load_ended()
+        self._load_over(peer, now)
         if peer.state is S.LOADING:
             return True
         self.wake(peer)
         return False
+
+    def _load_over(self, peer: Peer, now: float) -> None:
+        """The data plane is through with one, for which others may have waited."""
+        peer.load_ended()
+        for other in self.by_place.values():
+            if other.state is S.LOADING:
+                other.await_load(self._config, now)
 
     def unloaded(self, detail: str, now: float) -> list[Peer]:
         """Our own data plane has lost all that it had loaded; return whom, for those who read from them."""

@@ -3,6 +3,9 @@
 UCX reads its part of the metadata without being told the length (`metadata.py`), so nobody but UCX can say whether it
 survives. One such process is started for the first peer, is kept, and takes one peer at a time, so that its end is one
 peer's fault. It reads nothing, has none of the engine's memory, and idles at no cost but its 30 MB.
+
+A peer that hangs it costs seconds, and one request can name many. So hosts take turns, and those that were refused come
+last. Names of engines and ports are made up at will, but nobody answers from an address that is not theirs.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ __all__ = ["Taster"]
 MAX_TRIED = 64
 """Peers after which another process tries: UCX keeps a socket of each, on both sides, until the process ends."""
 
+MAX_HOSTS = 1024
+"""Hosts whose turns are remembered."""
+
 TRY_S = 2.0
 """How long one load may take, which takes milliseconds; a process that hangs in it is killed."""
 
@@ -42,47 +48,69 @@ class Taster:
         self._config, self._name, self._go_on = replace(config, process="never", posting_threads=0), name, go_on
         self._plane: ProcessPlane | None = None
         self._turn = asyncio.Lock()
-        self._starts = self._tried = 0
+        self._queue: dict[object, str] = {}
+        """Hosts of the peers that wait or are tried, the oldest first."""
+        self._turns: dict[str, tuple[int, int]] = {}
+        """By host, the latest last: how many of its peers were refused, and the number of its last turn."""
+        self._starts = self._tried = self._num_turns = 0
         self._is_off = False
         self.num_refused = 0
 
     async def try_out(self, remote: AgentInfo, memories: Sequence[Memory]) -> None:
-        """Load a peer's metadata there.
+        """Load a peer's metadata there, when it is its host's turn.
 
         Raises:
             BackendError: NIXL refuses it there, or that process ended or hung.
         """
-        async with self._turn:
-            if self._is_off:
-                return
-            if self._plane is not None and not self._plane.pid:
-                await self._end()  # it ended while it tried nobody
-            if (plane := self._plane) is None:
-                self._starts, self._tried = self._starts + 1, 0
-                plane = ProcessPlane(self._config, f"{self._name}-{self._starts}", deaths=0, has_spare=False)
-                try:
-                    await plane.start((), lambda: None)
-                except BackendError as exc:
-                    if self._go_on is None:
-                        raise
-                    self._go_on(str(exc))
-                    self._is_off = True
-                    return
-                self._plane = plane
+        self._queue[place := object()] = remote.host
+        try:
+            while True:
+                async with self._turn:
+                    if place is min(self._queue, key=lambda each: self._turns.get(self._queue[each], (0, 0))):
+                        return await self._try(remote, memories)
+                await asyncio.sleep(0)  # one that was cancelled leaves the queue only now
+        finally:
+            del self._queue[place]
+
+    async def _try(self, remote: AgentInfo, memories: Sequence[Memory]) -> None:
+        if self._is_off:
+            return
+        if self._plane is not None and not self._plane.pid:
+            await self._end()  # it ended while it tried nobody
+        if (plane := self._plane) is None:
+            self._starts, self._tried = self._starts + 1, 0
+            plane = ProcessPlane(self._config, f"{self._name}-{self._starts}", deaths=0, has_spare=False)
             try:
-                async with asyncio.timeout(TRY_S):
-                    await plane.add_remote_agent(remote, memories)
-            except (BackendError, TimeoutError) as exc:
-                self.num_refused += 1
-                cause = str(exc) or f"it hung for {TRY_S:g} s"
-                if isinstance(exc, TimeoutError) or not plane.pid:
-                    cause = f"it ends a process inside NIXL, as one that loaded it first has shown ({cause})"
-                    await self._end()
-                raise BackendError(f"NIXL refuses the metadata of {remote.name}: {cause}") from None
-            plane.remove_remote_agent(remote.name)
-            self._tried += 1
-            if self._tried >= MAX_TRIED:
+                await plane.start((), lambda: None)
+            except BackendError as exc:
+                if self._go_on is None:
+                    raise
+                self._go_on(str(exc))
+                self._is_off = True
+                return
+            self._plane = plane
+        refusals, self._num_turns = self._turns.pop(remote.host, (0, 0))[0], self._num_turns + 1
+        self._turns[remote.host] = refusals, self._num_turns
+        if len(self._turns) > MAX_HOSTS:
+            del self._turns[next(iter(self._turns))]
+        try:
+            async with asyncio.timeout(TRY_S):
+                await plane.add_remote_agent(remote, memories)
+        except asyncio.CancelledError:
+            await self._end()  # it may hang, which is not to be the next peer's fault
+            raise
+        except (BackendError, TimeoutError) as exc:
+            self.num_refused += 1
+            self._turns[remote.host] = refusals + 1, self._num_turns
+            cause = str(exc) or f"it hung for {TRY_S:g} s"
+            if isinstance(exc, TimeoutError) or not plane.pid:
+                cause = f"it ends a process inside NIXL, as one that loaded it first has shown ({cause})"
                 await self._end()
+            raise BackendError(f"NIXL refuses the metadata of {remote.name}: {cause}") from None
+        plane.remove_remote_agent(remote.name)
+        self._tried += 1
+        if self._tried >= MAX_TRIED:
+            await self._end()
 
     async def _end(self) -> None:
         plane, self._plane = self._plane, None

@@ -26,7 +26,7 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from socket import AF_INET, SOCK_STREAM, getaddrinfo
 from urllib.parse import urlsplit
@@ -420,6 +420,12 @@ class ZmqPlane:
         if not number and self._context is not None and self._turn.now() - asked_at < NAMED_S:
             return f"the name {host!r} is known to no resolver of this host; correct the endpoint, or the name service"
         return _REFUSALS.get(self._refusal(address, key) or "", "")
+
+    def host(self, address: Address) -> str:
+        """Name the IP address that a link goes to; of IPv6 the network, as whoever has one has 2**64 addresses."""
+        link = self._links.get(address)
+        host = _host(link.socket.getsockopt_string(zmq.LAST_ENDPOINT)) if link is not None else ""
+        return str(ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host
 
     def disconnect(self, address: Address) -> None:
         """Drop a link."""

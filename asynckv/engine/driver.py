@@ -594,7 +594,8 @@ class Driver:
         assert peer.layout is not None
         try:
             is_trusted = "#" in peer.address or is_loopback(peer.address)  # an address with a key has proved it
-            await self.data.add_remote_agent(AgentInfo(peer.agent_name, metadata, is_trusted), peer.layout.memories)
+            agent = AgentInfo(peer.agent_name, metadata, is_trusted, self.control.host(peer.address))
+            await self.data.add_remote_agent(agent, peer.layout.memories)
         except Exception as exc:  # whatever it is, who waits for this peer must hear of it
             cause = str(exc) if isinstance(exc, BackendError) else repr(exc)
             self._safely(core.decode.load_failed, peer, cause, self.clock.now())

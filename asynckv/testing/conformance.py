@@ -71,6 +71,7 @@ async def check_control_plane(make: Callable[[], ControlPlane]) -> None:
         assert listener.send(ReplyTo(route), b"answer")
         await answered.wait(1)
         assert answered.packets == [(listener.address, b"answer")]
+        assert asker.host(listener.address), "a link goes to a host"
 
         # Packets of a link stay in order, whatever is in them.
         bodies = [bytes([i % 256]) * (1 + i * 37 % 3000) for i in range(500)]

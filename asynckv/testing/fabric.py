@@ -118,6 +118,10 @@ class Port:
         """Whoever can be named can be asked, and a packet is never in anybody's way."""
         return "it has hung up" if isinstance(to, bytes) else ""
 
+    def host(self, address: Address) -> str:
+        """Everybody has a host of their own."""
+        return address
+
     def disconnect(self, address: Address) -> None:
         """Drop a link."""
         self.links.discard(address)
