@@ -12,7 +12,7 @@ import hashlib
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -47,9 +47,10 @@ from asynckv.testing.script import (
     Fault,
     Script,
 )
+from asynckv.testing.tier_script import TierScript
 from asynckv.testing.world import Process, Transfer, TransferFate, World, WorldClock, WorldControl, WorldData
 
-__all__ = ["Attempt", "Service"]
+__all__ = ["Attempt", "Listener", "Service", "Stage", "StagedRank"]
 
 NUM_BLOCKS, HEAD_DIM = 16, 2
 FREED, UNUSED = 0xEEEE, 0xDDDD
@@ -145,39 +146,152 @@ class _Lent:
     """When the first and the last rank lend it, or abort it."""
 
 
-class _Rank:
-    """One rank of an engine, over all of its process's starts."""
+class Listener(Protocol):
+    """Watches engines of a service."""
+
+    def listen(self, process: Process, engine: Engine) -> None:
+        """Take an engine that was just made, in a process that has just begun."""
+
+
+class StagedRank:
+    """One rank, over all of its process's starts."""
+
+    process: Process
+    engine: Engine
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        rng = world.random_of("rank", name)
+        self.rate, self.epoch = rng.choice([0.9996, 1.0, 1.0004]), rng.uniform(0, 1e7)
+        self.starts = 0
+        self.is_asleep = self.is_moving = False
+
+    def begin(self) -> Process:
+        """Begin a process."""
+        self.starts += 1
+        self.is_asleep = self.is_moving = False
+        name = f"{self.name}#{self.starts}"
+        self.process = self.world.processes[name] = Process(self.world, name, epoch=self.epoch, rate=self.rate)
+        return self.process
+
+    def connect(self, stage: Stage, config: EngineConfig, layout: Layout, data: WorldData) -> Engine:
+        """Make the process's engine, behind its doors, and tell listeners."""
+        process, doors = self.process, stage.doors(self.process)
+        engine = Engine(
+            doors.config(config),
+            Registration(layout),
+            data=doors.data(data),
+            control=doors.control(WorldControl(process, f"sim://{self.name}")),
+            clock=doors.clock(WorldClock(process)),
+            token_hex=doors.token_hex(self.world.token(process.name)),
+        )
+        for listener in stage.listeners:
+            listener.listen(process, engine)
+        return doors.engine(engine)
+
+    def sleep(self, seconds: float, change: Callable[[Process, bool], None], done: Callable[[], None]) -> None:
+        """Suspend the engine for a while; its memory changes as it falls asleep, and as it wakes up."""
+        process, engine, world = self.process, self.engine, self.world
+        self.is_moving = True
+
+        async def sleep() -> None:
+            try:
+                await engine.suspend(seconds * 0.2)
+                world.at(process.now, partial(change, process, True))
+                await asyncio.sleep(seconds)
+                # Before anything can be lent or read again.
+                world.at(process.now, partial(change, process, False))
+                await asyncio.sleep(0)
+                await engine.resume()
+            except EngineClosed:
+                return
+            done()
+
+        process.spawn(sleep)
+
+
+class Stage:
+    """A world in which a script is played: time, faults, and what both services count."""
+
+    def __init__(
+        self,
+        script: Script | TierScript,
+        doors: Callable[[Process], Doors],
+        listeners: Sequence[Listener],
+        begins_s: float,
+    ) -> None:
+        self.doors, self.listeners, self.begins_s = doors, listeners, begins_s
+        self.world = World(script.seed)
+        self.rng = self.world.random_of("service")
+        self.outcomes: Counter[str] = Counter()
+        self._seconds = script.seconds
+        self._faults: dict[str, list[Fault]] = {}
+        for fault in script.faults:
+            self._faults.setdefault(fault.kind, []).append(fault)
+
+    def _play(self, faults: Sequence[Fault], quiet_s: float, *judges: Callable[[], None]) -> None:
+        """Let faults happen, heal what is left of them, and judge; the world knows what was violated."""
+        world = self.world
+        for fault in faults:
+            world.at(self.begins_s + fault.at, partial(self._begin, fault))
+        try:
+            world.run(self._seconds)
+            for process in world.processes.values():
+                process.pauses = 0.0
+            world.run(self._seconds + quiet_s)
+            for judge in judges:
+                if not world.violation:
+                    judge()
+        finally:
+            world.close()
+
+    def _begin(self, fault: Fault) -> None:
+        if self.world.now <= self._seconds:
+            self.world.note("script", fault.kind, fault)
+            self.world.counts[f"fault.{fault.kind}"] += 1
+            self._meet(fault)
+
+    def _meet(self, fault: Fault) -> None:
+        raise NotImplementedError
+
+    def _active(self, kind: str, *names: str) -> float:
+        """The likelihood of a fault of this kind at any of these ranks now."""
+        now = self.world.now - self.begins_s
+        if now >= self._seconds or not (faults := self._faults.get(kind)):
+            return 0.0
+        most = 0.0
+        for fault in faults:
+            if fault.at <= now < fault.at + fault.seconds and any(name in fault.who for name in names):
+                most = max(most, fault.p)
+        return most
+
+
+class _Rank(StagedRank):
+    """One rank of an engine."""
 
     def __init__(self, service: Service, role: str, engine: int, rank: int) -> None:
         self.service, self.role, self.engine_number, self.rank = service, role, engine, rank
         script = service.script
-        self.name = script.prefill_names[engine][rank] if role == "prefill" else f"d{engine}.{rank}"
+        names = script.prefill_names[engine] if role == "prefill" else script.decode_names[engine]
+        super().__init__(service.world, names[rank])
         self.engine_id = f"decode{engine}" if role == "decode" else f"prefill{engine}" if engine else "prefill"
-        rng = service.world.random_of("rank", self.name)
         base = (1 + rank + 16 * (role == "decode") + 32 * engine) << 40
         self.layers = range(script.stages) if role == "prefill" else (rank // script.decode,)
         self.layout = _layout(script, role, rank, self.layers, base)
         self.held = self.layout.views[0].parts[0].held
         self.title = rank_name(self.engine_id, self.layout.tp_rank, self.layout.pp_stage)
         """What engines call it."""
-        self.rate, self.epoch = rng.choice([0.9996, 1.0, 1.0004]), rng.uniform(0, 1e7)
-        self.starts = 0
         self.free: list[int] = []
         self.owner: dict[int, object] = {}
         """Decode: which attempt owns which block."""
         self.retired: set[int] = set()
         """Blocks that were given up; what may have written them may have ended since."""
-        self.is_draining = self.is_asleep = self.is_moving = False
-        self.process: Process
-        self.engine: Engine
+        self.is_draining = False
         self.words: Words
 
     def start(self) -> None:
         """Start a process with memory of its own."""
-        world = self.service.world
-        self.starts += 1
-        name = f"{self.name}#{self.starts}"
-        process = self.process = world.processes[name] = Process(world, name, epoch=self.epoch, rate=self.rate)
+        process = self.begin()
         memory = np.empty(self.layout.memories[0].length, np.uint8)
         words: Words = memory.view(np.uint16)
         heads = self.held[1] - self.held[0]
@@ -189,8 +303,8 @@ class _Rank:
         self.words[:] = UNUSED
         self.free = list(range(NUM_BLOCKS))
         self.owner, self.retired = {}, set()
-        self.is_draining = self.is_asleep = self.is_moving = False
-        data = WorldData(process, f"agent-{name}", [memory], self.layout.memories)
+        self.is_draining = False
+        data = WorldData(process, f"agent-{process.name}", [memory], self.layout.memories)
         data.on_post, data.on_land = self._posted, self._landing
         if self.service.script.mishaps:
             data.fate_of = partial(self.service.mishaps.fate_of, self)
@@ -198,20 +312,9 @@ class _Rank:
         self.owners: dict[int, dict[int, object]] = {}
         self.reads: dict[int, tuple[str, str]] = {}
         """By transfer: the process start that is read, and the pull."""
-        doors = self.service.doors(process)
-        engine = Engine(
-            doors.config(self.config()),
-            Registration(self.layout),
-            data=doors.data(data),
-            control=doors.control(WorldControl(process, f"sim://{self.name}")),
-            clock=doors.clock(WorldClock(process)),
-            token_hex=doors.token_hex(world.token(name)),
-        )
-        for listener in self.service.listeners:
-            listener.listen(process, engine)
-        self.engine = doors.engine(engine)
+        self.engine = self.connect(self.service, self.config(), self.layout, data)
         process.spawn(self.engine.start)
-        world.note(self.name, "started", name)
+        self.world.note(self.name, "started", process.name)
 
     def config(self) -> EngineConfig:
         """How this rank's engine is set up."""
@@ -314,14 +417,7 @@ class _Prefill:
         ]
 
 
-class Listener(Protocol):
-    """Watches engines of a service."""
-
-    def listen(self, process: Process, engine: Engine) -> None:
-        """Take an engine that was just made, in a process that has just begun."""
-
-
-class Service:
+class Service(Stage):
     """Prefill and decode engines, their schedulers and the router between them.
 
     Args:
@@ -333,8 +429,8 @@ class Service:
     def __init__(
         self, script: Script, doors: Callable[[Process], Doors] = Doors, listeners: Sequence[Listener] = ()
     ) -> None:
-        self.script, self.doors, self.listeners = script, doors, listeners
-        self.world = World(script.seed)
+        super().__init__(script, doors, listeners, 0.01)
+        self.script = script
         self.world.fate = self._fate
         self.world.transfer_fate = self._transfer_fate
         self.world.is_calm = self._is_calm
@@ -350,15 +446,10 @@ class Service:
         self.is_heard = not script.mishaps and {f.kind for f in script.faults} <= HEARD
         """No process falls silent."""
         self.is_counted = not script.mishaps and {f.kind for f in script.faults} <= COUNTED
-        self._faults: dict[str, list[Fault]] = {}
-        for fault in script.faults:
-            self._faults.setdefault(fault.kind, []).append(fault)
-        self.rng = self.world.random_of("service")
         self.lent: dict[int, _Lent] = {}
         self.lent_ever: list[_Lent] = []
         self.num_contents = 0
         self.tasks: dict[int, list[tuple[Attempt, asyncio.Task[None]]]] = {}
-        self.outcomes: Counter[str] = Counter()
         self.attempts: list[Attempt] = []
         self.leases: list[tuple[_Rank, Process, Any]] = []
         self.hasty: set[Process] = set()
@@ -380,19 +471,8 @@ class Service:
             world.at(0.0, engine.new_group)
         for ask in script.asks:
             world.at(0.01 + ask.at, partial(self._ask, ask, 3))
-        for fault in script.faults:
-            world.at(0.01 + fault.at, partial(self._begin, fault))
-        try:
-            world.run(script.seconds)
-            self._heal()
-            # Now and then for so long that even tombstones must be gone.
-            world.run(script.seconds + QUIET_S * (3 if script.is_long else 1))
-            if not world.violation:
-                self._check()
-            if not world.violation:
-                self._probe()
-        finally:
-            world.close()
+        # Now and then for so long that even tombstones must be gone.
+        self._play(script.faults, QUIET_S * (3 if script.is_long else 1), self._check, self._probe)
 
     def _probe(self) -> None:
         """With the faults over, a fresh request must complete on every rank that has a block for it."""
@@ -407,17 +487,6 @@ class Service:
                 world.violate(f"a fresh request on {attempt.rank.name} failed: {attempt.reason}")
 
     # -- faults ---------------------------------------------------------------------------------------
-
-    def _active(self, kind: str, *names: str) -> float:
-        """The likelihood of a fault of this kind at any of these ranks now."""
-        now = self.world.now - 0.01
-        if now >= self.script.seconds or not (faults := self._faults.get(kind)):
-            return 0.0
-        most = 0.0
-        for fault in faults:
-            if fault.at <= now < fault.at + fault.seconds and any(name in fault.who for name in names):
-                most = max(most, fault.p)
-        return most
 
     def _fate(self, sender: str, to: str, rng: random.Random) -> Sequence[float]:
         names = sender.split("#")[0], to.split("#")[0]
@@ -461,65 +530,43 @@ class Service:
             return TransferFate(r[0] * 4.0)
         return usual
 
-    def _begin(self, fault: Fault) -> None:
-        world = self.world
-        if world.now > self.script.seconds:
-            return
-        world.note("script", fault.kind, fault)
-        world.counts[f"fault.{fault.kind}"] += 1
-        if begin := _BEGIN.get(fault.kind):
-            begin(self, fault)
+    def _meet(self, fault: Fault) -> None:
+        """Let a fault happen that has a moment; the fates of packets and transfers ask for all others."""
+        if begin := getattr(self, f"_begin_{fault.kind}", None):
+            begin(fault)
+        elif meet := getattr(self, f"_meet_{fault.kind}", None):
+            for who in fault.who:
+                if (rank := self.ranks.get(who)) is not None:
+                    meet(rank, fault)
 
-    def _met(self, fault: Fault) -> Iterator[_Rank]:
-        """Whom a fault meets."""
-        return (rank for who in fault.who if (rank := self.ranks.get(who)) is not None)
+    def _meet_crash(self, rank: _Rank, fault: Fault) -> None:
+        self._crash(rank, fault.seconds)
 
-    def _begin_crash(self, fault: Fault) -> None:
-        for rank in self._met(fault):
-            self._crash(rank, fault.seconds)
-
-    def _begin_close(self, fault: Fault) -> None:
+    def _meet_close(self, rank: _Rank, fault: Fault) -> None:
         # Whoever has no time to keep every promise cuts them short, and is dead at once.
-        timeout_s = fault.seconds * 0.3 if fault.p < HASTY else None
-        for rank in self._met(fault):
-            self._close(rank, timeout_s=timeout_s)
+        self._close(rank, timeout_s=fault.seconds * 0.3 if fault.p < HASTY else None)
 
-    def _begin_freeze(self, fault: Fault) -> None:
-        for rank in self._met(fault):
-            rank.process.freeze(min(fault.seconds, self.script.seconds - self.world.now))
+    def _meet_freeze(self, rank: _Rank, fault: Fault) -> None:
+        rank.process.freeze(min(fault.seconds, self.script.seconds - self.world.now))
 
-    def _begin_pause(self, fault: Fault) -> None:
-        for rank in self._met(fault):
-            rank.process.pauses = fault.p
-            self.world.at(self.world.now + fault.seconds, partial(setattr, rank.process, "pauses", 0.0))
+    def _meet_pause(self, rank: _Rank, fault: Fault) -> None:
+        rank.process.pauses = fault.p
+        self.world.at(self.world.now + fault.seconds, partial(setattr, rank.process, "pauses", 0.0))
 
-    def _begin_forget(self, fault: Fault) -> None:
-        for rank in self._met(fault):
-            self._forget(rank)
+    def _meet_hostile(self, rank: _Rank, fault: Fault) -> None:
+        if not rank.process.is_dead and rank.engine._is_started:
+            rng = self.world.random_of("hostile", rank.name, self.world.now)
+            attack = Hostile(self.world, rank.process, f"sim://{rank.name}", rank.engine._core, rng)
+            attack.begin(min(fault.seconds, self.script.seconds - self.world.now))
 
-    def _begin_garbage(self, fault: Fault) -> None:
-        for rank in self._met(fault):
-            self._garbage(rank)
+    def _meet_drain(self, rank: _Rank, fault: Fault) -> None:
+        self._close(rank, fault.seconds)
 
-    def _begin_hostile(self, fault: Fault) -> None:
-        for rank in self._met(fault):
-            if not rank.process.is_dead and rank.engine._is_started:
-                rng = self.world.random_of("hostile", rank.name, self.world.now)
-                attack = Hostile(self.world, rank.process, f"sim://{rank.name}", rank.engine._core, rng)
-                attack.begin(min(fault.seconds, self.script.seconds - self.world.now))
+    def _meet_sleep(self, rank: _Rank, fault: Fault) -> None:
+        self._sleep(rank, fault.seconds)
 
-    def _begin_drain(self, fault: Fault) -> None:
-        for rank in self._met(fault):
-            self._close(rank, fault.seconds)
-
-    def _begin_sleep(self, fault: Fault) -> None:
-        for rank in self._met(fault):
-            self._sleep(rank, fault.seconds)
-
-    def _begin_agent(self, fault: Fault) -> None:
-        for rank in self._met(fault):
-            if rank.process.is_dead:
-                continue
+    def _meet_agent(self, rank: _Rank, fault: Fault) -> None:
+        if not rank.process.is_dead:
             lose = partial(self._lose_agent, rank, rank.data)
             rank.process.call_at(self.world.now, partial(lose, min(fault.seconds, 2.0), fault.p > SERVES_ONLY))
 
@@ -573,10 +620,6 @@ class Service:
     def _is_calm(self, until: float) -> bool:
         deaths = (f for f in self.script.faults if f.kind in ("agent", "crash", "close"))
         return not (self.script.mishaps or any(f.at < until and f.at + 5.0 > self.world.now for f in deaths))
-
-    def _heal(self) -> None:
-        for process in self.world.processes.values():
-            process.pauses = 0.0
 
     def _crash(self, rank: _Rank, down_s: float) -> None:
         self._kill(rank)
@@ -651,41 +694,27 @@ class Service:
         process, engine = rank.process, rank.engine
         if process.is_dead or rank.is_moving or not engine._is_started:
             return
-        rank.is_moving = True
 
-        async def sleep() -> None:
-            try:
-                await engine.suspend(seconds * 0.2)
-                self.world.at(process.now, partial(self._fall_asleep, rank, process))
-                await asyncio.sleep(seconds)
-                # Before anything can be lent or read again.
-                self.world.at(process.now, partial(self._wake_up, rank, process))
-                await asyncio.sleep(0)
-                await engine.resume()
-            except EngineClosed:
-                return
+        def resumed() -> None:
             self.world.note(rank.name, "resumed", engine.memory_epoch)
             if rank.role == "prefill":
                 self.world.at(process.now, self.prefill[rank.engine_number].new_group)
 
-        process.spawn(sleep)
+        rank.sleep(seconds, partial(self._change, rank), resumed)
 
-    def _fall_asleep(self, rank: _Rank, process: Process) -> None:
-        """The memory is somebody else's now."""
+    def _change(self, rank: _Rank, process: Process, is_asleep: bool) -> None:
+        """The memory is somebody else's while the engine sleeps."""
         if rank.process is not process or process.is_dead:
             return
-        self.world.note(rank.name, "sleeps")
-        self.wire.forget(process)
-        self._closed(rank, process)
-        rank.is_asleep = True
-        rank.words[:] = FREED
-        for other in self.ranks.values():
-            if other is not rank and not other.process.is_dead:
-                other.data.lose(rank.data)
-
-    def _wake_up(self, rank: _Rank, process: Process) -> None:
-        if rank.process is process:
-            rank.is_asleep = rank.is_moving = False
+        rank.is_asleep = rank.is_moving = is_asleep
+        if is_asleep:
+            self.world.note(rank.name, "sleeps")
+            self.wire.forget(process)
+            self._closed(rank, process)
+            rank.words[:] = FREED
+            for other in self.ranks.values():
+                if other is not rank and not other.process.is_dead:
+                    other.data.lose(rank.data)
 
     def _closed(self, rank: _Rank, process: Process, cut: Set[str] = frozenset()) -> None:
         """An engine that has closed has kept its promises, but for those that it says were cut short."""
@@ -706,7 +735,7 @@ class Service:
         if wrong := check_belief(readers, key, incarnation, now) or self.wire.freed(key.token, incarnation, now):
             self.world.violate(f"request {lent.ask.number} was given back on {rank.name}, but {wrong}")
 
-    def _forget(self, rank: _Rank) -> None:
+    def _meet_forget(self, rank: _Rank, fault: Fault) -> None:
         for other in self.ranks.values():
             if other is not rank and not other.process.is_dead:
                 engine, address = other.engine, f"sim://{rank.name}"
@@ -717,7 +746,7 @@ class Service:
 
                 other.process.call_at(self.world.now, forget)
 
-    def _garbage(self, rank: _Rank) -> None:
+    def _meet_garbage(self, rank: _Rank, fault: Fault) -> None:
         rng = self.world.random_of("garbage", rank.name, self.world.now)
         seen = [d for _, _, what, d in self.world.trace if isinstance(d, bytes)]
         packets = [rng.randbytes(rng.randint(1, 40))]
@@ -1064,24 +1093,6 @@ class Service:
                     in_flight = peer.line.in_flight.num_bytes
                     world.violate(f"{rank.name} counts {in_flight} bytes in flight from {peer.name}")
                     return
-
-
-_BEGIN: Mapping[str, Callable[[Service, Fault], None]] = {
-    "agent": Service._begin_agent,
-    "crash": Service._begin_crash,
-    "close": Service._begin_close,
-    "freeze": Service._begin_freeze,
-    "pause": Service._begin_pause,
-    "forget": Service._begin_forget,
-    "garbage": Service._begin_garbage,
-    "hostile": Service._begin_hostile,
-    "drain": Service._begin_drain,
-    "sleep": Service._begin_sleep,
-    "brink": Service._begin_brink,
-    "cancel": Service._begin_cancel,
-    "revoke": Service._begin_revoke,
-}
-"""Faults that happen at a moment; all others are asked for by the fates of packets and transfers while they last."""
 
 
 @dataclass(slots=True)

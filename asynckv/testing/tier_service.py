@@ -40,10 +40,10 @@ from asynckv.testing.caches import FREED, Cache, Model, Shape, bytes_at, layout_
 from asynckv.testing.doors import Doors
 from asynckv.testing.oracles import TURN_S, Stopwatch
 from asynckv.testing.script import Fault
-from asynckv.testing.service import Listener
+from asynckv.testing.service import Listener, Stage, StagedRank
 from asynckv.testing.tier_planes import MoveFate, WorldCopies, WorldDisk, WorldRecords
 from asynckv.testing.tier_script import LONG, TierAsk, TierScript, prompt_hashes
-from asynckv.testing.world import Process, World, WorldClock, WorldControl, WorldData
+from asynckv.testing.world import Process, WorldClock, WorldControl, WorldData
 
 __all__ = ["TierService"]
 
@@ -59,7 +59,6 @@ AUDIT_S = 0.2
 PROBE, TRIES = 1_000_000, 12
 LEASE = LeaseConfig(lease_s=4.0, grant_s=2.0, max_lease_s=15.0, parked_s=5.0, max_parked=100)
 PULL = PullConfig(timeout_s=6.0, announce_s=6.0, handshake_s=2.0, drain_s=1.0, held_s=10.0, release_timeout_s=5.0)
-ASLEEP_S = 0.2
 
 Blocks = list[list[int | None]]
 Key = tuple[int, int]
@@ -101,26 +100,19 @@ class _Call:
         return f"{self.kind} of request {self.ask.number}"
 
 
-class _Rank:
-    """One rank, over all of its process's starts."""
+class _Rank(StagedRank):
+    """One rank of the engine, or the reader."""
 
     def __init__(self, service: TierService, name: str, tp_rank: int) -> None:
-        self.service, self.name, self.tp_rank = service, name, tp_rank
-        rng = service.world.random_of("rank", name)
-        self.rate, self.epoch = rng.choice([0.9996, 1.0, 1.0004]), rng.uniform(0, 1e7)
-        self.starts = 0
-        self.is_ready = self.is_asleep = self.is_moving = False
-        self.process: Process
-        self.engine: Engine
+        super().__init__(service.world, name)
+        self.service, self.tp_rank = service, tp_rank
+        self.is_ready = False
         self.offload: Offload | None = None
         self.records: WorldRecords | None = None
 
     def start(self, shape: Shape) -> None:
         """Start a process with memory of its own."""
-        service, world = self.service, self.service.world
-        self.starts += 1
-        name = f"{self.name}#{self.starts}"
-        process = self.process = world.processes[name] = Process(world, name, epoch=self.epoch, rate=self.rate)
+        service, process = self.service, self.begin()
         layout = layout_of(service.script.model, shape, self.tp_rank)
         lengths = [-(-memory.length // 4096) * 4096 for memory in layout.memories]
         self.bytes = np.full(sum(lengths) + 4096, FREED, np.uint8)
@@ -133,23 +125,14 @@ class _Rank:
         self.calls: dict[str, _Call] = {}
         self.shelved: dict[str, Cache] = {}
         """Host memory of each shelf."""
-        self.is_ready = self.is_asleep = self.is_moving = False
-        doors = service.doors(process)
-        data = WorldData(process, f"agent-{name}", arrays, layout.memories)
-        self.engine = Engine(
-            doors.config(EngineConfig(engine_id=self.name, lease=LEASE, pull=PULL)),
-            Registration(layout),
-            data=doors.data(data),
-            control=doors.control(WorldControl(process, f"sim://{self.name}")),
-            clock=doors.clock(WorldClock(process)),
-            token_hex=doors.token_hex(world.token(name)),
-        )
-        for listener in service.listeners:
-            listener.listen(process, self.engine)
+        self.is_ready = False
+        data = WorldData(process, f"agent-{process.name}", arrays, layout.memories)
+        config = EngineConfig(engine_id=self.name, lease=LEASE, pull=PULL)
+        self.engine = self.connect(service, config, layout, data)
         if self.name != "d":
             self._offload()
         process.spawn(self._begin)
-        world.note(self.name, "started", f"{name}: {shape}")
+        self.world.note(self.name, "started", f"{process.name}: {shape}")
 
     def _offload(self) -> None:
         script, service = self.service.script, self.service
@@ -534,7 +517,7 @@ def _engine(form: Layout) -> tuple[object, ...]:
     return form.tp_size, tuple((group.name, group.block_size) for group in form.groups)
 
 
-class TierService:
+class TierService(Stage):
     """An engine that offloads, whoever asks it, and an engine that pulls.
 
     Args:
@@ -546,12 +529,9 @@ class TierService:
     def __init__(
         self, script: TierScript, doors: Callable[[Process], Doors] = Doors, listeners: Sequence[Listener] = ()
     ) -> None:
-        self.script, self.doors, self.listeners = script, doors, listeners
-        self.world = World(script.seed)
-        self.world.fate = self._wire
-        self.rng = self.world.random_of("service")
+        super().__init__(script, doors, listeners, 0.05)
+        self.script, self.world.fate = script, self._wire
         self.prompts = sorted({ask.prompt for ask in script.asks})
-        self.outcomes: Counter[str] = Counter()
         self.disks: list[tuple[Layout, WorldDisk]] = []
         self.ranks: list[_Rank] = []
         self._ever: list[_Rank] = []
@@ -561,9 +541,6 @@ class TierService:
         self.is_changing = False
         self.calls: dict[str, _Call] = {}
         self.free: dict[str, list[list[int]]] = {}
-        self._faults: dict[str, list[Fault]] = {}
-        for fault in script.faults:
-            self._faults.setdefault(fault.kind, []).append(fault)
 
     @property
     def shape(self) -> Shape:
@@ -580,20 +557,10 @@ class TierService:
         self._next_life(0)
         for ask in script.asks:
             world.at(0.05 + ask.at, partial(self._ask, ask))
-        for fault in script.faults:
-            world.at(0.05 + fault.at, partial(self._begin, fault))
         world.at(AUDIT_S, self._audit)
         try:
-            world.run(script.seconds)
-            for process in world.processes.values():
-                process.pauses = 0.0
-            world.run(script.seconds + QUIET_S)
-            if not world.violation:
-                self._check()
-            if not world.violation:
-                self._probe()
+            self._play(script.faults, QUIET_S, self._check, self._probe)
         finally:
-            world.close()
             for rank in self.ranks:
                 self._let_go(rank)
 
@@ -630,14 +597,6 @@ class TierService:
 
     # -- faults ---------------------------------------------------------------------------------------
 
-    def _active(self, kind: str, name: str) -> float:
-        now, most = self.world.now - 0.05, 0.0
-        if now < self.script.seconds:
-            for fault in self._faults.get(kind, ()):
-                if fault.at <= now < fault.at + fault.seconds and name in fault.who:
-                    most = max(most, fault.p)
-        return most
-
     def fate(self, name: str, prefix: str, rng: random.Random) -> MoveFate:
         """What becomes of a move."""
         r = [rng.random() for _ in range(8)]
@@ -661,12 +620,8 @@ class TierService:
             return ()
         return (usual,)
 
-    def _begin(self, fault: Fault) -> None:
+    def _meet(self, fault: Fault) -> None:
         world = self.world
-        if world.now > self.script.seconds:
-            return
-        world.note("script", fault.kind, fault)
-        world.counts[f"fault.{fault.kind}"] += 1
         if fault.kind in ("restart", "reshape"):
             self._end_life(fault)
             return
@@ -767,21 +722,8 @@ class TierService:
     def _sleep(self, rank: _Rank, seconds: float) -> None:
         if rank.is_moving or not rank.is_ready:
             return
-        rank.is_moving, process = True, rank.process
 
-        async def sleep() -> None:
-            try:
-                await rank.engine.suspend(seconds * ASLEEP_S)
-                self.world.at(process.now, partial(fall_asleep, True))
-                await asyncio.sleep(seconds)
-                self.world.at(process.now, partial(fall_asleep, False))
-                await asyncio.sleep(0)
-                await rank.engine.resume()
-            except EngineClosed:
-                return
-            self.world.note(rank.name, "resumed")
-
-        def fall_asleep(is_asleep: bool) -> None:
+        def change(process: Process, is_asleep: bool) -> None:
             if rank.process is process and not process.is_dead:
                 self.world.note(rank.name, "sleeps" if is_asleep else "wakes")
                 rank.is_asleep, rank.is_moving = is_asleep, is_asleep
@@ -789,7 +731,7 @@ class TierService:
                     call.loaded.pop(process, None)
                 rank.bytes[:] = FREED
 
-        process.spawn(sleep)
+        rank.sleep(seconds, change, partial(self.world.note, rank.name, "resumed"))
 
     # -- what is asked --------------------------------------------------------------------------------
 
