@@ -6,10 +6,12 @@ argument, the value and what is expected. What is usual passes at the price of a
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import operator
 import reprlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from numbers import Real
 from typing import Any
 
@@ -21,6 +23,7 @@ __all__ = [
     "NO_SEQUENCE",
     "flag",
     "integer",
+    "is_loopback_host",
     "is_text",
     "number",
     "seconds",
@@ -150,3 +153,10 @@ def flag(name: str, value: Any, error: Refusal = LocalProtocolError) -> bool:
     if isinstance(value, bool):
         return value
     raise error(f"{name} is {shown(value)}; it must be True or False")
+
+
+def is_loopback_host(host: str) -> bool:
+    """Say whether a name, or an IP address, is of this host only."""
+    with suppress(ValueError):
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    return False

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import ipaddress
 import signal
 import socket
 from collections import deque
@@ -27,6 +26,7 @@ from typing import Annotated, NoReturn
 import msgspec
 from msgspec import Meta, Struct
 
+from asynckv.arguments import is_loopback_host
 from asynckv.bench import protocol as p
 from asynckv.bench.experiment import Experiment, memory_available
 from asynckv.bench.options import Options
@@ -150,7 +150,7 @@ class Half:
             raise ConfigError(f"{option} {value!r:.200} is not an address such as 10.0.0.1:9000")
         if host.strip("[]") in ("*", "0.0.0.0", "::"):
             raise ConfigError(f"{option} {value}: a wildcard is nowhere to connect to; name this host's own address")
-        if not options.secret and not options.allow_insecure and not _is_loopback(host):
+        if not options.secret and not options.allow_insecure and not is_loopback_host(host):
             raise ConfigError(
                 f"{option} {value} goes beyond this host without keys: anybody who reaches it could give orders; give "
                 f"--secret and --authorized (asynckv keygen makes keys), or --allow-insecure in a trusted network"
@@ -666,13 +666,6 @@ def _admitted(line: bytes) -> p.Command:
         # It reads other processes' memory where it is told to: only a driver on this machine may say where.
         raise Broken("it tried to measure the floor, which is for one machine")
     return command
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _own_address(where: str) -> str:

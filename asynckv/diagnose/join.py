@@ -492,10 +492,6 @@ class Service:
             self._by_start = {x.start: x for x in self.processes.values()}
         return self._by_start.get(start_of(rank))
 
-    def starts_of(self, base: str) -> list[Process]:
-        """Find all starts of one rank, by time."""
-        return sorted((x for x in self.processes.values() if x.base == base), key=lambda x: x.first_at)
-
     def process_of(self, pull_id: str) -> Process | None:
         """Find the process that made a pull: its id begins as the incarnation of its process does."""
         start = pull_id.partition("-")[0]

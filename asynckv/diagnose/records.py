@@ -14,8 +14,6 @@ counts are bounded, and whoever uses a record asks it for values of the type tha
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import math
 import os
@@ -33,6 +31,7 @@ from typing import IO, Any
 import msgspec
 
 from asynckv.core.types import rank_name
+from asynckv.edges.file_index import no_collection
 from asynckv.errors import ConfigError
 from asynckv.observe.events import EVENT
 
@@ -266,23 +265,11 @@ def read_logs(
         if on_progress is not None:
             on_progress(done + read, total)
 
-    with _without_collection():
+    with no_collection():
         for path, size in zip(files, sizes, strict=True):
             reader.read(path, progress)
             done += size
         return reader.finished()
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Records are in no circles, and looking at millions of them again and again takes half of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _found(names: Sequence[str]) -> Iterator[str]:

@@ -8,13 +8,14 @@ kernel allows it: many containers forbid its system calls, so they are tried.
 from __future__ import annotations
 
 import ctypes
-import ipaddress
 import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from asynckv.arguments import is_loopback_host
 
 __all__ = ["copy_from", "has_cma", "is_emulated", "is_loopback", "rdma_devices", "ucx_setting"]
 
@@ -141,7 +142,4 @@ def has_cma(yama: Path = Path("/proc/sys/kernel/yama/ptrace_scope"), status: Pat
 
 def is_loopback(address: str) -> bool:
     """Say whether an address such as `tcp://127.0.0.1:0` is reached from this host only."""
-    host = urlsplit(address).hostname or ""
-    with suppress(ValueError):
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    return False
+    return is_loopback_host(urlsplit(address).hostname or "")

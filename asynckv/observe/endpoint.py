@@ -9,7 +9,6 @@ Nobody has to authenticate: it listens on loopback, unless it is told that every
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import socket
 import threading
@@ -25,7 +24,7 @@ try:
 except ImportError as exc:
     raise ImportError("metrics need prometheus_client: pip install 'asynckv[metrics]'") from exc
 
-from asynckv.arguments import MAX_NAME, flag, integer, number, text
+from asynckv.arguments import MAX_NAME, flag, integer, is_loopback_host, number, text
 from asynckv.arguments import shown as as_shown
 from asynckv.core.lifecycle import LifeState
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError
@@ -152,7 +151,7 @@ class MetricsEndpoint:
         self._host = text("host", host, MAX_NAME, 1, ConfigError)
         self._port = integer("port", port, 0, 65535, ConfigError)
         self._wait_s = number("wait_s", wait_s, 0, 60.0, ConfigError)
-        if not flag("allow_remote", allow_remote, ConfigError) and not _is_loopback(host):
+        if not flag("allow_remote", allow_remote, ConfigError) and not is_loopback_host(host):
             raise ConfigError(
                 f"host {host!r} is no loopback address, and nobody authenticates here: whoever reaches it reads engine "
                 f"ids, versions and figures; give 127.0.0.1, or allow_remote=True on a network where all may"
@@ -282,13 +281,6 @@ class _Watcher(Observer):
     def engine_stopped(self) -> None:
         """One of them has."""
         self._endpoint._engine_stopped()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _say(respond: Respond, status: str, body: dict[str, Any]) -> list[bytes]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 
+from asynckv.arguments import is_loopback_host
 from asynckv.config import CORES_FOR_TWO
 from asynckv.diagnose.doctor.catalogue import LEVELS, TOPICS, Finding, Level, finding
 from asynckv.diagnose.doctor.checks_peer import PEER_CHECKS
@@ -158,14 +157,8 @@ def devices(facts: Facts) -> Iterator[Finding]:
         yield finding(
             "gpu-peermem", f"{facts.gpu.count} GPUs, {len(usable)} RDMA devices, and the module is not loaded"
         )
-    if here.hostname_addresses and all(map(_is_loopback, here.hostname_addresses)) and outside:
+    if here.hostname_addresses and all(map(is_loopback_host, here.hostname_addresses)) and outside:
         yield finding("hostname-loopback", f"{here.hostname} resolves to {', '.join(here.hostname_addresses)}")
-
-
-def _is_loopback(address: str) -> bool:
-    with suppress(ValueError):
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    return False
 
 
 def addresses(facts: Facts) -> Iterator[Finding]:
@@ -186,7 +179,7 @@ def addresses(facts: Facts) -> Iterator[Finding]:
         yield finding("insecure", f"{told.bind}: {why}", level="warning" if told.allow_insecure else "error")
     if told.advertise and told.advertise_addresses:
         leads = f"{told.advertise} leads to {', '.join(told.advertise_addresses)}"
-        if all(map(_is_loopback, told.advertise_addresses)):
+        if all(map(is_loopback_host, told.advertise_addresses)):
             if is_open:
                 yield finding("advertise-loopback", leads)
         elif not set(told.advertise_addresses) & set(_own(facts.network)):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 
+from asynckv.arguments import is_loopback_host
 from asynckv.diagnose.doctor.catalogue import Finding, finding
 from asynckv.diagnose.doctor.checks_ucx import figures, said, way_of
 from asynckv.diagnose.doctor.facts import Facts, PeerFacts, Ucx
@@ -39,15 +38,9 @@ def address(facts: Facts) -> Iterator[Finding]:
         yield finding("to-port-zero", peer.address)
     elif peer.stage == "resolve" and peer.error:
         yield finding("to-name", f"{name}: {peer.error}")
-    elif peer.addresses and all(map(_is_loopback, peer.addresses)):
+    elif peer.addresses and all(map(is_loopback_host, peer.addresses)):
         leads = f"{name} is {', '.join(peer.addresses)}"
         yield finding("to-loopback" if name in (*peer.addresses, "localhost") else "to-name-loopback", leads)
-
-
-def _is_loopback(text: str) -> bool:
-    with suppress(ValueError):
-        return ipaddress.ip_address(text.partition("%")[0]).is_loopback
-    return False
 
 
 def reached(facts: Facts) -> Iterator[Finding]:
@@ -133,7 +126,7 @@ def settings(facts: Facts) -> Iterator[Finding]:
     if peer.away_s > AWAY_S:
         yield finding("to-away", f"for {peer.away_s:.1f} s at most since its start")
     device = peer.planes.get("ucx_net_devices", "")
-    if device == "lo" and not all(map(_is_loopback, peer.addresses)):
+    if device == "lo" and not all(map(is_loopback_host, peer.addresses)):
         yield finding("to-device", f"UCX_NET_DEVICES={device} there")
     if peer.planes.get("ucx_error_handling_mode", "").startswith("none"):
         yield finding("to-error-mode", "ucx_error_handling_mode is none there")
