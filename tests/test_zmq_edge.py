@@ -190,6 +190,7 @@ class Names:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[str] = []
         self.may_answer = threading.Event()
+        self.now: dict[str, list[str]] = {}
         monkeypatch.setattr(edge, "getaddrinfo", self.ask)
 
     def ask(self, host: str, port: None, **_: object) -> list[Any]:
@@ -198,6 +199,8 @@ class Names:
             raise AssertionError("nobody let it answer")
         if host.startswith("unknown"):
             raise OSError("no such name")
+        if host in self.now:
+            return [(2, 1, 6, "", (number, 0)) for number in self.now[host]]
         if host.startswith("both"):
             return [(10, 1, 6, "", ("::1", 0, 0, 0)), (2, 1, 6, "", ("127.0.0.1", 0))]
         return [(2, 1, 6, "", ("127.0.0.1", 0))]
@@ -258,6 +261,53 @@ async def test_a_name_of_both_kinds_is_taken_as_ipv4_and_is_good_until_another_i
         names.may_answer.set()
 
 
+async def test_who_has_another_number_now_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod that starts again has its name, and another address; libzmq asks the old one for ever."""
+    names = Names(monkeypatch)
+    monkeypatch.setattr(edge, "NAMED_S", 0.0)
+    async with planes(1) as [(asker, _)]:
+        inboxes = [Inbox(), Inbox()]
+        first = ZmqPlane("tcp://127.0.0.2:0")
+        await first.start(inboxes[0])
+        address = Address(first.address.replace("127.0.0.2", "pod.example"))
+        names.now["pod.example"] = ["127.0.0.2", "127.0.0.9"]
+        asker.send(address, b"one")
+        await inboxes[0].wait(1)
+        link = asker._links[address]
+        names.now["pod.example"].reverse()  # as services do that spread those who ask
+        asked = len(names.asked)
+        await inboxes[0].idle_until(lambda: asker.send(address, b"two") and len(names.asked) > asked)
+        await inboxes[0].idle_until(lambda: not asker._resolving)
+        assert asker._links[address] is link
+        await first.aclose()
+        second = ZmqPlane(first.address.replace("127.0.0.2", "127.0.0.3"))
+        await second.start(inboxes[1])
+        names.now["pod.example"] = ["127.0.0.3"]
+        await inboxes[1].idle_until(lambda: asker.send(address, b"three") and bool(inboxes[1].packets))
+        await second.aclose()
+
+
+async def test_a_name_that_could_not_be_asked_for_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    Names(monkeypatch)
+    async with planes(2) as [(a, _), (b, at_b)]:
+        address = Address(b.address.replace("127.0.0.1", "pod.example"))
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", no_more_threads)
+            assert not a.send(address, b"lost")
+        a.send(address, b"first")
+        await at_b.wait(1)
+        a.disconnect(address)
+        monkeypatch.setattr(edge, "NAMED_S", 0.0)
+        monkeypatch.setattr(edge, "getaddrinfo", no_more_threads)
+        a.send(address, b"second, as what it was is good until another is known")
+        await at_b.idle_until(lambda: not a._resolving)
+        await at_b.wait(2)
+
+
+def no_more_threads(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 async def test_a_host_is_named_by_where_its_link_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of one host, and addresses of one IPv6 network, are made up at will."""
     Names(monkeypatch)
@@ -278,6 +328,7 @@ async def test_a_host_is_named_by_where_its_link_goes(monkeypatch: pytest.Monkey
 async def test_names_under_way_and_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     names = Names(monkeypatch)
     monkeypatch.setattr(edge, "MAX_NAMES", 20)
+    monkeypatch.setattr(edge, "MAX_RESOLVING", 16)
     async with planes(1) as [(plane, inbox)]:
         for n in range(100):
             plane.send(Address(f"tcp://slow{n}.example:5555"), b"x")

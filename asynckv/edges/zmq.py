@@ -97,8 +97,8 @@ MAX_LINKS = 65_535
 NAMED_S = 5.0
 """How long it is believed what a host's name stands for, or that nobody knows it, when a link is made."""
 
-MAX_NAMES, MAX_RESOLVING, MAX_UNRESOLVED = 512, 16, 8
-"""Names that are remembered, those that are asked for at a time, and packets that wait for one."""
+MAX_NAMES, MAX_RESOLVING, MAX_UNRESOLVED = 512, 256, 8
+"""Names that are remembered, those that are asked for at a time, each in a thread, and packets that wait for one."""
 
 HANDSHAKE_IVL_MS = 5_000
 """Who has not proven a key (without keys: spoken ZMTP) by then is cut off."""
@@ -356,6 +356,8 @@ class ZmqPlane:
             sent = self._router is not None and self._answer(self._router, ReplyTo(to), packet)
         else:
             link = self._links.get(Address(to)) or self._connect(Address(to))
+            if link is not None and link.name and link.is_unheard():
+                self._number(link.name[0])  # libzmq connects to a number for ever, and the name may mean another now
             sent = link is not None and link.send([packet])
             if link is None and to in self._unresolved and len(self._unresolved[Address(to)]) < MAX_UNRESOLVED:
                 self._unresolved[Address(to)].append(packet)
@@ -536,6 +538,8 @@ class ZmqPlane:
             return None
         link = _Link(socket, self._turn, 1, partial(self._from_dealer, address), self._dropped)
         self._links[address] = link
+        if number != host:
+            link.name = host, number
         return link
 
     def _number(self, host: str) -> str:
@@ -556,24 +560,31 @@ class ZmqPlane:
         if now - asked_at < NAMED_S:
             return number
         if host not in self._resolving and len(self._resolving) < MAX_RESOLVING:
-            self._resolving.add(host)
-            threading.Thread(target=self._resolve, args=(host,), daemon=True, name="asynckv-name").start()
+            with contextlib.suppress(RuntimeError):  # there can be no more threads just now
+                threading.Thread(target=self._resolve, args=(host,), daemon=True, name="asynckv-name").start()
+                self._resolving.add(host)
         return number  # what it was last, until it is known what it is now
 
     def _resolve(self, host: str) -> None:
         try:
             found = getaddrinfo(host, None, type=SOCK_STREAM)
             # As libzmq: a listener is on IPv4 unless its address has brackets.
-            number = str(min(found, key=lambda each: each[0] != AF_INET)[4][0])
-        except (OSError, UnicodeError):
-            number = ""
+            numbers = [str(each[4][0]) for each in sorted(found, key=lambda each: each[0] != AF_INET)]
+        except Exception:  # whatever it is, the name can be asked for again
+            numbers = []
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._turn.loop.call_soon_threadsafe(self._resolved, host, number)
+            self._turn.loop.call_soon_threadsafe(self._resolved, host, numbers)
 
-    def _resolved(self, host: str, number: str) -> None:
+    def _resolved(self, host: str, numbers: list[str]) -> None:
         """Remember what a name stands for, and send what has waited for that."""
         self._resolving.discard(host)
+        number = self._numbers.get(host, (0.0, ""))[1]  # one failure of the service makes no name unknown
+        if numbers and number not in numbers:
+            number = numbers[0]
         self._numbers[host] = self._turn.now(), number
+        for address in [each for each, link in self._links.items() if link.name and link.name[0] == host]:
+            if self._links[address].name != (host, number):
+                self.disconnect(address)
         self._numbers.move_to_end(host)
         if len(self._numbers) > MAX_NAMES:
             self._numbers.popitem(last=False)
@@ -827,6 +838,10 @@ class _Link:
         self.socket, self._most, self._on_frames, self._on_dropped = socket, most, on_frames, on_dropped
         self._turn, self._on_turn, self._door, self._loop = turn, on_turn, door, turn.loop
         self._made_at = self._loop.time()
+        self.name: tuple[str, str] | None = None
+        """If the address has a name: that, and the number that was connected to."""
+        self._heard = 0, 0.0
+        """How much had been received when it was last seen to be more, and when that was."""
         self.error = 0
         """Why the last send that failed did: `EHOSTUNREACH` if the connection has ended."""
         self._sent = self._received = 0
@@ -852,6 +867,12 @@ class _Link:
         self._sent += 1
         self._received_before = -1
         return True
+
+    def is_unheard(self) -> bool:
+        """Nothing has come for a while; asked whenever something is sent."""
+        if self._received != self._heard[0]:
+            self._heard = self._received, self._loop.time()
+        return self._loop.time() - max(self._heard[1], self._made_at) >= RENEW_S
 
     def is_new(self) -> bool:
         """It may not have its connection yet."""
