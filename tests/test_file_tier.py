@@ -704,6 +704,23 @@ def test_who_locks_a_file_that_is_not_there_any_more_owns_nothing(
     assert not owner_of(tmp_path)[1]
 
 
+def test_what_is_no_file_is_waited_for_by_nobody(tmp_path: Path) -> None:
+    """Opening a pipe would wait for whoever writes it."""
+    os.mkfifo(tmp_path / OWNER)
+    assert owner_of(tmp_path) == (None, False)
+
+
+async def test_a_segment_that_is_no_file_is_refused(make: Make, tmp_path: Path) -> None:
+    tier = make()
+    tier.start()
+    tier.plane.close()
+    path = min((tmp_path / "tier").glob("segment-*.kv"))
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(BackendError, match=f"{path.name} is no regular file"):
+        make().start()
+
+
 async def test_a_child_of_a_fork_does_not_keep_the_directory(make: Make) -> None:
     tier, other = make(), make()
     tier.start()

@@ -733,6 +733,28 @@ async def test_principals_take_turns_and_so_do_their_connections() -> None:
     assert waiting.put("one", ReplyTo(b"4"), b"packet")
 
 
+def test_what_was_taken_makes_room_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    packet = bytes(edge.MAX_WAITING_ALL // 8)
+    monkeypatch.setattr(edge, "MAX_WAITING_TOTAL", 2 * edge.MAX_WAITING_ALL)
+    waiting = edge._Waiting()
+    for _ in range(50):
+        assert waiting.put("one", ReplyTo(b"1"), packet)
+        assert waiting.put("one", ReplyTo(b"1"), packet)
+        assert waiting.take()[2] == packet
+        assert waiting.take()[2] == packet
+        assert not waiting
+    # All principals share some room; half of it is for those of whom nothing waits.
+    count = 0
+    while waiting.put(f"principal {count // 3}", ReplyTo(b"%d" % count), packet):
+        count += 1
+    assert count == 8 - 1
+    more = [waiting.put(f"another {n}", ReplyTo(b"x"), packet) for n in range(10)]
+    assert more == [True] * 8 + [False] * 2
+    while waiting:
+        waiting.take()
+    assert waiting._total == waiting._bytes.total() == 0
+
+
 @asynccontextmanager
 async def reading(raws: list[Raw]) -> AsyncIterator[None]:
     """Read what peers are sent, in a thread."""

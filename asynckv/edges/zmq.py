@@ -63,8 +63,8 @@ TURN_S = 0.002
 DIRECT = 16
 """Packets of one turn that are handled as they come; the rest waits for the turns of their senders."""
 
-MAX_WAITING, MAX_WAITING_ALL = 4096, 16 * 1024 * 1024
-"""Packets of one connection, and bytes of one principal, that may wait so. More are dropped and counted."""
+MAX_WAITING, MAX_WAITING_ALL, MAX_WAITING_TOTAL = 4096, 16 * 1024 * 1024, 128 * 1024 * 1024
+"""Packets of one connection, bytes of one principal, and of all, that may wait so. More are dropped and counted."""
 
 WAITING_BYTES = 128
 """Bytes of memory that a packet needs beside its own."""
@@ -764,6 +764,7 @@ class _Waiting:
     def __init__(self) -> None:
         self._queues: OrderedDict[str, OrderedDict[ReplyTo, deque[bytes]]] = OrderedDict()
         self._bytes: Counter[str] = Counter()
+        self._total = 0
 
     def __bool__(self) -> bool:
         return bool(self._queues)
@@ -774,9 +775,11 @@ class _Waiting:
         number = len(queues.get(route, ())) if queues is not None else 0
         # Half of a principal's room is for connections of which nothing waits yet.
         room = MAX_WAITING_ALL // (2 if number else 1)
-        if number >= MAX_WAITING or self._bytes[principal] + size > room:
+        is_full = self._total + size > MAX_WAITING_TOTAL // (2 if queues else 1)  # so is half of all room
+        if number >= MAX_WAITING or self._bytes[principal] + size > room or is_full:
             return False
         self._bytes[principal] += size
+        self._total += size
         self._queues.setdefault(principal, OrderedDict()).setdefault(route, deque()).append(packet)
         return True
 
@@ -785,6 +788,7 @@ class _Waiting:
         principal, queues = self._queues.popitem(last=False)
         route, queue = queues.popitem(last=False)
         packet = queue.popleft()
+        self._total -= len(packet) + WAITING_BYTES
         if queue:
             queues[route] = queue
         if queues:
