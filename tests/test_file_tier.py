@@ -710,17 +710,6 @@ def test_what_is_no_file_is_waited_for_by_nobody(tmp_path: Path) -> None:
     assert owner_of(tmp_path) == (None, False)
 
 
-async def test_a_segment_that_is_no_file_is_refused(make: Make, tmp_path: Path) -> None:
-    tier = make()
-    tier.start()
-    tier.plane.close()
-    path = min((tmp_path / "tier").glob("segment-*.kv"))
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(BackendError, match=f"{path.name} is no regular file"):
-        make().start()
-
-
 async def test_a_child_of_a_fork_does_not_keep_the_directory(make: Make) -> None:
     tier, other = make(), make()
     tier.start()
