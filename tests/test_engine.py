@@ -124,6 +124,8 @@ async def test_closing_is_idempotent_and_fails_what_waits(bench: Bench) -> None:
             await decode.engine.aclose()
         with pytest.raises(EngineClosed):
             await decode.engine.pull("d", [(0, [1])], params)
+        with pytest.raises(EngineClosed, match="make a new one"):
+            await decode.engine.start()
 
 
 async def test_a_cancelled_caller_leaves_no_hold_behind(bench: Bench) -> None:

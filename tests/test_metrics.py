@@ -152,6 +152,9 @@ async def test_what_is_under_way_is_shown_by_state_and_age(sim: Bench) -> None:
         assert value(samples, "blocks", "prefill", state="lent") == 4
         assert value(samples, "pulls", "decode", state="announced") == 1
         assert value(samples, "peers", "decode", state="ready") == 1
+        sim.clock.advance(2.0)
+        samples = parsed(exposed(prefill.engine, decode.engine))
+        assert value(samples, "pull_oldest_seconds", "decode") == pytest.approx(2.0, abs=0.1)
         decode.engine.cancel("d")
         for each in lent:
             each.revoke()
@@ -321,7 +324,9 @@ def test_arguments_are_taken_or_refused(what: str) -> None:
 # -- observers ---------------------------------------------------------------------------------------
 
 
-async def test_what_an_observer_raises_is_counted_and_changes_nothing(sim: Bench) -> None:
+async def test_what_an_observer_raises_is_counted_and_changes_nothing(
+    sim: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     class Broken(Observer):
         def pull_ended(self, pull: CorePull, now: float) -> None:
             raise RuntimeError("a bug of the observer's")
@@ -337,6 +342,8 @@ async def test_what_an_observer_raises_is_counted_and_changes_nothing(sim: Bench
             await lent.wait_released()
         counters = decode.engine.statistics().counters
         assert (counters["observers.failed"], counters.get("internal_errors", 0)) == (3, 0)
+        told = [record for record in caplog.records if "a bug of the observer's" in record.getMessage()]
+        assert len(told) == 2, "the first and the second, of three"
         assert sum(tally.pulls["complete"].counts) == 3
         decode.engine.observation.unobserve(broken)
         samples = parsed(exposed(decode.engine))

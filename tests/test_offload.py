@@ -1490,6 +1490,8 @@ def test_a_configuration_is_checked() -> None:
         ConfigError, match="host_bytes is 1000, which cannot hold records of 4096 bytes; give 4096 or m"
     ):
         Rank(layout_of(), host_bytes=1000)
+    with pytest.raises(ConfigError, match="it must be an OffloadConfig"):
+        Offload({}, Rank(layout_of()).engine)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="file_bytes is 1000, which"):
         Rank(layout_of(), disk=SimDisk(1000))
     with pytest.raises(ConfigError, match=r"network\.engine_id is 'worker', .* such as 'worker-host'"):

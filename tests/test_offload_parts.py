@@ -392,6 +392,8 @@ def test_sizes_that_do_not_align_are_refused_with_those_that_would() -> None:
         stored_groups(layout(Group("g", 24, 8), Group("h", 16, 8)), [1, 1], 16)
     with pytest.raises(ConfigError, match=r"one state per request.*enable prefix caching"):
         stored_groups(layout(Group("s", ONE_PER_REQUEST, 8, kind="state")), [1], 16)
+    with pytest.raises(ConfigError, match="hash_tokens is 0"):
+        stored_groups(layout(Group("g", 16, 8)), [1], 0)
     with pytest.raises(ConfigError, match=r"2 sizes of records are given for 1 groups"):
         stored_groups(layout(Group("g", 16, 8)), [1, 2], 16)
 
@@ -414,7 +416,8 @@ def test_a_namespace_says_what_is_stored_and_not_how_it_is_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", ["text", b"bytes", 5, None, [5], [b""], ["x" * (MAX_HASH_BYTES + 1)], ["\ud800"], {"a": 1}, [None]]
+    "bad",
+    ["text", b"bytes", 5, None, [5], [b""], ["a", b""], ["x" * (MAX_HASH_BYTES + 1)], ["\ud800"], {"a": 1}, [None]],
 )
 def test_what_is_no_list_of_hashes_is_refused(bad: Any) -> None:
     with pytest.raises(LocalProtocolError, match="hash"):
