@@ -6,8 +6,9 @@ for the start of a process that was asked, and from the start that it was asked 
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import itertools
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from asynckv.config import EngineConfig, PullConfig
 from asynckv.core import peers
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import InFlight, Line
+from asynckv.core.outbox import Disconnect, ReleaseUnanswered
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.peers import MAX_UNMET
 from asynckv.core.pull import Pull, PullRequest, PullState
@@ -40,9 +42,11 @@ from asynckv.core.wire import (
     decode_packet,
     encode_packet,
 )
-from asynckv.errors import ConfigError, Overloaded, PlanRefused
+from asynckv.errors import ConfigError, PlanRefused
 from asynckv.scheduler import PrefillGroup
+from asynckv.testing import SimControl
 from asynckv.testing.fabric import Port
+from tests.engines import Bench
 from tests.test_admission import ask, world_of
 from tests.world import Rank, World, make_layout, reason
 
@@ -841,8 +845,7 @@ def test_ranks_of_one_engine_that_never_answered_keep_those_of_others_not_out() 
     params = world.params([prefill], "honest", [3], 4, written=True)
     world.lend(prefill, params)
     for number in range(1, 7):
-        with contextlib.suppress(Overloaded):
-            world.pull(decode, f"pull {number}", [number], made_up(world, prefill, number, 128, engine_id="made up"))
+        world.pull(decode, f"pull {number}", [number], made_up(world, prefill, number, 128, engine_id="made up"))
     assert len(decode.core.decode.peers.by_place) == MAX_UNMET // 4
     honest = world.pull(decode, "honest", [9], params)
     world.run()
@@ -864,24 +867,104 @@ def test_what_is_left_of_an_engines_earlier_starts_is_none_of_its_share(monkeypa
     assert [p.state for p in decode.core.decode.peers.by_place.values()] == [PeerState.GONE] * 4
 
 
-def test_ranks_that_never_answered_are_bounded_in_all_and_a_request_beyond_fails_alone() -> None:
+def places(decode: Rank) -> Counter[str]:
+    """How many ranks of each engine are known."""
+    return Counter(peer.engine_id for peer in decode.core.decode.peers.by_place.values())
+
+
+def test_ranks_that_never_answered_are_bounded_in_all_and_the_oldest_of_the_engine_with_most_give_way() -> None:
     world = World()
     prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
 
     def read(name: str, block: int) -> Pull:
         params = world.params([prefill], name, [block], 4, written=True)
         world.lend(prefill, params)
-        pull = world.pull(decode, name, [block], params)
-        world.run()
-        return pull
+        return world.pull(decode, name, [block], params)
 
-    assert read("known", 10).outcome is Outcome.COMPLETE
-    for number in range(1, 6):
-        world.pull(decode, f"pull {number}", [number], made_up(world, prefill, number, 100, engine_id=f"e{number}"))
-    with pytest.raises(Overloaded, match="names 100 ranks, and 512 at most") as caught:
-        world.pull(decode, "pull 6", [6], made_up(world, prefill, 6, 100, engine_id="e6"))
-    assert (caught.value.reason, caught.value.is_retryable) == (Reason.QUEUE_FULL, True)
-    # A rank that was met is read as before, and those that never answer are forgotten in the end.
-    assert read("again", 11).outcome is Outcome.COMPLETE
+    pulls = [
+        world.pull(decode, f"pull {number}", [number], made_up(world, prefill, number, size, engine_id=f"e{number}"))
+        for number, size in enumerate((128, 127, 127, 127, 3))
+    ]
+    assert places(decode) == {"e0": 128, "e1": 127, "e2": 127, "e3": 127, "e4": 3}
+    met = read("met", 10)
+    assert places(decode) == {"e0": 127, "e1": 127, "e2": 127, "e3": 127, "e4": 3, "prefill": 1}
+    assert {reason(pull) for pull in pulls} == {None}, "who is to be read goes last"
+    single = world.pull(decode, "single", [8], made_up(world, prefill, 5, 1, engine_id="e0"))
+    world.pull(decode, "many", [9], made_up(world, prefill, 6, 128, engine_id="e0"))
+    assert (reason(single), places(decode)["e0"]) == (Reason.UNREACHABLE, 128)
+    assert "tcp://10.0.5.0:1) has not answered, and gave way to others" in single.detail
+    world.settle(decode)
+    world.run()
+    assert met.outcome is Outcome.COMPLETE
+    # Who has answered takes none of the room, and neither does its end.
+    decode.core.decode.forget(prefill.endpoint.address, world.time(decode))
+    world.pull(decode, "one more", [11], made_up(world, prefill, 9, 1, engine_id="e4"))
+    assert places(decode) == {"e0": 128, "e1": 126, "e2": 127, "e3": 127, "e4": 4, "prefill": 1}
+    # Those that never answer are forgotten in the end, and their links closed.
     world.run(120.0)
-    assert reason(world.pull(decode, "later", [1], made_up(world, prefill, 9, 100))) is None
+    assert not decode.core.decode.peers.by_place
+    assert not decode.core.decode.pulls
+    world.check()
+
+
+@pytest.mark.parametrize("how", ["discharge", "let_go"])
+def test_releases_to_ranks_that_never_answered_give_way_before_reads_and_are_told(how: str) -> None:
+    """Whoever writes params chooses the engine id: 128 made-up ranks of the honest engine must not keep it away."""
+    world = World()
+    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    core, now = decode.core, world.time(decode)
+    waits = world.pull(decode, "waits", [1], made_up(world, prefill, 1, 1))
+    for number in (2, 3):
+        params = made_up(world, prefill, number, 127)
+        if how == "discharge":
+            core.discharge(f"evil {number}", params, "", now)
+        else:
+            core.let_go(PullRequest(f"evil {number}", (), params), Reason.CANCELLED, now)
+        assert places(decode) == {"prefill": 128}
+    told = [c for c in core.outbox.commands if isinstance(c, ReleaseUnanswered)]
+    assert [c.pull.request_id for c in told] == ["evil 2"] * 127
+    unlinked = {c.address for c in core.outbox.commands if isinstance(c, Disconnect)}
+    assert unlinked == {f"tcp://10.0.2.{r}:1" for r in range(127)}
+    params = world.params([prefill], "honest", [3], 4, written=True)
+    world.lend(prefill, params)
+    honest = world.pull(decode, "honest", [9], params)
+    world.settle(decode)
+    world.deliver_all()
+    assert reason(waits) is None
+    world.run()
+    assert honest.outcome is Outcome.COMPLETE
+
+
+def test_a_rank_that_gave_way_before_it_was_needed_is_released_in_the_end_and_its_link_closed() -> None:
+    world = World()
+    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    core, now = decode.core, world.time(decode)
+    params = made_up(world, prefill, 1, 1)
+    pull = core.announce("announced", params, "", 300.0, now)
+    [source], [peer] = pull.sources, core.decode.peers.by_place.values()
+    source.not_wanted()  # as one of which nothing is read
+    core.decode.peers.failed(peer, Reason.UNREACHABLE, "", now)
+    core.discharge("evil", made_up(world, prefill, 2, 128), "", now)
+    assert peer.place not in core.decode.peers.by_place
+    assert reason(pull) is None
+    core.outbox.commands.clear()
+    core.outbox.take_packets()
+    core.cancel("announced", now)
+    assert [to for to, _ in core.outbox.take_packets()] == [peer.address]
+    assert Disconnect(peer.address) in core.outbox.commands
+    assert (pull.is_over, pull.unanswered) == (True, (source.name,))
+    world.check()
+
+
+@pytest.mark.anyio
+async def test_a_last_word_to_a_rank_that_gave_way_leaves_no_link_behind() -> None:
+    world = World()
+    prefill = world.add("prefill", make_layout())
+    async with Bench(False).pair() as (_, decode, _):
+        for number in (1, 2):
+            decode.engine.announce(f"d{number}", made_up(world, prefill, number, 128))
+            for _ in range(10):
+                await asyncio.sleep(0)
+        control = decode.engine._driver.control
+        assert isinstance(control, SimControl)
+        assert {address.split(".")[2] for address in control.links} == {"2"}

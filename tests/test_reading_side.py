@@ -106,7 +106,7 @@ def test_a_replica_that_was_forgotten_is_released_as_any_other() -> None:
         assert all(lease.is_over for lease in leases)
         peers = decode.core.decode.peers
         for peer in [p for p in peers.by_place.values() if p.state is PeerState.NEW]:
-            peers._drop(peer)
+            peers.drop(peer)
             it.world.settle(decode)
         assert len(peers.by_place) == 2
     it.world.check()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -39,7 +39,7 @@ from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.pull import DO, Effect, Pull, PullState
 from asynckv.core.routes import Ready, Routes
-from asynckv.core.source import RELEASE, ROLE, Source
+from asynckv.core.source import RELEASE, ROLE, RemoteRank, Source
 from asynckv.core.timers import Timers
 from asynckv.core.types import Address, Cohort, Key, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.watch import Watch
@@ -221,6 +221,19 @@ class DecodeSide:
     def fail(self, pull: Pull, reason: Reason, detail: str, now: float) -> None:
         """End a pull."""
         self._carry_out(pull, pull.fail(reason, detail, now), now)
+
+    def make_room(self, engine_id: str, ranks: Sequence[RemoteRank], now: float) -> None:
+        """Let ranks that never answered give way to those of these ranks that were never met; see `MAX_UNMET`."""
+        for peer in self.peers.in_the_way(engine_id, ranks):
+            text = f"{peer.where} has not answered, and gave way to others that were named since; correct the endpoints"
+            for pull in self._pulls_of(peer):
+                source = _source_at(pull, peer.address)
+                if source is not None and source.reads and not source.proven and pull.reason is None:
+                    # Others might hold the same, but to meet them takes the room that is to be made.
+                    pull.could_not_meet(now + self._config.backoff_s)
+                    self.fail(pull, Reason.UNREACHABLE, text, now)
+            self._lose(peer, Reason.UNREACHABLE, text, now)
+            self.peers.drop(peer)
 
     # -- posting -----------------------------------------------------------------------------------
 
@@ -594,6 +607,8 @@ class DecodeSide:
                 # It may live after all: one word costs nothing, and its lease need not run out.
                 self._outbox.send(*source.rank.place, pull.make_release(source, now))
                 pull.unanswered += (source.name,)
+                if peer is None:  # it gave way, and nobody else would close the link
+                    self.peers.unlink(source.address)
                 self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
             elif peer is not None:
                 self.peers.probe(peer, now)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from asynckv.config import PullConfig
@@ -40,7 +41,8 @@ __all__ = ["Peers"]
 S = members(PeerState)
 
 MAX_UNMET = 512
-"""Ranks, a quarter of one engine, that may be known by endpoint alone: each has a link, though it may be made up."""
+"""Ranks, a quarter of one engine, that may be known by endpoint alone: each has a link, though it may be made up. The
+engine is their params' word as well, so for one rank more the oldest gives way."""
 
 
 class Peers:
@@ -93,20 +95,35 @@ class Peers:
             peer = Peer(engine_id, rank.tp_rank, rank.pp_stage, *rank.place, line)
             if lost is not None:
                 peer.is_doubted, peer.failures = True, lost.failures
+            self.by_place.pop(rank.place, None)  # they are in the order in which they were found
             self.by_place[rank.place] = peer
             # What is said to it from now on must not be lost with the link of whoever was forgotten there just before.
             unlink = Disconnect(peer.address)
             self._outbox.commands[:] = [c for c in self._outbox.commands if c != unlink]
         return peer
 
-    def room_for(self, engine_id: str, ranks: Sequence[RemoteRank]) -> bool:
-        """Whether there is room for those of these ranks of an engine that were never met."""
+    def in_the_way(self, engine_id: str, ranks: Sequence[RemoteRank]) -> list[Peer]:
+        """Return which ranks that never answered give way to those of these ranks of an engine that were never met.
+
+        Of the engine that has most of them the oldest goes first. Who is only told of a release goes before who is to
+        be read.
+        """
         num_new = len([rank for rank in ranks if rank.place not in self.by_place])
         if not num_new:
-            return True
-        unmet = [p for p in self.by_place.values() if p.state in (S.NEW, S.CONNECTING, S.GONE)]
-        num_theirs = len([p for p in unmet if p.engine_id == engine_id and p.layout is None])
-        return num_new + len(unmet) <= MAX_UNMET and num_new + num_theirs <= MAX_UNMET // 4
+            return []
+        unmet, places = [p for p in self.by_place.values() if p.layout is None], {rank.place for rank in ranks}
+        by_engine: defaultdict[str, list[Peer]] = defaultdict(list)
+        for peer in sorted(unmet, key=lambda p: p.state is S.CONNECTING):
+            if peer.place not in places:
+                by_engine[peer.engine_id].append(peer)
+        theirs = by_engine[engine_id]
+        num_theirs = len([p for p in unmet if p.engine_id == engine_id])
+        # As many as one request may name have room, so there are always enough of others.
+        going = theirs[: max(num_theirs + num_new - MAX_UNMET // 4, 0)]
+        del theirs[: len(going)]
+        for _ in range(len(unmet) - len(going) + num_new - MAX_UNMET):
+            going.append(max(by_engine.values(), key=len).pop(0))
+        return going
 
     # -- who needs whom ----------------------------------------------------------------------------
 
@@ -279,14 +296,18 @@ class Peers:
         self._routes.forget(peer.place)
         self.wake(peer)
 
-    def _drop(self, peer: Peer) -> None:
+    def drop(self, peer: Peer) -> None:
         """Forget a peer."""
         self._timers.forget(peer)
         self.num_changes += 1
         if self.by_place.get(peer.place) is peer:  # else it was met anew, and this is what came before
             del self.by_place[peer.place]
-        if not any(p.address == peer.address for p in self.by_place.values()):
-            self._outbox.commands.append(Disconnect(peer.address))
+        self.unlink(peer.address)
+
+    def unlink(self, address: Address) -> None:
+        """Close the link to an address if nobody is known there."""
+        if not any(p.address == address for p in self.by_place.values()):
+            self._outbox.commands.append(Disconnect(address))
 
     # -- time --------------------------------------------------------------------------------------
 
@@ -300,7 +321,7 @@ class Peers:
                 case Due.PING:
                     self._send(peer, peer.make_ping(next(self._nonces), now))
                 case Due.FORGET:
-                    self._drop(peer)
+                    self.drop(peer)
                     return []
                 case Due.SILENT:
                     peer.fell_silent()

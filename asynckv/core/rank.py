@@ -32,7 +32,6 @@ from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter
 from asynckv.core.outbox import Outbox
 from asynckv.core.peer import Peer
-from asynckv.core.peers import MAX_UNMET
 from asynckv.core.prefill import PrefillSide
 from asynckv.core.pull import Pull, PullLimits, PullRequest
 from asynckv.core.readers import Identity, Readers
@@ -221,14 +220,6 @@ class RankCore:
                 f"lone surrogates"
             )
         route = self.decode.routes.answered_for(request.request_id, params)
-        if not route.ready and not self.decode.peers.room_for(params.engine_id, route.ranks):
-            raise Overloaded(
-                f"request {request.request_id[:200]!r} names {len(route.ranks)} ranks, and {MAX_UNMET} at most, a "
-                f"quarter of one engine, are waited for that never answered; ask again later, or correct the endpoints",
-                request_id=request.request_id,
-                reason=Reason.QUEUE_FULL,
-                is_retryable=True,
-            )
         ours = self.identity
         if reads and params.engine_id == ours.engine_id and ours.incarnation in [r.place[1] for r in route.ranks]:
             raise PlanRefused(
@@ -237,6 +228,8 @@ class RankCore:
                 request_id=request.request_id,
                 reason=Reason.UNPLANNABLE,
             )
+        if not route.ready:
+            self.decode.make_room(params.engine_id, route.ranks, now)
         pull_id = PullId(f"{self._pull_prefix}{next(self._pull_ids)}")
         # Which stage has which layers only the stages know: any may turn out to hold nothing of ours.
         predicted, other = (ROLE.READ, ROLE.UNKNOWN) if reads else (ROLE.RELEASE_ONLY, ROLE.RELEASE_ONLY)
