@@ -866,6 +866,9 @@ async def test_a_connection_that_cannot_be_watched_ends(monkeypatch: pytest.Monk
         raise OSError(errno.EMFILE, "too many open files")
 
     async with planes(1) as [(plane, inbox)]:
+        keeper = plane._door
+        assert keeper is not None
+        await inbox.idle_until(lambda: keeper._listener is not None)
         monkeypatch.setattr(os, "dup", dup)
         with socket.create_connection(place(plane.address), PATIENCE_S) as one:
             await inbox.idle_until(lambda: plane.statistics().get("cut.unwatched", 0) == 1)
