@@ -374,10 +374,24 @@ def test_requests_that_nobody_has_claimed_are_those_of_one_more() -> None:
     world, prefill = prefill_rank(LONG)
     nobody = lent_to(world, prefill, "", 8, claims=False)
     assert prefill.core.prefill.reclaim(6, 5.0) == (), "whose they are is not known, and nobody else is"
-    for engine in ("one", "other"):
-        lent_to(world, prefill, engine, 1)
-    assert prefill.core.prefill.reclaim(6, 5.0) == (nobody[0], nobody[1])
-    assert states(nobody) == "rrllllll", "nothing was promised"
+    lent_to(world, prefill, "one", 1)
+    assert prefill.core.prefill.reclaim(6, 5.0) == tuple(nobody[:2])
+    lent_to(world, prefill, "other", 1)
+    assert prefill.core.prefill.reclaim(6, 5.0) == tuple(nobody[2:4])
+    assert states(nobody) == "rrrrllll", "nothing was promised"
+
+
+def test_names_that_hold_nothing_any_more_are_those_of_one_more_however_many_they_are() -> None:
+    """Without keys one reader has as many names as it likes, and must not leave others a share of nothing."""
+    world, prefill = prefill_rank(LONG)
+    honest = lent_to(world, prefill, "honest", 4)
+    for n in range(8):
+        (lease,) = lent_to(world, prefill, f"evil{n}", 1)
+        (pull,) = lease.grants
+        release = Release(lease.lent.key, lease.lent.request_id, Cohort(f"evil{n}"), pull, Outcome.COMPLETE)
+        prefill.core.prefill.receive(release, ReplyTo(b"x"), f"evil{n}", 1.0)
+    assert prefill.core.prefill.reclaim(100, 5.0) == ()
+    assert states(honest) == "llll"
 
 
 def test_names_that_an_engine_makes_up_give_it_no_larger_share() -> None:

@@ -231,9 +231,11 @@ class PrefillSide:
     def reclaim(self, num_blocks: int, now: float) -> tuple[Lease, ...]:
         """Revoke requests until so many blocks are to return: the oldest of the reader engine that holds most, first.
 
-        A request is kept for the length of one grant, and each reader engine keeps an equal share of all blocks. So the
-        only reader engine loses nothing, and neither does one that reads in time. Requests that no reader has claimed
-        count as those of one engine more. Grants are kept, so blocks return later than this.
+        A request is kept for the length of one grant, and each reader engine that holds something keeps an equal share
+        of all blocks. So the only reader engine loses nothing, and neither does one that reads in time. Requests that
+        no reader has claimed count as those of one engine more, and so do all engines together that have read lately
+        and hold nothing: without keys an engine is a name, and one reader has many. Grants are kept, so blocks return
+        later than this.
         """
         held: defaultdict[str, list[tuple[Lease, int]]] = defaultdict(list)
         for key, lease in self.leases.items():
@@ -244,8 +246,8 @@ class PrefillSide:
             else:
                 num_blocks -= size
         sizes = Counter({engine: sum(size for _, size in leases) for engine, leases in held.items()})
-        recent = {engine for engine, at in self._read_at.items() if now - at < self._config.lease_s}
-        share, revoked = self._ledger.num_blocks / max(len((recent | held.keys()) - {""}), 1), []
+        waits = any(now - at < self._config.lease_s for engine, at in self._read_at.items() if engine not in held)
+        share, revoked = self._ledger.num_blocks / max(len(held) + waits, 1), []
         while num_blocks > 0 and sizes:
             engine, most = sizes.most_common(1)[0]
             if most <= share:
