@@ -133,6 +133,15 @@ def test_a_key_or_a_host_gets_no_more_large_answers_by_more_connections() -> Non
     assert core.outbox.counters["sent.welcome"] + core.outbox.counters["sent.status"] == sent + 2
 
 
+def test_one_connection_leaves_hellos_to_others_of_its_host() -> None:
+    core = World(EngineConfig(engine_id="x")).add("p", make_layout(), engine_id="prefill").core
+    for i in range(300):
+        for route in (b"many", b"one") if i == 299 else (b"many",):
+            hello = encode_packet("stranger", "", [Hello(i, MAJOR, MINOR, "prefill", 0, Cohort("stranger"))])
+            core.receive(ReplyTo(route), hello, 0.0, "host:10.0.0.7")
+    assert core.outbox.counters["sent.welcome"] == core.config.limits.hello_burst // 4 + 1
+
+
 def test_a_key_or_a_host_asks_no_more_questions_by_more_connections() -> None:
     core = World(EngineConfig(engine_id="x")).add("p", make_layout(), engine_id="prefill").core
     for i in range(100):

@@ -110,6 +110,8 @@ class RankCore:
         limits = config.limits
         self._messages = Limiter(limits.messages_per_s, limits.message_burst)
         self._hellos = Limiter(limits.hellos_per_s, limits.hello_burst)
+        self._hellos_of_one = Limiter(limits.hellos_per_s / 4, limits.hello_burst / 4)
+        """Of a connection: without keys a whole host shares the other budget."""
         self._pull_ids = itertools.count(1)
         self._pull_prefix = f"{identity.incarnation[:16]}-"
         pull = config.pull
@@ -530,7 +532,7 @@ class RankCore:
             case Claim() | Release() | Renew():
                 self.prefill.receive(message, route, source, now, proven)
             case Hello():
-                if self._hellos.take(principal or route, now):
+                if self._may_ask(principal, route, now):
                     self.readers.greet(
                         message, route, source, proven, self.prefill.closed_as, bool(self.prefill.leases)
                     )
@@ -545,12 +547,16 @@ class RankCore:
                     self.outbox.counters["dropped.too_many_hellos"] += 1
             case StatusRequest():
                 # Counting everything takes long where there is much.
-                if self._hellos.take(principal or route, now):
+                if self._may_ask(principal, route, now):
                     self.outbox.send(route, source, self._status(message.nonce))
                 else:
                     self.outbox.counters["dropped.too_many_hellos"] += 1
             case _:
                 self.outbox.counters["dropped.unexpected"] += 1
+
+    def _may_ask(self, principal: str, route: ReplyTo, now: float) -> bool:
+        is_shared = principal.startswith("host:")
+        return (not is_shared or self._hellos_of_one.take(route, now)) and self._hellos.take(principal or route, now)
 
     def _status(self, nonce: int) -> Status:
         layout = self.identity.layout
