@@ -211,8 +211,12 @@ class _Rank(StagedRank):
 
     async def _begin(self) -> None:
         await self.engine.start()
-        if self.offload is not None:
-            await self.offload.start()
+        try:
+            if self.offload is not None:
+                await self.offload.start()
+        except EngineClosed:
+            assert self.service.is_changing  # it was closed meanwhile
+            return
         self.service.world.at(self.process.now, partial(self._ready, self.process))
 
     def _ready(self, process: Process) -> None:
