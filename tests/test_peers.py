@@ -897,7 +897,7 @@ def test_ranks_that_never_answered_are_bounded_in_all_and_the_oldest_of_the_engi
     world.run()
     assert met.outcome is Outcome.COMPLETE
     # Who has answered takes none of the room, and neither does its end.
-    decode.core.decode.forget(prefill.endpoint.address, world.time(decode))
+    decode.core.decode.forget(Address(prefill.endpoint.address), world.time(decode))
     world.pull(decode, "one more", [11], made_up(world, prefill, 9, 1, engine_id="e4"))
     assert places(decode) == {"e0": 128, "e1": 126, "e2": 127, "e3": 127, "e4": 4, "prefill": 1}
     # Those that never answer are forgotten in the end, and their links closed.
