@@ -897,7 +897,7 @@ def test_ranks_that_never_answered_are_bounded_in_all_and_the_oldest_of_the_engi
     world.run()
     assert met.outcome is Outcome.COMPLETE
     # Who has answered takes none of the room, and neither does its end.
-    decode.core.decode.forget(prefill.endpoint.address, world.time(decode))
+    decode.core.decode.forget(Address(prefill.endpoint.address), world.time(decode))
     world.pull(decode, "one more", [11], made_up(world, prefill, 9, 1, engine_id="e4"))
     assert places(decode) == {"e0": 128, "e1": 126, "e2": 127, "e3": 127, "e4": 4, "prefill": 1}
     # Those that never answer are forgotten in the end, and their links closed.
@@ -961,8 +961,8 @@ async def test_a_last_word_to_a_rank_that_gave_way_leaves_no_link_behind() -> No
     world = World()
     prefill = world.add("prefill", make_layout())
     async with Bench(False).pair() as (_, decode, _):
-        for number in (1, 2):
-            decode.engine.announce(f"d{number}", made_up(world, prefill, number, 128))
+        for number, name in enumerate((decode.engine.announce, decode.engine.discharge), 1):
+            name(f"d{number}", made_up(world, prefill, number, 128))
             for _ in range(10):
                 await asyncio.sleep(0)
         control = decode.engine._driver.control
