@@ -961,8 +961,8 @@ async def test_a_last_word_to_a_rank_that_gave_way_leaves_no_link_behind() -> No
     world = World()
     prefill = world.add("prefill", make_layout())
     async with Bench(False).pair() as (_, decode, _):
-        for number in (1, 2):
-            decode.engine.announce(f"d{number}", made_up(world, prefill, number, 128))
+        for number, name in enumerate((decode.engine.announce, decode.engine.discharge), 1):
+            name(f"d{number}", made_up(world, prefill, number, 128))
             for _ in range(10):
                 await asyncio.sleep(0)
         control = decode.engine._driver.control

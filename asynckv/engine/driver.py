@@ -577,6 +577,7 @@ class Driver:
             case RemovePeer(peer, keep):
                 self.data.remove_remote_agent(peer.agent_name, keep=keep)
             case Disconnect(address):
+                self._send()  # what is said there later makes another link, which nobody closes
                 self.control.disconnect(address)
             case PeerChanged(peer, before, after):
                 recorder.peer_changed(peer, before, after)
