@@ -282,6 +282,20 @@ def test_what_is_remembered_of_process_starts_and_connections_is_bounded(monkeyp
     assert [readers.is_replaced(f"start {n}", "") for n in (10, 11, 12, 13)] == [False, False, True, False]
 
 
+def test_of_those_who_answer_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asynckv.core.prefill.MAX_UNREACHABLE", 3)
+    monkeypatch.setattr("asynckv.core.prefill.MAX_ENGINES", 3)
+    world, rank = prefill_rank(LONG)
+    for n in (1, 2, 1, 3, 1, 4):
+        rank.core.prefill.answered(ReplyTo(b"%d" % n), float(n))
+        (lease,) = lent_to(world, rank, f"engine{n}", 1)
+        (pull,) = lease.grants
+        release = Release(lease.lent.key, lease.lent.request_id, Cohort(f"engine{n}"), pull, Outcome.COMPLETE)
+        rank.core.prefill.receive(release, ReplyTo(b"%d" % n), f"engine{n}", 1.0)
+    assert list(rank.core.prefill._answered) == [b"3", b"1", b"4"]
+    assert list(rank.core.prefill._read_at) == ["engine3", "engine1", "engine4"]
+
+
 def test_a_connection_from_which_something_comes_is_not_one_that_has_ended() -> None:
     """A queue was full: its peer was slow, and is there."""
     world, rank = prefill_rank(LONG)

@@ -354,7 +354,8 @@ class PrefillSide:
             cohorts = tuple(lease.cohorts)[:MAX_NAMED]
             self._remember(key, Ended(_ENDED_AS[lease.state], lease.lent.readers, cohorts))
             if cohorts:
-                self._read_at[self._engine_of(lease)] = lease.since
+                self._read_at[engine := self._engine_of(lease)] = lease.since
+                self._read_at.move_to_end(engine)
                 if len(self._read_at) > MAX_ENGINES:
                     self._read_at.popitem(last=False)
             outbox.counters[f"leases.{lease.state}"] += 1
@@ -366,6 +367,7 @@ class PrefillSide:
         """Take note that a reader has answered a ping."""
         self._unreachable.pop(reply_to, None)
         self._answered[reply_to] = now
+        self._answered.move_to_end(reply_to)
         if len(self._answered) > MAX_UNREACHABLE:
             self._answered.popitem(last=False)
 
