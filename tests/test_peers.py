@@ -42,7 +42,7 @@ from asynckv.core.wire import (
     decode_packet,
     encode_packet,
 )
-from asynckv.errors import ConfigError, PlanRefused
+from asynckv.errors import ConfigError, LocalProtocolError, PlanRefused
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing import SimControl
 from asynckv.testing.fabric import Port
@@ -933,6 +933,17 @@ def test_releases_to_ranks_that_never_answered_give_way_before_reads_and_are_tol
     assert reason(waits) is None
     world.run()
     assert honest.outcome is Outcome.COMPLETE
+
+
+def test_a_request_that_is_refused_displaces_no_rank() -> None:
+    world = World()
+    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    pull = world.pull(decode, "same", [1], made_up(world, prefill, 1, 128))
+    before = set(decode.core.decode.peers.by_place)
+    with pytest.raises(LocalProtocolError, match="is being pulled already"):
+        world.pull(decode, "same", [2], made_up(world, prefill, 2, 128))
+    assert set(decode.core.decode.peers.by_place) == before
+    assert pull.reason is None
 
 
 def test_a_rank_that_gave_way_before_it_was_needed_is_released_in_the_end_and_its_link_closed() -> None:

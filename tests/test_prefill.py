@@ -149,7 +149,7 @@ def test_with_keys_a_later_start_ends_what_the_one_before_let_lapse_and_another_
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_connection_that_answers_has_not_ended(answers: bool) -> None:
-    """Its queue was full for a moment."""
+    """It was thought to have ended, and says that it has not."""
     world, rank = prefill_rank(LONG)
     params = world.params([rank], "r", [3], 4)
     lease = world.lend(rank, params)
@@ -297,7 +297,7 @@ def test_of_those_who_answer_the_latest_are_remembered(monkeypatch: pytest.Monke
 
 
 def test_a_connection_from_which_something_comes_is_not_one_that_has_ended() -> None:
-    """A queue was full: its peer was slow, and is there."""
+    """It is there, whatever was thought of it before."""
     world, rank = prefill_rank(LONG)
     params = world.params([rank], "r", [3], 4)
     lease = world.lend(rank, params)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -39,7 +39,7 @@ from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.pull import DO, Effect, Pull, PullState
 from asynckv.core.routes import Ready, Routes
-from asynckv.core.source import RELEASE, ROLE, RemoteRank, Source
+from asynckv.core.source import RELEASE, ROLE, Source
 from asynckv.core.timers import Timers
 from asynckv.core.types import Address, Cohort, Key, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.watch import Watch
@@ -180,6 +180,8 @@ class DecodeSide:
 
     def _add(self, pull: Pull, now: float) -> None:
         self._register(pull)
+        if not pull.route.ready:
+            self._make_way(pull, now)
         # All are attached first: `_tell` takes a rank without a peer for gone, and meeting one may end the pull.
         for source in pull.sources:
             self._attach(pull, source, now)
@@ -222,16 +224,16 @@ class DecodeSide:
         """End a pull."""
         self._carry_out(pull, pull.fail(reason, detail, now), now)
 
-    def make_room(self, engine_id: str, ranks: Sequence[RemoteRank], now: float) -> None:
-        """Let ranks that never answered give way to those of these ranks that were never met; see `MAX_UNMET`."""
-        for peer in self.peers.in_the_way(engine_id, ranks):
+    def _make_way(self, pull: Pull, now: float) -> None:
+        """Let ranks that never answered give way to those of a new pull that were never met; see `MAX_UNMET`."""
+        for peer in self.peers.in_the_way(pull.params.engine_id, pull.route.ranks):
             text = f"{peer.where} has not answered, and gave way to others that were named since; correct the endpoints"
-            for pull in self._pulls_of(peer):
-                source = _source_at(pull, peer.address)
-                if source is not None and source.reads and not source.proven and pull.reason is None:
-                    # Others might hold the same, but to meet them takes the room that is to be made.
-                    pull.could_not_meet(now + self._config.backoff_s)
-                    self.fail(pull, Reason.UNREACHABLE, text, now)
+            for other in self._pulls_of(peer):
+                source = _source_at(other, peer.address)
+                if source is not None and source.reads and not source.proven and other.reason is None:
+                    # Other ranks might hold the same, but to meet them takes the room that is to be made.
+                    other.could_not_meet(now + self._config.backoff_s)
+                    self.fail(other, Reason.UNREACHABLE, text, now)
             self._lose(peer, Reason.UNREACHABLE, text, now)
             self.peers.drop(peer)
 
@@ -607,7 +609,7 @@ class DecodeSide:
                 # It may live after all: one word costs nothing, and its lease need not run out.
                 self._outbox.send(*source.rank.place, pull.make_release(source, now))
                 pull.unanswered += (source.name,)
-                if peer is None:  # it gave way, and nobody else would close the link
+                if peer is None:  # it gave way, and nothing else would close the link
                     self.peers.unlink(source.address)
                 self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
             elif peer is not None:
@@ -737,7 +739,7 @@ class DecodeSide:
             peer = self.peers.by_place.get(source.rank.place)
             if peer is None:
                 return
-            is_same = peer.identity == (pull.params.engine_id, source.rank.pp_stage, source.rank.tp_rank)
+            is_same = peer.is_named(pull.params.engine_id, source.rank)
             if not is_same or peer.state is S.GONE or (read is not None and not peer.line.is_open):
                 return
             ready.append(peer)
@@ -835,8 +837,7 @@ class DecodeSide:
                         self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
                 elif source.role is ROLE.READ:
                     # A rank that was read nothing from never fails a pull.
-                    named = pull.params.engine_id, source.rank.pp_stage, source.rank.tp_rank
-                    if reason is Reason.WRONG_TARGET and peer.identity != named:
+                    if reason is Reason.WRONG_TARGET and not peer.is_named(pull.params.engine_id, source.rank):
                         self._meet(pull, source, now)  # the wrong name was another pull's
                     else:
                         self._unmet(pull, source, reason, detail, now)

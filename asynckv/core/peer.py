@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from asynckv.config import PullConfig
 from asynckv.core.events import ENDING, Ending
 from asynckv.core.flow import Line
+from asynckv.core.source import RemoteRank
 from asynckv.core.types import Address, Cohort, Place, PullId, Reason, TransferId, members, rank_name
 from asynckv.core.wire import MAJOR, MINOR, Hello, Ping
 from asynckv.errors import LocalProtocolError
@@ -195,10 +196,9 @@ class Peer:
         """The rank and its address, for people."""
         return f"{self.name} ({self.address})"
 
-    @property
-    def identity(self) -> tuple[str, int, int]:
-        """Whom the params say it is: engine, stage, rank."""
-        return self.engine_id, self.pp_stage, self.tp_rank
+    def is_named(self, engine_id: str, rank: RemoteRank | Layout) -> bool:
+        """Whether this is the rank of that engine; until it has answered, it is whom params say that it is."""
+        return (self.engine_id, self.pp_stage, self.tp_rank) == (engine_id, rank.pp_stage, rank.tp_rank)
 
     @property
     def may_be_met(self) -> bool:

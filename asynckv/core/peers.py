@@ -81,7 +81,7 @@ class Peers:
         peer, lost = self.by_place.get(rank.place), None
         if peer is not None and peer.state is S.GONE:
             # The connection broke, but the process may live; or other params named it wrongly.
-            is_other = peer.identity != (engine_id, rank.pp_stage, rank.tp_rank)
+            is_other = not peer.is_named(engine_id, rank)
             again = is_other or (peer.reason not in FINAL and now >= peer.not_before)
             if peer.reason is Reason.PEER_LOST and not is_other:
                 lost = peer
@@ -105,8 +105,8 @@ class Peers:
     def in_the_way(self, engine_id: str, ranks: Sequence[RemoteRank]) -> list[Peer]:
         """Return which ranks that never answered give way to those of these ranks of an engine that were never met.
 
-        Of the engine that has most of them the oldest goes first. Who is only told of a release goes before who is to
-        be read.
+        Of the engine that has most of them the oldest goes first. A rank that is only told of a release goes before
+        one that is to be read.
         """
         num_new = len([rank for rank in ranks if rank.place not in self.by_place])
         if not num_new:
@@ -152,8 +152,8 @@ class Peers:
         if peer.may_be_met and peer.layout is None:
             # Nobody has said who is there: params that name it wrongly, and are only released, keep no others away.
             peer.engine_id, peer.pp_stage, peer.tp_rank = engine_id, rank.pp_stage, rank.tp_rank
-        is_named = peer.identity == (engine_id, rank.pp_stage, rank.tp_rank)
-        if not is_named and peer.state is not S.CONNECTING:  # until it answers, either name may be right
+        # Until it has answered, either of two names may be right.
+        if not peer.is_named(engine_id, rank) and peer.state is not S.CONNECTING:
             text = f"{peer.address} is {peer.name}, but the params name {rank.name}; correct the endpoints"
             failure = Reason.WRONG_TARGET, text
         elif peer.may_be_met and now >= peer.not_before:
@@ -201,7 +201,7 @@ class Peers:
             layout = decode_layout(memoryview(welcome.layout))
         except LayoutError as exc:
             return Reason.GEOMETRY, f"its layout cannot be used: {exc}"
-        if (welcome.engine_id, layout.pp_stage, layout.tp_rank) != peer.identity:
+        if not peer.is_named(welcome.engine_id, layout):
             there = rank_name(welcome.engine_id, layout.tp_rank, layout.pp_stage, sender)
             return Reason.WRONG_TARGET, f"{there} answers there; correct the endpoints"
         if hashlib.sha256(welcome.metadata).digest() != welcome.digest:
@@ -305,7 +305,7 @@ class Peers:
         self.unlink(peer.address)
 
     def unlink(self, address: Address) -> None:
-        """Close the link to an address if nobody is known there."""
+        """Close the link to an address if no peer is known there."""
         if not any(p.address == address for p in self.by_place.values()):
             self._outbox.commands.append(Disconnect(address))
 

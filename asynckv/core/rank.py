@@ -230,8 +230,6 @@ class RankCore:
                 request_id=request.request_id,
                 reason=Reason.UNPLANNABLE,
             )
-        if not route.ready:
-            self.decode.make_room(params.engine_id, route.ranks, now)
         pull_id = PullId(f"{self._pull_prefix}{next(self._pull_ids)}")
         # Which stage has which layers only the stages know: any may turn out to hold nothing of ours.
         predicted, other = (ROLE.READ, ROLE.UNKNOWN) if reads else (ROLE.RELEASE_ONLY, ROLE.RELEASE_ONLY)
