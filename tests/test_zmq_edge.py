@@ -743,6 +743,12 @@ def test_what_was_taken_makes_room_again(monkeypatch: pytest.MonkeyPatch) -> Non
         assert waiting.take()[2] == packet
         assert waiting.take()[2] == packet
         assert not waiting
+    assert waiting.put("one", ReplyTo(b"1"), packet)
+    for _ in range(50):  # one of the principal's waits all the time
+        assert waiting.put("one", ReplyTo(b"1"), packet)
+        assert waiting.take()[2] == packet
+    assert waiting.take()[2] == packet
+    assert not waiting
     # All principals share some room; half of it is for those of whom nothing waits.
     count = 0
     while waiting.put(f"principal {count // 3}", ReplyTo(b"%d" % count), packet):

@@ -31,7 +31,7 @@ from typing import IO, Any
 import msgspec
 
 from asynckv.core.types import rank_name
-from asynckv.edges.file_index import no_collection
+from asynckv.edges.file_io import no_collection
 from asynckv.errors import ConfigError
 from asynckv.observe.events import EVENT
 

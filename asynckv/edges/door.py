@@ -89,7 +89,7 @@ class Opened:
     is_listener: bool = False
 
     def peer(self, one: socket.socket) -> tuple[str, int]:
-        """Return who is on the other side.
+        """Return the address of the other side.
 
         Raises:
             OSError: libzmq has closed the descriptor meanwhile, and something else may have its number.
@@ -291,7 +291,8 @@ class Door:
                 for fd in [fd for fd, c in self.connections.items() if not _is_same(fd, c.duplicate.fileno())]:
                     self._forget(fd)
             if time.monotonic() >= look_at:
-                self._busy.update(each for each in self.connections.values() if each.has_news())
+                idle = (each for each in self.connections.values() if each not in self._busy)
+                self._busy.update([each for each in idle if each.has_news()])
                 look_at = time.monotonic() + LOOK_S
             if (self._busy or self._is_shut) and time.monotonic() >= tick_at:
                 self._tick()

@@ -11,7 +11,6 @@ A damaged index is renamed, so that it can be looked at, and a new one is made (
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import sqlite3
@@ -24,7 +23,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from asynckv.edges.file_io import ALIGN
+from asynckv.edges.file_io import ALIGN, no_collection
 from asynckv.edges.file_store import NoRoom, explained_index
 from asynckv.errors import BackendError
 
@@ -39,7 +38,6 @@ __all__ = [
     "FileIndex",
     "Said",
     "checksum",
-    "no_collection",
     "now",
     "read_index",
     "typed",
@@ -233,18 +231,6 @@ def _said(db: sqlite3.Connection, records: bool) -> Said:
             entries += map(Entry._make, db.execute(f"SELECT {columns} {FROM} WHERE {SOUND} ORDER BY far"))
     db.execute("COMMIT")
     return Said(facts, layouts, entries, malformed)
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Make many tuples at once: Python's collector would look through all of them again and again, half of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _wanted(num_records: int) -> tuple[int, int]:

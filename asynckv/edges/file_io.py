@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from asynckv.geometry.layout import Memory
 
-__all__ = ["ALIGN", "Extent", "FileIO", "FileTooShort", "PlainFiles", "transfer", "view_of"]
+__all__ = ["ALIGN", "Extent", "FileIO", "FileTooShort", "PlainFiles", "no_collection", "transfer", "view_of"]
 
 
 ALIGN = 4096
@@ -116,3 +118,15 @@ class PlainFiles:
 
     def close(self) -> None:
         """Nothing runs."""
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Make many tuples at once: Python's collector would look through all of them again and again, half of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -76,7 +76,7 @@ class Taster:
         if self._is_off:
             return
         if self._plane is not None and not self._plane.pid:
-            await self._end()  # it ended while it tried nobody
+            await self._end()  # it ended between two trials
         if (plane := self._plane) is None:
             self._starts, self._tried = self._starts + 1, 0
             plane = ProcessPlane(self._config, f"{self._name}-{self._starts}", deaths=0, has_spare=False)

@@ -176,6 +176,11 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def _endpoint(number: str, port: str) -> str:
+    """Return what ZMQ connects to; an IPv6 address has brackets there."""
+    return f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}"
+
+
 def _is_wildcard(host: str) -> bool:
     return host in ("*", "0.0.0.0", "::")
 
@@ -424,7 +429,7 @@ class ZmqPlane:
         return _REFUSALS.get(self._refusal(address, key) or "", "")
 
     def host(self, address: Address) -> str:
-        """Name the IP address that a link goes to; of IPv6 the network, as whoever has one has 2**64 addresses."""
+        """Name the IP address that a link goes to; of IPv6 the network, because one host may have all of it."""
         link = self._links.get(address)
         host = _host(link.socket.getsockopt_string(zmq.LAST_ENDPOINT)) if link is not None else ""
         return str(ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host
@@ -522,7 +527,7 @@ class ZmqPlane:
                 if host in self._resolving and len(self._unresolved) < MAX_NAMES:
                     self._unresolved.setdefault(address, [])
                 return None
-            endpoint = f"tcp://{f'[{number}]' if ':' in number else number}:{endpoint.rpartition(':')[2]}"
+            endpoint = _endpoint(number, endpoint.rpartition(":")[2])
             socket = self._socket(zmq.DEALER, endpoint)
         except (ConfigError, UnicodeError, zmq.ZMQError):
             self._counts["bad_address"] += 1
@@ -598,9 +603,11 @@ class ZmqPlane:
             return "needs_keys" if key is not None else "no_key"
         if key is not None and self._peers is not None and key not in self._peers:
             return "unlisted_listener"
+        if address in self._links:
+            return None
         # Of the four that a link takes, two are taken by libzmq's threads, when the connection is there.
         coming = 2 * sum(link.is_new() for link in self._links.values())
-        return "no_files" if address not in self._links and free_files() - coming < SPARE_FILES // 2 else None
+        return "no_files" if free_files() - coming < SPARE_FILES // 2 else None
 
     # -- who may connect ---------------------------------------------------------------------------
 

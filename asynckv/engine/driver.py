@@ -498,12 +498,12 @@ class Driver:
             try:
                 if not control.send(to, packet):
                     core.outbox.counters["dropped.not_sent"] += 1
-                    why = control.refusal(to)
-                    if why and not isinstance(to, str):
-                        core.prefill.unreachable(to)
-                    elif why and isinstance(to, str):
-                        core.decode.refused(to, why, self.clock.now())
-                        self.soon()
+                    if why := control.refusal(to):
+                        if isinstance(to, str):
+                            core.decode.refused(to, why, self.clock.now())
+                            self.soon()
+                        else:
+                            core.prefill.unreachable(to)
             except Exception as exc:
                 self._internal_error(exc)
 

@@ -104,8 +104,7 @@ async def ask(address: str, keys: KeysConfig | None, note: Callable[[str], None]
     first = msgspec.structs.replace(first, addresses=addresses, error=error)
     if error:
         return Asked(first)
-    number = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
-    there = f"tcp://{number}:{port}{''.join(address.partition('#')[1:])}"  # resolved already
+    there = zmq._endpoint(addresses[0], str(port)) + "".join(address.partition("#")[1:])  # resolved already
     return await _Asking(there, addresses[0], port, keys, first, note).run()
 
 
