@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
@@ -623,17 +624,20 @@ async def test_a_peer_that_leaves_while_much_is_unread_ends_nothing() -> None:
         await check_alive(plane, inbox)
 
 
-async def test_a_message_of_very_many_parts_ends_its_connection_and_holds_up_nobody() -> None:
+async def test_a_message_of_many_parts_holds_up_nobody_and_its_connection_is_not_heard_for_a_while() -> None:
     async with planes(1) as [(plane, inbox)]:
         raw = Raw(plane.address)
         raw.socket.sendall(b"\1\0" * 300_000 + b"\0\0")
         turns = asyncio.get_running_loop().create_task(_count_turns(inbox))
         await check_alive(plane, inbox)
-        await inbox.idle_until(lambda: plane.statistics().get("cut.parts") == 1)
-        assert raw.socket.recv(1) == b""
+        await inbox.idle_until(lambda: plane.statistics().get("muted") == 1)
+        began = time.monotonic()
+        raw.socket.sendall(b"\0\1x")
+        await inbox.wait(2)
+        assert time.monotonic() - began > door.MUTE_S - door.LOOK_S - 0.5
         turns.cancel()
         raw.socket.close()
-        assert inbox.bodies == [b"are you there?"]
+        assert inbox.bodies == [b"are you there?", b"x"]
 
 
 async def _count_turns(inbox: Inbox) -> None:
@@ -699,9 +703,17 @@ async def test_a_quiet_peer_has_its_turn_while_another_has_a_thousand_packets_wa
         assert loud.send(plane.address, b"loud")
         assert quiet.send(plane.address, b"quiet")
         await inbox.wait(2)
+        assert plane._door is not None
+        connections = plane._door.connections.values()
+        await inbox.idle_until(lambda: len(connections) == 2 and all(x.arrived and x.quiet for x in connections))
+        arrived = sum(each.arrived for each in connections)
         for _ in range(1000):
             loud.send(plane.address, b"loud")
         quiet.send(plane.address, b"now")
+        # Before the loop takes any of them, all are there.
+        ends = time.monotonic() + PATIENCE_S
+        while sum(each.arrived for each in connections) < arrived + 1000 * (2 + 4) + 2 + 3:
+            assert time.monotonic() < ends
         await inbox.until(lambda: b"now" in inbox.bodies)
         assert inbox.bodies.index(b"now") < 500
         await inbox.idle_until(lambda: plane.statistics()["packets_in"] == 1003)
@@ -1030,7 +1042,7 @@ async def test_a_connection_that_spoke_before_it_was_watched_is_not_taken_for_a_
     """Under load a packet may be handled before libzmq's word that there is a connection."""
     may_watch, take = threading.Event(), ZmqPlane._take_events
 
-    def late(plane: ZmqPlane, loop: asyncio.AbstractEventLoop) -> list[door.Opened]:
+    def late(plane: ZmqPlane, loop: asyncio.AbstractEventLoop) -> Iterator[door.Opened]:
         may_watch.wait(PATIENCE_S)
         return take(plane, loop)
 
@@ -1295,6 +1307,29 @@ async def test_a_key_that_is_added_or_removed_counts_for_new_connections(ring: K
         assert late.send(b.address, b"anew")
         await at_b.idle_until(lambda: rejected(b)["rejected.unlisted_key"] > before)
         assert len(at_b.packets) == known
+
+
+async def test_who_is_turned_away_is_told_at_once_and_comes_again_although_libzmq_takes_what_nobody_gets(
+    ring: Keyring,
+) -> None:
+    """A connection that is refused before `connect` has returned is in libzmq's table for ever, with its queue."""
+    b, at_b, told = ZmqPlane(LOOPBACK, keys=ring.make("b")), Inbox(), list[tuple[str, str]]()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(b.aclose)
+        await b.start(at_b)
+        late = ZmqPlane(LOOPBACK, keys=ring.make("late", is_authorized=False))
+        stack.push_async_callback(late.aclose)
+        await late.start(Inbox(), lambda *why: told.append(why))
+        assert late.send(b.address, b"early")
+        await at_b.idle_until(lambda: bool(told))
+        assert told == [("turned_away", b.address)]
+        ring.admit(ring.path / "late" / "late.key")
+        link = late._links[b.address]
+        link.socket.connect("tcp://127.0.0.1:9")  # nobody listens there, so all that is sent waits
+        await at_b.idle_until(lambda: late.send(b.address, b"later") and bool(at_b.packets))
+        assert late._links[b.address] is not link
+        assert set(at_b.bodies) == {b"later"}
+        assert late.statistics()["links_renewed"] == 1
 
 
 async def test_addresses_are_refused_unless_their_key_is_listed(ring: Keyring) -> None:

@@ -56,6 +56,9 @@ UNSEEN = 64 * 1024
 LOOK_S = 0.25
 """All connections are looked at so often."""
 
+MUTE_S = 2.0
+"""Nothing is heard for so long of a connection whose message had too many parts: each part costs as a message does."""
+
 SWEEPS_S = (0.3, 1.0, 5.0)
 """After a socket was closed; it lingers for 0.2 s."""
 
@@ -113,6 +116,7 @@ class Connection:
         arrived: Bytes on the wire, as last seen.
         quiet: Ticks without a byte.
         spoke_early: The loop was given something of it before the thread saw it.
+        muted_until: When it is heard again; 0 if it is.
         principal, sent, taken: Whose it is, the bytes that libzmq was given for it, and those that its kernel took.
     """
 
@@ -124,6 +128,7 @@ class Connection:
     arrived: int = 0
     quiet: int = 0
     spoke_early: bool = False
+    muted_until: float = 0.0
     principal: str = ""
     sent: int = 0
     taken: int = 0
@@ -160,6 +165,12 @@ class Connection:
             self.taken = struct.unpack_from("=Q", info, _ACKED_AT)[0]
         self.sent = max(self.sent, self.taken)  # the handshake is libzmq's own
         return self.sent - self.taken
+
+    def mute(self, is_on: bool = True) -> None:
+        """Drop what arrives, for a while: the peer's kernel sends it again, ever more slowly."""
+        self.muted_until = time.monotonic() + MUTE_S if is_on else 0.0
+        with contextlib.suppress(OSError):  # it has ended
+            _drop(self.duplicate, is_on)
 
     def shut(self) -> None:
         """End it: libzmq sees that the peer has gone, and the peer, which may wait to send more, is reset."""
@@ -294,6 +305,8 @@ class Door:
                 idle = (each for each in self.connections.values() if each not in self._busy)
                 self._busy.update([each for each in idle if each.has_news()])
                 look_at = time.monotonic() + LOOK_S
+                for each in [x for x in self.connections.values() if 0 < x.muted_until < look_at]:
+                    each.mute(is_on=False)
             if (self._busy or self._is_shut) and time.monotonic() >= tick_at:
                 self._tick()
                 tick_at = time.monotonic() + TICK_S
@@ -393,9 +406,7 @@ class Door:
         self._is_shut = is_shut
         self._counts["shut"] += is_shut
         if self._listener is not None:
-            nothing = ctypes.create_string_buffer(struct.pack("=HBBI", _BPF_RET, 0, 0, 0))
-            program = struct.pack("@HP", 1, ctypes.addressof(nothing))
-            self._listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER if is_shut else _DETACH_FILTER, program)
+            _drop(self._listener, is_shut)
 
     def _cut(self, connection: Connection, cause: str) -> None:
         self._counts[f"cut.{cause}"] += 1
@@ -406,6 +417,13 @@ class Door:
 def free_files() -> int:
     """Return how many descriptors this process can still have."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+
+
+def _drop(one: socket.socket, is_on: bool) -> None:
+    """Have the kernel drop what arrives at a socket, or no longer."""
+    nothing = ctypes.create_string_buffer(struct.pack("=HBBI", _BPF_RET, 0, 0, 0))
+    program = struct.pack("@HP", 1, ctypes.addressof(nothing))
+    one.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER if is_on else _DETACH_FILTER, program)
 
 
 def _is_same(fd: int, duplicate: int) -> bool:

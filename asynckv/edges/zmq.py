@@ -24,7 +24,7 @@ import re
 import struct
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -71,9 +71,6 @@ WAITING_BYTES = 128
 
 SLICE = 512
 """Parts of a message that are dropped before the clock is looked at."""
-
-MANY_PARTS = 4096
-"""A connection that sends more parts in one message is cut off; with fewer, only the message is dropped."""
 
 CURVE_BYTES = 33
 """What CURVE adds to a frame: a name, a nonce, a code and flags."""
@@ -363,15 +360,13 @@ class ZmqPlane:
             link = self._links.get(Address(to)) or self._connect(Address(to))
             if link is not None and link.name and link.is_unheard():
                 self._number(link.name[0])  # libzmq connects to a number for ever, and the name may mean another now
-            sent = link is not None and link.send([packet])
+            sent = link is not None and not link.is_refused and link.send([packet])
             if link is None and to in self._unresolved and len(self._unresolved[Address(to)]) < MAX_UNRESOLVED:
                 self._unresolved[Address(to)].append(packet)
                 sent = True
             if link is not None and not sent and link.is_dead():
                 self.disconnect(Address(to))
                 self._counts["links_renewed"] += 1
-                if self._pair is not None:
-                    self._on_refused("turned_away", str(to))
                 link = self._connect(Address(to))
                 sent = link is not None and link.send([packet])
         self._counts["packets_out" if sent else "dropped_out"] += 1
@@ -431,7 +426,7 @@ class ZmqPlane:
     def host(self, address: Address) -> str:
         """Name the IP address that a link goes to; of IPv6 the network, because one host may have all of it."""
         link = self._links.get(address)
-        host = _host(link.socket.getsockopt_string(zmq.LAST_ENDPOINT)) if link is not None else ""
+        host = _host(link.endpoint) if link is not None else ""
         return str(ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host
 
     def disconnect(self, address: Address) -> None:
@@ -535,7 +530,7 @@ class ZmqPlane:
         try:
             if key is not None:
                 socket.setsockopt(zmq.CURVE_SERVERKEY, key)
-            self._watch(socket, (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED))
+            self._watch(socket, (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_FAILED_AUTH))
             socket.connect(endpoint)
         except zmq.ZMQError:
             socket.close(0)
@@ -635,9 +630,8 @@ class ZmqPlane:
         if self._door is not None:
             self._door.ring()  # libzmq announces nothing to a socket that has not looked yet
 
-    def _take_events(self, loop: asyncio.AbstractEventLoop) -> list[Opened]:
+    def _take_events(self, loop: asyncio.AbstractEventLoop) -> Iterator[Opened]:
         """Take what libzmq tells of connections, in the door's thread."""
-        opened = []
         others = []
         with self._events_lock, contextlib.suppress(zmq.Again):
             assert self._events is not None
@@ -646,21 +640,20 @@ class ZmqPlane:
                 number, value = struct.unpack("=HI", head)
                 event = zmq.Event(number)
                 if event == zmq.EVENT_LISTENING:
-                    opened.append(Opened(value, endpoint.decode(), is_listener=True))
+                    yield Opened(value, endpoint.decode(), is_listener=True)
                     continue
                 if event in _OPENED:
-                    opened.append(Opened(value, endpoint.decode(), event == zmq.EVENT_ACCEPTED))
+                    yield Opened(value, endpoint.decode(), event == zmq.EVENT_ACCEPTED)
                 elif event == zmq.EVENT_DISCONNECTED:
-                    opened.append(Opened(value, ""))
                     gone = self._door.connections.get(value) if self._door is not None else None
+                    yield Opened(value, "")
                     if gone is not None and not gone.is_accepted:
                         continue  # only the listener's are counted
                 if event != zmq.EVENT_CONNECTED:
-                    others.append((event, value))
+                    others.append((event, value, endpoint.decode()))
         if others:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._on_events, others)
-        return opened
 
     def _from_zap(self, frames: list[zmq.Frame]) -> None:
         """Answer one question of libzmq's (ZAP, RFC 27): may the owner of this key enter?"""
@@ -678,10 +671,14 @@ class ZmqPlane:
         if self._zap is not None:
             self._zap.send([route, b"", version, request, *status, b""])
 
-    def _on_events(self, events: list[tuple[zmq.Event, int]]) -> None:
-        for event, value in events:
+    def _on_events(self, events: list[tuple[zmq.Event, int, str]]) -> None:
+        for event, value, endpoint in events:
             if event in _COUNTED:
                 self._counts[_COUNTED[event]] += 1
+            elif theirs := [each for each, link in self._links.items() if link.endpoint == endpoint]:
+                for address in theirs:
+                    self._links[address].is_refused = True
+                    self._on_refused("turned_away", address)
             elif event in _FAILED:
                 cause = _cause(event, value, self._pair is not None)
                 self._counts[f"rejected.{cause}"] += 1
@@ -739,9 +736,9 @@ class ZmqPlane:
         if self._door is None:
             return
         connection = self._door.deliver(fd, num_bytes + parts * self._on_wire(0), is_accepted=True)
-        if parts >= MANY_PARTS and connection is not None:
-            self._counts["cut.parts"] += 1
-            connection.shut()
+        if connection is not None:
+            self._counts["muted"] += 1
+            connection.mute()
 
     def _principal(self, frame: zmq.Frame) -> str:
         """Say whose a packet is: the key that its connection proved, or its host."""
@@ -849,6 +846,10 @@ class _Link:
         self.socket, self._most, self._on_frames, self._on_dropped = socket, most, on_frames, on_dropped
         self._turn, self._on_turn, self._door, self._loop = turn, on_turn, door, turn.loop
         self._made_at = self._loop.time()
+        self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.is_refused = False
+        """libzmq says so. It gives the connection up, but for one that failed before `connect` had returned: that one's
+        queue is written to for ever (`docs/reliability.md`)."""
         self.name: tuple[str, str] | None = None
         """If the address has a name: that, and the number that was connected to."""
         self._heard = 0, 0.0
@@ -897,7 +898,7 @@ class _Link:
         if self.is_new():
             return False
         # As long as so few were sent, the queue cannot be full, so there is none.
-        return self._sent < QUEUE or now - self._failing_since >= STUCK_S
+        return self.is_refused or self._sent < QUEUE or now - self._failing_since >= STUCK_S
 
     def close(self, linger_ms: int) -> None:
         self._loop.remove_reader(self._fd)
