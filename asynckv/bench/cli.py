@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from typer.core import TyperGroup
 
 from asynckv.bench import offload_cli
 from asynckv.bench.options import Options, flag
-from asynckv.bench.parameters import options_given, taking_options
+from asynckv.bench.parameters import is_given, options_given, taking_options
 from asynckv.errors import ConfigError
 from asynckv.observe.output import check_writable, help_of, write, write_json
 
@@ -156,11 +157,7 @@ def _refuse_idle(context: typer.Context, options: Options) -> None:
     Raises:
         ConfigError: One was given.
     """
-
-    def given(name: str) -> bool:
-        source = context.get_parameter_source(name)
-        return source is not None and source.name == "COMMANDLINE"
-
+    given = partial(is_given, context)
     has_prefixes = options.shared_prefix is not None or options.trace is not None
     for name, has_use, remedy in (
         (
@@ -282,8 +279,7 @@ def _refuse_options(context: typer.Context) -> None:
         ConfigError: There are some.
     """
     for param in context.command.params:
-        source = context.get_parameter_source(str(param.name))
-        if source is not None and source.name == "COMMANDLINE":
+        if is_given(context, str(param.name)):
             name = context.invoked_subcommand
             raise ConfigError(f"{param.opts[0]} stands before {name}; put options after it: asynckv bench {name} ...")
 

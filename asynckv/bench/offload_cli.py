@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from asynckv.bench.parameters import options_given, taking_options
+from asynckv.bench.parameters import is_given, options_given, taking_options
 from asynckv.config import COPY_THREADS, POLICIES
 from asynckv.errors import ConfigError
 from asynckv.observe.output import check_writable, write_json
@@ -301,11 +301,7 @@ def _refuse_idle(context: typer.Context, no_bytes: bool) -> None:
     Raises:
         ConfigError: One was given.
     """
-
-    def given(name: str) -> bool:
-        source = context.get_parameter_source(name)
-        return source is not None and source.name == "COMMANDLINE"
-
+    given = partial(is_given, context)
     for name in ("directory", "concurrency", "rounds", "verify"):
         if no_bytes and given(name):
             raise ConfigError(f"--{name} says nothing with --no-bytes, which moves none; leave one of them out")

@@ -12,7 +12,7 @@ import typer
 
 from asynckv.bench.options import Option, Options, declared, flag
 
-__all__ = ["options_given", "taking_options"]
+__all__ = ["is_given", "options_given", "taking_options"]
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -54,6 +54,12 @@ def _typed(kind: Any, option: Option) -> Any:
         *option.names, help=option.help, show_default=shown, metavar=option.metavar, rich_help_panel=option.panel
     )
     return Annotated[Path | None if option.is_file else str if option.read is not None else kind, extra]
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Say whether an option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def options_given(given: Mapping[str, Any]) -> Options:

@@ -24,7 +24,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -201,9 +200,7 @@ class Asker:
         await self._plane.start(self._on_packet)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._plane.aclose()
 
     async def ask_all(self, addresses: Sequence[str], *, most: int = MAX_TOLD, request_id: str = "") -> list[Answer]:

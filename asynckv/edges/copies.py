@@ -132,7 +132,7 @@ class NixlCopies:
             for number in range(1, self._num_threads + 1):
                 name = f"{self._name}-copies{self._starts}.{number}"
                 agent = self._make_agent(api, name, near, far)
-                poster = Poster(name, agent, self._hear, self._broke, tell_s=TELL_S)
+                poster = Poster(name, agent, self._hear, self._loop, self._tell_broken, tell_s=TELL_S)
                 self._posters.append(poster)
                 self._given[poster] = 0
         except BaseException:
@@ -277,11 +277,6 @@ class NixlCopies:
             self._is_told = True
             with suppress(RuntimeError):  # the loop is closed: nobody listens
                 self._loop.call_soon_threadsafe(self._told)
-
-    def _broke(self, exc: BaseException) -> None:
-        if self._loop is not None:
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._tell_broken, exc)
 
     def _tell_broken(self, exc: BaseException) -> None:
         assert self._loop is not None

@@ -270,8 +270,9 @@ class NixlPlane:
     def _start_poster(self, number: int, memories: Sequence[Memory]) -> Poster:
         # Made here and not on its thread: that would wait for Python's lock some hundred times, each time for up to
         # 5 ms where another thread never sleeps, and a handshake has a deadline.
+        assert self._loop is not None
         name = f"{self._name}-poster{number}"
-        return Poster(name, self._make_agent(name, memories), self._hear, self._hear_broken)
+        return Poster(name, self._make_agent(name, memories), self._hear, self._loop, self._tell_broken)
 
     async def quiesce(self) -> None:
         """Stop posting threads, and wait for them off the loop, at most `CLOSE_S`; `close` waits no more then."""
@@ -485,11 +486,6 @@ class NixlPlane:
             self._is_told = True
             with suppress(RuntimeError):  # the loop is closed: nobody listens
                 self._loop.call_soon_threadsafe(self._told)
-
-    def _hear_broken(self, exc: BaseException) -> None:
-        if self._loop is not None:
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._tell_broken, exc)
 
     # -- waking ------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ read of a table. What a thread's end may leave behind is nothing: it destroys it
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import enum
 import os
@@ -98,7 +99,7 @@ class Poster:
         name: Of the thread.
         agent: Its own from here on; its memory is registered.
         tell: Called on the thread with news, in batches.
-        broke: Called on the thread when it ends by an exception. Everything it had is told before or after:
+        broke: Called on the loop when the thread ends by an exception. Everything it had is told before or after:
             what was not posted `FAILED`, the rest `IN_DOUBT`, and `FAILED` once its agent is seen to be gone.
         tell_s: How long news may wait for more while there is more to post.
     """
@@ -108,12 +109,13 @@ class Poster:
         name: str,
         agent: Agent,
         tell: Callable[[list[TransferEnded]], None],
+        loop: asyncio.AbstractEventLoop,
         broke: Callable[[BaseException], None],
         *,
         tell_s: float = TELL_S,
     ) -> None:
         self.name = name
-        self.agent, self._tell, self._broke, self._tell_s = agent, tell, broke, tell_s
+        self.agent, self._tell, self._loop, self._broke, self._tell_s = agent, tell, loop, broke, tell_s
         self._orders: deque[_Order] = deque()
         self._gate = threading.Lock()
         """Held to order, and to end: what is ordered is either obeyed or refused."""
@@ -385,7 +387,8 @@ class Poster:
         self._flush()
         # The exception may be kept for ever, but not what refers to the agent.
         _clear_frames(exc)
-        self._broke(exc)
+        with suppress(RuntimeError):  # the loop is closed: nobody listens
+            self._loop.call_soon_threadsafe(self._broke, exc)
         try:
             self.agent.close()
         except BackendError:
