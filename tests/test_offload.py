@@ -446,6 +446,7 @@ async def test_a_load_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follow
                 await loading
             assert told.value.held == {0: tuple(blocks)}
             assert [h.reason for h in rank.engine.holds()] == ["quarantined"]
+            assert [each.is_cancelled for each in rank.copies.moves.values()] == [True]
             rank.engine.check_integrity()
             offload.check_integrity()
             if name == "back":
@@ -1190,6 +1191,7 @@ async def test_as_many_are_lent_at_once_as_there_is_room_for_and_the_others_are_
             assert decode.block(8, 9, 10) == before[i]
         await until(lambda: not offload.statistics().gauges["pins"])
         params = await offload.lend("r5", chain("p5", 3), num_tokens=48)
+        assert offload.statistics().counters["lent"] == 3
         await decode.engine.pull("d5", [(0, [8, 9, 10])], params)
         assert decode.block(8, 9, 10) == before[5]
         await until(lambda: not offload.statistics().gauges["pins"])
@@ -1214,6 +1216,20 @@ async def test_who_is_cancelled_while_it_lends_leaves_no_pin() -> None:
             offload._catalogue.evict(place=Place.HOST)
         assert turns > 5
         assert await lending
+
+
+async def test_what_is_given_up_while_it_is_brought_says_so_to_whoever_lends_it() -> None:
+    network = EngineConfig(engine_id="worker-host")
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), network_=network, policy="lru", max_bytes=RECORD)
+    async with rank.running() as offload:
+        await store_in_files(rank, offload, "p", [1, 2, 3])
+        lending = asyncio.create_task(offload.lend("a", chain("p", 3), num_tokens=48))
+        await until(lambda: offload.statistics().gauges["jobs"])
+        assert offload.cancel("a")
+        with pytest.raises(PullCancelled):
+            await lending
+        assert not offload.statistics().gauges["pins"]
+        assert not offload.statistics().counters["lent"]
 
 
 # -- ends ------------------------------------------------------------------------------------------------------

@@ -128,6 +128,15 @@ def test_what_was_claimed_is_taken_and_the_rest_is_free(wanted: list[tuple[int, 
     assert slots.audit([{s for k, s in claimed if k == kind} for kind in (0, 1)]) == []
 
 
+def test_a_slot_that_is_lost_free_twice_or_out_of_its_chunk_is_found() -> None:
+    slots = Slots(200, [2, 3])
+    [slot] = slots.take(0, 1)
+    assert slots.audit([{slot}, set()]) == []
+    assert slots.audit([set(), set()]) == [f"slots [{slot}] of 2 bytes are neither free nor taken"]
+    assert slots.audit([{slot, slot + 1}, set()]) == [f"slots [{slot + 1}] of 2 bytes are free and taken"]
+    assert slots.audit([{slot}, {99}]) == ["slots [99] of 3 bytes lie in no chunk of theirs"]
+
+
 def test_what_is_claimed_costs_its_records_and_not_the_tier() -> None:
     steps = 0
 
