@@ -71,6 +71,14 @@ def params_of(thread: EngineThread, name: str = "r", block: int = 1) -> dict[str
     return PrefillGroup("prefill", [thread.engine.endpoint]).make_params(name, [(0, [block])], 16, written=True)
 
 
+def test_what_a_question_raises_is_raised_where_it_was_asked(thread: EngineThread) -> None:
+    def question() -> None:
+        raise KeyError("asked")
+
+    with pytest.raises(KeyError, match="asked"):
+        thread.engine.observation.ask(question, PATIENCE_S)
+
+
 class Stuck:
     """A loop that is held up until told otherwise."""
 

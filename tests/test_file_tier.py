@@ -555,6 +555,8 @@ async def test_what_others_read_may_be_cut_short_or_gone(make: Make, tmp_path: P
     os.truncate(tmp_path / "tier" / "segment-00009.kv", 0)
     ended = await reader.load(some)
     assert {some[i].far // SIZE for i in ended.lost} == {28, 29, 30, 31, 36, 37, 38, 39}
+    reader.plane.close()
+    os.fstat(0)  # what it never had open is still there
     (tmp_path / "tier" / INDEX).write_bytes(b"x" * 10_000)
     with pytest.raises(BackendError, match="is damaged"):
         make(read_only=True).start()

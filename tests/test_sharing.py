@@ -45,7 +45,7 @@ def readable(share: Any, base: int, length: int) -> bytes:
     return os.pread(share.fd, length, share.offset + base - share.address)
 
 
-@pytest.mark.parametrize("kind", ["asynckv", "memfd", "file", "stdlib", "torch"])
+@pytest.mark.parametrize("kind", ["asynckv", "memfd", "file", "part of a file", "stdlib", "torch"])
 def test_shared_memory_of_any_kind_is_found_by_its_file(kind: str, tmp_path: Path) -> None:
     keep: list[Any] = []
     match kind:
@@ -62,6 +62,11 @@ def test_shared_memory_of_any_kind_is_found_by_its_file(kind: str, tmp_path: Pat
             with (tmp_path / "pool").open("w+b") as file:
                 file.truncate(SIZE)
                 keep.append(mmap.mmap(file.fileno(), SIZE))
+            base = address(keep[0])
+        case "part of a file":
+            with (tmp_path / "pool").open("w+b") as file:
+                file.truncate((1 << 20) + SIZE)
+                keep.append(mmap.mmap(file.fileno(), SIZE, offset=1 << 20))
             base = address(keep[0])
         case "stdlib":
             keep.append(stdlib.SharedMemory(create=True, size=SIZE))

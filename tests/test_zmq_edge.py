@@ -1060,6 +1060,20 @@ async def test_a_connection_that_spoke_before_it_was_watched_is_not_taken_for_a_
             each.close()
 
 
+@pytest.mark.parametrize("is_accepted", [False, True])
+async def test_a_descriptor_that_is_closed_or_anothers_by_now_is_not_watched(is_accepted: bool) -> None:
+    async with planes(1) as [(plane, _)]:
+        assert plane._door is not None
+        before = len(os.listdir("/proc/self/fd"))
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as other:
+            number = other.fileno()
+            plane._door._on_opened(door.Opened(number, "tcp://127.0.0.1:9", is_accepted))
+        plane._door._on_opened(door.Opened(number, "tcp://127.0.0.1:9", is_accepted))
+        assert not plane._door.connections
+        assert plane._door.orphaned == 2 * door.UNSEEN * is_accepted
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
 async def test_connections_that_have_ended_leave_no_descriptor() -> None:
     async with planes(1) as [(plane, inbox)]:
         await check_alive(plane, inbox)
