@@ -461,6 +461,22 @@ async def test_a_child_that_dies_too_often_is_not_followed_at_once_and_everythin
 
 
 @pytest.mark.nixl
+async def test_what_a_child_cannot_load_is_told_in_its_planes_words() -> None:
+    registration, arrays = pool(1)
+    plane = ProcessPlane(NixlConfig(posting_threads=0), "kept")
+    await plane.start(registration.layout.memories, lambda: None)
+    try:
+        with pytest.raises(BackendError) as told:
+            await plane.add_remote_agent(AgentInfo("somebody", b""), ())
+        assert "somebody" in str(told.value)
+        assert "BackendError(" not in str(told.value)
+    finally:
+        await plane.quiesce()
+        plane.close()
+        del arrays
+
+
+@pytest.mark.nixl
 @pytest.mark.slow
 async def test_after_the_pause_that_follows_too_many_deaths_the_one_that_stood_by_serves(
     monkeypatch: pytest.MonkeyPatch,
