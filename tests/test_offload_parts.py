@@ -384,6 +384,23 @@ def layout(*groups: Group, tokens: int = 16, rank: int = 0, size: int = 1, dtype
     )
 
 
+def test_the_small_queue_of_s3_fifo_holds_a_tenth() -> None:
+    queue = S3Fifo[int]()
+    for key in range(10):
+        queue.add(key)
+        queue.use(key)
+        queue.use(key)
+    assert queue.choose(lambda key: False) == 0  # all were used, and nine are in the main queue now
+    queue.add(10)
+    assert queue.choose(lambda key: False) == 10
+    queue.add(11)
+    queue.add(12)
+    for key in (11, 12):
+        queue.use(key)
+        queue.use(key)
+    assert queue.choose(lambda key: False) == 1
+
+
 def test_blocks_are_named_by_the_hash_at_their_end() -> None:
     hashes = [f"h{i}".encode() for i in range(7)]
     assert block_hashes(hashes, 16, 16) == hashes
@@ -399,6 +416,8 @@ def test_sizes_that_do_not_align_are_refused_with_those_that_would() -> None:
     assert "prefix caching" in str(said.value)
     with pytest.raises(ConfigError, match=r"\(8, 4, 2, 1\)"):
         stored_groups(layout(Group("g", 24, 8), Group("h", 16, 8)), [1, 1], 16)
+    with pytest.raises(ConfigError, match=r"\(48, 24, 16, 12\)"):  # a state that cannot be stored has no say
+        stored_groups(layout(Group("g", 48, 8), Group("s", ONE_PER_REQUEST, 8, kind="state")), [1, 1], 32)
     with pytest.raises(ConfigError, match=r"one state per request.*enable prefix caching"):
         stored_groups(layout(Group("s", ONE_PER_REQUEST, 8, kind="state")), [1], 16)
     with pytest.raises(ConfigError, match="hash_tokens is 0"):

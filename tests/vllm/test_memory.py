@@ -423,6 +423,22 @@ def test_a_state_of_unknown_structure_is_refused_to_unequal_ranks(tmp_path: Path
     check_refused(tmp_path, Side(layers), Side(layers, tp=2), "rank")
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_moves_between_equal_ranks_only_is_said_and_nothing_of_the_rest(
+    tmp_path: Path, is_known: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = STATES["mamba1"] if is_known else dataclasses.replace(STATES["mamba1"], kind="SHORT_CONV")
+    layers = hybrid(state)
+    with caplog.at_level("INFO", "vllm.asynckv"):
+        check_moved(tmp_path, Side(layers), Side(layers))
+    said = [text for text in caplog.messages if "is moved whole" in text]
+    assert bool(said) is not is_known
+    for text in said:
+        assert LAYERS[0] in text
+        assert LAYERS[2] not in text  # attention
+        assert "tensor-parallel size 1 only" in text
+
+
 @pytest.mark.parametrize(("channels", "fits"), [(128, False), (129, False), (130, True), (127, False), (64, False)])
 def test_a_convolution_that_has_no_keys_or_half_a_key_is_no_delta_nets(channels: int, fits: bool) -> None:
     """Of 8 heads with 16 values 128 channels are the values'; keys and queries share the rest evenly."""
@@ -516,6 +532,9 @@ def test_what_cannot_be_moved_is_refused_by_name(tmp_path: Path) -> None:
         check_supported(config, planned.config)
     group.kv_cache_spec = KVCacheSpec(block_size=16)
     with pytest.raises(ConfigError, match="kind KVCacheSpec"):
+        check_supported(config, planned.config)
+    group.host_resident = True
+    with pytest.raises(ConfigError, match=f"{name}.*host memory.*hisparse_config"):
         check_supported(config, planned.config)
     config.parallel_config.decode_context_parallel_size = 2
     with pytest.raises(ConfigError, match="--decode-context-parallel-size 2"):

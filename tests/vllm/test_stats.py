@@ -53,6 +53,14 @@ def test_nothing_is_told_of_nothing_and_once_a_second_otherwise() -> None:
     assert tally.take(at_once=True) is not None
 
 
+def test_a_mean_has_three_places() -> None:
+    tally = Tally()
+    tally.received(result(1_234_567))
+    stats = tally.take(at_once=True)
+    assert stats is not None
+    assert stats.reduce()["Avg MiB per pull"] == 1.177
+
+
 def test_what_is_sent_is_plain_and_adds_up() -> None:
     clock = Clock()
     stats = []
@@ -75,6 +83,7 @@ def test_what_is_sent_is_plain_and_adds_up() -> None:
     assert reduced["Num pulls"] == 2
     assert reduced["Num failed pulls"] == 4
     assert reduced["Avg MiB per pull"] == 1.0
+    assert reduced["Avg descriptors per pull"] == 4.0
     assert not both.is_empty()
     both.reset()
     assert both.is_empty()
