@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ from vllm.v1.kv_offload.base import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
     LookupResult,
+    Medium,
     ReqContext,
     ScheduleEndContext,
+    TierFilter,
+    TierMatcher,
     make_offload_key,
 )
 from vllm.v1.kv_offload.config import (
@@ -50,6 +54,7 @@ from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.integrations.vllm.offload import files
+from asynckv.integrations.vllm.offload import region as regions
 from asynckv.integrations.vllm.offload import spec as specs
 from asynckv.integrations.vllm.offload import worker as workers
 from asynckv.integrations.vllm.offload.manager import COUNTED, GAUGES, PREFIX, Manager
@@ -413,6 +418,69 @@ def test_what_cannot_be_handed_over_ends_the_rank() -> None:
     worker.shutdown()
 
 
+class Passing:
+    """An event of a GPU, which is passed when a test says so."""
+
+    def __init__(self) -> None:
+        self.is_passed, self.synchronize = threading.Event(), lambda: self.is_passed.wait(WITHIN_S)
+
+    def query(self) -> bool:
+        return self.is_passed.is_set()
+
+
+def test_a_copy_waits_until_its_device_has_come_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, _, _ = made(Copies(Ending.DONE))
+    event, post = Passing(), worker._post
+    monkeypatch.setattr(worker, "_post", lambda *args: post(*args[:3], event))
+    storing(worker, 1)
+    worker._thread.call(partial(asyncio.sleep, 0), WITHIN_S)
+    assert worker.get_finished() == []
+    monkeypatch.setattr(worker, "_post", post)
+    event.is_passed.set()
+    worker.wait({1})
+    assert [each.job_id for each in ended(worker, 1)] == [1]
+    worker.shutdown()
+
+
+def test_memory_is_given_back_once_no_copy_can_write_it_and_what_cannot_be_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Ordered(Copies):
+        is_quiet = False
+
+        async def quiesce(self) -> None:
+            self.is_quiet = True
+
+        def close(self) -> None:
+            if not self.is_quiet:
+                raise BackendError("copies still go on")
+
+    worker, _, region = made(Ordered(Ending.DONE))
+    worker.shutdown()
+    assert len(region.array) == 0
+    assert "host memory is kept" not in caplog.text
+    worker, _, region = made(Copies(None))
+    with caplog.at_level("ERROR", "vllm.asynckv"):
+        worker.shutdown()
+    assert "so the host memory is kept: a copy does not end" in caplog.text
+    assert len(region.array) > 0
+    region.close()
+
+
+def test_what_engines_left_is_removed_and_nothing_that_a_link_leads_to_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regions, "FOLDER", tmp_path)
+    left, link, other = regions.path_of("left"), regions.path_of("link"), tmp_path / "other"
+    left.touch()
+    other.touch()
+    link.symlink_to(other)
+    regions.sweep()
+    assert not left.exists()
+    assert link.is_symlink()
+    assert other.exists()
+
+
 def test_a_job_whose_slots_do_not_match_its_blocks_is_refused() -> None:
     worker, _, _ = made(Copies(Ending.DONE))
     with pytest.raises(BackendError, match="has 3 blocks and 1 slots, and its groups take 3 and 2"):
@@ -557,6 +625,21 @@ def test_a_block_in_files_is_brought_while_vllm_asks_again() -> None:
     kept.manager.prepare_load(kept.keys, context)
     kept.manager.complete_load(kept.keys, context)
     assert kept.manager.get_load_source(kept.keys[0], ReqContext("s")) is CacheHitSource.HOST
+    kept.close()
+
+
+def test_a_request_that_wants_files_alone_finds_in_memory_only_what_was_brought_for_it() -> None:
+    kept = Kept()
+    context = ReqContext("r", load_tier_filter=TierFilter((TierMatcher(Medium.STORAGE),)))
+    kept.lookup(context)
+    kept.end_step()
+    kept.records.tell(RecordsEnded(kept.records.take()[0], Ending.DONE))
+    assert kept.lookup(context) == [LookupResult.HIT] * 8
+    other = ReqContext("s", load_tier_filter=context.load_tier_filter)
+    kept.manager.on_new_request(other)
+    assert kept.lookup(other) == [LookupResult.MISS] * 8
+    kept.manager.on_request_finished(context)
+    kept.manager.on_request_finished(other)
     kept.close()
 
 
@@ -937,6 +1020,13 @@ def test_lru_hears_of_a_prompt_at_its_end_if_anything_is_new(num_blocks: int) ->
     told.clear()
     manager.on_request_finished(context)
     assert told == ([*range(8, -1, -1)] if is_new else [])
+
+
+def test_lru_hears_of_blocks_by_their_places_however_they_were_stored() -> None:
+    _, told, store, _ = used("lru", 3)
+    for number in (2, 0, 1):
+        store(number)
+    assert told == [2, 1, 0]
 
 
 def test_a_policy_that_counts_uses_hears_of_each_once() -> None:
