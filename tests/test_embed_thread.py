@@ -323,6 +323,47 @@ def test_an_exception_that_ends_the_loop_is_told_once_and_by_name(thread: Engine
     assert not thread._thread.is_alive()
 
 
+def test_whoever_hears_that_the_loop_has_ended_finds_that_no_orders_are_taken(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end() -> None:
+        raise SystemExit("enough")
+
+    thread.fileno()
+    assert thread._news_bell is not None
+    ring, was_shut = thread._news_bell.ring, list[bool]()
+
+    def note() -> None:
+        was_shut.append(thread._desk._is_shut)
+        ring()
+
+    monkeypatch.setattr(thread._news_bell, "ring", note)
+    on_loop(thread, end)
+    thread._thread.join(PATIENCE_S)
+    assert was_shut
+    assert all(was_shut)
+    with pytest.raises(SystemExit, match="enough"):
+        thread.submit([Cancel("r")])
+
+
+def test_an_engine_that_is_closed_while_it_starts_does_not_start(
+    made: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+
+    async def hang() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(made.engine, "start", hang)
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(made.start, PATIENCE_S)
+        assert begun.wait(PATIENCE_S)
+        made.close(PATIENCE_S)
+        with pytest.raises(EngineClosed, match="closed while it started"):
+            starting.result(PATIENCE_S)
+
+
 @pytest.mark.parametrize("who", ["submit", "call", "close"])
 def test_whoever_asks_next_is_told(thread: EngineThread, who: str) -> None:
     def end() -> None:
@@ -660,7 +701,9 @@ def test_a_pump_makes_no_threads_and_belongs_to_the_one_that_started_it() -> Non
 
     before = threads()
     pump = EnginePump(EngineConfig(engine_id="prefill", lease=CONFIG.lease), memory(1)[0])
-    for ask in (pump.pump, lambda: pump.submit([Cancel("r")]), lambda: pump.call(asyncio.sleep(0), 1.0)):
+    too_early: list[Callable[[], object]] = [pump.pump, lambda: pump.submit([Cancel("r")]), pump.statistics]
+    too_early.append(lambda: pump.call(asyncio.sleep(0), 1.0))
+    for ask in too_early:
         with pytest.raises(EngineClosed, match="not started"):
             ask()
     with pump.start(), EnginePump(EngineConfig(engine_id="decode"), memory(2)[0]) as decode:

@@ -88,6 +88,14 @@ def test_what_is_said_of_requests_that_are_not_here_is_not_heard() -> None:
     assert fetches.get("somebody") is None
 
 
+def test_a_request_that_was_just_queued_has_nothing_yet_and_the_first_order_is_number_1() -> None:
+    fetches = Fetches()
+    assert fetches.add("a", *brought())
+    fetch = fetches.get("a")
+    assert fetch is not None
+    assert (fetch.num_same, fetch.first_token, fetch.announcement) == (0, 0, 1)
+
+
 def test_an_announcement_is_made_unless_what_it_announces_comes_at_once() -> None:
     for event in (Event.ALLOCATED, Event.SPARED, Event.ENDED):
         for has_left in (False, True):

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -431,9 +430,13 @@ class Passing:
 def test_a_copy_waits_until_its_device_has_come_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, _, _ = made(Copies(Ending.DONE))
     event, post = Passing(), worker._post
+
+    async def turn() -> None:
+        await asyncio.sleep(0)
+
     monkeypatch.setattr(worker, "_post", lambda *args: post(*args[:3], event))
     storing(worker, 1)
-    worker._thread.call(partial(asyncio.sleep, 0), WITHIN_S)
+    worker._thread.call(turn, WITHIN_S)
     assert worker.get_finished() == []
     monkeypatch.setattr(worker, "_post", post)
     event.is_passed.set()
