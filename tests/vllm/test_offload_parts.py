@@ -434,9 +434,9 @@ def test_a_copy_waits_until_its_device_has_come_to_it(monkeypatch: pytest.Monkey
     async def turn() -> None:
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(worker, "_post", lambda *args: post(*args[:3], event))
+    monkeypatch.setattr(worker, "_post", lambda job_id, op, plan, _: post(job_id, op, plan, event))
     storing(worker, 1)
-    worker._thread.call(turn, WITHIN_S)
+    worker._thread.call(turn, timeout_s=WITHIN_S)
     assert worker.get_finished() == []
     monkeypatch.setattr(worker, "_post", post)
     event.is_passed.set()
