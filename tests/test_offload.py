@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
+import mmap
 import re
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -1233,6 +1235,20 @@ async def test_what_is_given_up_while_it_is_brought_says_so_to_whoever_lends_it(
 
 
 # -- ends ------------------------------------------------------------------------------------------------------
+
+
+async def test_an_offload_that_has_started_has_all_of_its_memory() -> None:
+    """Else a lack of memory would be found out by a signal, and copies would wait for pages."""
+    rank = Rank(layout_of(), host_bytes=8 << 20)
+    async with rank.running() as offload:
+        pool = offload._own.memory
+        assert pool is not None
+        pages = (ctypes.c_ubyte * (pool.memory.length // mmap.PAGESIZE))()
+        assert (
+            ctypes.CDLL(None).mincore(ctypes.c_void_p(pool.memory.base), ctypes.c_size_t(pool.memory.length), pages)
+            == 0
+        )
+        assert all(page & 1 for page in pages)
 
 
 async def test_an_engine_that_closes_closes_its_offload_first() -> None:

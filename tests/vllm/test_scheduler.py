@@ -154,6 +154,14 @@ def test_an_abort_after_the_end_changes_nothing() -> None:
     assert is_clean(side)
 
 
+def test_what_only_a_step_under_way_has_computed_is_not_lent() -> None:
+    side = Side()
+    request = SimpleNamespace(num_computed_tokens=5, num_in_flight_tokens=5, num_tokens=5, num_output_tokens=0)
+    assert side.half._lists(request, [[1]] * len(side.half.shape.groups)) is None
+    request.num_in_flight_tokens = 0
+    assert side.half._lists(request, [[1]] * len(side.half.shape.groups)) is not None
+
+
 def test_without_workers_nothing_is_lent() -> None:
     side = Side(is_connected=False)
     assert side.prefill("a", prompt_of(100)) is None
