@@ -640,6 +640,23 @@ async def test_a_message_of_many_parts_holds_up_nobody_and_its_connection_is_not
         assert inbox.bodies == [b"are you there?", b"x"]
 
 
+async def test_where_the_kernel_has_no_filters_the_connection_of_a_message_of_many_parts_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def drop(one: socket.socket, is_on: bool) -> None:
+        raise OSError(errno.ENOPROTOOPT, "no such option")
+
+    monkeypatch.setattr(door, "_drop", drop)
+    async with planes(1) as [(plane, inbox)]:
+        raw = Raw(plane.address)
+        raw.socket.sendall(b"\1\0" * 100 + b"\0\0")
+        await inbox.idle_until(lambda: plane.statistics()["connections.closed"] == 1)
+        with contextlib.suppress(ConnectionResetError):
+            assert raw.socket.recv(1) == b""
+        raw.socket.close()
+        await check_alive(plane, inbox)
+
+
 async def _count_turns(inbox: Inbox) -> None:
     while True:
         await asyncio.sleep(0)

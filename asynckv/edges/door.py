@@ -169,8 +169,10 @@ class Connection:
     def mute(self, is_on: bool = True) -> None:
         """Drop what arrives, for a while: the peer's kernel sends it again, ever more slowly."""
         self.muted_until = time.monotonic() + MUTE_S if is_on else 0.0
-        with contextlib.suppress(OSError):  # it has ended
+        try:
             _drop(self.duplicate, is_on)
+        except OSError:  # it has ended, or this kernel has no filters
+            self.shut()
 
     def shut(self) -> None:
         """End it: libzmq sees that the peer has gone, and the peer, which may wait to send more, is reset."""

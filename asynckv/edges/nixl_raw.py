@@ -64,7 +64,7 @@ class RawLoop(NixlPlane):
         left = [len(posts) for posts in requests]
         ends = [0.0] * len(requests)
         running: dict[int, tuple[int, ReadRequest]] = {}
-        num_bytes = num_descriptors = done = 0
+        num_bytes = num_descriptors = 0
         todo = iter([(i, post) for i, posts in enumerate(requests) for post in posts])
         upcoming = next(todo, None)
         done = sum(not n for n in left)
