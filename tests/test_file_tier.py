@@ -712,6 +712,13 @@ def test_what_is_no_file_is_waited_for_by_nobody(tmp_path: Path) -> None:
     assert owner_of(tmp_path) == (None, False)
 
 
+async def test_a_segment_that_is_no_file_is_refused_by_name(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "tier").mkdir()
+    os.mkfifo(tmp_path / "tier" / "segment-00000.kv")
+    with pytest.raises(BackendError, match=r"segment-00000\.kv is no regular file"):
+        make().start()
+
+
 async def test_a_child_of_a_fork_does_not_keep_the_directory(make: Make) -> None:
     tier, other = make(), make()
     tier.start()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +13,8 @@ from asynckv import EngineConfig, InspectConfig
 from asynckv.arguments import MAX_NAME
 from asynckv.core import survey
 from asynckv.core.account import MAX_ACCOUNT, Account, decode_account, receipt
+from asynckv.core.inspect import _rank_state
+from asynckv.core.peer import PeerState
 from asynckv.core.types import Address, Cohort, ReplyTo
 from asynckv.core.wire import MAX_TOLD, Claim, Status, StatusRequest, encode_packet
 from asynckv.errors import RemoteProtocolError
@@ -86,6 +90,14 @@ def test_it_says_who_holds_what_since_when_and_waiting_for_whom() -> None:
     assert account(world, decode, request_id="p2").requests[0].request_id == "d2"
     assert account(world, prefill, request_id="p2").requests[0].request_id == "p2"
     assert account(world, prefill, request_id="nobody's").requests == ()
+
+
+def test_a_grant_is_over_at_its_last_moment() -> None:
+    source: Any = SimpleNamespace(
+        release=None, reads=True, proven=False, has_landed=False, not_lent_yet=False, covered_until=5.0
+    )
+    peer: Any = SimpleNamespace(state=PeerState.READY)
+    assert [_rank_state(source, peer, now) for now in (4.99, 5.0)] == ["granted", "met"]
 
 
 def test_of_one_request_all_is_told() -> None:
