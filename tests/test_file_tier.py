@@ -716,7 +716,7 @@ async def test_a_segment_that_is_no_file_is_refused_by_name(make: Make, tmp_path
     (tmp_path / "tier").mkdir()
     os.mkfifo(tmp_path / "tier" / "segment-00000.kv")
     with pytest.raises(BackendError, match=r"segment-00000\.kv is no regular file"):
-        make().start()
+        make(direct=False).start()
 
 
 async def test_a_child_of_a_fork_does_not_keep_the_directory(make: Make) -> None:
