@@ -247,6 +247,22 @@ async def test_a_child_that_toils_for_ever_is_not_waited_for_for_ever(kept: Call
     assert each.keeper.num_processes == 0
 
 
+async def test_a_child_that_starts_is_looked_at_four_times_in_the_time_it_has(
+    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, delays = asyncio.get_running_loop(), list[float]()
+    later = loop.call_later
+
+    def note(delay: float, *args: Any, **options: Any) -> asyncio.TimerHandle:
+        delays.append(delay)
+        return later(delay, *args, **options)
+
+    monkeypatch.setattr(loop, "call_later", note)
+    with pytest.raises(BackendError, match="did not serve"):
+        await kept("silent", patience_s=0.3, CLOSE_S=0.1).start()
+    assert 0.3 / 4 in delays
+
+
 @pytest.mark.parametrize("how", ["closed", "cancelled"])
 async def test_a_start_that_is_given_up_leaves_no_child(kept: Callable[..., Kept], how: str) -> None:
     each = kept("silent")

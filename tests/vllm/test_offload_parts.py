@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import threading
 import time
@@ -467,6 +468,15 @@ def test_memory_is_given_back_once_no_copy_can_write_it_and_what_cannot_be_is_sa
         worker.shutdown()
     assert "so the host memory is kept: a copy does not end" in caplog.text
     assert len(region.array) > 0
+    region.close()
+
+
+def test_a_region_asks_for_large_pages() -> None:
+    region = Region(uuid.uuid4().hex, Shape(PAGE, 2, 2, 16))
+    maps = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    [flags] = [after for before, after in itertools.pairwise(maps) if f"{region.memory.base:x}-" in before]
+    assert "hg" in flags.partition("\n")[0].split()
+    region.unlink()
     region.close()
 
 
