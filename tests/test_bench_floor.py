@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,14 +26,15 @@ from asynckv.bench.noise import median_of
 from asynckv.bench.options import Options, Shape
 from asynckv.bench.protocol import Outcome, Sample, Work
 from asynckv.bench.workload import Workload
-from asynckv.config import PullConfig
+from asynckv.config import NixlConfig, PullConfig
 from asynckv.core.types import Endpoint
 from asynckv.edges.agent import Agent
+from asynckv.edges.nixl_raw import RawLoop
 from asynckv.errors import ConfigError
 from asynckv.geometry.blocks import check_block_ids, runs_of
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, DescTable, PeerTables, plan_read
+from asynckv.geometry.plan import BlockLists, DescTable, PeerTables, ReadRequest, plan_read
 from asynckv.scheduler import PrefillGroup
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import Heads, Model
@@ -301,3 +303,51 @@ def test_the_floor_is_measured_beside_the_engine(transport: str) -> None:
     for ratios in found["ratio_to_floor"].values():
         assert all(ratio["rounds"] == 3 and ratio["median"] > 0 for ratio in ratios.values())
     assert found["bytes"]["verified"] == found["bytes"]["wanted"] > 0
+
+
+class Raw:
+    """NIXL's binding, as far as a plain loop calls it; a transfer has ended when it was asked for twice."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, int] = {}
+        self.made = self.most = 0
+
+    def makeXferReq(self, *_: object) -> int:
+        self.made += 1
+        return self.made
+
+    def postXferReq(self, handle: int, _: bytes) -> int:
+        self.asked[handle] = 0
+        self.most = max(self.most, len(self.asked))
+        return 1
+
+    def getXferStatus(self, handle: int) -> int:
+        self.asked[handle] += 1
+        return int(self.asked[handle] < 2)
+
+    def releaseXferReq(self, handle: int) -> None:
+        del self.asked[handle]
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "window_bytes", "window_descriptors", "most"),
+    [(8, 1000, 1000, 8), (3, 1000, 1000, 3), (8, 20, 1000, 2), (8, 1000, 4, 2), (8, 9, 1000, 1), (8, 1000, 1, 1)],
+)
+def test_the_plain_loop_keeps_the_engines_windows(
+    concurrency: int, window_bytes: int, window_descriptors: int, most: int
+) -> None:
+    raw, loop = Raw(), RawLoop(NixlConfig(), "raw")
+    loop._agent = SimpleNamespace(_raw=raw, _read=0)  # type: ignore[assignment]
+    table: Any = SimpleNamespace()
+    handles = {id(table): (None, SimpleNamespace(_handle=1), SimpleNamespace(_handle=2))}
+    post = ReadRequest(table, np.zeros(1, np.int32), np.zeros(1, np.int32), 10, 2)
+    ends = loop.read_all(
+        handles,
+        [[post]] * 8,
+        concurrency=concurrency,
+        window_bytes=window_bytes,
+        window_descriptors=window_descriptors,
+    )
+    assert (raw.most, raw.asked) == (most, {})
+    assert ends == sorted(ends)
+    assert min(ends) > 0
