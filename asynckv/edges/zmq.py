@@ -632,25 +632,26 @@ class ZmqPlane:
 
     def _take_events(self, loop: asyncio.AbstractEventLoop) -> Iterator[Opened]:
         """Take what libzmq tells of connections, in the door's thread."""
-        others = []
+        taken, others = list[list[bytes]](), list[tuple[zmq.Event, int, str]]()
         with self._events_lock, contextlib.suppress(zmq.Again):
             assert self._events is not None
             while True:
-                head, endpoint = self._events.recv_multipart(zmq.NOBLOCK)
-                number, value = struct.unpack("=HI", head)
-                event = zmq.Event(number)
-                if event == zmq.EVENT_LISTENING:
-                    yield Opened(value, endpoint.decode(), is_listener=True)
-                    continue
-                if event in _OPENED:
-                    yield Opened(value, endpoint.decode(), event == zmq.EVENT_ACCEPTED)
-                elif event == zmq.EVENT_DISCONNECTED:
-                    gone = self._door.connections.get(value) if self._door is not None else None
-                    yield Opened(value, "")
-                    if gone is not None and not gone.is_accepted:
-                        continue  # only the listener's are counted
-                if event != zmq.EVENT_CONNECTED:
-                    others.append((event, value, endpoint.decode()))
+                taken.append(self._events.recv_multipart(zmq.NOBLOCK))
+        for head, endpoint in taken:
+            number, value = struct.unpack("=HI", head)
+            event = zmq.Event(number)
+            if event == zmq.EVENT_LISTENING:
+                yield Opened(value, endpoint.decode(), is_listener=True)
+                continue
+            if event in _OPENED:
+                yield Opened(value, endpoint.decode(), event == zmq.EVENT_ACCEPTED)
+            elif event == zmq.EVENT_DISCONNECTED:
+                gone = self._door.connections.get(value) if self._door is not None else None
+                yield Opened(value, "")
+                if gone is not None and not gone.is_accepted:
+                    continue  # only the listener's are counted
+            if event != zmq.EVENT_CONNECTED:
+                others.append((event, value, endpoint.decode()))
         if others:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._on_events, others)
@@ -675,7 +676,9 @@ class ZmqPlane:
         for event, value, endpoint in events:
             if event in _COUNTED:
                 self._counts[_COUNTED[event]] += 1
-            elif theirs := [each for each, link in self._links.items() if link.endpoint == endpoint]:
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and (
+                theirs := [each for each, link in self._links.items() if link.endpoint == endpoint]
+            ):
                 for address in theirs:
                     self._links[address].is_refused = True
                     self._on_refused("turned_away", address)

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -79,10 +78,8 @@ class Probe:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end(END_S if exc is None else 0.0)
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.end(END_S if kind is None else 0.0)
 
     @property
     def fd(self) -> int:
