@@ -162,6 +162,12 @@ def test_what_only_a_step_under_way_has_computed_is_not_lent() -> None:
     assert side.half._lists(request, [[1]] * len(side.half.shape.groups)) is not None
 
 
+def test_of_a_request_that_was_preempted_and_has_no_blocks_nothing_is_lent() -> None:
+    side = Side(HYBRID)
+    request = SimpleNamespace(num_computed_tokens=0, num_in_flight_tokens=0, num_tokens=5, num_output_tokens=0)
+    assert side.half._lists(request, [[] for _ in side.half.shape.groups]) is None
+
+
 def test_without_workers_nothing_is_lent() -> None:
     side = Side(is_connected=False)
     assert side.prefill("a", prompt_of(100)) is None
