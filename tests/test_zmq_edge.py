@@ -1079,8 +1079,10 @@ async def test_a_connection_that_spoke_before_it_was_watched_is_not_taken_for_a_
 
 @pytest.mark.parametrize("is_accepted", [False, True])
 async def test_a_descriptor_that_is_closed_or_anothers_by_now_is_not_watched(is_accepted: bool) -> None:
-    async with planes(1) as [(plane, _)]:
+    async with planes(1) as [(plane, inbox)]:
         assert plane._door is not None
+        keeper = plane._door
+        await inbox.idle_until(lambda: keeper._listener is not None)
         before = len(os.listdir("/proc/self/fd"))
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as other:
             number = other.fileno()
@@ -1361,6 +1363,55 @@ async def test_who_is_turned_away_is_told_at_once_and_comes_again_although_libzm
         assert late._links[b.address] is not link
         assert set(at_b.bodies) == {b"later"}
         assert late.statistics()["links_renewed"] == 1
+
+
+async def test_a_link_is_not_refused_for_what_became_of_an_earlier_one_or_once_it_was_heard(ring: Keyring) -> None:
+    async with keyed(ring.make("a"), ring.make("b")) as [(a, at_a), (b, at_b)]:
+        told: list[str] = []
+        a._on_refused = lambda cause, who: told.append(cause)
+        assert a.send(b.address, b"hello")
+        link, event = a._links[b.address], zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        a._on_events([(event, 400, link.endpoint, link._made_at - 1.0)])
+        assert not link.is_refused
+        await at_b.wait(1)
+        assert b.send(at_b.packets[0][0], b"yes")
+        await at_a.wait(1)
+        a._on_events([(event, 400, link.endpoint, link._made_at + 1.0)])
+        assert not link.is_refused
+        link._received = 0
+        a._on_events([(event, 400, link.endpoint, link._made_at + 1.0)])
+        assert link.is_refused
+        assert [cause for cause in told if cause == "turned_away"] == ["turned_away"]
+
+
+async def test_a_link_to_who_speaks_otherwise_is_made_anew_and_nobody_speaks_of_keys(ring: Keyring) -> None:
+    async with keyed(ring.make("victim"), None) as [(victim, _), (insecure, inbox)]:
+        told: list[str] = []
+        insecure._on_refused = lambda cause, who: told.append(cause)
+        address = Address(victim.address.partition("#")[0])
+        assert insecure.send(address, b"hello")
+        await inbox.idle_until(lambda: insecure._links[address].is_refused)
+        assert not told
+
+
+async def test_who_was_answered_is_not_muted_for_a_message_of_another_route() -> None:
+    async with planes(2) as [(a, at_a), (b, at_b)]:
+        assert a.send(b.address, b"hello")
+        await at_b.wait(1)
+        assert b._door is not None
+        connections = b._door.connections
+        await at_b.idle_until(lambda: len(connections) == 1)
+        route = at_b.packets[0][0]
+        assert isinstance(route, bytes)
+        assert b.send(ReplyTo(route), b"yes")
+        await at_a.wait(1)
+        [connection] = connections.values()
+        b._dropped(connection.fd, 100, 0, b"gone")
+        assert (connection.muted_until, b.statistics().get("muted", 0)) == (0.0, 0)
+        for _ in range(2):
+            b._dropped(connection.fd, 100, 0, route)
+        assert connection.muted_until
+        assert b.statistics()["muted"] == 1
 
 
 async def test_addresses_are_refused_unless_their_key_is_listed(ring: Keyring) -> None:

@@ -42,9 +42,6 @@ __all__ = [
     "start_of",
 ]
 
-PULL_PREFIX = 16
-"""Letters of the reader's incarnation in a pull id."""
-
 DURATIONS = (
     "lease_s",
     "grant_s",

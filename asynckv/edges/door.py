@@ -117,7 +117,7 @@ class Connection:
         quiet: Ticks without a byte.
         spoke_early: The loop was given something of it before the thread saw it.
         muted_until: When it is heard again; 0 if it is.
-        principal, sent, taken: Whose it is, the bytes that libzmq was given for it, and those that its kernel took.
+        principal, route, sent, taken: Whose it is, and the bytes that libzmq was given for it, and its kernel took.
     """
 
     fd: int
@@ -130,6 +130,7 @@ class Connection:
     spoke_early: bool = False
     muted_until: float = 0.0
     principal: str = ""
+    route: bytes = b""
     sent: int = 0
     taken: int = 0
 
@@ -168,11 +169,11 @@ class Connection:
 
     def mute(self, is_on: bool = True) -> None:
         """Drop what arrives, for a while: the peer's kernel sends it again, ever more slowly."""
-        self.muted_until = time.monotonic() + MUTE_S if is_on else 0.0
         try:
             _drop(self.duplicate, is_on)
         except OSError:  # it has ended, or this kernel has no filters
             self.shut()
+        self.muted_until = time.monotonic() + MUTE_S if is_on else 0.0  # last: the loop mutes only what is heard
 
     def shut(self) -> None:
         """End it: libzmq sees that the peer has gone, and the peer, which may wait to send more, is reset."""
@@ -374,7 +375,7 @@ class Door:
             host = self._per_host.most_common(1)[0][0]
         theirs = [c for c in self.connections.values() if c.is_accepted and c.host == host]
         # The newest is last: it goes if all others have spoken.
-        self._cut(next((c for c in theirs if not (c.delivered or c.spoke_early)), theirs[-1]), "too_many")
+        self._cut(next((c for c in theirs if c.muted_until or not c.delivered | c.spoke_early), theirs[-1]), "too_many")
 
     def _tick(self) -> None:
         for connection in list(self._busy):

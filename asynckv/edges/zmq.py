@@ -111,11 +111,9 @@ _COUNTED = {
     zmq.EVENT_HANDSHAKE_SUCCEEDED: "connections.admitted",
     zmq.EVENT_DISCONNECTED: "connections.closed",
 }
-_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
-)
+_LOST = zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+"""After these libzmq connects no more."""
+_FAILED = (*_LOST, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _LEFT = {errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED}
 
 OnPacket = Callable[[Address | ReplyTo, bytes, str], None]
@@ -379,7 +377,7 @@ class ZmqPlane:
         connection = self._door.connections.get(fd) if self._door is not None else None
         if connection is None:
             return router.send([route, packet])  # the door has not seen it yet, or it has ended
-        connection.principal, size = principal, self._on_wire(len(packet))
+        connection.principal, connection.route, size = principal, route, self._on_wire(len(packet))
         left = connection.sent - connection.taken
         if not self._has_room(principal, left, size) and not self._has_room(principal, self._look(connection), size):
             self._counts["dropped_unread"] += 1
@@ -530,7 +528,7 @@ class ZmqPlane:
         try:
             if key is not None:
                 socket.setsockopt(zmq.CURVE_SERVERKEY, key)
-            self._watch(socket, (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_FAILED_AUTH))
+            self._watch(socket, (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED, *_LOST))
             socket.connect(endpoint)
         except zmq.ZMQError:
             socket.close(0)
@@ -551,8 +549,7 @@ class ZmqPlane:
             ConfigError: It is neither a name nor an address.
         """
         with contextlib.suppress(ValueError):
-            ip_address(host.partition("%")[0])
-            return host
+            return str(ip_address(host))  # as libzmq spells it when it tells of it
         if not re.fullmatch("[A-Za-z0-9_.-]+", host):
             raise ConfigError(f"{host!r} is no name of a host")
         now = self._turn.now()
@@ -632,7 +629,7 @@ class ZmqPlane:
 
     def _take_events(self, loop: asyncio.AbstractEventLoop) -> Iterator[Opened]:
         """Take what libzmq tells of connections, in the door's thread."""
-        taken, others = list[list[bytes]](), list[tuple[zmq.Event, int, str]]()
+        taken, others = list[list[bytes]](), list[tuple[zmq.Event, int, str, float]]()
         with self._events_lock, contextlib.suppress(zmq.Again):
             assert self._events is not None
             while True:
@@ -651,7 +648,7 @@ class ZmqPlane:
                 if gone is not None and not gone.is_accepted:
                     continue  # only the listener's are counted
             if event != zmq.EVENT_CONNECTED:
-                others.append((event, value, endpoint.decode()))
+                others.append((event, value, endpoint.decode(), self._turn.now()))
         if others:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._on_events, others)
@@ -672,16 +669,15 @@ class ZmqPlane:
         if self._zap is not None:
             self._zap.send([route, b"", version, request, *status, b""])
 
-    def _on_events(self, events: list[tuple[zmq.Event, int, str]]) -> None:
-        for event, value, endpoint in events:
+    def _on_events(self, events: list[tuple[zmq.Event, int, str, float]]) -> None:
+        for event, value, endpoint, at in events:
             if event in _COUNTED:
                 self._counts[_COUNTED[event]] += 1
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and (
-                theirs := [each for each, link in self._links.items() if link.endpoint == endpoint]
-            ):
-                for address in theirs:
+            elif failed := [x for x, y in self._links.items() if event in _LOST and y.may_be(endpoint, at)]:
+                for address in failed:
                     self._links[address].is_refused = True
-                    self._on_refused("turned_away", address)
+                    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and self._pair is not None:
+                        self._on_refused("turned_away", address)
             elif event in _FAILED:
                 cause = _cause(event, value, self._pair is not None)
                 self._counts[f"rejected.{cause}"] += 1
@@ -733,13 +729,14 @@ class ZmqPlane:
         size += CURVE_BYTES * (self._pair is not None)
         return size + (2 if size < 256 else 9)
 
-    def _dropped(self, fd: int, parts: int, num_bytes: int) -> None:
+    def _dropped(self, fd: int, parts: int, num_bytes: int, route: bytes = b"") -> None:
         """A message had too many parts, or a peer of an older protocol sent it, of which libzmq tells nothing."""
         self._counts["dropped_frames"] += 1
         if self._door is None:
             return
         connection = self._door.deliver(fd, num_bytes + parts * self._on_wire(0), is_accepted=True)
-        if connection is not None:
+        # Not if somebody else has the descriptor by now, or what came before is still being dropped.
+        if connection is not None and connection.route in (b"", route) and not connection.muted_until:
             self._counts["muted"] += 1
             connection.mute()
 
@@ -831,7 +828,7 @@ class _Link:
     Args:
         most: Parts of a message that are taken; a message of more is dropped.
         on_frames: Takes a message.
-        on_dropped: Told of a message that was dropped: the descriptor of its connection, its parts and their bytes.
+        on_dropped: Told of a message that was dropped: its connection's descriptor, its parts, their bytes, the first.
         on_turn: Called when nothing more is taken in this turn, with its end; True if there is more to do.
         door: Told when everything was taken.
     """
@@ -842,7 +839,7 @@ class _Link:
         turn: _Turn,
         most: int,
         on_frames: Callable[[list[zmq.Frame]], None],
-        on_dropped: Callable[[int, int, int], None] = lambda fd, parts, num_bytes: None,
+        on_dropped: Callable[[int, int, int, bytes], None] = lambda fd, parts, num_bytes, first: None,
         on_turn: Callable[[float], bool] | None = None,
         door: Door | None = None,
     ) -> None:
@@ -865,7 +862,7 @@ class _Link:
         self._failing_since = 0.0
         self._skipped = 0
         """Parts that were dropped of a message that has not ended."""
-        self._skipped_bytes = 0
+        self._skipped_bytes, self._first = 0, b""
         self._fd = int(socket.getsockopt(zmq.FD))
         self._is_due = False
         self._loop.add_reader(self._fd, self._receive)
@@ -888,6 +885,10 @@ class _Link:
         if self._received != self._heard[0]:
             self._heard = self._received, self._loop.time()
         return self._loop.time() - max(self._heard[1], self._made_at) >= RENEW_S
+
+    def may_be(self, endpoint: str, at: float) -> bool:
+        """A handshake with this endpoint that failed then may have been this link's."""
+        return self.endpoint == endpoint and self._made_at < at and not self._received
 
     def is_new(self) -> bool:
         """It may not have its connection yet."""
@@ -955,13 +956,13 @@ class _Link:
                 frames.append(self.socket.recv(zmq.NOBLOCK, copy=False))
             if not frames[-1].more:
                 return frames
-            self._skipped_bytes = sum(map(len, frames[self._most - 1 :]))
+            self._skipped_bytes, self._first = sum(map(len, frames[self._most - 1 :])), frames[0].bytes
         for _ in range(SLICE):
             part = self.socket.recv(zmq.NOBLOCK, copy=False)
             self._skipped += 1
             self._skipped_bytes += len(part)
             if not part.more:
-                self._on_dropped(_fd_of(part), 1 + self._skipped, self._skipped_bytes)
+                self._on_dropped(_fd_of(part), 1 + self._skipped, self._skipped_bytes, self._first)
                 self._skipped = 0
                 break
         return []

@@ -36,7 +36,6 @@ _NESTED: dict[tuple[type[Struct], str], type[Struct]] = {
     (View, "parts"): Part,
     (Part, "dims"): Dim,
 }
-_BY_POSITION = {Memory, Group, View, Part, Dim}
 
 
 @functools.cache
