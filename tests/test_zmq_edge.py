@@ -24,6 +24,7 @@ from typing import Any
 import anyio
 import pytest
 import zmq
+from anyio.from_thread import start_blocking_portal
 
 from asynckv import Engine, EngineClosed, EngineConfig, PrefillGroup, PullError
 from asynckv.config import KeysConfig
@@ -1382,6 +1383,37 @@ async def test_a_link_is_not_refused_for_what_became_of_an_earlier_one_or_once_i
         a._on_events([(event, 400, link.endpoint, link._made_at + 1.0)])
         assert link.is_refused
         assert [cause for cause in told if cause == "turned_away"] == ["turned_away"]
+
+
+async def test_a_link_that_fails_before_connect_has_returned_is_refused(
+    ring: Keyring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then libzmq loses the end of the session."""
+    b, late = ZmqPlane(LOOPBACK, keys=ring.make("b")), ZmqPlane(LOOPBACK, keys=ring.make("l", is_authorized=False))
+    take, connect, is_over = ZmqPlane._take_events, zmq.Socket.connect, threading.Event()
+
+    def note(plane: ZmqPlane, loop: asyncio.AbstractEventLoop) -> Iterator[door.Opened]:
+        opened = list(take(plane, loop))
+        yield from opened
+        if plane is late and any(not each.endpoint for each in opened):
+            is_over.set()
+
+    def connect_slowly(socket: zmq.Socket[bytes], address: str) -> None:
+        connect(socket, address)
+        if address.startswith("tcp:"):
+            assert is_over.wait(PATIENCE_S)
+
+    monkeypatch.setattr(ZmqPlane, "_take_events", note)
+    with start_blocking_portal() as elsewhere:
+        elsewhere.call(b.start, lambda *packet: None)
+        await late.start(Inbox())
+        try:
+            monkeypatch.setattr(zmq.Socket, "connect", connect_slowly)
+            late.send(b.address, b"early")  # taken or not: nobody gets it
+            await Inbox().idle_until(lambda: late._links[b.address].is_refused)
+        finally:
+            elsewhere.call(b.aclose)
+            await late.aclose()
 
 
 async def test_a_link_to_who_speaks_otherwise_is_made_anew_and_nobody_speaks_of_keys(ring: Keyring) -> None:

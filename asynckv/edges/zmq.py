@@ -529,13 +529,14 @@ class ZmqPlane:
             if key is not None:
                 socket.setsockopt(zmq.CURVE_SERVERKEY, key)
             self._watch(socket, (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED, *_LOST))
+            began = self._turn.now()
             socket.connect(endpoint)
         except zmq.ZMQError:
             socket.close(0)
             self._counts["bad_address"] += 1
             return None
         link = _Link(socket, self._turn, 1, partial(self._from_dealer, address), self._dropped)
-        self._links[address] = link
+        self._links[address], link._made_at = link, began  # its handshake may have failed since
         if number != host:
             link.name = host, number
         return link
