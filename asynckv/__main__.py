@@ -18,7 +18,7 @@ def main() -> None:
     heeds = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # and not started to ignore it
     if heeds:
         signal.signal(signal.SIGINT, _interrupted)
-    from asynckv import cli
+    from asynckv.tools import cli
 
     if heeds:
         signal.signal(signal.SIGINT, signal.default_int_handler)

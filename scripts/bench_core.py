@@ -50,8 +50,8 @@ from asynckv.geometry.match import assign
 from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing.fabric import Fabric, Origin, Port
-from asynckv.tools.layouts import model_layout
-from asynckv.tools.models import Heads, Model
+from asynckv.tools.plan.layouts import model_layout
+from asynckv.tools.plan.models import Heads, Model
 from scripts.command import check, listed, output, script
 
 SCHEMA = 1
@@ -583,7 +583,7 @@ EPILOG = f"""
 
 [bold]Exit status[/bold]  0 measured, 1 something takes more instructions than --tolerance, 2 bad input, 130 Ctrl-C
 """
-main = script(bench, "bench_core", EPILOG)
+main = script(bench, EPILOG)
 
 
 if __name__ == "__main__":

@@ -42,12 +42,12 @@ from asynckv import (
     PrefillGroup,
     Pull,
 )
-from asynckv.bench import garbage
-from asynckv.bench.memory import Pool
 from asynckv.core.types import Endpoint
-from asynckv.testing.fleet import Fleet
-from asynckv.tools.layouts import model_layout
-from asynckv.tools.models import Heads, Model
+from asynckv.tools.bench import garbage
+from asynckv.tools.bench.memory import Pool
+from asynckv.tools.fleet import Fleet
+from asynckv.tools.plan.layouts import model_layout
+from asynckv.tools.plan.models import Heads, Model
 from scripts import command
 
 LAYERS, BLOCK_BYTES = 4, 1 << 18
@@ -368,7 +368,7 @@ def bench(
     return command.report(json, [lambda name=name: asyncio.run(measure(name, number)) for name in names])  # type: ignore[misc]
 
 
-main = command.script(bench, "bench_embed", command.listed(ABOUT))
+main = command.script(bench, command.listed(ABOUT))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -34,13 +34,13 @@ from rich.console import Console
 from rich.table import Table
 
 from asynckv import Engine, EngineConfig, PrefillGroup, Registration, register_memory
-from asynckv.bench import garbage
 from asynckv.config import LimitsConfig, PullConfig
 from asynckv.observe import log
 from asynckv.testing import SimControl, SimData, SimNetwork
-from asynckv.testing.fleet import Failure, Fleet
-from asynckv.tools.layouts import model_layout, with_addresses
-from asynckv.tools.models import Heads, Model
+from asynckv.tools.bench import garbage
+from asynckv.tools.fleet import Failure, Fleet
+from asynckv.tools.plan.layouts import model_layout, with_addresses
+from asynckv.tools.plan.models import Heads, Model
 from scripts import command
 
 SCHEMA = 1
@@ -374,7 +374,7 @@ EPILOG = f"""
 
 [bold]Exit status[/bold]  0 measured, 1 a case failed, 2 bad input, 130 Ctrl-C
 """
-main = command.script(measure, "bench_engine", EPILOG)
+main = command.script(measure, EPILOG)
 
 
 if __name__ == "__main__":

@@ -33,11 +33,11 @@ from rich.console import Console
 from rich.table import Table
 
 from asynckv import Engine, LogConfig, PrefillGroup
-from asynckv.bench import garbage
 from asynckv.observe import log
 from asynckv.observe.sink import FileSink
 from asynckv.ports import TimerHandle
 from asynckv.testing import SimControl, SimData, SimNetwork
+from asynckv.tools.bench import garbage
 from scripts import command
 from scripts.bench_engine import Pair, _config, _memory
 
@@ -216,7 +216,7 @@ EPILOG = f"""
 
 [bold]Exit status[/bold]  0 {(MOST - 1):.0%} of CPU at most, as far as can be told; 1 more, 2 bad input, 130 Ctrl-C
 """
-main = command.script(measure, "bench_log", EPILOG)
+main = command.script(measure, EPILOG)
 
 
 if __name__ == "__main__":

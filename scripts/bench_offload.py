@@ -1,6 +1,6 @@
 """How fast blocks go to host memory and to files, and come back: `python -m scripts.bench_offload --help`.
 
-For layouts of all kinds; `asynckv bench offload` measures the same (`asynckv.bench.offload_floor`) beside a workload.
+For layouts of all kinds; `asynckv bench offload` measures the same beside a workload.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from asynckv.bench import garbage
-from asynckv.bench.offload_floor import (
+from asynckv.config import COPY_THREADS, MAX_COPY_THREADS
+from asynckv.tools.bench import garbage
+from asynckv.tools.bench.offload_floor import (
     ABOUT,
     FACTOR,
     LEAST,
@@ -31,9 +32,8 @@ from asynckv.bench.offload_floor import (
     met,
     show,
 )
-from asynckv.config import COPY_THREADS, MAX_COPY_THREADS
-from asynckv.tools.layouts import ORDERS
-from asynckv.tools.models import Heads, Model
+from asynckv.tools.plan.layouts import ORDERS
+from asynckv.tools.plan.models import Heads, Model
 from scripts import command
 
 SCHEMA = 2
@@ -136,7 +136,7 @@ EPILOG = f"""
 
 [bold]Exit status[/bold]  0 {LEAST:.0%} of raw or more, as far as can be told; 1 less, 2 bad input, 130 Ctrl-C
 """
-main = command.script(measure, "bench_offload", EPILOG)
+main = command.script(measure, EPILOG)
 
 
 if __name__ == "__main__":

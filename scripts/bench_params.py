@@ -118,7 +118,7 @@ EPILOG = """
 
 [bold]Exit status[/bold]  0 measured, 2 bad input, 130 Ctrl-C
 """
-main = command.script(params, "bench_params", EPILOG)
+main = command.script(params, EPILOG)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
 from asynckv.geometry.match import assign, compare
 from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
-from asynckv.tools.layouts import model_layout
-from asynckv.tools.models import Heads, Model
+from asynckv.tools.plan.layouts import model_layout
+from asynckv.tools.plan.models import Heads, Model
 from scripts import command
 
 
@@ -186,7 +186,7 @@ EPILOG = """
 
 [bold]Exit status[/bold]  0 measured, 2 bad input, 130 Ctrl-C
 """
-main = command.script(plan, "bench_plan", EPILOG)
+main = command.script(plan, EPILOG)
 
 
 if __name__ == "__main__":

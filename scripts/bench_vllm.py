@@ -206,7 +206,7 @@ for each request.
 
 [bold]Exit status[/bold]  0 measured, 1 a request failed, 2 bad input, 130 Ctrl-C
 """
-main = command.script(compare, "bench_vllm", EPILOG)
+main = command.script(compare, EPILOG)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from asynckv.bench.noise import Interval, median_of
 from asynckv.errors import ConfigError
-from asynckv.observe.output import check_writable
-from asynckv.testing.fleet import Failure, Fleet, Process
+from asynckv.tools.bench.noise import Interval, median_of
+from asynckv.tools.fleet import Failure, Fleet, Process
+from asynckv.tools.output import check_writable
 from scripts import command
 from scripts.versus.vllm_side import write_config
 from scripts.versus.workload import Setup, Window
@@ -427,7 +427,7 @@ EPILOG = f"""
 {INSTALL}
 [bold]Exit status[/bold]  0 measured, 1 a process or a request failed, 2 bad input, 130 Ctrl-C
 """
-main = command.script(compare, "bench_vs_vllm", EPILOG)
+main = command.script(compare, EPILOG)
 
 
 if __name__ == "__main__":

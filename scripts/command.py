@@ -15,22 +15,25 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from asynckv.errors import ConfigError
-from asynckv.observe.streams import Unwritten, prepare
+from asynckv.tools.streams import Unwritten, prepare
 
 Json = Annotated[str, typer.Option("--json", metavar="FILE", help="Where the JSON goes; - is stdout.")]
 Scenarios = Annotated[list[str] | None, typer.Argument(metavar="SCENARIO", help="What to run; everything if left out.")]
 USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
-def script(work: Callable[..., Any], name: str, epilog: str) -> Callable[..., int]:
+def script(work: Callable[..., Any], epilog: str) -> Callable[..., int]:
     """Make a script's `main`: it runs what the command line says, and returns the exit status."""
+    spec = sys.modules[work.__module__].__spec__
+    path = spec.name if spec else work.__module__
+    name = path.rpartition(".")[2]
     app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
     app.command(epilog=epilog, context_settings={"help_option_names": ["-h", "--help"]})(work)
 
     def main(arguments: Sequence[str] | None = None) -> int:
         prepare()
         try:
-            found = app(arguments, prog_name=f"python -m scripts.{name}", standalone_mode=False)
+            found = app(arguments, prog_name=f"python -m {path}", standalone_mode=False)
             sys.stdout.flush()
         except (typer.Abort, KeyboardInterrupt):
             return 130

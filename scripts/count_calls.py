@@ -30,8 +30,8 @@ import asynckv
 from asynckv import Engine, EngineConfig, PrefillGroup, Registration, register_memory
 from asynckv.geometry.layout import Memory
 from asynckv.testing.fabric import SimControl, SimData, SimNetwork
-from asynckv.tools.layouts import model_layout
-from asynckv.tools.models import Heads, Model
+from asynckv.tools.plan.layouts import model_layout
+from asynckv.tools.plan.models import Heads, Model
 
 PACKAGE = str(Path(asynckv.__file__).parent)
 BELOW = (f"{PACKAGE}/testing", f"{PACKAGE}/observe")

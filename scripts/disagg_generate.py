@@ -25,9 +25,9 @@ import typer
 from asynckv import Engine, EngineConfig, PrefillGroup, configure_logging, register_memory
 from asynckv.errors import ConfigError
 from asynckv.geometry.layout import Part, View
-from asynckv.testing.fleet import Failure, Fleet, Process
-from asynckv.tools.layouts import model_groups, model_layout, with_addresses
-from asynckv.tools.models import Heads, Latent, Model, State, model_of_config
+from asynckv.tools.fleet import Failure, Fleet, Process
+from asynckv.tools.plan.layouts import model_groups, model_layout, with_addresses
+from asynckv.tools.plan.models import Heads, Latent, Model, State, model_of_config
 from scripts import command
 
 ATTENTION = {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8, "vocab_size": 128}
@@ -646,7 +646,7 @@ EPILOG = """
 
 [bold]Exit status[/bold]  0 all is equal, 1 something is not, 2 bad input, 130 Ctrl-C
 """
-main = command.script(generate, "disagg_generate", EPILOG)
+main = command.script(generate, EPILOG)
 
 
 if __name__ == "__main__":

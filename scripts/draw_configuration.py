@@ -163,7 +163,7 @@ def draw() -> None:
     TARGET.write_text(page(), encoding="utf-8")
 
 
-main = command.script(draw, "draw_configuration", "[bold]Exit status[/bold]  0 written, 2 a field is not explained")
+main = command.script(draw, "[bold]Exit status[/bold]  0 written, 2 a field is not explained")
 
 
 if __name__ == "__main__":

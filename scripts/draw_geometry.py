@@ -14,10 +14,10 @@ from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.layout import ONE_PER_REQUEST, Group, Layout, Memory, Part, View, dense_part
 from asynckv.geometry.match import assign, remote_ranks
 from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
-from asynckv.tools import explain
-from asynckv.tools.layouts import model_layout
-from asynckv.tools.models import PRESETS, Heads, Latent, Model, Projection, State
 from asynckv.tools.pictures import Bar, Segment, bars, to_svg
+from asynckv.tools.plan import explain
+from asynckv.tools.plan.layouts import model_layout
+from asynckv.tools.plan.models import PRESETS, Heads, Latent, Model, Projection, State
 from scripts import command, drawing
 
 
@@ -190,7 +190,7 @@ def draw() -> None:
     drawing.write(pictures())
 
 
-main = command.script(draw, "draw_geometry", "[bold]Exit status[/bold]  0 written, 2 bad input")
+main = command.script(draw, "[bold]Exit status[/bold]  0 written, 2 bad input")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from asynckv.diagnose.causes import markdown
+from asynckv.tools.diagnose.causes import markdown
 from scripts import command
 
 TARGET = Path(__file__).parents[1] / "docs" / "leaks.md"
@@ -13,7 +13,7 @@ BEGIN, END = "<!-- catalogue -->\n", "<!-- /catalogue -->"
 
 
 def draw() -> None:
-    """Write the catalogue into docs/leaks.md, from asynckv/diagnose/causes.py.
+    """Write the catalogue into docs/leaks.md, from asynckv/tools/diagnose/causes.py.
 
     Run it after a cause changes; a test compares the page.
     """
@@ -21,7 +21,7 @@ def draw() -> None:
     TARGET.write_text(f"{before}{BEGIN}{markdown()}\n{END}{rest.partition(END)[2]}")
 
 
-main = command.script(draw, "draw_leaks", "[bold]Exit status[/bold]  0 written, 2 bad input")
+main = command.script(draw, "[bold]Exit status[/bold]  0 written, 2 bad input")
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def draw() -> None:
     drawing.write(pictures())
 
 
-main = command.script(draw, "draw_life", "[bold]Exit status[/bold]  0 written, 2 bad input")
+main = command.script(draw, "[bold]Exit status[/bold]  0 written, 2 bad input")
 
 
 if __name__ == "__main__":

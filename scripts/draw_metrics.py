@@ -495,7 +495,7 @@ def draw() -> None:
     PAGE.write_text(page())
 
 
-main = command.script(draw, "draw_metrics", "[bold]Exit status[/bold]  0 written, 2 bad input")
+main = command.script(draw, "[bold]Exit status[/bold]  0 written, 2 bad input")
 
 
 if __name__ == "__main__":

@@ -283,7 +283,7 @@ def draw() -> None:
     drawing.write({machine.picture: picture(machine) for machine in MACHINES if not is_fresh(machine)})
 
 
-main = command.script(draw, "draw_states", "[bold]Exit status[/bold]  0 written, 2 bad input")
+main = command.script(draw, "[bold]Exit status[/bold]  0 written, 2 bad input")
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def draw() -> None:
     drawing.write(pictures())
 
 
-main = command.script(draw, "draw_structure", "[bold]Exit status[/bold]  0 written, 2 bad input")
+main = command.script(draw, "[bold]Exit status[/bold]  0 written, 2 bad input")
 
 
 if __name__ == "__main__":

@@ -22,13 +22,13 @@ import msgspec
 import typer
 
 from asynckv import Engine, EngineConfig, NixlConfig, PrefillGroup
-from asynckv.bench.memory import Pool
-from asynckv.bench.rank import LagSampler
 from asynckv.config import MAX_POSTING_THREADS
 from asynckv.core.types import Endpoint
-from asynckv.testing.fleet import TRANSPORTS, Failure, Fleet
-from asynckv.tools.layouts import model_layout
-from asynckv.tools.models import Heads, Model
+from asynckv.tools.bench.memory import Pool
+from asynckv.tools.bench.rank import LagSampler
+from asynckv.tools.fleet import TRANSPORTS, Failure, Fleet
+from asynckv.tools.plan.layouts import model_layout
+from asynckv.tools.plan.models import Heads, Model
 from scripts import command
 
 TICK_S = 0.001
@@ -165,7 +165,7 @@ EPILOG = """
 
 [bold]Exit status[/bold]  0 measured, 1 the prefill process was lost, 2 bad input, 130 Ctrl-C
 """
-main = command.script(stall, "loop_stall", EPILOG)
+main = command.script(stall, EPILOG)
 
 
 if __name__ == "__main__":

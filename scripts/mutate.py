@@ -348,7 +348,7 @@ def vllm(tree: Path) -> tuple[Path, dict[str, str]]:
 
 def _violations(services: int) -> int:
     """Simulate services until one shows a bug; whether one did."""
-    simulate = importlib.import_module("asynckv.testing.simulation").simulate
+    simulate = importlib.import_module("tests.lab.simulation").simulate
     return int(any(simulate(seed).violation for seed in range(services)))
 
 

@@ -477,7 +477,7 @@ EPILOG = """
 
 [bold]Exit status[/bold]  0 stopped in order, 2 bad input
 """
-main = command.script(proxy, "pd_proxy", EPILOG)
+main = command.script(proxy, EPILOG)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 from aiohttp import web
 
-from asynckv.testing.fleet import Failure, Fleet, Process
+from asynckv.tools.fleet import Failure, Fleet, Process
 from scripts import command
 from scripts.pd_http import log_as_json, serving, until_told
 from scripts.pd_proxy import GRACE_S, Router
@@ -117,7 +117,7 @@ def service(
 EPILOG = """
 [bold]Exit status[/bold]  0 stopped by Ctrl-C or SIGTERM, 1 an engine did not start, 2 bad input, or the port is taken
 """
-main = command.script(service, "pd_service", EPILOG)
+main = command.script(service, EPILOG)
 
 
 if __name__ == "__main__":

@@ -22,26 +22,26 @@ import typer
 from typer.testing import CliRunner
 
 import asynckv
-from asynckv.bench import journal, report
-from asynckv.bench.driver import Measured
-from asynckv.bench.experiment import Experiment
-from asynckv.bench.options import Options
-from asynckv.bench.protocol import Outcome
-from asynckv.bench.workload import Workload
-from asynckv.cli import app
 from asynckv.core.account import Account
 from asynckv.core.types import Reason
-from asynckv.diagnose import inspect_join
-from asynckv.diagnose.ask import Answer
-from asynckv.diagnose.causes import CAUSE
-from asynckv.diagnose.doctor import show
-from asynckv.diagnose.doctor.catalogue import Finding
-from asynckv.diagnose.doctor.facts import Facts
 from asynckv.errors import ConfigError
 from asynckv.observe.events import EVENTS
 from asynckv.observe.metrics import FAMILIES
-from asynckv.tools.models import Heads, Model
-from asynckv.tools.offload_folder import Checked, Folder, Pruned
+from asynckv.tools.bench import journal, report
+from asynckv.tools.bench.driver import Measured
+from asynckv.tools.bench.experiment import Experiment
+from asynckv.tools.bench.options import Options
+from asynckv.tools.bench.protocol import Outcome
+from asynckv.tools.bench.workload import Workload
+from asynckv.tools.cli import app
+from asynckv.tools.diagnose import inspect_join
+from asynckv.tools.diagnose.ask import Answer
+from asynckv.tools.diagnose.causes import CAUSE
+from asynckv.tools.doctor import show
+from asynckv.tools.doctor.catalogue import Finding
+from asynckv.tools.doctor.facts import Facts
+from asynckv.tools.offload.folder import Checked, Folder, Pruned
+from asynckv.tools.plan.models import Heads, Model
 
 __all__ = ["COMMANDS", "DEFAULT", "commanded", "names", "reports"]
 
@@ -75,7 +75,6 @@ BY_DATA: tuple[str, ...] = (
 
 
 COMMANDS = {
-    "simulate": "simulate --seeds 1 --jobs 1 --json OUT",
     "compare": "bench compare ONE OTHER --json OUT",
     "layout": "layout --layers 1 -o OUT",
     "plan": "plan LAYOUTS LAYOUTS --json OUT",

@@ -45,7 +45,7 @@ from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.layout import ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View
 from asynckv.scheduler import PrefillGroup
-from asynckv.tools.layout_file import dump_layouts
+from asynckv.tools.plan.layout_file import dump_layouts
 from asynckv.version import VERSION
 from scripts import command, public_names, wire_bounds
 
@@ -306,7 +306,7 @@ def record(
         (TARGET / RELEASED).write_text(json.dumps(sealed, indent=1) + "\n")
 
 
-main = command.script(record, "record_wire", "[bold]Exit status[/bold]  0 written, 2 released already, or bad input")
+main = command.script(record, "[bold]Exit status[/bold]  0 written, 2 released already, or bad input")
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ EPILOG = """
 
 [bold]Exit status[/bold]  0 there are some, 2 none, or bad input
 """
-main = command.script(say, "tests_of", EPILOG)
+main = command.script(say, EPILOG)
 
 
 if __name__ == "__main__":

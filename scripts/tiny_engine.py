@@ -376,7 +376,7 @@ EPILOG = """
 
 [bold]Exit status[/bold]  0 stopped in order, 2 bad input
 """
-main = command.script(engine, "tiny_engine", EPILOG)
+main = command.script(engine, EPILOG)
 
 
 if __name__ == "__main__":

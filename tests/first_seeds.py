@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from asynckv.testing.simulation import simulate
+from tests.lab.simulation import simulate
 from tests.mutations import PLANTED, doors
 from tests.test_simulation import SEEN, SLOW
 

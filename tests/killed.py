@@ -37,7 +37,7 @@ from asynckv.edges.file_tier import FileTier
 from asynckv.edges.host_pool import HostPool
 from asynckv.errors import BackendError
 from asynckv.ports import CopyOp, Record, RecordsEnded
-from asynckv.tools.offload_folder import check, prune_folder
+from asynckv.tools.offload.folder import check, prune_folder
 
 PLACES, SIZE, AT_ONCE = 64, 16 * 4096, 8
 EVERY = 3

@@ -31,8 +31,8 @@ from asynckv.core.wire import (
 )
 from asynckv.errors import RemoteProtocolError
 from asynckv.results import LeaseEnd
-from asynckv.testing.doors import Doors
-from asynckv.testing.world import Process
+from tests.lab.doors import Doors
+from tests.lab.world import Process
 
 __all__ = ["Aliases", "Door", "EarlyEnd", "Other", "Rank", "Rigged", "Said", "key_of"]
 

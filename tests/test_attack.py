@@ -1,4 +1,4 @@
-"""Attacks on real workers: a short run of `scripts/attack.py`, its own judgement, and its command line."""
+"""Attacks on real workers: a short run of `tests/lab/attack.py`, its own judgement, and its command line."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from asynckv.edges import zmq as edge
-from scripts import attack
-from scripts.arena import arena
+from tests.lab import attack
+from tests.lab.arena import arena
 
 pytestmark = [pytest.mark.slow, pytest.mark.nixl, pytest.mark.timeout(240)]
 

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from asynckv.bench import noise, sides
-from asynckv.bench.compare import compare, judge, share, show
-from asynckv.bench.floor import table
-from asynckv.bench.sides import Run, Side
 from asynckv.errors import ConfigError
+from asynckv.tools.bench import noise, sides
+from asynckv.tools.bench.compare import compare, judge, share, show
+from asynckv.tools.bench.floor import table
+from asynckv.tools.bench.sides import Run, Side
 from tests.test_bench_report import good, options
 from tests.test_bench_sweep import head, row
 from tests.test_cli import asynckv, complaint
@@ -29,7 +29,7 @@ RUNS = st.lists(st.floats(0.001, 1e6), min_size=1, max_size=12)
 
 
 def made(rate: float = 100.0, p99: float = 0.1, **config: Any) -> dict[str, Any]:
-    from asynckv.bench import report
+    from asynckv.tools.bench import report
 
     found = copy.deepcopy(report.make(options(), good()))
     found["throughput"]["requests_per_s"] = rate
@@ -343,7 +343,10 @@ def test_a_directory_is_several_runs(tmp_path: Path) -> None:
         ("{", "is neither a report of asynckv bench nor a sweep"),
         ("[]", "is neither"),
         ("{}", "is neither"),
-        ('{"schema": "asynckv.bench/9"}', "is of schema asynckv.bench/9, and this asynckv compares asynckv.bench/1"),
+        (
+            '{"schema": "asynckv.bench/9"}',
+            "is of schema asynckv.bench/9, and this asynckv compares asynckv.bench/1",
+        ),
         ('{"schema": "asynckv.sweep/9"}\n', "is of schema asynckv.sweep/9"),
         ('{"schema": "asynckv.bench/1"}', "is damaged: config is missing"),
         (json.dumps(made() | {"interrupted": True}), "was interrupted"),

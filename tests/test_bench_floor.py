@@ -18,14 +18,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from asynckv.bench import floor, report
-from asynckv.bench.driver import Measured
-from asynckv.bench.experiment import Experiment
-from asynckv.bench.memory import Pool
-from asynckv.bench.noise import median_of
-from asynckv.bench.options import Options, Shape
-from asynckv.bench.protocol import Outcome, Sample, Work
-from asynckv.bench.workload import Workload
 from asynckv.config import NixlConfig, PullConfig
 from asynckv.core.types import Endpoint
 from asynckv.edges.agent import Agent
@@ -36,8 +28,16 @@ from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.match import assign
 from asynckv.geometry.plan import BlockLists, DescTable, PeerTables, ReadRequest, plan_read
 from asynckv.scheduler import PrefillGroup
-from asynckv.tools.layouts import model_layout
-from asynckv.tools.models import Heads, Model
+from asynckv.tools.bench import floor, report
+from asynckv.tools.bench.driver import Measured
+from asynckv.tools.bench.experiment import Experiment
+from asynckv.tools.bench.memory import Pool
+from asynckv.tools.bench.noise import median_of
+from asynckv.tools.bench.options import Options, Shape
+from asynckv.tools.bench.protocol import Outcome, Sample, Work
+from asynckv.tools.bench.workload import Workload
+from asynckv.tools.plan.layouts import model_layout
+from asynckv.tools.plan.models import Heads, Model
 
 MODEL = Model("tiny", (Heads(4, 16),) * 2)
 

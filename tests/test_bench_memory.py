@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from asynckv.bench.memory import Lists, Pool
-from asynckv.tools.layouts import CONV_ORDERS, ORDERS, model_layout
-from asynckv.tools.models import Heads, Latent, Model, Projection, State
+from asynckv.tools.bench.memory import Lists, Pool
+from asynckv.tools.plan.layouts import CONV_ORDERS, ORDERS, model_layout
+from asynckv.tools.plan.models import Heads, Latent, Model, Projection, State
 
 STATE = State((Projection("x", 8, 4), Projection("b", 2, 8)), 3, 8, (4, 8), "float32")
 MODEL = Model("tiny", (Heads(4, 16), Heads(4, 16, window=20), Latent(32, 8), STATE, Heads(4, 16)))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from asynckv.bench import offload_floor
-from asynckv.bench.offload_floor import ABOUT
+from asynckv.tools.bench import offload_floor
+from asynckv.tools.bench.offload_floor import ABOUT
 from scripts import bench_offload
 
 ROUNDED = 0.0006

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from asynckv.bench.offload_replay import Prompts, Tiers, replay
-from asynckv.bench.workload import Workload
-from asynckv.cli import main
 from asynckv.config import POLICIES
 from asynckv.offload.eviction import POLICIES as KNOWN
 from asynckv.offload.keys import StoredGroup
+from asynckv.tools.bench.offload_replay import Prompts, Tiers, replay
+from asynckv.tools.bench.workload import Workload
+from asynckv.tools.cli import main
 
 GROUP = StoredGroup(name="attention", block_size=16, record_bytes=4096)
 SMALL = ["bench", "--offload", "--layers", "2", "--kv-heads", "1", "--requests", "12", "--prompt-tokens", "128:200"]

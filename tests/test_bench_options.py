@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import typer
 
-from asynckv import bench, cli
-from asynckv.bench.options import Options, Shape, declared
 from asynckv.errors import ConfigError
+from asynckv.tools import bench, cli
+from asynckv.tools.bench.options import Options, Shape, declared
 
 COMMANDS: Any = typer.main.get_command(cli.app)
 PARAMS = {param.name: param for param in COMMANDS.commands["bench"].params}
@@ -77,9 +77,9 @@ def test_no_file_of_the_benchmark_imports_one_that_imports_it() -> None:
     for path in folder.glob("*.py"):
         found = arrows[path.stem] = set()
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module == "asynckv.bench":
+            if isinstance(node, ast.ImportFrom) and node.module == "asynckv.tools.bench":
                 found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("asynckv.bench."):
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("asynckv.tools.bench."):
                 found.add(str(node.module).split(".")[2])
     order = list(graphlib.TopologicalSorter(arrows).static_order())
     assert order.index("options") < order.index("protocol") < order.index("driver") < order.index("session")

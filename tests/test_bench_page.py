@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv.bench import journal, page
-from asynckv.bench.floor import NAMES
+from asynckv.tools.bench import journal, page
+from asynckv.tools.bench.floor import NAMES
 from tests.test_bench_compare import floored, made
 from tests.test_bench_sweep import head, row
 from tests.test_cli import complaint

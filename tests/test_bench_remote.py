@@ -19,16 +19,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv.bench import remote
-from asynckv.bench.experiment import Experiment
-from asynckv.bench.options import Options
-from asynckv.bench.protocol import Connect, Measure, Open, Opened, Serve, encode
-from asynckv.bench.remote import HALF, Half, Link
-from asynckv.bench.workers import WorkerLost, setups
-from asynckv.bench.workload import Workload
 from asynckv.core.types import ReplyTo
 from asynckv.errors import ConfigError
-from asynckv.tools.models import Heads, Model
+from asynckv.tools.bench import remote
+from asynckv.tools.bench.experiment import Experiment
+from asynckv.tools.bench.options import Options
+from asynckv.tools.bench.protocol import Connect, Measure, Open, Opened, Serve, encode
+from asynckv.tools.bench.remote import HALF, Half, Link
+from asynckv.tools.bench.workers import WorkerLost, setups
+from asynckv.tools.bench.workload import Workload
+from asynckv.tools.plan.models import Heads, Model
 
 MODEL = Model("tiny", (Heads(4, 16),) * 2)
 SMALL = ["bench", "--layers", "2", "--prompt-tokens", "64:300", "--concurrency", "4", "--lease-s", "3"]
@@ -306,7 +306,7 @@ class Running:
     """One half as a process; its stderr is read as it comes."""
 
     def __init__(self, *argv: str, before: tuple[str, ...] = ()) -> None:
-        command = [*before, sys.executable, "-m", "asynckv.cli", *argv]
+        command = [*before, sys.executable, "-m", "asynckv.tools.cli", *argv]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         self.said = ""
 
@@ -401,7 +401,7 @@ def namespaces() -> Iterator[tuple[str, str]]:
 @pytest.mark.slow
 def test_two_halves_in_two_networks_move_every_byte(tmp_path: Path) -> None:
     for name in ("prefill", "decode"):
-        argv = [sys.executable, "-m", "asynckv.cli", "keygen", name, "--dir", str(tmp_path / "keys")]
+        argv = [sys.executable, "-m", "asynckv.tools.cli", "keygen", name, "--dir", str(tmp_path / "keys")]
         subprocess.run(argv, check=True, capture_output=True, timeout=30)
     (tmp_path / "authorized").mkdir()
     for path in (tmp_path / "keys").glob("*.key"):

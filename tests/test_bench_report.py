@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asynckv.bench import figures, rank, report, report_text
-from asynckv.bench.driver import Measured
-from asynckv.bench.experiment import Experiment
-from asynckv.bench.options import Options
-from asynckv.bench.protocol import Outcome
-from asynckv.bench.workload import Workload
 from asynckv.errors import ConfigError
-from asynckv.tools.models import Heads, Model
+from asynckv.tools.bench import figures, rank, report, report_text
+from asynckv.tools.bench.driver import Measured
+from asynckv.tools.bench.experiment import Experiment
+from asynckv.tools.bench.options import Options
+from asynckv.tools.bench.protocol import Outcome
+from asynckv.tools.bench.workload import Workload
+from asynckv.tools.plan.models import Heads, Model
 
 MODEL = Model("tiny", (Heads(4, 16),) * 2)
 

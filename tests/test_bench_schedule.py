@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asynckv.bench.blocks import Allocation, Allocator
-from asynckv.bench.experiment import Experiment
-from asynckv.bench.options import Options
-from asynckv.bench.prefixes import PrefixCache
-from asynckv.bench.schedule import Arrivals, Engines, Place, Request, make_schedule
-from asynckv.bench.workload import Workload
-from asynckv.tools.models import Heads, Model, Projection, State
+from asynckv.tools.bench.blocks import Allocation, Allocator
+from asynckv.tools.bench.experiment import Experiment
+from asynckv.tools.bench.options import Options
+from asynckv.tools.bench.prefixes import PrefixCache
+from asynckv.tools.bench.schedule import Arrivals, Engines, Place, Request, make_schedule
+from asynckv.tools.bench.workload import Workload
+from asynckv.tools.plan.models import Heads, Model, Projection, State
 
 STATE = State((Projection("x", 8, 4),), 3, 8, (4, 8), "float32")
 MODEL = Model("tiny", (Heads(4, 16), Heads(4, 16, window=20), STATE))

@@ -19,15 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from asynckv import cli
-from asynckv.bench import figures, grid, journal, noise, report, summary, sweep
-from asynckv.bench.driver import Measured
-from asynckv.bench.experiment import Experiment
-from asynckv.bench.journal import Head, Journal, Place, Row
-from asynckv.bench.options import Options
-from asynckv.bench.workload import Workload
 from asynckv.errors import ConfigError
-from asynckv.tools.models import Heads, Model
+from asynckv.tools import cli
+from asynckv.tools.bench import figures, grid, journal, noise, report, summary, sweep
+from asynckv.tools.bench.driver import Measured
+from asynckv.tools.bench.experiment import Experiment
+from asynckv.tools.bench.journal import Head, Journal, Place, Row
+from asynckv.tools.bench.options import Options
+from asynckv.tools.bench.workload import Workload
+from asynckv.tools.plan.models import Heads, Model
 from tests.test_cli import asynckv, complaint
 
 COMMANDS: Any = typer.main.get_command(cli.app)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asynckv.bench import ucx
+from asynckv.tools.bench import ucx
 
 LOG = """\
 [1.0] [vm:1:0]   +-------+--------+-------------+------------+

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from asynckv.bench.options import share_of
-from asynckv.bench.workload import cached_tokens, drawn, traced
 from asynckv.errors import ConfigError
+from asynckv.tools.bench.options import share_of
+from asynckv.tools.bench.workload import cached_tokens, drawn, traced
 
 
 def test_one_length_or_a_range() -> None:

@@ -1,4 +1,4 @@
-"""Real workers broken on purpose: a short run of every scenario of `scripts/chaos.py`, and its command line."""
+"""Real workers broken on purpose: a short run of every scenario of `tests/lab/chaos.py`, and its command line."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import chaos
-from scripts.arena import Arena
+from tests.lab import chaos
+from tests.lab.arena import Arena
 
 pytestmark = [pytest.mark.slow, pytest.mark.nixl, pytest.mark.timeout(90)]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asynckv import cli
+from asynckv.tools import cli
 
 SMALL = ["bench", "--layers", "2", "--prompt-tokens", "64:300", "--concurrency", "4"]
 
@@ -129,14 +129,14 @@ def test_a_config_that_does_not_parse_names_the_file(
 
 
 def asynckv(*argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "asynckv.cli", *argv]
+    command = [sys.executable, "-m", "asynckv.tools.cli", *argv]
     return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
 
 
 @pytest.mark.slow
 def test_help_loads_nothing_heavy() -> None:
     code = (
-        "import sys; from asynckv import cli\n"
+        "import sys; from asynckv.tools import cli\n"
         "assert not {'torch', 'nixl', 'zmq', 'numpy', 'structlog'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
@@ -262,7 +262,7 @@ def interfered(tmp_path: Path, victim: str, what: signal.Signals) -> dict[str, A
     log, out = tmp_path / "log.jsonl", tmp_path / "report.json"
     argv = [*SMALL, "--requests", "100000", "--lease-s", "3", "--log", str(log), "--json", str(out)]
     with subprocess.Popen(
-        [sys.executable, "-m", "asynckv.cli", *argv], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "asynckv.tools.cli", *argv], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as driver:
         assert driver.stderr is not None
         pids = wait_for_pids(log, driver)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from asynckv import cli
-from asynckv.diagnose import reading
-from asynckv.observe.output import print_table
-from asynckv.observe.progress import Bar
-from asynckv.testing import simulation
+from asynckv.tools import cli
+from asynckv.tools.diagnose import reading
+from asynckv.tools.output import print_table
+from asynckv.tools.plan import layout_file
+from asynckv.tools.progress import Bar
 from scripts import command
 
 HEADS = ("concurrency", "prefill-block-size", "GB/s", "decode CPU µs", "")
@@ -47,7 +47,7 @@ def test_a_stdout_that_takes_nothing_is_one_line(argv: list[str], how: str, stat
 @pytest.mark.slow
 def test_a_terminal_with_ascii_alone_shows_something_for_every_letter() -> None:
     code = (
-        "from asynckv.observe.streams import prepare; from asynckv.observe.output import write; prepare()\n"
+        "from asynckv.tools.streams import prepare; from asynckv.tools.output import write; prepare()\n"
         "print('3 µs × 2 … é'); write('--json', '-', '\"µ\"')"
     )
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
@@ -68,7 +68,7 @@ def test_scripts_hear_h_as_well(capsys: pytest.CaptureFixture[str]) -> None:
     def work() -> None:
         """Do something."""
 
-    assert command.script(work, "something", "")(["-h"]) == 0
+    assert command.script(work, "")(["-h"]) == 0
     assert "Do something." in capsys.readouterr().out
 
 
@@ -152,8 +152,8 @@ def test_ctrl_c_is_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(simulation, "simulate_many", interrupted)
-    monkeypatch.setattr(sys, "argv", ["asynckv", "simulate", "--seeds", "1"])
+    monkeypatch.setattr(layout_file, "load_layouts", interrupted)
+    monkeypatch.setattr(sys, "argv", ["asynckv", "plan", "one.json", "other.json"])
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert caught.value.code == 130

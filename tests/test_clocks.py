@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asynckv.diagnose.clocks import DRIFT, LATE_S, Pair, align
+from asynckv.tools.diagnose.clocks import DRIFT, LATE_S, Pair, align
 
 Clock = Callable[[float], float]
 

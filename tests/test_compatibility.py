@@ -24,7 +24,7 @@ from asynckv.core.wire import Claim, Granted, Refused
 from asynckv.errors import PullError, RemoteProtocolError
 from asynckv.geometry.check import decode_layout
 from asynckv.geometry.layout import Group, Layout, Memory, Part, View
-from asynckv.tools.layout_file import load_layouts
+from asynckv.tools.plan.layout_file import load_layouts
 from asynckv.version import VERSION
 from scripts import public_names, record_wire, wire_bounds
 from tests.world import World, make_layout

@@ -17,18 +17,18 @@ from typing import Any
 import pytest
 
 from asynckv import KeysConfig, NixlConfig
-from asynckv.cli import main
 from asynckv.config import EngineConfig
-from asynckv.diagnose.doctor import host, probing, software, words
-from asynckv.diagnose.doctor.checks import examine
-from asynckv.diagnose.doctor.facts import Facts, Machine
-from asynckv.diagnose.doctor.ucx_log import read_log
 from asynckv.edges.zmq import make_pair
 from asynckv.errors import ConfigError
 from asynckv.keys import write_pair
+from asynckv.tools.cli import main
+from asynckv.tools.doctor import host, probing, software, words
+from asynckv.tools.doctor.checks import examine
+from asynckv.tools.doctor.facts import Facts, Machine
+from asynckv.tools.doctor.ucx_log import read_log
 from tests.test_bench_remote import namespaces
 
-DOCTOR = [sys.executable, "-m", "asynckv.cli", "doctor"]
+DOCTOR = [sys.executable, "-m", "asynckv.tools.cli", "doctor"]
 
 
 def run(*argv: str, before: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -367,7 +367,7 @@ def test_a_small_dev_shm_and_few_descriptors_are_seen() -> None:
 
 ASK = """
 import asyncio, sys
-from asynckv.diagnose.doctor import checks, facts, peer
+from asynckv.tools.doctor import checks, facts, peer
 for address in sys.argv[1:]:
     asked = asyncio.run(peer.ask(address, None, lambda text: None))
     print(*[each.code for each in checks.examine(facts.Facts(peer=asked.facts)) if each.level == "error"])
@@ -457,7 +457,7 @@ CONNECT = """
 import asyncio, sys
 from msgspec.structs import replace
 from asynckv import NixlConfig
-from asynckv.diagnose.doctor import checks, facts, peer, probing
+from asynckv.tools.doctor import checks, facts, peer, probing
 probing.CONNECT_S = 1.0
 asked = asyncio.run(peer.ask(sys.argv[1], None, lambda text: None))
 ucx = probing.connect_to(NixlConfig(posting_threads=0), asked.place, 0.0, read=False)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from asynckv.diagnose.doctor.catalogue import KINDS, LEVELS, TOPICS, table
-from asynckv.diagnose.doctor.checks import examine, is_good
-from asynckv.diagnose.doctor.facts import (
+from asynckv.tools.doctor.catalogue import KINDS, LEVELS, TOPICS, table
+from asynckv.tools.doctor.checks import examine, is_good
+from asynckv.tools.doctor.facts import (
     Facts,
     Gpu,
     Interface,
@@ -292,4 +292,4 @@ def anchors(text: str) -> set[str]:
 
 def test_the_documentation_lists_every_finding() -> None:
     text = (DOCS / "doctor.md").read_text()
-    assert table() in text, "python -m asynckv.diagnose.doctor.catalogue prints the table for docs/doctor.md"
+    assert table() in text, "python -m asynckv.tools.doctor.catalogue prints the table for docs/doctor.md"

@@ -16,13 +16,13 @@ import pytest
 from asynckv import Engine, EngineConfig, KeysConfig
 from asynckv.core import wire
 from asynckv.core.types import Reason
-from asynckv.diagnose.doctor import peer, scratch, words
-from asynckv.diagnose.doctor.checks import examine
-from asynckv.diagnose.doctor.facts import Facts, Software
 from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.errors import ConfigError
 from asynckv.keys import write_pair
 from asynckv.testing import SimData, SimNetwork
+from asynckv.tools.doctor import peer, scratch, words
+from asynckv.tools.doctor.checks import examine
+from asynckv.tools.doctor.facts import Facts, Software
 from tests.engines import memory
 
 pytestmark = pytest.mark.anyio

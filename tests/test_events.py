@@ -11,13 +11,13 @@ import pytest
 
 import asynckv
 from asynckv.observe.events import COMMON, EVENT, EVENTS, problems
-from asynckv.testing.logs import Logs
-from asynckv.testing.simulation import simulate
 from scripts.draw_events import TARGET, page
 from tests.engines import Bench, until
+from tests.lab.logs import Logs
+from tests.lab.simulation import simulate
 
 PACKAGE = Path(asynckv.__file__).parent
-OTHERS = {"observe/events.py", "diagnose/causes.py"}
+OTHERS = {"observe/events.py", "tools/diagnose/causes.py"}
 """The table itself, and names of causes, some of which are called as the event that shows them."""
 ADDED = {field.name for field in COMMON}
 

@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from asynckv import cli
 from asynckv.errors import ConfigError
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Group, Layout, Memory, View, dense_part
 from asynckv.geometry.match import assign
 from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
-from asynckv.tools.explain import _written_once, explain, pictures, show
-from asynckv.tools.layouts import model_layout
-from asynckv.tools.models import PRESETS, Heads, Latent, Model
+from asynckv.tools import cli
 from asynckv.tools.pictures import to_svg
+from asynckv.tools.plan.explain import _written_once, explain, pictures, show
+from asynckv.tools.plan.layouts import model_layout
+from asynckv.tools.plan.models import PRESETS, Heads, Latent, Model
 
 
 def ranks(model: str | Model, tp: int, pp: int = 1, **sizes: Any) -> list[Layout]:

@@ -23,9 +23,9 @@ from asynckv import (
     register_parts,
     shard,
 )
-from asynckv.bench.memory import Lists, Pool
-from asynckv.tools.layouts import model_groups, model_layout
-from asynckv.tools.models import Heads, Latent, Model, Projection, State
+from asynckv.tools.bench.memory import Lists, Pool
+from asynckv.tools.plan.layouts import model_groups, model_layout
+from asynckv.tools.plan.models import Heads, Latent, Model, Projection, State
 
 pytestmark = [pytest.mark.anyio, pytest.mark.nixl]
 

@@ -40,7 +40,7 @@ from asynckv.edges.local import LocalDoor
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded, RecordsLost, Stored
-from asynckv.tools.offload_folder import check, prune_folder
+from asynckv.tools.offload.folder import check, prune_folder
 from tests.killed import EVERY
 
 pytestmark = pytest.mark.anyio

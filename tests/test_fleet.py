@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
-from asynckv.testing.fleet import (
+from asynckv.tools.fleet import (
     Blocks,
     Failure,
     Fleet,
@@ -151,7 +151,7 @@ async def test_a_process_ends_in_order_when_it_is_told_to_and_else_it_is_killed(
 
 
 ECHO = """
-from asynckv.testing.fleet import begin_child
+from asynckv.tools.fleet import begin_child
 import os
 lines = begin_child().makefile("rwb")
 for line in lines:

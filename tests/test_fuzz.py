@@ -15,7 +15,6 @@ import msgspec
 import pytest
 
 from asynckv import ConfigError, KeysConfig, LayoutError, LeaseConfig, PrefillGroup, RemoteProtocolError
-from asynckv.bench import workload
 from asynckv.core import wire as m
 from asynckv.core.account import Account, Facts, Lag, PeerStatus, PhaseCount, decode_account, encode_account
 from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
@@ -24,10 +23,11 @@ from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Layout
 from asynckv.keys import AllowList, _parse, decode_z85, encode_z85, read_pair, read_public, write_pair
-from asynckv.tools.layout_file import dump_layouts, load_layouts
-from asynckv.tools.layouts import model_layout
-from asynckv.tools.models import PRESETS, read_hf_config
-from scripts.strangers import every_message, mutate
+from asynckv.tools.bench import workload
+from asynckv.tools.plan.layout_file import dump_layouts, load_layouts
+from asynckv.tools.plan.layouts import model_layout
+from asynckv.tools.plan.models import PRESETS, read_hf_config
+from tests.lab.strangers import every_message, mutate
 
 LAYOUT = model_layout(PRESETS["nemotron-h-8b"].resized(layers=4), tp_rank=0, tp_size=2, num_blocks=8)
 LAYOUT_TEXT = dump_layouts([LAYOUT])

@@ -106,11 +106,8 @@ ORDER = (
     "embed",
     "asynckv",  # the public names
     "integrations",
-    "tools",
     "testing",
-    "bench",
-    "diagnose",
-    "cli",
+    "tools",
     "__main__",
 )
 """The rooms, the lowest first. A module imports from its own room and from lower ones."""
@@ -178,6 +175,38 @@ def test_circles_and_upward_arrows_are_seen() -> None:
         ("asynckv.core.c", "asynckv.core.a"),
     }
     assert upward({*below, ("asynckv.geometry.b", "asynckv.core.c")}) == {("asynckv.geometry.b", "asynckv.core.c")}
+
+
+# -- three zones: the engine, its tools, the laboratory ---------------------------------------------------------
+
+ENGINE = {module for module in MODULES if room(module) not in {"tools", "__main__"}}
+
+
+def test_the_engine_imports_none_of_its_tools() -> None:
+    assert {(a, b) for a, b in all_arrows() if a in ENGINE and b not in ENGINE} == set()
+
+
+def test_the_package_imports_nothing_of_the_laboratory_or_the_scripts() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        assert not {n for n in imports(path) if n.split(".")[0] in {"tests", "scripts", "docs"}}
+
+
+LOADING = {
+    "the package": ("asynckv", frozenset({"asynckv"})),
+    "an engine": ("asynckv; asynckv.Engine", ROOMS.keys() | {"asynckv", "edges", "engine", "observe"}),
+    "a thread": ("asynckv; asynckv.EngineThread", ROOMS.keys() | {"asynckv", "edges", "embed", "engine", "observe"}),
+    "what tests are written with": ("asynckv.testing", {"asynckv", "geometry", "core", "edges", "testing"}),
+}
+GROUND = {"version", "errors", "arguments", "config", "keys", "ports", "results", "scheduler", "hashes"}
+
+
+@pytest.mark.parametrize("what", LOADING)
+def test_what_is_loaded(what: str) -> None:
+    """Whole rooms; vLLM's connector is in `tests/vllm`, where there is a vLLM to load it into."""
+    code, rooms = LOADING[what]
+    code = f"import sys, {code}; print(*(x for x in sys.modules if x.partition('.')[0] == 'asynckv'))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    assert {room(module) for module in done.stdout.split()} - GROUND == rooms - GROUND
 
 
 # -- libraries -------------------------------------------------------------------------------------------------

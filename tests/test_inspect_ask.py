@@ -32,12 +32,13 @@ from asynckv.core import survey
 from asynckv.core.account import MAX_ACCOUNT, Account, decode_account, encode_account, receipt
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAJOR, MAX_TOLD, Ping, Status, StatusRequest, decode_packet, encode_packet
-from asynckv.diagnose import doctor_cli, inspect_cli
-from asynckv.diagnose.ask import Answer, Asker, ask_all, targets
 from asynckv.edges.local import MAX_GUESTS, LocalDoor, is_left_behind, rank_of, read_packet, socket_name, write_packet
 from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.keys import write_pair
 from asynckv.testing import SimData, SimNetwork
+from asynckv.tools.diagnose import inspect_cli
+from asynckv.tools.diagnose.ask import Answer, Asker, ask_all, targets
+from asynckv.tools.doctor import cli as doctor_cli
 from tests.engines import memory
 
 pytestmark = pytest.mark.anyio

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asynckv import cli
 from asynckv.core.account import Account, Facts, Lag, PeerStatus, PhaseCount
 from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
-from asynckv.diagnose.ask import Answer
-from asynckv.diagnose.inspect_cli import merged
-from asynckv.diagnose.inspect_join import Joined, as_json, has_doubts, join, unrepeated
-from asynckv.diagnose.inspect_view import one_request, overview, span
-from asynckv.diagnose.process import Seen, look, verdict
+from asynckv.tools import cli
+from asynckv.tools.diagnose.ask import Answer
+from asynckv.tools.diagnose.inspect_cli import merged
+from asynckv.tools.diagnose.inspect_join import Joined, as_json, has_doubts, join, unrepeated
+from asynckv.tools.diagnose.inspect_view import one_request, overview, span
+from asynckv.tools.diagnose.process import Seen, look, verdict
 
 PREFILL, DECODE = "prefill/tp0@aaaaaaaa", "decode/tp0@bbbbbbbb"
 

@@ -10,7 +10,7 @@ import pytest
 
 from asynckv import LeaseConfig
 from asynckv.core.types import Address
-from asynckv.testing.fleet import Fleet
+from asynckv.tools.fleet import Fleet
 from tests.engines import Bench, until
 
 pytestmark = pytest.mark.anyio

@@ -21,8 +21,8 @@ from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, atte
 from asynckv.geometry.match import assign, owed_readers, remote_ranks
 from asynckv.geometry.overlap import pools
 from asynckv.geometry.strides import strided_descriptors
-from asynckv.tools.layouts import ORDERS, model_layout
-from asynckv.tools.models import PRESETS, Heads, Model, preset
+from asynckv.tools.plan.layouts import ORDERS, model_layout
+from asynckv.tools.plan.models import PRESETS, Heads, Model, preset
 from tests.world import make_layout
 
 change = msgspec.structs.replace

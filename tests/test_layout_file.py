@@ -10,9 +10,9 @@ import pytest
 
 from asynckv.errors import ConfigError
 from asynckv.geometry.layout import Layout
-from asynckv.tools.layout_file import dump_layouts, load_layouts
-from asynckv.tools.layouts import model_layout
-from asynckv.tools.models import PRESETS
+from asynckv.tools.plan.layout_file import dump_layouts, load_layouts
+from asynckv.tools.plan.layouts import model_layout
+from asynckv.tools.plan.models import PRESETS
 
 
 def ranks(name: str, **sizes: Any) -> list[Layout]:

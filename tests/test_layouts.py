@@ -10,8 +10,8 @@ from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import ONE_PER_REQUEST
 from asynckv.geometry.match import assign, compare, remote_ranks
-from asynckv.tools.layouts import CONV_ORDERS, ORDERS, model_groups, model_layout, stage_layers, with_addresses
-from asynckv.tools.models import PRESETS, Heads, Model, preset
+from asynckv.tools.plan.layouts import CONV_ORDERS, ORDERS, model_groups, model_layout, stage_layers, with_addresses
+from asynckv.tools.plan.models import PRESETS, Heads, Model, preset
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -18,22 +18,22 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from asynckv import cli
-from asynckv.cli import app
 from asynckv.core.account import Account, Facts
 from asynckv.core.inspect import RequestStatus
-from asynckv.diagnose import causes, leaks_page
-from asynckv.diagnose.ask import Answer
-from asynckv.diagnose.causes import CATALOGUE, CAUSE
-from asynckv.diagnose.join import join
-from asynckv.diagnose.leaks import find_leaks
-from asynckv.diagnose.leaks_clocks import aligned
-from asynckv.diagnose.leaks_live import records_of, who_hangs
-from asynckv.diagnose.leaks_processes import early_ends
-from asynckv.diagnose.leaks_values import Leak
-from asynckv.diagnose.records import Logs, Record, read_logs
 from asynckv.errors import ConfigError
 from asynckv.observe.events import EVENT
+from asynckv.tools import cli
+from asynckv.tools.cli import app
+from asynckv.tools.diagnose import causes, leaks_page
+from asynckv.tools.diagnose.ask import Answer
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE
+from asynckv.tools.diagnose.join import join
+from asynckv.tools.diagnose.leaks import find_leaks
+from asynckv.tools.diagnose.leaks_clocks import aligned
+from asynckv.tools.diagnose.leaks_live import records_of, who_hangs
+from asynckv.tools.diagnose.leaks_processes import early_ends
+from asynckv.tools.diagnose.leaks_values import Leak
+from asynckv.tools.diagnose.records import Logs, Record, read_logs
 from tests.test_leaks_real import DECODE_ONLY, EXPECTED, PREFILL, PREFILL_ONLY, named
 
 RECORDED = Path(__file__).parent / "data" / "leaks.jsonl"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from asynckv.diagnose.join import Service, base_name, join, start_of
-from asynckv.diagnose.records import Record
+from asynckv.tools.diagnose.join import Service, base_name, join, start_of
+from asynckv.tools.diagnose.records import Record
 
 PREFILL, DECODE = "8a5aabf2" + "0" * 24, "be26aa13" + "1" * 24
 

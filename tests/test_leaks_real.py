@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
-from asynckv.diagnose.ask import ask_all
-from asynckv.diagnose.axis import make_axis
-from asynckv.diagnose.causes import CAUSE
-from asynckv.diagnose.join import join
-from asynckv.diagnose.leaks import find_leaks
-from asynckv.diagnose.leaks_live import records_of
-from asynckv.diagnose.leaks_values import Leak
-from asynckv.diagnose.records import read_logs
-from asynckv.diagnose.timeline_model import ground
 from asynckv.edges.zmq import make_pair
 from asynckv.keys import write_pair
-from asynckv.testing.fleet import Fleet, Process
+from asynckv.tools.diagnose.ask import ask_all
+from asynckv.tools.diagnose.axis import make_axis
+from asynckv.tools.diagnose.causes import CAUSE
+from asynckv.tools.diagnose.join import join
+from asynckv.tools.diagnose.leaks import find_leaks
+from asynckv.tools.diagnose.leaks_live import records_of
+from asynckv.tools.diagnose.leaks_values import Leak
+from asynckv.tools.diagnose.records import read_logs
+from asynckv.tools.diagnose.timeline_model import ground
+from asynckv.tools.fleet import Fleet, Process
 from tests.leaky import LEASE_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(180)]

@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from asynckv.cli import app
 from asynckv.config import LogConfig
-from asynckv.diagnose import records
-from asynckv.diagnose.join import join
-from asynckv.diagnose.records import read_logs
 from asynckv.errors import ConfigError
 from asynckv.observe.log import Recorder
+from asynckv.tools.cli import app
+from asynckv.tools.diagnose import records
+from asynckv.tools.diagnose.join import join
+from asynckv.tools.diagnose.records import read_logs
 
 START = "0a1b2c3d4e5f60718293a4b5c6d7e8f9"
 

@@ -1,6 +1,6 @@
 """`asynckv leaks` over logs of simulated services with faults, whose truth is known; and its judge judges.
 
-A thousand services are judged by `python -m scripts.leaks_truth`; here are some dozens.
+A thousand services are judged by `python -m tests.lab.leaks_truth`; here are some dozens.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from asynckv.testing.leaky import make_leaky
-from asynckv.testing.mishaps import MISHAPS
-from asynckv.testing.truth import watch
-from scripts.leaks_truth import MODES, Disagreement, one
+from tests.lab.leaks_truth import MODES, Disagreement, one
+from tests.lab.leaky import make_leaky
+from tests.lab.mishaps import MISHAPS
+from tests.lab.truth import watch
 
 LEAKY, FAULTS = range(24), range(24, 48)
 

@@ -15,10 +15,10 @@ import structlog
 from asynckv import LeaseRefused
 from asynckv.core.types import Address
 from asynckv.core.wire import Release
-from asynckv.diagnose.join import join
-from asynckv.diagnose.leaks import find_leaks
-from asynckv.diagnose.records import read_logs
 from asynckv.observe.log import MAX_NAMED, MAX_TOLD, configure
+from asynckv.tools.diagnose.join import join
+from asynckv.tools.diagnose.leaks import find_leaks
+from asynckv.tools.diagnose.records import read_logs
 from tests.engines import Bench, Side, until
 from tests.test_leaks_records import row, write
 from tests.test_log_evidence import drops, name_of

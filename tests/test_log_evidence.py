@@ -17,8 +17,8 @@ from asynckv import LeaseConfig, PullConfig, PullError, PullTimeout
 from asynckv.core.lease import MAX_REFUSALS
 from asynckv.core.types import Cohort, Outcome, PullId, ReplyTo, decode_params
 from asynckv.core.wire import Claim, Hello, Message, Release, blocks_digest, decode_packet, encode_packet
-from asynckv.diagnose.doctor import words
 from asynckv.observe.log import configure
+from asynckv.tools.doctor import words
 from tests.engines import Bench, Side, until
 
 pytestmark = pytest.mark.anyio

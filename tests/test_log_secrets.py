@@ -21,9 +21,9 @@ from asynckv.core.wire import Claim, Release, encode_packet
 from asynckv.edges.zmq import make_pair
 from asynckv.keys import encode_z85, read_pair, write_pair
 from asynckv.observe.log import configure
-from asynckv.testing.logs import Logs
-from asynckv.testing.simulation import simulate
 from tests.engines import Bench, Side, until
+from tests.lab.logs import Logs
+from tests.lab.simulation import simulate
 from tests.test_log_evidence import drops
 
 PLANTED = "5ec2e7"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from asynckv.errors import ConfigError
-from asynckv.tools import models
-from asynckv.tools.models import (
+from asynckv.tools.plan import models
+from asynckv.tools.plan.models import (
     PRESETS,
     Heads,
     Latent,

@@ -99,7 +99,7 @@ def test_a_mutant_says_in_which_function_it_is() -> None:
     }
 
 
-UNSEEN = {"asynckv/__main__.py", "asynckv/testing/leaky.py", "asynckv/testing/truth.py"}
+UNSEEN = {"asynckv/__main__.py"}
 """Tests, and no files of the package, start these: in processes of their own, or among the slow tests."""
 LEASE, FLOW = "asynckv/core/lease.py", "asynckv/core/flow.py"
 MEASURED = Reach(
@@ -148,7 +148,7 @@ def test_the_tests_of_every_file_of_the_package_are_known() -> None:
         name = path.relative_to(ROOT).as_posix()
         assert record.get(name) or name in UNSEEN, f"{name}: python -m scripts.tests_of --measure"
     assert not [name for tests in record.values() for name in tests if not (ROOT / name).exists()]
-    for folder in ("embed", "integrations", "diagnose", "engine", "offload"):
+    for folder in ("embed", "integrations", "tools/diagnose", "engine", "offload"):
         assert known_tests(f"asynckv/{folder}")
     for name in ("mover", "tiers"):
         assert "tests/test_offload.py" in known_tests(f"asynckv/engine/{name}.py")

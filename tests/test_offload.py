@@ -38,7 +38,6 @@ from asynckv import (
     ReadFailed,
     WrongThread,
 )
-from asynckv.cli import app
 from asynckv.core.account import decode_account
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.embed import Cancel, EngineDesk, Lookup, Store
@@ -46,6 +45,7 @@ from asynckv.geometry.layout import Layout
 from asynckv.offload.tier import Place
 from asynckv.results import Evicted, Loaded, Stored
 from asynckv.testing import SimCopies, SimDisk
+from asynckv.tools.cli import app
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, until
 
 pytestmark = pytest.mark.anyio

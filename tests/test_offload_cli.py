@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from asynckv import cli
 from asynckv.edges.file_index import INDEX, read_index
 from asynckv.edges.file_store import OWNER, OwnerLock, owner_of
 from asynckv.offload.keys import short
-from asynckv.tools import offload_folder
+from asynckv.tools import cli
+from asynckv.tools.offload import folder as offload_folder
 from tests.test_cli import complaint
 from tests.test_file_tier import COUNT, RANGE, SEGMENT, SIZE, Tier, overwrite, records
 

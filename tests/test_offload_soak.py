@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asynckv.testing.caches import GroupKind, Model, PartKind, Shape
-from scripts.soak_offload import HASH_TOKENS, Life, soak
+from tests.lab.caches import GroupKind, Model, PartKind, Shape
+from tests.lab.soak_offload import HASH_TOKENS, Life, soak
 
 pytestmark = [pytest.mark.nixl, pytest.mark.anyio, pytest.mark.slow]
 

@@ -10,17 +10,17 @@ import pytest
 from typer.testing import CliRunner
 
 from asynckv import BlocksRetired, EngineConfig, LogConfig, PullError
-from asynckv.cli import app
 from asynckv.core.account import decode_account
 from asynckv.core.wire import Status, StatusRequest
-from asynckv.diagnose.ask import Answer
-from asynckv.diagnose.join import join
-from asynckv.diagnose.leaks_copies import late_copies
-from asynckv.diagnose.leaks_live import records_of
-from asynckv.diagnose.leaks_page import report
-from asynckv.diagnose.records import Logs, read_logs
-from asynckv.diagnose.summary import summarise
 from asynckv.errors import ConfigError
+from asynckv.tools.cli import app
+from asynckv.tools.diagnose.ask import Answer
+from asynckv.tools.diagnose.join import join
+from asynckv.tools.diagnose.leaks_copies import late_copies
+from asynckv.tools.diagnose.leaks_live import records_of
+from asynckv.tools.diagnose.leaks_page import report
+from asynckv.tools.diagnose.records import Logs, read_logs
+from asynckv.tools.diagnose.summary import summarise
 from tests.offloads import SIZE, Rank, chain, hybrid, layout_of, until
 
 pytestmark = pytest.mark.anyio

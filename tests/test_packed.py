@@ -31,8 +31,8 @@ from asynckv.geometry.packed import packed, placed, record_form, record_sizes
 from asynckv.geometry.plan import PeerTables, Plan
 from asynckv.ports import CopyOp
 from asynckv.testing import SimControl, SimData
-from asynckv.tools.layouts import model_layout, with_addresses
-from asynckv.tools.models import PRESETS, preset
+from asynckv.tools.plan.layouts import model_layout, with_addresses
+from asynckv.tools.plan.models import PRESETS, preset
 from tests import oracle
 from tests.engines import Bench
 from tests.oracle import Cache, Engine, GroupSpec, Kept, LayerSpec, PartSpec, Rank

@@ -27,8 +27,8 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from asynckv.diagnose.ask import ask_all, targets
 from asynckv.errors import ConfigError
+from asynckv.tools.diagnose.ask import ask_all, targets
 from scripts import pd_service, tiny_request
 from scripts.pd_engines import UNHEARD, Limits
 from scripts.pd_http import COMPLETIONS, Bounds, Refused, serving

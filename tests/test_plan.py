@@ -20,8 +20,8 @@ from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
 from asynckv.geometry.match import compare
 from asynckv.geometry.plan import DescTable, PeerTables, Plan, plan_read
 from asynckv.geometry.tables import Span
-from asynckv.testing.simulation import simulate
 from tests import oracle
+from tests.lab.simulation import simulate
 from tests.world import Buffers, block_lists, make_layout, peer_map
 
 ORDERS = [

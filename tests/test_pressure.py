@@ -1,4 +1,4 @@
-"""Real workers under pressure: a short run of every scenario of `scripts/pressure.py`, and its command line."""
+"""Real workers under pressure: a short run of every scenario of `tests/lab/pressure.py`, and its command line."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts import pressure
-from scripts.arena import Arena
-from scripts.pressure import Sizes
+from tests.lab import pressure
+from tests.lab.arena import Arena
+from tests.lab.pressure import Sizes
 
 pytestmark = [pytest.mark.slow, pytest.mark.nixl, pytest.mark.timeout(90)]
 

@@ -17,8 +17,8 @@ import pytest
 import typer
 
 import asynckv
-from asynckv import cli
 from asynckv.engine.lent import LentRequest
+from asynckv.tools import cli
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -14,14 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv import cli
-from asynckv.diagnose import report_bench, report_page, report_plots
-from asynckv.diagnose.colours import PHASES, STATES, WITHIN
-from asynckv.diagnose.records import Logs
-from asynckv.diagnose.report_text import bytes_text, duration, share, verdict
-from asynckv.diagnose.summary import summarise
 from asynckv.observe.log import phases as logged_phases
-from asynckv.tools import frame
+from asynckv.tools import cli, frame
+from asynckv.tools.diagnose import report_bench, report_page, report_plots
+from asynckv.tools.diagnose.colours import PHASES, STATES, WITHIN
+from asynckv.tools.diagnose.records import Logs
+from asynckv.tools.diagnose.report_text import bytes_text, duration, share, verdict
+from asynckv.tools.diagnose.summary import summarise
 from tests.test_bench_page import Found
 from tests.test_cli import complaint
 from tests.test_report_summary import DECODE, PREFILL, ended, lease_ended, lent, say, summed

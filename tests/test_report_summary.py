@@ -11,12 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from asynckv.diagnose.records import Logs, Record
-from asynckv.diagnose.report_page import make
-from asynckv.diagnose.report_text import unseen_text, verdict
-from asynckv.diagnose.summary import align, summarise
-from asynckv.diagnose.summary_model import Summary
-from asynckv.diagnose.summary_time import Windows, quantiles
+from asynckv.tools.diagnose.records import Logs, Record
+from asynckv.tools.diagnose.report_page import make
+from asynckv.tools.diagnose.report_text import unseen_text, verdict
+from asynckv.tools.diagnose.summary import align, summarise
+from asynckv.tools.diagnose.summary_model import Summary
+from asynckv.tools.diagnose.summary_time import Windows, quantiles
 
 DECODE, PREFILL = "decode/tp0@dddddddd", "prefill/tp0@aaaaaaaa"
 START = 1_800_000_000.0

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+LAB = Path(__file__).parent / "lab"
 
 VERSUS = "bench_vs_vllm --contenders asynckv"
 CASE = "a case is LAYERSxBLOCK_BYTES:BLOCKS:IN_FLIGHT"
@@ -103,8 +107,14 @@ TEACHES = {
 
 
 def run(script: str, *arguments: str) -> int:
-    status: int = importlib.import_module(f"scripts.{script}").main(list(arguments))
+    status: int = module(script).main(list(arguments))
     return status
+
+
+def module(script: str) -> ModuleType:
+    """A script, or a command of the laboratory."""
+    where = "tests.lab" if (LAB / f"{script}.py").exists() else "scripts"
+    return importlib.import_module(f"{where}.{script}")
 
 
 @pytest.mark.parametrize(("line", "says"), BAD, ids=[line for line, _ in BAD])
@@ -121,5 +131,5 @@ def test_help_teaches(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(script, "--help") == 0
     text = capsys.readouterr().out
     assert all(part in text for part in TEACHES[script])
-    works = getattr(importlib.import_module(f"scripts.{script}"), "SCENARIOS", {})
+    works = getattr(module(script), "SCENARIOS", {})
     assert all(f"{name}: " in text for name in works)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from asynckv import cli
-from asynckv.testing import simulation
-from asynckv.testing.simulation import FAULTS, Fault, make_script, minimise, play, simulate, simulate_many
+from tests.lab import simulation
+from tests.lab.simulate import main as simulate_main
+from tests.lab.simulation import FAULTS, Fault, make_script, minimise, play, simulate, simulate_many
 from tests.mutations import PLANTED, doors
 from tests.rigged import Rank, Rigged
 
@@ -226,10 +226,7 @@ def test_who_interrupts_a_simulation_is_told_what_is_done_and_how_to_go_on(
         return len(seeds), {3: "a violation"}, Counter({"pull.complete": 1})
 
     monkeypatch.setattr(simulation, "_chunk", chunk)
-    monkeypatch.setattr(sys, "argv", ["asynckv", "simulate", "--seeds", "100", "--jobs", "1", "--faults", "loss"])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == 130
+    assert simulate_main(["--seeds", "100", "--jobs", "1", "--faults", "loss"]) == 130
     said = capsys.readouterr().out
     assert "INTERRUPTED after 25 of 100 seeds (from 0); of these failed: 3\n" in said
-    assert "go on: asynckv simulate --faults loss --first-seed 25 --seeds 75\n" in said
+    assert "go on: python -m tests.lab.simulate --faults loss --first-seed 25 --seeds 75\n" in said

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from scripts import soak
+from tests.lab import soak
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "scripts.soak", *argv]
+    command = [sys.executable, "-m", "tests.lab.soak", *argv]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 

@@ -37,8 +37,8 @@ from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo
 from asynckv.testing import SimControl, SimData, SimNetwork
-from asynckv.testing.world import Process, World, WorldClock, WorldControl, WorldData
 from tests.engines import Bench, memory, until
+from tests.lab.world import Process, World, WorldClock, WorldControl, WorldData
 
 Ts = TypeVarTuple("Ts")
 

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asynckv import cli
-from asynckv.diagnose import timeline_cli, timeline_text
-from asynckv.diagnose.axis import Axis, make_axis, shown_offset, shown_seconds
-from asynckv.diagnose.clocks import Offset
-from asynckv.diagnose.join import join
-from asynckv.diagnose.leaks_values import moment
-from asynckv.diagnose.perfetto import trace
-from asynckv.diagnose.records import read_logs
-from asynckv.diagnose.timeline_json import report
-from asynckv.diagnose.timeline_model import COLORS, PHASES, Bar, Story, ground, stories
-from asynckv.diagnose.timeline_page import make
+from asynckv.tools import cli
+from asynckv.tools.diagnose import timeline_cli, timeline_text
+from asynckv.tools.diagnose.axis import Axis, make_axis, shown_offset, shown_seconds
+from asynckv.tools.diagnose.clocks import Offset
+from asynckv.tools.diagnose.join import join
+from asynckv.tools.diagnose.leaks_values import moment
+from asynckv.tools.diagnose.perfetto import trace
+from asynckv.tools.diagnose.records import read_logs
+from asynckv.tools.diagnose.timeline_json import report
+from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, Bar, Story, ground, stories
+from asynckv.tools.diagnose.timeline_page import make
 from tests.timeline_logs import AHEAD, BEGIN, DECODE, PREFILL, D, P, Written, service
 
 

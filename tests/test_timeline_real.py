@@ -14,16 +14,16 @@ import pytest
 import structlog
 
 from asynckv import Engine, EngineConfig, LogConfig, PrefillGroup
-from asynckv.diagnose.axis import Axis, make_axis
-from asynckv.diagnose.join import Pull, join
-from asynckv.diagnose.records import read_logs
-from asynckv.diagnose.timeline_model import stories
-from asynckv.testing.fleet import TRANSPORTS, Fleet
-from asynckv.testing.leaky import make_leaky
-from asynckv.testing.logs import BEGIN
-from asynckv.testing.script import make_script
-from asynckv.testing.truth import watch
+from asynckv.tools.diagnose.axis import Axis, make_axis
+from asynckv.tools.diagnose.join import Pull, join
+from asynckv.tools.diagnose.records import read_logs
+from asynckv.tools.diagnose.timeline_model import stories
+from asynckv.tools.fleet import TRANSPORTS, Fleet
 from tests.engines import memory
+from tests.lab.leaky import make_leaky
+from tests.lab.logs import BEGIN
+from tests.lab.script import make_script
+from tests.lab.truth import watch
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 

@@ -1,4 +1,4 @@
-"""Whether a peer's death still ends processes inside UCX: `scripts/ucx_abort.py`, and its command line."""
+"""Whether a peer's death still ends processes inside UCX: `tests/lab/ucx_abort.py`, and its command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 def tried(*arguments: str) -> tuple[int, dict[str, Any]]:
     """Run it where nothing of NIXL is loaded yet; its exit status and record."""
-    command = (sys.executable, "-m", "scripts.ucx_abort", *arguments)
+    command = (sys.executable, "-m", "tests.lab.ucx_abort", *arguments)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=80, check=False)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)

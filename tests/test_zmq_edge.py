@@ -37,9 +37,9 @@ from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.errors import BackendError, ConfigError
 from asynckv.keys import KeyPair, encode_z85, write_pair
 from asynckv.testing import SimData, SimNetwork
-from scripts.attack import HANDSHAKE_COMMANDS
-from scripts.strangers import Proxy
 from tests.engines import memory, until
+from tests.lab.attack import HANDSHAKE_COMMANDS
+from tests.lab.strangers import Proxy
 
 pytestmark = pytest.mark.anyio
 

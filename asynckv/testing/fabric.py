@@ -10,13 +10,14 @@ has a packet that has left and decides when, how often and whether the receiver 
 prepared lands, and ends, when its driver says so. Time, losses, deaths and dice are the driver's.
 
 `SimNetwork`, `SimControl` and `SimData` drive one for real engines on any asyncio loop: packets arrive in the next turn
-and reads are done when posted, until told otherwise. `asynckv.testing.world` drives another through seeded faults in
+and reads are done when posted, until told otherwise. `tests.lab.world` drives another through seeded faults in
 virtual time. Cores without engines are driven by hand in the tests, and as fast as they go in `scripts/bench_core.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -24,18 +25,26 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import DescTable, ReadRequest
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
-from asynckv.testing.caches import Bytes, bytes_at
 
 __all__ = ["Fabric", "Nic", "Origin", "Port", "SimControl", "SimData", "SimNetwork", "Transfer", "Violation"]
 
+Bytes = npt.NDArray[np.uint8]
 Origin = Address | ReplyTo
 """The way a packet came, and goes back: an address that is asked, or the route by which whoever asked is answered."""
+
+
+def bytes_at(memory: Memory) -> Bytes:
+    """See memory as an array."""
+    return np.frombuffer(memoryview((ctypes.c_uint8 * memory.length).from_address(memory.base)), np.uint8)
 
 
 class Violation(AssertionError):

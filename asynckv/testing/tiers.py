@@ -18,7 +18,7 @@ from asynckv.core.types import TransferId
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, RecordsLost, Stored
-from asynckv.testing.caches import Bytes, bytes_at
+from asynckv.testing.fabric import Bytes, bytes_at
 
 __all__ = ["SimCopies", "SimDisk", "SimRecords"]
 

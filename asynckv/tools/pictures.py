@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from asynckv.observe.console import without_control
+from asynckv.tools.console import without_control
 
 __all__ = ["INK", "PAPER", "SHARED", "THEMES", "Bar", "Segment", "bars", "colours", "to_svg"]
 

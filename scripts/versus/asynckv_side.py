@@ -11,8 +11,8 @@ from typing import Any, Self
 from asynckv import Engine, EngineConfig, PrefillGroup, register_memory
 from asynckv.config import LeaseConfig
 from asynckv.errors import AsyncKVError
-from asynckv.tools.layouts import model_layout, with_addresses
-from asynckv.tools.models import Heads, Model
+from asynckv.tools.plan.layouts import model_layout, with_addresses
+from asynckv.tools.plan.models import Heads, Model
 from scripts.versus.workload import (
     BLOCK_TOKENS,
     SERVE_S,

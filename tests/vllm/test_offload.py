@@ -17,7 +17,7 @@ import pytest
 
 from asynckv.edges.file_index import INDEX
 from asynckv.integrations.vllm.offload.region import path_of
-from asynckv.tools.offload_folder import look
+from asynckv.tools.offload.folder import look
 from tests.vllm.engines import Dead, Engine, Server, continued, prompt
 from tests.vllm.models import Attention, Model
 from tests.vllm.setups import Connector, Setup

@@ -63,7 +63,7 @@ from asynckv.integrations.vllm.offload.spec import AsyncKVOffloadingSpec, stored
 from asynckv.integrations.vllm.offload.worker import Worker, device_layout
 from asynckv.ports import CopyOp, Record, RecordsEnded, RecordsLost
 from asynckv.testing import SimDisk, SimRecords
-from asynckv.tools.offload_folder import look
+from asynckv.tools.offload.folder import look
 
 PAGE = 4096
 WITHIN_S = 20.0

@@ -1,0 +1,110 @@
+"""The block ids of one wave: what an engine's scheduler and its prefix cache would choose.
+
+Every engine has one free list per cache group, for what it lends and for what it pulls. Requests that are lent
+by the same engine share the blocks that hold the same tokens, as they do in an engine's prefix cache. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from asynckv.tools.bench.schedule import Place, Request
+
+__all__ = ["Allocation", "Allocator", "Lists"]
+
+Lists = list[tuple[int, list[int | None]]]
+"""Per group the first token and the blocks."""
+
+Places = Callable[[str, int, int], list[tuple[int, list[bool]]]]
+"""Of a role, a prompt's tokens and how many are cached: per group the first token, and where there are blocks."""
+
+
+class Allocation(NamedTuple):
+    """One request's blocks on both sides."""
+
+    request: Request
+    lent: Lists
+    pulled: Lists
+
+
+class Allocator:
+    """All engines' free blocks, for one wave.
+
+    Args:
+        num_blocks: Per role the size of its engines' pools, per group.
+        engines: All of them.
+        places: Which blocks a request needs.
+        block_size: Tokens per block of each role.
+        shareable: Per group whether its blocks hold tokens, and so may be shared.
+        chunk_tokens: Tokens per chunk of a prompt.
+        rng: Shuffles the free lists, if blocks are to lie anywhere; None for runs.
+    """
+
+    def __init__(
+        self,
+        num_blocks: Mapping[str, Sequence[int]],
+        engines: Sequence[Place],
+        *,
+        places: Places,
+        block_size: Mapping[str, int],
+        shareable: Sequence[bool],
+        chunk_tokens: int,
+        rng: np.random.Generator | None,
+    ) -> None:
+        self._places, self._block_size = places, block_size
+        self._shareable, self._chunk_tokens = shareable, chunk_tokens
+        self._free: dict[Place, list[list[int]]] = {}
+        for place in engines:
+            pools = self._free[place] = []
+            for blocks in num_blocks[place.role]:
+                ids = np.arange(blocks)
+                if rng is not None:
+                    rng.shuffle(ids)
+                pools.append(ids[::-1].tolist())
+        self._shared: dict[tuple[Place, int, int, int], int] = {}
+        self.num_lent = self.num_shared = 0
+        """Places that were lent, and those of them whose block another request is lent as well."""
+
+    def take(self, request: Request) -> Allocation | None:
+        """Give a request its blocks on both engines; None, and nothing is taken, if they do not fit."""
+        lent_at = self._places(request.lender.role, request.tokens, 0)
+        pulled_at = self._places(request.reader.role, request.tokens, request.cached)
+        keys = [self._keys(request, g, there) for g, (_, there) in enumerate(lent_at)]
+        prefill = [sum(k is None or k not in self._shared for k in ks) for ks in keys]
+        decode = [sum(there) for _, there in pulled_at]
+        for place, needs in ((request.lender, prefill), (request.reader, decode)):
+            if any(need > len(free) for need, free in zip(needs, self._free[place], strict=True)):
+                return None
+        lent: Lists = []
+        for pool, (first, there), ks in zip(self._free[request.lender], lent_at, keys, strict=True):
+            known = iter(ks)
+            lent.append((first, [self._lend(pool, next(known)) if is_there else None for is_there in there]))
+        pulled: Lists = [
+            (first, [pool.pop() if is_there else None for is_there in there])
+            for pool, (first, there) in zip(self._free[request.reader], pulled_at, strict=True)
+        ]
+        return Allocation(request, lent, pulled)
+
+    def _lend(self, pool: list[int], key: tuple[Place, int, int, int] | None) -> int:
+        self.num_lent += 1
+        if key is None:
+            return pool.pop()
+        if key in self._shared:
+            self.num_shared += 1
+        else:
+            self._shared[key] = pool.pop()
+        return self._shared[key]
+
+    def _keys(self, request: Request, group: int, there: Sequence[bool]) -> list[tuple[Place, int, int, int] | None]:
+        """For every block that there is: what others know it by, if all of its tokens are of shared chunks."""
+        size, out = self._block_size[request.lender.role], []
+        for i, is_there in enumerate(there):
+            if is_there:
+                end = (i + 1) * size
+                chunk = (end - 1) // self._chunk_tokens
+                is_shared = self._shareable[group] and end <= request.tokens and chunk < len(request.chunks)
+                out.append((request.lender, group, i, request.chunks[chunk]) if is_shared else None)
+        return out

@@ -1,0 +1,513 @@
+"""`asynckv bench`: one run, and what can be done beside it: sweep, page, compare and offload.
+
+The parameters of a run are made from the declarations in `asynckv.tools.bench.options`; none is spelled here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from asynckv.errors import ConfigError
+from asynckv.tools.bench import offload_cli
+from asynckv.tools.bench.options import Options, flag
+from asynckv.tools.output import check_writable, help_of, write, write_json
+from asynckv.tools.parameters import is_given, options_given, taking_options
+
+__all__ = ["bench_app"]
+
+
+class _Bench(TyperGroup):
+    """`asynckv bench`, which takes `--offload` for its command of that name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments."""
+        if "--offload" in args:
+            args = ["offload", *(each for each in args if each != "--offload")]
+        return super().parse_args(ctx, args)
+
+
+bench_app = typer.Typer(cls=_Bench, rich_markup_mode="rich", add_completion=False)
+bench_app.command(epilog=offload_cli.EPILOG, help=help_of(offload_cli.offload))(offload_cli.offload)
+
+OUT = "Output"
+WHAT = "What is run"
+
+BENCH_EPILOG = """
+[bold]How fast is this host, and how much of it is reached?[/bold]
+
+  asynckv bench --layers 4 --requests 400 --floor
+
+[bold]Two ranks on each side, mixed prompts, a report to keep[/bold]
+
+  asynckv bench --model qwen3-32b --layers 2 --tp 2 --prompt-tokens 128:4096 --json report.json
+
+[bold]Prefill and decode cut differently, part of each prompt cached[/bold]
+
+  asynckv bench --model nemotron-h-8b --layers 4 --decode-tp 2 --prefill-block-size 64 --prefix-hit 30%
+
+[bold]Open loop: a rate of requests, shared prefixes, cancellations[/bold]
+
+  asynckv bench --layers 2 --shared-prefix 512 --rate 200 --cancel 5%
+
+[bold]A trace, over TCP, a tenth of the time between arrivals[/bold]
+
+  asynckv bench --layers 2 --trace trace.jsonl --requests 500 --arrivals trace --speed 10 --transport tcp
+
+[bold]A grid of runs, and what changed since[/bold]
+
+  asynckv bench sweep --concurrency 1,16,64 --layers 4 --rounds 5 --out sweep.jsonl
+
+  asynckv bench compare before.json after.json
+
+[bold]Tiers in host memory and files[/bold]
+
+  asynckv bench --offload --trace trace.jsonl --no-bytes
+
+[bold]Two machines; with keys instead of --allow-insecure: asynckv keygen -h[/bold]
+
+  asynckv bench --role prefill --bind 10.0.0.1:9000 --allow-insecure
+
+  asynckv bench --role decode --connect 10.0.0.1:9000 --allow-insecure
+
+[bold]Exit status[/bold]  0 all good, 1 a request failed, a byte was wrong or a block leaked, 2 bad input, 130 Ctrl-C, \
+141 the reader of stdout has left
+"""
+
+
+SWEEP_EPILOG = """
+[bold]Examples[/bold]
+
+  asynckv bench sweep --concurrency 1,16,64,256 --prompt-tokens 128,1024,8192 --model llama-3.1-8b --out sweep.jsonl
+
+  asynckv bench sweep --transport auto,tcp --tp 1,2 --layers 4 --requests 200 --rounds 8 --out results/
+
+  asynckv bench sweep --prompt-tokens "128:0.8,8192:0.2;1024" --layers 4 --out mixed.jsonl
+
+[bold]Going on[/bold]  the same command with the same --out runs what is missing; more --rounds add to what is there
+
+[bold]Exit status[/bold]  0 every point good, 1 a point failed or was bad, 2 bad input, 130 Ctrl-C
+"""
+
+PAGE_EPILOG = """
+[bold]Example[/bold]
+
+  asynckv bench page sweep.jsonl -o sweep.html
+
+[bold]Exit status[/bold]  0 written, 2 bad input
+"""
+
+COMPARE_EPILOG = """
+[bold]Examples[/bold]
+
+  asynckv bench compare before.json after.json
+
+  asynckv bench compare before.jsonl after.jsonl --metrics requests_per_s,p99 --fail-above 5%
+
+  asynckv bench compare reports-of-monday/ reports-of-tuesday/ --json - | jq .overall
+
+[bold]Exit status[/bold]  0 compared, 1 something is worse than --fail-above allows, 2 bad input
+"""
+
+
+# -- one run ---------------------------------------------------------------------------------------
+
+
+@taking_options
+def bench(context: typer.Context, **given: Any) -> None:
+    """Measure how fast KV cache moves from prefill to decode processes, and verify every byte.
+
+    A first look, in half a minute: asynckv bench --layers 4 --requests 400 --floor
+
+    Starts one process per rank, on this host or on two, with real NIXL and real ZMQ. Requests go in waves: blocks are
+    filled with a seeded pattern, lent, pulled while the clock runs, and compared afterwards. In a closed loop so many
+    are in flight at any time; in an open loop (--rate, --arrivals) they come by a schedule, and latency counts from
+    there.
+    """
+    if context.invoked_subcommand is not None:
+        _refuse_options(context)
+        return
+    from asynckv.tools.bench.experiment import Experiment
+
+    options = options_given(given)
+    experiment = Experiment(options)
+    _refuse_idle(context, options)
+    _open_log(options.log)
+    half = _half(options)
+    if half is not None and half.bind:
+        if options.json is not None:
+            raise ConfigError(f"--json {options.json}: the half with --connect has the report; leave it out here")
+        raise typer.Exit(_serve(experiment, half))
+    raise typer.Exit(_bench(experiment, half))
+
+
+bench_app.callback(invoke_without_command=True, epilog=BENCH_EPILOG, help=help_of(bench))(bench)
+
+
+def _refuse_idle(context: typer.Context, options: Options) -> None:
+    """Refuse options that would do nothing beside the others.
+
+    Raises:
+        ConfigError: One was given.
+    """
+    given = partial(is_given, context)
+    has_prefixes = options.shared_prefix is not None or options.trace is not None
+    for name, has_use, remedy in (
+        (
+            "rounds",
+            options.floor,
+            "--rounds says nothing without --floor, whose rounds it counts; give --floor as well",
+        ),
+        ("cancel_within_s", given("cancel"), "--cancel-within-s says nothing without --cancel; give --cancel 5%"),
+        (
+            "prefix_cache",
+            has_prefixes,
+            "--prefix-cache says nothing where prompts share no prefixes; give --shared-prefix or a --trace as well",
+        ),
+        (
+            "prompt_tokens",
+            not given("trace"),
+            "--prompt-tokens and --trace were both given, and the trace says how long prompts are; choose one",
+        ),
+    ):
+        if given(name) and not has_use:
+            raise ConfigError(remedy)
+
+
+def _open_log(target: str | None) -> None:
+    """Begin the file of the logs anew."""
+    if target == "-":
+        raise ConfigError("--log -: stdout is not for logs; give a file, or leave it out for errors on stderr")
+    if target is not None:
+        write("--log", target, "")
+
+
+def _half(options: Options) -> Any:
+    from asynckv.tools.bench.remote import Half
+
+    if options.role is not None:
+        return Half(options)
+    for name in ("bind", "connect", "secret", "authorized", "allow_insecure"):
+        if (value := getattr(options, name)) not in (None, False):
+            said = flag(name) if value is True else f"{flag(name)} {value}"
+            raise ConfigError(
+                f"{said} is for a benchmark on two machines; give --role prefill or --role decode as well"
+            )
+    return None
+
+
+def _logs(options: Options) -> Any:
+    from asynckv.observe.log import configure
+
+    stream = open(options.log, "a", buffering=1, encoding="utf-8") if options.log else sys.stderr  # noqa: SIM115
+    configure(options.level, stream=stream)
+    return stream
+
+
+def _serve(experiment: Any, half: Any) -> int:
+    from asynckv.tools.bench import remote
+
+    _logs(experiment.options)
+    return asyncio.run(remote.serve(experiment, half, lambda text: _say(half.role, text)))
+
+
+def _say(role: str, text: str) -> None:
+    from asynckv.tools.console import without_control
+
+    print(f"asynckv: {role} half: {without_control(text)}", file=sys.stderr, flush=True)
+
+
+def _bench(experiment: Any, half: Any) -> int:
+    import structlog
+    from rich.console import Console
+
+    from asynckv.tools.bench import report, report_text, session
+    from asynckv.tools.bench.driver import Measured
+    from asynckv.tools.progress import Bar
+
+    json = experiment.options.json
+    check_writable("--json", json)
+    errors = Console(stderr=True)
+    stream = _logs(experiment.options)
+    log = structlog.get_logger("asynckv.bench")
+    try:
+        with Bar(errors, says_interrupted=False) as bar:
+            bar.begin("sizing the pools")
+            if half is None:
+                work = session.alone(experiment, bar, log)
+            else:
+                work = session.leading(experiment, half, lambda text: _say(half.role, text), bar, log)
+            found, result = asyncio.run(work)
+    except KeyboardInterrupt:
+        # Before a driver was there to heed it.
+        found = Measured(interrupted=True)
+        result = report.make(experiment, found)
+    result["command"] = shlex.join(["asynckv", *sys.argv[1:]])
+    write_json(json, result)
+    console = errors if json == "-" else Console()
+    report_text.show(result, console)
+    _say_next(result, json, console)
+    if stream is not sys.stderr:
+        stream.close()
+    return report.status(found, result)
+
+
+def _say_next(result: Any, json: str | None, console: Any) -> None:
+    """Tell whoever sits before a terminal what can be done with this."""
+    if not console.is_terminal or result["interrupted"]:
+        return
+    hints = []
+    if json is None:
+        hints.append("--json FILE keeps this report, for asynckv report FILE and asynckv bench compare FILE FILE")
+    if not result["config"]["floor"]:
+        hints.append("--floor measures the bare transfer beside it, so that you see how much the engine reaches of it")
+    for i, hint in enumerate(hints):
+        console.print(f"{'' if i else chr(10)}next: {hint}", style="dim", highlight=False)
+
+
+def _refuse_options(context: typer.Context) -> None:
+    """Refuse a single run's options before a subcommand, where they would do nothing.
+
+    Raises:
+        ConfigError: There are some.
+    """
+    for param in context.command.params:
+        if is_given(context, str(param.name)):
+            name = context.invoked_subcommand
+            raise ConfigError(f"{param.opts[0]} stands before {name}; put options after it: asynckv bench {name} ...")
+
+
+# -- sweeps, pages, comparisons -----------------------------------------------------------------------
+
+
+@bench_app.command(
+    epilog=SWEEP_EPILOG,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    options_metavar="[OPTIONS] [ANY OPTION OF asynckv bench, ITS VALUE OR A LIST OF VALUES]...",
+)
+def sweep(
+    context: typer.Context,
+    out: Annotated[
+        str,
+        typer.Option(
+            help="FILE.jsonl, or a directory for sweep.jsonl; the page is beside it.",
+            metavar="DIR|FILE.jsonl",
+            rich_help_panel=OUT,
+        ),
+    ],
+    rounds: Annotated[
+        int,
+        typer.Option(
+            help="How often the whole grid is run; noise shows from 2 on, 8 make good intervals.", rich_help_panel=WHAT
+        ),
+    ] = 1,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Run again what failed or was bad.", rich_help_panel=WHAT)
+    ] = False,
+    mixed: Annotated[
+        bool,
+        typer.Option(
+            "--mixed",
+            help="Go on although the sweep was begun on another machine, version or code; it is noted.",
+            rich_help_panel=WHAT,
+        ),
+    ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew; what the file holds is lost.", rich_help_panel=WHAT)
+    ] = False,
+    page: Annotated[
+        bool, typer.Option("--page/--no-page", help="Write the page with plots at the end.", rich_help_panel=OUT)
+    ] = True,
+) -> None:
+    """Run `asynckv bench` over a grid: every option of it may have a list of values, with commas between.
+
+    Every combination is a point; each point is a run of its own, and a JSON line with its whole report as soon as
+    it is done. A point that fails is a line with the reason, and the sweep goes on. Where a value has commas itself,
+    semicolons stand between values.
+    """
+    from rich.console import Console
+
+    from asynckv.tools.bench import grid, journal, machine, summary
+    from asynckv.tools.bench import page as pages
+    from asynckv.tools.bench import sweep as sweeps
+
+    if not 1 <= rounds <= journal.MOST_ROUNDS:
+        raise ConfigError(f"--rounds {rounds} is outside 1 ... {journal.MOST_ROUNDS}")
+    target, html = sweeps.targets(out)
+    made = grid.expand(typer.main.get_command(bench_app), context.args)
+    command = shlex.join(["asynckv", "bench", "sweep", *context.args, "--rounds", str(rounds), "--out", out])
+    console, errors = Console(), Console(stderr=True)
+    with_page = page and pages.is_installed()
+    if page and not with_page:
+        errors.print(f"there will be no page: {pages.REMEDY}", style="yellow", highlight=False, markup=False)
+    book = journal.Journal(target, restart=restart)
+    try:
+        head = journal.Head(
+            command=command,
+            rounds=rounds,
+            axes=made.axes,
+            points=[journal.Place(point.key, point.axes) for point in made.points],
+            files=made.files,
+            environment=machine.environment(),
+        )
+        book.begin(head, mixed=mixed)
+        if book.repaired:
+            errors.print(
+                f"{target}: a line that was cut off is measured again", highlight=False, markup=False, soft_wrap=True
+            )
+        ran = _run(book, made.points, retry_failed, errors)
+        if ran.refused:
+            # The options are to blame, and a corrected sweep shall not find this one in its way.
+            target.unlink()
+            raise ConfigError(f"every point was refused: {ran.refused}")
+    finally:
+        book.close()
+    latest = book.sweep.latest()
+    summary.show(book.sweep, console)
+    total = len(made.points) * book.sweep.head.rounds
+    if ran.interrupted:
+        errors.print(
+            f"interrupted after {len(latest)} of {total} runs; the same command goes on:\n  {command}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(130)
+    if with_page:
+        write("page", str(html), pages.make(book.sweep, target.name))
+    console.print(f"{target}{f', {html}' if with_page else ''}", highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(0 if all(row.status == "good" for row in latest.values()) else 1)
+
+
+def _run(book: Any, points: Any, retry_failed: bool, errors: Any) -> Any:
+    """Run with a bar on a terminal, and a line per run either way."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from asynckv.tools.bench import sweep as sweeps
+    from asynckv.tools.console import printable
+
+    columns = (
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        rounds = book.sweep.head.rounds
+
+        def step(at: Any) -> None:
+            name = printable(sweeps.name_of(at.axes)) + (f" (round {at.round} of {rounds})" if rounds > 1 else "")
+            bar.update(task, total=at.total, completed=at.done, description=name)
+            if at.row is None:
+                return
+            said = printable(at.row.reason)
+            if at.row.report is not None:
+                rates, latency = at.row.report["throughput"], at.row.report["latency_s"]
+                said = (
+                    f"{rates['gbytes_per_s']:.3f} GB/s, {rates['requests_per_s']:.1f} requests/s, "
+                    f"p50 {latency['p50'] * 1e3:.2f} ms, p99 {latency['p99'] * 1e3:.2f} ms"
+                ) + (f"; {said}" if said else "")
+            style = {"good": "", "bad": "red", "failed": "red"}[at.row.status]
+            mark = "" if at.row.status == "good" else f"{at.row.status}: "
+            errors.print(f"{at.done}/{at.total} {name}: {mark}{said}", style=style, highlight=False, soft_wrap=True)
+
+        return asyncio.run(sweeps.run(book, points, retry_failed=retry_failed, progress=step))
+
+
+@bench_app.command(epilog=PAGE_EPILOG)
+def page(
+    file: Annotated[Path, typer.Argument(help="A sweep's file, finished or not.", metavar="FILE.jsonl")],
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Where to write; - for stdout.",
+            show_default="beside it, FILE.html",
+            metavar="FILE",
+            rich_help_panel=OUT,
+        ),
+    ] = None,
+) -> None:
+    """Write a sweep as one HTML page: plots of throughput and latency against load, and a table of all points.
+
+    The page has everything inside and opens without a network.
+    """
+    from asynckv.tools.bench import journal
+    from asynckv.tools.bench import page as pages
+
+    if not pages.is_installed():
+        raise ConfigError(pages.REMEDY)
+    target = output or str(file.with_suffix(".html"))
+    write("--output", target, pages.make(journal.load(file), file.name))
+    if target != "-":
+        typer.echo(target)
+
+
+@bench_app.command(epilog=COMPARE_EPILOG)
+def compare(
+    before: Annotated[str, typer.Argument(help="A report, a sweep, or a directory of them.")],
+    after: Annotated[str, typer.Argument(help="The same, to compare with it.")],
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            help="Figures, with commas between; or any number's path in the reports, such as phases_s.read.p50.",
+            show_default="gbytes_per_s, requests_per_s, p50, p99, decode_cpu, descriptors, ratio_to_floor.raw_nixl.*",
+        ),
+    ] = None,
+    more_before: Annotated[
+        list[str] | None, typer.Option("--before", help="More runs of the first side.", metavar="FILE")
+    ] = None,
+    more_after: Annotated[
+        list[str] | None, typer.Option("--after", help="More runs of the second side.", metavar="FILE")
+    ] = None,
+    fail_above: Annotated[
+        str | None,
+        typer.Option(
+            help="Exit with 1 if a figure is worse by more than this, such as 5%, unless that is within noise; "
+            "or if a point is missing or has more faults.",
+            metavar="PERCENT",
+        ),
+    ] = None,
+    json: Annotated[
+        str | None, typer.Option(help="Write the comparison there; - for stdout.", rich_help_panel=OUT, metavar="FILE")
+    ] = None,
+) -> None:
+    """Say what changed between two reports or sweeps, and whether it is more than noise.
+
+    Points of sweeps match by their parameters; parameters that have one value on each side, and not the same,
+    are what was changed. Noise needs several runs of each point on each side.
+    """
+    from rich.console import Console
+
+    from asynckv.tools.bench import compare as comparing
+    from asynckv.tools.bench import sides
+
+    limit = None if fail_above is None else comparing.share("--fail-above", fail_above)
+    names = [] if metrics is None else [x.strip() for x in metrics.split(",") if x.strip()]
+    if metrics is not None and not names:
+        raise ConfigError(f"--metrics {metrics!r} names none")
+    sides.refuse_repeated([before, *(more_before or ()), after, *(more_after or ())])
+    result = comparing.compare(
+        sides.load([before, *(more_before or ())]), sides.load([after, *(more_after or ())]), names, limit
+    )
+    write_json(json, result)
+    comparing.show(result, Console(stderr=json == "-"))
+    raise typer.Exit(1 if result["exceeded"] else 0)

@@ -1,0 +1,439 @@
+"""The driver: given workers, it plays the two schedulers and the router, and collects figures.
+
+Work goes in *waves*. For each: fill the blocks, tell the ranks that pull, lend, open the window
+in which they pull (in a closed loop, or by the schedule's clock), close it, verify, wait until every lease is
+over. Only the windows are timed. The pools are sized by the concurrency, not by the number of requests.
+
+Who started the workers, and on which machine they are, it does not know: it tells them, and hears them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from msgspec.structs import replace as replace_struct
+
+from asynckv.config import LeaseConfig
+from asynckv.core.types import Endpoint
+from asynckv.errors import AsyncKVError
+from asynckv.scheduler import PrefillGroup
+from asynckv.tools.bench import protocol as p
+from asynckv.tools.bench.blocks import Allocation, Allocator
+from asynckv.tools.bench.experiment import Experiment
+from asynckv.tools.bench.floor import KINDS, Round
+from asynckv.tools.bench.schedule import Place, Request
+from asynckv.tools.bench.workers import Worker, WorkerLost, Workers
+from asynckv.tools.plan.layouts import model_groups
+from asynckv.tools.plan.models import State
+from asynckv.tools.progress import Steps, Unseen
+
+__all__ = ["Driver", "Measured"]
+
+T = TypeVar("T")
+Groups = dict[Place, PrefillGroup]
+
+START_S = 120.0
+GRACE_S = 30.0
+
+
+@dataclass(slots=True)
+class Measured:
+    """What a run found."""
+
+    submitted: int = 0
+    outcomes: dict[int, list[p.Outcome]] = field(default_factory=dict)
+    warmup: list[p.Outcome] = field(default_factory=list)
+    windows_s: list[float] = field(default_factory=list)
+    scheduled_s: float = 0.0
+    """When the last request that was submitted should have come."""
+    lent_places: int = 0
+    shared_places: int = 0
+    bytes_verified: int = 0
+    bytes_wanted: int = 0
+    bytes_wrong: int = 0
+    wrong_requests: list[int] = field(default_factory=list)
+    prefill_leaked: int = 0
+    decode_leaked: int = 0
+    quarantined: int = 0
+    cpu_s: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "decode": 0.0})
+    lags: list[float] = field(default_factory=list)
+    lease_ends: dict[str, int] = field(default_factory=dict)
+    release_s: list[float] = field(default_factory=list)
+    peak_rss: dict[str, int] = field(default_factory=dict)
+    pool_bytes: dict[str, int] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    stage: Literal["start", "warm-up", "run"] = "start"
+    """How far it is; after Ctrl-C, how far it was."""
+    pids: dict[str, int] = field(default_factory=dict)
+    floor: list[Round] = field(default_factory=list)
+
+
+class Driver:
+    """One run.
+
+    Args:
+        experiment: What to run.
+        num_blocks: Size of the pools per group, by role.
+        progress: Is told how far the run is.
+        log: A structlog logger for the driver's own events.
+
+    Attributes:
+        found: What was measured so far.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        num_blocks: Mapping[str, Sequence[int]],
+        progress: Steps | None = None,
+        log: Any = None,
+    ) -> None:
+        self.found = Measured()
+        self._experiment, self._options = experiment, experiment.options
+        self._num_blocks, self._progress, self._log = num_blocks, progress or Unseen(), log
+        self._schedule = experiment.schedule()
+        self._engines: dict[Place, Sequence[Worker]] = {}
+        self._roles: dict[Worker, str] = {}
+        self._stop = asyncio.Event()
+        self._rng = np.random.default_rng(self._options.seed)
+        self._cpu_at: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def heeding_signals(self) -> Iterator[None]:
+        """Let Ctrl-C and SIGTERM end the run in order."""
+        loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+        for number in numbers:
+            loop.add_signal_handler(number, self.interrupt)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    async def run(self, workers: Workers) -> Measured:
+        """Run all requests on these workers, which were told who they are; bounded in time.
+
+        Raises:
+            ConfigError: The input cannot be run.
+            AsyncKVError: A worker cannot go on.
+        """
+        self._engines = {place: workers[place] for place in self._experiment.engines.places}
+        self._roles = {worker: place.role for place, ranks in self._engines.items() for worker in ranks}
+        started = time.monotonic()
+        try:
+            groups = await self._unless_stopped(self._ready())
+            if groups is None:
+                return self.found
+            if self._log is not None:
+                self._log.info("workers_started", pids=self.found.pids, seconds=round(time.monotonic() - started, 3))
+            with contextlib.suppress(WorkerLost):
+                await self._or_note(self._waves(groups))
+            await self._reports()
+        except WorkerLost as exc:
+            self.found.problems.append(str(exc))
+        return self.found
+
+    def interrupt(self) -> None:
+        """Ctrl-C: stop pulling, then end in order."""
+        self.found.interrupted = True
+        self._stop.set()
+        for worker in self._readers:
+            worker.tell(p.Cancel())
+
+    async def _unless_stopped(self, work: Coroutine[None, None, T]) -> T | None:
+        """Do what Ctrl-C breaks off at once."""
+        doing, stopped = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({doing, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            return doing.result() if doing.done() else None
+        finally:
+            for task in (doing, stopped):
+                task.cancel()
+            await asyncio.gather(doing, stopped, return_exceptions=True)
+
+    def _enter(self, stage: Literal["warm-up", "run"], total: int | None) -> None:
+        """Go on to the next part of the run."""
+        if not self.found.interrupted:
+            self.found.stage = stage
+        what = {"warm-up": "warm-up, first handshakes", "run": "requests, with filling and comparing"}[stage]
+        self._progress.begin(what, total, has_rate=stage == "run")
+
+    def _of(self, wanted: Callable[[Place], bool]) -> list[Worker]:
+        return [worker for place, workers in self._engines.items() if wanted(place) for worker in workers]
+
+    @property
+    def _lenders(self) -> list[Worker]:
+        """Ranks of the engines that lend."""
+        return self._of(self._experiment.engines.lends)
+
+    @property
+    def _readers(self) -> list[Worker]:
+        """Ranks of the engines that pull."""
+        return self._of(self._experiment.engines.pulls)
+
+    async def _ready(self) -> Groups:
+        """Wait until all workers are up; returns the schedulers' views of the engines that lend."""
+        endpoints: dict[Place, list[Endpoint]] = {}
+        self._progress.begin(f"starting {len(self._roles)} workers", len(self._roles), has_rate=False)
+        self._progress.note("they register memory")
+        for place, workers in self._engines.items():
+            for worker in workers:
+                ready = await worker.hear(p.Ready, START_S)
+                self._progress.at(len(self.found.pids) + 1)
+                self.found.environment = ready.environment
+                self.found.pids[worker.name] = ready.pid
+                endpoints.setdefault(place, []).append(ready.endpoint)
+        lease_s, engines = self._options.lease_s, self._experiment.engines
+        lease = LeaseConfig(lease_s=lease_s, grant_s=min(10.0, lease_s))
+        return {
+            place: PrefillGroup(
+                engines.name(place), endpoints[place], lease=lease, pp_size=self._experiment.sides[place.role].pp
+            )
+            for place in self._engines
+            if engines.lends(place)
+        }
+
+    # -- waves -------------------------------------------------------------------------------------
+
+    async def _waves(self, groups: Groups) -> None:
+        """Run all requests."""
+        if self._options.floor:
+            await self._open_floor()
+        await self._warm_up(groups)
+        self._enter("run", len(self._schedule))
+        done, clock_s, total = 0, 0.0, len(self._schedule)
+        most = -(-total // self._options.rounds) if self._options.floor else total
+        while done < total and not self._stop.is_set():
+            wave = self._allocate(self._schedule[i] for i in range(done, min(done + most, total)))
+            await self._wave(groups, wave, clock_s)
+            # The schedule's clock stands still between windows, and goes on where the last one closed: who would
+            # have waited behind a window that took too long is late by that much.
+            clock_s += self.found.windows_s[-1]
+            self.found.scheduled_s = wave[-1].request.arrival_s
+            done += len(wave)
+            self._progress.at(self.found.submitted)
+        self._progress.begin("ending the workers")
+
+    async def _warm_up(self, groups: Groups) -> None:
+        """Move some requests of the workload before the clock runs; only their faults count."""
+        found, pairs, todo = self.found, dict[tuple[Place, Place], list[Request]](), list[Request]()
+        for request in self._schedule:
+            pairs.setdefault((request.lender, request.reader), []).append(request)
+        for requests in pairs.values():
+            for i in range(self._options.warmup):
+                # Under numbers that no measured request has.
+                number = len(self._schedule) + len(todo)
+                todo.append(replace(requests[i % len(requests)], number=number, chunks=(), cancel_s=None))
+        self._enter("warm-up", len(todo))
+        while todo and not self._stop.is_set():
+            wave = self._allocate(todo)
+            todo = todo[len(wave) :]
+            await self._wave(groups, wave, 0.0, is_open=False)
+            for request, _, _ in wave:
+                found.warmup += found.outcomes.pop(request.number)
+        found.submitted, found.bytes_verified, found.bytes_wanted = 0, 0, 0
+        found.lent_places = found.shared_places = 0
+        found.windows_s, found.lags, found.lease_ends, found.floor = [], [], {}, []
+        found.cpu_s = dict.fromkeys(found.cpu_s, 0.0)
+
+    async def _wave(
+        self, groups: Groups, wave: Sequence[Allocation], clock_s: float, *, is_open: bool | None = None
+    ) -> None:
+        it, options, found = self._experiment, self._options, self.found
+        if is_open is None:
+            is_open = it.arrivals.is_open
+        lend: dict[Place, list[p.Work]] = {place: [] for place in self._engines}
+        pull: dict[Place, list[p.Work]] = {place: [] for place in self._engines}
+        for r, lent, pulled in wave:
+            params = groups[r.lender].make_params(f"prefill-{r.number}", lent, r.tokens, written=True)
+            work = p.Work(r.number, lent, r.tokens, params, it.workload.chunk_tokens, list(r.chunks))
+            lend[r.lender].append(work)
+            arrival_s = r.arrival_s - clock_s if is_open else 0.0
+            pull[r.reader].append(replace_struct(work, lists=pulled, arrival_s=arrival_s, cancel_s=r.cancel_s))
+        patience = (
+            GRACE_S
+            + sum(
+                n * size * len(workers)
+                for place, workers in self._engines.items()
+                for n, size in zip(self._num_blocks[place.role], it.block_bytes(place.role), strict=True)
+            )
+            / 2e8
+        )
+        for place, workers in self._engines.items():
+            for worker in workers:
+                if it.engines.lends(place):
+                    worker.tell(p.Fill(lend[place]))
+                if it.engines.pulls(place):
+                    worker.tell(p.Prepare(pull[place]))
+        self._progress.note("filling blocks" if options.verify != "off" else "")
+        for place, workers in self._engines.items():
+            for worker in workers:
+                if it.engines.lends(place):
+                    await worker.hear(p.Done, patience)
+                if it.engines.pulls(place):
+                    await worker.hear(p.Done, patience)
+        samples: list[p.Sample] = []
+        if options.floor and len(found.floor) % 2:
+            samples = await self._measure_floor(patience)
+            (reader,) = self._readers
+            reader.tell(p.Prepare(pull[Place("decode", 0)]))
+            await reader.hear(p.Done, patience)
+        # Only now: a floor keeps the readers' loops from answering, and leases would run out meanwhile.
+        for worker in self._lenders:
+            worker.tell(p.Lend())
+        for worker in self._lenders:
+            self._cpu_at[worker.name] = (await worker.hear(p.Done, patience)).cpu_s
+        found.submitted += len(wave)
+        for request, _, _ in wave:
+            found.outcomes[request.number] = []
+        span_s = max(wave[-1].request.arrival_s - clock_s, 0.0) if is_open else 0.0
+        rounds, cpu_s = 1 if is_open else -(-len(wave) // options.concurrency), found.cpu_s["decode"]
+        longest_s = span_s + rounds * (options.timeout_s + GRACE_S) + options.timeout_s + patience
+        self._progress.note("pulling")
+        await self._pull(0 if is_open else options.concurrency, longest_s)
+        cpu_s = found.cpu_s["decode"] - cpu_s
+        self._progress.note("comparing" if options.verify != "off" else "")
+        await self._verify(wave, patience)
+        await self._finish()
+        if options.floor and not self._stop.is_set():
+            samples = samples or await self._measure_floor(patience)
+            good = [o for r, _, _ in wave for o in found.outcomes[r.number] if not o.error and o.num_bytes]
+            seconds, moved = [o.seconds for o in good], sum(o.num_bytes for o in good)
+            failed = sum(any(o.error for o in found.outcomes[r.number]) for r, _, _ in wave)
+            window_s = found.windows_s[-1]
+            found.floor.append(Round(window_s, seconds, moved, cpu_s, options.concurrency, samples, failed))
+
+    async def _open_floor(self) -> None:
+        (lender,), (reader,) = self._lenders, self._readers
+        lender.tell(p.Open())
+        reader.tell(p.Connect(await lender.hear(p.Opened, START_S)))
+        await reader.hear(p.Done, START_S)
+
+    async def _measure_floor(self, patience_s: float) -> list[p.Sample]:
+        """Move the wave without the engine; another kind goes first each time."""
+        (lender,), (reader,) = self._lenders, self._readers
+        kinds = KINDS[self._options.transport]
+        turn = len(self.found.floor) % len(kinds)
+        lender.tell(p.Serve(True))
+        await lender.hear(p.Done, GRACE_S)
+        reader.tell(p.Measure([*kinds[turn:], *kinds[:turn]], self._options.concurrency))
+        samples = (await reader.hear(p.Floored, 4 * patience_s)).samples
+        lender.tell(p.Serve(False))
+        await lender.hear(p.Done, GRACE_S)
+        return sorted(samples, key=lambda sample: kinds.index(sample.kind))
+
+    def _allocate(self, requests: Iterable[Request]) -> list[Allocation]:
+        """Give the first requests their blocks, as many as fit at once."""
+        it, out = self._experiment, []
+        allocator = Allocator(
+            self._num_blocks,
+            it.engines.places,
+            places=it.places,
+            block_size={role: side.block_size for role, side in it.sides.items()},
+            shareable=[not isinstance(layer, State) for layer, _ in model_groups(it.model)],
+            chunk_tokens=it.workload.chunk_tokens,
+            rng=self._rng if it.options.block_order == "random" else None,
+        )
+        for request in requests:
+            if (taken := allocator.take(request)) is None:
+                break
+            out.append(taken)
+        self.found.lent_places += allocator.num_lent
+        self.found.shared_places += allocator.num_shared
+        return out
+
+    async def _pull(self, concurrency: int, patience_s: float) -> None:
+        """Open the window on all readers, and wait until each has closed it."""
+        found, windows = self.found, []
+        async for worker, pulled in self._ask(self._readers, p.Go(concurrency), p.Pulled, patience_s):
+            windows.append(pulled.window_s)
+            found.cpu_s[self._roles[worker]] += pulled.cpu_s
+            found.lags += pulled.lags
+            found.decode_leaked += pulled.held
+            for outcome in pulled.outcomes:
+                if outcome.number in found.outcomes:
+                    found.outcomes[outcome.number].append(outcome)
+                else:
+                    self._lost(f"{worker.name} answers for request {outcome.number}, which nobody gave it")
+        found.windows_s.append(max(windows, default=0.0))
+
+    async def _verify(self, wave: Sequence[Allocation], patience_s: float) -> None:
+        found = self.found
+        # What one rank completed and another cancelled is nobody's request.
+        cut = [
+            a.request.number
+            for a in wave
+            if a.request.cancel_s is not None and any(o.error for o in found.outcomes[a.request.number])
+        ]
+        async for _, verified in self._ask(self._readers, p.Verify(cut), p.Verified, patience_s):
+            found.bytes_verified += verified.num_bytes
+            found.bytes_wanted += verified.wanted
+            found.bytes_wrong += verified.wrong
+            found.wrong_requests += verified.wrong_requests
+
+    async def _finish(self) -> None:
+        found, readers = self.found, self._readers
+        # Where a reader never came, the lease has to run out first.
+        patience = self._options.lease_s + 2 * min(10.0, self._options.lease_s) + 10.0
+        async for worker, ended in self._ask(self._lenders, p.Finish(patience), p.Ended, patience + GRACE_S):
+            for cause, n in ended.causes.items():
+                found.lease_ends[cause] = found.lease_ends.get(cause, 0) + n
+            found.prefill_leaked += ended.leaked_blocks
+            found.lags += ended.lags
+            if worker not in readers:
+                found.cpu_s["prefill"] += ended.cpu_s - self._cpu_at[worker.name]
+
+    async def _reports(self) -> None:
+        """Ask every worker for its last words."""
+        found, lenders, readers = self.found, self._lenders, self._readers
+        patience = self._options.timeout_s + 2 * GRACE_S
+        async for worker, report in self._ask([*self._roles], p.Stop(), p.Report, patience, AsyncKVError):
+            found.peak_rss[worker.name] = report.peak_rss_bytes
+            found.pool_bytes[worker.name] = report.pool_bytes
+            found.release_s += report.release_s
+            if worker in lenders:
+                found.prefill_leaked += report.gauges.get("blocks_lent", 0)
+            if worker in readers:
+                quarantined = report.gauges.get("blocks_quarantined", 0)
+                found.quarantined += quarantined
+                found.decode_leaked += report.gauges.get("blocks_writing", 0) - quarantined
+            if report.integrity:
+                found.problems.append(f"{worker.name}: {report.integrity}")
+
+    async def _ask(
+        self, workers: Sequence[Worker], command: p.Command, kind: type[T], patience_s: float, *noted: type[Exception]
+    ) -> AsyncIterator[tuple[Worker, T]]:
+        """Tell all that are still there, and hear each; who is lost meanwhile, or fails as `noted`, ends the run."""
+        alive = [worker for worker in workers if not worker.is_lost]
+        errors: tuple[type[Exception], ...] = (WorkerLost, *noted)
+        for worker in alive:
+            worker.tell(command)
+        for worker in alive:
+            try:
+                answer = await worker.hear(kind, patience_s)
+            except errors as exc:
+                self._lost(str(exc))
+                continue
+            yield worker, answer
+
+    def _lost(self, what: str) -> None:
+        if what not in self.found.problems:
+            self.found.problems.append(what)
+        self._stop.set()
+
+    async def _or_note(self, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except WorkerLost as exc:
+            self._lost(str(exc))
+            # Whoever is left still has leases to see off.
+            await self._finish()

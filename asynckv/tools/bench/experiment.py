@@ -1,0 +1,297 @@
+"""What the options of a run amount to: a model, a workload, two sides, who lends to whom, and how large pools are.
+
+Made once from `Options`, checked as a whole, and never changed. The driver, the workers' set-up, the report and what
+two halves compare all read it, and the options themselves through it. It starts nothing and measures nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from asynckv.config import NixlConfig
+from asynckv.errors import ConfigError, LayoutError
+from asynckv.geometry.layout import Layout
+from asynckv.geometry.match import assign, remote_ranks
+from asynckv.geometry.tables import PeerTables
+from asynckv.tools.bench.options import DEFAULT_MODEL, Options, Shape
+from asynckv.tools.bench.schedule import Arrivals, Engines, Place, Request, make_schedule
+from asynckv.tools.bench.workload import Workload, cached_tokens, drawn, traced
+from asynckv.tools.plan.layouts import model_groups
+from asynckv.tools.plan.models import Model, State, chosen
+
+__all__ = ["Experiment", "memory_available"]
+
+MiB = 1 << 20
+MOST_RANKS = 1024
+MOST_BLOCK_SIZE = 1 << 20
+PROCESS_BYTES = 600 * MiB
+"""What a process may use beside its pool."""
+OPEN_BYTES = 2048 * MiB
+"""A pool's size in an open loop, if the schedule needs more: every window's end costs the time of its last pulls."""
+
+
+class Experiment:
+    """One run, worked out.
+
+    Args:
+        options: What was asked for.
+        model, workload: What they name, if it is not to be looked up.
+
+    Attributes:
+        sides: Both engines' shapes, by role.
+        engines: How many there are, and who lends to whom.
+        arrivals: When requests come.
+
+    Raises:
+        ConfigError: The options cannot be run.
+    """
+
+    def __init__(self, options: Options, model: Model | None = None, workload: Workload | None = None) -> None:
+        self.options = options
+        self.model = _model(options) if model is None else model
+        self.workload = _workload(options) if workload is None else workload
+        self.sides: dict[str, Shape] = {role: options.shape(role) for role in ("prefill", "decode")}
+        self.engines = Engines(options.prefill_engines, options.decode_engines, options.both_ways)
+        kind = options.arrivals or ("closed" if options.rate is None else "poisson")
+        self.arrivals = Arrivals(kind, options.rate, options.speed)
+        for role, side in self.sides.items():
+            for name, value, most in (
+                ("tp", side.tp, MOST_RANKS),
+                ("pp", side.pp, MOST_RANKS),
+                ("block-size", side.block_size, MOST_BLOCK_SIZE),
+                ("ratio", side.ratio, MOST_BLOCK_SIZE),
+            ):
+                if not 1 <= value <= most:
+                    raise ConfigError(f"--{name} {value} ({role} side) is outside 1 ... {most}")
+            if side.block_size % side.ratio:
+                raise ConfigError(
+                    f"--ratio {side.ratio} ({role} side) does not divide --block-size {side.block_size}; a block is so "
+                    f"many kernel blocks of equal size"
+                )
+        if any(self.workload.chunks) and options.prefix_hit not in ("0", "0%"):
+            raise ConfigError(
+                f"--prefix-hit {options.prefix_hit} was given for prompts that share prefixes, of which the modelled "
+                f"cache says what is there; use --prefix-cache to size that, or leave --prefix-hit out"
+            )
+        if options.floor:
+            self._check_floor()
+        NixlConfig(posting_threads=options.posting_threads)
+        self.cached(1)
+        for role in self.sides:
+            self.block_bytes(role)
+
+    def _check_floor(self) -> None:
+        options, requests = self.options, len(self.workload.prompt_tokens)
+        ranks = [side.tp * side.pp for side in self.sides.values()]
+        if max(ranks) > 1 or len(self.engines.places) > 2 or self.engines.both_ways:
+            raise ConfigError(
+                "--floor compares one decode rank with one prefill rank; leave out --tp, --pp, --prefill-engines, "
+                "--decode-engines and --both-ways"
+            )
+        if self.arrivals.is_open or options.cancel or options.memory != "host":
+            raise ConfigError(
+                "--floor compares closed loops in host memory; leave out --rate, --arrivals, --cancel and --memory"
+            )
+        if options.announced:
+            raise ConfigError(
+                "--floor and --announced: claims that are granted before the window opens are not in it, so the "
+                "engine's part of the floor would flatter; leave one of them out"
+            )
+        if not 1 <= options.rounds <= requests:
+            raise ConfigError(
+                f"--rounds {options.rounds} is outside 1 ... {requests} (--requests): each has one at least"
+            )
+
+    def num_ranks(self, number: int) -> int:
+        """Ranks that pull a request; it is complete when all of them have it."""
+        side = self.sides[self.engines.route(number)[1].role]
+        return side.tp * side.pp
+
+    def schedule(self) -> list[Request]:
+        """Work every request out.
+
+        Raises:
+            ConfigError: The trace has no times.
+        """
+        return make_schedule(
+            self.workload,
+            engines=self.engines,
+            arrivals=self.arrivals,
+            cache_tokens=self.options.prefix_cache,
+            cached=self.cached,
+            cancel=self.options.cancel,
+            cancel_within_s=self.options.cancel_within_s,
+            seed=self.options.seed,
+        )
+
+    def cached(self, tokens: int) -> int:
+        """Tokens of a prompt that the decode side has already.
+
+        Raises:
+            ConfigError: It is neither a number nor a percentage.
+        """
+        return cached_tokens(self.options.prefix_hit, tokens)
+
+    def num_needed(self, role: str, tokens: int, cached: int = 0) -> list[int]:
+        """Blocks of each group that one request takes on one side."""
+        return [sum(there) for _, there in self.places(role, tokens, cached)]
+
+    def places(self, role: str, tokens: int, cached: int = 0) -> list[tuple[int, list[bool]]]:
+        """Per group the first token, and for every place of its list whether there is a block.
+
+        Like engines do: nothing before a sliding window, nothing that is cached, one state per request.
+        """
+        side = self.sides[role]
+        out: list[tuple[int, list[bool]]] = []
+        for layer, _ in model_groups(self.model):
+            if isinstance(layer, State):
+                out.append((cached, [True] * (cached < tokens)))
+                continue
+            size = side.block_size
+            start, end = cached // size, -(-tokens // size)
+            begin = max(0, tokens - layer.window + 1) // size if layer.window else 0
+            out.append((cached, [i >= begin for i in range(start, end)] if cached < tokens else []))
+        return out
+
+    def layout(self, role: str, tp_rank: int, pp_stage: int, num_blocks: int | Sequence[int] = 1) -> Layout:
+        """One rank's layout.
+
+        Raises:
+            ConfigError: The sizes do not fit the model.
+        """
+        shape = self.sides[role]
+        try:
+            return shape.layout(self.model, tp_rank, pp_stage, num_blocks)
+        except LayoutError as exc:
+            raise ConfigError(f"--{role}-tp {shape.tp}: {exc}") from exc
+
+    def small_pieces(self) -> list[str]:
+        """Say where the two geometries cut what is read into pieces so small that it is slow."""
+        ours, theirs = self.sides["decode"], self.sides["prefill"]
+        found: dict[str, None] = {}
+        for stage in range(ours.pp):
+            here = self.layout("decode", 0, stage)
+            ranks = remote_ranks(here.tp_rank, ours.tp, theirs.tp)
+            there = [self.layout("prefill", rank, s) for s in range(theirs.pp) for rank in ranks]
+            for other, shares in zip(there, assign(here, there), strict=True):
+                if shares:
+                    found |= dict.fromkeys(PeerTables(here, other, shares, itertools.count(1)).warnings)
+        return list(found)
+
+    def block_bytes(self, role: str) -> list[int]:
+        """Bytes of one block of each group, on the rank that holds most of it."""
+        side, most = self.sides[role], [0] * len(model_groups(self.model))
+        for stage in range(side.pp):
+            layout = self.layout(role, 0, stage)
+            sums = [0] * len(most)
+            for view in layout.views:
+                size = sum(part.itemsize * math.prod(d.size for d in part.dims) for part in view.parts)
+                sums[view.group] += size * layout.groups[view.group].ratio
+            most = [max(a, b) for a, b in zip(most, sums, strict=True)]
+        return most
+
+    def num_blocks(self, available: int | None = None) -> dict[str, list[int]]:
+        """Size of every engine's pools per group, by role: twice the concurrency's blocks, as far as memory goes.
+
+        In an open loop as many as the schedule needs, or as fit into `pool_mb` (`OPEN_BYTES`): waves are then few.
+
+        Args:
+            available: Bytes of memory that may be used; what this host has if left out.
+
+        Raises:
+            ConfigError: Not even one request fits.
+        """
+        uses: dict[str, dict[Place, list[list[int]]]] = {role: {} for role in self.sides}
+        for r in self.schedule():
+            for place, cached in ((r.lender, 0), (r.reader, r.cached)):
+                uses[place.role].setdefault(place, []).append(self.num_needed(place.role, r.tokens, cached))
+        wanted, least = {}, {}
+        for role in self.sides:
+            sizes = self.block_bytes(role)
+            columns = [list(zip(*needs, strict=True)) for needs in uses[role].values()] or [[(1,)] * len(sizes)]
+            least[role] = [max(1, *(max(c[g]) for c in columns)) for g in range(len(sizes))]
+            wanted[role] = [
+                max(1, *(self._wanted(sorted(c[g], reverse=True), size) for c in columns))
+                for g, size in enumerate(sizes)
+            ]
+        engines = {role: sum(place.role == role for place in self.engines.places) for role in self.sides}
+        processes = {role: side.tp * side.pp * engines[role] for role, side in self.sides.items()}
+        ranks = sum(processes.values())
+        room = max(0, (memory_available() if available is None else available) - ranks * PROCESS_BYTES - 512 * MiB)
+        total = sum(processes[role] * self._pool(role, wanted[role]) for role in self.sides)
+        share = min(1.0, room / total)
+        if self.options.pool_mb is not None:
+            share = min(share, *(self.options.pool_mb * MiB / self._pool(role, wanted[role]) for role in self.sides))
+        out = {}
+        for role in self.sides:
+            out[role] = [max(a, int(b * share)) for a, b in zip(least[role], wanted[role], strict=True)]
+        need = {role: self._pool(role, least[role]) for role in self.sides}
+        if not room:
+            have = memory_available() if available is None else available
+            raise ConfigError(
+                f"{ranks} worker processes need {_size(ranks * PROCESS_BYTES + 512 * MiB)} of memory beside their "
+                f"pools ({_size(PROCESS_BYTES)} each), but {_size(have)} can be had; use fewer ranks (--tp, "
+                f"--prefill-tp, --decode-tp) or engines"
+            )
+        for role in self.sides:
+            limit = self.options.pool_mb * MiB if self.options.pool_mb is not None else room // ranks
+            if need[role] > limit:
+                raise ConfigError(
+                    f"the longest prompt ({max(self.workload.prompt_tokens):,} tokens) needs a pool of "
+                    f"{_size(need[role])} on each of the {processes[role]} {role} ranks, but {_size(limit)} can be had "
+                    f"for each of {ranks} processes; shorten it with --max-prompt-tokens, use fewer --layers or ranks, "
+                    f"or {'raise --pool-mb' if limit < room // ranks else 'free memory'}"
+                )
+        return out
+
+    def _wanted(self, needs: Sequence[int], block_bytes: int) -> int:
+        """Blocks that one engine's pool of one group had better have, given what its requests need, largest first."""
+        size = max(block_bytes, 1)
+        if self.arrivals.is_open:
+            room = OPEN_BYTES if self.options.pool_mb is None else self.options.pool_mb * MiB
+            return min(sum(needs), max(needs[0], room // size))
+        return min(max(2 * sum(needs[: self.options.concurrency]), 64 * MiB // size), sum(needs))
+
+    def _pool(self, role: str, blocks: Sequence[int]) -> int:
+        return max(1, sum(n * size for n, size in zip(blocks, self.block_bytes(role), strict=True)))
+
+
+def _size(num_bytes: float) -> str:
+    """Say so many bytes in a unit that shows something of them."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.{0 if num_bytes >= 100 * size else 1}f} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def memory_available() -> int:
+    """Bytes of memory that this host could still give away."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 8 << 30
+
+
+def _model(options: Options) -> Model:
+    return chosen(options.model, options.hf_config, DEFAULT_MODEL).resized(
+        layers=options.layers, kv_heads=options.kv_heads, head_dim=options.head_dim, dtype=options.dtype
+    )
+
+
+def _workload(options: Options) -> Workload:
+    if options.trace is not None:
+        found = traced(Path(options.trace), options.requests)
+    else:
+        found = drawn(options.prompt_tokens, options.requests or 100, options.seed)
+    found = found.capped(options.max_prompt_tokens)
+    groups = options.prefix_groups
+    if options.shared_prefix is not None:
+        return found.sharing(options.shared_prefix, 8 if groups is None else groups, options.seed)
+    if groups is not None:
+        raise ConfigError(
+            f"--prefix-groups {groups} says nothing without --shared-prefix; give the prefixes' length as well"
+        )
+    return found

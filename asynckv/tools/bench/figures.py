@@ -1,0 +1,133 @@
+"""The figures of a report by name: where each is, its unit, and which way is better."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asynckv.errors import ConfigError
+from asynckv.tools.bench.noise import LEVEL
+
+__all__ = ["DEFAULT", "FIGURES", "Figure", "at", "leaves", "named"]
+
+Report = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number of a report.
+
+    Attributes:
+        of: Returns it in the figure's unit; None where a report does not have it.
+        within: Returns the interval that the run itself found, where it measured in rounds.
+    """
+
+    name: str
+    title: str
+    unit: str
+    better: Literal["higher", "lower", ""]
+    of: Callable[[Report], float | None]
+    within: Callable[[Report], tuple[float, float] | None] = lambda report: None
+
+
+def _find(report: Report, path: str) -> Any:
+    value: Any = report
+    for part in filter(None, path.split(".")):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _number(value: Any) -> float | None:
+    """Read a number, or the median of one that was measured in rounds."""
+    if isinstance(value, Mapping):
+        value = value.get("median")
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def at(path: str, scale: float = 1.0) -> Callable[[Report], float | None]:
+    """Make what finds the number at a dotted path, times `scale`."""
+
+    def get(report: Report) -> float | None:
+        value = _number(_find(report, path))
+        return None if value is None else value * scale
+
+    return get
+
+
+def _within(path: str) -> Callable[[Report], tuple[float, float] | None]:
+    def get(report: Report) -> tuple[float, float] | None:
+        value = _find(report, path)
+        if not isinstance(value, Mapping) or value.get("level", 0.0) < LEVEL:
+            return None
+        return value["low"], value["high"]
+
+    return get
+
+
+def _per_request(path: str, scale: float = 1.0) -> Callable[[Report], float | None]:
+    get = at(path, scale)
+
+    def per_request(report: Report) -> float | None:
+        value, requests = get(report), report["requests"]
+        # Those that read nothing, being cached whole, are no requests of a transfer.
+        number = requests["completed"] - requests.get("read_nothing", 0)
+        return value / number if value is not None and number else None
+
+    return per_request
+
+
+FIGURES = {
+    figure.name: figure
+    for figure in (
+        Figure("gbytes_per_s", "throughput", "GB/s", "higher", at("throughput.gbytes_per_s")),
+        Figure("requests_per_s", "throughput", "requests/s", "higher", at("throughput.requests_per_s")),
+        Figure("p50", "latency p50", "ms", "lower", at("latency_s.p50", 1e3)),
+        Figure("p90", "latency p90", "ms", "lower", at("latency_s.p90", 1e3)),
+        Figure("p99", "latency p99", "ms", "lower", at("latency_s.p99", 1e3)),
+        Figure("max", "latency max", "ms", "lower", at("latency_s.max", 1e3)),
+        Figure("decode_cpu", "decode CPU per request", "µs", "lower", _per_request("cpu_s.decode", 1e6)),
+        Figure("prefill_cpu", "prefill CPU per request", "µs", "lower", _per_request("cpu_s.prefill", 1e6)),
+        Figure("loop_lag_p99", "loop lag p99", "ms", "lower", at("loop_lag_s.p99", 1e3)),
+        Figure("descriptors", "descriptors per request", "", "lower", _per_request("descriptors.posted")),
+    )
+}
+DEFAULT = ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu", "descriptors")
+
+
+def leaves(report: Report, under: str = "") -> Iterator[tuple[str, float]]:
+    """Yield every number of a report, by its dotted path; with `under` those of that part only."""
+    part = _find(report, under)
+    if (number := _number(part)) is not None:
+        yield under, number
+    elif isinstance(part, Mapping):
+        for key in part:
+            yield from leaves(report, f"{under}.{key}" if under else str(key))
+
+
+def named(name: str, known: set[str]) -> Figure:
+    """Find a figure by its name, or by a number's path in the report, such as `phases_s.read.p50`.
+
+    Args:
+        name: What is looked for.
+        known: The paths that there are.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if (figure := FIGURES.get(name)) is not None:
+        return figure
+    if name not in known:
+        near = difflib.get_close_matches(name, [*FIGURES, *sorted(known)], 1)
+        raise ConfigError(
+            f"--metrics {name!r} is unknown{f'; did you mean {near[0]}?' if near else ''}; there are "
+            f"{', '.join(FIGURES)}, and every number's path in the reports, such as phases_s.read.p50"
+        )
+    root = name.split(".")[0]
+    if root == "ratio_to_floor":
+        better: Literal["higher", "lower"] = "higher" if name.endswith("per_s") else "lower"
+        return Figure(name, name, "", better, at(name), _within(name))
+    if root in ("latency_s", "phases_s", "loop_lag_s", "cpu_s"):
+        return Figure(name, name, "ms", "lower", at(name, 1e3))
+    return Figure(name, name, "", "", at(name))

@@ -1,0 +1,460 @@
+"""The floor: the same bytes between the same buffers with nothing around the copying, measured beside the engine.
+
+Before or after each window of the engine, in turn, the decode worker moves the wave's requests by each of `KINDS`: the
+same pieces in the same order, cut into posts as the engine cuts them. Everything is worked out before the clock runs,
+and what lands is compared with the pattern after it has stopped.
+
+The prefill worker only serves: its addresses for `process_vm_readv`, and a second NIXL agent over the same memory, so
+that nothing of the engine is in the way. Over TCP that agent is the floor: it sends as the engine's does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import anyio.to_thread
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from asynckv.config import NixlConfig, PullConfig
+from asynckv.core.types import decode_params
+from asynckv.errors import AsyncKVError
+from asynckv.geometry.blocks import check_block_ids
+from asynckv.geometry.layout import Layout
+from asynckv.geometry.match import assign
+from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
+from asynckv.ports import AgentInfo
+from asynckv.tools.bench import garbage
+from asynckv.tools.bench import protocol as p
+from asynckv.tools.bench.memory import Pool
+from asynckv.tools.bench.noise import median_of
+
+if TYPE_CHECKING:
+    from asynckv.edges.nixl_raw import RawLoop
+
+__all__ = [
+    "HEAD",
+    "KINDS",
+    "Floor",
+    "Probe",
+    "Round",
+    "Server",
+    "caveats",
+    "faults",
+    "latencies",
+    "pieces_of",
+    "summary",
+    "table",
+]
+
+KINDS = {
+    "auto": ("memory_copy", "process_vm_readv", "raw_nixl"),
+    "tcp": ("memory_copy", "raw_nixl"),
+}
+"""Transport -> what is measured."""
+
+IOV_MAX = 1024
+SCRATCH = 256 << 20
+"""Bytes that the memory copy reads from, in turn: far more than a cache holds."""
+
+Voids = npt.NDArray[np.void]
+Pieces = npt.NDArray[np.uint64]
+"""`[pieces, 3]`: address here, address there, bytes."""
+
+
+class Round(msgspec.Struct):
+    """One window of the engine and what followed it.
+
+    Attributes:
+        window_s, seconds, num_bytes, cpu_s: The engine's: the window, every request's latency, what was moved, CPU
+            of the decode process.
+        samples: The floor's.
+        failed: Requests of the engine's that failed. The floor moved them, so the round is in no ratio.
+    """
+
+    window_s: float
+    seconds: list[float]
+    num_bytes: int
+    cpu_s: float
+    concurrency: int
+    samples: list[p.Sample]
+    failed: int = 0
+
+
+def _start_raw(pool: Pool, name: str) -> tuple[RawLoop, AgentInfo]:
+    from asynckv.edges.nixl_raw import RawLoop
+
+    plane = RawLoop(NixlConfig(posting_threads=0), f"floor-{name}-{os.getpid()}")
+    # The same duties as the engine's: woken by UCX it makes progress for whoever reads from here.
+    agent = plane.begin(pool.registration.layout.memories, lambda: _progress(plane))
+    return plane, agent
+
+
+def _progress(plane: RawLoop) -> None:
+    plane.poll()
+
+
+class Server:
+    """The prefill worker's part."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._layout = pool.registration.layout
+        self._plane, self._agent = _start_raw(pool, "prefill")
+
+    def opened(self) -> p.Opened:
+        """Say how to get at the memory."""
+        return p.Opened(os.getpid(), self._agent.name, self._agent.metadata, self._layout)
+
+    def serve(self, on: bool) -> None:
+        """Make progress for the raw loop from now on, or only when woken."""
+        self._plane.watch(on)
+
+    def close(self) -> None:
+        """Serve nobody any more."""
+        self._plane.close()
+
+
+class Probe:
+    """The decode worker's part.
+
+    Args:
+        pool: This side's memory.
+        opened: What the prefill worker said.
+    """
+
+    def __init__(self, pool: Pool, opened: p.Opened, config: PullConfig) -> None:
+        self._pool, self._opened, self._config = pool, opened, config
+        self._here, self._there = pool.registration.layout, opened.layout
+        (share,) = assign(self._here, [self._there])
+        self._map = PeerTables(self._here, self._there, share, itertools.count(1))
+        self._plane, _ = _start_raw(pool, "decode")
+        self._scratch = mmap.mmap(-1, SCRATCH)
+        raw = np.frombuffer(self._scratch, np.uint8)
+        raw[::4096] = 1
+        self._scratch_base = raw.ctypes.data
+
+    async def connect(self) -> None:
+        """Load the prefill worker's agent."""
+        agent = AgentInfo(self._opened.agent_name, self._opened.metadata)
+        await self._plane.add_remote_agent(agent, self._there.memories)
+
+    def close(self) -> None:
+        """Let go of the agent."""
+        self._plane.close()
+
+    async def measure(self, kind: str, works: Sequence[p.Work], concurrency: int, verify: bool) -> p.Sample:
+        """Move all requests once more; the clock runs on the loop's thread, and nothing else does."""
+        # What is cached whole is nothing to move, and no request of the engine's figures either.
+        plans = [plan for work in works if (plan := self._plan(work)).num_bytes]
+        num_bytes = sum(plan.num_bytes for plan in plans)
+        if verify:
+            await anyio.to_thread.run_sync(self._poison, works)
+        prepare = self._prepared(kind)
+        try:
+            if kind == "raw_nixl":  # a NIXL agent is for one thread, and the loop's makes progress for it
+                move = prepare(plans, concurrency)
+            else:
+                move = await anyio.to_thread.run_sync(prepare, plans, concurrency)
+            garbage.settle()
+            cpu, began = time.process_time(), time.perf_counter()
+            ends = move()
+        except (OSError, AsyncKVError) as exc:
+            return p.Sample(kind, [], 0.0, num_bytes, 0.0, 0, str(exc))
+        window_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+        wrong = await anyio.to_thread.run_sync(self._wrong, works) if verify and kind != "memory_copy" else 0
+        return p.Sample(kind, ends, window_s, num_bytes, cpu_s, wrong)
+
+    def _plan(self, work: p.Work) -> Plan:
+        params = decode_params(work.params)
+        mine = check_block_ids(self._here, work.lists, params.num_tokens)
+        return plan_read(self._map, BlockLists(mine, params.groups, params.num_tokens))
+
+    def _poison(self, works: Sequence[p.Work]) -> None:
+        for work in works:
+            self._pool.poison(work.lists)
+
+    def _wrong(self, works: Sequence[p.Work]) -> int:
+        return sum(
+            self._pool.check(work.number, work.lists, work.tokens, (work.chunk_tokens, work.chunks))[1]
+            for work in works
+        )
+
+    def _prepared(self, kind: str) -> Callable[[Sequence[Plan], int], Callable[[], list[float]]]:
+        return {
+            "memory_copy": self._memory_copy,
+            "process_vm_readv": self._process_vm_readv,
+            "raw_nixl": self._raw_nixl,
+        }[kind]
+
+    def _raw_nixl(self, plans: Sequence[Plan], concurrency: int) -> Callable[[], list[float]]:
+        config = self._config
+        requests = [list(plan.posts(config.max_post_bytes, config.max_post_descriptors)) for plan in plans]
+        lists = self._plane.prepare_lists(self._opened.agent_name, requests)
+        return lambda: self._plane.read_all(
+            lists,
+            requests,
+            concurrency=concurrency,
+            window_bytes=config.window_bytes,
+            window_descriptors=config.window_descriptors,
+        )
+
+    def _pieces(self, plan: Plan) -> Pieces:
+        return pieces_of(plan, self._here, self._there, self._config)
+
+    def _memory_copy(self, plans: Sequence[Plan], concurrency: int) -> Callable[[], list[float]]:
+        requests = [list(self._copies(self._pieces(plan))) for plan in plans]
+
+        def move() -> list[float]:
+            ends, began = [], time.perf_counter()
+            for copies in requests:
+                for target, index, source in copies:
+                    target[index] = source
+                ends.append(time.perf_counter() - began)
+            return ends
+
+        return move
+
+    def _copies(self, pieces: Pieces) -> Iterator[tuple[Voids, npt.NDArray[np.intp], Voids]]:
+        """Group a request's pieces by size, so that numpy copies them: a call from Python costs more than 4 KiB do."""
+        local, size, at = pieces[:, 0].astype(np.int64), pieces[:, 2].astype(np.int64), 0
+        # What is larger than a quarter of the scratch is cut.
+        parts = -(-size // (SCRATCH // 4))
+        offset = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * (SCRATCH // 4)
+        local = np.repeat(local, parts) + offset
+        size = np.minimum(np.repeat(size, parts) - offset, SCRATCH // 4)
+        for each in np.unique(size).tolist():
+            starts = local[size == each]
+            base, span = int(starts.min()), int(starts.max() - starts.min()) + each
+            # One element per byte of the span, each as long as a piece: they overlap, and only the starts are written.
+            target = _elements(base, span, each, span - each + 1, 1)
+            while len(starts):
+                at = 0 if at + each > SCRATCH else at
+                some, starts = np.split(starts, [(SCRATCH - at) // each])
+                source = _elements(self._scratch_base + at, len(some) * each, each, len(some), each)
+                at += len(some) * each
+                yield target, (some - base).astype(np.intp), source
+
+    def _process_vm_readv(self, plans: Sequence[Plan], concurrency: int) -> Callable[[], list[float]]:
+        libc = ctypes.CDLL(None, use_errno=True)
+        call = libc.process_vm_readv
+        call.argtypes = [
+            ctypes.c_int,
+            ctypes.c_void_p,
+            ctypes.c_ulong,
+            ctypes.c_void_p,
+            ctypes.c_ulong,
+            ctypes.c_ulong,
+        ]
+        call.restype = ctypes.c_ssize_t
+        pid, requests = self._opened.pid, []
+        for plan in plans:
+            calls = []
+            pieces = self._pieces(plan)
+            for lo in range(0, len(pieces), IOV_MAX):
+                some = pieces[lo : lo + IOV_MAX]
+                mine, theirs = (np.ascontiguousarray(some[:, [side, 2]]) for side in (0, 1))
+                arguments = pid, mine.ctypes.data, len(some), theirs.ctypes.data, len(some), 0
+                calls.append((arguments, int(some[:, 2].sum()), (mine, theirs)))  # the arrays have to live
+            requests.append(calls)
+
+        def move() -> list[float]:
+            ends, began = [], time.perf_counter()
+            for calls in requests:
+                for arguments, size, _ in calls:
+                    if call(*arguments) != size:
+                        code = ctypes.get_errno()
+                        raise OSError(code, f"process_vm_readv: {os.strerror(code)}")
+                ends.append(time.perf_counter() - began)
+            return ends
+
+        return move
+
+
+def pieces_of(plan: Plan, here: Layout, there: Layout, config: PullConfig) -> Pieces:
+    """List what a plan copies, in the order of its posts; what touches on both sides is one piece."""
+    out = [np.zeros((0, 3), np.uint64)]
+    for post in plan.posts(config.max_post_bytes, config.max_post_descriptors):
+        table = post.table
+        rows = np.empty((len(post.local), 3), np.uint64)
+        sides = (
+            (0, post.local, table.local_blocks, table.local, here),
+            (1, post.remote, table.remote_blocks, table.remote, there),
+        )
+        for column, index, blocks, spots, layout in sides:
+            row, block = np.divmod(index.astype(np.int64), blocks)
+            base = np.array([m.base for m in layout.memories], np.uint64)
+            rows[:, column] = base[spots[row, 0]] + (spots[row, 1] + block * spots[row, 2]).astype(np.uint64)
+            rows[:, 2] = table.length[row]
+        ends = rows[:-1, :2] + rows[:-1, 2:]
+        starts = np.flatnonzero(np.concatenate([[True], (ends != rows[1:, :2]).any(axis=1)]))
+        merged = rows[starts]
+        merged[:, 2] = np.add.reduceat(rows[:, 2], starts)
+        out.append(merged)
+    return np.concatenate(out)
+
+
+def _bytes(base: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_char * size).from_address(base)).cast("B")
+
+
+def _elements(base: int, span: int, size: int, count: int, stride: int) -> Voids:
+    """See memory as an array of pieces."""
+    return np.ndarray((count,), np.dtype((np.void, size)), _bytes(base, span), strides=(stride,))
+
+
+def latencies(ends: Sequence[float], concurrency: int) -> list[float]:
+    """Latencies as a closed loop has them: a request is asked for when there is room, and done at its end."""
+    ordered = sorted(ends)
+    return [end - (ordered[i - concurrency] if i >= concurrency else 0.0) for i, end in enumerate(ends)]
+
+
+def summary(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Sum up all rounds: `floor`, and `ratio_to_floor` (engine over floor, taken within each round)."""
+    if not rounds:
+        return {}
+    missing = {s.kind: s.error for r in rounds for s in r.samples if s.error}
+    notes = caveats(rounds)
+    rounds = [r for r in rounds if not r.failed]
+    engine = [_figures(r.num_bytes, len(r.seconds), r.window_s, r.seconds, r.cpu_s) for r in rounds]
+    floor: dict[str, Any] = {"engine": _medians(engine), "not_measured": missing, "caveats": notes}
+    ratio: dict[str, Any] = {}
+    for kind in dict.fromkeys(s.kind for r in rounds for s in r.samples):
+        both = [
+            (mine, _figures(s.num_bytes, len(s.ends), s.window_s, latencies(s.ends, r.concurrency), s.cpu_s))
+            for r, mine in zip(rounds, engine, strict=True)
+            for s in r.samples
+            if s.kind == kind and not s.error
+        ]
+        if not both:
+            continue
+        floor[kind] = _medians([theirs for _, theirs in both])
+        ratio[kind] = _medians([{key: mine[key] / theirs[key] for key in mine if theirs[key]} for mine, theirs in both])
+    return {"floor": floor, "ratio_to_floor": ratio}
+
+
+def faults(rounds: Sequence[Round]) -> list[str]:
+    """Say what was wrong with the floor itself."""
+    found = [f"floor: {s.wrong} bytes that {s.kind} moved are wrong" for r in rounds for s in r.samples if s.wrong]
+    # Who forbids `process_vm_readv` has not made the engine worse.
+    failed = {f"floor: {s.error}" for r in rounds for s in r.samples if s.error and s.kind != "process_vm_readv"}
+    return found + sorted(failed)
+
+
+NAMES = {
+    "memory_copy": "memory copy",
+    "process_vm_readv": "process_vm_readv",
+    "tcp_socket": "raw TCP socket",  # of reports that older versions have made
+    "raw_nixl": "raw NIXL loop",
+}
+HEAD = ("floor (the bare transfer)", "GB/s", "p50", "engine reaches", "p50 x", "CPU x")
+
+QUIET_S = 0.005
+"""What the p99 of the event loops' lag is below, on cores that do nothing else."""
+LEAST_ROUNDS = 6
+"""From so many rounds on an interval can be as sure as `noise.LEVEL`."""
+LEAST_TURNS = 2
+"""How often each round has to fill what is in flight; otherwise the start and the end of a round are all there is."""
+
+
+def table(report: dict[str, Any]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Rows for the table of `HEAD`: what each floor did, and what part of it the engine reaches; and what to heed."""
+    rows: list[tuple[str, ...]] = []
+    for kind, ratio in report.get("ratio_to_floor", {}).items():
+        at = report["floor"][kind]
+        fast = at["p50_s"]["median"]
+        share, slower, cpu = (ratio[key] for key in ("gbytes_per_s", "p50_s", "cpu_s_per_request"))
+        rows.append(
+            (
+                NAMES[kind],
+                f"{at['gbytes_per_s']['median']:.3f}",
+                f"{fast * 1e3:.2f} ms" if fast >= 1e-4 else f"{fast * 1e6:.1f} µs",
+                f"{share['median']:.1%} ({share['low']:.1%}-{share['high']:.1%})",
+                f"{slower['median']:.2f}",
+                f"{cpu['median']:.2f}",
+            )
+        )
+    notes = [
+        f"{NAMES[k]} was not measured: {why}" for k, why in report.get("floor", {}).get("not_measured", {}).items()
+    ]
+    threads = report.get("config", {}).get("posting_threads", 0)
+    if "raw_nixl" in report.get("ratio_to_floor", {}) and threads not in (0, 1):
+        notes.append(f"every floor has one thread; the engine posts with --posting-threads {threads}")
+    if rows and (lag := report.get("loop_lag_s", {}).get("p99", 0.0)) > QUIET_S:
+        notes.append(
+            f"the machine was not quiet (event loop lag p99 {lag * 1e3:.0f} ms): the intervals may be too narrow"
+        )
+    return rows, [*notes, *report.get("floor", {}).get("caveats", [])]
+
+
+def caveats(rounds: Sequence[Round]) -> list[str]:
+    """Say why the ratios mean little, and how many requests would do."""
+    if faulty := sum(r.failed > 0 for r in rounds):
+        text = f"requests failed in {faulty} of {len(rounds)} rounds: these rounds are in no ratio"
+        return [text, *caveats([r for r in rounds if not r.failed])]
+    if not rounds:
+        return []
+    per_round, at_once = min(len(r.seconds) for r in rounds), max(r.concurrency for r in rounds)
+    least_rounds, least = max(len(rounds), LEAST_ROUNDS), LEAST_TURNS * at_once
+    if len(rounds) >= LEAST_ROUNDS and per_round >= least:
+        return []
+    few = [f"{len(rounds)} rounds, of which {LEAST_ROUNDS} make an interval"] if len(rounds) < LEAST_ROUNDS else []
+    few += [f"{per_round} requests in a round with {at_once} in flight"] if per_round < least else []
+    return [
+        f"too few requests for these ratios and the throughput: {' and '.join(few)}; give --requests "
+        f"{least_rounds * least} --rounds {least_rounds}, or a lower --concurrency"
+    ]
+
+
+def _figures(
+    num_bytes: int, requests: int, window_s: float, seconds: Sequence[float], cpu_s: float
+) -> dict[str, float]:
+    return {
+        "gbytes_per_s": num_bytes / window_s / 1e9 if window_s else 0.0,
+        "requests_per_s": requests / window_s if window_s else 0.0,
+        "p50_s": float(np.quantile(seconds, 0.5, method="higher")) if len(seconds) else 0.0,
+        "cpu_s_per_request": cpu_s / requests if requests else 0.0,
+    }
+
+
+def _medians(values: Sequence[dict[str, float]]) -> dict[str, Any]:
+    keys = dict.fromkeys(key for value in values for key in value)
+    return {key: msgspec.to_builtins(median_of([v[key] for v in values if key in v])) for key in keys}
+
+
+class Floor:
+    """Whichever part a worker plays."""
+
+    def __init__(self, pool: Pool, verify: bool, config: PullConfig) -> None:
+        self._pool, self._verify, self._config = pool, verify, config
+        self._server: Server | None = None
+        self._probe: Probe | None = None
+
+    async def obey(self, command: p.FloorCommand, works: Sequence[p.Work]) -> p.Answer:
+        """Do what the driver says."""
+        match command:
+            case p.Open():
+                self._server = Server(self._pool)
+                return self._server.opened()
+            case p.Serve(on):
+                if self._server is not None:
+                    self._server.serve(on)
+            case p.Connect(opened):
+                self._probe = Probe(self._pool, opened, self._config)
+                await self._probe.connect()
+            case p.Measure(kinds, concurrency):
+                assert self._probe is not None
+                return p.Floored([await self._probe.measure(k, works, concurrency, self._verify) for k in kinds])
+        return p.Done(time.process_time())
+
+    def close(self) -> None:
+        """Let go of agents and sockets."""
+        for part in (self._server, self._probe):
+            if part is not None:
+                part.close()

@@ -1,0 +1,259 @@
+"""One rank's KV pool, and the pattern in it.
+
+What belongs into an element is a function of (seed, request, layer, part, token, place in the whole model's
+axes), whoever holds it and however it is laid out: a byte of another request, token, layer, head or rank
+shows. Tokens that requests have in common depend on their chunk instead of the request. Both sides work it
+out by themselves, from their own layouts.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from asynckv.edges.sharing import shared_memory
+from asynckv.edges.torch import CudaMirror, written
+from asynckv.geometry.check import Registration, register_memory
+from asynckv.geometry.layout import TOKEN, Group, Layout, Part, View
+from asynckv.tools.plan.layouts import with_addresses
+
+__all__ = ["NOTHING_SHARED", "CudaPool", "Lists", "Pool", "Prefix"]
+
+Lists = Sequence[tuple[int, Sequence[int | None]]]
+"""Per group the first token and the blocks from the one on that holds it, as the engines give them."""
+
+Prefix = tuple[int, Sequence[int]]
+"""Tokens per chunk, and the ids of a request's leading chunks."""
+NOTHING_SHARED: Prefix = 1, ()
+
+Words = npt.NDArray[Any]
+Uint64s = npt.NDArray[np.uint64]
+Int64s = npt.NDArray[np.int64]
+POISON = 0xDEADBEEFDEADBEEF
+SHARED = 0x5348415245440000
+"""Where a request's number would stand, for what belongs to a chunk."""
+CHUNK = 8 << 20
+"""Bytes that are made at a time."""
+
+TOKEN_STEP = np.uint64(0x9E3779B97F4A7C15)
+AXIS_STEP = np.uint64(0xC2B2AE3D27D4EB4F)
+DIM_STEP = np.uint64(0xD6E8FEB86659FD93)
+"""Odd and unlike each other: sums of multiples of these coincide for no two places of a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """One part of one layer as an array `[kernel block, token (unless a state), unit or 1, dims ...]` of words."""
+
+    group: int
+    salt: int
+    array: Words
+    shift: np.uint64
+    """An element is the upper bits of its 64-bit value."""
+    places: Uint64s
+    """What a place along axis and dims adds: `[unit, dims ...]`."""
+    token_bytes: int
+
+
+class Pool:
+    """The KV cache of one rank, in memory of its own.
+
+    Args:
+        layout: From `model_layout`, without addresses.
+        seed: Of the pattern.
+    """
+
+    def __init__(self, layout: Layout, seed: int) -> None:
+        raw = self._raw(layout)
+        self.registration: Registration = register_memory(self._placed(layout, raw), (raw, self))
+        self._layout, self._seed = self.registration.layout, seed
+        self._fields = [_field(layout, v, p, raw[v.memory]) for v in layout.views for p in v.parts]
+
+    def _raw(self, layout: Layout) -> list[npt.NDArray[np.uint8]]:
+        """Make the memory, as this process sees it."""
+        self._maps = [shared_memory(m.length) for m in layout.memories]
+        raw = [np.frombuffer(m, np.uint8) for m in self._maps]
+        for array in raw:
+            array[::4096] = 0  # touched now, not under the clock
+        return raw
+
+    def _placed(self, layout: Layout, raw: list[npt.NDArray[np.uint8]]) -> Layout:
+        return with_addresses(layout, [r.ctypes.data for r in raw])
+
+    async def publish(self) -> None:
+        """Wait until what was filled and poisoned can be read by others."""
+
+    def fetch(self) -> None:
+        """Look at what others have written."""
+
+    def fill(self, request: int, lists: Lists, tokens: int, prefix: Prefix = NOTHING_SHARED) -> None:
+        """Write a request's pattern for all tokens, and the states after the last."""
+        for it, ids, _, _, expected in self._chunks(request, lists, tokens, prefix):
+            it.array[ids] = expected
+
+    def poison(self, lists: Lists) -> None:
+        """Write what no request's pattern holds, so that a block nobody filled shows."""
+        for it in self._fields:
+            group = self._layout.groups[it.group]
+            ids = _kernel_blocks(group, [b for b in lists[it.group][1] if b is not None])
+            it.array[ids] = np.uint64(POISON) >> it.shift
+
+    def check(
+        self, request: int, lists: Lists, tokens: int, prefix: Prefix = NOTHING_SHARED, *, every: int = 1
+    ) -> tuple[int, int]:
+        """Compare with a request's pattern; the bytes that were compared, and those that differ.
+
+        What lies before a list's first token must be untouched, that is, poison. Tokens after the last, or
+        before a sliding window, are nobody's. `every` takes a sample of blocks, the first and the last always.
+        """
+        compared = wrong = 0
+        for it, ids, begin, end, expected in self._chunks(request, lists, tokens, prefix, every):
+            found = np.ascontiguousarray(it.array[ids])
+            if begin is None:
+                compared += found.nbytes
+                wrong += _differ(found, expected)
+                continue
+            place = np.arange(found.shape[1])
+            first, untouched, last = (x[:, None] for x in (begin, *end))
+            wanted = (place >= first) & (place < last)
+            compared += int(wanted.sum()) * it.token_bytes
+            kept = place < untouched
+            if wanted.all():
+                wrong += _differ(found, expected)
+                continue
+            expected[kept] = np.uint64(POISON) >> it.shift
+            chosen = wanted | kept
+            wrong += _differ(found[chosen], expected[chosen])
+        return compared, wrong
+
+    def wanted(self, lists: Lists, tokens: int) -> int:
+        """Bytes of a request that belong into these blocks."""
+        total = 0
+        for it in self._fields:
+            group, (first, blocks) = self._layout.groups[it.group], lists[it.group]
+            if all(b is None for b in blocks):
+                continue
+            begin = max(first, tokens - group.window + 1) if group.window else first
+            total += it.token_bytes * (max(tokens - begin, 0) if group.kind == "tokens" else int(first < tokens))
+        return total
+
+    def _chunks(
+        self, request: int, lists: Lists, tokens: int, prefix: Prefix, every: int = 1
+    ) -> Iterator[tuple[_Field, Int64s, Int64s | None, tuple[Int64s, Int64s], Words]]:
+        """Per part and some kernel blocks: ids, the places wanted in each, and what belongs there."""
+        none = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        for it in self._fields:
+            group = self._layout.groups[it.group]
+            first, blocks = lists[it.group]
+            salt = _mix(self._seed, request, it.salt)
+            chunk_tokens, chunks = prefix
+            if group.kind == "state":
+                if (slots := [b for b in blocks if b is not None]) and first < tokens:
+                    values = it.places + np.uint64((salt + tokens * int(TOKEN_STEP)) % (1 << 64))
+                    yield it, np.array(slots[-1:]), None, none, (values >> it.shift).astype(it.array.dtype)[None]
+                continue
+            size, start = group.kernel_size, first // group.block_size
+            places = [i for i, b in enumerate(blocks) if b is not None]
+            if every > 1:
+                places = [i for n, i in enumerate(places) if n % every == request % every or n in (0, len(places) - 1)]
+            if not places:
+                continue
+            ids = _kernel_blocks(group, [b for b in (blocks[i] for i in places) if b is not None])
+            token = ((np.array(places)[:, None] + start) * group.ratio + np.arange(group.ratio)).ravel() * size
+            begin = max(first, tokens - group.window + 1) if group.window else first
+            step = max(1, CHUNK // max(1, it.token_bytes * size))
+            salts = np.array([*(_mix(self._seed, SHARED, c, it.salt) for c in chunks), salt], np.uint64)
+            for lo in range(0, len(ids), step):
+                at = token[lo : lo + step]
+                number = at[:, None] + np.arange(size)
+                mine = salts[np.minimum(number // chunk_tokens, len(chunks))] if chunks else np.uint64(salt)
+                steps = number.astype(np.uint64) * TOKEN_STEP + mine
+                values = steps.reshape(*steps.shape, *[1] * it.places.ndim) + it.places
+                if it.shift:
+                    values >>= it.shift
+                bounds = _clip(first - at, size), _clip(tokens - at, size)
+                expected = values.astype(it.array.dtype, copy=False)
+                yield it, ids[lo : lo + step], _clip(begin - at, size), bounds, expected
+
+
+class CudaPool(Pool):
+    """The same in the memory of a GPU: filled and compared in a copy on the host."""
+
+    def _raw(self, layout: Layout) -> list[npt.NDArray[np.uint8]]:
+        self._mirror = CudaMirror([m.length for m in layout.memories])
+        return self._mirror.arrays
+
+    def _placed(self, layout: Layout, raw: list[npt.NDArray[np.uint8]]) -> Layout:
+        placed = with_addresses(layout, self._mirror.bases)
+        memories = (msgspec.structs.replace(m, kind="cuda", device=self._mirror.device) for m in placed.memories)
+        return msgspec.structs.replace(placed, memories=tuple(memories))
+
+    async def publish(self) -> None:
+        await written(self._mirror.upload())
+
+    def fetch(self) -> None:
+        self._mirror.download()
+
+
+def _clip(places: Int64s, size: int) -> Int64s:
+    return np.minimum(np.maximum(places, 0), size)
+
+
+def _differ(found: Words, expected: Words) -> int:
+    if np.array_equal(found, expected):
+        return 0
+    expected = np.ascontiguousarray(expected)
+    return int(np.count_nonzero(found.view(np.uint8) != expected.view(np.uint8)))
+
+
+def _kernel_blocks(group: Group, blocks: Sequence[int]) -> Int64s:
+    ids = np.asarray(blocks, np.int64)
+    return (ids[:, None] * group.ratio + np.arange(group.ratio)).ravel()
+
+
+def _mix(*numbers: int) -> int:
+    """Hash numbers into 64 bits (splitmix64's finaliser)."""
+    mask, out = (1 << 64) - 1, 0
+    for number in numbers:
+        out = (out + number + 0x9E3779B97F4A7C15) & mask
+        out = ((out ^ (out >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        out = ((out ^ (out >> 27)) * 0x94D049BB133111EB) & mask
+        out ^= out >> 31
+    return out
+
+
+def _field(layout: Layout, view: View, part: Part, raw: npt.NDArray[np.uint8]) -> _Field:
+    """See a part as an array of words, as wide as its innermost dim allows in every layout of the model."""
+    group = layout.groups[view.group]
+    dims = {d.name: d for d in part.dims}
+    token, axis = dims.get(TOKEN), dims.get(part.axis)
+    rest = [d for d in part.dims if d is not token and d is not axis]
+    # Only dims that lie densely in every memory order may be seen as wider words.
+    last = next((d for d in rest if d.name == "dim" or d.name == f"dim{len(rest) - 1}"), None)
+    word = (
+        math.gcd(last.size * part.itemsize, 8) if last is not None and last.stride == part.itemsize else part.itemsize
+    )
+    sizes = [d.size * part.itemsize // word if d is last else d.size for d in sorted(rest, key=lambda d: d.name)]
+    strides = [word if d is last else d.stride for d in sorted(rest, key=lambda d: d.name)]
+    start = view.offset + part.offset
+    array = np.lib.stride_tricks.as_strided(
+        raw[start:][: len(raw) - start].view(np.uint8),
+        shape=(group.num_kernel_blocks, token.size if token else 1, axis.size if axis else 1, *sizes, word),
+        strides=(view.stride, token.stride if token else 1, axis.stride if axis else 1, *strides, 1),
+    ).view({8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}[word])[..., 0]
+    if group.kind == "state":
+        array = array[:, 0]
+    lo = part.held[0] if axis else 0
+    units = (np.arange(axis.size if axis else 1, dtype=np.uint64) + np.uint64(lo)) * AXIS_STEP
+    inner = (np.arange(math.prod(sizes), dtype=np.uint64) * DIM_STEP).reshape(sizes)
+    places = units.reshape(-1, *[1] * len(sizes)) + inner
+    name = zlib.crc32(f"{view.layer}/{part.name}".encode())
+    token_bytes = (axis.size if axis else 1) * math.prod(sizes) * word
+    return _Field(view.group, name, array, np.uint64(64 - 8 * word), places, token_bytes)

@@ -1,0 +1,309 @@
+"""`asynckv bench offload`: what tiers are worth for a workload, and how fast they are."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+import tempfile
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from asynckv.config import COPY_THREADS, POLICIES
+from asynckv.errors import ConfigError
+from asynckv.tools.output import check_writable, write_json
+from asynckv.tools.parameters import is_given, options_given, taking_options
+
+if TYPE_CHECKING:
+    from asynckv.geometry.layout import Layout
+    from asynckv.tools.bench.experiment import Experiment
+    from asynckv.tools.bench.offload_replay import Prompts, Tiers
+
+__all__ = ["EPILOG", "offload"]
+
+EPILOG = """
+[bold]Examples[/bold]
+
+  asynckv bench offload --layers 8 --requests 200 --host-mb 256 --file-mb 2048
+
+  asynckv bench offload --trace trace.jsonl --layers 4 --max-prompt-tokens 8192 --requests 300 --directory /mnt/nvme
+
+  asynckv bench offload --trace trace.jsonl --no-bytes --host-mb 65536,262144 --file-mb 0,1048576 --policy s3-fifo,lru
+
+  asynckv bench offload --trace trace.jsonl --no-bytes --block-size 512 --json - | jq '.runs[].hit_rate'
+
+[bold]Exit status[/bold]  0 all good, 1 a byte was wrong or a copy failed, 2 bad input, 130 Ctrl-C
+"""
+
+TAKEN = (
+    "model",
+    "hf_config",
+    "layers",
+    "kv_heads",
+    "head_dim",
+    "dtype",
+    "block_size",
+    "ratio",
+    "order",
+    "conv_order",
+    "prompt_tokens",
+    "trace",
+    "max_prompt_tokens",
+    "shared_prefix",
+    "prefix_groups",
+    "requests",
+    "block_order",
+    "seed",
+)
+"""Options of `asynckv bench` that mean the same here."""
+
+MiB = 1 << 20
+SPARE = 512 * MiB
+COPIED = 128 * MiB
+"""In one round of copies beside raw ones."""
+MOST_MB = 1 << 34
+MOST_RUNS = 256
+TIERS, RUN, OUT = "Tiers", "Run", "Output"
+
+
+@partial(taking_options, names=TAKEN)
+def offload(
+    context: typer.Context,
+    host_mb: Annotated[
+        str, typer.Option(help="MiB of host memory per rank; several sizes with commas between.", rich_help_panel=TIERS)
+    ] = "1024",
+    file_mb: Annotated[
+        str, typer.Option(help="MiB of files per rank, in the same way; 0 for none.", rich_help_panel=TIERS)
+    ] = "0",
+    policy: Annotated[
+        str, typer.Option(help="What leaves first: s3-fifo, lru, or both with a comma between.", rich_help_panel=TIERS)
+    ] = "s3-fifo",
+    directory: Annotated[
+        str,
+        typer.Option(
+            help="Where files are made, and removed again; the system's for temporaries if left out.",
+            show_default=False,
+            metavar="DIR",
+            rich_help_panel=TIERS,
+        ),
+    ] = "",
+    tp: Annotated[
+        int, typer.Option(help="Ranks of the engine; one of them is measured.", rich_help_panel="Geometry")
+    ] = 1,
+    state_tokens: Annotated[
+        int,
+        typer.Option(help="Tokens between states that are kept, in models that have some.", rich_help_panel="Geometry"),
+    ] = 512,
+    device_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Tokens that the modelled prefix cache of the accelerator keeps between requests; 0 for none.",
+            rich_help_panel="Workload",
+        ),
+    ] = 0,
+    no_bytes: Annotated[
+        bool,
+        typer.Option("--no-bytes", help="Only decide: hit rates of tiers of any size, thousands of requests a second."),
+    ] = False,
+    concurrency: Annotated[
+        int, typer.Option(help="Requests that are loaded, and then stored, at a time.", rich_help_panel=RUN)
+    ] = 4,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            help="How often copies are measured beside memcpy, pread and pwrite; 0 for not.", rich_help_panel=RUN
+        ),
+    ] = 11,
+    verify: Annotated[
+        Literal["full", "off"],
+        typer.Option(help="Compare every byte that is loaded, or fill and compare nothing.", rich_help_panel=RUN),
+    ] = "full",
+    json: Annotated[
+        str | None, typer.Option(help="Write the report there; - for stdout.", metavar="FILE", rich_help_panel=OUT)
+    ] = None,
+    **given: Any,
+) -> None:
+    """Store what a workload computes in tiers, load what it asks for again, verify every byte, report hits and speed.
+
+    One rank's engine with its offload, in this process. Each request looks its prompt up, loads what is found,
+    "computes" the rest, and stores that. With several sizes or policies each combination is a run. With --no-bytes
+    the catalogue alone decides what would be found, so that sizes may be any.
+    """
+    from rich.console import Console
+
+    from asynckv.observe.log import configure
+    from asynckv.tools.bench import garbage, offload_replay, offload_report, offload_run
+    from asynckv.tools.bench.experiment import Experiment
+    from asynckv.tools.bench.memory import Pool
+    from asynckv.tools.progress import Bar
+
+    check_writable("--json", json)
+    _refuse_idle(context, no_bytes)
+    _bounded("--tp", tp, 1, 1024)
+    _bounded("--state-tokens", state_tokens, 1, MiB)
+    _bounded("--device-tokens", device_tokens, 0, 1 << 40)
+    _bounded("--concurrency", concurrency, 1, 1024)
+    _bounded("--rounds", rounds, 0, 10_000)
+    if rounds in (1, 2):
+        raise ConfigError(f"--rounds {rounds} says nothing of noise; give 3 or more, or 0 to measure no copies alone")
+    if directory and not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"--directory {directory}: no folder in which files can be made")
+    experiment = Experiment(_sharing(options_given(given | {"tp": tp})))
+    runs = [
+        offload_replay.Tiers(name, host * MiB, file * MiB)
+        for file in _sizes("--file-mb", file_mb, 0)
+        for host in _sizes("--host-mb", host_mb, 1)
+        for name in _policies(policy)
+    ]
+    if len(runs) > MOST_RUNS:
+        raise ConfigError(f"{len(runs)} combinations of sizes and policies are asked for; at most {MOST_RUNS} are run")
+    layout = offload_replay.kept_layout(experiment.layout("decode", 0, 0), state_tokens)
+    hash_tokens = math.gcd(*(group.block_size for group in layout.groups))
+    groups = offload_replay.groups_of(layout, hash_tokens)
+    align = math.lcm(*(group.block_size for group in groups))
+    prompts = offload_replay.Prompts(experiment.workload, hash_tokens, align, device_tokens)
+    errors = Console(stderr=True)
+    configure("error", stream=sys.stderr)
+    garbage.settle()
+    with Bar(errors) as bar:
+        total, step = len(prompts) * len(runs), bar.advance
+        copies: dict[str, Any] = {}
+        if no_bytes:
+            bar.begin("requests", total)
+            done = [_told(tiers) | offload_replay.replay(prompts, groups, tiers, step) for tiers in runs]
+        else:
+            sized = _sized(experiment, prompts, state_tokens, concurrency, runs)
+            if rounds:
+                bar.begin("measuring copies alone")
+                copies = _copies(experiment, tp, rounds, directory, with_files=any(t.file_bytes for t in runs))
+            bar.begin("requests", total)
+            pool = Pool(sized, experiment.options.seed)
+            serve = partial(
+                offload_run.run,
+                prompts,
+                groups,
+                pool=pool,
+                directory=directory,
+                concurrency=concurrency,
+                seed=None if experiment.options.block_order == "runs" else experiment.options.seed,
+                verify=verify == "full",
+                progress=step,
+            )
+            done = [_told(tiers) | serve(tiers) for tiers in runs]
+    report = offload_report.make(experiment, prompts, layout, groups, done, copies, with_bytes=not no_bytes)
+    write_json(json, report)
+    offload_report.show(report, errors if json == "-" else Console())
+    raise typer.Exit(offload_report.status(report))
+
+
+def _sized(experiment: Experiment, prompts: Prompts, state_tokens: int, concurrency: int, runs: list[Tiers]) -> Layout:
+    """Lay out the engine's memory: room for one wave of requests.
+
+    Raises:
+        ConfigError: There is not so much memory.
+    """
+    from asynckv.tools.bench.experiment import memory_available
+    from asynckv.tools.bench.offload_replay import kept_layout
+    from asynckv.tools.bench.offload_run import blocks_needed
+
+    one = kept_layout(experiment.layout("decode", 0, 0), state_tokens)
+    layout = experiment.layout("decode", 0, 0, blocks_needed(prompts, one.groups, concurrency))
+    need = sum(memory.length for memory in layout.memories) + max(tiers.host_bytes for tiers in runs)
+    if need > (room := memory_available() - SPARE):
+        raise ConfigError(
+            f"{concurrency} requests and the host tier take {need / MiB:,.0f} MiB of memory, and {room / MiB:,.0f} can "
+            f"be had; shorten prompts with --max-prompt-tokens, use fewer --layers or a smaller --host-mb or "
+            f"--concurrency, or only decide with --no-bytes"
+        )
+    return kept_layout(layout, state_tokens)
+
+
+def _copies(experiment: Experiment, tp: int, rounds: int, directory: str, *, with_files: bool) -> dict[str, Any]:
+    """Measure copies of blocks of the group that has most layers, beside raw ones."""
+    from asynckv.geometry.packed import record_form, record_sizes
+    from asynckv.tools.bench import offload_floor
+    from asynckv.tools.plan.layouts import model_groups, model_layout
+    from asynckv.tools.plan.models import Model, State
+
+    model, options = experiment.model, experiment.options
+    kinds = [(len(of), layer) for layer, of in model_groups(model) if not isinstance(layer, State)]
+    if not kinds:
+        return {}
+    most, layer = max(kinds, key=lambda kind: kind[0])
+    model = Model(model.name, (layer,) * most, model.dtype)
+    shape: dict[str, Any] = {"block_size": options.block_size, "order": options.order, "tp_size": tp}
+    [record] = record_sizes(record_form(model_layout(model, **shape)))
+    rig = offload_floor.Rig(model, blocks=min(max(4, COPIED // record.stride), 1024), **shape)
+    with tempfile.TemporaryDirectory("", "akv-", directory or None) as folder:
+        found = asyncio.run(
+            offload_floor.measured(
+                rig,
+                rounds,
+                COPY_THREADS,
+                folder if with_files else "",
+                is_run=options.block_order == "runs",
+                is_direct=True,
+            )
+        )
+    return {
+        "layers": most,
+        "blocks": rig.blocks,
+        "block_bytes": rig.record.num_bytes,
+        "descriptors_per_block": round(rig.num_descriptors / rig.blocks, 3),
+        "ways": offload_floor.figures(found, rig.num_bytes),
+    }
+
+
+def _told(tiers: Tiers) -> dict[str, Any]:
+    return {"policy": tiers.policy, "host_bytes": tiers.host_bytes, "file_bytes": tiers.file_bytes}
+
+
+def _sharing(options: Any) -> Any:
+    """Let prompts come again, where nothing was said of what they have in common."""
+    import msgspec
+
+    if options.trace is None and options.shared_prefix is None:
+        requests = options.requests or 100
+        lengths = [int(x) for x in options.prompt_tokens.replace(":", ",").split(",") if x.strip().isdecimal()]
+        groups = max(1, requests // 4) if options.prefix_groups is None else options.prefix_groups
+        return msgspec.structs.replace(options, shared_prefix=max(lengths, default=1), prefix_groups=groups)
+    return options
+
+
+def _bounded(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{name} {value} is outside {least} ... {most}")
+
+
+def _sizes(name: str, text: str, least: int) -> list[int]:
+    found = []
+    for part in text.split(","):
+        if not part.strip().isdecimal() or not least <= int(part) <= MOST_MB:
+            raise ConfigError(f"{name} {text!r}: {part!r} is no number of MiB from {least} to {MOST_MB}")
+        found.append(int(part))
+    return list(dict.fromkeys(found))
+
+
+def _policies(text: str) -> list[str]:
+    found = [part.strip() for part in text.split(",")]
+    for part in found:
+        if part not in POLICIES:
+            raise ConfigError(f"--policy {text!r}: {part!r} is none of {', '.join(POLICIES)}")
+    return list(dict.fromkeys(found))
+
+
+def _refuse_idle(context: typer.Context, no_bytes: bool) -> None:
+    """Refuse options that would do nothing beside the others.
+
+    Raises:
+        ConfigError: One was given.
+    """
+    given = partial(is_given, context)
+    for name in ("directory", "concurrency", "rounds", "verify"):
+        if no_bytes and given(name):
+            raise ConfigError(f"--{name} says nothing with --no-bytes, which moves none; leave one of them out")
+    if given("prompt_tokens") and given("trace"):
+        raise ConfigError("--prompt-tokens and --trace were both given, and the trace says how long prompts are")

@@ -1,0 +1,291 @@
+"""What the driver and its worker processes say to each other: JSON lines over a socket, in bounded types.
+
+A worker whose socket ends (its driver is gone) ends itself. A fleet's own conversation (`asynckv.tools.fleet`) is any
+method by its name with any JSON, for experiments on one machine; these lines go to other machines as they are
+(`asynckv.tools.bench.remote`), where nobody is believed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from asynckv.core.types import Endpoint
+from asynckv.geometry.layout import Layout
+from asynckv.tools.bench.options import Options, Shape
+from asynckv.tools.fleet import LIMIT
+from asynckv.tools.plan.models import Model
+
+__all__ = [
+    "Ended",
+    "Fill",
+    "Go",
+    "Lend",
+    "Outcome",
+    "Pipe",
+    "Prepare",
+    "Report",
+    "Setup",
+    "Stop",
+    "Work",
+]
+
+
+class Setup(Struct, tag=True, kw_only=True):
+    """Who the worker is, and what it takes part in."""
+
+    options: Options
+    role: str
+    engine_id: str
+    pulls: bool
+    """Whether it ever pulls; otherwise it lends only."""
+    tp_rank: int
+    pp_stage: int
+    shape: Shape
+    model: Model
+    num_blocks: list[int]
+    bind: str = "tcp://127.0.0.1:0"
+
+
+class Ready(Struct, tag=True):
+    """The engine is up."""
+
+    pid: int
+    endpoint: Endpoint
+    environment: dict[str, str]
+
+
+class Work(Struct):
+    """One request of a wave, as one side sees it."""
+
+    number: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    lists: list[tuple[Annotated[int, Meta(ge=0, lt=1 << 40)], list[int | None]]]
+    """Per group the first token and the blocks."""
+    tokens: Annotated[int, Meta(ge=0, lt=1 << 40)]
+    params: dict[str, Any]
+    chunk_tokens: Annotated[int, Meta(ge=1, lt=1 << 40)] = 1
+    chunks: list[Annotated[int, Meta(ge=0, lt=1 << 62)]] = []
+    """Ids of the leading chunks, by which their tokens' pattern is known."""
+    arrival_s: float = 0.0
+    """When it comes, from the opening of the window, or came, if negative; open loop only."""
+    cancel_s: float | None = None
+    """How long after its pull began it is cancelled."""
+
+
+class Fill(Struct, tag=True):
+    """Fill the blocks of these requests, which are lent later."""
+
+    works: list[Work]
+
+
+class Lend(Struct, tag=True):
+    """Lend what was filled: leases run from here on."""
+
+
+class Prepare(Struct, tag=True):
+    """Get ready to pull these requests."""
+
+    works: list[Work]
+
+
+class Done(Struct, tag=True):
+    """What was asked is done."""
+
+    cpu_s: float
+
+
+class Go(Struct, tag=True):
+    """Open the window: pull them with this many in flight, or, if that is 0, when each arrives."""
+
+    concurrency: int
+
+
+class Outcome(Struct):
+    """How one pull went."""
+
+    number: int
+    error: str = ""
+    reason: str = ""
+    seconds: float = 0.0
+    """From its scheduled arrival in an open loop, else from the call of `pull`."""
+    late: float = 0.0
+    """How long after its scheduled arrival `pull` was called."""
+    num_bytes: int = 0
+    planned: int = 0
+    posted: int = 0
+    phases: dict[str, float] = {}
+
+
+class Pulled(Struct, tag=True):
+    """The window is closed."""
+
+    window_s: float
+    cpu_s: float
+    lags: list[float]
+    outcomes: list[Outcome]
+    held: int = 0
+    """Blocks of failed or cancelled pulls that something may still write."""
+
+
+class Verify(Struct, tag=True):
+    """Compare what was pulled, less what was cancelled on another rank."""
+
+    without: list[int] = []
+
+
+class Verified(Struct, tag=True):
+    """What the comparison found."""
+
+    num_bytes: int
+    wanted: int
+    """Bytes of the completed requests in all."""
+    wrong: int
+    wrong_requests: list[int]
+
+
+class Finish(Struct, tag=True):
+    """Wait until every lease of the wave is over."""
+
+    patience_s: float
+
+
+class Ended(Struct, tag=True):
+    """How the wave's leases ended."""
+
+    causes: dict[str, int]
+    leaked_blocks: int
+    lags: list[float]
+    cpu_s: float
+
+
+class Cancel(Struct, tag=True):
+    """Give up what is being pulled, and pull no more."""
+
+
+class Stop(Struct, tag=True):
+    """Drain, audit, report and end."""
+
+
+class Report(Struct, tag=True):
+    """A worker's last words."""
+
+    gauges: dict[str, int]
+    counters: dict[str, int]
+    release_s: list[float]
+    integrity: str
+    peak_rss_bytes: int
+    pool_bytes: int
+
+
+class Open(Struct, tag=True):
+    """Let this side's memory be read with nothing around it (`asynckv.tools.bench.floor`)."""
+
+
+class Opened(Struct, tag=True):
+    """How to get at it."""
+
+    pid: int
+    agent_name: str
+    metadata: bytes
+    layout: Layout
+
+
+class Connect(Struct, tag=True):
+    """Get ready to read it."""
+
+    opened: Opened
+
+
+class Serve(Struct, tag=True):
+    """Make progress for the floor's reader, or stop."""
+
+    on: bool
+
+
+class Measure(Struct, tag=True):
+    """Move the wave's requests again, with nothing around it, in each of these ways."""
+
+    kinds: list[str]
+    concurrency: int
+
+
+class Sample(Struct):
+    """One way of moving a wave.
+
+    Attributes:
+        ends: When each request was complete, in seconds after the start.
+        wrong: Bytes that differ.
+        error: Why it cannot be done here.
+    """
+
+    kind: str
+    ends: list[float]
+    window_s: float
+    num_bytes: int
+    cpu_s: float
+    wrong: int
+    error: str = ""
+
+
+class Floored(Struct, tag=True):
+    """What `Measure` found."""
+
+    samples: list[Sample]
+
+
+class Failed(Struct, tag=True):
+    """The worker cannot go on; `config` says that the input is to blame."""
+
+    message: str
+    config: bool
+
+
+FloorCommand = Open | Connect | Serve | Measure
+Command = Setup | Fill | Lend | Prepare | Go | Verify | Finish | Cancel | Stop | FloorCommand
+Answer = Ready | Done | Pulled | Verified | Ended | Report | Failed | Opened | Floored
+
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding raises, whoever wrote it and however deep it is nested."""
+
+_encoder = msgspec.json.Encoder()
+commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
+answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
+
+
+def encode(message: Command | Answer) -> bytes:
+    """Encode one line."""
+    return _encoder.encode(message) + b"\n"
+
+
+class Pipe:
+    """A worker's end."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def open(cls, sock: socket.socket) -> Pipe:
+        """Speak over a socket."""
+        return cls(*await asyncio.open_unix_connection(sock=sock, limit=LIMIT))
+
+    async def read(self) -> Command | None:
+        """Wait for a command; None when the driver is gone."""
+        line = b""
+        with contextlib.suppress(ConnectionError):
+            line = await self._reader.readline()
+        return commands.decode(line) if line else None
+
+    def write(self, answer: Answer) -> None:
+        """Answer; without a driver there is nobody to tell."""
+        self._writer.write(encode(answer))
+
+    async def close(self) -> None:
+        """Hang up, when everything has been said."""
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()

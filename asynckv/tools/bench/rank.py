@@ -1,0 +1,393 @@
+"""One worker process: one rank of the prefill or the decode engine. Started by the driver.
+
+Filling, poisoning and verifying happen in a thread and outside the window; inside it there is nothing
+but the engine and a sampler of the loop's lag.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import resource
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Coroutine, Iterator
+from typing import assert_never
+
+import anyio
+import anyio.to_thread
+
+from asynckv.config import EngineConfig, LeaseConfig, NixlConfig, PullConfig
+from asynckv.engine import Engine, LentRequest
+from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
+from asynckv.observe import log
+from asynckv.tools.bench import garbage
+from asynckv.tools.bench import protocol as p
+from asynckv.tools.bench.floor import Floor
+from asynckv.tools.bench.memory import CudaPool, Pool
+from asynckv.tools.fleet import begin_child
+
+__all__ = ["LagSampler", "main"]
+
+LAG_S = 0.005
+SAMPLE = 16
+
+
+class LagSampler:
+    """Measures how late the loop calls back, every so often.
+
+    By a clock of its own: a loop's may stand still while it is busy (uvloop's does, and has whole milliseconds).
+    """
+
+    def __init__(self, every_s: float = LAG_S) -> None:
+        self.lags: list[float] = []
+        self._every_s = every_s
+        self._loop = asyncio.get_running_loop()
+        self._due = 0.0
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self.lags = []
+        self._again()
+
+    def stop(self) -> list[float]:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+            # A stall that is still going on counts as well.
+            if (late := time.perf_counter() - self._due) > 0:
+                self.lags.append(late)
+        return [round(x, 6) for x in self.lags]
+
+    def _tick(self) -> None:
+        self.lags.append(max(0.0, time.perf_counter() - self._due))
+        self._again()
+
+    def _again(self) -> None:
+        self._due = time.perf_counter() + self._every_s
+        self._handle = self._loop.call_later(self._every_s, self._tick)
+
+
+class Worker:
+    """One rank under the driver's commands."""
+
+    def __init__(self, setup: p.Setup, pool: Pool, engine: Engine) -> None:
+        self.setup, self.options, self.pool, self.engine = setup, setup.options, pool, engine
+        self.works: list[p.Work] = []
+        self.filled: list[p.Work] = []
+        self.lent: list[tuple[p.Work, LentRequest]] = []
+        self.outcomes: list[p.Outcome] = []
+        self.sampler = LagSampler()
+        self.is_cancelled = False
+        self.stopping = threading.Event()
+        self.held: list[tuple[PullError, asyncio.Task[None]]] = []
+        self.window: asyncio.Task[None] | None = None
+        self.floor = Floor(pool, self.options.verify != "off", engine.config.pull)
+
+    async def fill(self, works: list[p.Work]) -> None:
+        self._check(works)
+        self.filled = works
+        if self.options.verify != "off":
+            await anyio.to_thread.run_sync(self._fill, works)
+            await self.pool.publish()
+
+    def lend(self) -> None:
+        self.lent = [(work, self.engine.lend(work.params)) for work in self.filled]
+        garbage.settle()
+        if not self.setup.pulls:
+            self.sampler.start()
+
+    def _check(self, works: list[p.Work]) -> None:
+        """Believe no block id: the driver may be on another machine.
+
+        Raises:
+            AsyncKVError: A list does not fit the pools.
+        """
+        sizes = self.setup.num_blocks
+        for work in works:
+            for size, (_, blocks) in zip(sizes, work.lists, strict=False):
+                if any(b is not None and not 0 <= b < size for b in blocks):
+                    raise AsyncKVError(f"request {work.number}: a block is outside its pool of {size}")
+            if len(work.lists) != len(sizes):
+                raise AsyncKVError(f"request {work.number}: {len(work.lists)} lists of blocks for {len(sizes)} groups")
+
+    def _fill(self, works: list[p.Work]) -> None:
+        filled: list[set[int]] = [set() for _ in self.setup.num_blocks]
+        for work in works:
+            # What requests share is written once.
+            new = [
+                (first, [None if b in there else b for b in blocks])
+                for there, (first, blocks) in zip(filled, work.lists, strict=True)
+            ]
+            for there, (_, blocks) in zip(filled, work.lists, strict=True):
+                there.update(b for b in blocks if b is not None)
+            self.pool.fill(work.number, new, work.tokens, (work.chunk_tokens, work.chunks))
+
+    async def announce(self) -> None:
+        """Announce the wave, and wait until every rank has granted it."""
+        for work in self.works:
+            self.engine.announce(f"decode-{work.number}", work.params, wait_s=self.options.timeout_s)
+        with anyio.move_on_after(self.options.timeout_s):
+            while self.engine.statistics().gauges["pulls_unanswered"]:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.001)
+
+    async def prepare(self, works: list[p.Work]) -> None:
+        self.works, self.outcomes = works, []
+        self._check(works)
+        if self.options.verify != "off":
+            await anyio.to_thread.run_sync(self._poison, works)
+            await self.pool.publish()
+
+    def _poison(self, works: list[p.Work]) -> None:
+        for work in works:
+            self.pool.poison(work.lists)
+
+    async def pull_all(self, concurrency: int, pipe: p.Pipe) -> None:
+        """Pull the wave: in a closed loop, or when each request arrives."""
+        if self.options.announced:
+            await self.announce()
+        garbage.settle()
+        self.sampler.start()
+        cpu, start = time.process_time(), time.perf_counter()
+        if concurrency:
+            queue = iter(self.works)
+            async with anyio.create_task_group() as group:
+                for _ in range(min(concurrency, len(self.works))):
+                    group.start_soon(self._reader, queue)
+        else:
+            await self._arrive(start)
+        window_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+        lags = self.sampler.stop()
+        if self.is_cancelled:
+            # What was never pulled will never be: say so, or its leases run to their end.
+            pulled = {outcome.number for outcome in self.outcomes}
+            for work in self.works:
+                if work.number not in pulled:
+                    self.engine.announce(f"decode-{work.number}", work.params)
+                    self.engine.cancel(f"decode-{work.number}")
+        pipe.write(p.Pulled(window_s, cpu_s, lags, self.outcomes, await self._returned()))
+
+    async def _reader(self, queue: Iterator[p.Work]) -> None:
+        for work in queue:
+            if self.is_cancelled:
+                return
+            self.outcomes.append(await self._pull(work, time.perf_counter()))
+
+    async def _arrive(self, start: float) -> None:
+        """Begin every pull at its time, however many are under way: who waits for nobody omits nothing."""
+        loop = asyncio.get_running_loop()
+        pulls: list[asyncio.Task[None]] = []
+
+        async def pull(work: p.Work) -> None:
+            self.outcomes.append(await self._pull(work, start + work.arrival_s))
+
+        def begin(work: p.Work) -> None:
+            if not self.is_cancelled:
+                pulls.append(loop.create_task(pull(work)))
+
+        def keep_time() -> None:
+            # In a thread: the loop's own timers are late by up to a millisecond, which is more than a small pull.
+            for work in self.works:
+                ahead = start + work.arrival_s - time.perf_counter()
+                if self.stopping.wait(ahead) if ahead > 0 else self.stopping.is_set():
+                    return
+                loop.call_soon_threadsafe(begin, work)
+
+        await anyio.to_thread.run_sync(keep_time)
+        await asyncio.gather(*pulls)
+
+    async def _pull(self, work: p.Work, due: float) -> p.Outcome:
+        late = time.perf_counter() - due
+        request_id = f"decode-{work.number}"
+        cancel = None
+        if work.cancel_s is not None:
+            cancel = asyncio.get_running_loop().call_later(work.cancel_s, self.engine.cancel, request_id)
+        try:
+            result = await self.engine.pull(request_id, work.lists, work.params, timeout_s=self.options.timeout_s)
+        except PullError as exc:
+            if exc.held:
+                self.held.append((exc, asyncio.ensure_future(exc.returned())))
+            return p.Outcome(work.number, str(exc), exc.reason, time.perf_counter() - due, late)
+        except AsyncKVError as exc:
+            return p.Outcome(work.number, str(exc), type(exc).__name__, time.perf_counter() - due, late)
+        finally:
+            if cancel is not None:
+                cancel.cancel()
+        return p.Outcome(
+            work.number,
+            seconds=time.perf_counter() - due,
+            late=late,
+            num_bytes=result.num_bytes,
+            planned=result.descriptors_planned,
+            posted=result.descriptors_posted,
+            phases=dict(result.phases),
+        )
+
+    async def _returned(self) -> int:
+        """Wait until no failed pull's blocks can be written any more; how many still can be."""
+        held, self.held = self.held, []
+        if held:
+            await asyncio.wait([task for _, task in held], timeout=self.options.timeout_s)
+        leaked = 0
+        for exc, task in held:
+            if not task.done() or task.exception() is not None:
+                task.cancel()
+                leaked += sum(map(len, exc.held.values()))
+        return leaked
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self.stopping.set()
+        for work in self.works:
+            self.engine.cancel(f"decode-{work.number}")
+
+    def verify(self, without: list[int]) -> p.Verified:
+        """Compare every token, or those in a sample of blocks that holds each request's first and last."""
+        done = {o.number for o in self.outcomes if not o.error}.difference(without)
+        compared = wanted = wrong = 0
+        if self.options.verify != "off":
+            self.pool.fetch()
+        bad = []
+        for work in self.works:
+            if work.number not in done:
+                continue
+            wanted += self.pool.wanted(work.lists, work.tokens)
+            if self.options.verify == "off":
+                continue
+            every = SAMPLE if self.options.verify == "sample" else 1
+            prefix = work.chunk_tokens, work.chunks
+            looked_at, found = self.pool.check(work.number, work.lists, work.tokens, prefix, every=every)
+            compared += looked_at
+            wrong += found
+            if found:
+                bad.append(work.number)
+        return p.Verified(compared, wanted, wrong, bad)
+
+    async def finish(self, patience_s: float) -> p.Ended:
+        """Wait for the leases of the wave."""
+        causes: Counter[str] = Counter()
+        leaked = 0
+        with anyio.move_on_after(patience_s):
+            for _, lent in self.lent:
+                causes[(await lent.wait_released()).cause] += 1
+        for work, lent in self.lent:
+            if not lent.is_over:
+                leaked += sum(b is not None for _, blocks in work.lists for b in blocks)
+                causes["leaked"] += 1
+        self.lent = []
+        lags = [] if self.setup.pulls else self.sampler.stop()
+        return p.Ended(dict(causes), leaked, lags, time.process_time())
+
+    async def stop(self) -> p.Report:
+        self.floor.close()
+        await self.engine.drain(self.options.timeout_s)
+        integrity = ""
+        try:
+            self.engine.check_integrity()
+        except AsyncKVError as exc:
+            integrity = str(exc)
+        statistics = self.engine.statistics()
+        return p.Report(
+            dict(statistics.gauges),
+            dict(statistics.counters),
+            list(statistics.release_s),
+            integrity,
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            sum(m.length for m in self.pool.registration.layout.memories),
+        )
+
+
+async def _run(pipe: p.Pipe) -> None:
+    setup = await pipe.read()
+    if not isinstance(setup, p.Setup):
+        return
+    options = setup.options
+    stream = open(options.log, "a", buffering=1, encoding="utf-8") if options.log else sys.stderr  # noqa: ASYNC230, SIM115
+    log.configure(options.level, form="json", stream=stream)
+    try:
+        layout = setup.shape.layout(setup.model, setup.tp_rank, setup.pp_stage, setup.num_blocks)
+        pool = (CudaPool if options.memory == "cuda" else Pool)(layout, options.seed)
+        engine = Engine(
+            EngineConfig(
+                engine_id=setup.engine_id,
+                bind=setup.bind,
+                allow_insecure=options.allow_insecure,
+                keys=options.keys(),
+                lease=LeaseConfig(lease_s=options.lease_s, grant_s=min(10.0, options.lease_s)),
+                pull=PullConfig(timeout_s=options.timeout_s),
+                nixl=NixlConfig(posting_threads=options.posting_threads, process=options.process),
+            ),
+            pool.registration,
+        )
+        async with engine:
+            loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
+            pipe.write(p.Ready(os.getpid(), engine.endpoint, {**engine.describe(), "event_loop": loop}))
+            await _serve(pipe, Worker(setup, pool, engine))
+    except AsyncKVError as exc:
+        pipe.write(p.Failed(str(exc), isinstance(exc, ConfigError | BackendError)))
+    except MemoryError:
+        pipe.write(
+            p.Failed(f"no memory for a pool of {setup.num_blocks} blocks; lower --pool-mb or --concurrency", True)
+        )
+
+
+async def _guard(work: Coroutine[None, None, None], pipe: p.Pipe) -> None:
+    try:
+        await work
+    except Exception as exc:  # told to the driver, which ends the run
+        pipe.write(p.Failed(f"the window failed: {exc!r}", False))
+
+
+async def _serve(pipe: p.Pipe, worker: Worker) -> None:
+    while (command := await pipe.read()) is not None:
+        match command:
+            case p.Fill(works):
+                await worker.fill(works)
+                pipe.write(p.Done(time.process_time()))
+            case p.Lend():
+                worker.lend()
+                pipe.write(p.Done(time.process_time()))
+            case p.Prepare(works):
+                await worker.prepare(works)
+                pipe.write(p.Done(time.process_time()))
+            case p.Go(concurrency):
+                # A task of its own: a cancel must be heard while the window is open.
+                worker.window = asyncio.create_task(_guard(worker.pull_all(concurrency, pipe), pipe))
+            case p.Cancel():
+                worker.cancel()
+            case p.Verify(without):
+                pipe.write(await anyio.to_thread.run_sync(worker.verify, without))
+            case p.Finish(patience_s):
+                pipe.write(await worker.finish(patience_s))
+            case p.Open() | p.Connect() | p.Serve() | p.Measure():
+                pipe.write(await worker.floor.obey(command, worker.works))
+            case p.Stop():
+                pipe.write(await worker.stop())
+                return
+            case p.Setup():
+                return
+            case _:
+                assert_never(command)
+    # The driver is gone: end what is being pulled, and go.
+    worker.cancel()
+
+
+def main() -> None:
+    """Run one worker, a process of a fleet, until its driver says stop or is gone."""
+    sock = begin_child()
+
+    async def run() -> None:
+        pipe = await p.Pipe.open(sock)
+        await _run(pipe)
+        await pipe.close()
+
+    chosen = os.environ.get("ASYNCKV_BENCH_LOOP", "auto")
+    if chosen == "uvloop" or (chosen == "auto" and importlib.util.find_spec("uvloop") is not None):
+        import uvloop
+
+        uvloop.run(run())
+    else:
+        asyncio.run(run())

@@ -1,0 +1,234 @@
+"""A run's figures as data. How they read is said in `asynckv.tools.bench.report_text`."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asynckv.errors import AsyncKVError
+from asynckv.tools.bench import floor
+from asynckv.tools.bench.driver import Measured
+from asynckv.tools.bench.experiment import Experiment
+from asynckv.tools.bench.schedule import Request
+from asynckv.tools.bench.workload import Workload
+from asynckv.tools.plan.layouts import model_groups
+from asynckv.version import VERSION
+
+__all__ = ["SCHEMA", "is_good", "make", "quantiles", "status"]
+
+SCHEMA = "asynckv.bench/1"
+PHASES = ("queue", "handshake", "plan", "post", "read", "detect", "confirm", "release")
+
+
+def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
+    """Build the JSON report. A request is complete only if every decode rank completed it."""
+    schedule = experiment.schedule()
+    completed = 0
+    complete: list[float] = []
+    calls: list[float] = []
+    busy_s = 0.0
+    failed = cancelled = cut = 0
+    asked = {r.number for r in schedule if r.cancel_s is not None}
+    for number, outcomes in found.outcomes.items():
+        errors = [o.reason for o in outcomes if o.error]
+        busy_s += max((o.seconds - o.late for o in outcomes), default=0.0)
+        is_whole = len(outcomes) == experiment.num_ranks(number)
+        if is_whole and not errors:
+            completed += 1
+            if not any(o.num_bytes for o in outcomes):
+                continue  # cached whole: an answer of the engine's own, not a transfer
+            complete.append(max(o.seconds for o in outcomes))
+            calls.append(max(o.seconds - o.late for o in outcomes))
+        elif is_whole and number in asked and set(errors) == {"cancelled"}:
+            cut += 1
+        elif found.interrupted and (not errors or set(errors) <= {"cancelled", "EngineClosed"}):
+            cancelled += 1
+        else:
+            failed += 1
+    good = [o for outcomes in found.outcomes.values() for o in outcomes if not o.error]
+    window = sum(found.windows_s)
+    moved = sum(o.num_bytes for o in good)
+    phases = {name: [o.phases.get(name, 0.0) for o in good if o.num_bytes] for name in PHASES} | {
+        "release": found.release_s
+    }
+    return {
+        "schema": SCHEMA,
+        "interrupted": found.interrupted,
+        "interruption": _interruption(found, completed, len(schedule)),
+        "config": _config(experiment, schedule),
+        "environment": {
+            "asynckv": VERSION,
+            "python": platform.python_version(),
+            "pyzmq": version("pyzmq"),
+            "numpy": version("numpy"),
+            "cpu_count": os.cpu_count(),
+            "platform": platform.platform(),
+            **found.environment,
+        },
+        "warmup": {
+            "failed": sum(bool(o.error) for o in found.warmup),
+            "max_latency_s": max((o.seconds for o in found.warmup), default=0.0),
+        },
+        "requests": {
+            "submitted": found.submitted,
+            "completed": completed,
+            "read_nothing": completed - len(complete),
+            "failed": failed,
+            "cancelled": cancelled,
+        },
+        "cancellations": {
+            "asked": len(asked),
+            "cancelled": cut,
+            "too_late": sum(n in asked for n, o in found.outcomes.items() if not any(x.error for x in o)),
+        },
+        "prefix": _prefix(experiment.workload, found, schedule),
+        "bytes": {
+            "moved": moved,
+            "wanted": found.bytes_wanted,
+            "verified": found.bytes_verified,
+            "wrong": found.bytes_wrong,
+        },
+        "blocks": {
+            "prefill_leaked": found.prefill_leaked,
+            "decode_leaked": found.decode_leaked,
+            "quarantined": found.quarantined,
+        },
+        "throughput": {
+            "gbytes_per_s": moved / window / 1e9 if window else 0.0,
+            "requests_per_s": len(complete) / window if window else 0.0,
+        },
+        "latency_s": quantiles(complete, p50=0.5, p90=0.9, p99=0.99, max=1.0),
+        "pull_s": quantiles(calls, p50=0.5, p90=0.9, p99=0.99, max=1.0),
+        "schedule": {
+            "clock": "scheduled arrival" if experiment.arrivals.is_open else "call of pull",
+            "scheduled_per_s": found.submitted / found.scheduled_s if found.scheduled_s else 0.0,
+            "achieved_per_s": completed / window if window else 0.0,
+            "late_s": quantiles(
+                [o.late for outcomes in found.outcomes.values() for o in outcomes], p50=0.5, p99=0.99, max=1.0
+            ),
+        },
+        "phases_s": {name: quantiles(values, p50=0.5, p99=0.99) for name, values in phases.items()},
+        "cpu_s": found.cpu_s,
+        "loop_lag_s": quantiles(found.lags, p99=0.99, max=1.0),
+        "descriptors": {"planned": sum(o.planned for o in good), "posted": sum(o.posted for o in good)},
+        "windows": {
+            "count": len(found.windows_s),
+            "seconds": window,
+            "mean_in_flight": busy_s / window if window else 0.0,
+        },
+        "leases": found.lease_ends,
+        "memory": {"pool_bytes_per_rank": found.pool_bytes, "peak_rss_bytes": found.peak_rss},
+        "processes": found.pids,
+        "warnings": _warnings(experiment),
+        "problems": found.problems + floor.faults(found.floor),
+        "errors": _errors(found, asked),
+        **floor.summary(found.floor),
+    }
+
+
+def _warnings(experiment: Experiment) -> list[str]:
+    """Say what is not wrong, but slow."""
+    try:
+        small = experiment.small_pieces()
+    except AsyncKVError:  # the run says why there is no plan
+        return []
+    order = "asynckv plan shows every piece"
+    if not all(side.order.endswith("hnd") for side in experiment.sides.values()):
+        order = "try --order hnd"
+    return [f"{text}: {order}" for text in small]
+
+
+def _interruption(found: Measured, completed: int, requested: int) -> dict[str, Any] | None:
+    """Say when Ctrl-C came, and what the figures are of."""
+    if not found.interrupted:
+        return None
+    if found.stage == "run" and completed:
+        some = "all" if completed == requested else f"{completed:,} of {requested:,}"
+        says = f"after {some} requests; the figures cover these only"
+    else:
+        when = {"start": "while the workers started", "warm-up": "in the warm-up", "run": "before a request completed"}
+        says = f"{when[found.stage]}; nothing was measured"
+    return {"during": found.stage, "completed": completed, "requested": requested, "says": says}
+
+
+def _config(experiment: Experiment, schedule: Sequence[Request]) -> dict[str, Any]:
+    """Say what was run: the options as they are, and what the others amount to."""
+    options, model, work = experiment.options, experiment.model, experiment.workload
+    return {
+        **options.record(),
+        "model": model.name,
+        "layers": len(model.layers),
+        "groups": [{"layers": len(n), **msgspec.to_builtins(kind)} for kind, n in model_groups(model)],
+        "dtype": model.dtype,
+        "token_bytes": model.token_bytes(),
+        "state_bytes": model.state_bytes(),
+        **msgspec.to_builtins(experiment.sides),
+        "requests": len(work.prompt_tokens),
+        "prompt_tokens": work.source,
+        "prompts_capped": work.num_capped,
+        "prompts_wholly_cached": sum(r.cached == r.tokens for r in schedule),
+        "engines": msgspec.to_builtins(experiment.engines),
+        "arrivals": experiment.arrivals.kind,
+        # These mean nothing without what they are about.
+        "rounds": options.rounds if options.floor else None,
+        "prefix_cache": options.prefix_cache if work.chunks else None,
+    }
+
+
+def is_good(report: dict[str, Any]) -> bool:
+    """Everything completed but what was to be cancelled, every compared byte was right, and nothing leaked."""
+    moved, wanted, verified = (report["bytes"][k] for k in ("moved", "wanted", "verified"))
+    return (
+        not report["interrupted"]
+        and report["requests"]["completed"] + report["cancellations"]["cancelled"] == report["config"]["requests"]
+        and report["bytes"]["wrong"] == 0
+        and (report["config"]["verify"] != "full" or verified == wanted)
+        and moved >= wanted
+        and not report["warmup"]["failed"]
+        and not any(report["blocks"].values())
+        and not report["problems"]
+    )
+
+
+def status(found: Measured, report: dict[str, Any]) -> int:
+    """Return the exit status of a run."""
+    return 130 if found.interrupted else 0 if is_good(report) else 1
+
+
+def _prefix(workload: Workload, found: Measured, schedule: Sequence[Request]) -> dict[str, Any]:
+    """What the readers' modelled caches held, and what was lent to several requests at a time."""
+    tokens, hit = sum(r.tokens for r in schedule), sum(r.cached for r in schedule)
+    return {
+        "shared": bool(workload.chunks),
+        "chunk_tokens": workload.chunk_tokens if workload.chunks else None,
+        "prompt_tokens": tokens,
+        "hit_tokens": hit,
+        "hit_rate": hit / tokens if tokens else 0.0,
+        "lent_blocks": found.lent_places,
+        "lent_shared": found.shared_places,
+    }
+
+
+def quantiles(values: Sequence[float], **at: float) -> dict[str, float]:
+    """Name quantiles; zeros if there are no values."""
+    if not values:
+        return dict.fromkeys(at, 0.0)
+    return {name: float(np.quantile(values, q, method="higher")) for name, q in at.items()}
+
+
+def _errors(found: Measured, asked: set[int]) -> dict[str, int]:
+    """The first message of every reason, and how often it occurred, but for those that were asked to be cancelled."""
+    first: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    for outcomes in found.outcomes.values():
+        for outcome in outcomes:
+            if outcome.error and not (outcome.number in asked and outcome.reason == "cancelled"):
+                text = first.setdefault(outcome.reason, f"{outcome.reason}: {outcome.error}"[:400])
+                counts[text] = counts.get(text, 0) + 1
+    return counts

@@ -1,0 +1,274 @@
+"""How a run's report reads: one line with the verdict, then what was reached, how long it took, what it cost, what ran.
+
+The same parts (`parts`) are printed on a terminal (`show`) and drawn on the page of `asynckv report`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+from asynckv.tools.bench import floor, report
+from asynckv.tools.bench.schedule import Engines
+from asynckv.tools.console import without_control
+from asynckv.tools.output import print_table
+
+__all__ = ["Part", "facts", "parts", "show", "verdict"]
+
+
+class Part(NamedTuple):
+    """Rows that belong together: a name and a text each or, where there is a head, the cells of a table."""
+
+    rows: Sequence[tuple[str, ...]]
+    head: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """Say in one line how the run went."""
+    requests, moved, blocks = found["requests"], found["bytes"], found["blocks"]
+    total = found["config"]["requests"]
+    if (cut := found.get("interruption")) is not None:
+        return f"INTERRUPTED {cut['says']}"
+    if found["interrupted"]:
+        return f"INTERRUPTED after {requests['completed']:,} of {total:,} requests; the figures cover these only"
+    if report.is_good(found):
+        compared = {
+            "full": "every byte verified",
+            "sample": "a sample of the bytes verified",
+            "off": "no byte compared (--verify off)",
+        }[found["config"]["verify"]]
+        cut_short = found["cancellations"]["cancelled"]
+        cancelled = f", {cut_short:,} cancelled as asked" if cut_short else ""
+        return (
+            f"good: {requests['completed']:,} of {total:,} requests completed{cancelled}, {compared}, no block leaked"
+        )
+    leaked = blocks["prefill_leaked"] + blocks["decode_leaked"]
+    faults = [
+        f"{requests['failed']:,} of {total:,} requests failed" if requests["failed"] else "",
+        f"{moved['wrong']:,} bytes wrong" if moved["wrong"] else "",
+        f"{leaked:,} blocks leaked" if leaked else "",
+        f"{blocks['quarantined']:,} blocks in quarantine" if blocks["quarantined"] else "",
+        f"{found['warmup']['failed']:,} pulls of the warm-up failed" if found["warmup"]["failed"] else "",
+        "; ".join(str(x) for x in found["problems"][:2]),
+    ]
+    incomplete = f"only {requests['completed']:,} of {total:,} requests were completed and verified"
+    return f"BAD: {'; '.join(filter(None, faults)) or incomplete}"
+
+
+def parts(found: dict[str, Any]) -> list[Part]:
+    """Say the report, the most important first."""
+    return [
+        Part(_reached(found)),
+        _latencies(found),
+        Part(_cost(found)),
+        *_floor(found),
+        Part(_run(found)),
+    ]
+
+
+def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Say all that is no table."""
+    return [(name, text) for part in parts(found) if not part.head for name, text in part.rows]
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print it."""
+    measured = not found["interrupted"] or found["requests"]["completed"]
+    style = "bold yellow" if found["interrupted"] else "bold green" if report.is_good(found) else "bold red"
+    console.print(escape(without_control(verdict(found))), style=style, highlight=False)
+    for text in [*found["problems"], *(f"{n} x {cause}" for cause, n in found["errors"].items())]:
+        console.print(f"  ! {escape(without_control(text))}", style="red", highlight=False)
+    if not measured:
+        return
+    for text in found.get("warnings", ()):
+        console.print(f"  ! {escape(without_control(text))}", style="yellow", highlight=False)
+    for part in parts(found):
+        console.print()
+        rows = [tuple(map(without_control, row)) for row in part.rows]
+        if part.head:
+            print_table(console, part.head, rows)
+        else:
+            table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+            table.add_column(style="bold", min_width=14, no_wrap=True)
+            table.add_column()
+            for row in rows:
+                table.add_row(*map(escape, row))
+            console.print(table, highlight=False)
+        for note in part.notes:
+            console.print(Padding(f"! {escape(note)}", (0, 0, 0, 2)), style="yellow", highlight=False)
+
+
+def _reached(found: dict[str, Any]) -> list[tuple[str, str]]:
+    requests, moved, prefix = found["requests"], found["bytes"], found["prefix"]
+    total, cut = found["config"]["requests"], found["cancellations"]
+    apart = f", and {requests['read_nothing']:,} that read nothing" if requests["read_nothing"] else ""
+    counts = [f"{requests['completed']:,} of {total:,} completed", f"{requests['failed']:,} failed"]
+    counts += [f"{requests['cancelled']:,} cut off by Ctrl-C"] if requests["cancelled"] else []
+    counts += [f"{left:,} never started"] if (left := total - requests["submitted"]) else []
+    if moved["wanted"]:
+        compared = f"{moved['verified'] / moved['wanted']:.1%} verified"
+    else:
+        compared = "none wanted"
+    rows = [
+        (
+            "throughput",
+            "{gbytes_per_s:.3f} GB/s, {requests_per_s:,.1f} requests/s".format(**found["throughput"]) + apart,
+        ),
+        ("requests", ", ".join(counts)),
+    ]
+    if cut["asked"]:
+        rows.append(
+            ("to be cancelled", "{asked:,}: {cancelled:,} were, {too_late:,} had completed before".format(**cut))
+        )
+    if prefix["shared"]:
+        rows.append(
+            (
+                "prefixes",
+                f"{prefix['hit_rate']:.1%} of {prefix['prompt_tokens']:,} prompt tokens were cached at the reader; "
+                f"{prefix['lent_shared']:,} of {prefix['lent_blocks']:,} lent blocks were lent to another request "
+                f"as well",
+            )
+        )
+    rows += [
+        (
+            "bytes",
+            f"{_bytes(moved['moved'])} moved, {_bytes(moved['wanted'])} wanted, {compared}, {moved['wrong']:,} wrong",
+        ),
+        (
+            "blocks",
+            "{prefill_leaked:,} leaked on prefill, {decode_leaked:,} on decode, {quarantined:,} in quarantine".format(
+                **found["blocks"]
+            ),
+        ),
+    ]
+    return rows
+
+
+_HEAD = ("latency", "p50", "p90", "p99", "max")
+LEAST_P99 = 200
+"""Requests that a p99 takes: of fewer a hundredth is a single one, and the slowest says as much."""
+
+
+def _latencies(found: dict[str, Any]) -> Part:
+    """Say how long requests took, and under them how long each phase of a pull took on a rank."""
+    requests = found["requests"]
+    number = requests["completed"] - requests["read_nothing"]
+    if not number:
+        return Part([("nothing was read", *[""] * 4)], _HEAD)
+    clocks = [(f"from the {found['schedule']['clock']}", found["latency_s"])]
+    if found["config"]["arrivals"] != "closed":
+        clocks.append(("from the call of pull", found["pull_s"]))
+    rows = [(name, *(_seconds(q[at]) for at in _HEAD[1:])) for name, q in clocks]
+    # What none of the pulls did has no time: connections are made in the warm-up.
+    for name, q in found["phases_s"].items():
+        if q["p99"] and name != "release":
+            rows.append((f"  {name}", _seconds(q["p50"]), "", _seconds(q["p99"]), ""))
+    release = found["phases_s"]["release"]
+    rows.append(("release, after it", _seconds(release["p50"]), "", _seconds(release["p99"]), ""))
+    if number < LEAST_P99:
+        return Part([(*row[:3], *row[4:]) for row in rows], (f"latency ({number})", *_HEAD[1:3], *_HEAD[4:]))
+    return Part(rows, _HEAD)
+
+
+def _cost(found: dict[str, Any]) -> list[tuple[str, str]]:
+    lag, warmup = found["loop_lag_s"], found["warmup"]
+    busy = f" (not quiet: above {floor.QUIET_S * 1e3:.0f} ms)" if lag["p99"] > floor.QUIET_S else ""
+    windows = found["windows"]
+    several = f", in {windows['count']:,} measurement windows" if windows["count"] > 1 else ""
+    if found["config"]["warmup"]:
+        slowest = _seconds(warmup["max_latency_s"])
+        warm = f"slowest pull {slowest} (with the first connections), {warmup['failed']:,} failed; not in the figures"
+    else:
+        warm = "none: the latencies hold the first connections"
+    return [
+        ("measured", f"{windows['seconds']:.3f} s{several}"),
+        *_schedule(found),
+        ("CPU", "prefill {prefill:.2f} s, decode {decode:.2f} s".format(**found["cpu_s"])),
+        ("event loop lag", f"p99 {_seconds(lag['p99'])}, max {_seconds(lag['max'])}{busy}"),
+        ("descriptors", "{planned:,} planned, {posted:,} posted after merging".format(**found["descriptors"])),
+        ("warm-up", warm),
+    ]
+
+
+def _schedule(found: dict[str, Any]) -> list[tuple[str, str]]:
+    if found["config"]["arrivals"] == "closed":
+        return []
+    it = found["schedule"]
+    late = {k: _seconds(v) for k, v in it["late_s"].items()}
+    return [
+        (
+            "schedule",
+            f"{it['scheduled_per_s']:,.1f} requests/s scheduled, {it['achieved_per_s']:,.1f} achieved; pull was called "
+            f"late by p50 {late['p50']}, p99 {late['p99']}, max {late['max']}",
+        ),
+    ]
+
+
+def _floor(found: dict[str, Any]) -> list[Part]:
+    rows, notes = floor.table(found)
+    return [Part(rows, floor.HEAD, notes)] if rows or notes else []
+
+
+def _run(found: dict[str, Any]) -> list[tuple[str, str]]:
+    config, environment = found["config"], found["environment"]
+    state = f", {config['state_bytes']:,} per state" if config["state_bytes"] else ""
+    capped = config["prompts_capped"]
+    return [
+        ("model", f"{config['model']}, {config['layers']} layers, {config['token_bytes']:,} bytes per token{state}"),
+        *((role, _side(config[role])) for role in ("prefill", "decode")),
+        ("workload", _workload(config, found["windows"])),
+        *([("capped", f"{capped:,} prompts were cut by --max-prompt-tokens")] if capped else []),
+        (
+            "transport",
+            f"{environment.get('ucx_transports', '?')}, error mode {environment.get('ucx_error_handling_mode', '?')}",
+        ),
+    ]
+
+
+def _workload(config: dict[str, Any], windows: dict[str, Any]) -> str:
+    whole = config["prompts_wholly_cached"]
+    cached = f"; {whole:,} of {config['requests']:,} are cached whole, so nothing of them is read" if whole else ""
+    has_hit = config["prefix_cache"] is None and config["prefix_hit"] not in ("0", "0%")
+    hit = f", prefix hit {config['prefix_hit']}" if has_hit else ""
+    match config["arrivals"]:
+        case "closed":
+            load = f"{config['concurrency']} in flight"
+            # Every measurement window begins and ends with fewer.
+            if (mean := windows.get("mean_in_flight", 0.0)) < 0.75 * config["concurrency"] and mean:
+                load = f"up to {load}, {mean:.1f} on average"
+        case "trace":
+            load = f"arrivals of the trace at speed {config['speed']:g}"
+        case kind:
+            load = f"{kind} arrivals at {config['rate']:g}/s"
+    engines = config["engines"]
+    announced = "; announced: claims are granted before each measurement window opens" if config["announced"] else ""
+    many = engines["prefill"] + engines["decode"] > 2 or engines["both_ways"]
+    who = f"; engines: {Engines(**engines)}" if many else ""
+    return (
+        f"{config['prompt_tokens']} tokens{hit}{cached}; {load}, blocks {config['block_order']}, seed "
+        f"{config['seed']}{who}{announced}"
+    )
+
+
+def _seconds(value: float) -> str:
+    """Milliseconds, or microseconds where those would be 0.05 or 0.00."""
+    return f"{value * 1e3:,.2f} ms" if value >= 1e-4 or not value else f"{value * 1e6:.1f} µs"
+
+
+def _bytes(number: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:,.3f} {unit}"
+    return f"{number:.0f} bytes"
+
+
+def _side(side: dict[str, Any]) -> str:
+    stages = f", pp {side['pp']}" if side["pp"] > 1 else ""
+    ratio = f" of {side['ratio']} kernel blocks" if side["ratio"] > 1 else ""
+    return f"tp {side['tp']}{stages}, {side['block_size']} tokens per block{ratio}, {side['order']}"

@@ -1,0 +1,214 @@
+"""The schedule: every request with its engines, its arrival, what of it is cached, and when it is cancelled.
+
+Made once from the options, before anything runs, and the same for the same seed. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from asynckv.errors import ConfigError
+from asynckv.tools.bench.prefixes import PrefixCache
+from asynckv.tools.bench.workload import Workload
+
+__all__ = ["Arrivals", "Engines", "Place", "Request", "make_schedule"]
+
+
+class Place(NamedTuple):
+    """One engine: its role, and which one of that role."""
+
+    role: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """How many engines there are, and who lends to whom.
+
+    Attributes:
+        prefill, decode: Engines of each role; requests take turns among all pairs.
+        both_ways: Every second request goes from a decode to a prefill engine.
+    """
+
+    prefill: int = 1
+    decode: int = 1
+    both_ways: bool = False
+
+    @property
+    def places(self) -> list[Place]:
+        """All of them, prefill first."""
+        return [Place(r, i) for r, n in (("prefill", self.prefill), ("decode", self.decode)) for i in range(n)]
+
+    def name(self, place: Place) -> str:
+        """Name an engine."""
+        is_alone = (self.prefill if place.role == "prefill" else self.decode) == 1
+        return place.role if is_alone else f"{place.role}-{place.number}"
+
+    def route(self, number: int) -> tuple[Place, Place]:
+        """Who lends a request, and who pulls it."""
+        turn = number // 2 if self.both_ways else number
+        prefill = Place("prefill", turn % self.prefill)
+        decode = Place("decode", turn // self.prefill % self.decode)
+        return (decode, prefill) if self.both_ways and number % 2 else (prefill, decode)
+
+    def lends(self, place: Place) -> bool:
+        """Whether an engine ever lends."""
+        return self.both_ways or place.role == "prefill"
+
+    def pulls(self, place: Place) -> bool:
+        """Whether an engine ever pulls."""
+        return self.both_ways or place.role == "decode"
+
+    def __str__(self) -> str:
+        return f"{self.prefill} prefill, {self.decode} decode" + (", both ways" if self.both_ways else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """When requests come.
+
+    Attributes:
+        kind: `closed`: whenever a pull ends the next begins. The others are open: requests come whether or not
+            the ones before are through, at the trace's times, at random (Poisson), or evenly.
+        rate: Requests per second, if neither closed nor the trace's.
+        speed: How many times as fast the trace's clock runs.
+    """
+
+    kind: Literal["closed", "trace", "poisson", "uniform"] = "closed"
+    rate: float | None = None
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        needs_rate = self.kind in ("poisson", "uniform")
+        if needs_rate and self.rate is None:
+            raise ConfigError(f"--arrivals {self.kind} needs a rate; give --rate 200 (requests per second)")
+        if self.rate is not None and not needs_rate:
+            remedy = "use --speed to hurry it" if self.kind == "trace" else "use --arrivals poisson or uniform"
+            raise ConfigError(f"--rate {self.rate:g} and --arrivals {self.kind} contradict each other; {remedy}")
+        if self.speed != 1.0 and self.kind != "trace":
+            raise ConfigError(f"--speed {self.speed:g} is for the times of a trace; give --arrivals trace as well")
+
+    def __str__(self) -> str:
+        at = f" at {self.rate:g}/s" if self.rate is not None else f" at speed {self.speed:g}" * (self.kind == "trace")
+        return self.kind + at
+
+    @property
+    def is_open(self) -> bool:
+        """Requests come by the clock."""
+        return self.kind != "closed"
+
+    def times(self, workload: Workload, seed: int) -> list[float]:
+        """Seconds from the start of the schedule, ascending; all zero in a closed loop.
+
+        Raises:
+            ConfigError: The trace has no times.
+        """
+        number = len(workload.prompt_tokens)
+        match self.kind:
+            case "closed":
+                return [0.0] * number
+            case "trace":
+                if len(workload.arrivals_s) != number:
+                    raise ConfigError(
+                        "--arrivals trace needs a --trace whose lines have a timestamp; use --rate for requests per "
+                        "second"
+                    )
+                return [t / self.speed for t in workload.arrivals_s]
+            case "poisson":
+                assert self.rate is not None
+                gaps = np.random.default_rng([seed, 2]).exponential(1 / self.rate, number)
+                return [float(t) for t in np.cumsum(gaps)]
+            case "uniform":
+                assert self.rate is not None
+                return [(i + 1) / self.rate for i in range(number)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request.
+
+    Attributes:
+        tokens: Length of the prompt.
+        cached: How many of them the reader has already.
+        chunks: Ids of its leading chunks, by which others may share them.
+        lender, reader: The engines.
+        arrival_s: When it comes, from the start of the schedule.
+        cancel_s: How long after its pull began it is cancelled; None if it is not.
+    """
+
+    number: int
+    tokens: int
+    cached: int
+    lender: Place
+    reader: Place
+    chunks: tuple[int, ...] = ()
+    arrival_s: float = 0.0
+    cancel_s: float | None = None
+
+
+def make_schedule(
+    workload: Workload,
+    *,
+    engines: Engines,
+    arrivals: Arrivals,
+    cache_tokens: int,
+    cached: Callable[[int], int],
+    cancel: float,
+    cancel_within_s: float,
+    seed: int,
+) -> list[Request]:
+    """Work every request out.
+
+    Args:
+        workload: Lengths and chunks.
+        engines: Who lends to whom.
+        arrivals: When they come.
+        cache_tokens: Tokens that every reader's prefix cache holds, where prompts share chunks.
+        cached: Tokens of a prompt that are cached, where they share none.
+        cancel: Share of the requests that are cancelled.
+        cancel_within_s: They are cancelled at a random moment of so many seconds.
+        seed: Of what is random.
+
+    Raises:
+        ConfigError: The trace has no times.
+    """
+    number = len(workload.prompt_tokens)
+    moments = np.random.default_rng([seed, 3])
+    is_cancelled = np.zeros(number, np.bool_)
+    is_cancelled[moments.permutation(number)[: round(cancel * number)]] = True
+    cancel_s = moments.uniform(0, cancel_within_s, number).tolist()
+    times = arrivals.times(workload, seed)
+    caches = {p: PrefixCache(cache_tokens // workload.chunk_tokens) for p in engines.places}
+    out = []
+    for i, tokens in enumerate(workload.prompt_tokens):
+        lender, reader = engines.route(i)
+        chunks = workload.chunks[i] if workload.chunks else ()
+        if workload.chunks:
+            held = _held(i, tokens, chunks, workload.chunk_tokens)
+            there = min(caches[reader].num_cached(held) * workload.chunk_tokens, tokens)
+            if not is_cancelled[i]:
+                caches[reader].use(held)
+        else:
+            there = cached(tokens)
+        out.append(
+            Request(
+                number=i,
+                tokens=tokens,
+                cached=there,
+                lender=lender,
+                reader=reader,
+                chunks=chunks,
+                arrival_s=times[i],
+                cancel_s=cancel_s[i] if is_cancelled[i] else None,
+            )
+        )
+    return out
+
+
+def _held(number: int, tokens: int, chunks: Sequence[int], size: int) -> list[int | tuple[int, int]]:
+    """What a prompt puts into a cache: its chunks, and its own whole ones, which nobody else asks for."""
+    return [*chunks, *((number, i) for i in range(len(chunks), max(len(chunks), tokens // size)))]

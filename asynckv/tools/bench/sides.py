@@ -1,0 +1,163 @@
+"""One side of a comparison: reports and sweeps, read and checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from asynckv.errors import ConfigError
+from asynckv.tools.bench import journal, report
+
+__all__ = ["Run", "Side", "check", "flat", "load", "refuse_repeated"]
+
+
+FIGURES = {
+    "throughput": ("gbytes_per_s", "requests_per_s"),
+    "latency_s": ("p50", "p90", "p99", "max"),
+    "pull_s": (),
+    "phases_s": (),
+    "cpu_s": ("decode", "prefill"),
+    "loop_lag_s": (),
+    "descriptors": (),
+    "ratio_to_floor": (),
+}
+"""What holds numbers only, and which of them every report has."""
+
+
+class Run(NamedTuple):
+    """One run: its parameters, its report, and what to call it."""
+
+    params: dict[str, Any]
+    report: dict[str, Any]
+    name: str
+
+
+@dataclass(slots=True)
+class Side:
+    """One side's runs.
+
+    Attributes:
+        runs: Those with a report.
+        failed: Parameters and reason of each run without a report.
+    """
+
+    name: str
+    is_sweep: bool = True
+    runs: list[Run] = field(default_factory=list)
+    failed: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    environments: list[dict[str, str]] = field(default_factory=list)
+
+
+def load(texts: Sequence[str]) -> Side:
+    """Read one side: reports and sweeps, or directories of them.
+
+    Raises:
+        ConfigError: A file is neither, of another schema, interrupted or unfinished.
+    """
+    side = Side(", ".join(texts))
+    paths = [path for text in texts for path in _files(Path(text))]
+    held: list[tuple[Path, dict[str, Any] | journal.Sweep]] = [(path, _read(path)) for path in paths]
+    side.is_sweep = all(isinstance(found, journal.Sweep) for _, found in held)
+    for path, found in held:
+        if isinstance(found, journal.Sweep):
+            _add_sweep(side, path, found)
+        else:
+            if found["interrupted"]:
+                raise ConfigError(f"{path}: was interrupted, so its figures are of another run; measure it again")
+            side.runs.append(Run(flat(found["config"]), found, str(path)))
+            side.environments.append({k: str(v) for k, v in found["environment"].items()})
+    return side
+
+
+def refuse_repeated(texts: Sequence[str]) -> None:
+    """Refuse a file that is given twice: its noise would be none, and the change as sure as anything.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    seen: dict[Path, Path] = {}
+    for path in (path for text in texts for path in _files(Path(text))):
+        there = path.resolve()
+        if there in seen:
+            also = f" (as {seen[there]})" if seen[there] != path else ""
+            raise ConfigError(f"{path}: was given twice{also}; every file is one measurement, so name it once")
+        seen[there] = path
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted(p for p in path.iterdir() if p.suffix in (".json", ".jsonl"))
+    if not found:
+        raise ConfigError(f"{path}: holds no .json or .jsonl file")
+    return found
+
+
+def _read(path: Path) -> dict[str, Any] | journal.Sweep:
+    try:
+        data = path.read_bytes()
+    except OSError as exc:
+        raise ConfigError(f"{path}: {exc.strerror or exc}") from exc
+    try:
+        found: Any = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        found = None
+    if journal.is_sweep(data) and "config" not in (found or {}):
+        return journal.load(path)
+    if not isinstance(found, dict) or not isinstance(found.get("schema"), str):
+        raise ConfigError(f"{path}: is neither a report of asynckv bench nor a sweep")
+    if found["schema"] != report.SCHEMA:
+        raise ConfigError(
+            f"{path}: is of schema {found['schema']}, and this asynckv compares {report.SCHEMA} and {journal.SCHEMA}"
+        )
+    check(found, str(path))
+    return found
+
+
+def check(found: Mapping[str, Any], where: str) -> None:
+    """Refuse a report that lacks what every report has."""
+    parts = ("config", "environment", "requests", "bytes", "blocks", "throughput", "latency_s", "cpu_s")
+    if missing := [n for n in parts if not isinstance(found.get(n), dict)]:
+        raise ConfigError(f"{where}: is damaged: {missing[0]} is missing")
+    counts = {"completed": found["requests"], "failed": found["requests"], "wrong": found["bytes"]}
+    if missing := [n for n, part in counts.items() if not isinstance(part.get(n), int)]:
+        raise ConfigError(f"{where}: is damaged: {missing[0]} is missing")
+    if not isinstance(found.get("interrupted"), bool):
+        raise ConfigError(f"{where}: is damaged: interrupted is missing")
+    for part, names in FIGURES.items():
+        held = flat(found.get(part, {}), part)
+        if missing := [name for name in names if f"{part}.{name}" not in held]:
+            raise ConfigError(f"{where}: is damaged: {part}.{missing[0]} is missing")
+        for name, value in held.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f"{where}: is damaged: {name} is {value!r:.80}, no number")
+
+
+def _add_sweep(side: Side, path: Path, found: journal.Sweep) -> None:
+    if missing := found.missing():
+        total = len(found.head.points) * found.head.rounds
+        raise ConfigError(
+            f"{path}: is unfinished, {total - len(missing)} of {total} runs are there; go on with: {found.head.command}"
+        )
+    for row in found.latest().values():
+        if row.report is None:
+            side.failed.append((flat(row.params), row.reason))
+            continue
+        if row.report.get("schema") != report.SCHEMA:
+            raise ConfigError(f"{path}: holds a report of schema {row.report.get('schema')}, not {report.SCHEMA}")
+        check(row.report, str(path))
+        side.runs.append(Run(flat(row.params), row.report, f"{path} (round {row.round}, {row.key})"))
+    for head in found.heads:
+        side.environments.append(head.environment | {f"content of {k}": v for k, v in head.files.items()})
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Name every leaf of nested parameters by its dotted path."""
+    if isinstance(value, Mapping):
+        return {k: v for key, sub in value.items() for k, v in flat(sub, f"{name}.{key}".strip(".")).items()}
+    return {name: json.dumps(value) if isinstance(value, list) else value}

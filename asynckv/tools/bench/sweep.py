@@ -1,0 +1,180 @@
+"""Running a sweep: one `asynckv bench` after the other, each in a process of its own, each a line of the journal.
+
+What one point leaves behind cannot touch the next, and every line's command repeats its point by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from asynckv.errors import ConfigError
+from asynckv.tools.bench import report
+from asynckv.tools.bench.grid import Point
+from asynckv.tools.bench.journal import Journal, Row
+
+__all__ = ["Progress", "Ran", "judged", "name_of", "run", "targets"]
+
+Status = Literal["good", "bad", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A step of a sweep: `row` is None when the point begins."""
+
+    done: int
+    total: int
+    axes: Mapping[str, str]
+    round: int
+    row: Row | None
+
+
+@dataclass(slots=True)
+class Ran:
+    """How a sweep ended.
+
+    Attributes:
+        refused: What every single point was refused for as bad input; empty if any could run.
+    """
+
+    interrupted: bool = False
+    refused: str = ""
+
+
+def targets(out: str) -> tuple[Path, Path]:
+    """Name the journal and the page: FILE.jsonl and FILE.html, or sweep.jsonl and sweep.html in a directory.
+
+    Raises:
+        ConfigError: It is another kind of file.
+    """
+    if not out:
+        raise ConfigError("--out is empty; give a FILE.jsonl or a directory")
+    path = Path(out)
+    if path.suffix == ".jsonl" and not path.is_dir():
+        return path, path.with_suffix(".html")
+    if (path.suffix or path.exists()) and not path.is_dir():
+        raise ConfigError(f"--out {out} is neither a FILE.jsonl nor a directory")
+    return path / "sweep.jsonl", path / "sweep.html"
+
+
+def name_of(axes: Mapping[str, str]) -> str:
+    """Name a point for people."""
+    return ", ".join(f"{k} {v}" for k, v in axes.items()) or "the only point"
+
+
+def judged(returncode: int, stdout: bytes, stderr: bytes) -> tuple[Status, str, dict[str, Any] | None]:
+    """Say what became of a point: status, the reason if it is not good, the report if there is one."""
+    try:
+        found = msgspec.json.decode(stdout, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        found = {}
+    lines = stderr.decode(errors="replace").splitlines()
+    if returncode not in (0, 1) or found.get("schema") != report.SCHEMA:
+        said = [line.removeprefix("asynckv: ") for line in lines if line.startswith("asynckv: ")] or lines
+        how = f"killed by signal {-returncode}" if returncode < 0 else f"exit status {returncode}"
+        return "failed", (said[-1].strip()[:600] if said else how), None
+    if returncode == 0:
+        return "good", "", found
+    requests, moved = found["requests"], found["bytes"]
+    causes = [*found["problems"], *(f"{n} x {cause}" for cause, n in found["errors"].items())]
+    facts = [f"{requests['failed']} requests failed"] if requests["failed"] else []
+    facts += [f"{moved['wrong']} bytes wrong"] if moved["wrong"] else []
+    facts += [f"{n} blocks {name}" for name, n in found["blocks"].items() if n]
+    return "bad", "; ".join([*facts, *causes])[:600] or "incomplete", found
+
+
+class _Runner:
+    """Runs points, and ends the one that runs when it is told to."""
+
+    def __init__(self) -> None:
+        self.stopping = False
+        self._process: asyncio.subprocess.Process | None = None
+
+    def interrupt(self) -> None:
+        """Ctrl-C: let the running point end in order, and begin no other."""
+        self.stopping = True
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signal.SIGINT)
+
+    async def run(self, argv: Sequence[str]) -> tuple[int, bytes, bytes]:
+        """Run one point: exit status, stdout, stderr."""
+        command = [sys.executable, "-m", "asynckv", "bench", *argv, "--json", "-"]
+        self._process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        if self.stopping:
+            self.interrupt()
+        out, errors = await self._process.communicate()
+        assert self._process.returncode is not None
+        return self._process.returncode, out, errors
+
+
+async def run(
+    journal: Journal,
+    points: Sequence[Point],
+    *,
+    retry_failed: bool = False,
+    progress: Callable[[Progress], None] = lambda step: None,
+) -> Ran:
+    """Run what the journal misses, in its order; Ctrl-C or SIGTERM ends it between lines.
+
+    Args:
+        journal: Begun with a head of these points.
+        points: The grid's.
+        retry_failed: Run again what failed or was bad.
+        progress: Called when a point begins, and when its line is written.
+    """
+    runner, ran = _Runner(), Ran()
+    by_key = {point.key: point for point in points}
+    todo = journal.sweep.missing(retry_failed=retry_failed)
+    total = len(journal.sweep.head.points) * journal.sweep.head.rounds
+    done = total - len(todo)
+    refusals: list[str] = []
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, runner.interrupt)
+    try:
+        for index, key in todo:
+            if runner.stopping:
+                break
+            point = by_key[key]
+            progress(Progress(done, total, point.axes, index, None))
+            began = time.monotonic()
+            returncode, out, errors = await runner.run(point.argv)
+            status, reason, found = judged(returncode, out, errors)
+            if runner.stopping and (found is None or found["interrupted"]):
+                break
+            if returncode == 2:
+                refusals.append(reason)
+            row = Row(
+                key=key,
+                round=index,
+                axes=point.axes,
+                params=point.params,
+                command=shlex.join(["asynckv", "bench", *point.argv]),
+                status=status,
+                reason=reason,
+                seconds=round(time.monotonic() - began, 3),
+                at=datetime.now(UTC).isoformat(timespec="seconds"),
+                report=found,
+            )
+            journal.add(row)
+            done += 1
+            progress(Progress(done, total, point.axes, index, row))
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+    ran.interrupted = runner.stopping and done < total
+    if refusals and len(refusals) == total:
+        ran.refused = refusals[0]
+    return ran

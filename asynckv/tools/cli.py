@@ -1,0 +1,178 @@
+"""The command line. Exit status: 0 good, 1 something went wrong, 2 bad input, 130 interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+import typer.core
+
+from asynckv.errors import AsyncKVError, BackendError, ConfigError
+from asynckv.tools.bench.cli import bench_app
+from asynckv.tools.diagnose import inspect_cli, leaks_cli, report_cli, timeline_cli
+from asynckv.tools.doctor import cli as doctor_cli
+from asynckv.tools.keygen import KEYGEN_EPILOG, keygen
+from asynckv.tools.offload.cli import offload_app
+from asynckv.tools.output import help_of
+from asynckv.tools.plan import cli as plan_cli
+from asynckv.tools.streams import Unwritten, prepare
+
+__all__ = ["main", "run"]
+
+START_EPILOG = """
+[bold]Begin with[/bold]
+
+  asynckv doctor
+
+  asynckv bench --layers 4 --requests 400 --floor
+
+[bold]Every command has[/bold] -h with its options, examples and exit status
+
+[bold]Exit status[/bold]  0 good, 1 something is wrong, 2 bad input, 130 Ctrl-C, 141 the reader of stdout has left
+"""
+
+
+class Root(typer.core.TyperGroup):
+    """All commands. Ctrl-C is told in a line, unless somebody who knows more has told it; typer only ends with 130."""
+
+    def make_context(self, *given: Any, **options: Any) -> Any:
+        with _telling():
+            return super().make_context(*given, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _telling():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _telling() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as exc:
+        if not getattr(exc, "__notes__", ()):
+            _say("interrupted", 130)
+        raise
+
+
+app = typer.Typer(
+    cls=Root,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Move KV cache between prefill and decode workers: NIXL carries the bytes, ZMQ the decisions.",
+    epilog=START_EPILOG,
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the versions of asynckv and what it stands on, and exit.")
+    ] = False,
+) -> None:
+    if version:
+        from importlib import metadata
+
+        from asynckv.version import VERSION
+
+        found = [f"asynckv {VERSION}"]
+        for name in ("nixl", "torch", "pyzmq"):
+            try:
+                found.append(f"{name} {metadata.version(name)}")
+            except metadata.PackageNotFoundError:
+                found.append(f"{name} is not installed")
+        typer.echo(f"{', '.join(found)}, Python {sys.version.split()[0]}")
+        raise typer.Exit
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+MEASURE, LOOK, PREPARE = "Measure", "Look into a service", "Prepare and try out"
+
+
+def command(epilog: str, panel: str) -> Callable[[F], F]:
+    """Register a command."""
+
+    def register(function: F) -> F:
+        return app.command(epilog=epilog, help=help_of(function), rich_help_panel=panel)(function)
+
+    return register
+
+
+app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
+command(doctor_cli.EPILOG, MEASURE)(doctor_cli.doctor)
+command(inspect_cli.EPILOG, LOOK)(inspect_cli.inspect)
+command(leaks_cli.EPILOG, LOOK)(leaks_cli.leaks)
+command(timeline_cli.EPILOG, LOOK)(timeline_cli.timeline)
+command(report_cli.EPILOG, LOOK)(report_cli.report)
+app.add_typer(offload_app, name="offload", rich_help_panel=LOOK)
+command(plan_cli.LAYOUT_EPILOG, PREPARE)(plan_cli.layout)
+command(plan_cli.PLAN_EPILOG, PREPARE)(plan_cli.plan)
+command(KEYGEN_EPILOG, PREPARE)(keygen)
+
+
+def main() -> NoReturn:
+    """Run the command line; errors are one line on stderr."""
+    sys.exit(run())
+
+
+def run() -> int:
+    """Run the command line; errors are one line on stderr. Returns the exit status."""
+    prepare()
+    try:
+        return _run()
+    except Unwritten as exc:
+        text, status = exc.told()
+        return _say(text, status) if text else status
+
+
+def _run() -> int:
+    try:
+        found = app(standalone_mode=False)
+        status = found if isinstance(found, int) else 0
+    except (typer.Abort, KeyboardInterrupt):
+        status = 130
+    except USAGE_ERROR as exc:
+        # Otherwise there were no arguments, and the help has been printed.
+        return _say(_usage(exc), exc.exit_code) if exc.format_message() else int(exc.exit_code)
+    except ConfigError as exc:
+        return _say(exc, 2)
+    except AsyncKVError as exc:
+        return _say(exc, 2 if isinstance(exc, BackendError) else 1)
+    except OSError as exc:
+        if exc.filename is None:
+            raise
+        return _say(f"{os.fsdecode(exc.filename)}: {exc.strerror}", 2)
+    # Whoever has hung up is noticed here, and not by the interpreter at exit.
+    sys.stdout.flush()
+    return status
+
+
+USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+"""What wrong options raise: of click, or of the copy of it that newer releases of typer have inside."""
+
+
+def _usage(exc: Any) -> str:
+    """Say what is wrong with an option in one line."""
+    context = getattr(exc, "ctx", None)
+    text = " ".join(exc.format_message().split()).rstrip(".").replace("Value error, ", "")
+    if context is None:
+        return text
+    return f"{text}{' See' if text.endswith('?') else '; see'} {context.command_path} --help"
+
+
+def _say(exc: object, status: int) -> int:
+    from asynckv.tools.console import without_control
+
+    print(f"asynckv: {without_control(str(exc))}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,482 @@
+"""Asks running engines what they hold, over the network or a socket of this host.
+
+    async with Asker() as asker:
+        answer = await asker.ask("tcp://10.0.0.1:5555")
+
+An answer is a value with what the engine said of itself, or with why it said nothing. What it said is believed to be of
+the right types and bounded, and no more; its texts are a stranger's, to be escaped before a person sees them.
+
+An engine answers on its event loop, so while that is away nobody is answered. Whoever asked in vain is told what can be
+known from here: whether somebody listens at all, whether its libraries still speak though the engine does not, whether
+it wants keys, and behind a socket of this host, which process it is and what the kernel says of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import socket
+import stat
+import struct
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from asynckv.arguments import number
+from asynckv.config import KeysConfig
+from asynckv.core.account import MAX_ACCOUNT, Account, decode_account, receipt
+from asynckv.core.inspect import HeldBlocks, RequestStatus
+from asynckv.core.types import MAX_ID, Address, ReplyTo
+from asynckv.core.wire import MAX_TOLD, OtherVersion, Status, StatusRequest, decode_packet, encode_packet
+from asynckv.edges.local import SUFFIX, is_left_behind, pid_of, rank_of, read_packet, write_packet
+from asynckv.edges.zmq import ZmqPlane, host_and_port
+from asynckv.errors import ConfigError, RemoteProtocolError
+from asynckv.tools.diagnose.process import Seen, is_same, look, verdict
+
+__all__ = ["Answer", "Asker", "ask_all", "targets"]
+
+TIMEOUT_S = 5.0
+REPEAT_S = 1.0
+"""An unanswered question is asked again."""
+
+PROBE_S = 1.0
+"""How long whoever listens may take to greet."""
+
+MAX_AT_ONCE = 64
+"""Engines that are asked at the same time."""
+
+MAX_SOCKETS = 4096
+"""Sockets of one directory."""
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
+"""How every connection of ZMTP 3 begins (RFC 23): who hears so much says the rest of its own greeting."""
+
+GREETING_BYTES = 64
+"""Its byte 12 and those that follow name the mechanism: NULL or CURVE."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one engine said, or why it did not.
+
+    Attributes:
+        address: Whom we asked.
+        error: Why there is no answer, and what to do about it; empty if there is one.
+        is_left_behind: Nobody is behind this socket any more: its process has ended.
+        is_away: Its process lives, and nobody answered: the event loop is away, or the process is stopped.
+        pid: Of the process behind a socket that gave no answer; 0 if it is not known.
+        is_older: It says gauges only, as asynckv did that spoke protocol 1.2 or older.
+        engine_id, tp_rank: As it calls itself.
+        gauges: What is owed and held.
+        account: Everything else that it says.
+        is_cut: It holds more requests than were asked for.
+        took_s: How long the answer took.
+    """
+
+    address: str
+    error: str = ""
+    is_left_behind: bool = False
+    is_away: bool = False
+    pid: int = 0
+    is_older: bool = False
+    engine_id: str = ""
+    tp_rank: int = 0
+    gauges: Mapping[str, int] = field(default_factory=dict)
+    account: Account = field(default_factory=Account)
+    is_cut: bool = False
+    took_s: float = 0.0
+
+    @property
+    def rank(self) -> str:
+        """Its name, as in all logs (`prefill/tp0@0a1b2c3d`); the address of who did not answer."""
+        return self.account.rank or (f"{self.engine_id}/tp{self.tp_rank}" if self.engine_id else self.address)
+
+    @property
+    def requests(self) -> tuple[RequestStatus, ...]:
+        """The oldest requests, those between two attempts last."""
+        return self.account.requests + self.account.facts.retrying
+
+    @property
+    def holds(self) -> tuple[HeldBlocks, ...]:
+        """The blocks of these requests."""
+        return self.account.holds
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """What happened since the start."""
+        return self.account.facts.counters
+
+
+async def ask_all(
+    addresses: Sequence[str],
+    keys: KeysConfig | None = None,
+    timeout_s: float = TIMEOUT_S,
+    *,
+    most: int = MAX_TOLD,
+    request_id: str = "",
+) -> list[Answer]:
+    """Ask several engines at the same time; one answer for each address, in their order.
+
+    Args:
+        addresses: `tcp://host:port`, with the engine's key behind it (`#...`) if it has one, or the path of a socket.
+        keys: Who asks, and whom it trusts; needed by engines with keys, over the network.
+        timeout_s: How long an engine may take for one answer.
+        most: Requests that are told by each, the oldest; everything is counted in any case. More than 256 take several
+            questions, of which an engine answers some eight a second.
+        request_id: Tell of this request alone, by either side's id.
+
+    Raises:
+        ConfigError: An address is none, or a key file cannot be used.
+    """
+    async with Asker(keys, timeout_s) as asker:
+        return await asker.ask_all(addresses, most=most, request_id=request_id)
+
+
+def targets(given: Sequence[str]) -> list[str]:
+    """Return addresses for what a person may write: without `tcp://`, or a directory of sockets.
+
+    Raises:
+        ConfigError: It is none of that, or the directory has no socket.
+    """
+    found: list[str] = []
+    for text in given:
+        path = Path(text)
+        if not text:
+            raise ConfigError("an address is empty; give host:port, a socket, or a directory of sockets")
+        if text.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"{text!r:.200} is an HTTP server's; give where asynckv itself listens (address in engine_started of "
+                f"its log), or the inspect.directory with its sockets"
+            )
+        if text.startswith("tcp://"):
+            found.append(text)
+        elif path.is_dir():
+            sockets = [str(each) for each in sorted(path.glob(f"*{SUFFIX}")) if each.is_socket()]
+            if not sockets:
+                raise ConfigError(
+                    f"{text!r:.200} is a directory without sockets of engines; is it the inspect.directory of one "
+                    f"that runs?"
+                )
+            found += sockets[:MAX_SOCKETS]
+        elif "/" in text or path.exists():
+            found.append(text)
+        else:
+            found.append(f"tcp://{text}")
+    for address in (each for each in found if each.startswith("tcp://")):
+        host_and_port(address)
+    return list(dict.fromkeys(found))
+
+
+class Asker:
+    """A client of engines' control planes.
+
+    Args:
+        keys: Who asks, and whom it trusts.
+        timeout_s: How long an engine may take for one answer.
+
+    Raises:
+        ConfigError: A key file cannot be used.
+    """
+
+    def __init__(self, keys: KeysConfig | None = None, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = number("timeout_s", timeout_s, 0.01, 3600.0, ConfigError)
+        self._has_keys = keys is not None
+        self._plane = ZmqPlane(None, keys=keys)
+        self._name = secrets.token_hex(16)
+        self._asked: dict[int, tuple[str, asyncio.Future[Status]]] = {}
+        self._read: dict[str, bytes] = {}
+        """What was read last of each address: engines do not pile up answers for who does not say so."""
+        self._behind: dict[str, Seen] = {}
+        """The process behind each socket, when it was last connected to."""
+        self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def __aenter__(self) -> Self:
+        await self._plane.start(self._on_packet)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._plane.aclose()
+
+    async def ask_all(self, addresses: Sequence[str], *, most: int = MAX_TOLD, request_id: str = "") -> list[Answer]:
+        """Ask several engines at the same time; see `ask_all` of this module."""
+        return list(await asyncio.gather(*(self.ask(each, most=most, request_id=request_id) for each in addresses)))
+
+    async def ask(self, address: str, *, most: int = MAX_TOLD, request_id: str = "") -> Answer:
+        """Ask one engine.
+
+        Raises:
+            ConfigError: The address is none, or the request id cannot be one.
+        """
+        if most < 1:
+            raise ConfigError(f"most is {most}; at least one request is told")
+        if len(request_id) > MAX_ID:
+            raise ConfigError(f"the request id has {len(request_id)} characters; at most {MAX_ID} are possible")
+        is_network = address.startswith("tcp://")
+        if is_network:
+            host_and_port(address)
+        loop = asyncio.get_running_loop()
+        async with self._at_once:
+            began = loop.time()
+            try:
+                async with self._over_network(address) if is_network else self._over_socket(address) as line:
+                    answer = await self._converse(line, address, most, request_id)
+            except _Vain as exc:
+                is_away = AWAY in str(exc)
+                answer = Answer(address=address, error=str(exc), is_left_behind=exc.is_left_behind, is_away=is_away)
+            except TimeoutError:
+                error, is_away = await self._why(address), False
+                if (before := self._behind.get(address)) is not None:
+                    now = look(before.pid)
+                    error, is_away = error + verdict(before, now), is_same(before, now)
+                # With keys it may just not know ours.
+                is_away |= STOPPED in error or (AWAY in error and "keys" not in error)
+                answer = Answer(address=address, error=error, is_away=is_away)
+            if answer.error and not is_network:
+                pid = 0 if answer.is_left_behind or address not in self._behind else self._behind[address].pid
+                answer = replace(answer, account=Account(rank=rank_of(Path(address))), pid=pid)
+            return replace(answer, took_s=loop.time() - began)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    async def _converse(self, line: _Line, address: str, most: int, request_id: str) -> Answer:
+        """Ask page after page."""
+        loop, told, after = asyncio.get_running_loop(), 0, ""
+        first: Account | None = None
+        status: Status | None = None
+        requests: dict[tuple[str, str, int | None], RequestStatus] = {}
+        holds: list[HeldBlocks] = []
+        patience = loop.time() + self._timeout_s
+        while True:
+            async with asyncio.timeout(self._timeout_s):
+                status = await line.ask(min(most - told, MAX_TOLD), after, request_id, self._read.get(address, b""))
+            if not status.account:
+                return _of(status, address, is_older=True)
+            try:
+                account = decode_account(status.account)
+            except RemoteProtocolError as exc:
+                raise _Vain(f"its answer cannot be read: {exc}") from exc
+            if account.refused:
+                if account.retry_s > 0 and loop.time() + account.retry_s < patience:
+                    await asyncio.sleep(min(account.retry_s, REPEAT_S))
+                    continue
+                raise _Vain(f"it refuses to answer: {account.refused[:1000]}")
+            self._read[address] = receipt(status.account)  # of a refusal the engine keeps no account
+            first, patience = first or account, loop.time() + self._timeout_s
+            before = len(requests)
+            requests |= {(each.kind, each.pull_id or each.request_id, each.sequence): each for each in account.requests}
+            holds += account.holds
+            told, after = told + len(account.requests), account.after
+            if not after or told >= most or len(requests) == before:
+                break
+        whole = msgspec.structs.replace(first, requests=tuple(requests.values()), holds=tuple(holds), after=after)
+        return _of(status, address, account=whole, is_cut=bool(after))
+
+    @asynccontextmanager
+    async def _over_network(self, address: str) -> AsyncIterator[_Line]:
+        if "#" in address and not self._has_keys:
+            raise _Vain("it has keys, as its address says: give --keys and --authorized")
+        if self._plane.refusal(Address(address)):
+            raise _Vain(
+                "its key is not in the directory of --authorized: put the engine's .key file there"
+                if "#" in address
+                else "with keys an address ends in the engine's own, as its endpoint says: tcp://host:port#..."
+            )
+        try:
+            yield _NetworkLine(self._plane, address, self._name, self._asked)
+        except BaseException:
+            # ZMQ tries no more where it was once refused; whoever else asks there asks again.
+            self._plane.disconnect(Address(address))
+            raise
+
+    @asynccontextmanager
+    async def _over_socket(self, address: str) -> AsyncIterator[_Line]:
+        try:
+            if not stat.S_ISSOCK(os.stat(address).st_mode):
+                raise _Vain("it is no socket, and no address such as tcp://10.0.0.1:5555")
+            async with asyncio.timeout(self._timeout_s):
+                reader, writer = await asyncio.open_unix_connection(address)
+            if pid := pid_of(connected := writer.get_extra_info("socket")):
+                self._behind[address] = look(pid)
+            elif not _has_peer(connected):  # asyncio takes a full queue for a connection
+                writer.close()
+                if address in self._behind:
+                    raise TimeoutError
+                raise _Vain(f"nobody takes its connections and no more fit: {AWAY}")
+        except ConnectionRefusedError:
+            raise _Vain(
+                "its process has ended without taking the socket away: it was killed, or has crashed", True
+            ) from None
+        except (OSError, ValueError) as exc:
+            if isinstance(exc, TimeoutError):
+                raise
+            raise _Vain(f"the socket cannot be used: {getattr(exc, 'strerror', None) or exc}") from exc
+        try:
+            yield _SocketLine(reader, writer, self._name)
+        finally:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+
+    def _on_packet(self, origin: Address | ReplyTo, data: bytes, principal: str) -> None:
+        try:
+            packet = decode_packet(data)
+        except OtherVersion as exc:
+            # No engine of another major version could read the question, so the answer is to none in particular.
+            for address, answered in self._asked.values():
+                if address == origin and not answered.done():
+                    version = str(exc).partition(";")[0]
+                    answered.set_exception(_Vain(f"it lives, but {version}: ask it with its own asynckv"))
+            return
+        except RemoteProtocolError:
+            return
+        for message in packet.messages:
+            if isinstance(message, Status) and message.nonce in self._asked:
+                address, answered = self._asked[message.nonce]
+                if address == origin and not answered.done():
+                    answered.set_result(message)
+
+    async def _why(self, address: str) -> str:
+        """Say what can be known of an engine that did not answer."""
+        vain = f"no answer within {self._timeout_s:g} s: "
+        if not address.startswith("tcp://"):
+            if address in self._behind:
+                return vain
+            gone = is_left_behind(Path(address))
+            return vain + ("its process has ended meanwhile" if gone else f"it listens, so {AWAY}")
+        host, port = host_and_port(address)
+        try:
+            async with asyncio.timeout(PROBE_S):
+                reader, writer = await asyncio.open_connection(host.strip("[]"), port)
+        except ConnectionRefusedError:
+            return vain + NOBODY
+        except TimeoutError:
+            return vain + "no TCP connection either; the host is down, or a firewall is in between"
+        except OSError as exc:
+            return vain + f"no TCP connection either ({exc.strerror or exc})"
+        try:
+            writer.write(GREETING)
+            async with asyncio.timeout(PROBE_S):
+                greeting = await reader.readexactly(GREETING_BYTES)
+        except TimeoutError:
+            return vain + STOPPED
+        except (OSError, EOFError):
+            return vain + "TCP connects, and is closed at once: it is no engine"
+        finally:
+            writer.close()
+        (mechanism,) = struct.unpack("20s", greeting[12:32])
+        wants_keys = mechanism.rstrip(b"\0") == b"CURVE"
+        if not re.match(rb"\xff.{8}\x7f", greeting, re.DOTALL):
+            return vain + "TCP connects, but what greets is no engine"
+        if wants_keys and not self._has_keys:
+            return vain + "it wants keys: give --keys and --authorized, and its address with what follows the #"
+        if wants_keys:
+            return vain + f"it has keys and may not know ours: put our .key file among its authorized keys; or {AWAY}"
+        if self._has_keys:
+            return vain + f"it has no keys, and we have; or {AWAY}"
+        return vain + f"TCP connects and ZMQ greets, so {AWAY}"
+
+
+NOBODY = "nobody listens there (TCP connection refused): its process is gone, or the port is another"
+STOPPED = "TCP connects, but nothing greets: its process is stopped, or it is no engine"
+AWAY = "its process lives but its event loop is away (busy, blocked or stopped), or the engine is closing"
+
+
+def _has_peer(connected: socket.socket) -> bool:
+    """Whether a connection was really made."""
+    try:
+        connected.getpeername()
+    except OSError:
+        return False
+    return True
+
+
+async def _refuses(address: str) -> bool:
+    """Whether nobody listens at an address."""
+    host, port = host_and_port(address)
+    try:
+        async with asyncio.timeout(PROBE_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), port)
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    writer.close()
+    return False
+
+
+class _Vain(Exception):
+    """There will be no answer, and it is known why."""
+
+    def __init__(self, why: str, is_left_behind: bool = False) -> None:
+        super().__init__(why)
+        self.is_left_behind = is_left_behind
+
+
+class _NetworkLine:
+    """The way to an engine's control plane."""
+
+    def __init__(
+        self, plane: ZmqPlane, address: str, name: str, asked: dict[int, tuple[str, asyncio.Future[Status]]]
+    ) -> None:
+        self._plane, self._address, self._name, self._asked = plane, Address(address), name, asked
+
+    async def ask(self, most: int, after: str, request_id: str, read: bytes) -> Status:
+        """Ask until there is an answer."""
+        nonce = secrets.randbits(62)
+        packet = encode_packet(self._name, "", [StatusRequest(nonce, most, after, request_id, read)])
+        answered: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
+        self._asked[nonce] = self._address, answered
+        try:
+            while not answered.done():
+                self._plane.send(self._address, packet)
+                await asyncio.wait([answered], timeout=REPEAT_S)
+                if not answered.done() and await _refuses(self._address):
+                    raise _Vain(NOBODY)
+            return answered.result()
+        finally:
+            del self._asked[nonce]
+
+
+class _SocketLine:
+    """The way to an engine's socket."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str) -> None:
+        self._reader, self._writer, self._name = reader, writer, name
+
+    async def ask(self, most: int, after: str, request_id: str, read: bytes) -> Status:
+        """Ask once; what is asked over a socket is not lost."""
+        nonce = secrets.randbits(62)
+        write_packet(self._writer, encode_packet(self._name, "", [StatusRequest(nonce, most, after, request_id, read)]))
+        try:
+            await self._writer.drain()
+            for message in decode_packet(await read_packet(self._reader, 2 * MAX_ACCOUNT)).messages:
+                if isinstance(message, Status) and message.nonce == nonce:
+                    return message
+        except (OSError, EOFError):
+            raise _Vain("it closed the connection: the engine has closed, or too many ask it") from None
+        except RemoteProtocolError as exc:
+            raise _Vain(f"its answer cannot be read: {exc}") from exc
+        raise _Vain("its answer is to another question")
+
+
+_Line = _NetworkLine | _SocketLine
+
+
+def _of(
+    status: Status, address: str, *, account: Account | None = None, is_older: bool = False, is_cut: bool = False
+) -> Answer:
+    return Answer(
+        address=address,
+        engine_id=status.engine_id,
+        tp_rank=status.tp_rank,
+        gauges=status.gauges,
+        account=account or Account(),
+        is_older=is_older,
+        is_cut=is_cut,
+    )

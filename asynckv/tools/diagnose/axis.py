@@ -1,0 +1,343 @@
+"""One time axis for all processes: which exchanges the logs tell of, and what time it was by the reference's clock.
+
+A cause and its effect are two moments of two processes of which the protocol says that one came first:
+
+- a hello leaves (`peer_changed`, connecting), it is answered (`reader_met`), and the welcome comes (`peer_changed`,
+  loading);
+- a grant is given (`lease_granted`) before the pull that needed it is complete (`pull_ended`);
+- an outcome is told (`pull_ended`) before its release ends the lease (`lease_ended`);
+- at level debug, and of what was slow or failed, every step is told: the first claim leaves after a pull has begun, an
+  answer comes after the grant that it tells of, a release is taken after it was sent and before its acknowledgement.
+
+When a request began is worked out from when it ended and how long it took, for what counts seconds within a process is
+no wall clock. Of several lines that say when something began the earliest is right: the others were written late.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from asynckv.observe.events import EVENT
+from asynckv.tools.diagnose.clocks import DRIFT, STEP_S, Clocks, Offset, Pair, align
+from asynckv.tools.diagnose.join import GRANTED, RELEASED, Lease, Process, Pull, Request, Service, history, start_of
+from asynckv.tools.diagnose.records import Record, number
+
+__all__ = [
+    "Axis",
+    "Step",
+    "clock_time",
+    "counted",
+    "exchanges",
+    "granted_in",
+    "is_time",
+    "lease_steps",
+    "make_axis",
+    "pull_steps",
+]
+
+_ANSWERED = re.compile(r"(?P<name>.+) granted [0-9.e+-]+ s\Z", re.DOTALL)
+_SETTLED = re.compile(r"release (?P<name>.+): acknowledged\Z", re.DOTALL)
+SURE_S = 0.25
+"""A lesser step of a clock may as well be lines that were written late."""
+MAX_TIME = 1e11
+"""Seconds since 1970: some thousand years."""
+MAX_STEPS = 2048
+"""Of one history; the engine keeps fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One entry of a pull's or lease's life, by its process's clock.
+
+    Attributes:
+        within_s: How much earlier or later it may have been: it was worked out over so many seconds, and what counts
+            them need not run as the wall clock does.
+    """
+
+    at: float
+    text: str
+    within_s: float = 0.0
+
+
+def is_time(at: float) -> bool:
+    """Tell moments from what nonsense in a log adds up to."""
+    return abs(at) < MAX_TIME
+
+
+Told = tuple[float, float]
+"""A line's time, and how many seconds after something it says that it was written."""
+
+
+def _worked_out(lines: Iterable[Told], text: str = "") -> Step:
+    """Return when something was; every line that knows was written a little late, so the earliest is right."""
+    found = [(at - after, DRIFT * abs(after)) for at, after in lines if is_time(at - after)]
+    at, within = min(found, key=lambda x: x[0] + x[1], default=(math.nan, 0.0))
+    return Step(at, text, within)
+
+
+def _history(record: Record | None) -> list[tuple[float, str]]:
+    told = itertools.islice(history(record), MAX_STEPS) if record is not None else ()
+    return [(at, text) for at, text in told if math.isfinite(at)]
+
+
+def _transitions(records: Sequence[Record]) -> list[tuple[float, str]]:
+    told = [(x.number("at_s"), x.text("to")) for x in records[:MAX_STEPS]]
+    return sorted(((at, text) for at, text in told if math.isfinite(at)), key=lambda x: x[0])
+
+
+def _steps(told: Sequence[tuple[float, str]], lines: Sequence[Told]) -> list[Step]:
+    """Put what is told, in seconds since the first, on the wall clock; lines say how long after the first they were."""
+    if not lines:
+        return []
+    # Of many lines those about the same moment, and the one that says earliest when it began, are enough.
+    best = min(lines, key=lambda x: x[0] - x[1] + DRIFT * abs(x[1]))
+    near: dict[float, float] = {}
+    for at, after in lines:
+        near[after] = min(at, near.get(after, math.inf))
+    return [_worked_out([(best[0], best[1] - at), (near.get(at, math.nan), 0.0)], text) for at, text in told]
+
+
+def pull_steps(pull: Pull) -> list[Step]:
+    """Return a pull's life, as far as it is told step by step."""
+    told, lived = _transitions(pull.transitions), _history(pull.ended)
+    lines = [(x.at, x.number("at_s")) for x in pull.transitions[:MAX_STEPS] if math.isfinite(x.number("at_s"))]
+    if pull.ended is not None and lived:
+        # Its end is logged at once, so the last entry is of then.
+        lines.append((pull.ended.at, lived[-1][0]))
+    # At level debug it is told on after its end, which the history there is not.
+    return _steps(told if len(told) >= len(lived) else lived, lines)
+
+
+def lease_steps(lease: Lease) -> list[Step]:
+    """Return a lease's life, as far as it is told step by step."""
+    told, lived = _transitions(lease.transitions), _history(lease.ended)
+    lines = [(x.at, x.number("at_s")) for x in lease.transitions[:MAX_STEPS] if math.isfinite(x.number("at_s"))]
+    return _steps(told if len(told) >= len(lived) else lived, [*lines, *_lines(lease)])
+
+
+def _lines(lease: Lease) -> list[Told]:
+    """Return all lines that say how long it had been lent."""
+    found = [(x.at, x.number("seconds")) for x in (lease.ended,) if x is not None]
+    found += [(lease.lent.at, 0.0)] if lease.lent is not None else []
+    found += [(x.at, x.number("after_s")) for x in lease.granted]
+    found += [(record.at, number(entry.get("lent_s"))) for record, entry in lease.held]
+    return [(at, after) for at, after in found if math.isfinite(after)]
+
+
+def lent_at(lease: Lease) -> float:
+    """Return when it was lent, by its process's clock."""
+    at = _worked_out(_lines(lease)).at
+    return at if is_time(at) else lease.lent_at if is_time(lease.lent_at) else math.nan
+
+
+def granted_in(steps: Iterable[Step]) -> Iterator[tuple[str, str, float]]:
+    """Go through the promises in a lease's life: which pull, whose, and when it got the first."""
+    seen: set[str] = set()
+    for step in steps:
+        if (found := GRANTED.match(step.text)) and found["pull"] not in seen:
+            seen.add(found["pull"])
+            yield found["pull"], found["name"], step.at
+
+
+def exchanges(service: Service) -> Iterator[Pair]:
+    """Go through all causes in one process that had an effect in another; processes by their incarnation."""
+    met: set[tuple[str, str]] = set()
+    for process in service.processes.values():
+        yield from _handshakes(service, process, met)
+    for request in service.requests:
+        yield from _of_request(service, request)
+
+
+def _handshakes(service: Service, decode: Process, met: set[tuple[str, str]]) -> Iterator[Pair]:
+    left: dict[str, float] = {}
+    came: dict[str, float] = {}
+    for record in decode.of(EVENT.PEER_CHANGED):
+        state, peer = record.text("state"), start_of(record.text("peer"))
+        if state == "connecting" and record.text("before") == "new":
+            left.setdefault(peer, record.at)
+        elif state == "loading":
+            came.setdefault(peer, record.at)
+    for peer in {*left, *came}:
+        prefill = service.process_named(f"x/tp0@{peer}") if peer else None
+        if prefill is None:
+            continue
+        welcomed = [x.at for x in prefill.of(EVENT.READER_MET) if start_of(x.text("reader")) == decode.start]
+        if welcomed and peer in left:
+            yield Pair(decode.incarnation, left[peer], prefill.incarnation, welcomed[0], "a hello")
+        # Of a log that begins later the first welcome may be missing.
+        if welcomed and peer in came and prefill.started is not None:
+            yield Pair(prefill.incarnation, welcomed[0], decode.incarnation, came[peer], "a welcome")
+        met.add((decode.incarnation, prefill.incarnation))
+
+
+def _of_request(service: Service, request: Request) -> Iterator[Pair]:
+    pulls: dict[str, list[Pull]] = {}
+    for pull in request.all_pulls:
+        for start in {start_of(x) for x in pull.peer_ranks}:
+            pulls.setdefault(start, []).append(pull)
+    for lease in request.leases.values():
+        lines = _lines(lease)
+        lent = _worked_out(lines)
+        granted: dict[str, Step] = {}
+        for record in lease.granted:
+            after = record.number("after_s", 0.0)
+            told = [(record.at, 0.0), *((at, seconds - after) for at, seconds in lines)]
+            granted[record.text("pull_id")] = _worked_out(told)
+        released: dict[str, Step] = {}
+        for step in lease_steps(lease):
+            if found := GRANTED.match(step.text):
+                granted.setdefault(found["pull"], step)
+            elif found := RELEASED.match(step.text):
+                released.setdefault(found["pull"], step)
+        for pull in pulls.get(lease.process.start, ()):
+            if pull.process is not lease.process:
+                yield from _of_pull(lease, pull, lent, granted.get(pull.pull_id), released.get(pull.pull_id))
+
+
+def _pair(cause: Process, left: Step, effect: Process, came: Step, kind: str) -> Iterator[Pair]:
+    """Make a pair that is sure: the cause as early as it may have been, the effect as late."""
+    one, other = left.at - left.within_s, came.at + came.within_s
+    if is_time(one) and is_time(other):
+        yield Pair(cause.incarnation, one, effect.incarnation, other, kind)
+
+
+def _of_pull(lease: Lease, pull: Pull, lent: Step, granted: Step | None, released: Step | None) -> Iterator[Pair]:
+    """Go through what one reader and one owner said to each other about a request."""
+    prefill, decode, ended = lease.process, pull.process, pull.ended
+    steps = pull_steps(pull)
+    end = Step(ended.at, "") if ended is not None else None
+    if granted is not None and steps:
+        yield from _pair(decode, steps[0], prefill, granted, "a claim")
+    answered = [s for s in steps if (m := _ANSWERED.match(s.text)) and start_of(m["name"]) == prefill.start]
+    if answered and granted is not None:
+        yield from _pair(prefill, granted, decode, answered[0], "a grant")
+    elif end is not None and ended is not None and pull.cause == "complete":
+        if prefill.rank in ended.texts("read_ranks"):
+            yield from _pair(prefill, granted or lent, decode, end, "a grant, and the end of its pull")
+    outcome = next((s for s in steps if s.text == "notifying"), end)
+    if outcome is None:
+        return
+    if released is not None:
+        yield from _pair(decode, outcome, prefill, released, "a release")
+        settled = [s for s in steps if (m := _SETTLED.match(s.text)) and start_of(m["name"]) == prefill.start]
+        if settled:
+            yield from _pair(prefill, released, decode, settled[0], "its acknowledgement")
+    elif pull.cause == "complete" and lease.ended is not None and lease.ended.text("cause") == "released":
+        if any(start_of(name) == decode.start for name in lease.released):
+            over = Step(lease.ended.at, "")
+            yield from _pair(decode, outcome, prefill, over, "a release, and the end of its lease")
+
+
+class Axis:
+    """All times of a service, by one clock of each group.
+
+    Attributes:
+        references: The process whose clock each group goes by.
+    """
+
+    def __init__(self, service: Service, clocks: Clocks) -> None:
+        self.service, self.clocks = service, clocks
+        self.references = [service.processes[group[0]] for group in clocks.groups]
+
+    def at(self, process: Process, at: float) -> float:
+        """Return the axis's time for a moment of a process's clock."""
+        return self.clocks.align(process.incarnation, at)
+
+    def offset(self, process: Process, at: float) -> Offset:
+        """Return how far its clock is ahead, and how sure that is."""
+        return self.clocks.offset(process.incarnation, at)
+
+    def group(self, process: Process) -> int:
+        """Return which axis it is on."""
+        return self.clocks.group(process.incarnation)
+
+    def compared(self, process: Process, at: float) -> str:
+        """Say how a process's clock was aligned."""
+        reference = self.references[self.group(process)]
+        if self.clocks.clock[process.incarnation] == reference.incarnation:
+            return "by its own clock, which is the axis's" if process is reference else "by the same clock (one host)"
+        offset = self.offset(process, at)
+        if not math.isfinite(offset.within_s):
+            return f"not comparable with {reference.rank} at that time"
+        return f"clock {shown_offset(offset)} against {reference.rank}"
+
+    def notes(self) -> list[str]:
+        """Say what must be known about the clocks."""
+        name = {x.incarnation: x.rank for x in self.service.processes.values()}
+        out = []
+        for step in self.clocks.steps:
+            one, other = (name[x] for x in step.names)
+            by = shown_seconds(abs(step.seconds))
+            if abs(step.seconds) < SURE_S:
+                out.append(
+                    f"from some moment on exchanges between {one} and {other} contradict those before by {by}: lines "
+                    f"were written late, or a clock was set"
+                )
+            else:
+                way = "forward" if step.seconds > 0 else "back"
+                out.append(
+                    f"the clock of {one} was put {way} by {by} against that of {other}, or that one's the other way"
+                )
+        out += [
+            f"processes of {host!r} say that they share a host, and what they exchanged says that they do not"
+            for host in self.clocks.not_shared
+        ]
+        if late := [x for x in self.clocks.doubted if x >= STEP_S]:
+            out.append(
+                f"{len(late):,} of {self.clocks.pairs:,} exchanges contradict the others by up to "
+                f"{shown_seconds(max(late))} and are not believed: their lines were written late, or a clock was set "
+                f"where nothing follows that would show it"
+            )
+        if self.clocks.widened_s:
+            by = shown_seconds(self.clocks.widened_s)
+            out.append(f"exchanges contradict each other by {by}; the uncertainty includes it")
+        if (groups := len(self.clocks.groups)) > 1:
+            out.append(
+                f"{groups} groups of processes never answered each other in these logs: each goes by a clock of its "
+                f"own, and times of two groups cannot be compared"
+            )
+        return out
+
+
+def shown_offset(offset: Offset) -> str:
+    """Write an offset with its uncertainty."""
+    scale, unit = (1.0, "s") if max(abs(offset.seconds), offset.within_s) >= 10 else (1e3, "ms")
+    digits = max(0, min(6, 1 - math.floor(math.log10(offset.within_s * scale)))) if offset.within_s else 3
+    return f"{offset.seconds * scale:+.{digits}f} {unit} ± {offset.within_s * scale:.{digits}f} {unit}"
+
+
+def counted(number: int, what: str) -> str:
+    """Write how many there are of something."""
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def clock_time(at: float) -> str:
+    """Write a moment of the axis."""
+    try:
+        return datetime.fromtimestamp(at, UTC).isoformat(sep=" ", timespec="microseconds").replace("+00:00", "Z")
+    except (OverflowError, ValueError, OSError):
+        return f"{at:.6f}"
+
+
+def shown_seconds(seconds: float) -> str:
+    """Write a duration with three digits that matter."""
+    seconds = float(f"{seconds:.3g}")
+    size = abs(seconds)
+    for least, scale, unit in ((1.0, 1.0, "s"), (1e-3, 1e3, "ms")):
+        if size >= least:
+            value = seconds * scale
+            return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value)) + 1e-9))}f} {unit}"
+    return f"{seconds * 1e6:.0f} µs"
+
+
+def make_axis(service: Service) -> Axis:
+    """Align the clocks of a service's processes."""
+    processes = service.processes
+    prefer = sorted(processes.values(), key=lambda x: (not x.lends, -x.num_records, x.rank))
+    hosts = {x.incarnation: x.host for x in processes.values()}
+    return Axis(service, align(exchanges(service), hosts, [x.incarnation for x in prefer]))

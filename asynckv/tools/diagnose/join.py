@@ -1,0 +1,762 @@
+"""One service out of many logs: its processes, and its requests as both sides speak of them.
+
+A request has a name on each side, and several attempts on the decode side. What joins them over processes is, in this
+order: the pull id, which is nobody else's (leases name the pulls that claimed them); the prefill engine, the sequence
+of its key and the prefill request id, with the start of the prefill process, for a scheduler that was restarted counts
+from zero again; and last the prefill engine and its process with the sequence alone, so that a pull that speaks of
+another request id under this key is found, and is seen to do so.
+
+Clocks of different hosts are not compared here. What is said in seconds (of a lease since it was lent, of a pull since
+it was asked for) is each process's own; `at` of a record is too, and only within one host is it everybody's.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+from asynckv.core.types import SHOWN_LETTERS
+from asynckv.observe.events import EVENT
+from asynckv.tools.diagnose.records import Logs, Record, integer, number
+
+__all__ = [
+    "GRANTED",
+    "RELEASED",
+    "Claim",
+    "Lease",
+    "Process",
+    "Pull",
+    "Refusal",
+    "Request",
+    "Service",
+    "base_name",
+    "history",
+    "join",
+    "start_of",
+]
+
+DURATIONS = (
+    "lease_s",
+    "grant_s",
+    "max_lease_s",
+    "parked_s",
+    "timeout_s",
+    "announce_s",
+    "held_s",
+    "release_timeout_s",
+)
+_RANK = re.compile(r"(?P<base>.+?/tp\d+)(?:@(?P<start>[0-9a-f]{1,64}))?(?: \(.*\))?\Z", re.DOTALL)
+
+
+def base_name(rank: str) -> str:
+    """Return the name of a rank without the start of its process: `decode/tp0` of `decode/tp0@0a1b2c3d`."""
+    found = _RANK.match(rank)
+    return found["base"] if found else rank
+
+
+def start_of(rank: str) -> str:
+    """Return the start of its process that a rank's name ends with: `0a1b2c3d`; empty if it names none."""
+    found = _RANK.match(rank)
+    return (found["start"] or "")[:SHOWN_LETTERS] if found else ""
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """One start of one rank's process (or, after `suspend`, of its engine: its incarnation is a new one).
+
+    Attributes:
+        rank: Its name, with the start.
+        host: Where it runs; empty in old logs. Processes of one host have one clock.
+        started: What it said as it started; None if that is not in the logs.
+        stopped: What it said as it stopped in order.
+        first_at: Of its records, by its own clock.
+        last_at: The same of the last.
+        successor: The next start of the same rank, if the logs have one.
+        lends: It spoke as a prefill side.
+        pulls: It spoke as a decode side.
+        answers: It was asked, and answered: it lives.
+        says_info: Its log has lines below the level of a warning: only then does the lack of one say anything.
+        durations: Of its configuration, as far as it said them.
+        records: What it said of itself and of its peers, by time; what it said of requests is with the requests.
+    """
+
+    incarnation: str
+    engine_id: str
+    rank: str
+    host: str = ""
+    started: Record | None = None
+    stopped: Record | None = None
+    first_at: float = math.inf
+    last_at: float = -math.inf
+    successor: Process | None = None
+    lends: bool = False
+    pulls: bool = False
+    answers: bool = False
+    says_info: bool = False
+    num_records: int = 0
+    durations: dict[str, float] = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+    _by_event: dict[str, list[Record]] = field(default_factory=dict)
+
+    @property
+    def start(self) -> str:
+        """The first letters of the incarnation, as others name it."""
+        return self.incarnation[:SHOWN_LETTERS]
+
+    @property
+    def base(self) -> str:
+        """Its rank, whichever start of it."""
+        return base_name(self.rank)
+
+    def of(self, *events: str) -> Iterator[Record]:
+        """Go through what it said of itself and of peers; of several events, one after the other."""
+        if not self._by_event:
+            for record in self.records:
+                self._by_event.setdefault(record.event, []).append(record)
+        return itertools.chain.from_iterable(self._by_event.get(x, ()) for x in events)
+
+    def since(self, event: str, at: float) -> Iterator[Record]:
+        """Go through what it said of itself and of peers from some moment on; nothing if that is not known."""
+        if math.isnan(at):
+            return iter(())
+        next(self.of(event), None)
+        found = self._by_event.get(event, [])
+        return itertools.islice(found, bisect.bisect_left(found, at, key=attrgetter("at")), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a prefill rank knows of one reader's last claim; seconds since the request was lent."""
+
+    name: str
+    pull_id: str
+    claimed_s: float = math.nan
+    heard_s: float = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A message for a lease that was turned down: what it was, why, who sent it; seconds since the request was lent."""
+
+    after_s: float
+    message: str
+    reason: str
+    who: str
+    detail: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One request on one prefill rank.
+
+    Attributes:
+        held: Warnings that named it, with its entry in each.
+    """
+
+    process: Process
+    request_id: str
+    sequence: int
+    lent: Record | None = None
+    granted: list[Record] = field(default_factory=list)
+    held: list[tuple[Record, Mapping[str, Any]]] = field(default_factory=list)
+    ended: Record | None = None
+    transitions: list[Record] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        """How it ended (`released`, `expired`, `revoked`); `lent` or `ending` if the logs do not say that it has."""
+        if self.ended is not None:
+            return self.ended.text("cause") or "ended"
+        return (self.held[-1][0].text("state") or "lent") if self.held else "lent"
+
+    @property
+    def lent_at(self) -> float:
+        """When it was lent, by its process's clock."""
+        said = self.lent.at if self.lent is not None else math.inf
+        if self.ended is not None and not math.isnan(seconds := self.ended.number("seconds")):
+            return min(self.ended.at - seconds, said)  # a line may be late
+        if self.lent is not None:
+            return said
+        for record, entry in self.held:
+            if not math.isnan(seconds := number(entry.get("lent_s"))):
+                return record.at - seconds
+        return min((x.at for x in (*self.granted, *self.transitions)), default=math.nan)
+
+    @property
+    def last_at(self) -> float:
+        """When it was spoken of last."""
+        times = [x.at for x in (self.ended, self.lent, *self.granted, *self.transitions) if x is not None]
+        return max([*times, *(x.at for x, _ in self.held)], default=math.nan)
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been lent, as far as its process's log goes."""
+        if self.ended is not None and not math.isnan(seconds := self.ended.number("seconds")):
+            return seconds
+        return self.process.last_at - self.lent_at
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks; -1 if nothing says so."""
+        for record in (self.ended, self.lent):
+            if record is not None and (blocks := record.integer("blocks")) >= 0:
+                return blocks
+        return next((n for _, x in reversed(self.held) if (n := integer(x.get("blocks"))) >= 0), -1)
+
+    @property
+    def lease_s(self) -> float:
+        """For how long it was lent if nobody asked for it."""
+        said = self.lent.number("lease_s") if self.lent is not None else math.nan
+        return said if not math.isnan(said) else self.process.durations.get("lease_s", math.nan)
+
+    @property
+    def owed(self) -> tuple[str, ...]:
+        """Readers that had not released when it was spoken of last; `*` is a decode engine that never spoke up."""
+        if self.ended is not None:
+            return self.ended.texts("owed")
+        if self.held:
+            entry = self.held[-1][1]
+            if isinstance(names := entry.get("owed"), list):
+                return tuple(x for x in names if isinstance(x, str))
+            return tuple(entry["claims"]) if isinstance(entry.get("claims"), dict) and entry["claims"] else ("*",)
+        return ()
+
+    @property
+    def released(self) -> dict[str, str]:
+        """Readers that have released, and how."""
+        readers = self.ended.mapping("readers") if self.ended is not None else {}
+        return {str(k): str(v) for k, v in readers.items()}
+
+    @property
+    def claims(self) -> dict[str, Claim]:
+        """The last claim of every reader that made one, by its name."""
+        out: dict[str, Claim] = {}
+        for record in self.granted:
+            out[record.text("reader")] = Claim(
+                record.text("reader"), record.text("pull_id"), max(record.number("after_s"), 0.0)
+            )
+        for _, entry in self.held:
+            lent_s = number(entry.get("lent_s"))
+            for name, claim in _objects(entry.get("claims")):
+                # Beside `claimed_s` it counts from when it was lent, as where a lease ends; alone it is an age.
+                heard, claimed = number(claim.get("heard_s")), number(claim.get("claimed_s"))
+                if math.isnan(claimed):
+                    heard = lent_s - heard
+                known = out.get(name)
+                pull_id = str(claim.get("pull_id") or "")
+                if math.isnan(claimed) and known is not None and known.pull_id == pull_id:
+                    claimed = known.claimed_s
+                out[name] = Claim(name, pull_id, claimed, heard)
+        if self.ended is not None:
+            for at_s, text in history(self.ended):
+                if found := GRANTED.match(text):
+                    known = out.get(found["name"])
+                    heard = known.heard_s if known is not None and known.pull_id == found["pull"] else at_s
+                    out[found["name"]] = Claim(found["name"], found["pull"], at_s, heard)
+            for name, claim in _objects(self.ended.fields.get("claims")):
+                out[name] = Claim(
+                    name,
+                    str(claim.get("pull_id") or ""),
+                    number(claim.get("claimed_s")),
+                    number(claim.get("heard_s")),
+                )
+        return out
+
+    @property
+    def retrying(self) -> frozenset[str]:
+        """Readers that released for now, and said that they would try again."""
+        last: dict[str, bool] = {}
+        if self.ended is not None:
+            for _, text in history(self.ended):
+                if found := GRANTED.match(text):
+                    last[found["name"]] = False
+                elif found := RELEASED.match(text):
+                    last[found["name"]] = found["outcome"] == "retry"
+        return frozenset(name for name, retries in last.items() if retries)
+
+    @property
+    def refused(self) -> list[Refusal]:
+        """Messages for this very key that were turned down."""
+        values = [self.ended.fields.get("refused")] if self.ended is not None else []
+        values += [entry.get("refused") for _, entry in reversed(self.held)]
+        for value in values:
+            if isinstance(value, list):
+                return [
+                    Refusal(number(x[0]), str(x[1]), str(x[2]), str(x[3]), str(x[4]) if len(x) > 4 else "")
+                    for x in value
+                    if isinstance(x, list) and len(x) >= 4
+                ]
+        return []
+
+    @property
+    def pull_ids(self) -> frozenset[str]:
+        """Pulls that this lease knows of."""
+        return frozenset(x.pull_id for x in self.claims.values() if x.pull_id)
+
+
+GRANTED = re.compile(r"granted to (?P<name>.+), pull (?P<pull>[^ ,]+)\Z", re.DOTALL)
+RELEASED = re.compile(r"released by (?P<name>.+), pull (?P<pull>[^ ,]+): (?P<outcome>[a-z]+)\Z", re.DOTALL)
+
+
+def _objects(value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if isinstance(inner, dict):
+                yield str(name), inner
+
+
+def history(record: Record) -> Iterator[tuple[float, str]]:
+    """Go through what a request's end says of its life."""
+    value = record.fields.get("history")
+    for x in value if isinstance(value, list) else ():
+        if isinstance(x, list) and len(x) == 2 and isinstance(x[1], str):
+            yield number(x[0]), x[1]
+
+
+@dataclass(slots=True, eq=False)
+class Pull:
+    """One attempt of one decode rank, or an announcement.
+
+    Attributes:
+        held: Warnings that named it, with its entry in each.
+        like: The pull that failed in the same words just before, where the log says no more than that.
+    """
+
+    process: Process
+    pull_id: str
+    request_id: str = ""
+    prefill_request_id: str = ""
+    sequence: int = -1
+    peer: str = ""
+    ended: Record | None = None
+    held: list[tuple[Record, Mapping[str, Any]]] = field(default_factory=list)
+    retried: list[Record] = field(default_factory=list)
+    unanswered: list[Record] = field(default_factory=list)
+    refused: list[Record] = field(default_factory=list)
+    returned: Record | None = None
+    retired: Record | None = None
+    transitions: list[Record] = field(default_factory=list)
+    like: Pull | None = None
+
+    @property
+    def cause(self) -> str:
+        """How it ended; empty if the logs do not say."""
+        return self.ended.text("cause") if self.ended is not None else ""
+
+    @property
+    def said(self) -> Record | None:
+        """The end that says most: its own, or that of the one that failed in the same words."""
+        return self.like.ended if self.like is not None and self.like.ended is not None else self.ended
+
+    @property
+    def failed_in(self) -> str:
+        """The phase in which it failed."""
+        return self.said.text("failed_in") if self.said is not None else ""
+
+    @property
+    def detail(self) -> str:
+        """Why it failed, in words; empty if they say no more than the cause."""
+        said = self.said.text("detail") if self.said is not None else ""
+        return said if said != self.cause else ""
+
+    @property
+    def last_at(self) -> float:
+        """When it was spoken of last."""
+        all_ = (self.ended, self.returned, self.retired, *self.unanswered, *self.refused, *self.retried)
+        times = [x.at for x in (*all_, *self.transitions) if x is not None]
+        return max([*times, *(x.at for x, _ in self.held)], default=math.nan)
+
+    @property
+    def begun_at(self) -> float:
+        """When it was asked for or announced, by its process's clock."""
+        if self.ended is not None and not math.isnan(seconds := self.ended.number("seconds")):
+            # An announcement's time is in the history only: its pull counts from when it was asked for.
+            return self.ended.at - max([seconds, *(at for at, _ in history(self.ended))])
+        for record, entry in self.held:
+            if not math.isnan(seconds := number(entry.get("age_s"), number(entry.get("state_s")))):
+                return record.at - seconds
+        return min((x.at for x in (*self.transitions, *self.retried)), default=math.nan)
+
+    @property
+    def state(self) -> str:
+        """How it stands as far as the logs go: how it ended, or the state that a warning gave."""
+        if self.ended is not None:
+            return self.cause
+        return self.held[-1][0].text("state") if self.held else ""
+
+    @property
+    def attempt(self) -> int:
+        """Which attempt at its request it is."""
+        return self.ended.integer("attempt", 1) if self.ended is not None else 1
+
+    @property
+    def peer_ranks(self) -> tuple[str, ...]:
+        """The prefill ranks that it has to do with, as far as it names them."""
+        if self.said is not None and (names := self.said.texts("peer_ranks")):
+            return names
+        for _, entry in reversed(self.held):
+            if isinstance(ranks := entry.get("ranks"), dict):
+                return tuple(str(x) for x in ranks)
+        for record in (*self.unanswered, *self.refused):
+            if names := record.texts("ranks") or ((record.text("rank"),) if record.text("rank") else ()):
+                return names
+        return ()
+
+    def was_granted_by(self, rank: str) -> bool:
+        """A prefill rank promised it its blocks, as its own history has it."""
+        ours = (f"{base_name(rank)} granted ", f"{rank} granted ")
+        return self.ended is not None and any(text.startswith(ours) for _, text in history(self.ended))
+
+    @property
+    def held_transfers(self) -> int:
+        """Transfers that might still write its blocks when its outcome was told."""
+        return max(self.ended.integer("held_transfers", 0), 0) if self.ended is not None else 0
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that were not free when its outcome was told; -1 if nothing says how many."""
+        records = (self.returned, self.retired, self.ended)
+        return next((n for x in records if x is not None and (n := x.integer("blocks")) >= 0), -1)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One lent request on all ranks of both sides.
+
+    Attributes:
+        engine_id: The prefill engine.
+        request_id: The prefill side's id.
+        leases: By the prefill rank's name.
+        pulls: By pull id.
+        others: Pulls of this key that speak of another request id.
+        withdrawn: What the prefill side said as it gave the request up, before it was lent.
+    """
+
+    engine_id: str
+    sequence: int
+    request_id: str
+    leases: dict[str, Lease] = field(default_factory=dict)
+    pulls: dict[str, Pull] = field(default_factory=dict)
+    others: dict[str, Pull] = field(default_factory=dict)
+    withdrawn: list[Record] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Its id where it was lent; the decode side's if nobody says that."""
+        return self.request_id or next((x.request_id for x in self.all_pulls), "")
+
+    @property
+    def all_pulls(self) -> tuple[Pull, ...]:
+        """All attempts, whatever request id they speak of."""
+        return (*self.pulls.values(), *self.others.values())
+
+    def records(self) -> list[Record]:
+        """Return all that was said of it, by time."""
+        out: dict[int, Record] = {}
+        for lease in self.leases.values():
+            found = (lease.lent, lease.ended, *lease.granted, *lease.transitions, *(x for x, _ in lease.held))
+            out |= {id(x): x for x in found if x is not None}
+        for pull in self.all_pulls:
+            found = (pull.ended, pull.returned, pull.retired, *pull.retried, *pull.unanswered, *pull.refused)
+            out |= {id(x): x for x in (*found, *pull.transitions, *(x for x, _ in pull.held)) if x is not None}
+        out |= {id(x): x for x in self.withdrawn}
+        return sorted(out.values(), key=lambda x: x.at)
+
+
+@dataclass(slots=True, eq=False)
+class Service:
+    """All processes and requests that some logs speak of.
+
+    Attributes:
+        unanswered: Ranks that were asked, live, and do not answer, by name.
+    """
+
+    processes: dict[str, Process] = field(default_factory=dict)
+    requests: list[Request] = field(default_factory=list)
+    unanswered: list[str] = field(default_factory=list)
+    _by_start: dict[str, Process] = field(default_factory=dict)
+
+    def process_named(self, rank: str) -> Process | None:
+        """Find the process that a rank's name means, by the start that is in it."""
+        if not self._by_start and self.processes:
+            self._by_start = {x.start: x for x in self.processes.values()}
+        return self._by_start.get(start_of(rank))
+
+    def process_of(self, pull_id: str) -> Process | None:
+        """Find the process that made a pull: its id begins as the incarnation of its process does."""
+        start = pull_id.partition("-")[0]
+        found = self.process_named(f"x/tp0@{start[:SHOWN_LETTERS]}") if start else None
+        return found if found is not None and found.incarnation.startswith(start) else None
+
+    @property
+    def sides(self) -> tuple[list[Process], list[Process]]:
+        """Processes that lend, and processes that pull."""
+        both = sorted(self.processes.values(), key=lambda x: (x.rank, x.first_at))
+        return [x for x in both if x.lends], [x for x in both if x.pulls]
+
+    def missing(self) -> list[str]:
+        """Name the starts of ranks that others speak of, and of which no log was given."""
+        named: set[str] = set()
+        for request in self.requests:
+            for lease in request.leases.values():
+                named |= {x for x in (*lease.owed, *lease.released, *lease.claims) if start_of(x)}
+            for pull in request.all_pulls:
+                named |= {x for x in pull.peer_ranks if start_of(x)}
+        for process in self.processes.values():
+            for record in process.of(EVENT.PEER_CHANGED, EVENT.READER_MET):
+                name = record.text("peer") or record.text("reader")
+                named |= {name} if start_of(name) else set()
+        return sorted(x for x in named if self.process_named(x) is None)
+
+
+LEASE_EVENTS = frozenset({EVENT.LEASE_LENT, EVENT.LEASE_GRANTED, EVENT.LEASE_ENDED, EVENT.LEASE_TRANSITION})
+PULL_EVENTS = frozenset(
+    {
+        EVENT.PULL_ENDED,
+        EVENT.PULL_RETRIED,
+        EVENT.PULL_TRANSITION,
+        EVENT.RELEASE_REFUSED,
+        EVENT.RELEASE_UNANSWERED,
+        EVENT.BLOCKS_RETURNED,
+        EVENT.BLOCKS_RETIRED,
+    }
+)
+PREFILL_EVENTS = LEASE_EVENTS | {EVENT.LEASE_HELD, EVENT.REQUEST_WITHDRAWN, EVENT.READER_MET, EVENT.READER_REFUSED}
+DECODE_EVENTS = PULL_EVENTS | {EVENT.PULL_HELD, EVENT.PEER_CHANGED, EVENT.PEER_DRAINING}
+
+
+def join(logs: Logs | Iterable[Record]) -> Service:
+    """Make one service out of what many processes said."""
+    records = logs.records if isinstance(logs, Logs) else sorted(logs, key=lambda x: x.at)
+    builder = _Builder()
+    for record in records:
+        builder.take(record)
+    return builder.finish()
+
+
+class _Builder:
+    """Takes records by time, and joins them at the end."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, Process] = {}
+        self._leases: dict[tuple[str, int, str], Lease] = {}
+        self._unnamed: dict[tuple[str, str], Lease] = {}
+        self._pulls: dict[str, Pull] = {}
+        self._withdrawn: list[Record] = []
+        self._like: dict[str, str] = {}
+
+    def take(self, record: Record) -> None:
+        process = self._process(record)
+        event = record.event
+        process.lends |= event in PREFILL_EVENTS
+        process.pulls |= event in DECODE_EVENTS
+        if event in LEASE_EVENTS:
+            self._take_lease(process, record)
+        elif event in PULL_EVENTS:
+            self._take_pull(process, record)
+        elif event == EVENT.LEASE_HELD:
+            for entry in record.entries("oldest"):
+                self._lease(process, entry.get("request_id"), entry.get("sequence")).held.append((record, entry))
+        elif event == EVENT.PULL_HELD:
+            for entry in record.entries("oldest"):
+                pull = self._pull(process, entry.get("pull_id"), entry)
+                pull.held.append((record, entry))
+        elif event == EVENT.REQUEST_WITHDRAWN:
+            self._withdrawn.append(record)
+        if event not in LEASE_EVENTS and event not in PULL_EVENTS:
+            process.records.append(record)
+
+    def finish(self) -> Service:
+        by_rank: dict[str, list[Process]] = defaultdict(list)
+        for process in self._processes.values():
+            by_rank[process.base].append(process)
+        for starts in by_rank.values():
+            starts.sort(key=lambda x: x.first_at)
+            for earlier, later in itertools.pairwise(starts):
+                if earlier.last_at <= later.first_at or later.started is not None:
+                    earlier.successor = later
+        for pull_id, like in self._like.items():
+            pull = self._pulls[pull_id]
+            pull.like = self._pulls.get(like)
+            if pull.like is not None and not pull.peer:
+                pull.peer = pull.like.peer
+        return Service(self._processes, list(_Joiner(self._leases.values()).joined(self._pulls, self._withdrawn)))
+
+    def _process(self, record: Record) -> Process:
+        process = self._processes.get(record.incarnation)
+        if process is None:
+            process = self._processes[record.incarnation] = Process(record.incarnation, record.engine_id, record.rank)
+        process.first_at, process.last_at = min(process.first_at, record.at), max(process.last_at, record.at)
+        process.num_records += 1
+        process.says_info |= record.level not in ("warning", "error")
+        if record.event in (EVENT.ENGINE_STARTED, EVENT.ENGINE_RESUMED):
+            process.started = process.started or record
+            process.host = process.host or record.text("host")
+            process.answers |= record.fields.get("answers") is True
+            process.lends |= process.answers and record.fields.get("lends") is True
+            process.pulls |= process.answers and record.fields.get("pulls") is True
+            for name in DURATIONS:
+                if not math.isnan(seconds := record.number(name)):
+                    process.durations[name] = seconds
+        elif record.event in (EVENT.ENGINE_STOPPED, EVENT.ENGINE_SUSPENDED):
+            process.stopped = record
+        return process
+
+    def _lease(self, process: Process, request_id: object, sequence: object) -> Lease:
+        name = request_id if isinstance(request_id, str) else ""
+        number_ = integer(sequence)
+        if number_ < 0 and (known := self._unnamed.get((process.incarnation, name))) is not None:
+            return known
+        key = (process.incarnation, number_, name)
+        lease = self._leases.get(key)
+        if lease is None:
+            lease = self._leases[key] = Lease(process, name, number_)
+        self._unnamed[process.incarnation, name] = lease
+        return lease
+
+    def _take_lease(self, process: Process, record: Record) -> None:
+        lease = self._lease(process, record.fields.get("request_id"), record.fields.get("sequence"))
+        match record.event:
+            case EVENT.LEASE_LENT:
+                lease.lent = record
+            case EVENT.LEASE_GRANTED:
+                lease.granted.append(record)
+            case EVENT.LEASE_ENDED:
+                lease.ended = record
+            case _:
+                lease.transitions.append(record)
+
+    def _pull(self, process: Process, pull_id: object, fields: Mapping[str, Any]) -> Pull:
+        name = pull_id if isinstance(pull_id, str) and pull_id else f"{process.start}-?{fields.get('request_id')}"
+        pull = self._pulls.get(name)
+        if pull is None:
+            pull = self._pulls[name] = Pull(process, name)
+        for attribute in ("request_id", "prefill_request_id", "peer"):
+            if isinstance(value := fields.get(attribute), str) and value and not getattr(pull, attribute):
+                setattr(pull, attribute, value)
+        if pull.sequence < 0:
+            pull.sequence = integer(fields.get("sequence"))
+        return pull
+
+    def _take_pull(self, process: Process, record: Record) -> None:
+        pull = self._pull(process, record.fields.get("pull_id"), record.fields)
+        match record.event:
+            case EVENT.PULL_ENDED:
+                pull.ended = record
+                if same_as := record.text("same_as"):
+                    self._like[pull.pull_id] = same_as
+            case EVENT.PULL_RETRIED:
+                pull.retried.append(record)
+            case EVENT.RELEASE_UNANSWERED:
+                pull.unanswered.append(record)
+            case EVENT.RELEASE_REFUSED:
+                pull.refused.append(record)
+            case EVENT.BLOCKS_RETURNED:
+                pull.returned = record
+            case EVENT.BLOCKS_RETIRED:
+                pull.retired = record
+            case _:
+                pull.transitions.append(record)
+
+
+def _is_longer(one: str, other: str) -> bool:
+    """An id has another in it, as those have which a router or a server makes of one."""
+    return other != "" and one != other and other in one
+
+
+class _Joiner:
+    """Puts leases of several ranks together, then pulls to them."""
+
+    def __init__(self, leases: Iterable[Lease]) -> None:
+        self._requests: list[Request] = []
+        self._exact: dict[tuple[str, int, str], list[Request]] = defaultdict(list)
+        self._by_pull: dict[str, Request] = {}
+        # Who lends it, and whoever its readers say they met; of requests that were lent, also without their names.
+        self._by_start: dict[tuple[tuple[str, int, str], str], Request] = {}
+        self._by_sequence: dict[tuple[str, int, str], list[Request]] = defaultdict(list)
+        self._by_nobody: dict[tuple[str, int, str], dict[int, Request]] = defaultdict(dict)
+        self._ranks: Counter[tuple[tuple[str, int, str], str]] = Counter()
+        self._by_name: dict[str, list[Request]] = defaultdict(list)
+        for lease in leases:
+            self._add(lease)
+
+    def joined(self, pulls: Mapping[str, Pull], withdrawn: Iterable[Record]) -> list[Request]:
+        for request in self._requests:
+            for lease in request.leases.values():
+                self._by_pull |= dict.fromkeys(lease.pull_ids, request)
+        # First those that say most of what they belong to, so that those that failed in the same words find these.
+        for pull in sorted(pulls.values(), key=lambda x: (x.sequence < 0, x.like is not None)):
+            request = self._request_of(pull)
+            if not pull.prefill_request_id or request.request_id in ("", pull.prefill_request_id):
+                request.pulls[pull.pull_id] = pull
+                self._note(request, pull.peer_ranks)
+            else:
+                request.others[pull.pull_id] = pull
+            self._by_pull[pull.pull_id] = request
+        for record in withdrawn:
+            name, sequence = record.text("request_id"), record.integer("sequence")
+            found = self._exact.get((record.engine_id, sequence, name))
+            (found[-1] if found else self._new(record.engine_id, sequence, name)).withdrawn.append(record)
+        return self._requests
+
+    def _add(self, lease: Lease) -> None:
+        key = lease.process.engine_id, lease.sequence, lease.request_id
+        # Another lease of a rank is of its next start: the first is of the first request, and so on.
+        found, before = self._exact[key], self._ranks[key, lease.process.base]
+        self._ranks[key, lease.process.base] += 1
+        request = found[before] if before < len(found) else self._new(*key)
+        request.leases[lease.process.rank] = lease
+        self._note(request, [lease.process.rank])
+        self._by_sequence[key[0], key[1], start_of(lease.process.rank)].append(request)
+
+    def _note(self, request: Request, ranks: Iterable[str]) -> None:
+        """A request has to do with some starts."""
+        key = request.engine_id, request.sequence, request.request_id
+        for start in filter(None, map(start_of, ranks)):
+            self._by_start.setdefault((key, start), request)
+            self._by_nobody[key].pop(id(request), None)
+
+    def _new(self, engine_id: str, sequence: int, request_id: str) -> Request:
+        request = Request(engine_id, sequence, request_id)
+        self._requests.append(request)
+        self._exact[engine_id, sequence, request_id].append(request)
+        self._by_nobody[engine_id, sequence, request_id][id(request)] = request
+        self._by_name[request_id].append(request)
+        return request
+
+    def _request_of(self, pull: Pull) -> Request:
+        if (known := self._by_pull.get(pull.pull_id)) is not None:
+            return known
+        peer = pull.peer or next((base_name(x).rpartition("/tp")[0].split("/pp")[0] for x in pull.peer_ranks), "")
+        starts = list(filter(None, dict.fromkeys(map(start_of, pull.peer_ranks))))
+        key = peer, pull.sequence, pull.prefill_request_id
+        if not starts and (exact := self._exact.get(key)):
+            return exact[0]
+        known = next((x for start in starts if (x := self._by_start.get((key, start))) is not None), None)
+        if (known := known or next(iter(self._by_nobody[key].values()), None)) is not None:
+            return known
+        exact = self._exact.get(key, [])
+        if len(exact) == 1 and {base_name(x) for x in pull.peer_ranks} & {base_name(x) for x in exact[0].leases}:
+            return exact[0]  # its params name earlier starts of the ranks that lent it
+        if pull.sequence >= 0:
+            # Two schedulers may count alike. That it is the same key is sure if its other id was turned down for it.
+            ours = "wrong_request" in (pull.cause, *(x.text("cause") for x in pull.refused))
+            lent = (x for start in starts for x in self._by_sequence.get((peer, pull.sequence, start), []))
+            for request in lent:
+                wrong = (y.who for x in request.leases.values() for y in x.refused if y.reason == "wrong_request")
+                if ours or pull.process.start in map(start_of, wrong):
+                    return request
+                if pull.cause != "complete" and _is_longer(pull.prefill_request_id, request.request_id):
+                    return request  # who was never let in, or came too late, is not told that its id is another
+        elif (
+            len(named := [x for x in self._by_name.get(pull.prefill_request_id, []) if peer in ("", x.engine_id)]) == 1
+        ):
+            return named[0]
+        return self._new(peer, pull.sequence, pull.prefill_request_id)

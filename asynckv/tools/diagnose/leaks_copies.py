@@ -1,0 +1,123 @@
+"""Blocks that were late since a copy to or from a tier did not end: a store or a load has failed, and something may
+still read or write them.
+
+No other process has a part in it, so nothing has to be joined: an offload says itself what it holds
+(`offload_failed` with `held`), and what became of it (`offload_returned`, `offload_retired`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from asynckv.observe.events import EVENT
+from asynckv.tools.diagnose.join import Process, Service
+from asynckv.tools.diagnose.leaks_values import moment
+from asynckv.tools.diagnose.records import Record
+
+__all__ = ["REMEDY", "LateCopy", "called", "failures", "has_offload", "late_copies"]
+
+_OFFLOADS = (EVENT.OFFLOAD_STARTED, EVENT.OFFLOAD_MOVED, EVENT.OFFLOAD_STOPPED)
+_JOBS = (EVENT.OFFLOAD_FAILED, EVENT.OFFLOAD_RETIRED, EVENT.OFFLOAD_RETURNED)
+
+REMEDY = (
+    "a copy within the process hangs, or its thread has died: look at the disk if it waits for files (dmesg), "
+    "and at what else uses the memory; start the engine anew if blocks were given up"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LateCopy:
+    """Blocks of one store or load.
+
+    Attributes:
+        rank: Whose blocks.
+        what: `store` or `load`.
+        job: As the rank calls it.
+        state: `returned`, `retired` (retired: lost to this process), `closed` (with its engine), or `held` when the log
+            ends.
+        blocks: How many; -1 if no log says so.
+        seconds: For how long they were held after the failure, as far as is known.
+        since: When it failed, in seconds since 1970 by the rank's clock; nan if unknown.
+        detail: Why it failed.
+    """
+
+    rank: str
+    what: str
+    job: str
+    request_id: str
+    state: str
+    blocks: int
+    seconds: float
+    since: float
+    detail: str
+
+
+def has_offload(process: Process) -> bool:
+    """Whether a process has stored or loaded blocks, or could have."""
+    return any(True for _ in process.of(*_OFFLOADS, *_JOBS))
+
+
+def called(service: Service) -> set[str]:
+    """What stores and loads are called that the logs tell of: their requests, and their jobs."""
+    told = (x for process in service.processes.values() for x in process.of(*_JOBS))
+    return {name for x in told for name in (x.text("request_id"), x.text("job"))} - {""}
+
+
+def failures(service: Service, names: Iterable[str]) -> list[str]:
+    """Say in a line each which stores and loads of some names failed, and whose blocks nothing touched then."""
+    wanted = set(names)
+    return [
+        f"its {x.text('what')} on {process.rank} failed at {moment(x.at)} after {x.number('seconds'):,.3g} s "
+        f"({x.text('cause')}{': ' if x.text('detail') else ''}{x.text('detail')}); "
+        f"{x.integer('blocks'):,} blocks were not moved"
+        for process in service.processes.values()
+        for x in process.of(EVENT.OFFLOAD_FAILED)
+        if x.integer("held", 0) != 1 and wanted & {x.text("request_id"), x.text("job")}
+    ]
+
+
+def late_copies(service: Service, names: Iterable[str] | None = None) -> list[LateCopy]:
+    """Find them, those that were held longest first; only of some requests or jobs, if they are named."""
+    wanted = None if names is None else set(names)
+    found = [
+        copy
+        for process in service.processes.values()
+        for copy in _of(process)
+        if wanted is None or wanted & {copy.request_id, copy.job}
+    ]
+    return sorted(found, key=lambda x: (-x.seconds if not math.isnan(x.seconds) else -math.inf, x.rank, x.job))
+
+
+def _of(process: Process) -> Iterable[LateCopy]:
+    failed = {x.text("job"): x for x in process.of(EVENT.OFFLOAD_FAILED) if x.integer("held", 0) == 1}
+    retired = {x.text("job"): x for x in process.of(EVENT.OFFLOAD_RETIRED)}
+    returned = {x.text("job"): x for x in process.of(EVENT.OFFLOAD_RETURNED)}
+    for job in dict.fromkeys([*failed, *retired, *returned]):
+        said = [x[job] for x in (returned, retired, failed) if job in x]
+        since = failed[job].at if job in failed else math.nan
+        yield LateCopy(
+            rank=process.rank,
+            what=said[0].text("what"),
+            job=job,
+            request_id=said[0].text("request_id"),
+            state=_state(process, job in retired, job in returned),
+            blocks=max(x.integer("blocks") for x in said if x.event != EVENT.OFFLOAD_FAILED or len(said) == 1),
+            seconds=_seconds(said[0], since, process.last_at),
+            since=since,
+            detail=failed[job].text("detail") if job in failed else "",
+        )
+
+
+def _state(process: Process, is_retired: bool, is_returned: bool) -> str:
+    if is_retired:
+        return "retired"
+    if is_returned:
+        return "returned"
+    return "closed" if process.stopped is not None else "held"
+
+
+def _seconds(last: Record, since: float, until: float) -> float:
+    told = last.number("seconds_after_failure")
+    return told if not math.isnan(told) else max(until - since, 0.0)

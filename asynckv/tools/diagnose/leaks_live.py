@@ -1,0 +1,130 @@
+"""What running engines hold, as their logs would warn of it: the same rules say why.
+
+An engine's answer becomes a start, warnings of its leases and of its pulls, and what it knows of its peers; all of one
+moment, by one clock. What has not been held for as long as a log would warn of is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asynckv.core.inspect import RequestStatus
+from asynckv.edges.local import SUFFIX
+from asynckv.observe.events import EVENT
+from asynckv.tools.diagnose.records import Record
+
+if TYPE_CHECKING:
+    from asynckv.tools.diagnose.ask import Answer
+    from asynckv.tools.diagnose.join import Service
+
+__all__ = ["has_logs", "is_address", "records_of", "who_hangs"]
+
+FRACTION = 1 / 3
+"""As `log.held_fraction` has it."""
+
+LEAST_S, MOST_S = 0.5, 10.0
+"""Warned of no sooner, and at this age at the latest, as with leases of 30 s."""
+RELEASED = frozenset({"complete", "failed", "cancelled"})
+_HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}(#.*)?\Z")
+
+
+def is_address(text: str) -> bool:
+    """Whether a person means an engine by it, and no log."""
+    path = Path(text)
+    if path.is_dir():
+        return any(x.is_socket() for x in path.glob(f"*{SUFFIX}"))
+    return text.startswith("tcp://") or path.is_socket() or (not path.exists() and bool(_HOST_PORT.match(text)))
+
+
+def has_logs(text: str) -> bool:
+    """Whether logs are to be read there: a directory may have sockets of engines, logs, or both."""
+    return not is_address(text) or any(x.is_file() for x in Path(text).rglob("*"))
+
+
+def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
+    """Say what engines hold as if they had just warned of it."""
+    for answer in answers:
+        account = answer.account
+        if answer.error or not account.incarnation:
+            continue
+
+        def say(event: str, at: float = now, *, answer: Answer = answer, **fields: Any) -> Record:
+            name = answer.account
+            return Record(at, event, "info", answer.engine_id, name.rank, name.incarnation, fields, answer.address)
+
+        counted = answer.counters
+        said: dict[str, Any] = {
+            "lends": counted.get("leases.lent", 0) > 0,
+            "pulls": counted.get("pulls.started", 0) > 0,
+        }
+        began = now - account.facts.uptime_s
+        yield say(EVENT.ENGINE_STARTED, began, host="asked", address=answer.address, answers=True, **said)
+        for peer in account.peers:
+            yield say(EVENT.PEER_CHANGED, peer=peer.rank, address=peer.address, state=peer.state, detail=peer.cause)
+        if "offload.jobs" in answer.gauges:
+            yield say(EVENT.OFFLOAD_STARTED, began)
+        for since, is_retired, copy in _copies(answer, now):
+            yield say(EVENT.OFFLOAD_FAILED, since, **copy, held=1)
+            if is_retired:
+                yield say(EVENT.OFFLOAD_RETIRED, **copy)
+        for status in answer.requests:
+            if not _is_long(status):
+                continue
+            if status.kind == "lease":
+                yield say(EVENT.LEASE_HELD, state=status.state, waits=status.waits, requests=1, oldest=[_lease(status)])
+            else:
+                state = "announced" if status.kind == "announced" else status.state
+                entry = _pull(status)
+                yield say(EVENT.PULL_HELD, state=state, waits=status.waits, requests=1, oldest=[entry])
+
+
+def who_hangs(answers: Iterable[Answer], service: Service) -> list[str]:
+    """Name the ranks that were asked, live, and do not answer; those of addresses by the logs, which name them."""
+    by_address = {x.started.text("address"): x.rank for x in service.processes.values() if x.started is not None}
+    hang = (x for x in answers if x.is_away and "keys" not in x.error)  # with other keys it may have answered nobody
+    ranks = (x.account.rank or by_address.get(x.address, "") for x in hang)
+    return [x for x in ranks if x]
+
+
+def _copies(answer: Answer, now: float) -> Iterator[tuple[float, bool, dict[str, Any]]]:
+    """Stores and loads that have failed, and whose blocks something may still touch."""
+    for hold in answer.holds:
+        what = hold.pull_id.partition("-")[0]
+        if what in ("store", "load") and hold.reason in ("quarantined", "retired") and hold.held_s >= LEAST_S:
+            blocks = sum(map(len, hold.blocks.values()))
+            said = {"what": what, "job": hold.pull_id, "request_id": hold.request_id, "blocks": blocks}
+            yield now - hold.held_s, hold.reason == "retired", said
+
+
+def _is_long(status: RequestStatus) -> bool:
+    """Held for as long as a log would warn of."""
+    held = status.age_s if status.kind == "lease" else status.state_s
+    return held >= min(max(LEAST_S, FRACTION * (held + (status.left_s or 0.0))), MOST_S)
+
+
+def _lease(status: RequestStatus) -> dict[str, Any]:
+    return {
+        "request_id": status.request_id,
+        "sequence": status.sequence,
+        "blocks": status.blocks,
+        "lent_s": status.age_s,
+        "left_s": status.left_s,
+        "owed": [x.rank for x in status.ranks if x.state not in RELEASED],
+        "claims": {x.rank: {"pull_id": x.pull_id, "heard_s": x.heard_s} for x in status.ranks if x.pull_id},
+    }
+
+
+def _pull(status: RequestStatus) -> dict[str, Any]:
+    return {
+        "request_id": status.request_id,
+        "prefill_request_id": status.prefill_request_id,
+        "pull_id": status.pull_id,
+        "sequence": status.sequence,
+        "age_s": status.age_s,
+        "state_s": status.state_s,
+        "left_s": status.left_s,
+        "ranks": {x.rank: x.state for x in status.ranks},
+    }

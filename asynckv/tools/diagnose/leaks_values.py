@@ -1,0 +1,155 @@
+"""What is said of blocks that came back late: a finding, a story of one reader, and how both are put into words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE
+from asynckv.tools.diagnose.join import base_name
+
+__all__ = ["Early", "Leak", "Story", "Word", "engine_of", "in_seconds", "listed", "moment", "other_id"]
+
+C = CAUSE
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What became of what one reader had to say to one prefill rank.
+
+    Attributes:
+        claim: `came after 0.1 s`, `never came`, `was refused: ...`.
+        release: `came: complete`, `was refused: ...`, `was lost`, `was never sent`, `never came`.
+    """
+
+    holder: str
+    reader: str
+    claim: str
+    release: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """Blocks of one request that came back late, on one side.
+
+    Attributes:
+        cause: Out of the catalogue.
+        sentence: The cause, with names and numbers.
+        side: Whose blocks: `prefill` or `decode`.
+        state: What became of them: `expired`, `closed`, `died`, `held`, `announced`, `unknown` (no log says so);
+            `returned`, `retired` or `quarantined` on the decode side.
+        engine_id: The prefill engine.
+        request_id: The prefill side's id.
+        decode_request_ids: What the decode side calls it, as far as that is known.
+        holders: Ranks whose blocks they are.
+        blocks: How many, on all of these; -1 if no log says so.
+        seconds: For how long they were held, as far as is known.
+        since: Since when, in seconds since 1970 by the holder's clock; nan if unknown.
+        told_at: When the logs speak of it last.
+        owed: Readers that were waited for; `*` is a decode engine that never spoke up.
+        reader: The one that the sentence speaks of, as far as one is known.
+        other_request_id: Under which id it was spoken of, if not under its own.
+        released: Readers that did release, and how.
+        words: What was said and heard, per reader and rank.
+        last_prefill: The last that the prefill side's logs say of it.
+        last_decode: The last that the decode side's logs say of it.
+        also: Other stories that are true of other readers.
+        missing: Whose logs would say more.
+    """
+
+    cause: CAUSE
+    sentence: str
+    side: str
+    state: str
+    engine_id: str
+    request_id: str
+    sequence: int
+    decode_request_ids: tuple[str, ...] = ()
+    holders: tuple[str, ...] = ()
+    blocks: int = -1
+    seconds: float = math.nan
+    since: float = math.nan
+    told_at: float = math.nan
+    owed: tuple[str, ...] = ()
+    reader: str = ""
+    other_request_id: str = ""
+    released: Mapping[str, str] = field(default_factory=dict)
+    words: tuple[Word, ...] = ()
+    last_prefill: str = ""
+    last_decode: str = ""
+    also: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    @property
+    def until(self) -> float:
+        """When it was over, or is still, as far as the logs go; by the holder's clock."""
+        return self.told_at if math.isnan(self.since + self.seconds) else self.since + self.seconds
+
+    @property
+    def remedy(self) -> str:
+        """What to do."""
+        return CATALOGUE[self.cause].remedy
+
+
+@dataclass(slots=True)
+class Story:
+    """Why one reader is owed; `at` orders those of one request."""
+
+    cause: CAUSE
+    names: dict[str, Any]
+    at: float = math.inf
+    missing: tuple[str, ...] = ()
+
+    @property
+    def order(self) -> tuple[bool, bool, float]:
+        return CATALOGUE[self.cause].is_class, self.cause is C.RANK_NEVER_SPOKE, self.at
+
+    @property
+    def sentence(self) -> str:
+        return CATALOGUE[self.cause].sentence.format_map(_Names(self.names))
+
+
+class _Names(dict[str, Any]):
+    def __missing__(self, key: str) -> str:
+        return {"gone": "died", "other": "another id than it was lent under"}.get(key, "?")
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """A process whose log ends, without a goodbye, long before the logs of others do.
+
+    Attributes:
+        before_s: By how much, at least.
+    """
+
+    rank: str
+    last_at: float
+    before_s: float
+
+
+def moment(at: float) -> str:
+    """Write a time by somebody's clock."""
+    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3] if 0 < at < 1e11 else "?"
+
+
+def in_seconds(seconds: float) -> str:
+    """Write seconds as people do."""
+    return "?" if math.isnan(seconds) else f"{seconds:.3g}" if abs(seconds) < 100 else f"{seconds:.0f}"
+
+
+def listed(names: Iterable[str]) -> str:
+    listed = list(dict.fromkeys(names))
+    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
+
+
+def other_id(request_id: str) -> dict[str, str]:
+    """Another request id in words, and as it is, if it is known."""
+    return {"other": repr(request_id), "other_id": request_id} if request_id else {}
+
+
+def engine_of(rank: str) -> str:
+    """The engine, or cohort, that a rank's name begins with."""
+    return base_name(rank).rpartition("/tp")[0].partition("/pp")[0]

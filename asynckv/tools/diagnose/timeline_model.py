@@ -1,0 +1,742 @@
+"""What became of requests, as bars on one time axis: a lane for every rank that had to do with one.
+
+A prefill rank's lane is its lease: lent and not claimed, then granted, then (if it was revoked) ending. A decode rank
+has a lane for every attempt: announced, handshake, queue, plan, read, confirm, drain, and after the outcome release or
+quarantine. How long each took is exact, for its process counted it; when it was is as sure as the process's clock, and
+where the log has sums only, the order is the protocol's: `derived` says so.
+
+Beside the bars there are marks: what was said at one moment.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from asynckv.observe.events import EVENT
+from asynckv.tools.diagnose import colours
+from asynckv.tools.diagnose.axis import (
+    Axis,
+    Step,
+    clock_time,
+    counted,
+    granted_in,
+    is_time,
+    lease_steps,
+    lent_at,
+    pull_steps,
+    shown_seconds,
+)
+from asynckv.tools.diagnose.colours import Colour
+from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, start_of
+from asynckv.tools.diagnose.records import Record, number
+from asynckv.tools.diagnose.timeline_ends import End, ends
+
+__all__ = [
+    "COLORS",
+    "PHASES",
+    "SUMS",
+    "Arrow",
+    "Bar",
+    "Ground",
+    "Lane",
+    "Mark",
+    "Story",
+    "families",
+    "ground",
+    "names",
+    "stories",
+]
+
+PHASES: Mapping[str, str] = {
+    "lent": "lent, and not claimed yet",
+    "granted": "promised to a reader",
+    "ending": "revoked; what was promised is kept",
+    "announced": "announced, and not pulled yet",
+    "handshake": "until the peers were ready",
+    "queue": "until it might read, and until its first post",
+    "plan": "planning what to read",
+    "read": "from the first post to the last completion",
+    "confirm": "until its bytes were proven",
+    "drain": "failed, and waiting for transfers that run",
+    "release": "its outcome told, until the prefill side had heard",
+    "quarantine": "failed, and its blocks may still be written",
+    "pause": "between two attempts",
+    "pull": "a pull of which the log says no more",
+    "unlogged": "claimed, as the prefill side has it; this rank logged nothing: successes are sampled",
+}
+"""What bars are called, in the order of the protocol."""
+
+COLORS: Mapping[str, Colour] = {name: (colours.PHASES | colours.OTHERS)[name] for name in PHASES}
+
+NO_LOG, LOG_ENDS = "no log of", "log end"
+"""How marks begin that say why a rank's log has nothing of what the other side speaks of."""
+
+ORDER = ("announced", "handshake", "queue", "plan", "read", "confirm", "drain")
+SUMS = "sums: how long is exact, and the order is the protocol's"
+MAX_MARKS = 400
+"""Of one request."""
+MAX_GRANTS = 64
+"""Lanes of one lease."""
+MAX_AWAY_S = 86_400.0
+WHOLE_S = 120.0
+"""What is no longer is not stretched by a drift."""
+_STATES = {"connecting": "handshake", "queued": "queue", "reading": "read", "confirming": "confirm"} | {
+    "draining": "drain",
+    "notifying": "release",
+    "quarantined": "quarantine",
+    "announced": "announced",
+    "lent": "lent",
+    "ending": "ending",
+}
+
+
+@dataclass(slots=True)
+class Bar:
+    """One phase, on the axis.
+
+    Attributes:
+        phase: One of `PHASES`.
+        derived: How its place was worked out, where it was not told.
+        note: More about it.
+        is_open: It had not ended when the log did.
+        parts: What went on inside, without a place of its own: seconds by name.
+    """
+
+    phase: str
+    start: float
+    end: float
+    derived: str = ""
+    note: str = ""
+    is_open: bool = False
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """How long."""
+        return self.end - self.start
+
+
+@dataclass(slots=True)
+class Lane:
+    """One rank's part in one attempt.
+
+    Attributes:
+        side: `prefill` or `decode`.
+        what: Which of its parts, if it has several.
+        fields: What else is known of it.
+        within_s: How unsure its place is.
+    """
+
+    process: Process
+    side: str
+    what: str
+    bars: list[Bar]
+    fields: dict[str, str] = field(default_factory=dict)
+    within_s: float = 0.0
+
+    @property
+    def start(self) -> float:
+        """Where its first bar begins."""
+        return self.bars[0].start
+
+    @property
+    def end(self) -> float:
+        """Where its last one ends."""
+        return max(x.end for x in self.bars)
+
+    @property
+    def title(self) -> str:
+        """What it is called beside other lanes of its request."""
+        if self.what in ("lease", "pull"):
+            return self.process.rank
+        return self.what if self.what.startswith("grant") else f"{self.what}, {self.process.rank}"
+
+
+@dataclass(slots=True)
+class Mark:
+    """Something that was said at one moment."""
+
+    at: float
+    process: Process
+    text: str
+    level: str = "info"
+
+
+class Arrow(NamedTuple):
+    """Something that was sent: from a moment on one lane to a moment on another."""
+
+    name: str
+    sender: int
+    left: float
+    receiver: int
+    came: float
+
+
+@dataclass(slots=True)
+class Story:
+    """One request over all ranks and attempts.
+
+    Attributes:
+        number: In the order of time.
+        name: The prefill side's id, if that is known.
+        others: The decode side's ids.
+        outcome: How it ended: of its last attempt, or of its lease if no attempt is known.
+        lease: How it ended on the prefill side; empty if no log says so.
+        pull: On the decode side.
+        level: `info`, or `warning` if something went wrong.
+        group: Which axis it is on.
+        seconds: How long it took on the side where that was longest; it is ranked by this.
+        took: What took so long: the `lease`, the `pull` (all attempts), its `announcement`, its `quarantine`.
+    """
+
+    number: int
+    name: str
+    others: tuple[str, ...]
+    engine_id: str
+    sequence: int
+    pull_ids: tuple[str, ...]
+    outcome: str
+    lease: str
+    pull: str
+    level: str
+    group: int
+    seconds: float
+    took: str
+    lanes: list[Lane]
+    marks: list[Mark]
+
+    @property
+    def start(self) -> float:
+        """Where its first bar or mark is."""
+        return min([b.start for x in self.lanes for b in x.bars] + [m.at for m in self.marks], default=0.0)
+
+    @property
+    def end(self) -> float:
+        """Where its last one ends."""
+        return max([b.end for x in self.lanes for b in x.bars] + [m.at for m in self.marks], default=0.0)
+
+    @property
+    def ended(self) -> str:
+        """How it ended on each side that says so."""
+        sides = (("lease", self.lease), ("pull", self.pull))
+        return ", ".join(f"{side} {how}" for side, how in sides if how) or self.outcome
+
+    def lane_of(self, mark: Mark) -> int:
+        """Return the lane that a mark lies on; -1 if its process has none."""
+        mine = [i for i, x in enumerate(self.lanes) if x.process is mark.process]
+        inside = [i for i in mine if self.lanes[i].start <= mark.at <= self.lanes[i].end]
+        return (inside or mine or [-1])[0]
+
+    def arrows(self) -> Iterator[Arrow]:
+        """Go through what went from side to side: a claim to its grant, a release to the end of its promise."""
+        promised = [(i, x) for i, x in enumerate(self.lanes) if x.side == "prefill" and "pull_id" in x.fields]
+        for i, pull in enumerate(self.lanes):
+            if pull.side != "decode":
+                continue
+            for j, lane in promised:
+                if lane.fields["pull_id"] != pull.fields["pull_id"]:
+                    continue
+                granted = next((b for b in lane.bars if b.phase == "granted"), None)
+                asked = next((b for b in pull.bars if b.phase != "announced"), pull.bars[0])
+                if granted is not None:
+                    yield Arrow("claim", i, min(asked.start, granted.start), j, granted.start)
+                told, last = next((b for b in pull.bars if b.phase == "release"), None), lane.bars[-1]
+                if told is not None and not last.is_open and told.start <= last.end:
+                    yield Arrow("release", i, told.start, j, last.end)
+
+    def phases(self) -> dict[str, float]:
+        """How long each phase was where it was longest."""
+        out: dict[str, float] = {}
+        for lane in self.lanes:
+            sums: dict[str, float] = defaultdict(float)
+            for bar in lane.bars:
+                sums[bar.phase] += bar.seconds
+            for phase, seconds in sums.items():
+                out[phase] = max(out.get(phase, 0.0), seconds)
+        return {phase: out[phase] for phase in PHASES if phase in out}
+
+
+@dataclass(slots=True)
+class Ground:
+    """What a process was up to apart from requests: when it ran, when its loop was away, whom it met, how it went."""
+
+    process: Process
+    start: float
+    end: float
+    away: list[Bar]
+    marks: list[Mark]
+    compared: str
+    within_s: float
+    group: int
+    gone: End | None
+
+
+def stories(axis: Axis, of: Iterable[Sequence[Request]] | None = None) -> list[Story]:
+    """Make a story of every request, by time; or only of some, as `families` puts them together."""
+    out = [_story(axis, requests) for requests in (families(axis.service.requests) if of is None else of)]
+    out = [x for x in out if x.lanes or x.marks]
+    out.sort(key=lambda x: (x.group, x.start))
+    for i, each in enumerate(out):
+        each.number = i
+    return out
+
+
+def names(family: Sequence[Request]) -> set[str]:
+    """Return all that a request is called: ids of both sides, whichever of them is wrong, and of its pulls."""
+    pulls = [p for r in family for p in r.all_pulls]
+    leases = [lease for r in family for lease in r.leases.values()]
+    out = {x for r in family for x in (r.request_id, r.name)}
+    out |= {x for p in pulls for x in (p.request_id, p.prefill_request_id, p.pull_id)}
+    # Of a reader whose log is missing the prefill side knows the pulls.
+    out |= {x for lease in leases for x in lease.pull_ids} | {x.text("pull_id") for y in leases for x in y.granted}
+    out |= {pull_id for x in leases for pull_id, _, _ in granted_in(lease_steps(x))}
+    return out - {""}
+
+
+def handles(family: Sequence[Request]) -> set[str]:
+    """Return what nothing else is called: ids and sequences behind the prefill engine's, `ENGINE:ID`."""
+    return {f"{r.engine_id}:{x}" for r in family for x in (r.request_id, r.name, r.sequence) if x not in ("", -1)}
+
+
+def families(requests: Iterable[Request]) -> Iterator[list[Request]]:
+    """Put requests together that are attempts at one: with new params an attempt is at another prefill request."""
+    every = list(requests)
+    family = list(range(len(every)))
+
+    def head(i: int) -> int:
+        while family[i] != i:
+            i = family[i] = family[family[i]]
+        return i
+
+    attempts: dict[tuple[str, str], list[tuple[float, int, int]]] = defaultdict(list)
+    for i, request in enumerate(every):
+        for pull in request.all_pulls:
+            if pull.request_id and pull.ended is not None:
+                attempts[pull.process.incarnation, pull.request_id].append((pull.ended.at, pull.attempt, i))
+    for found in attempts.values():
+        found.sort()
+        for (_, before, one), (_, after, other) in itertools.pairwise(found):
+            if after == before + 1:
+                family[head(other)] = head(one)
+    together: dict[int, list[Request]] = defaultdict(list)
+    for i, request in enumerate(every):
+        together[head(i)].append(request)
+    yield from together.values()
+
+
+def _story(axis: Axis, requests: Sequence[Request]) -> Story:
+    lanes: list[Lane] = []
+    marks: list[Mark] = []
+    pulls = sorted((p for r in requests for p in r.all_pulls), key=lambda p: (p.attempt, p.begun_at))
+    leases = [lease for r in requests for lease in r.leases.values()]
+    for lease in sorted(leases, key=lambda x: x.process.rank):
+        lanes += _lease_lanes(axis, lease)
+        marks += _lease_marks(axis, lease)
+    heard = [_heard(axis, lease) for lease in leases]
+    for pull in sorted(pulls, key=lambda p: (p.attempt, p.process.rank)):
+        start = pull.process.start
+        ends = [told.get(pull.pull_id, over.get(start, math.nan)) for told, over in heard]
+        lanes.append(_pull_lane(axis, pull, max((x for x in ends if math.isfinite(x)), default=math.nan)))
+        marks += _pull_marks(axis, pull)
+    for request in requests:
+        for pull in request.others.values():
+            at, said = axis.at(pull.process, pull.begun_at), pull.prefill_request_id
+            marks.append(Mark(at, pull.process, f"speaks of it under another prefill request id: {said}", "warning"))
+    found = list(_unlogged(axis, leases, {p.pull_id for p in pulls}))
+    lanes += [lane for lane, _ in found if lane is not None]
+    marks += [mark for _, mark in found]
+    for request in requests:
+        for record in request.withdrawn:
+            if (process := axis.service.processes.get(record.incarnation)) is not None:
+                marks.append(Mark(axis.at(process, record.at), process, "withdrawn: it will never be lent"))
+    marks = sorted((x for x in marks if math.isfinite(x.at)), key=lambda x: x.at)
+    lanes = [x for x in lanes if x.bars]
+    processes = [x.process for x in lanes] + [x.process for x in marks]
+    first = requests[0]
+    ended = [p for p in pulls if p.ended is not None]
+    last = max((x.attempt for x in ended), default=0)
+    causes = [p.cause for p in ended if p.attempt == last]
+    bad = [x for x in causes if x not in ("complete", "discharged", "cancelled")]
+    states = [x.state for x in leases]
+    late = [x for x in states if x in ("expired", "revoked")]
+    pull_ = (bad or causes or [x for x in (p.state for p in pulls) if x] or [""])[0]
+    lease_ = (late or [x for x in states if x != "released"] or states or [""])[0]
+    withdrawn = "withdrawn" if any(r.withdrawn for r in requests) else ""
+    seconds, took = _took(lanes)
+    claimed = [x.fields["pull_id"] for x, _ in found if x is not None]
+    return Story(
+        number=0,
+        name=first.name,
+        others=tuple(dict.fromkeys(p.request_id for p in pulls if p.request_id)),
+        engine_id=first.engine_id,
+        sequence=first.sequence if first.sequence < 1 << 53 else -1,
+        pull_ids=tuple(dict.fromkeys((*(p.pull_id for p in pulls), *claimed))),
+        outcome=pull_ or lease_ or withdrawn or "?",
+        lease=lease_ or withdrawn,
+        pull=pull_,
+        level="warning" if bad or late or any(_is_bad(p) for p in pulls) else "info",
+        group=axis.group(processes[0]) if processes else 0,
+        seconds=seconds,
+        took=took,
+        lanes=lanes,
+        marks=marks[:MAX_MARKS],
+    )
+
+
+def _is_bad(pull: Pull) -> bool:
+    """Whether something went wrong with it, however it ended."""
+    is_stuck = pull.ended is None and bool(pull.held)
+    return is_stuck or bool(pull.returned or pull.retired or pull.unanswered)
+
+
+def _took(lanes: Sequence[Lane]) -> tuple[float, str]:
+    """Return for how long it was under way on the side where that was longest, and what was."""
+    bars = [b for x in lanes if x.side == "decode" for b in x.bars]
+    pull = [b for b in bars if b.phase not in ("release", "quarantine", "announced", "unlogged")]
+    took = {
+        "pull": max((b.end for b in pull), default=0.0) - min((b.start for b in pull), default=0.0),
+        "lease": max((x.end - x.start for x in lanes if x.side == "prefill"), default=0.0),
+        "announcement": max((b.seconds for b in bars if b.phase == "announced"), default=0.0),
+        "quarantine": max((b.seconds for b in bars if b.phase == "quarantine"), default=0.0),
+    }
+    what = max(took, key=lambda x: took[x])
+    return took[what], what if took[what] else ""
+
+
+def _unlogged(axis: Axis, leases: Sequence[Lease], known: set[str]) -> Iterator[tuple[Lane | None, Mark]]:
+    """Go through claims of readers whose logs do not have the pull: it was killed, or the log is not given."""
+    seen = set(known)
+    for lease in leases:
+        start = lent_at(lease)
+        end = start + lease.seconds
+        place = _placing(axis, lease.process, start, end)
+        steps = lease_steps(lease)
+        for pull_id, (name, at) in _grants(lease, start, steps).items():
+            if pull_id in seen or not is_time(end):
+                continue
+            seen.add(pull_id)
+            process = axis.service.process_named(name)
+            if process is None:
+                yield None, Mark(place(at), lease.process, f"{NO_LOG} {name} is given", "warning")
+                continue
+            over = next((s.at for s in steps if s.at > at and f"pull {pull_id}" in s.text), max(end, at))
+            bar = Bar("unlogged", place(at), place(over), "by the prefill side's clock", is_open=lease.ended is None)
+            fields = {"pull_id": pull_id, "log": f"its last line is of {clock_time(axis.at(process, process.last_at))}"}
+            within = axis.offset(lease.process, at).within_s
+            mark = _log_ends(axis, process, bar)
+            if axis.group(process) != axis.group(lease.process):
+                mark = Mark(bar.start, process, "its log, whose clock is not comparable, does not have this pull")
+            yield Lane(process, "decode", "pull", [bar], fields, within), mark
+
+
+def _log_ends(axis: Axis, process: Process, bar: Bar) -> Mark:
+    """Say why a process's log does not have what another process says of it."""
+    at = axis.at(process, process.last_at)
+    if process.stopped is not None or at > bar.end:
+        return Mark(bar.start, process, "logged nothing of this pull, and its log goes on: successes are sampled")
+    if at >= bar.start:
+        return Mark(at, process, f"{LOG_ENDS}s, without a goodbye", "warning")
+    before = shown_seconds(bar.start - at)
+    return Mark(
+        bar.start, process, f"{LOG_ENDS}ed {before} before this, at {clock_time(at)}, without a goodbye", "warning"
+    )
+
+
+# -- the prefill side --------------------------------------------------------------------------------
+
+
+def _lease_lanes(axis: Axis, lease: Lease) -> list[Lane]:
+    process, start = lease.process, lent_at(lease)
+    if not math.isfinite(start):
+        return []
+    is_open = lease.ended is None
+    end = start + lease.ended.number("seconds", 0.0) if lease.ended is not None else max(process.last_at, start)
+    steps = lease_steps(lease)
+    grants = _grants(lease, start, steps)
+    ending = next((s.at for s in steps if s.text.startswith("ending")), math.nan)
+    first = min((x for _, x in grants.values() if x >= start), default=math.nan)
+    cuts: list[tuple[str, float]] = [("lent", start)]
+    if math.isfinite(first):
+        cuts.append(("granted", min(first, end)))
+    if math.isfinite(ending):
+        cuts.append(("ending", min(ending, end)))
+    fields = {"state": lease.state}
+    if lease.blocks >= 0:
+        fields["blocks"] = str(lease.blocks)
+    if math.isfinite(lease.lease_s):
+        fields["lease_s"] = f"{lease.lease_s:g}"
+    if lease.released:
+        fields["released by"] = ", ".join(f"{name}: {how}" for name, how in lease.released.items())
+    if lease.owed:
+        fields["owed"] = ", ".join(lease.owed)
+    unknown = "" if math.isfinite(first) or not is_open else "whether it was claimed is not told"
+    bars = []
+    for (phase, at), (_, until) in itertools.pairwise([*cuts, ("", end)]):
+        if until > at or len(cuts) == 1:
+            bars.append(Bar(phase, at, until, note=unknown, is_open=is_open and until == end))
+    lane = _lane(axis, process, "prefill", "lease", bars, fields)
+    if len(grants) < 2:
+        lane.fields |= {"pull_id": next(iter(grants))} if grants else {}
+        return [lane]
+    found = sorted(grants.items(), key=lambda x: x[1][1])
+    return [lane, *(_grant_lane(axis, lease, pull_id, name, at, end) for pull_id, (name, at) in found[:MAX_GRANTS])]
+
+
+def _grants(lease: Lease, start: float, steps: Sequence[Step]) -> dict[str, tuple[str, float]]:
+    """Return when each pull was promised the blocks, and whose pull it is."""
+    out = {x.pull_id: (x.name, start + x.claimed_s) for x in lease.claims.values() if is_time(start + x.claimed_s)}
+    for record in lease.granted:
+        at = start + record.number("after_s", record.at - start)
+        out[record.text("pull_id")] = record.text("reader"), at
+    out |= {pull_id: (name, at) for pull_id, name, at in granted_in(steps)}
+    return {pull_id: found for pull_id, found in out.items() if is_time(found[1])}
+
+
+def _grant_lane(axis: Axis, lease: Lease, pull_id: str, name: str, at: float, end: float) -> Lane:
+    """One reader's promise, where a lease has several."""
+    over = [s.at for s in lease_steps(lease) if f"pull {pull_id}" in s.text and not s.text.startswith("granted")]
+    until, derived = (over[0], "") if over else (end, "until its lease ended; its own end is not told")
+    bar = Bar("granted", at, max(until, at), derived, f"to {name}", lease.ended is None and not over)
+    return _lane(axis, lease.process, "prefill", f"grant to {name}", [bar], {"pull_id": pull_id})
+
+
+def _lease_marks(axis: Axis, lease: Lease) -> Iterator[Mark]:
+    process, start = lease.process, lent_at(lease)
+    steps = lease_steps(lease)
+
+    place = _placing(axis, process, start, lease.last_at)
+
+    def mark(at: float, text: str, level: str = "info") -> Mark:
+        return Mark(place(at), process, text, level)
+
+    if math.isfinite(start):
+        yield mark(start, "lent" + (f", {counted(lease.blocks, 'block')}" if lease.blocks >= 0 else ""))
+    for step in steps:
+        if step.text not in ("lent", lease.state):
+            yield mark(step.at, step.text)
+    if not steps:
+        for pull_id, (name, at) in _grants(lease, start, steps).items():
+            yield mark(at, f"granted to {name}, pull {pull_id}")
+    for refusal in lease.refused:
+        why = f"{refusal.reason}: {refusal.detail}" if refusal.detail else refusal.reason
+        yield mark(start + refusal.after_s, f"{refusal.message} of {refusal.who} refused: {why}", "warning")
+    for record, _ in lease.held:
+        yield mark(record.at, f"held for long: {record.text('waits')}", record.level)
+    if lease.ended is not None:
+        owed = f", owed by {', '.join(lease.owed)}" if lease.owed else ""
+        seconds = lease.ended.number("seconds", 0.0)
+        yield mark(start + seconds, f"{lease.state} after {shown_seconds(seconds)}{owed}", lease.ended.level)
+    elif process.stopped is None:
+        yield mark(process.last_at, "log ends; what became of the lease is not told", "warning")
+
+
+def _heard(axis: Axis, lease: Lease) -> tuple[dict[str, float], dict[str, float]]:
+    """Return when a lease heard that pulls were over, on the axis: by pull id, and by their process's start."""
+    told: dict[str, float] = {}
+    for step in lease_steps(lease):
+        if step.text.startswith("released by"):
+            pull_id = step.text.rpartition(", pull ")[2].partition(":")[0]
+            told.setdefault(pull_id, axis.at(lease.process, step.at))
+    if lease.ended is None or lease.ended.text("cause") != "released":
+        return told, {}
+    over = axis.at(lease.process, lent_at(lease) + lease.ended.number("seconds"))
+    return told, dict.fromkeys(map(start_of, lease.released), over)
+
+
+# -- the decode side ---------------------------------------------------------------------------------
+
+
+def _pull_lane(axis: Axis, pull: Pull, heard_at: float) -> Lane:
+    bars = list(_pull_bars(pull))
+    fields = {"request_id": pull.request_id, "prefill_request_id": pull.prefill_request_id, "pull_id": pull.pull_id}
+    if pull.ended is not None:
+        fields["outcome"] = pull.cause
+        for name in ("failed_in", "bytes", "descriptors", "posts", "rereads"):
+            if (value := pull.ended.fields.get(name)) not in (None, "", 0) and isinstance(value, str | int):
+                fields[name] = str(value)
+    if pull.detail:
+        fields["detail"] = pull.detail
+    if pull.like is not None:
+        fields["same_as"] = pull.like.pull_id
+    what = f"attempt {pull.attempt}" if pull.attempt > 1 or pull.retried else "pull"
+    lane = _lane(axis, pull.process, "decode", what, bars, fields)
+    if pull.ended is not None and not any(b.phase in ("release", "quarantine") for b in lane.bars):
+        told = max((b.end for b in lane.bars if b.phase != "pause"), default=axis.at(pull.process, pull.ended.at))
+        if heard_at > told:
+            lane.bars.append(Bar("release", told, heard_at, "until the prefill side had heard, by its clock"))
+    return lane
+
+
+def _pull_bars(pull: Pull) -> Iterator[Bar]:
+    """Make the bars of one attempt, by its process's clock."""
+    steps = pull_steps(pull)
+    ended = pull.ended
+    if ended is None:
+        yield from _open_bars(pull)
+        return
+    sums = {name: max(number(x), 0.0) for name, x in ended.mapping("phases").items() if math.isfinite(number(x))}
+    outcome = next((s.at for s in steps if s.text == "notifying"), ended.at)
+    begun = outcome - max(ended.number("seconds", 0.0), 0.0)
+    announced = steps[0].at if steps else begun
+    if begun - announced > 1e-6 and "announced" not in sums:
+        yield Bar("announced", announced, begun)
+    at = begun
+    inside = {name: sums[name] for name in ("post", "detect") if sums.get(name)}
+    known = [(name, sums[name]) for name in ORDER if sums.get(name)]
+    for i, (name, seconds) in enumerate(known):
+        # What is left is rounding.
+        until = outcome if i == len(known) - 1 else min(at + seconds, outcome)
+        note = "some of it may have been after planning" if name == "queue" and sums.get("plan") else ""
+        yield Bar(name, at, until, SUMS, note, parts=inside if name == "read" else {})
+        at = until
+    if not known and outcome > begun:
+        yield Bar("pull", begun, outcome)
+    yield from _after(pull, outcome)
+
+
+def _after(pull: Pull, outcome: float) -> Iterator[Bar]:
+    """What follows an outcome: its release, and blocks that may still be written."""
+    steps = pull_steps(pull)
+    over = next((s.at for s in steps if s.text in ("released", "quarantined")), math.nan)
+    given_up = [x.at for x in pull.unanswered]
+    if math.isfinite(over) or given_up:
+        until = over if math.isfinite(over) else given_up[0]
+        yield Bar("release", outcome, until, note="given up" if given_up else "")
+    for record in pull.retried:
+        yield Bar("pause", record.at, record.at + max(record.number("after_s", 0.0), 0.0))
+    back = pull.returned or pull.retired
+    if back is not None:
+        seconds = back.number("seconds_after_failure", max(back.at - outcome, 0.0))
+        yield Bar("quarantine", outcome, outcome + seconds, note="given up: retired" if pull.retired else "")
+    elif pull.held_transfers:
+        yield Bar("quarantine", outcome, max(pull.process.last_at, outcome), note="its end is not told", is_open=True)
+
+
+def _open_bars(pull: Pull) -> Iterator[Bar]:
+    """A pull that has not ended as far as the log goes: from its steps, or from the warnings that name it."""
+    last = pull.process.last_at
+    found = [(s.at, _STATES[s.text]) for s in pull_steps(pull) if s.text in _STATES]
+    for record, entry in pull.held:
+        seconds = number(entry.get("state_s"))
+        phase = _STATES.get(record.text("state"))
+        if phase is not None and math.isfinite(seconds):
+            found.append((record.at - seconds, phase))
+    found.sort()
+    merged: list[tuple[float, str]] = []
+    for at, phase in found:
+        if not merged or merged[-1][1] != phase:
+            merged.append((at, phase))
+    for (at, phase), (until, _) in itertools.pairwise([*merged, (max(last, merged[-1][0] if merged else last), "")]):
+        yield Bar(phase, at, until, is_open=until >= last)
+
+
+def _pull_marks(axis: Axis, pull: Pull) -> Iterator[Mark]:
+    process, steps = pull.process, pull_steps(pull)
+    place = _placing(axis, process, steps[0].at if steps else pull.begun_at, pull.last_at)
+
+    def mark(at: float, text: str, level: str = "info") -> Mark:
+        return Mark(place(at), process, text, level)
+
+    for step in steps:
+        yield mark(step.at, step.text, "debug" if step.text in _STATES else "info")
+    if not steps and math.isfinite(pull.begun_at):
+        yield mark(pull.begun_at, f"pull {pull.pull_id} began")
+    if pull.ended is not None:
+        outcome = next((s.at for s in steps if s.text == "notifying"), pull.ended.at)
+        detail = f": {pull.detail}" if pull.detail and not steps else ""
+        yield mark(
+            outcome,
+            f"outcome {pull.cause} after {shown_seconds(pull.ended.number('seconds', 0.0))}{detail}",
+            pull.ended.level,
+        )
+    for record, _ in pull.held:
+        yield mark(record.at, f"held for long: {record.text('waits')}", record.level)
+    if pull.ended is None and process.stopped is None:
+        yield mark(process.last_at, "log ends; what became of the pull is not told", "warning")
+    for record, text in _said(pull):
+        yield mark(record.at, text, record.level)
+
+
+def _said(pull: Pull) -> Iterator[tuple[Record, str]]:
+    for record in pull.retried:
+        yield record, f"attempt {record.integer('attempt')} follows after {record.number('after_s', 0.0):g} s"
+    if pull.returned is not None:
+        yield pull.returned, "its blocks came back"
+    if pull.retired is not None:
+        yield pull.retired, "its blocks are given up: a transfer does not end"
+    for record in pull.unanswered:
+        yield record, f"release given up: not acknowledged by {', '.join(record.texts('ranks'))}"
+    for record in pull.refused:
+        # Its field `rank` would be the pull's own.
+        yield record, f"release refused by {', '.join(record.texts('ranks')) or '?'}: {record.text('cause')}"
+
+
+def _lane(axis: Axis, process: Process, side: str, what: str, bars: list[Bar], fields: dict[str, str]) -> Lane:
+    """Put a process's bars on the axis."""
+    bars = [x for x in bars if is_time(x.start) and is_time(x.end)]
+    if not bars:
+        return Lane(process, side, what, [], fields)
+    start, end = bars[0].start, max(x.end for x in bars)
+    place = _placing(axis, process, start, end)
+    within = axis.offset(process, (start + end) / 2).within_s
+    for bar in bars:
+        bar.start, bar.end = place(bar.start), place(bar.end)
+    return Lane(process, side, what, bars, fields, within)
+
+
+def _placing(axis: Axis, process: Process, start: float, end: float) -> Callable[[float], float]:
+    """Return what puts moments of a process's clock on the axis.
+
+    What belongs together is moved as a whole, so that its lengths stay exact, unless it lasts so long that clocks drift
+    apart meanwhile.
+    """
+    if not abs(end - start) <= WHOLE_S:
+        return lambda at: axis.at(process, at) if is_time(at) else math.nan
+    ahead = axis.offset(process, (start + end) / 2).seconds
+    return lambda at: at - ahead if is_time(at) else math.nan
+
+
+# -- what was there besides --------------------------------------------------------------------------
+
+
+def ground(axis: Axis) -> list[Ground]:
+    """Say of every process when it ran, and what befell it."""
+    out = []
+    gone = ends(axis)
+    for process in sorted(axis.service.processes.values(), key=lambda x: (not x.lends, x.rank)):
+        away: list[Bar] = []
+        marks: list[Mark] = []
+        for record in process.records:
+            at = axis.at(process, record.at)
+            if record.event == EVENT.LOOP_WAS_AWAY:
+                seconds = min(max(record.number("seconds", 0.0), 0.0), MAX_AWAY_S)
+                away.append(Bar("away", at - seconds, at, note="its event loop did not come to the engine"))
+            elif (text := _about(record)) and len(marks) < MAX_MARKS:
+                marks.append(Mark(at, process, text, record.level))
+        start, end = axis.at(process, process.first_at), axis.at(process, process.last_at)
+        within = axis.offset(process, (process.first_at + process.last_at) / 2).within_s
+        compared = axis.compared(process, (process.first_at + process.last_at) / 2)
+        group, ended = axis.group(process), gone.get(process.incarnation)
+        out.append(Ground(process, start, end, away, marks, compared, within, group, ended))
+    return out
+
+
+def _about(record: Record) -> str:
+    match record.event:
+        case EVENT.PEER_CHANGED:
+            cause = f": {record.text('detail') or record.text('cause')}" if record.text("cause") else ""
+            return f"{record.text('peer')} {record.text('state')}{cause}"
+        case EVENT.READER_MET:
+            return f"met {record.text('reader')}"
+        case EVENT.READER_REFUSED | EVENT.REFUSED:
+            return f"refused {record.text('reader') or record.text('who')}: {record.text('cause')}"
+        case EVENT.LEASE_HELD | EVENT.PULL_HELD | EVENT.LOOP_WAS_AWAY:
+            return ""  # said where it belongs
+        case _:
+            said = record.text("detail") or record.text("cause")
+            return record.event.replace("_", " ") + (f": {said}" if said else "")

@@ -1,0 +1,178 @@
+"""A timeline as one page that opens without a network, from a file: all bars, to zoom into.
+
+The page draws on a canvas what is in view, so that ten thousand requests are no more work than ten. What it draws is
+data, embedded as JSON with whole microseconds; texts of logs are only ever shown as text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+import msgspec
+
+from asynckv.tools.console import without_control
+from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
+from asynckv.tools.diagnose.timeline_ends import End
+from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, SUMS, Ground, Lane, Mark, Story
+
+__all__ = ["make"]
+
+MAX_MARKS = 100_000
+"""In one page; of more, those of requests that went well are left out."""
+IN_TABLE = 20
+MAX_TOLD = 2
+"""Deaths that are told above everything else."""
+NAMES = list(PHASES)
+
+
+def make(axis: Axis, stories: Sequence[Story], grounds: Sequence[Ground], logs: Sequence[str]) -> str:
+    """Make the page.
+
+    Args:
+        axis: What its times are by.
+        stories: What is on it.
+        grounds: Of the processes.
+        logs: What was read, for its title.
+    """
+    data = msgspec.json.encode(_Writer(axis, stories, grounds).data()).decode()
+    named = ", ".join(logs[:3]) + (f" and {len(logs) - 3} more" if len(logs) > 3 else "")
+    parts = {
+        "title": escape(without_control(f"Timeline of {named}")),
+        "about": escape(_about(axis, stories)),
+        "notes": "".join(
+            f'<p class="note" role="note">{escape(without_control(x))}.</p>'
+            for x in (*_ends(grounds), *(f"Clocks: {x}" for x in axis.notes()))
+        ),
+        "table": _table(stories),
+        "clocks": "".join(
+            f"<tr><th>{escape(without_control(x.process.rank))}</th><td>{escape(without_control(x.compared))}</td>"
+            f"<td>{escape(without_control(x.gone.text)) if x.gone is not None else ''}</td></tr>"
+            for x in grounds[:256]
+        ),
+        # A "</script" inside a string must not end the script.
+        "data": data.replace("<", "\\u003c"),
+    }
+    text = resources.files("asynckv.tools.diagnose").joinpath("timeline.html").read_text(encoding="utf-8")
+    head, *rest = text.split("@@")
+    return head + "".join(parts[x] if i % 2 == 0 else x for i, x in enumerate(rest))
+
+
+def _about(axis: Axis, stories: Sequence[Story]) -> str:
+    if not stories:
+        return "No requests."
+    start, end = min(x.start for x in stories), max(x.end for x in stories)
+    wrong = sum(x.level != "info" for x in stories)
+    requests = "One request" if len(stories) == 1 else f"{len(stories):,} requests"
+    said = f"{requests} in {shown_seconds(end - start)} from {clock_time(start)}"
+    if wrong:
+        said += "; something went wrong" + (f" with {wrong:,} of them" if len(stories) > 1 else "")
+        said += " (an attempt failed, a lease was not released, or a message was refused or never answered)"
+    return f"{said}. Times are by the clock of {', '.join(without_control(x.rank) for x in axis.references[:3])}."
+
+
+def _ends(grounds: Sequence[Ground]) -> list[str]:
+    """Say who died; a log that only ends early is said where its process is."""
+    found = sorted((x.gone for x in grounds if x.gone is not None and x.gone.is_death), key=lambda x: x.at)
+    said = [f"{x.process.rank} {x.text}" for x in found[:MAX_TOLD]]
+    more = len(found) - len(said)
+    return said + ([f"{counted(more, 'more process')} died or fell silent: see the table below"] if more > 0 else [])
+
+
+def _table(stories: Sequence[Story]) -> str:
+    """List the slowest, for print and for those who do not see the picture."""
+    rows = []
+    for x in sorted(stories, key=lambda x: -x.seconds)[:IN_TABLE]:
+        phases = ", ".join(f"{name} {shown_seconds(s)}" for name, s in x.phases().items())
+        cells = (x.name or "?", x.ended, shown_seconds(x.seconds), clock_time(x.start), phases)
+        rows.append("<tr>" + "".join(f"<td>{escape(without_control(c))}</td>" for c in cells) + "</tr>")
+    return "".join(rows)
+
+
+class _Writer:
+    """Writes everything as short lists: in a page of ten thousand requests names of fields are most of it."""
+
+    def __init__(self, axis: Axis, stories: Sequence[Story], grounds: Sequence[Ground]) -> None:
+        self._axis, self._stories, self._grounds = axis, stories, grounds
+        self._zero = min([x.start for x in stories], default=min([x.start for x in grounds], default=0.0))
+        self._processes = {x.process.incarnation: i for i, x in enumerate(grounds)}
+        self._texts: dict[str, int] = {}
+        self._can_mark = sum(len(x.marks) for x in stories) <= MAX_MARKS
+
+    def data(self) -> dict[str, Any]:
+        """Return all of it."""
+        requests = [self._request(x) for x in self._stories]
+        processes = [self._process(x) for x in self._grounds]
+        return {
+            "zero": self._zero,
+            "phases": [[name, PHASES[name], *COLORS[name]] for name in NAMES],
+            "processes": processes,
+            "requests": requests,
+            "texts": list(self._texts),
+            "groups": len(self._axis.references),
+            "few": not self._can_mark,
+        }
+
+    def _us(self, at: float) -> int:
+        return round((at - self._zero) * 1e6)
+
+    def _text(self, text: str) -> int:
+        return self._texts.setdefault(without_control(text), len(self._texts))
+
+    def _mark(self, mark: Mark, lane: int = -1) -> list[Any]:
+        level = {"debug": 0, "info": 1, "warning": 2}.get(mark.level, 3)
+        return [self._us(mark.at), self._processes[mark.process.incarnation], level, self._text(mark.text), lane]
+
+    def _process(self, each: Ground) -> list[Any]:
+        process = each.process
+        return [
+            without_control(process.rank),
+            "prefill" if process.lends else "decode" if process.pulls else "",
+            without_control(each.compared),
+            self._us(each.start),
+            self._us(each.end),
+            [[self._us(x.start), self._us(x.end)] for x in each.away],
+            [self._mark(x) for x in each.marks],
+            each.group,
+            self._end(each.gone) if each.gone is not None else None,
+        ]
+
+    def _end(self, end: End) -> list[Any]:
+        by = self._us(end.by) if math.isfinite(end.by) else None
+        noticed = [[self._us(x.at), self._processes[x.process.incarnation], self._text(x.text)] for x in end.noticed]
+        return [self._us(end.at), by, int(end.is_death), self._text(end.text), noticed]
+
+    def _request(self, story: Story) -> list[Any]:
+        marks = story.marks if self._can_mark or story.level != "info" else []
+        return [
+            without_control(story.name or "?"),
+            without_control(", ".join(x for x in story.others if x != story.name)),
+            self._text(story.ended),
+            0 if story.level == "info" else 1,
+            round(story.seconds * 1e6),
+            [self._lane(x) for x in story.lanes],
+            [self._mark(x, story.lane_of(x)) for x in marks],
+            story.group,
+            story.sequence,
+            [[x.sender, self._us(x.left), x.receiver, self._us(x.came)] for x in story.arrows()],
+        ]
+
+    def _lane(self, lane: Lane) -> list[Any]:
+        within = round(lane.within_s * 1e6) if math.isfinite(lane.within_s) else -1
+        fields = [[self._text(k), self._text(v)] for k, v in lane.fields.items() if v]
+        if any(bar.derived == SUMS for bar in lane.bars):
+            fields.append([self._text("order of phases"), self._text(SUMS)])
+        bars = []
+        for bar in lane.bars:
+            notes = [x for x in (bar.note, bar.derived if bar.derived != SUMS else "") if x]
+            notes += [f"{name} {shown_seconds(x)}" for name, x in bar.parts.items()]
+            start = self._us(bar.start)
+            shown = [NAMES.index(bar.phase), start, self._us(bar.end) - start]
+            if notes or bar.is_open:
+                shown += [self._text("; ".join(notes)), int(bar.is_open)]
+            bars.append(shown)
+        side = 0 if lane.side == "prefill" else 1
+        return [self._processes[lane.process.incarnation], side, self._text(lane.title), within, fields, bars]

@@ -1,0 +1,104 @@
+"""All findings that there can be: how bad each is, why it matters, and what to do about it.
+
+They are written down in `findings.toml`. `docs/doctor.md` lists them too: `python -m asynckv.tools.doctor.catalogue`
+prints its table.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.resources import files
+from typing import Literal, NamedTuple
+
+from msgspec import Struct
+
+__all__ = ["KINDS", "LEVELS", "TOPICS", "Finding", "Level", "finding", "table"]
+
+Level = Literal["error", "warning", "note", "good"]
+LEVELS: tuple[Level, ...] = ("error", "warning", "note", "good")
+"""The worst first."""
+
+TOPICS = {
+    "nixl": "NIXL and UCX",
+    "speed": "Speed",
+    "peer": "The other side",
+    "memory": "Processes and shared memory",
+    "limits": "Limits and CPU",
+    "network": "Network and addresses",
+    "keys": "Keys",
+    "software": "Versions",
+}
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """One thing that was found.
+
+    Attributes:
+        code: Its name in the catalogue.
+        found: What was seen, with numbers.
+        remedy: A command or a setting; empty where nothing is wrong.
+        link: Where the documentation says more.
+    """
+
+    code: str
+    level: Level
+    topic: str
+    title: str
+    found: str
+    why: str
+    remedy: str
+    link: str
+
+
+class Kind(NamedTuple):
+    """One kind of finding."""
+
+    topic: str
+    level: Level
+    title: str
+    why: str
+    remedy: str
+    link: str
+
+
+def finding(code: str, found: str, *, remedy: str = "", level: Level | None = None) -> Finding:
+    """Make a finding of a kind; what is known better here than in the catalogue takes its place."""
+    kind = KINDS[code]
+    return Finding(
+        code=code,
+        level=level or kind.level,
+        topic=kind.topic,
+        title=kind.title,
+        found=found,
+        why=kind.why,
+        remedy=remedy or kind.remedy,
+        link=kind.link,
+    )
+
+
+def _read() -> dict[str, Kind]:
+    rows = tomllib.loads(files(__package__).joinpath("findings.toml").read_text(encoding="utf-8"))
+    return {
+        code: Kind(topic, level, title, why, remedy, link)
+        for code, (topic, level, title, link, why, remedy) in rows.items()
+    }
+
+
+KINDS = _read()
+
+
+def table() -> str:
+    """Write all kinds for the documentation: a table per topic."""
+    lines = []
+    for topic, title in TOPICS.items():
+        lines += [f"### {title}", "", "| finding | why it matters | what to do |", "|---|---|---|"]
+        for code, kind in KINDS.items():
+            if kind.topic == topic:
+                cells = (f"**{kind.level}** `{code}`: {kind.title}", kind.why, kind.remedy)
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(), end="")

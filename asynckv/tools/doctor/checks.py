@@ -1,0 +1,269 @@
+"""What facts of this host mean: the machine, the network, keys, versions. Pure: facts in, findings out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from asynckv.arguments import is_loopback_host
+from asynckv.config import CORES_FOR_TWO
+from asynckv.edges.transports import is_loopback
+from asynckv.tools.doctor.catalogue import LEVELS, TOPICS, Finding, Level, finding
+from asynckv.tools.doctor.checks_peer import PEER_CHECKS
+from asynckv.tools.doctor.checks_ucx import UCX_CHECKS
+from asynckv.tools.doctor.facts import Facts, Network
+
+__all__ = ["CHECKS", "examine", "is_good"]
+
+Check = Callable[[Facts], Iterator[Finding]]
+
+GIB, MIB = 1 << 30, 1 << 20
+SHM_SMALL = 256 * MIB
+"""Docker's own is 64 MiB."""
+
+SHM_FULL = 0.05
+MEMORY_FULL = 0.95
+NOFILE_LOW, NOFILE_NONE = 1024, 64
+MEMLOCK_MUCH = 1 << 40
+THROTTLED = 0.01
+SCOPE_RESTRICTED = 2
+MTU_LOW = 1280
+PORTS_FEW = 8
+OPEN_TO_GROUP = 0o077
+GOOD_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page", "timebase", "stp", "")
+
+
+def examine(facts: Facts) -> list[Finding]:
+    """Look at everything that was gathered; the worst comes first, then by topic."""
+    found = [each for check in CHECKS for each in check(facts)]
+    topics = list(TOPICS)
+    return sorted(found, key=lambda each: (LEVELS.index(each.level), topics.index(each.topic)))
+
+
+def is_good(found: Sequence[Finding]) -> bool:
+    """Nothing is worse than a note."""
+    return all(each.level in ("note", "good") for each in found)
+
+
+def size(num_bytes: float) -> str:
+    """Write a number of bytes for people."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1 << 10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes:.0f} bytes"
+
+
+# -- processes and shared memory ---------------------------------------------------------------------------
+
+
+def cma(facts: Facts) -> Iterator[Finding]:
+    """Whether one process may read another's memory."""
+    here = facts.machine
+    if here.cma_error:
+        filtered = "; a seccomp filter is on" if here.seccomp else ""
+        yield finding("cma-forbidden", f"between two processes of ours it said {here.cma_error}{filtered}")
+    else:
+        yield finding("cma", "a process of ours was read from")
+    if here.ptrace_scope >= SCOPE_RESTRICTED:
+        yield finding("ptrace-scope", f"kernel.yama.ptrace_scope is {here.ptrace_scope}")
+    if here.child_error:
+        yield finding("no-child", here.child_error)
+    if here.own_pid_namespace:
+        where = f" ({here.container})" if here.container else ""
+        yield finding("pid-namespace", f"it is not the host's own{where}")
+
+
+def shared_memory(facts: Facts) -> Iterator[Finding]:
+    """`/dev/shm`, huge pages, and how much memory is left."""
+    here = facts.machine
+    if not here.shm_bytes:
+        yield finding("shm-none", "/dev/shm is no file system of its own")
+    elif here.shm_bytes < SHM_SMALL:
+        yield finding("shm-small", f"{size(here.shm_bytes)}, {size(here.shm_free)} of it free")
+    elif here.shm_free < SHM_FULL * here.shm_bytes:
+        yield finding("shm-full", f"{size(here.shm_free)} of {size(here.shm_bytes)} are free")
+    if here.shmem_huge_pages in ("never", "deny"):
+        yield finding("huge-pages", f"shmem_enabled is {here.shmem_huge_pages}, for private memory {here.huge_pages}")
+    if here.memory_limit and here.memory_used > MEMORY_FULL * here.memory_limit:
+        yield finding("memory-limit", f"{size(here.memory_used)} of {size(here.memory_limit)} are used")
+
+
+# -- limits and CPU ------------------------------------------------------------------------------------------
+
+
+def limits(facts: Facts) -> Iterator[Finding]:
+    """What `ulimit` says."""
+    here = facts.machine
+    if 0 <= here.nofile < NOFILE_LOW:
+        level: Level = "error" if here.nofile < NOFILE_NONE else "warning"
+        most = max(0, (here.nofile - 64) // 4)
+        yield finding(
+            "nofile", f"{here.nofile} (ulimit -n): enough for some {most} ranks of the other side", level=level
+        )
+    usable = [each.name for each in facts.network.rdma if each.usable]
+    if usable and 0 <= here.memlock < MEMLOCK_MUCH:
+        yield finding("memlock", f"{size(here.memlock)} (ulimit -l), with {', '.join(usable)}")
+
+
+def cpu(facts: Facts) -> Iterator[Finding]:
+    """Cores, and who else wants them."""
+    here = facts.machine
+    if here.cores_allowed < CORES_FOR_TWO:
+        yield finding("one-core", f"{here.cores_allowed} of {here.cores_present} cores")
+    if here.throttled > THROTTLED:
+        yield finding("throttled", f"in {here.throttled:.0%} of its periods, with {here.cpu_quota:g} cores granted")
+    elif 0 < here.cpu_quota < here.cores_allowed:
+        yield finding("cpu-quota", f"{here.cpu_quota:g} cores are granted, {here.cores_allowed} are seen")
+    if here.load > here.cores_present:
+        yield finding("busy", f"a load of {here.load:.1f} on {here.cores_present} cores")
+    if here.numa_nodes > 1 and here.cores_allowed > here.cores_present // here.numa_nodes:
+        yield finding(
+            "numa", f"{here.numa_nodes} nodes, and this process may run on {here.cores_allowed} cores of them"
+        )
+
+
+def clocks(facts: Facts) -> Iterator[Finding]:
+    """How time is told."""
+    here = facts.machine
+    if here.clocksource not in GOOD_CLOCKS:
+        yield finding("clocksource", f"the kernel uses {here.clocksource}")
+    if here.clock_synchronised is False:
+        yield finding("clock-unsynchronised", "the kernel says that nobody keeps it right (adjtimex)")
+
+
+# -- network and addresses -------------------------------------------------------------------------------------
+
+
+def devices(facts: Facts) -> Iterator[Finding]:
+    """Interfaces, RDMA devices, and whether GPUs go with them."""
+    here = facts.network
+    outside = [each for each in here.interfaces if not each.is_loopback]
+    if not outside:
+        yield finding("only-loopback", "no other interface is up")
+    usable = [each for each in here.rdma if each.usable]
+    unusable = [each for each in here.rdma if not each.usable]
+    named = "UCX_NET_DEVICES" in facts.software.environment
+    if len(outside) + len(usable) > 1 and not named:
+        names = ", ".join([each.name for each in usable] + [each.name for each in outside])
+        yield finding("many-devices", f"{names}; UCX_NET_DEVICES is not set")
+    for each in outside:
+        if 0 < each.mtu < MTU_LOW:
+            yield finding("small-mtu", f"{each.name} has an MTU of {each.mtu}")
+    if usable:
+        yield finding("rdma", ", ".join(f"{each.name} ({each.rate or each.state})" for each in usable))
+    if unusable:
+        yield finding("rdma-unusable", ", ".join(f"{each.name} ({each.state})" for each in unusable))
+    if facts.gpu.count and usable and not facts.gpu.peermem:
+        yield finding(
+            "gpu-peermem", f"{facts.gpu.count} GPUs, {len(usable)} RDMA devices, and the module is not loaded"
+        )
+    if here.hostname_addresses and all(map(is_loopback_host, here.hostname_addresses)) and outside:
+        yield finding("hostname-loopback", f"{here.hostname} resolves to {', '.join(here.hostname_addresses)}")
+
+
+def addresses(facts: Facts) -> Iterator[Finding]:
+    """Where an engine would listen, and what it would tell others."""
+    told = facts.listening
+    if told is None:
+        return
+    if told.error:
+        yield finding("listen-refused", told.error)
+        return
+    if told.bind_error:
+        yield finding("bind-fails", f"{told.bind}: {told.bind_error}")
+    is_open = not is_loopback(told.bind)
+    if not is_open and not told.advertise:
+        yield finding("bind-loopback", told.bind)
+    if is_open and not told.has_keys:
+        why = "allow_insecure, and no keys" if told.allow_insecure else "no keys; an engine refuses this at start"
+        yield finding("insecure", f"{told.bind}: {why}", level="warning" if told.allow_insecure else "error")
+    if told.advertise and told.advertise_addresses:
+        leads = f"{told.advertise} leads to {', '.join(told.advertise_addresses)}"
+        if all(map(is_loopback_host, told.advertise_addresses)):
+            if is_open:
+                yield finding("advertise-loopback", leads)
+        elif not set(told.advertise_addresses) & set(_own(facts.network)):
+            yield finding("advertise-foreign", leads)
+
+
+def ports(facts: Facts) -> Iterator[Finding]:
+    """Which ports UCX would listen on, if others are to reach them."""
+    given = facts.software.environment.get("UCX_TCP_PORT_RANGE", "0")
+    told = facts.listening
+    if match := re.fullmatch(r"(\d+)-(\d+)", given):
+        count = int(match[2]) - int(match[1]) + 1
+        if count < PORTS_FEW:
+            yield finding("ucx-few-ports", f"UCX_TCP_PORT_RANGE={given}: {max(0, count)} ports")
+    elif told is not None and not is_loopback(told.bind) and not any(each.usable for each in facts.network.rdma):
+        yield finding("ucx-ports", "UCX_TCP_PORT_RANGE is not set")
+
+
+def _own(network: Network) -> list[str]:
+    return [address for each in network.interfaces for address in each.addresses]
+
+
+# -- keys --------------------------------------------------------------------------------------------------------
+
+
+def keys(facts: Facts) -> Iterator[Finding]:
+    """The files that say who we are and whom we talk to."""
+    if not facts.software.curve:
+        level: Level = "error" if facts.keys is not None else "warning"
+        yield finding("zmq-no-curve", f"libzmq {facts.software.libzmq}", level=level)
+    held = facts.keys
+    if held is None:
+        return
+    if held.mode & OPEN_TO_GROUP and "mode" in held.secret_error:
+        yield finding(
+            "key-rights",
+            f"{held.secret} has mode {held.mode:04o}",
+            remedy=f"chmod 600 {held.secret}; make new keys if somebody may have read it",
+        )
+    elif held.secret_error:
+        yield finding("key-bad", held.secret_error)
+    if held.owner not in (facts.machine.uid, 0):
+        yield finding("key-owner", f"{held.secret} is of user {held.owner}, and this is user {facts.machine.uid}")
+    if held.authorized_error:
+        yield finding("authorized-bad", held.authorized_error)
+    elif not held.own_listed:
+        yield finding("own-key-unlisted", f"{held.authorized} lists {held.num_authorized} others")
+    if not held.secret_error and not held.authorized_error:
+        yield finding("keys", f"{held.secret}, and {held.num_authorized} authorized in {held.authorized}")
+
+
+# -- versions ------------------------------------------------------------------------------------------------------
+
+
+def versions(facts: Facts) -> Iterator[Finding]:
+    """What does not go together."""
+    has = facts.software
+    if len(has.variants) > 1:
+        yield finding("two-variants", f"{', '.join(has.variants)}; asynckv loads {has.variant}")
+    wanted = f"nixl_cu{has.torch_cuda.partition('.')[0]}"
+    if has.torch_cuda and has.variants and wanted not in has.variants:
+        yield finding(
+            "variant-clash",
+            f"torch {has.torch} is built for CUDA {has.torch_cuda}, and there is {', '.join(has.variants)}",
+            remedy=f"pip install {wanted.replace('_', '-')}",
+        )
+    told = {name: number for name, number in [("nixl", has.nixl), *has.variants.items()] if number}
+    if len(set(told.values())) > 1:
+        yield finding("nixl-mixed", ", ".join(f"{name} {number}" for name, number in told.items()))
+    if facts.gpu.count and has.torch and not has.torch_cuda:
+        yield finding("gpu-torch", f"{facts.gpu.count} GPUs, torch {has.torch}")
+
+
+CHECKS: tuple[Check, ...] = (
+    *UCX_CHECKS,
+    *PEER_CHECKS,
+    cma,
+    shared_memory,
+    limits,
+    cpu,
+    clocks,
+    devices,
+    addresses,
+    ports,
+    keys,
+    versions,
+)

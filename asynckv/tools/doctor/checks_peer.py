@@ -1,0 +1,201 @@
+"""What it means how the other side answered. Pure."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+
+from asynckv.arguments import is_loopback_host
+from asynckv.tools.doctor.catalogue import Finding, finding
+from asynckv.tools.doctor.checks_ucx import figures, said, way_of
+from asynckv.tools.doctor.facts import Facts, PeerFacts, Ucx
+
+__all__ = ["PEER_CHECKS"]
+
+SLOW_S = 0.05
+CLOCK_S = 1.0
+AWAY_S = 1.0
+MOST_PACKET = 65_535
+"""Of IP: loopback's own MTU is above it."""
+
+WILDCARDS = ("*", "0.0.0.0", "::")
+
+
+def _name(address: str) -> tuple[str, str]:
+    host, _, port = address.partition("#")[0].removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), port
+
+
+def address(facts: Facts) -> Iterator[Finding]:
+    """Addresses that cannot be right, or not for everybody."""
+    peer = facts.peer
+    if peer is None:
+        return
+    name, port = _name(peer.address)
+    if name in WILDCARDS:
+        yield finding("to-wildcard", peer.address)
+    elif port in ("0", "*"):
+        yield finding("to-port-zero", peer.address)
+    elif peer.stage == "resolve" and peer.error:
+        yield finding("to-name", f"{name}: {peer.error}")
+    elif peer.addresses and all(map(is_loopback_host, peer.addresses)):
+        leads = f"{name} is {', '.join(peer.addresses)}"
+        yield finding("to-loopback" if name in (*peer.addresses, "localhost") else "to-name-loopback", leads)
+
+
+def reached(facts: Facts) -> Iterator[Finding]:
+    """Whether anybody answered, and if not, why."""
+    peer = facts.peer
+    if peer is None or peer.stage == "resolve":
+        return
+    who = f"{peer.address.partition('#')[0]}"
+    if peer.key_refusal:
+        code = "to-needs-keys" if not peer.has_keys else "to-unlisted" if peer.has_key else "to-no-key"
+        yield finding(code, peer.key_refusal)
+    elif peer.stage == "connect":
+        if peer.errno == errno.ECONNREFUSED:
+            yield finding("to-refused", f"{who}: {peer.error}")
+        elif peer.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
+            yield finding("to-no-route", f"{who}: {peer.error}", remedy=f"ip route get {_name(peer.address)[0]}")
+        else:
+            yield finding("to-timeout", f"{who}: {peer.error}")
+    elif peer.stage == "speak":
+        yield from _speechless(peer, who)
+    elif peer.unwelcome:
+        yield finding("to-unwelcome", peer.unwelcome)
+    elif peer.error:
+        yield finding("to-silent", f"{who}: {peer.error}")
+
+
+def _speechless(peer: PeerFacts, who: str) -> Iterator[Finding]:
+    if "protocol version" in peer.error:
+        yield finding("to-version", f"{who}: {peer.error}")
+    elif peer.mechanism == "NULL" and peer.has_key:
+        yield finding("to-keyless", f"{who} offers NULL")
+    elif peer.turned_away:
+        yield finding("to-turned-away", f"{who} refuses the key of {facts_key(peer)}")
+    elif not peer.mechanism and peer.errno == errno.ETIMEDOUT:
+        yield finding("to-silent", f"{who} takes connections, and does not even greet")
+    elif not peer.mechanism:
+        yield finding("to-not-zmq", f"{who}: {peer.error or 'it does not greet'}")
+    elif peer.mechanism == "CURVE" and not peer.has_keys:
+        yield finding("to-needs-keys", f"{who} asks for CURVE")
+    elif peer.mechanism == "CURVE" and peer.has_key and peer.hung_up:
+        yield finding(
+            "to-wrong-key", f"{who} asks for CURVE, and does not take what is meant for the key in the address"
+        )
+    else:
+        yield finding("to-silent", f"{who} greets ({peer.mechanism}), and answers nothing")
+
+
+def facts_key(peer: PeerFacts) -> str:
+    """Who we are to the other side."""
+    return f"this side ({peer.local})" if peer.local else "this side"
+
+
+def answered(facts: Facts) -> Iterator[Finding]:
+    """Who it is, and how far away."""
+    peer = facts.peer
+    if peer is None or not peer.engine_id:
+        return
+    if peer.is_doctor:
+        yield finding("to-engine", f"asynckv doctor --serve offers {peer.memory_bytes >> 20} MiB")
+    elif not peer.unwelcome:
+        busy = ", ".join(f"{name} {value}" for name, value in peer.gauges.items() if value and "." not in name)
+        memory = f"{peer.memory_bytes / 1e9:.3g} GB in {peer.memories} regions of {'/'.join(peer.memory_kinds)} memory"
+        yield finding(
+            "to-engine",
+            f"{peer.engine_id} {peer.rank}@{peer.incarnation[:8]}, protocol {peer.major}.{peer.minor}, "
+            f"layout {peer.layout[:12]}, {memory}, metadata {peer.metadata_bytes} bytes; {busy or 'idle'}",
+        )
+    if peer.agent and peer.minor != peer.our_minor:
+        yield finding("to-minor", f"{peer.major}.{peer.minor} there, {peer.major}.{peer.our_minor} here")
+    if not peer.digest_ok:
+        yield finding("to-damaged", f"{peer.metadata_bytes} bytes do not have the digest that came with them")
+    yield from _round_trips(peer)
+    yield from _differences(facts, peer)
+
+
+def settings(facts: Facts) -> Iterator[Finding]:
+    """What the other engine says of how it was set up, and how it fares."""
+    peer = facts.peer
+    if peer is None:
+        return
+    if peer.life not in ("", "running"):
+        yield finding("to-life", f"it is {peer.life}")
+    if peer.away_s > AWAY_S:
+        yield finding("to-away", f"for {peer.away_s:.1f} s at most since its start")
+    device = peer.planes.get("ucx_net_devices", "")
+    if device == "lo" and not all(map(is_loopback_host, peer.addresses)):
+        yield finding("to-device", f"UCX_NET_DEVICES={device} there")
+    if peer.planes.get("ucx_error_handling_mode", "").startswith("none"):
+        yield finding("to-error-mode", "ucx_error_handling_mode is none there")
+
+
+def _round_trips(peer: PeerFacts) -> Iterator[Finding]:
+    taken = sorted(peer.round_trips)
+    lost = f", {peer.lost} not answered within 1 s" if peer.lost else ""
+    if not taken:
+        if peer.lost:
+            yield finding("to-slow", f"{peer.lost} pings were not answered")
+        return
+    p50, p90, most = (taken[min(len(taken) - 1, int(share * len(taken)))] for share in (0.5, 0.9, 1.0))
+    text = f"p50 {p50 * 1e3:.2f}, p90 {p90 * 1e3:.2f}, most {most * 1e3:.2f} ms of {len(taken)}{lost}"
+    yield finding("to-slow" if p90 > SLOW_S or peer.lost else "to-round-trip", text)
+
+
+def _differences(facts: Facts, peer: PeerFacts) -> Iterator[Finding]:
+    sending = {a: each.mtu for each in facts.network.interfaces for a in each.addresses}.get(peer.local, 0)
+    if 0 < peer.path_mtu < min(sending, MOST_PACKET):
+        yield finding("to-mtu", f"{peer.path_mtu} on the way, {sending} at {peer.local}")
+    has = facts.software
+    ours = {"asynckv": has.asynckv, "nixl": has.nixl, "ucx": peer.ucx.version if peer.ucx else ""}
+    differ = [f"{k} {v} here, {peer.versions[k]} there" for k, v in ours.items() if v and peer.versions.get(k, v) != v]
+    if differ:
+        yield finding("to-versions", ", ".join(differ))
+    if peer.clock_offset is not None and abs(peer.clock_offset) > CLOCK_S + peer.clock_error:
+        side = "ahead of" if peer.clock_offset > 0 else "behind"
+        yield finding(
+            "to-clock", f"its clock is {abs(peer.clock_offset):.3f} s (+- {peer.clock_error:.3f}) {side} ours"
+        )
+
+
+def data(facts: Facts) -> Iterator[Finding]:
+    """Whether NIXL gets there, by which way, and how fast."""
+    peer = facts.peer
+    if peer is None or peer.ucx is None:
+        return
+    ucx = peer.ucx
+    yield from said(ucx)
+    if ucx.failure:
+        complaint = f"; UCX: {ucx.errors[0]}" if ucx.errors else ""
+        code = "nixl-died" if ucx.failure == "died" else "to-data" if ucx.stage == "connect" else "nixl-hung"
+        yield finding(code, f"at the stage {ucx.stage}: {ucx.detail}{complaint}")
+        return
+    yield from _way(facts, ucx)
+    if ucx.measured is None:
+        yield finding("to-unmeasured", "the connection was opened, and nothing was read")
+        return
+    if ucx.measured.wrong:
+        yield finding("wrong-bytes", f"{ucx.measured.wrong} bytes differ")
+    if ucx.measured.rounds:
+        yield finding("to-speed", figures(ucx.measured))
+
+
+def _way(facts: Facts, ucx: Ucx) -> Iterator[Finding]:
+    way = way_of(ucx)
+    lanes = f"lanes {', '.join(ucx.lanes)}"
+    text = f"{ucx.uses[0].transport}, {ucx.uses[0].how}; {lanes}" if ucx.uses else lanes
+    usable = [each.name for each in facts.network.rdma if each.usable]
+    match way:
+        case "rdma":
+            yield finding("to-rdma", text)
+        case "cma":
+            yield finding("to-cma", text)
+        case _:
+            yield finding("to-emulated", text)
+            if usable:
+                yield finding("to-not-rdma", f"{', '.join(usable)} here; {lanes}")
+
+
+PEER_CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (address, reached, answered, settings, data)

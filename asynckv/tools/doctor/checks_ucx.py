@@ -1,0 +1,261 @@
+"""What it means how NIXL and UCX did between two processes of this host, and what their environment says. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from asynckv.edges.transports import QUEUES, RDMA, SAME_HOST, is_emulated, is_loopback
+from asynckv.tools.doctor.catalogue import Finding, Level, finding
+from asynckv.tools.doctor.facts import Facts, Measured, Spread, Ucx
+
+__all__ = ["UCX_CHECKS", "Way", "figures", "reasons", "rows", "said", "way_of"]
+
+Way = Literal["rdma", "cma", "memory", "tcp", ""]
+
+SEGMENT = 64 << 10
+SLOW_OF_COPY = 0.2
+SLOW_OF_STREAM = 0.25
+SLOW_SMALL_S = 0.002
+NOISY = 2.0
+FATAL = ("no usable transports", "no active messages transport", "no remote registered memory access transport")
+UNITS = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 20, "g": 1 << 30, "gb": 1 << 30}
+
+
+def way_of(ucx: Ucx) -> Way:
+    """Say how remote memory is read: by what was used, else by what the connection has lanes for."""
+    if ucx.uses:
+        most = ucx.uses[0]
+        names = [part.strip().partition("/")[0] for part in re.split(r"\band\b|,", most.transport)]
+        names = [re.sub(r"^\d+% on ", "", name) for name in names]
+        if "emulation" in most.how:
+            return "tcp" if any(name.startswith("tcp") for name in names) else "memory"
+    else:
+        names = [lane.partition("/")[0] for lane in ucx.lanes]
+    for way, transports in (("rdma", RDMA), ("cma", SAME_HOST)):
+        if any(name == each or name.startswith(f"{each}_") for name in names for each in transports):
+            return way  # type: ignore[return-value]
+    if any(name.startswith(QUEUES[1:]) for name in names):
+        return "memory"
+    return "tcp" if any(name.startswith("tcp") for name in names) else ""
+
+
+def installed(facts: Facts) -> Iterator[Finding]:
+    """Whether there is anything to start."""
+    if not facts.software.variant:
+        yield finding("nixl-missing", "neither nixl_cu12 nor nixl_cu13 can be imported")
+    if facts.software.plugin_dir_error:
+        yield finding("nixl-plugins", facts.software.plugin_dir_error)
+
+
+def environment(facts: Facts) -> Iterator[Finding]:
+    """Settings that are known to be traps."""
+    given = facts.software.environment
+    small = {
+        name: given[name]
+        for name in ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE")
+        if name in given and 0 < _bytes(given[name]) < SEGMENT
+    }
+    if small:
+        yield finding("tcp-segments", ", ".join(f"{name}={value}" for name, value in small.items()))
+    if given.get("UCX_RNDV_THRESH", "auto") not in ("auto", "inf"):
+        yield finding("rendezvous", f"UCX_RNDV_THRESH={given['UCX_RNDV_THRESH']}")
+    if given.get("UCX_PROTO_ENABLE", "y").lower() in ("n", "no", "0", "off"):
+        yield finding("proto-off", f"UCX_PROTO_ENABLE={given['UCX_PROTO_ENABLE']}")
+    if given.get("NIXL_TELEMETRY_EXPORTER", "").lower() == "prometheus":
+        yield finding("telemetry-port", "NIXL_TELEMETRY_EXPORTER=prometheus")
+    tls = given.get("UCX_TLS", "")
+    listed = {entry.partition(":")[0] for entry in tls.split(",")}
+    if facts.gpu.count and tls and not tls.startswith("^") and not listed & {"all", "cuda", "cuda_copy", "gpu"}:
+        yield finding("gpu-transports", f"{facts.gpu.count} GPUs, and UCX_TLS={tls}")
+    if facts.listening is not None and facts.listening.error_mode == "none":
+        yield finding("error-mode-none", "ucx_error_handling_mode is none")
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+)\s*([a-z]*)", text.strip().lower())
+    return int(match[1]) * UNITS.get(match[2], 0) if match else 0
+
+
+def here(facts: Facts) -> Iterator[Finding]:
+    """What became of the two processes, and what UCX chose between them."""
+    ucx = facts.ucx
+    if ucx is None:
+        return
+    yield from said(ucx)
+    if ucx.failure:
+        yield from _failed(facts, ucx)
+    else:
+        yield from _chosen(facts, ucx)
+
+
+def said(ucx: Ucx) -> Iterator[Finding]:
+    """What UCX complained of."""
+    for name, meant in ucx.unknown:
+        hint = f"; UCX suggests {meant}" if meant else ""
+        yield finding("ucx-variable", f"{name}{hint}", remedy=f"set {meant} instead, or unset {name}" if meant else "")
+    for text in ucx.unavailable:
+        yield finding("ucx-unavailable", text)
+    for text in ucx.errors:
+        if text.startswith("Invalid value"):
+            yield finding("ucx-value", text)
+        elif not any(each in text for each in FATAL) and "Failed to read iface config" not in text:
+            yield finding("ucx-complains", text)
+
+
+def _failed(facts: Facts, ucx: Ucx) -> Iterator[Finding]:
+    fatal = [text for text in ucx.errors if any(each in text for each in FATAL)]
+    settings = _settings(facts)
+    if ucx.failure == "died":
+        yield finding("nixl-died", f"at the stage {ucx.stage}: {ucx.detail}{settings}")
+    elif ucx.failure == "hung":
+        yield finding("nixl-hung", f"{ucx.detail}{settings}")
+    elif fatal:
+        yield finding("ucx-no-transport", f"{fatal[0]}{settings}")
+    else:
+        known = facts.software.plugin_dir_error or any(e.startswith("Invalid value") for e in ucx.errors)
+        if not known and facts.software.variant:
+            yield finding("nixl-refused", f"at the stage {ucx.stage}: {ucx.detail}{settings}")
+
+
+def _settings(facts: Facts) -> str:
+    given = {
+        k: v for k, v in facts.software.environment.items() if k in ("UCX_TLS", "UCX_NET_DEVICES", "NIXL_PLUGIN_DIR")
+    }
+    return f" ({', '.join(f'{k}={v}' for k, v in given.items())})" if given else ""
+
+
+def _chosen(facts: Facts, ucx: Ucx) -> Iterator[Finding]:
+    given = facts.software.environment
+    way = way_of(ucx)
+    used = ucx.uses[0] if ucx.uses else None
+    by = f"{used.transport}, {used.how}" if used else f"lanes {', '.join(ucx.lanes)}"
+    why = reasons(facts, way)
+    text = f"{by}; {why}" if why else by
+    expected = is_emulated(
+        given.get("UCX_TLS", ""),
+        given.get("UCX_NET_DEVICES", ""),
+        [each.name for each in facts.network.rdma if each.usable],
+        is_local=True,
+        is_copied=not facts.machine.cma_error,
+    )
+    match way:
+        case "rdma":
+            yield finding("reads-rdma", text)
+        case "cma":
+            yield finding("reads-cma", text)
+        case "memory":
+            yield finding("reads-memory", text)
+        case "tcp":
+            asked = expected and bool(given.get("UCX_TLS"))
+            yield finding("reads-emulated-asked" if asked else "reads-emulated", text)
+        case _:
+            yield finding("ucx-complains", f"which way reads took could not be told ({by})")
+    told = facts.listening
+    is_local = told is None or is_loopback(told.bind)
+    if way in ("tcp", "memory") and not expected and is_local and (told is None or told.process == "auto"):
+        yield finding("process-unforeseen", f"reads went by {by}")
+    if ucx.library and "nixl_cu" not in ucx.library:
+        yield finding("ucx-elsewhere", f"UCX {ucx.version} of {ucx.library}")
+    if ucx.facts.get("completions") == "polling":
+        yield finding("completions", f"UCX {ucx.version}")
+
+
+def reasons(facts: Facts, way: Way) -> str:
+    """Say why UCX chose that way between two processes of this host."""
+    given = facts.software.environment
+    tls, device = given.get("UCX_TLS", ""), given.get("UCX_NET_DEVICES", "")
+    causes = []
+    if way == "cma":
+        causes.append("process_vm_readv works between processes of this host")
+    if way in ("tcp", "memory"):
+        if tls:
+            causes.append(f"UCX_TLS={tls}")
+        if facts.machine.cma_error:
+            causes.append(f"process_vm_readv is forbidden ({facts.machine.cma_error})")
+    elif tls:
+        causes.append(f"UCX_TLS={tls}")
+    if device:
+        causes.append(f"UCX_NET_DEVICES={device}")
+    if way != "rdma" and not facts.network.rdma:
+        causes.append("no RDMA device")
+    return "because " + ", ".join(causes) if causes else ""
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
+
+
+def speed(facts: Facts) -> Iterator[Finding]:
+    """Figures, and whether they are as they should be."""
+    ucx = facts.ucx
+    if ucx is None or ucx.measured is None:
+        return
+    had = ucx.measured
+    if had.wrong:
+        yield finding("wrong-bytes", f"{had.wrong} bytes differ")
+    if not had.rounds:
+        return
+    text = figures(had)
+    slow = False
+    # Whatever else runs takes its share, and is found by another check.
+    level: Level | None = "note" if facts.machine.load > facts.machine.cores_present else None
+    way = way_of(ucx)
+    if way == "cma" and had.of_copy is not None and had.of_copy.median < SLOW_OF_COPY:
+        slow = True
+        yield finding("slow-bulk", text, level=level)
+    if way == "tcp" and had.of_stream is not None and had.of_stream.median < SLOW_OF_STREAM:
+        slow = True
+        yield finding("slow-bulk", text, level=level)
+    if had.read_p50 > SLOW_SMALL_S:
+        slow = True
+        yield finding("slow-small", text, level=level)
+    if not slow:
+        yield finding("speed", text)
+    if had.read.least * NOISY < had.read.most:
+        yield finding("noisy", f"large reads from {_rate(had.read.least)} to {_rate(had.read.most)} GB/s")
+
+
+def figures(had: Measured) -> str:
+    """Write what was measured in a line: how it compares, rather than what it is."""
+    parts = [f"large reads {_rate(had.read.median)} GB/s"]
+    if had.of_copy is not None:
+        parts.append(f"{_ratio(had.of_copy)} of a copy within memory")
+    if had.of_stream is not None:
+        parts.append(f"{_ratio(had.of_stream)} of a raw TCP stream")
+    parts.append(f"4 KiB in {_micros(had.read_p50)} us")
+    return ", ".join(parts)
+
+
+def rows(had: Measured) -> list[tuple[str, str]]:
+    """Write what was measured as a table: medians, and the least and the largest of all rounds."""
+    found = [
+        (f"reads of {had.block_bytes >> 20} MiB", had.read),
+        (f"reads of {had.piece_bytes >> 10} KiB pieces", had.scattered),
+        ("copies within memory", had.copied),
+        ("raw TCP stream", had.streamed),
+    ]
+    lines = [(name, f"{_spread(value)} GB/s") for name, value in found if value is not None]
+    lines.append(("a read of 4 KiB", f"{_micros(had.read_p50)} us, p99 {_micros(had.read_p99)}"))
+    if had.socket_p50:
+        lines.append(("4 KiB by raw TCP", f"{_micros(had.socket_p50)} us, p99 {_micros(had.socket_p99)}"))
+    return lines
+
+
+def _micros(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f}"
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1e9:.3g}"
+
+
+def _spread(spread: Spread) -> str:
+    return f"{_rate(spread.median)} ({_rate(spread.least)} to {_rate(spread.most)})"
+
+
+def _ratio(spread: Spread) -> str:
+    return f"{spread.median:.2f} ({spread.least:.2f} to {spread.most:.2f})"
+
+
+UCX_CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (installed, environment, here, speed)

@@ -1,0 +1,201 @@
+"""`asynckv doctor`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from asynckv.errors import ConfigError
+from asynckv.tools.console import printable, without_control
+from asynckv.tools.output import check_writable, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from asynckv.config import EngineConfig
+    from asynckv.tools.doctor.facts import Facts, PeerFacts
+
+__all__ = ["EPILOG", "doctor"]
+
+EPILOG = """
+[bold]Examples[/bold]
+
+  asynckv doctor
+
+  asynckv doctor --quick --json - | jq '.findings[] | select(.level == "error")'
+
+  asynckv doctor --to tcp://10.0.0.1:5555
+
+  asynckv doctor --serve --bind tcp://10.0.0.1:5556 --secret a.key_secret --authorized keys
+
+  asynckv doctor --bind tcp://0.0.0.0:5555 --advertise tcp://10.0.0.1:5555 --secret a.key_secret --authorized keys
+
+[bold]Exit status[/bold]  0 nothing worse than a note, 1 a warning or an error was found, 2 bad input, 130 Ctrl-C
+"""
+
+ADDRESSES, KEYS, OUT = "Addresses", "Keys", "Output"
+MEASURE_S = 3.0
+
+
+def doctor(
+    to: Annotated[
+        str,
+        typer.Option(help="Look at the way to this engine (or its socket) as well, or to --serve.", metavar="ADDRESS"),
+    ] = "",
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Offer memory to be measured against from another host, until Ctrl-C.")
+    ] = False,
+    bind: Annotated[
+        str, typer.Option(help="Where an engine would listen.", rich_help_panel=ADDRESSES, metavar="ADDRESS")
+    ] = "",
+    advertise: Annotated[
+        str, typer.Option(help="What it would tell others.", rich_help_panel=ADDRESSES, metavar="ADDRESS")
+    ] = "",
+    allow_insecure: Annotated[
+        bool,
+        typer.Option("--allow-insecure", help="Listen beyond loopback without keys.", rich_help_panel=ADDRESSES),
+    ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Its whole EngineConfig, as JSON.", rich_help_panel=ADDRESSES, metavar="FILE"),
+    ] = None,
+    secret: Annotated[
+        Path | None, typer.Option(help="Our NAME.key_secret.", rich_help_panel=KEYS, metavar="FILE")
+    ] = None,
+    authorized: Annotated[
+        Path | None, typer.Option(help="Directory of the .key files of others.", rich_help_panel=KEYS, metavar="DIR")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
+    json: Annotated[
+        str | None,
+        typer.Option(help="Write facts and findings there; - for stdout.", rich_help_panel=OUT, metavar="FILE"),
+    ] = None,
+) -> None:
+    """Say what is wrong with this host, or with the way to another one, and what to do about it.
+
+    Two processes of doctor's own move bytes by NIXL, as two ranks would: what UCX chose is read from its log, and
+    latency and bandwidth are measured beside a copy within memory and a raw TCP connection. Limits, shared memory,
+    permissions, devices, addresses, keys and versions are looked at as well. Every finding comes with a remedy.
+    """
+    from rich.console import Console
+
+    from asynckv.tools.doctor.checks import examine, is_good
+    from asynckv.tools.doctor.show import as_json, show
+
+    began = time.monotonic()
+    if (secret is None) != (authorized is None):
+        raise ConfigError("--secret and --authorized belong together; give both, or none")
+    if serve and (to or json or quick):
+        raise ConfigError("--serve measures nothing itself; run asynckv doctor --to ADDRESS on the other host")
+    settings = _config(config, bind, advertise, allow_insecure, secret, authorized)
+    if serve:
+        _serve(settings)
+        return
+    check_writable("--json", json)
+    is_told = config is not None or bool(bind or advertise)
+    errors = Console(stderr=True)
+    with errors.status("looking", spinner="line") as status:
+        # A spinner is for people; what is piped gets no progress lines.
+        facts = _gather(settings, is_told, _address(to), quick, lambda text: status.update(printable(text)))
+    found = examine(facts)
+    write_json(json, as_json(facts, found, time.monotonic() - began))
+    show(facts, found, Console(stderr=json == "-"))
+    raise typer.Exit(0 if is_good(found) else 1)
+
+
+def _address(text: str) -> str:
+    """Check it before anything starts; an engine that was named by its socket is asked where it listens."""
+    from asynckv.tools.diagnose.ask import ask_all, targets
+    from asynckv.tools.doctor.peer import check_address
+
+    if text and (Path(text).is_socket() or Path(text).is_dir()):
+        import asyncio
+
+        sockets = targets([text])
+        if len(sockets) > 1:
+            raise ConfigError(f"--to {text!r:.200} has the sockets of {len(sockets)} engines; give one of them")
+        (answer,) = asyncio.run(ask_all(sockets))
+        if not answer.account.facts.address:
+            raise ConfigError(f"--to {text!r:.200}: {answer.error or 'it does not say where it listens'}"[:1000])
+        text = without_control(answer.account.facts.address)
+    if text and "://" not in text:
+        text = f"tcp://{text}"
+    if text:
+        check_address(text)
+    return text
+
+
+def _serve(config: EngineConfig) -> None:
+    import asyncio
+    import signal
+
+    from asynckv.tools.doctor import scratch, software
+
+    number = asyncio.run(scratch.serve(config, software.software(), lambda text: typer.echo(without_control(text))))
+    raise typer.Exit(130 if number == signal.SIGINT else 0)
+
+
+def _config(
+    path: Path | None, bind: str, advertise: str, allow_insecure: bool, secret: Path | None, authorized: Path | None
+) -> EngineConfig:
+    from dataclasses import replace
+
+    from asynckv.config import EngineConfig, KeysConfig
+    from asynckv.tools.doctor.software import read_config
+
+    config = read_config(path) if path is not None else EngineConfig(engine_id="doctor")
+    if bind or advertise:
+        config = replace(config, bind=bind or config.bind, advertise=advertise or config.advertise)
+    if allow_insecure:
+        config = replace(config, allow_insecure=True)
+    if secret is not None and authorized is not None:
+        config = replace(config, keys=KeysConfig(secret=secret, authorized=authorized))
+    return config
+
+
+def _gather(config: EngineConfig, is_told: bool, to: str, quick: bool, note: Callable[[str], None]) -> Facts:
+    import os
+    from dataclasses import replace
+
+    from asynckv.tools.doctor import host, probing, software
+    from asynckv.tools.doctor.facts import Facts
+
+    has = software.software()
+    keys, seconds, nixl = config.keys, 0.0 if quick else MEASURE_S, replace(config.nixl, posting_threads=0)
+    key_facts = None if keys is None else software.keys(os.fspath(keys.secret), os.fspath(keys.authorized))
+    machine = host.machine()  # before anything of ours makes it busy
+    ucx = probing.probe_here(nixl, 0.0 if to else seconds, note) if has.variant and nixl.backend == "UCX" else None
+    peer = None
+    if to and (key_facts is None or not (key_facts.secret_error or key_facts.authorized_error)):
+        peer = _ask(to, config, seconds, note)
+    return Facts(
+        machine=machine,
+        network=host.network(),
+        gpu=host.gpu(),
+        software=has,
+        posting_threads=config.nixl.num_posters,
+        listening=software.listening(config) if is_told else None,
+        keys=key_facts,
+        ucx=ucx,
+        peer=peer,
+    )
+
+
+def _ask(to: str, config: EngineConfig, seconds: float, note: Callable[[str], None]) -> PeerFacts:
+    import asyncio
+    from dataclasses import replace
+
+    import msgspec
+
+    from asynckv.tools.doctor import peer, probing
+
+    asked = asyncio.run(peer.ask(to, config.keys, note))
+    if asked.place is None:
+        return asked.facts
+    note("opening a connection of NIXL's")
+    nixl = replace(config.nixl, posting_threads=0)
+    ucx = probing.connect_to(nixl, asked.place, seconds, read=asked.may_read)
+    return msgspec.structs.replace(asked.facts, ucx=ucx)

@@ -1,0 +1,310 @@
+"""Gathers facts of this machine: what the kernel says under /proc and /sys, and what it lets a process do.
+
+Nothing here fails: what cannot be read is left at a value of which no check complains.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import ipaddress
+import os
+import platform
+import re
+import resource
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from asynckv.edges.keeper import check_processes
+from asynckv.edges.transports import copy_from, rdma_devices
+from asynckv.errors import BackendError
+from asynckv.tools.doctor.facts import Gpu, Interface, Machine, Network, Rdma
+
+__all__ = ["gpu", "machine", "network", "resolve", "try_process_vm_readv"]
+
+INITIAL_PID_NAMESPACE = 0xEFFFFFFC
+"""Its inode, in every kernel."""
+
+NO_LIMIT = 1 << 60
+NONE_FOUND = 2
+SIOCGIFADDR = 0x8915
+UP, LOOPBACK = 0x1, 0x8
+STA_UNSYNC = 0x40
+TRY_S = 5.0
+RESOLVE_S = 3.0
+
+TARGET = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+libc.prctl(0x59616d61, -1, 0, 0, 0)  # as UCX does: PR_SET_PTRACER, PR_SET_PTRACER_ANY
+text = ctypes.create_string_buffer(b"asynckv doctor")
+print(ctypes.addressof(text), flush=True)
+sys.stdin.read()
+"""
+
+
+def machine(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> Machine:
+    """Describe this machine and what this process may use of it."""
+    memory = _fields(_text(proc / "meminfo"))
+    status = _fields(_text(proc / "self/status"))
+    quota, throttled, limit, used = _control_group(system / "fs/cgroup", proc)
+    shm_bytes, shm_free = _free("/dev/shm")
+    huge = system / "kernel/mm/transparent_hugepage"
+    return Machine(
+        kernel=platform.release(),
+        cpu=_fields(_text(proc / "cpuinfo")).get("model name", platform.machine()),
+        cores_present=os.cpu_count() or 1,
+        cores_allowed=len(os.sched_getaffinity(0)),
+        cpu_quota=quota,
+        throttled=throttled,
+        load=os.getloadavg()[0],
+        numa_nodes=max(1, len(list((system / "devices/system/node").glob("node[0-9]*")))),
+        memory_bytes=_kib(memory.get("MemTotal", "")),
+        memory_available=_kib(memory.get("MemAvailable", "")),
+        memory_limit=limit,
+        memory_used=used,
+        huge_pages=_chosen(_text(huge / "enabled")),
+        shmem_huge_pages=_chosen(_text(huge / "shmem_enabled")),
+        huge_pages_reserved=_number(memory.get("HugePages_Total", "")),
+        shm_bytes=shm_bytes,
+        shm_free=shm_free,
+        nofile=_soft(resource.RLIMIT_NOFILE),
+        memlock=_soft(resource.RLIMIT_MEMLOCK),
+        ptrace_scope=_number(_text(proc / "sys/kernel/yama/ptrace_scope")),
+        seccomp=status.get("Seccomp", "0") == "2",
+        no_new_privileges=status.get("NoNewPrivs", "0") == "1",
+        container=_container(proc),
+        own_pid_namespace=_inode(proc / "self/ns/pid") not in (0, INITIAL_PID_NAMESPACE),
+        uid=os.geteuid(),
+        cma_error=try_process_vm_readv(),
+        child_error=_child_error(),
+        clocksource=_text(system / "devices/system/clocksource/clocksource0/current_clocksource").strip(),
+        clock_synchronised=_is_synchronised(),
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(1 << 20).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _fields(text: str) -> dict[str, str]:
+    """Read `name: value` lines; the first of each name."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        name, colon, value = line.partition(":")
+        if colon:
+            found.setdefault(name.strip(), value.strip())
+    return found
+
+
+def _number(text: str) -> int:
+    match = re.match(r"\s*(\d+)", text)
+    return int(match[1]) if match else 0
+
+
+def _kib(text: str) -> int:
+    return _number(text) << 10
+
+
+def _chosen(text: str) -> str:
+    """Return the word in brackets: `always [madvise] never`."""
+    match = re.search(r"\[(\w+)\]", text)
+    return match[1] if match else ""
+
+
+def _soft(which: int) -> int:
+    soft, _ = resource.getrlimit(which)
+    return -1 if soft == resource.RLIM_INFINITY else soft
+
+
+def _free(path: str) -> tuple[int, int]:
+    """Return size and free bytes of a file system of its own; zeros if there is none."""
+    with suppress(OSError):
+        if os.path.ismount(path):
+            found = os.statvfs(path)
+            return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    return 0, 0
+
+
+def _inode(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_ino
+    return 0
+
+
+def _container(proc: Path) -> str:
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        return "Kubernetes"
+    if Path("/.dockerenv").exists():
+        return "Docker"
+    if Path("/run/.containerenv").exists():
+        return "Podman"
+    found = re.search(r"docker|kubepods|containerd|lxc", _text(proc / "self/cgroup"))
+    return found[0] if found else ""
+
+
+def _control_group(root: Path, proc: Path) -> tuple[float, float, int, int]:
+    """Return the cores and the memory that are granted, how often they were short, and the memory in use."""
+    own = re.search(r"^0::(/.*)$", _text(proc / "self/cgroup"), re.MULTILINE)
+    inner = root / own[1].lstrip("/") if own else root
+    # Of all groups that this one lies in, the tightest counts.
+    groups = [at for at in (inner, *inner.parents) if at == root or root in at.parents]
+    cores, memory = [(0.0, 0.0)], [(0, 0)]
+    for at in groups:
+        if (limit := re.match(r"(\d+) (\d+)", _text(at / "cpu.max"))) and int(limit[2]):
+            cores.append((int(limit[1]) / int(limit[2]), _throttled(at / "cpu.stat")))
+        if most := _number(_text(at / "memory.max")):
+            memory.append((most, _number(_text(at / "memory.current"))))
+    if len(cores) + len(memory) > NONE_FOUND or (root / "cgroup.controllers").exists():
+        return *min(cores[1:], default=cores[0]), *min(memory[1:], default=memory[0])
+    # The older hierarchy, as seen from inside a container.
+    period, micros = _number(_text(root / "cpu/cpu.cfs_period_us")), _text(root / "cpu/cpu.cfs_quota_us").strip()
+    quota = int(micros) / period if period and micros.isdigit() else 0.0
+    most = _number(_text(root / "memory/memory.limit_in_bytes"))
+    used = _number(_text(root / "memory/memory.usage_in_bytes"))
+    return quota, _throttled(root / "cpu/cpu.stat"), most if most < NO_LIMIT else 0, used
+
+
+def _throttled(path: Path) -> float:
+    stat = dict(re.findall(r"(\w+) (\d+)", _text(path)))
+    return int(stat.get("nr_throttled", 0)) / max(1, int(stat.get("nr_periods", 0)))
+
+
+def _child_error() -> str:
+    try:
+        check_processes()
+    except BackendError as exc:
+        return str(exc)
+    return ""
+
+
+def _is_synchronised() -> bool | None:
+    """Ask the kernel whether anybody keeps its clock right."""
+    timex = (ctypes.c_char * 256)()  # a question: its first field, what is to be changed, is 0
+    with suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        if libc.adjtimex(ctypes.byref(timex)) < 0:
+            return None
+        (status,) = struct.unpack_from("i", timex, 40)
+        return not status & STA_UNSYNC
+    return None
+
+
+def try_process_vm_readv() -> str:
+    """Read a child's memory as UCX's CMA would; what is wrong, or nothing."""
+    if not sys.executable:
+        return ""
+    command = [sys.executable, "-S", "-E", "-c", TARGET]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        timer = threading.Timer(TRY_S, child.kill)
+        timer.start()
+        try:
+            assert child.stdout is not None
+            said = child.stdout.readline()
+            return _read_of(child.pid, int(said)) if said else "the child that was to be read from did not start"
+        finally:
+            timer.cancel()
+            child.kill()
+
+
+def _read_of(pid: int, address: int) -> str:
+    try:
+        found = copy_from(pid, address, 14)
+    except OSError as exc:
+        return f"{errno.errorcode.get(exc.errno or 0, exc.errno)}: {exc.strerror}"
+    return "" if found == b"asynckv doctor" else "process_vm_readv brought other bytes"
+
+
+# -- network -------------------------------------------------------------------------------------------
+
+
+def network(system: Path = Path("/sys")) -> Network:
+    """Describe interfaces that are up, RDMA devices, and what this host's name leads to."""
+    name = socket.gethostname()
+    addresses, _ = resolve(name)
+    return Network(
+        hostname=name,
+        hostname_addresses=addresses,
+        interfaces=_interfaces(system / "class/net"),
+        rdma=_rdma(system / "class/infiniband"),
+    )
+
+
+def resolve(name: str) -> tuple[tuple[str, ...], str]:
+    """Resolve a name: its addresses, or what was said. A resolver may take minutes, so it gets a deadline."""
+    found: list[tuple[tuple[str, ...], str]] = []
+
+    def ask() -> None:
+        try:
+            infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            found.append((tuple(dict.fromkeys(str(info[4][0]) for info in infos)), ""))
+        except (OSError, UnicodeError) as exc:
+            found.append(((), getattr(exc, "strerror", None) or str(exc)))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(RESOLVE_S)
+    return found[0] if found else ((), f"no answer within {RESOLVE_S:g} s")
+
+
+def _interfaces(root: Path) -> tuple[Interface, ...]:
+    sixes: dict[str, list[str]] = {}
+    for line in _text(Path("/proc/net/if_inet6")).splitlines():
+        digits, _, _, scope, _, name = line.split()
+        if scope != "20":  # link-local ones are of no use without their scope
+            sixes.setdefault(name, []).append(str(ipaddress.IPv6Address(bytes.fromhex(digits))))
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            flags = int(_text(root / name / "flags").strip() or "0", 16)
+            if not flags & UP:
+                continue
+            addresses = []
+            with suppress(OSError):
+                answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+                addresses.append(socket.inet_ntoa(answer[20:24]))
+            found.append(
+                Interface(
+                    name=name,
+                    mtu=_number(_text(root / name / "mtu")),
+                    addresses=(*addresses, *sixes.get(name, ())),
+                    speed_mbit=_number(_text(root / name / "speed")),
+                    is_loopback=bool(flags & LOOPBACK),
+                )
+            )
+    return tuple(found)
+
+
+def _rdma(root: Path) -> tuple[Rdma, ...]:
+    usable = rdma_devices(root)
+    found = []
+    with suppress(OSError):
+        for device in sorted(root.iterdir()):
+            ports = sorted((device / "ports").glob("*"))
+            found.append(
+                Rdma(
+                    name=device.name,
+                    state=", ".join(_text(p / "state").partition(":")[2].strip() for p in ports) or "no port",
+                    rate=", ".join(_text(p / "rate").strip() for p in ports),
+                    usable=device.name in usable,
+                )
+            )
+    return tuple(found)
+
+
+def gpu(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> Gpu:
+    """Count NVIDIA GPUs by what their driver says; nothing is loaded."""
+    folder = proc / "driver/nvidia"
+    version = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", _text(folder / "version"))
+    peermem = any((system / "module" / name).is_dir() for name in ("nvidia_peermem", "nv_peer_mem"))
+    return Gpu(count=len(list((folder / "gpus").glob("*"))), driver=version[1] if version else "", peermem=peermem)

@@ -1,0 +1,41 @@
+"""`asynckv keygen`: the keys of one engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["KEYGEN_EPILOG", "keygen"]
+
+KEYGEN_EPILOG = """
+[bold]Example[/bold]  two engines that trust each other
+
+  asynckv keygen prefill-0; asynckv keygen decode-0
+
+  mkdir authorized; cp keys/*.key authorized/
+
+  KeysConfig(secret="keys/prefill-0.key_secret", authorized="authorized")
+
+Each engine's host gets its own secret, and a copy of authorized/. Pass KeysConfig as EngineConfig(keys=...).
+
+[bold]Exit status[/bold]  0 written, 2 bad input
+"""
+
+
+def keygen(
+    name: Annotated[str, typer.Argument(help="Of the engine that will own the keys, such as prefill-0.")],
+    dir: Annotated[Path, typer.Option("--dir", help="Where to write them.", metavar="DIR")] = Path("keys"),
+) -> None:
+    """Make the keys of one engine, for a control plane that is authenticated and encrypted.
+
+    NAME.key_secret is the engine's own: it stays there, readable by its user only. NAME.key is public:
+    copy it into the authorized directory of every engine that this one talks to. Nothing is overwritten.
+    """
+    from asynckv.edges.zmq import make_pair
+    from asynckv.keys import write_pair
+
+    secret, public = write_pair(dir, name, make_pair())
+    typer.echo(f"{secret}  secret: only for {name} (KeysConfig.secret); never leaves its host, mode 0600")
+    typer.echo(f"{public}  public: for the authorized directory of each engine that {name} talks to")

@@ -1,0 +1,316 @@
+"""`asynckv offload`: look at a directory of stored blocks, check it, and make room in it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from asynckv.errors import BackendError, ConfigError
+
+if TYPE_CHECKING:
+    from asynckv.tools.offload.folder import Checked, Folder
+
+__all__ = ["offload_app"]
+
+T = TypeVar("T")
+
+MAX_SHOWN = 8
+"""Blocks that are not sound, on a terminal."""
+
+offload_app = typer.Typer(rich_markup_mode="rich", add_completion=False, no_args_is_help=True)
+
+INSPECT_EPILOG = """
+[bold]Examples[/bold]
+
+  asynckv offload inspect /nvme/kv
+
+  asynckv offload inspect /nvme/kv/tp0of1-3f2a --json - | jq .kinds
+
+[bold]Exit status[/bold]  0 shown, 2 no directory of stored blocks, or one could not be read
+"""
+
+VERIFY_EPILOG = """
+[bold]Examples[/bold]
+
+  asynckv offload verify /nvme/kv
+
+  asynckv offload verify /nvme/kv/tp0of1-3f2a --json - | jq .bad_blocks
+
+[bold]Exit status[/bold]  0 every block is sound, 1 some are not, 2 no directory of stored blocks, or one could not be \
+read; with --drop also if a process has it, 130 Ctrl-C
+"""
+
+PRUNE_EPILOG = """
+[bold]Examples[/bold]
+
+  asynckv offload prune /nvme/kv --older-than 7d
+
+  asynckv offload prune /nvme/kv --layout 3f2a
+
+  asynckv offload prune /nvme/kv/tp0of1-3f2a --all
+
+[bold]Exit status[/bold]  0 done, 2 bad input, no directory of stored blocks, or a process has one
+"""
+
+Dir = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help="Directory of a file tier, or the one above: of all ranks and geometries.",
+        show_default=False,
+    ),
+]
+Json = Annotated[
+    str | None,
+    typer.Option(
+        help="Write the report as JSON, of the directory above a list of them; - for stdout.",
+        metavar="FILE",
+        show_default=False,
+    ),
+]
+
+
+@offload_app.callback()
+def offload() -> None:
+    """Blocks that are stored in files: look at them, check them, and make room."""
+
+
+@offload_app.command(epilog=INSPECT_EPILOG)
+def inspect(dir: Dir, json: Json = None) -> None:
+    """Say what a directory holds, for whom, and who has it. Changes nothing; a process may have it meanwhile."""
+    from asynckv.tools.offload.folder import look
+
+    found, said = _each(dir, json, look)
+    if said.is_one:
+        for each in found:
+            _show(each, to_stderr=json == "-")
+    elif found:
+        _show_all(found, to_stderr=json == "-")
+    said.end()
+
+
+@offload_app.command(epilog=VERIFY_EPILOG)
+def verify(
+    dir: Dir,
+    drop: Annotated[
+        bool, typer.Option("--drop", help="Forget the blocks that are not sound; no process may have the directory.")
+    ] = False,
+    json: Json = None,
+) -> None:
+    """Read every block and compare it with its checksum. Changes nothing; a process may have the directory meanwhile.
+
+    A block that is not sound is never served either way; it is dropped when somebody asks for it. A damaged index is
+    named, and left: the next start of the owner renames it, and makes a new one.
+    """
+    from asynckv.tools.offload.folder import check
+    from asynckv.tools.progress import Bar
+
+    with Bar() as bar:
+        bar.begin("blocks")
+
+        def checked(folder: Path) -> Checked:
+            return check(folder, drop=drop, progress=bar.at)
+
+        found, said = _each(dir, json, checked)
+    for each in found:
+        _show_checked(each, to_stderr=json == "-")
+    said.end(int(any(each.bad for each in found)))
+
+
+@offload_app.command(epilog=PRUNE_EPILOG)
+def prune(
+    dir: Dir,
+    older_than: Annotated[
+        str | None,
+        typer.Option(help="Blocks that were stored longer ago: 90s, 30m, 12h, 7d.", metavar="AGE", show_default=False),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(help="Blocks in this layout: how its fingerprint begins.", metavar="HEX", show_default=False),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All blocks, the files, and the directory itself.")] = False,
+    json: Json = None,
+) -> None:
+    """Forget blocks, and give the files that hold none any more back to the disk. No process may have the directory.
+
+    Engines of another geometry that only read it do not mind; the space is free when they have ended. The next start of
+    the owner takes again what it is configured for.
+    """
+    from rich.console import Console
+
+    from asynckv.tools.console import printable
+    from asynckv.tools.offload.folder import known_layouts, prune_folder
+
+    if sum((older_than is not None, layout is not None, everything)) != 1:
+        raise ConfigError("give one of --older-than, --layout and --all")
+    age = _seconds(older_than) if older_than is not None else None
+    known = known_layouts(dir) if layout is not None else []
+    if layout is not None and not any(each.startswith(layout) for each in known):
+        there = ", ".join(each[:16] for each in known) or "none"
+        raise ConfigError(f"no block in {dir} is in a layout {layout!r}; there are {there}")
+    found, said = _each(dir, json, lambda folder: prune_folder(folder, older_than_s=age, layout=layout))
+    console = Console(stderr=json == "-")
+    for each in found:
+        what = f"{each.blocks:,} of {each.blocks_before:,} blocks forgotten, {_size(each.bytes_freed)} of files removed"
+        if each.removed:
+            what += ", and the directory"
+        if each.left:
+            what += f"; the directory stays, for it has {', '.join(each.left[:3])}{' ...' * (len(each.left) > 3)}"
+        console.print(printable(what if said.is_one else f"{each.folder}: {what}"), highlight=False, soft_wrap=True)
+    said.end()
+
+
+class _Said:
+    """What became of each directory that was asked for."""
+
+    def __init__(self, is_one: bool, errors: list[str]) -> None:
+        self.is_one, self._errors = is_one, errors
+
+    def end(self, status: int = 0) -> None:
+        """Name what could not be read, or written, and end."""
+        from asynckv.tools.console import without_control
+
+        for error in self._errors:
+            print(f"asynckv: {without_control(error)}", file=sys.stderr)
+        if self._errors or status:
+            raise typer.Exit(2 if self._errors else status)
+
+
+def _each(dir: Path, json: str | None, use: Callable[[Path], T]) -> tuple[list[T], _Said]:
+    """Use a directory, or each in it, and write what `--json` asks for: of one that cannot be used, the error."""
+    from asynckv.tools.offload.folder import folders_in
+    from asynckv.tools.output import check_writable, write_json
+
+    check_writable("--json", json)
+    folders = folders_in(dir)
+    is_one = folders == [dir]
+    found: list[T] = []
+    report: list[object] = []
+    errors: list[str] = []
+    for folder in folders:
+        try:
+            each = use(folder)
+        except BackendError as exc:
+            if is_one:
+                raise
+            errors.append(str(exc))
+            report.append({"folder": str(folder), "error": str(exc)})
+        else:
+            found.append(each)
+            report.append(each)
+    write_json(json, report[0] if is_one else report)
+    return found, _Said(is_one, errors)
+
+
+def _seconds(text: str) -> float:
+    unit = {"s": 1, "m": 60, "h": 3600, "d": 86_400}.get(text[-1:], 0)
+    try:
+        number = float(text[:-1])
+    except ValueError:
+        number = -1.0
+    if not unit or not 0 <= number < 1e9:
+        raise ConfigError(f"--older-than {text!r} is no age; such as 90s, 30m, 12h or 7d")
+    return number * unit
+
+
+def _size(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "bytes"
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{num_bytes:,} bytes" if unit == "bytes" else f"{size:,.1f} {unit}"
+
+
+def _show(found: Folder, *, to_stderr: bool) -> None:
+    from rich.console import Console
+
+    from asynckv.tools.console import printable, without_control
+    from asynckv.tools.output import print_table
+
+    console = Console(stderr=to_stderr)
+    stored = f"{found.blocks:,}, {_size(found.bytes_stored)}"
+    if found.blocks:
+        stored += f", stored {found.oldest} to {found.newest}"
+    has_ended = "" if found.is_live else " (has ended)"
+    for name, value in (
+        ("directory", found.folder),
+        ("owner", f"{found.owner}{has_ended}" if found.owner else "nobody"),
+        ("range", f"{_size(found.num_bytes)} in {found.segments} files, {_size(found.bytes_on_disk)} on the disk"),
+        ("blocks", stored),
+        ("unreadable", f"{found.malformed:,} rows of the index make no sense" if found.malformed else ""),
+    ):
+        if value:
+            console.print(f"{name:<11}{printable(value)}", highlight=False, soft_wrap=True)
+    if found.kinds:
+        rows = [
+            (without_control(x.tag[:32]), without_control(x.layout[:16]), f"{x.blocks:,}", _size(x.bytes))
+            for x in found.kinds
+        ]
+        console.print()
+        print_table(console, ("group", "layout", "blocks", "bytes"), rows, texts=(0, 1))
+
+
+def _show_all(found: Sequence[Folder], *, to_stderr: bool) -> None:
+    from rich.console import Console
+
+    from asynckv.tools.console import without_control
+    from asynckv.tools.output import print_table
+
+    rows = [
+        (
+            without_control(Path(each.folder).name),
+            f"{each.blocks:,}",
+            _size(each.bytes_stored),
+            _size(each.bytes_on_disk),
+            each.newest[:10],
+            f"pid {each.owner.pid}" if each.owner is not None and each.is_live else "nobody",
+        )
+        for each in found
+    ]
+    console = Console(stderr=to_stderr)
+    heads = ("directory", "blocks", "bytes", "on the disk", "newest", "in use by")
+    print_table(console, heads, rows, texts=(0, 4, 5))
+    console.print(
+        f"{len(found):,} directories, {sum(each.blocks for each in found):,} blocks, "
+        f"{_size(sum(each.bytes_on_disk for each in found))} on the disk",
+        highlight=False,
+    )
+
+
+def _show_checked(found: Checked, *, to_stderr: bool) -> None:
+    from rich.console import Console
+
+    from asynckv.tools.console import printable
+
+    console = Console(stderr=to_stderr)
+    rate = _size(int(found.bytes_read / max(found.seconds, 1e-9)))
+    lines = [
+        f"{found.folder}: {found.sound:,} of {_blocks(found.blocks)} sound ({_size(found.bytes_read)} read, {rate}/s)"
+    ]
+    if found.given_up:
+        lines.append(
+            f"{_blocks(found.given_up)} not counted: the process that has the directory gave them up meanwhile"
+        )
+    left = MAX_SHOWN
+    for cause, count in found.bad.items():
+        lines.append(f"{_blocks(count)} not sound: {cause}")
+        named = [bad for bad in found.bad_blocks if bad.cause == cause][:left]
+        left -= len(named)
+        for bad in named:
+            at = f"{bad.segment} at {bad.offset:,}, {bad.bytes:,} bytes"
+            lines.append(f"  group {bad.group[:32]}, hash {bad.hash}..., {at}, stored {bad.stored}")
+    if len(found.bad_blocks) > MAX_SHOWN:
+        lines.append("  --json names more of them")
+    if found.bad:
+        lines.append("they were forgotten" if found.dropped else "they are never served; --drop forgets them now")
+    for line in lines:
+        console.print(printable(line), highlight=False, soft_wrap=True)
+
+
+def _blocks(count: int) -> str:
+    return "1 block is" if count == 1 else f"{count:,} blocks are"

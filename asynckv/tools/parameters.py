@@ -1,0 +1,74 @@
+"""Parameters of commands, made from the declarations in `asynckv.tools.bench.options`."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from asynckv.tools.bench.options import Option, Options, declared, flag
+
+__all__ = ["is_given", "options_given", "taking_options"]
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def taking_options(command: C, *, names: Iterable[str] | None = None) -> C:
+    """Give a command its parameters: those that `Option` declares as typer wants them, and for `**given` all options.
+
+    Args:
+        command: The command.
+        names: Only these options for `**given`.
+    """
+    made: list[inspect.Parameter] = []
+    hints = typing.get_type_hints(command, include_extras=True)
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            kind, *extras = typing.get_args(hints[parameter.name]) or (hints[parameter.name],)
+            option = next((x for x in extras if isinstance(x, Option)), None)
+            hint = hints[parameter.name] if option is None else _typed(kind, option)
+            made.append(parameter.replace(annotation=hint))
+            continue
+        defaults = Options()
+        for name in declared() if names is None else names:
+            kind, option = declared()[name]
+            default = option.shown if option.read is not None else getattr(defaults, name)
+            made.append(
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_typed(kind, option)
+                )
+            )
+    command.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in made}
+    return command
+
+
+def _typed(kind: Any, option: Option) -> Any:
+    """An option's type for typer: files are paths, and what is read is text."""
+    shown = True if option.shown is None or option.read is not None else option.shown
+    extra = typer.Option(
+        *option.names, help=option.help, show_default=shown, metavar=option.metavar, rich_help_panel=option.panel
+    )
+    return Annotated[Path | None if option.is_file else str if option.read is not None else kind, extra]
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Say whether an option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def options_given(given: Mapping[str, Any]) -> Options:
+    """Make the options of what was given; the others have their defaults."""
+    values = dict(given)
+    for name in given:
+        _, option = declared()[name]
+        if option.read is not None:
+            values[name] = option.read(flag(name), values[name])
+        elif option.is_file and values[name] is not None:
+            values[name] = str(values[name])
+    return Options(**values)

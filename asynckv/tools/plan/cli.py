@@ -1,0 +1,186 @@
+"""`asynckv layout` and `asynckv plan`: what ranks hold, and a transfer explained before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asynckv.errors import ConfigError
+from asynckv.tools.bench import options as o
+from asynckv.tools.output import write, write_json
+from asynckv.tools.parameters import taking_options
+
+__all__ = ["LAYOUT_EPILOG", "PLAN_EPILOG", "layout", "plan"]
+
+MOST_DRAWN = 32
+MOST_WRITTEN = 1 << 17
+"""Layers of all ranks in one layout file."""
+GEOMETRY, WORK, OUT = "Geometry", "Workload", "Output"
+
+LAYOUT_EPILOG = """
+[bold]Examples[/bold]
+
+  asynckv layout --model llama-3.1-8b --tp 4 -o prefill.json
+
+  asynckv layout --hf-config config.json --tp 2 --rank 1 --block-size 32 --order hnd -o decode-1.json
+
+[bold]Exit status[/bold]  0 written, 2 bad input
+"""
+
+PLAN_EPILOG = """
+[bold]Examples[/bold]
+
+  asynckv layout --model llama-3.1-8b --tp 4 -o prefill.json; asynckv layout --model llama-3.1-8b --tp 2 -o decode.json
+
+  asynckv plan decode.json prefill.json --tokens 4096 --prefix-hit 25%
+
+  asynckv plan decode.json prefill.json --json - | jq .ranks
+
+[bold]Exit status[/bold]  0 can be planned, 1 refused or a problem found, 2 bad input
+"""
+
+
+@taking_options
+def layout(
+    model: Annotated[
+        str | None,
+        typer.Option(show_default=o.DEFAULT_MODEL, help="Preset; an unknown name lists all.", rich_help_panel=GEOMETRY),
+    ] = None,
+    hf_config: o.HfConfig = None,
+    layers: o.Layers = None,
+    kv_heads: o.KvHeads = None,
+    head_dim: o.HeadDim = None,
+    dtype: o.Dtype = None,
+    block_size: o.BlockSize = 16,
+    ratio: o.Ratio = 1,
+    num_blocks: Annotated[
+        int, typer.Option(help="Blocks in every group, as the engine declares them.", rich_help_panel=GEOMETRY)
+    ] = 4096,
+    order: Annotated[o.Order, typer.Option(help="Memory order, as for bench.", rich_help_panel=GEOMETRY)] = "nhd",
+    conv_order: Annotated[
+        o.ConvOrder, typer.Option(help="Order of a convolution's state.", rich_help_panel=GEOMETRY)
+    ] = "channel",
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", rich_help_panel=GEOMETRY)] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.", rich_help_panel=GEOMETRY)] = 1,
+    rank: Annotated[
+        int | None, typer.Option(help="Only this tensor-parallel rank; all if left out.", rich_help_panel=OUT)
+    ] = None,
+    stage: Annotated[
+        int | None, typer.Option(help="Only this pipeline stage; all if left out.", rich_help_panel=OUT)
+    ] = None,
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="Where to write; - for stdout.", rich_help_panel=OUT, metavar="FILE")
+    ] = "-",
+) -> None:
+    """Write the layout of an engine's ranks: what each holds, and where it would lie.
+
+    The file is for `asynckv plan`; its fields are those of `asynckv.Layout`, so an engine can write its own.
+    """
+    from asynckv.errors import LayoutError
+    from asynckv.geometry.check import register_memory
+    from asynckv.tools.plan import models
+    from asynckv.tools.plan.layout_file import dump_layouts
+
+    chosen = models.chosen(model, hf_config, o.DEFAULT_MODEL).resized(
+        layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
+    )
+    for name, number, size in (("--rank", rank, tp), ("--stage", stage, pp)):
+        if number is not None and not 0 <= number < size:
+            raise ConfigError(f"{name} {number} is outside its group of {size}; use 0 ... {size - 1}")
+    for name, number in (("--tp", tp), ("--pp", pp), ("--num-blocks", num_blocks)):
+        if not 1 <= number <= o.MOST:
+            raise ConfigError(f"{name} {number} is outside 1 ... {o.MOST}")
+    if not 1 <= block_size <= o.MOST:
+        raise ConfigError(f"--block-size {block_size} is outside 1 ... {o.MOST}")
+    ranks = (tp if rank is None else 1) * (pp if stage is None else 1)
+    # Every stage writes its own layers.
+    if ranks * len(chosen.layers) > MOST_WRITTEN * pp:
+        raise ConfigError(
+            f"{ranks} ranks x {len(chosen.layers)} layers are more than can be written into one file ({MOST_WRITTEN}); "
+            f"choose some with --rank and --stage, or fewer --layers"
+        )
+    if not 1 <= ratio <= o.MOST or block_size % ratio:
+        raise ConfigError(
+            f"--ratio {ratio} does not divide --block-size {block_size}; a block is so many kernel blocks of equal size"
+        )
+    shape = o.Shape(tp=tp, pp=pp, block_size=block_size, ratio=ratio, order=order, conv_order=conv_order)
+    try:
+        made = [
+            shape.layout(chosen, r, s, num_blocks)
+            for s in (range(pp) if stage is None else [stage])
+            for r in (range(tp) if rank is None else [rank])
+        ]
+    except LayoutError as exc:
+        raise ConfigError(f"--tp {tp}: {exc}") from exc
+    for each in (made[0], made[-1]):
+        try:
+            register_memory(each)
+        except LayoutError as exc:
+            raise ConfigError(f"these sizes make no layout: {exc}") from exc
+    write("--output", output, dump_layouts(made))
+
+
+def plan(
+    local: Annotated[Path, typer.Argument(help="Layouts of the decode ranks, from asynckv layout or an engine.")],
+    remote: Annotated[Path, typer.Argument(help="Layouts of the prefill ranks.")],
+    tokens: Annotated[int, typer.Option(help="Length of the request.", rich_help_panel=WORK)] = 1024,
+    prefix_hit: Annotated[
+        str,
+        typer.Option(
+            help="How much of it the decode side has already: tokens (512) or a share (50%).", rich_help_panel=WORK
+        ),
+    ] = "0",
+    json: Annotated[
+        str | None, typer.Option(help="Write the report there; - for stdout.", rich_help_panel=OUT, metavar="FILE")
+    ] = None,
+    picture: Annotated[
+        str | None,
+        typer.Option(help="Draw who reads what from whom, as SVG; - for stdout.", rich_help_panel=OUT, metavar="FILE"),
+    ] = None,
+) -> None:
+    """Explain a transfer before anything runs: who reads what from whom, who releases whom, and how many pieces.
+
+    Runs the planner of a running engine on two files. Give all ranks of both engines to see the whole group.
+    """
+    from rich.console import Console
+
+    from asynckv.tools.bench.workload import cached_tokens
+    from asynckv.tools.pictures import to_svg
+    from asynckv.tools.plan import explain
+    from asynckv.tools.plan.layout_file import load_layouts
+    from asynckv.tools.progress import Bar
+
+    if not 1 <= tokens <= 1 << 24:
+        raise ConfigError(f"--tokens {tokens} is outside 1 ... {1 << 24}")
+    if json == "-" and picture == "-":
+        raise ConfigError("--json - and --picture - cannot share stdout; give one of them a file")
+    mine, theirs = load_layouts(local), load_layouts(remote)
+    cached = cached_tokens(prefix_hit, tokens)
+    with Bar() as bar:
+        bar.begin("ranks", len(mine))
+        report = explain.explain(mine, theirs, tokens, cached, bar.advance)
+    write_json(json, report)
+    console = Console(stderr="-" in (json, picture))
+    explain.show(report, console)
+    if report["plannable"]:
+        if picture is not None:
+            # Room for a name in every rank's bar.
+            width = max(72, 8 * max(len(mine), len(theirs)))
+            drawn = list(explain.pictures(mine, theirs, report, width))
+            write("--picture", picture, to_svg(*drawn, width=width + 38, name="asynckv-plan"))
+        drawn = list(explain.pictures(mine, theirs, report, max(min(72, console.width - 18), 20)))
+        if len(mine) + len(theirs) > MOST_DRAWN:
+            if picture is None:
+                console.print(
+                    f"{len(mine) + len(theirs)} ranks are too many to draw here; --picture FILE.svg draws them",
+                    highlight=False,
+                )
+            drawn = []
+        for each in drawn:
+            console.print(each, highlight=False)
+    elif picture is not None:
+        console.print(f"--picture {picture}: nothing to draw, the plan is refused", highlight=False)
+    good = report["plannable"] and report["written_exactly_once"] is not False and not report["problems"]
+    raise typer.Exit(0 if good else 1)

@@ -1,0 +1,678 @@
+"""What a transfer between two engines will be, worked out from their layouts alone: `asynckv plan`.
+
+The same code as in a running engine: `compare`, `assign`, `PeerTables`, `BlockLists`, `plan_read`. Nothing is
+started, nothing is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console, RenderableType
+
+from asynckv.config import PullConfig
+from asynckv.errors import ConfigError, LayoutError, PlanRefused, RemoteTooShort
+from asynckv.geometry.blocks import check_block_ids, runs_of
+from asynckv.geometry.bounds import NULL, BlockRuns
+from asynckv.geometry.layout import TOKEN, Group, Layout
+from asynckv.geometry.match import (
+    NotCovered,
+    Share,
+    assign,
+    compare,
+    layer_names,
+    owed_readers,
+    remote_ranks,
+    strange_layers,
+)
+from asynckv.geometry.overlap import pools
+from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
+from asynckv.geometry.strides import strided_descriptors
+from asynckv.tools.console import printable
+from asynckv.tools.output import print_table
+from asynckv.tools.pictures import SHARED, Bar, Segment, bars
+
+__all__ = ["SCHEMA", "explain", "pictures", "show"]
+
+SCHEMA = "asynckv.plan/1"
+LEGEND = (
+    "bytes: a last, partly filled block is read to its end.",
+    "pieces per block: stretches that are contiguous on both sides, in all layers of the group; a state counts as one "
+    "block.",
+    "descriptors: pieces of the whole request. if in runs: what is left of them where its blocks lie in runs on both "
+    "sides and neighbours merge.",
+    "posts: transfers handed to NIXL, by the default limits of bytes and descriptors.",
+)
+MANY_PIECES = 8
+MAX_CHECKED = 4_000_000
+"""Most pieces per rank whose destinations are compared one by one."""
+
+Int64s = npt.NDArray[np.int64]
+
+
+def explain(
+    local: Sequence[Layout],
+    remote: Sequence[Layout],
+    num_tokens: int,
+    cached: int,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Plan one request on every local rank.
+
+    Args:
+        local: Layouts of decode ranks, checked.
+        remote: Layouts of all prefill ranks that these answer for, checked.
+        num_tokens: Length of the request.
+        cached: Tokens of it that the decode side has already.
+        progress: Called after every rank.
+
+    Raises:
+        ConfigError: A rank that is needed is not among the remote ones.
+    """
+    by_place = {(x.pp_stage, x.tp_rank): x for x in remote}
+    size, stages = remote[0].tp_size, remote[0].pp_size
+    ranks = []
+    for layout in local:
+        answered = [(s, r) for s in range(stages) for r in remote_ranks(layout.tp_rank, layout.tp_size, size)]
+        if absent := [place for place in answered if place not in by_place]:
+            raise ConfigError(
+                f"the remote file holds {len(remote)} of its engine's {size * stages} ranks, but decode "
+                f"{_place(layout)} answers for (pp_stage, tp_rank) {absent[:8]} as well; write all ranks (leave out "
+                f"--rank and --stage)"
+            )
+        ranks.append(_rank(layout, [by_place[place] for place in answered], num_tokens, cached))
+        progress()
+    here = local[0]
+    # All decode ranks owe, in the file or not: the sizes alone say which.
+    owed = {
+        _place(x): [
+            _named(here, stage, rank)
+            for stage in range(here.pp_size)
+            for rank in owed_readers(x.tp_rank, x.tp_size, here.tp_size)
+        ]
+        for x in remote
+    }
+    return {
+        "schema": SCHEMA,
+        "plannable": all(not r["refused"] for r in ranks),
+        "written_exactly_once": _all_once(r["written_once"] for r in ranks),
+        "tokens": num_tokens,
+        "cached": cached,
+        "local": _side(local),
+        "remote": _side(remote),
+        "ranks": ranks,
+        "owed": owed,
+        "problems": [*_unheld("decode", local), *_unheld("prefill", remote), *_unlike(local, remote)],
+        "whole_group": _is_whole(local),
+    }
+
+
+def _is_whole(layouts: Sequence[Layout]) -> bool:
+    return len(layouts) == layouts[0].tp_size * layouts[0].pp_size
+
+
+def _unheld(side: str, layouts: Sequence[Layout]) -> Iterator[str]:
+    """Say which range of a part no rank holds; only a whole engine's layouts tell."""
+    if not _is_whole(layouts):
+        return
+    held: dict[tuple[str, str, str, int], list[tuple[int, int]]] = {}
+    for layout in layouts:
+        for view in layout.views:
+            for part in view.parts:
+                if part.axis:
+                    held.setdefault((part.name, part.axis, view.layer, part.extent), []).append(part.held)
+    gaps: dict[tuple[str, str, int, int], list[str]] = {}
+    for (name, axis, layer, extent), ranges in held.items():
+        at = 0
+        for lo, hi in [*sorted(ranges), (extent, extent)]:
+            if lo > at:
+                gaps.setdefault((name, axis, at, lo), []).append(layer)
+            at = max(at, hi)
+    for (name, axis, lo, hi), layers in gaps.items():
+        more = f" and {len(layers) - 1} more layers" if len(layers) > 1 else ""
+        yield f"no {side} rank holds {axis} [{lo}, {hi}) of part {name!r} in {layers[0]!r}{more}"
+
+
+def _unlike(local: Sequence[Layout], remote: Sequence[Layout]) -> Iterator[str]:
+    """Say which layers only one of two whole engines has."""
+    if not (_is_whole(local) and _is_whole(remote)):
+        return
+    known = [{name for x in side for names in layer_names(x).values() for name in names} for side in (local, remote)]
+    for side, layouts, others in (("decode", local, known[1]), ("prefill", remote, known[0])):
+        if names := {layer for x in layouts for layer in strange_layers(x, others)}:
+            yield f"only {side} has the layers {', '.join(sorted(names)[:8])}{' ...' if len(names) > 8 else ''}"
+
+
+def _all_once(checks: Iterable[dict[str, Any] | None]) -> bool | None:
+    """Put ranks' findings together; None where one was refused, or has too many pieces to compare."""
+    found = list(checks)
+    if not all(c is not None and c["checked"] for c in found):
+        return None
+    return not any(c["twice"] or c["missing"] or c["beside"] for c in found if c is not None)
+
+
+def _side(layouts: Sequence[Layout]) -> dict[str, Any]:
+    first = layouts[0]
+    return {
+        "model": first.model,
+        "tp_size": first.tp_size,
+        "pp_size": first.pp_size,
+        "ranks": len(layouts),
+        "groups": [
+            {
+                "name": g.name,
+                "kind": g.kind,
+                "tokens_per_block": g.block_size if g.kind == "tokens" else None,
+                "kernel_blocks": g.ratio,
+                "window": g.window,
+                "layers": len({v.layer for x in layouts for v in x.views if v.group == i}),
+                "parts": _parts(first, i),
+            }
+            for i, g in enumerate(first.groups)
+        ],
+    }
+
+
+def _parts(layout: Layout, group: int) -> list[dict[str, Any]]:
+    """What a kernel block of a group consists of in this rank's first layer of it."""
+    views = [v for v in layout.views if v.group == group]
+    return [
+        {
+            "name": p.name,
+            "dtype": p.dtype,
+            "dims": {d.name: d.size for d in p.dims},
+            "axis": p.axis,
+            "extent": p.extent,
+        }
+        for v in views
+        if v.layer == views[0].layer
+        for p in v.parts
+    ]
+
+
+def _place(layout: Layout) -> str:
+    return _named(layout, layout.pp_stage, layout.tp_rank)
+
+
+def _named(layout: Layout, stage: int, rank: int) -> str:
+    return f"pp{stage}/tp{rank}" if layout.pp_size > 1 else f"tp{rank}"
+
+
+def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: int) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "rank": _place(layout),
+        "releases": [_place(x) for x in answered],
+        "refused": [],
+        "warnings": [],
+        "hints": [],
+        "reads": [],
+        "bytes": 0,
+        "written_once": None,
+    }
+    for other in answered:
+        row["refused"] += [
+            {"remote": _place(other), "field": d.field, "local": d.local, "remote_value": d.remote}
+            for d in compare(layout, other)
+        ]
+    if row["refused"]:
+        return row
+    try:
+        shares = assign(layout, answered)
+        maps = [
+            PeerTables(layout, other, s, itertools.count(1)) if s else None
+            for other, s in zip(answered, shares, strict=True)
+        ]
+        lists = _request(layout, answered, num_tokens, cached)
+        plans = [plan_read(peer, lists) if peer is not None else None for peer in maps]
+    except NotCovered as exc:
+        row["refused"] = [
+            {"remote": "", "field": d.field, "local": d.local, "remote_value": d.remote} for d in exc.differences
+        ]
+        return row
+    except (LayoutError, PlanRefused, RemoteTooShort) as exc:
+        row["refused"] = [{"remote": "", "field": str(exc), "local": "", "remote_value": ""}]
+        return row
+    for other, peer, plan, share in zip(answered, maps, plans, shares, strict=True):
+        if peer is None or plan is None or not plan.num_descriptors:
+            continue
+        row["warnings"] += peer.warnings
+        row["hints"] += [h for h in _hints(peer, share) if h not in row["hints"]] if not peer.warnings else []
+        row["reads"].append(_read(_place(other), peer, plan, share))
+    row["bytes"] = sum(read["bytes"] for read in row["reads"])
+    row["written_once"] = _written_once(layout, [p for p in plans if p is not None], lists)
+    return row
+
+
+def _request(local: Layout, answered: Sequence[Layout], num_tokens: int, cached: int) -> BlockLists:
+    """A request whose blocks lie in runs on both sides, as an allocator gives them at best."""
+    offers = [_lists("prefill", layout, num_tokens, 0) for layout in answered]
+    mine = check_block_ids(local, _lists("decode", local, num_tokens, cached))
+    return BlockLists(mine, [BlockRuns(first, runs_of(ids)) for first, ids in offers[0]], num_tokens)
+
+
+def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple[int, list[int | None]]]:
+    """Give every group its blocks; groups that share memory take theirs from one pool."""
+    pool_of = pools(layout)
+    nulls: dict[int, set[int]] = {}
+    for pool, group in zip(pool_of, layout.groups, strict=True):
+        nulls.setdefault(pool, set()).add(group.null_block)
+    taken = dict.fromkeys(pool_of, 0)
+    out: list[tuple[int, list[int | None]]] = []
+    for pool, group in zip(pool_of, layout.groups, strict=True):
+        if first >= num_tokens:
+            out.append((first, []))
+            continue
+        start, count = first // group.block_size, -(-num_tokens // group.block_size)
+        keep = max(0, num_tokens - group.window) if group.window else 0
+        if group.kind == "state":
+            keep = num_tokens - 1
+        null = max(keep // group.block_size, start)
+        begin = taken[pool]
+        end = begin + count - null
+        for placeholder in sorted(nulls[pool]):
+            end += begin <= placeholder < end
+        if end > group.num_blocks:
+            raise ConfigError(
+                f"--tokens {num_tokens} does not fit: group {group.name!r} of {side} {_place(layout)} declares "
+                f"{group.num_blocks} blocks of {group.block_size} tokens, but {count - null} are needed"
+                f"{f' beside the {begin} of groups in the same memory' if begin else ''}; use fewer --tokens, or write "
+                f"the layout with more --num-blocks"
+            )
+        ids = [i for i in range(begin, end) if i not in nulls[pool]]
+        taken[pool] = end
+        out.append((first, [None] * (null - start) + ids))
+    return out
+
+
+def _read(name: str, peer: PeerTables, plan: Plan, shares: Sequence[Share]) -> dict[str, Any]:
+    groups = [_read_group(pair.local_index, pair.remote_index, plan, shares) for pair in peer.group_pairs]
+    read = [g for g in groups if g["descriptors"]]
+    sums = {key: sum(g[key] for g in read) for key in ("bytes", "descriptors", "descriptors_in_runs", "posts")}
+    return {"remote": name, **sums, "groups": read}
+
+
+def _read_group(group: int, remote_group: int, plan: Plan, shares: Sequence[Share]) -> dict[str, Any]:
+    pair = group, remote_group
+    mine = Plan(tuple(s for s in plan.sections if s.table.span[:2] == pair))
+    config = PullConfig()
+    posts, merged = mine.count_posts(config.max_post_bytes, config.max_post_descriptors)
+    ranges: dict[tuple[str, int, int, str, int], set[str]] = {}
+    for s in shares:
+        if (s.local_view.group, s.remote_view.group) == pair:
+            part = s.local_part
+            ranges.setdefault((part.name, s.lo, s.hi, part.axis, part.extent), set()).add(s.local_view.layer)
+    return {
+        "group": group,
+        "parts": [
+            {"part": name, "axis": axis, "range": [lo, hi], "extent": extent, "layers": len(layers)}
+            for (name, lo, hi, axis, extent), layers in ranges.items()
+        ],
+        "bytes": mine.num_bytes,
+        "pieces_per_block": max((s.table.num_rows for s in mine.sections), default=0),
+        "kinds_of_cuts": len({s.table.table_id for s in mine.sections}),
+        "descriptors": mine.num_descriptors,
+        "descriptors_in_runs": merged,
+        "posts": posts,
+    }
+
+
+def _hints(peer: PeerTables, shares: Sequence[Share]) -> Iterator[str]:
+    """Say where another memory order would save most pieces."""
+    for group, remote_group in ((pair.local_index, pair.remote_index) for pair in peer.group_pairs):
+        layers = len({s.local_view.layer for s in shares if s.local_view.group == group})
+        rows = max((t.num_rows for t in peer.regular if t.span[:2] == (group, remote_group)), default=0)
+        if peer.local.groups[group].kind == "tokens" and rows > MANY_PIECES * layers:
+            yield (
+                f"group {peer.local.groups[group].name} takes {rows / layers:.0f} pieces per block and layer; where "
+                f"each head's tokens lie together on both sides (asynckv layout --order hnd) it takes few"
+            )
+
+
+def _written_once(layout: Layout, plans: Sequence[Plan], lists: BlockLists) -> dict[str, Any]:
+    """Compare what plans write with what a request needs, byte by byte: all of it, and nothing twice.
+
+    What is needed is worked out from our own layout alone, without the planner.
+    """
+    count = sum(plan.num_descriptors for plan in plans)
+    if count > MAX_CHECKED:
+        return {"checked": False, "pieces": count, "twice": None, "missing": None, "beside": None}
+    written = _Intervals()
+    for section in (s for plan in plans for s in plan.sections):
+        table = section.table
+        for (memory, offset, stride), length in zip(table.local.tolist(), table.length.tolist(), strict=True):
+            written.add(memory, offset + stride * section.local.astype(np.int64), length)
+    twice, missing, beside = 0, 0, 0
+    needed, allowed = _needed(layout, lists), _needed(layout, lists, over=True)
+    for memory in needed.memories | written.memories:
+        start, end = written.sorted(memory)
+        twice += int((start[1:] < end[:-1]).sum())
+        missing += _outside(needed.sorted(memory), (start, end))
+        beside += _outside((start, end), allowed.sorted(memory))
+    return {"checked": True, "pieces": count, "twice": twice, "missing": missing, "beside": beside}
+
+
+def _outside(these: tuple[Int64s, Int64s], those: tuple[Int64s, Int64s]) -> int:
+    """Count the ranges that do not lie within others, joined where they touch."""
+    start, end = those
+    heads = np.flatnonzero(np.concatenate(([True], start[1:] > np.maximum.accumulate(end)[:-1]))[: len(start)])
+    ends = np.maximum.reduceat(end, heads) if len(heads) else end
+    at = np.searchsorted(start[heads], these[0], side="right") - 1
+    return int(((at < 0) | (np.append(ends, -1)[at] < these[1])).sum())
+
+
+class _Intervals:
+    """Byte ranges of memories."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[tuple[Int64s, int]]] = {}
+
+    @property
+    def memories(self) -> set[int]:
+        return set(self._found)
+
+    def add(self, memory: int, start: Int64s, length: int) -> None:
+        self._found.setdefault(memory, []).append((start, length))
+
+    def sorted(self, memory: int) -> tuple[Int64s, Int64s]:
+        found = self._found.get(memory, [])
+        start = np.concatenate([np.empty(0, np.int64), *(x for x, _ in found)])
+        end = np.concatenate([np.empty(0, np.int64), *(x + length for x, length in found)])
+        order = np.argsort(start)
+        return start[order], end[order]
+
+
+def _needed(layout: Layout, lists: BlockLists, *, over: bool = False) -> _Intervals:
+    """What a request needs; or, `over` its edges, what it may write: the last block to its end, a window's first."""
+    out = _Intervals()
+    for view in layout.views:
+        group, (first, ids) = layout.groups[view.group], lists.local[view.group]
+        if group.kind == "state":
+            place = (lists.num_tokens - 1) // group.block_size - first // group.block_size
+            spans = [(ids[place : place + 1] if first < lists.num_tokens else ids[:0], 0, 0)]
+        else:
+            spans = list(_spans(group, first, ids, lists.num_tokens, over))
+        for blocks, lo, hi in spans:
+            for part in view.parts if len(blocks) else ():
+                start, dims = view.offset + part.offset, []
+                for dim in part.dims:
+                    size = dim.size
+                    if group.kind != "state" and dim.name == TOKEN:
+                        begin, size = lo // part.tokens_per_entry, -(-hi // part.tokens_per_entry)
+                        start, size = start + begin * dim.stride, size - begin
+                    dims.append((size, dim.stride, dim.stride))
+                offsets, _, length = strided_descriptors(part.itemsize, tuple(dims))
+                for offset in offsets.tolist():
+                    out.add(view.memory, start + offset + view.stride * blocks, length)
+    return out
+
+
+def _spans(group: Group, first: int, ids: Int64s, num_tokens: int, over: bool) -> Iterator[tuple[Int64s, int, int]]:
+    """Kernel blocks of which the same tokens are needed: `(blocks, from, to)`."""
+    size, base = group.kernel_size, first // group.block_size * group.block_size
+    if group.window and num_tokens - group.window + 1 > first:
+        near = num_tokens - group.window + 1
+        first = max(first, (near - 1) // size * size) if over else near
+    if first >= num_tokens:
+        return
+    kernels = np.arange(first // size, -(-num_tokens // size), dtype=np.int64)
+    blocks = ids[(kernels * size - base) // group.block_size] * group.ratio + kernels % group.ratio
+    lo = np.maximum(first - kernels * size, 0)
+    hi = np.full_like(lo, size) if over else np.minimum(num_tokens - kernels * size, size)
+    given = ids[(kernels * size - base) // group.block_size] != NULL
+    for a, b in sorted(set(zip(lo.tolist(), hi.tolist(), strict=True))):
+        yield blocks[given & (lo == a) & (hi == b)], a, b
+
+
+# -- for people -------------------------------------------------------------------------------------------------
+
+
+def pictures(
+    local: Sequence[Layout], remote: Sequence[Layout], report: dict[str, Any] | None = None, width: int = 72
+) -> Iterator[RenderableType]:
+    """Draw, for every axis that is cut alike, which remote rank gives what to which local rank.
+
+    With a report only what its request reads; otherwise what a request reads of which nothing is cached.
+    """
+    read_by = None
+    if report is not None:
+        read_by = {
+            (r["rank"], x["remote"], p["part"])
+            for r in report["ranks"]
+            for x in r["reads"]
+            for g in x["groups"]
+            for p in g["parts"]
+        }
+    axes: dict[tuple[str, int], list[str]] = {}
+    for layout in (*local, *remote):
+        for view in layout.views:
+            for part in view.parts:
+                names = axes.setdefault((part.axis, part.extent if part.axis else 1), [])
+                if part.name not in names:
+                    names.append(part.name)
+    places = {(x.pp_stage, x.tp_rank): x for x in remote}
+    found: dict[str, list[tuple[Layout, Layout, Share]]] = {}
+    for layout in local:
+        answered = [
+            places[s, r]
+            for s in range(remote[0].pp_size)
+            for r in remote_ranks(layout.tp_rank, layout.tp_size, remote[0].tp_size)
+        ]
+        for other, shares in zip(answered, assign(layout, answered), strict=True):
+            for share in shares:
+                if read_by is None or (_place(layout), _place(other), share.local_part.name) in read_by:
+                    found.setdefault(share.local_part.name, []).append((layout, other, share))
+    for (axis, extent), names in axes.items():
+        # Parts that are cut alike in every rank share one picture.
+        alike: dict[tuple[_Reading, ...], list[str]] = {}
+        for name in names:
+            reads = tuple(sorted({(_place(a), _place(b), s.lo, s.hi) for a, b, s in found.get(name, [])}))
+            alike.setdefault(reads, []).append(name)
+        for shared, parts in alike.items():
+            yield _picture(axis, extent, parts, shared, local, remote, width)
+
+
+_Reading = tuple[str, str, int, int]
+"""Reader, source, and the range that is read."""
+
+
+def _picture(
+    axis: str,
+    extent: int,
+    parts: list[str],
+    reads: tuple[_Reading, ...],
+    local: Sequence[Layout],
+    remote: Sequence[Layout],
+    width: int,
+) -> RenderableType:
+    number = {_place(x): i for i, x in enumerate(local)}
+    rows = []
+
+    def held(layout: Layout) -> list[tuple[float, float]]:
+        # What one side holds whole the other may have cut.
+        parts_here = (p for v in layout.views for p in v.parts if p.name in parts)
+        return sorted({p.held if axis and p.axis else (0, extent) for p in parts_here})
+
+    for layout in remote:
+        mine = [r for r in reads if r[1] == _place(layout)]
+        segments: dict[tuple[float, float], list[str]] = {}
+        for name, _, lo, hi in mine:
+            segments.setdefault((lo, hi) if axis else (0, 1), []).append(name)
+        drawn = [
+            Segment(lo, hi, "to " + ", ".join(n), number[n[0]] if len(n) == 1 else SHARED, _briefly(n))
+            for (lo, hi), n in segments.items()
+        ]
+        if not mine:
+            drawn = [Segment(lo, hi, "not read") for lo, hi in held(layout)]
+        rows.append(Bar(f"prefill {_place(layout)}", drawn))
+    for layout in local:
+        mine = [r for r in reads if r[0] == _place(layout)]
+        sources: dict[tuple[float, float], list[str]] = {}
+        for _, other, lo, hi in mine:
+            sources.setdefault((lo, hi) if axis else (0, 1), []).append(other)
+        drawn = [
+            Segment(lo, hi, "from " + ", ".join(n), number[_place(layout)], _briefly(n))
+            for (lo, hi), n in sorted(sources.items())
+        ]
+        if not mine:
+            drawn = [Segment(lo, hi, "nothing read") for lo, hi in held(layout)]
+        rows.append(Bar(f"decode {_place(layout)}", drawn))
+    what = f"{extent} along {axis!r}" if axis else "the same on all ranks"
+    return bars(f"{', '.join(parts)}: {what}", extent if axis else 1, rows, width=width)
+
+
+def _briefly(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} ranks"
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print a report."""
+    report = printable(report)
+    for role, side in (("decode (local)", report["local"]), ("prefill (remote)", report["remote"])):
+        stages = f", pp {side['pp_size']}" if side["pp_size"] > 1 else ""
+        whole = side["tp_size"] * side["pp_size"]
+        some = "" if side["ranks"] == whole else f"; {side['ranks']} of {whole} ranks are in this file"
+        console.print(
+            f"[bold]{role}[/bold]: {side['model'] or 'a model'}, tp {side['tp_size']}{stages}{some}", highlight=False
+        )
+        for group in side["groups"]:
+            size = (
+                "one state per request" if group["kind"] == "state" else f"{group['tokens_per_block']} tokens per block"
+            )
+            ratio = f" of {group['kernel_blocks']} kernel blocks" if group["kernel_blocks"] > 1 else ""
+            layers = f"{group['layers']} layer{'s' if group['layers'] > 1 else ''}"
+            console.print(f"  group {group['name']}: {layers}, {size}{ratio}", highlight=False)
+            alike: dict[str, list[str]] = {}
+            for part in group["parts"]:
+                whole = f" of {part['extent']:,}"
+                dims = (f"{n} {size:,}{whole if n == part['axis'] else ''}" for n, size in part["dims"].items())
+                alike.setdefault(f"{part['dtype']} ({' x '.join(dims)})", []).append(part["name"])
+            for shape, names in alike.items():
+                console.print(f"    {', '.join(names)}: {shape}", highlight=False)
+    console.print()
+    if not report["plannable"]:
+        _show_refusal(report, console)
+        _show_problems(report, console)
+        return
+    cached = f", of which {report['cached']:,} are on the decode side already" if report["cached"] else ""
+    plural = "s" if report["tokens"] > 1 else ""
+    console.print(f"[bold]A request of {report['tokens']:,} token{plural}[/bold]{cached}", highlight=False)
+    heads = ("decode", "reads", "group", "what", "bytes", "pieces per block", "descriptors", "if in runs", "posts")
+    rows: list[tuple[str, ...]] = []
+    for rank in report["ranks"]:
+        for read in rank["reads"]:
+            for group in read["groups"]:
+                counts = (group[n] for n in ("pieces_per_block", "descriptors", "descriptors_in_runs", "posts"))
+                rows.append(
+                    (
+                        rank["rank"],
+                        read["remote"],
+                        str(group["group"]),
+                        _what(group["parts"]),
+                        _bytes(group["bytes"]),
+                        *(f"{n:,}" for n in counts),
+                    )
+                )
+        if not rank["reads"]:
+            rows.append((rank["rank"], "nobody", "", "", "0", "", "0", "0", "0"))
+    print_table(console, heads, rows, texts=(0, 1), wrapped=(3,), is_markup=True)
+    for legend in LEGEND:
+        console.print(f"  {legend}", highlight=False, style="dim")
+    console.print()
+    console.print(
+        "[bold]Who releases whom[/bold]: a prefill rank's blocks are free once these have released them",
+        highlight=False,
+    )
+    read_by = {r["rank"]: {x["remote"] for x in r["reads"]} for r in report["ranks"]}
+    for name, readers in report["owed"].items():
+        names = [f"{d}{_how(read_by.get(d), name)}" for d in readers]
+        console.print(f"  prefill {name}: decode {', '.join(names)}", highlight=False)
+    console.print()
+    console.print(_verdict([r["written_once"] for r in report["ranks"]]), highlight=False)
+    _show_problems(report, console)
+    for hint in dict.fromkeys(h for r in report["ranks"] for h in r["hints"]):
+        console.print(f"[cyan]hint[/cyan]: {hint}", highlight=False)
+    for warning in dict.fromkeys(w for r in report["ranks"] for w in r["warnings"]):
+        console.print(f"[yellow]warning[/yellow]: {warning}", highlight=False)
+
+
+def _show_problems(report: dict[str, Any], console: Console) -> None:
+    for problem in report["problems"]:
+        console.print(f"[red]problem[/red]: {problem}", highlight=False)
+
+
+def _how(read: set[str] | None, name: str) -> str:
+    if read is None:
+        return " (not in this file)"
+    return "" if name in read else " (which reads nothing from it)"
+
+
+def _verdict(checks: Sequence[dict[str, Any]]) -> str:
+    pieces = sum(c["pieces"] for c in checks)
+    if not pieces:
+        return "Nothing needs to be read."
+    if not all(c["checked"] for c in checks):
+        return (
+            f"{pieces:,} pieces were not compared byte by byte: more than {MAX_CHECKED:,} on a rank; use fewer --tokens"
+        )
+    twice, missing, beside = (sum(c[name] for c in checks) for name in ("twice", "missing", "beside"))
+    if twice or missing or beside:
+        return (
+            f"[red]Of {pieces:,} pieces {twice:,} write what another writes as well, {beside:,} write what is not the "
+            f"request's, and {missing:,} that are needed are not written. This is a bug in asynckv: please report both "
+            f"files.[/red]"
+        )
+    return (
+        f"Every byte that the request needs is written exactly once, and none beside: the destinations of {pieces:,} "
+        f"pieces compared with what the decode layouts say."
+    )
+
+
+def _show_refusal(report: dict[str, Any], console: Console) -> None:
+    console.print("[bold red]Refused at the handshake[/bold red]")
+    rows: dict[tuple[str, str, str], tuple[list[str], list[str]]] = {}
+    for rank in report["ranks"]:
+        for d in rank["refused"]:
+            if d["remote"]:
+                key = d["field"], _shortened(d["local"]), _shortened(d["remote_value"])
+                for names, name in zip(rows.setdefault(key, ([], [])), (rank["rank"], d["remote"]), strict=True):
+                    names += [name] if name not in names else []
+            else:
+                values = f": {d['local']} here, {d['remote_value']} there" if d["local"] or d["remote_value"] else ""
+                console.print(f"  decode {rank['rank']}: {d['field']}{values}", highlight=False)
+    cells = [
+        (_names(here), _names(there), field, mine, theirs) for (field, mine, theirs), (here, there) in rows.items()
+    ]
+    if cells:
+        heads = ("decode", "prefill", "field", "local", "remote")
+        print_table(console, heads, cells, wrapped=range(5), is_markup=True)
+
+
+def _shortened(value: object) -> str:
+    return ", ".join(str(x) for x in value) if isinstance(value, list | tuple) else str(value)
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])}, ... {names[-1]}"
+
+
+def _what(parts: Sequence[dict[str, Any]]) -> str:
+    """One line per range: the parts that are cut alike."""
+    lines: dict[tuple[Any, ...], list[str]] = {}
+    for part in parts:
+        lines.setdefault((part["axis"], *part["range"], part["extent"], part["layers"]), []).append(part["part"])
+    out = []
+    for (axis, lo, hi, extent, layers), names in lines.items():
+        where = f"{axis} {lo}-{hi - 1} of {extent}" if axis else "whole"
+        out.append(f"{', '.join(names)}: {where} ({layers} layer{'s' if layers > 1 else ''})")
+    return "\n".join(out)
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number} B"

@@ -1,0 +1,214 @@
+"""Layouts of whole models: which rank holds what, and how its memory is arranged.
+
+Engines declare the memory they have; this is for those that have not allocated it yet (benchmarks,
+capacity planning, `asynckv.plan`), and an example of every kind of declaration.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from asynckv.errors import ConfigError
+from asynckv.geometry.layout import ITEMSIZE, ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View, dense_part, shard
+from asynckv.tools.plan.models import Heads, Latent, Model, State
+
+__all__ = ["CONV_ORDERS", "ORDERS", "model_groups", "model_layout", "stage_layers", "with_addresses"]
+
+ORDERS = ("nhd", "hnd", "block-nhd", "block-hnd", "cross-nhd", "cross-hnd")
+"""`nhd` has tokens before heads, `hnd` heads before tokens. Keys of all blocks come first, then values;
+`block-`: both in one block; `cross-`: one region for all layers of a group, a block's layers adjacent."""
+
+CONV_ORDERS = ("channel", "row")
+"""Which dim of a convolution's state varies slowest."""
+
+Layer = Heads | Latent | State
+
+
+def model_groups(model: Model) -> tuple[tuple[Layer, tuple[int, ...]], ...]:
+    """Sort a model's layers into cache groups: layers of the same kind, window and shape share block ids."""
+    groups: dict[Layer, list[int]] = {}
+    for number, layer in enumerate(model.layers):
+        groups.setdefault(layer, []).append(number)
+    return tuple((layer, tuple(numbers)) for layer, numbers in groups.items())
+
+
+def stage_layers(num_layers: int, pp_stage: int, pp_size: int) -> range:
+    """Return the layers of one pipeline stage: as even as whole layers allow."""
+    return range(pp_stage * num_layers // pp_size, (pp_stage + 1) * num_layers // pp_size)
+
+
+def model_layout(
+    model: Model,
+    *,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    pp_stage: int = 0,
+    pp_size: int = 1,
+    block_size: int = 16,
+    ratio: int = 1,
+    num_blocks: int | Sequence[int] = 1,
+    order: str = "nhd",
+    conv_order: str = "channel",
+) -> Layout:
+    """Lay out one rank's share of a model, with memories one after another from address 0 on.
+
+    Args:
+        model: What every layer keeps.
+        tp_rank, tp_size: Place in tensor parallelism.
+        pp_stage, pp_size: Pipeline stage; layers are cut evenly.
+        block_size: Tokens per block of attention layers; a recurrent layer has one state per request.
+        ratio: Kernel blocks per block.
+        num_blocks: Blocks per group, or of each group of `model_groups`.
+        order: One of `ORDERS`.
+        conv_order: One of `CONV_ORDERS`.
+
+    Raises:
+        ConfigError: A size does not fit the model; names both.
+        LayoutError: A rank cannot hold a whole share of some axis.
+    """
+    for name, value, known in (("order", order, ORDERS), ("conv_order", conv_order, CONV_ORDERS)):
+        if value not in known:
+            raise ConfigError(f"{name} {value!r} is unknown; use one of {', '.join(known)}")
+    if not 0 <= pp_stage < pp_size <= len(model.layers):
+        raise ConfigError(
+            f"stage {pp_stage} of pp_size {pp_size} does not exist for {len(model.layers)} layers; use pp_size 1 ... "
+            f"{len(model.layers)}"
+        )
+    if block_size < 1 or ratio < 1 or block_size % ratio:
+        raise ConfigError(f"block_size {block_size} is not a positive multiple of the ratio {ratio}")
+    kinds = model_groups(model)
+    counts = [num_blocks] * len(kinds) if isinstance(num_blocks, int) else list(num_blocks)
+    if len(counts) != len(kinds) or min(counts) < 1:
+        raise ConfigError(f"num_blocks {counts} does not give 1 or more blocks for each of the {len(kinds)} groups")
+    stage = stage_layers(len(model.layers), pp_stage, pp_size)
+    groups: list[Group] = []
+    views: list[View] = []
+    memories: list[Memory] = []
+    for index, (layer, numbers) in enumerate(kinds):
+        group = _group(layer, index, block_size, ratio, counts[index])
+        groups.append(group)
+        here = [n for n in numbers if n in stage]
+        parts, size = _parts(model, layer, group.kernel_size, tp_rank, tp_size, order, conv_order)
+        blocks = group.num_kernel_blocks
+        if order.startswith("cross-") and here:
+            views += [
+                View(len(memories), index, f"layers.{n}", i * size, size * len(here), parts) for i, n in enumerate(here)
+            ]
+            memories.append(Memory(0, size * len(here) * blocks))
+            continue
+        if order in ("nhd", "hnd") and isinstance(layer, Heads):
+            # Keys of all blocks, then values: each part in a region of its own.
+            steps = [p.itemsize * math.prod(d.size for d in p.dims) for p in parts]
+            if steps[0] == steps[1]:
+                size = steps[0]
+                parts = tuple(msgspec.structs.replace(p, offset=i * size * blocks) for i, p in enumerate(parts))
+        length = max(p.offset for p in parts) // (size * blocks) * size * blocks + size * blocks
+        for n in here:
+            views.append(View(len(memories), index, f"layers.{n}", 0, size, parts))
+            memories.append(Memory(0, length))
+    bases = itertools.accumulate((-(-m.length // 4096) * 4096 for m in memories), initial=0)
+    return with_addresses(
+        Layout(
+            model=model.name,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            pp_stage=pp_stage,
+            pp_size=pp_size,
+            memories=tuple(memories),
+            groups=tuple(groups),
+            views=tuple(views),
+        ),
+        [base for base, _ in zip(bases, memories, strict=False)],
+    )
+
+
+def with_addresses(layout: Layout, bases: Sequence[int]) -> Layout:
+    """Give a layout's memories their addresses."""
+    memories = [msgspec.structs.replace(m, base=base) for m, base in zip(layout.memories, bases, strict=True)]
+    return msgspec.structs.replace(layout, memories=tuple(memories))
+
+
+def _group(layer: Layer, index: int, block_size: int, ratio: int, num_blocks: int) -> Group:
+    match layer:
+        case State():
+            return Group(f"{index}: states", ONE_PER_REQUEST, num_blocks, kind="state")
+        case Heads(window=window) | Latent(window=window):
+            what = "latents" if isinstance(layer, Latent) else "attention"
+            name = f"{index}: {what}, window {window}" if window else f"{index}: {what}"
+            return Group(name, block_size, num_blocks, ratio, window=window)
+
+
+def _parts(
+    model: Model, layer: Layer, tokens: int, tp_rank: int, tp_size: int, order: str, conv_order: str
+) -> tuple[tuple[Part, ...], int]:
+    """Parts of one kernel block, one after the other, and the bytes that they take."""
+    match layer:
+        case Heads():
+            held = shard(layer.num_heads, tp_rank, tp_size)
+            heads = ("head", held[1] - held[0])
+            rows = [heads, ("token", tokens)] if order.endswith("hnd") else [("token", tokens), heads]
+            parts, at = [], 0
+            for name, width in (("k", layer.head_dim), ("v", layer.v_head_dim or layer.head_dim)):
+                part = dense_part(
+                    name,
+                    model.dtype,
+                    [*rows, ("dim", width)],
+                    offset=at,
+                    axis="head",
+                    held=held,
+                    extent=layer.num_heads,
+                )
+                parts.append(part)
+                at += tokens * heads[1] * width * part.itemsize
+            return tuple(parts), at
+        case Latent():
+            width = layer.rank + layer.rope_dim
+            part = dense_part("latent", model.dtype, [("token", tokens), ("dim", width)])
+            return (part,), tokens * width * part.itemsize
+        case State():
+            return _state_parts(model, layer, tp_rank, tp_size, conv_order)
+
+
+def _axes(layer: State) -> tuple[Mapping[str, str], str, Sequence[str]]:
+    """The field's names: of every sub-projection's sharded axis, of the recurrent state's, and of its other dims."""
+    if any(p.name == "q" for p in layer.conv):
+        return {"q": "key_head", "k": "key_head", "v": "value_head"}, "value_head", ("key_dim", "value_dim")
+    if len(layer.shape) == 1:
+        return {"x": "channel"}, "channel", ("state",)
+    return {"x": "head", "b": "group", "c": "group"}, "head", ("head_dim", "state")
+
+
+def _state_parts(model: Model, layer: State, tp_rank: int, tp_size: int, order: str) -> tuple[tuple[Part, ...], int]:
+    itemsize = ITEMSIZE[model.dtype]
+    held = {p.name: shard(p.units, tp_rank, tp_size) for p in layer.conv}
+    channels = sum((held[p.name][1] - held[p.name][0]) * p.width for p in layer.conv)
+    column, channel = (channels * itemsize, itemsize) if order == "row" else (itemsize, layer.columns * itemsize)
+    axes, axis, names = _axes(layer)
+    parts, at = [], 0
+    for p in layer.conv:
+        lo, hi = held[p.name]
+        conv_axis = axes.get(p.name, "unit")
+        dims = (
+            Dim(conv_axis, hi - lo, p.width * channel),
+            Dim("width", p.width, channel),
+            Dim("column", layer.columns, column),
+        )
+        parts.append(Part(f"conv_{p.name}", model.dtype, itemsize, at * channel, dims, conv_axis, (lo, hi), p.units))
+        at += (hi - lo) * p.width
+    start = -(-channels * layer.columns * itemsize // 8) * 8
+    held_state = shard(layer.units, tp_rank, tp_size)
+    state = dense_part(
+        "state",
+        layer.dtype or model.dtype,
+        [(axis, held_state[1] - held_state[0]), *zip(names, layer.shape, strict=True)],
+        offset=start,
+        axis=axis,
+        held=held_state,
+        extent=layer.units,
+    )
+    size = start + state.itemsize * math.prod(d.size for d in state.dims)
+    return (*parts, state), -(-size // 8) * 8

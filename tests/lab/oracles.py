@@ -1,0 +1,245 @@
+"""What is watched while a script is played, each rule by what may be seen from outside of the core.
+
+Times are judged by the clock of the process that made the promise, less what that process was stopped for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import msgspec
+
+from asynckv.config import PullConfig
+from asynckv.core.rank import RankCore
+from asynckv.core.source import RATE_MARGIN
+from asynckv.core.types import Key, Outcome
+from asynckv.core.wire import Claim, Granted, Hello, Message, NotYet, Refused, Release, Renew, decode_packet
+from asynckv.errors import AsyncKVError
+from tests.lab.world import Process, World
+
+__all__ = ["Stopwatch", "Wire", "check_belief"]
+
+TURN_S = 0.1
+"""How late a process may be with anything that is due."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """How long a process has been running since some moment."""
+
+    process: Process
+    at: float
+    frozen_s: float
+
+    @classmethod
+    def start(cls, process: Process) -> Stopwatch:
+        """Begin to count."""
+        return cls(process, process.now, process.frozen_s)
+
+    @property
+    def ran_s(self) -> float:
+        """What has passed, without what it was stopped for."""
+        return self.process.now - self.at - (self.process.frozen_s - self.frozen_s)
+
+
+def check_belief(readers: Iterable[tuple[Process, RankCore]], key: Key, incarnation: str, at: float) -> str:
+    """Say who still believes in a promise of blocks that an owner's engine has back since `at`.
+
+    A reader's belief is the latest end of any grant that was ever delivered to it, on its own clock.
+    """
+    for process, core in readers:
+        for pull in core.decode.pulls.values():
+            if pull.reason is not None or pull.params.key != key:
+                continue
+            for source in pull.sources:
+                until = (source.covered_until - process.epoch) / process.rate
+                if source.incarnation == incarnation and until > at + 1e-6:
+                    return f"{process.name} was promised the blocks of {pull.request_id} for {until - at:.6f} s more"
+    return ""
+
+
+class _Envelope(msgspec.Struct, array_like=True, frozen=True):
+    major: int
+    source: str
+    target: str
+    messages: list[msgspec.Raw]
+
+
+_envelope = msgspec.msgpack.Decoder(_Envelope)
+_Watched = Hello | Claim | Renew | Granted | NotYet | Refused | Release
+_TAGS = {kind.__struct_config__.tag for kind in (Hello, Claim, Renew, Granted, NotYet, Refused, Release)}
+
+
+@lru_cache(maxsize=64)
+def _watched(packet: bytes) -> tuple[str, str, tuple[Message, ...]]:
+    """Whom a packet is from and meant for, and what is in it that any rule is about."""
+    try:
+        envelope = _envelope.decode(packet)
+        # An array of less than 16 fields is one byte, then the tag.
+        if not any(memoryview(raw)[1] in _TAGS for raw in envelope.messages):
+            return envelope.source, envelope.target, ()
+        messages = decode_packet(packet).messages
+    except (msgspec.MsgspecError, AsyncKVError, UnicodeDecodeError):
+        return "", "", ()
+    return envelope.source, envelope.target, tuple(m for m in messages if isinstance(m, _Watched))
+
+
+@dataclass(slots=True)
+class _Greeting:
+    nonce: int
+    first_at: float
+    at: float
+    times: int = 1
+    is_answered: bool = False
+    is_void: bool = False
+    """What came of it was lost since, through nobody's fault."""
+    is_again: bool = False
+    """One before it was answered, so this may be a probe, which is over sooner."""
+
+
+class Wire:
+    """Rules about packets: handshakes are not repeated without end, promises are renewed in time, and kept, and nobody
+    hears that something is not lent yet which was lent, or withdrawn.
+
+    Args:
+        is_patient: Nobody tells readers that a rank is gone: only its silence, or its answer, ends a handshake.
+    """
+
+    def __init__(self, world: World, config: PullConfig, renew_s: float, is_patient: bool) -> None:
+        self._is_patient = is_patient
+        self._world, self._config, self._renew_s = world, config, renew_s
+        self._greetings: dict[tuple[Process, str, str], _Greeting] = {}
+        self._sent_at: dict[tuple[Process, int], float] = {}
+        """By transmission."""
+        self._promises: dict[tuple[Process, str, str], tuple[str, float]] = {}
+        """By reader, owner's process start and pull: the token, and the end of the longest promise that was heard."""
+        self._landed: dict[tuple[Process, str, str], float] = {}
+        """By the same: when the last of its bytes did."""
+        self._unanswered: dict[tuple[Process, str], list[_Greeting]] = {}
+        self.asked: dict[tuple[Process, str, str], tuple[int, bytes]] = {}
+        """Newest question of each pull to each address, and the packet that it was in."""
+        self._granted: dict[tuple[Process, str, str], Stopwatch] = {}
+        """When it was answered."""
+        self._spent: dict[tuple[str, str], Stopwatch] = {}
+        """By owner's process start and token: since when a request was lent or withdrawn."""
+        self.told_to_wait: set[str] = set()
+        """Pulls that have heard that their request is not lent yet."""
+        most, at = 0, 0.0
+        while at < config.handshake_s:
+            most, at = most + 1, at + config.hello_retry_s * 2 ** min(most, 3)
+        self._most_hellos = most
+
+    def forget(self, process: Process) -> None:
+        """It begins anew, and meets everybody anew."""
+        self._greetings = {place: x for place, x in self._greetings.items() if place[0] is not process}
+        self._unanswered = {place: y for place, y in self._unanswered.items() if place[0] is not process}
+
+    def spent(self, process: Process, owner: str, token: str) -> None:
+        """A rank has lent a request, or withdrawn it."""
+        self._spent.setdefault((owner, token), Stopwatch.start(process))
+
+    def has_asked(self, process: Process, to: str, pull_id: str) -> bool:
+        """Whether a pull has ever claimed at an address."""
+        return (process, to, pull_id) in self.asked
+
+    def sent(self, process: Process, to: str, packet: bytes) -> None:
+        """A process says something to an address."""
+        source, target, messages = _watched(packet)
+        for message in messages:
+            if isinstance(message, NotYet):
+                clock = self._spent.get((source, message.key.token))
+                if clock is not None and clock.ran_s > TURN_S:
+                    self._world.violate(
+                        f"{process.name} says that a request is not lent yet {clock.ran_s:.3f} s after it was spent"
+                    )
+            elif isinstance(message, Release):
+                landed_at = self._landed.pop((process, target, message.pull_id), -math.inf)
+                until = self._promises.get((process, target, message.pull_id), ("", -math.inf))[1]
+                if message.outcome is Outcome.COMPLETE and landed_at > until:
+                    self._world.violate(
+                        f"{process.name} believes what {message.pull_id} read from {to} "
+                        f"{landed_at - until:.6f} s after its last promise"
+                    )
+                # Whatever is granted to it from now on, it does not want.
+                self._promises[process, target, message.pull_id] = ("", math.inf)
+            elif isinstance(message, Hello):
+                # Whoever was lost and is met anew is asked anew.
+                for place in [p for p in self._granted if p[:2] == (process, to)]:
+                    del self._granted[place]
+                self._greets(process, to, target, message.nonce)
+            elif isinstance(message, Claim | Renew):
+                self.asked[process, to, message.pull_id] = message.nonce, packet
+                self._sent_at[process, message.nonce] = process.now
+                clock = self._granted.pop((process, to, message.pull_id), None)
+                if clock is not None and clock.ran_s > self._renew_s + TURN_S:
+                    self._world.violate(
+                        f"{process.name} renewed {message.pull_id} at {to} {clock.ran_s:.3f} s after it was granted, "
+                        f"not after {self._renew_s:.3f} s"
+                    )
+
+    def landed(self, process: Process, owner: str, pull_id: str) -> None:
+        """Bytes of a pull have landed, from the process start of an owner."""
+        self._landed[process, owner, pull_id] = self._world.now
+
+    def delivered(self, process: Process, origin: str, packet: bytes) -> None:
+        """A process hears something from an address that it is connected to."""
+        for greeting in self._unanswered.pop((process, origin), ()):
+            greeting.is_answered = True
+        source, _, messages = _watched(packet)
+        for message in messages:
+            if isinstance(message, Granted):
+                self._promised(process, source, message)
+                # An answer to an older question may come too late to be of use.
+                if self.asked.get((process, origin, message.pull_id), (0,))[0] == message.nonce:
+                    self._granted[process, origin, message.pull_id] = Stopwatch.start(process)
+            elif isinstance(message, NotYet):
+                self.told_to_wait.add(message.pull_id)
+            elif isinstance(message, Refused):
+                # What is granted no more need not be asked for until the promise has run out.
+                self._granted.pop((process, origin, message.pull_id), None)
+
+    def freed(self, token: str, owner: str, at: float) -> str:
+        """An owner's engine has its blocks back: say who was promised them for longer, and has not released them."""
+        for (process, incarnation, pull_id), (promised, until) in self._promises.items():
+            if (incarnation, promised) == (owner, token) and until > at + 1e-6 and not process.is_dead:
+                return f"{process.name} heard a promise to {pull_id} of {until - at:.6f} s more"
+        return ""
+
+    def _promised(self, process: Process, owner: str, granted: Granted) -> None:
+        sent_at = self._sent_at.get((process, granted.nonce))
+        if sent_at is None:
+            return
+        until = sent_at + granted.seconds * (1 - RATE_MARGIN) / process.rate
+        place = (process, owner, granted.pull_id)
+        if until > self._promises.get(place, ("", -math.inf))[1]:
+            self._promises[place] = (granted.key.token, until)
+
+    def unloaded(self, process: Process) -> None:
+        """A process has lost what its own agent had loaded: it may meet everybody anew without a pause."""
+        for place, known in self._greetings.items():
+            # A handshake that is under way goes on, and may fail like any other.
+            known.is_void = known.is_void or place[0] is process
+
+    def _greets(self, process: Process, to: str, target: str, nonce: int) -> None:
+        now, place = process.now, (process, to, target)
+        known = self._greetings.get(place)
+        if known is not None and known.nonce == nonce:
+            known.times, known.at = known.times + 1, now
+            if known.times > self._most_hellos:
+                self._world.violate(f"{process.name} greets {to} for the {known.times}th time in one handshake")
+            return
+        if known is not None and not (known.is_void and known.is_answered):
+            # A handshake that failed, or a peer that was lost, is followed by a pause. (Whoever was stopped between
+            # reading its clock and sending cannot be judged by when it sent.)
+            ended_at = known.at
+            if self._is_patient and not known.is_answered:
+                lasts_s = self._config.suspect_s if known.is_again else self._config.handshake_s
+                ended_at = max(known.at, known.first_at + lasts_s * 0.999)
+            if not process.frozen_s and now < ended_at + self._config.backoff_s * 0.999:
+                self._world.violate(f"{process.name} greets {to} again {now - ended_at:.3f} s after it had failed")
+        greeting = self._greetings[place] = _Greeting(nonce, now, now)
+        greeting.is_again = known is not None and (known.is_answered or known.is_again)
+        self._unanswered.setdefault((process, to), []).append(greeting)
