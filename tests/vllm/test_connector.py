@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,3 +82,16 @@ def test_the_order_of_memory_with_the_fewest_descriptors_is_asked_for(use_mla: b
 def test_sleep_and_loads_beside_a_local_prefix_are_offered() -> None:
     assert AsyncKVConnector.supports_sleep_mode(None) is True
     assert made().supports_divergent_local_hybrid_hits is True
+
+
+def test_the_connector_loads_no_tool_and_no_simulated_plane() -> None:
+    """`tests/test_imports.py` reads the import statements; this looks at what vLLM's class has really loaded."""
+    code = (
+        "import sys; import asynckv.integrations.vllm.offload.spec\n"
+        "from asynckv.integrations.vllm import AsyncKVConnector\n"
+        "print(*(x for x in sys.modules if x.startswith('asynckv.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    rooms = {module.split(".")[1] for module in done.stdout.splitlines()[-1].split()}
+    assert {"core", "embed", "integrations"} <= rooms
+    assert not rooms & {"tools", "testing"}
