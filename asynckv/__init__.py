@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         Cancel,
         Discharge,
         EngineDesk,
-        EnginePump,
         EngineThread,
         Failed,
         Finished,
@@ -105,7 +104,7 @@ _HOMES = {
     "asynckv.edges.sharing": "shared_memory",
     "asynckv.edges.torch": "TensorPart register_parts register_tensors shared_tensor written",
     "asynckv.embed": (
-        "Announce Cancel Discharge EngineDesk EnginePump EngineThread Failed Finished Lend Load Lookup Order Pull "
+        "Announce Cancel Discharge EngineDesk EngineThread Failed Finished Lend Load Lookup Order Pull "
         "Reclaim Refused Store Withdraw"
     ),
     "asynckv.engine": "Engine LentRequest Offload",
@@ -141,7 +140,6 @@ __all__ = [
     "EngineClosed",
     "EngineConfig",
     "EngineDesk",
-    "EnginePump",
     "EngineThread",
     "Evicted",
     "Failed",

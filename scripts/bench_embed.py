@@ -6,7 +6,7 @@ milliseconds, in Python without a system call (`python`: it gives Python's lock 
 it in pieces of half a millisecond (`free`, as kernel launches do). The work of a step is counted, not timed, so that
 whatever holds the thread up makes it longer:
 
-- `call`: the thread's time in `submit` and `take_finished`, per step (and in `pump`, for that way);
+- `call`: the thread's time in `submit` and `take_finished`, per step;
 - `longer`: how much longer than alone a step took, all in all;
 - `latency`: from `submit` until `take_finished` tells, which no way can do before the step has ended.
 
@@ -33,7 +33,6 @@ from asynckv import (
     Engine,
     EngineConfig,
     EngineDesk,
-    EnginePump,
     EngineThread,
     Finished,
     LeaseConfig,
@@ -229,24 +228,6 @@ def patient(config: EngineConfig, pool: Pool, plan: Sequence[Sequence[Order]], w
     return threaded(config, pool, plan, work, WAIT_S)
 
 
-def pumped(config: EngineConfig, pool: Pool, plan: Sequence[Sequence[Order]], work: Callable[[], None]) -> Run:
-    run = Run()
-    with EnginePump(config, pool.registration) as engine:
-        for orders in run.steps(plan):
-            run.ask(orders)
-            began, cpu = time.perf_counter(), time.thread_time()
-            engine.submit(orders)
-            engine.pump()
-            handed, spent = time.perf_counter(), time.thread_time() - cpu
-            work()
-            worked, cpu = time.perf_counter(), time.thread_time()
-            finished = engine.take_finished()
-            ended, spent = time.perf_counter(), spent + time.thread_time() - cpu
-            run.take(finished)
-            run.measured(handed - began + ended - worked, spent, ended - began)
-    return run
-
-
 def native(config: EngineConfig, pool: Pool, plan: Sequence[Sequence[Order]], work: Callable[[], None]) -> Run:
     async def main() -> Run:
         run = Run()
@@ -272,7 +253,6 @@ WAYS: dict[str, Callable[[EngineConfig, Pool, Sequence[Sequence[Order]], Callabl
     "native": native,
     "thread": threaded,
     "thread + wait": patient,
-    "pump": pumped,
 }
 
 

@@ -37,7 +37,6 @@ from asynckv.embed import (
     Announce,
     Cancel,
     Discharge,
-    EnginePump,
     EngineThread,
     Finished,
     Lend,
@@ -562,21 +561,20 @@ def test_whatever_stands_in_an_order_it_is_told_once_and_the_others_are_carried_
         assert len(str(error)) < 2000
 
 
-@pytest.mark.parametrize("kind", [EngineThread, EnginePump])
-def test_arguments_are_refused_by_name(kind: type[EngineThread] | type[EnginePump]) -> None:
+def test_arguments_are_refused_by_name() -> None:
     config, registration = EngineConfig(engine_id="e", lease=LeaseConfig(grant_s=0.5)), memory(1)[0]
     for value in HOSTILE.values():
         with pytest.raises(ConfigError):
-            kind(cast(Any, value), registration)
+            EngineThread(cast(Any, value), registration)
         with pytest.raises(ConfigError):
-            kind(config, cast(Any, value))
-    with kind(config, registration) as engine:
+            EngineThread(config, cast(Any, value))
+    with EngineThread(config, registration) as engine:
         calls: dict[str, Callable[[Any], object]] = {
             "timeout_s": engine.close,
             "max_age_s": engine.statistics,
             "work": lambda value: engine.call(value, 1.0),
             "time": lambda value: engine.call(asyncio.sleep(0), value),
-            "turn": engine.wait if isinstance(engine, EngineThread) else engine.pump,
+            "turn": engine.wait,
         }
         for name, call in calls.items():
             for what in ("none", "true", "nan", "-1", "10^400", "text", "list", "object", "numpy array"):

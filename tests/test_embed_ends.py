@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asynckv import Engine, EngineClosed, EngineConfig, PrefillGroup, PullError, RemoteProtocolError
-from asynckv.embed import Announce, Cancel, EngineDesk, EnginePump, EngineThread, Lend, Pull
+from asynckv.embed import Announce, Cancel, EngineDesk, EngineThread, Lend, Pull
 from tests.engines import memory
 
 pytestmark = pytest.mark.nixl
@@ -63,14 +63,12 @@ def test_an_interrupt_in_the_middle_of_an_order_is_raised_and_the_order_is_told(
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("kind", [EnginePump, EngineThread])
-def test_the_child_of_a_fork_takes_nothing_that_its_parent_is_told(kind: type[EnginePump] | type[EngineThread]) -> None:
-    with kind(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
+def test_the_child_of_a_fork_takes_nothing_that_its_parent_is_told() -> None:
+    with EngineThread(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
         engine.submit([Lend({"number": 1})])
         until = time.monotonic() + 10
         while not engine._desk.has_news and time.monotonic() < until:
-            if isinstance(engine, EnginePump):
-                engine.pump()
+            engine.wait(0.01)
         if not (pid := os.fork()):
             try:
                 found = bool(engine.take_finished())

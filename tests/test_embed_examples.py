@@ -16,7 +16,7 @@ import pytest
 from asynckv import Cancel, Discharge, Failed, Finished, LeaseEnd, Lend, Pull, PullError, PullResult, Refused, Withdraw
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
-WAYS = ("native", "threaded", "pumped")
+WAYS = ("native", "threaded")
 MOST_LINES = 40
 
 

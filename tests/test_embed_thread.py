@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import select
 import socket
 import subprocess
@@ -32,7 +31,7 @@ from asynckv import (
     WrongThread,
 )
 from asynckv.edges.nixl import NixlPlane
-from asynckv.embed import Announce, Cancel, EnginePump, EngineThread, Finished, Lend, Pull
+from asynckv.embed import Cancel, EngineThread, Finished, Lend, Pull
 from asynckv.embed.bell import Bell
 from asynckv.embed.thread import MAX_CRASHES
 from asynckv.ports import AgentInfo
@@ -651,127 +650,6 @@ def test_the_child_of_a_fork_has_no_engine_and_the_parent_keeps_its_own() -> Non
         "print('good')\n"
     )
     assert (done.returncode, done.stdout) == (0, "good\n"), done.stderr
-
-
-PUMPS = """
-import os, sys
-from asynckv import *
-from tests.engines import memory
-
-prefill, decode = (EnginePump(EngineConfig(engine_id=name), memory(1)[0]).start() for name in ("prefill", "decode"))
-group = PrefillGroup("prefill", [prefill.engine.endpoint])
-
-def move(name):
-    params = group.make_params(name, [(0, [1])], 16, written=True)
-    prefill.submit([Lend(params)])
-    decode.submit([Pull(request_id=name, groups=[(0, [2])], params=params)])
-    while not (finished := decode.take_finished()):
-        prefill.pump(), decode.pump()
-    assert finished.received, finished
-
-move("before")
-pid = os.fork()
-if not pid:
-    for ask in (prefill.pump, lambda: decode.submit([Cancel("r")])):
-        try: ask()
-        except EngineClosed as exc: assert "forked" in str(exc)
-        else: os._exit(1)
-    decode.close(), prefill.close()
-    sys.exit()  # in the usual way, which destroys what is left
-assert os.waitpid(pid, 0)[1] == 0
-move("after")
-decode.close(), prefill.close()
-print("good")
-"""
-
-
-@pytest.mark.slow
-def test_the_child_of_a_fork_ends_without_breaking_its_parents_pumps() -> None:
-    done = subprocess.run([sys.executable, "-c", PUMPS], capture_output=True, text=True, timeout=40, check=False)
-    assert (done.returncode, done.stdout) == (0, "good\n"), done.stderr
-
-
-# -- the pump --------------------------------------------------------------------------------------------
-
-
-def test_a_pump_makes_no_threads_and_belongs_to_the_one_that_started_it() -> None:
-    def threads() -> set[threading.Thread]:
-        """All but the doors', which only count bytes, and sleep while none arrive."""
-        return {each for each in threading.enumerate() if each.name != "asynckv-door"}
-
-    before = threads()
-    pump = EnginePump(EngineConfig(engine_id="prefill", lease=CONFIG.lease), memory(1)[0])
-    too_early: list[Callable[[], object]] = [pump.pump, lambda: pump.submit([Cancel("r")]), pump.statistics]
-    too_early.append(lambda: pump.call(asyncio.sleep(0), 1.0))
-    for ask in too_early:
-        with pytest.raises(EngineClosed, match="not started"):
-            ask()
-    with pump.start(), EnginePump(EngineConfig(engine_id="decode"), memory(2)[0]) as decode:
-        lent = PrefillGroup("prefill", [pump.engine.endpoint]).make_params("r", [(0, [1])], 16, written=True)
-        decode.submit([Pull(request_id="r", groups=[(0, [2])], params=lent)])
-        pump.submit([Lend(lent)])
-        while not decode.take_finished().received:
-            decode.pump()
-            pump.pump()
-            assert threads() == before
-        while not pump.take_finished().sent:
-            decode.pump()
-            pump.pump()
-        decode.close()
-        assert threads() == before
-        with ThreadPoolExecutor(1) as pool:
-            asks: list[Callable[[], object]] = [pump.pump, lambda: pump.call(asyncio.sleep(0), 1.0), pump.close]
-            for elsewhere in asks:
-                assert isinstance(pool.submit(elsewhere).exception(PATIENCE_S), WrongThread)
-
-        async def inside() -> None:
-            with pytest.raises(WrongThread, match="where an event loop runs"):
-                pump.pump()
-
-        asyncio.run(inside())
-        with pytest.raises(LocalProtocolError):
-            pump.start()
-    with pytest.raises(EngineClosed, match="closed"):
-        pump.pump()
-    assert pump.statistics().counters["embed.orders"] == 1
-    pump.close()
-
-
-def test_a_turn_keeps_its_budget_and_says_whether_more_is_to_be_done() -> None:
-    with EnginePump(CONFIG, memory(1)[0]) as pump:
-        while pump.pump(1.0):
-            pass
-        pump.submit([Announce(f"r{i}", {}) for i in range(2000)])
-        turns = 1
-        while pump.pump(0.0):
-            turns += 1
-        assert turns > 3, "a turn carries orders out for a millisecond"
-        assert len(pump.take_finished().refused) == 2000
-        assert not pump.pump(1.0)
-
-
-def test_a_bug_comes_out_of_the_turn_and_the_next_goes_on() -> None:
-    with EnginePump(CONFIG, memory(1)[0]) as pump:
-        assert pump._loop is not None
-
-        def interrupt() -> None:
-            raise KeyboardInterrupt
-
-        pump._loop.call_soon(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            pump.pump()
-        pump.submit([Lend({})])
-        pump.pump()
-        assert pump.take_finished().refused
-
-
-def test_a_pump_that_fails_to_start_leaves_nothing() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        config = EngineConfig(engine_id="e", bind=f"tcp://127.0.0.1:{taken.getsockname()[1]}")
-        pump, before = EnginePump(config, memory(1)[0]), len(os.listdir("/proc/self/fd"))
-        with pytest.raises(BackendError):
-            pump.start()
-        assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize(

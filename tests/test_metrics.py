@@ -25,7 +25,6 @@ from asynckv import (
     BackendError,
     ConfigError,
     EngineConfig,
-    EnginePump,
     EngineThread,
     LocalProtocolError,
     Metrics,
@@ -425,24 +424,15 @@ async def test_a_loop_that_is_away_is_shown_as_it_was_and_for_how_long_that_is_s
 
 
 @pytest.mark.nixl
-@pytest.mark.parametrize("form", [EngineThread, EnginePump])
-def test_an_engine_in_any_form_is_scraped_from_outside_and_after_its_end(form: Any) -> None:
+def test_a_thread_is_scraped_from_outside_and_after_its_end() -> None:
     registration, _ = memory(1)
-    engine = form(EngineConfig(engine_id="e"), registration)
-    metrics = Metrics(engine, wait_s=5.0 if form is EngineThread else 0.0)
+    engine = EngineThread(EngineConfig(engine_id="e"), registration)
+    metrics = Metrics(engine, wait_s=5.0)
     registry = CollectorRegistry()
     registry.register(metrics)
     assert value(parsed(generate_latest(registry).decode()), "engine_state", "e", state="new") == 1
     engine.start()
     assert value(parsed(generate_latest(registry).decode()), "engine_state", "e", state="running") == 1
-    if form is EnginePump:
-        # From another thread a pump is read when it is pumped, and else as it was.
-        texts: list[str] = []
-        thread = threading.Thread(target=lambda: texts.append(generate_latest(registry).decode()))
-        thread.start()
-        while thread.is_alive():
-            engine.pump(0.001)
-        assert value(parsed(texts[0]), "engine_state", "e", state="running") == 1
     engine.close()
     samples = parsed(generate_latest(registry).decode())
     assert value(samples, "engine_state", "e", state="closed") == 1

@@ -1,4 +1,4 @@
-"""The three ways in which an engine is embedded, behind one face, so that one suite asks the same of each."""
+"""The two ways in which an engine is embedded, behind one face, so that one suite asks the same of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asynckv import Engine, EngineClosed, EngineConfig, HeldBlocks, Registration
 from asynckv.core.events import TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.nixl import NixlPlane
-from asynckv.embed import EngineDesk, EnginePump, EngineThread, Finished, Order
+from asynckv.embed import EngineDesk, EngineThread, Finished, Order
 from asynckv.geometry.plan import ReadRequest
 
 T = TypeVar("T")
@@ -101,17 +101,8 @@ class Threaded(EngineThread):
         self.wait(0.001)
 
 
-class Pumped(EnginePump):
-    def turn(self) -> None:
-        self.pump(0.002)
-
-
-Way = Native | Threaded | Pumped
-WAYS: dict[str, type[Native] | type[Threaded] | type[Pumped]] = {
-    "native": Native,
-    "thread": Threaded,
-    "pump": Pumped,
-}
+Way = Native | Threaded
+WAYS: dict[str, type[Native] | type[Threaded]] = {"native": Native, "thread": Threaded}
 
 
 def until(condition: Callable[[], object], *ways: Way) -> None:

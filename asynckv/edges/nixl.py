@@ -374,11 +374,8 @@ class NixlPlane:
             raise BackendError("the data plane was closed")
         if not self._agent.is_connected(remote.name):
             self._agent.forget_broken(remote.name)
-            if getattr(self._loop, "is_pumped", False):  # where threads are not allowed (`asynckv/embed/pump.py`)
-                self._agent.load(remote, memories)
-            else:
-                # Opens the endpoint: 4 to 14 ms during which the loop has better things to do.
-                await anyio.to_thread.run_sync(self._agent.load, remote, memories)
+            # Opens the endpoint: 4 to 14 ms during which the loop has better things to do.
+            await anyio.to_thread.run_sync(self._agent.load, remote, memories)
         # Only what NIXL took once is given to it again.
         loads = [poster.load(remote, memories) for poster in self._posters if poster.is_alive]
         outcomes = await asyncio.gather(*map(asyncio.wrap_future, loads), return_exceptions=True)

@@ -1,11 +1,10 @@
-"""Inside an engine's worker: orders and what comes of them, and three ways to run the engine beside a model's steps.
+"""Inside an engine's worker: orders and what comes of them, and two ways to run the engine beside a model's steps.
 
 A worker is a loop of steps on a busy thread, and a scheduler decides once per step what is to happen. So a step hands
 over a list of orders (`orders`) and takes a `Finished`, whichever way the engine runs:
 
 - `thread`: on a thread and event loop of its own, usable from any thread. What most engines want.
-- `pump`: on the caller's thread, a bounded turn at a time, where threads are not allowed.
-- `desk`: on an event loop that is there already, beside whatever else runs on it; the two others are built on it.
+- `desk`: on an event loop that is there already, beside whatever else runs on it; the other is built on it.
 
 `bell` is how one thread wakes another without giving it Python's lock.
 """
@@ -29,7 +28,6 @@ from asynckv.embed.orders import (
     Store,
     Withdraw,
 )
-from asynckv.embed.pump import EnginePump
 from asynckv.embed.thread import EngineThread
 
 __all__ = [
@@ -37,7 +35,6 @@ __all__ = [
     "Cancel",
     "Discharge",
     "EngineDesk",
-    "EnginePump",
     "EngineThread",
     "Failed",
     "Finished",

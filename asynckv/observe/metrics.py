@@ -249,7 +249,7 @@ _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 class Metrics(Collector):
     """A collector for the registry of the application: `prometheus_client.REGISTRY.register(Metrics(engine))`.
 
-    Give it every engine of the process, in whatever form it runs: `Engine`, `EngineThread`, `EnginePump` or
+    Give it every engine of the process, in whatever form it runs: `Engine`, `EngineThread` or
     `EngineDesk`, started or not. A registry takes one `Metrics`: `add` engines that come later.
 
     Args:

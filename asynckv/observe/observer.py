@@ -133,6 +133,6 @@ def observation_of(engine: Any) -> Observed:
     """
     found = getattr(getattr(engine, "engine", engine), "observation", None)
     if found is None:
-        raise ConfigError(f"engine is {shown(engine)}; give an Engine, EngineThread, EnginePump or EngineDesk")
+        raise ConfigError(f"engine is {shown(engine)}; give an Engine, EngineThread or EngineDesk")
     observed: Observed = found
     return observed
