@@ -122,9 +122,9 @@ PROVOKED: dict[str, list[Facts]] = {
     "ucx-elsewhere": [ucx(library="/usr/lib/libucp.so.0")],
     "gpu-transports": [replace(environment(UCX_TLS="rc,tcp"), gpu=Gpu(count=8))],
     "speed": [GOOD],
-    "slow-bulk": [measured(of_copy=spread(0.1)), ucx(uses=TCP, measured=Measured(of_stream=spread(0.1)))],
+    "slow-bulk": [measured(of_copy=spread(0.1))],
     "slow-small": [measured(read_p50=0.005)],
-    "wrong-bytes": [measured(wrong=1), peer(ucx=Ucx(measured=Measured(wrong=1)))],
+    "wrong-bytes": [measured(wrong=1)],
     "noisy": [measured(read=Spread(median=2e9, least=1e9, most=3e9))],
     "cma": [GOOD],
     "cma-forbidden": [machine(cma_error="EPERM: Operation not permitted", seccomp=True)],
@@ -200,7 +200,7 @@ PROVOKED: dict[str, list[Facts]] = {
     "to-minor": [peer(minor=1)],
     "to-unwelcome": [peer(stage="hello", agent="", ucx=None, unwelcome="engine_closed: the engine is draining")],
     "to-damaged": [peer(digest_ok=False, ucx=None)],
-    "to-engine": [peer(), peer(is_doctor=True)],
+    "to-engine": [peer()],
     "to-round-trip": [peer()],
     "to-slow": [peer(round_trips=(0.2,) * 10), peer(lost=3), peer(round_trips=(), lost=9)],
     "to-loopback": [peer(address="tcp://127.0.0.1:5555", addresses=("127.0.0.1",))],
@@ -213,14 +213,11 @@ PROVOKED: dict[str, list[Facts]] = {
     "to-not-rdma": [
         replace(peer(ucx=Ucx(uses=(), lanes=("tcp/eth0",))), network=Network(interfaces=(LO,), rdma=(CARD,)))
     ],
-    "to-speed": [peer(ucx=Ucx(measured=Measured()))],
-    "to-unmeasured": [peer()],
     "to-life": [peer(life="draining")],
     "to-away": [peer(away_s=6.0)],
     "to-device": [peer(planes={"ucx_net_devices": "lo"})],
     "to-error-mode": [peer(planes={"ucx_error_handling_mode": "none"})],
     "to-versions": [peer(versions={"nixl": "1.6.0"}), peer(versions={"ucx": "1.20.0"})],
-    "to-clock": [peer(clock_offset=-5.0, clock_error=0.001)],
 }
 
 BESIDE = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 import threading
@@ -20,9 +19,9 @@ from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.errors import ConfigError
 from asynckv.keys import write_pair
 from asynckv.testing import SimData, SimNetwork
-from asynckv.tools.doctor import peer, scratch, words
+from asynckv.tools.doctor import peer
 from asynckv.tools.doctor.checks import examine
-from asynckv.tools.doctor.facts import Facts, Software
+from asynckv.tools.doctor.facts import Facts
 from tests.engines import memory
 
 pytestmark = pytest.mark.anyio
@@ -95,7 +94,6 @@ async def test_an_engine_says_who_it_is_and_how_it_is_reached() -> None:
     assert facts.planes
     assert len(facts.round_trips) == peer.PINGS
     assert asked.place is not None
-    assert not asked.may_read  # never a block of an engine's
 
 
 async def test_a_tensor_parallel_rank_is_asked_by_its_own_name() -> None:
@@ -286,60 +284,3 @@ async def test_a_loopback_address_is_noted() -> None:
     async with engine() as address:
         found = examine(Facts(peer=(await ask(address)).facts))
     assert "to-loopback" in {each.code for each in found}
-
-
-# -- memory that is offered to be measured against ---------------------------------------------------------
-
-
-async def test_who_serves_answers_as_an_engine_does_and_offers_memory() -> None:
-    place = words.Place("scratch", b"metadata".hex(), memory(1)[0].layout.memories[:1], "", 4711, "00" * 32)
-    served = scratch._Scratch(EngineConfig(engine_id="doctor"), Software(), Path(), contextlib.ExitStack())
-    served._place = place
-    plane = ZmqPlane("tcp://127.0.0.1:0")
-    await plane.start(lambda origin, data, principal: served.answer(plane, origin, data))
-    try:
-        asked = await ask(str(plane.address))
-        found = {each.code for each in examine(Facts(peer=asked.facts))}
-        served._place = None
-        refused = await ask(str(plane.address))
-    finally:
-        await plane.aclose()
-    assert asked.facts.is_doctor
-    assert asked.may_read
-    assert asked.place == msgspec.structs.replace(place, host="127.0.0.1")
-    assert asked.facts.versions["nixl"] == "1.5.1"
-    assert asked.facts.clock_offset is not None
-    assert abs(asked.facts.clock_offset) < 1
-    assert {"to-engine", "to-round-trip"} <= found
-    assert "died" in refused.facts.error
-
-
-def test_strangers_words_are_bounded() -> None:
-    offer = words.Offer(1, "", 0.0, {})
-    assert words.decode_offer(msgspec.json.encode(offer)) == offer
-    for wrong in (
-        msgspec.structs.replace(offer, metadata="0" * ((1 << 20) + 1)),
-        msgspec.structs.replace(offer, versions={str(i): "" for i in range(17)}),
-        msgspec.structs.replace(offer, port=65_536),
-        msgspec.structs.replace(offer, nonce=-1),
-    ):
-        assert words.decode_offer(msgspec.json.encode(wrong)) is None
-    for wrong_bytes in (b"", b"\xff", b"[" * 100_000, msgspec.json.encode(words.Ask(1))):
-        assert words.decode_offer(wrong_bytes) is None
-    assert words.decode_ask(msgspec.json.encode(words.Ask(7))) == words.Ask(7)
-    assert words.decode_ask(b"{}") is None
-
-
-async def test_a_stranger_who_talks_nonsense_is_not_answered() -> None:
-    served = scratch._Scratch(EngineConfig(engine_id="doctor"), Software(), Path(), contextlib.ExitStack())
-    sent: list[bytes] = []
-
-    class Plane:
-        def send(self, to: Any, packet: bytes) -> bool:
-            sent.append(packet)
-            return True
-
-    for data in (b"", b"\xff\xff", msgspec.msgpack.encode([9, "x", "", []])):
-        served.answer(Plane(), b"route", data)  # type: ignore[arg-type]
-    assert sent == []
-    await asyncio.sleep(0)

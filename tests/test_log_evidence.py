@@ -18,7 +18,6 @@ from asynckv.core.lease import MAX_REFUSALS
 from asynckv.core.types import Cohort, Outcome, PullId, ReplyTo, decode_params
 from asynckv.core.wire import Claim, Hello, Message, Release, blocks_digest, decode_packet, encode_packet
 from asynckv.observe.log import configure
-from asynckv.tools.doctor import words
 from tests.engines import Bench, Side, until
 
 pytestmark = pytest.mark.anyio
@@ -127,7 +126,7 @@ async def test_a_reader_that_is_turned_down_is_named_with_the_cause(sim: Bench, 
 async def test_doctor_is_no_reader_whose_log_one_would_look_for(sim: Bench, logs: Lines) -> None:
     async with sim.pair() as (prefill, _, _):
         core = prefill.engine._driver.core
-        for name in (f"{words.DOCTOR}-77", "decode"):
+        for name in ("asynckv-doctor-77", "decode"):
             hello = Hello(1, 1, 0, "prefill", 0, Cohort(name))
             core.receive(ReplyTo(name.encode()), encode_packet(f"{name:0>32}", "", [hello]), sim.clock.now())
         prefill.engine._driver.soon()

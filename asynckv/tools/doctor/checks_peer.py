@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 
 from asynckv.arguments import is_loopback_host
 from asynckv.tools.doctor.catalogue import Finding, finding
-from asynckv.tools.doctor.checks_ucx import figures, said, way_of
+from asynckv.tools.doctor.checks_ucx import said, way_of
 from asynckv.tools.doctor.facts import Facts, PeerFacts, Ucx
 
 __all__ = ["PEER_CHECKS"]
 
 SLOW_S = 0.05
-CLOCK_S = 1.0
 AWAY_S = 1.0
 MOST_PACKET = 65_535
 """Of IP: loopback's own MTU is above it."""
@@ -98,9 +97,7 @@ def answered(facts: Facts) -> Iterator[Finding]:
     peer = facts.peer
     if peer is None or not peer.engine_id:
         return
-    if peer.is_doctor:
-        yield finding("to-engine", f"asynckv doctor --serve offers {peer.memory_bytes >> 20} MiB")
-    elif not peer.unwelcome:
+    if not peer.unwelcome:
         busy = ", ".join(f"{name} {value}" for name, value in peer.gauges.items() if value and "." not in name)
         memory = f"{peer.memory_bytes / 1e9:.3g} GB in {peer.memories} regions of {'/'.join(peer.memory_kinds)} memory"
         yield finding(
@@ -153,11 +150,6 @@ def _differences(facts: Facts, peer: PeerFacts) -> Iterator[Finding]:
     differ = [f"{k} {v} here, {peer.versions[k]} there" for k, v in ours.items() if v and peer.versions.get(k, v) != v]
     if differ:
         yield finding("to-versions", ", ".join(differ))
-    if peer.clock_offset is not None and abs(peer.clock_offset) > CLOCK_S + peer.clock_error:
-        side = "ahead of" if peer.clock_offset > 0 else "behind"
-        yield finding(
-            "to-clock", f"its clock is {abs(peer.clock_offset):.3f} s (+- {peer.clock_error:.3f}) {side} ours"
-        )
 
 
 def data(facts: Facts) -> Iterator[Finding]:
@@ -173,13 +165,6 @@ def data(facts: Facts) -> Iterator[Finding]:
         yield finding(code, f"at the stage {ucx.stage}: {ucx.detail}{complaint}")
         return
     yield from _way(facts, ucx)
-    if ucx.measured is None:
-        yield finding("to-unmeasured", "the connection was opened, and nothing was read")
-        return
-    if ucx.measured.wrong:
-        yield finding("wrong-bytes", f"{ucx.measured.wrong} bytes differ")
-    if ucx.measured.rounds:
-        yield finding("to-speed", figures(ucx.measured))
 
 
 def _way(facts: Facts, ucx: Ucx) -> Iterator[Finding]:

@@ -16,7 +16,6 @@ Way = Literal["rdma", "cma", "memory", "tcp", ""]
 
 SEGMENT = 64 << 10
 SLOW_OF_COPY = 0.2
-SLOW_OF_STREAM = 0.25
 SLOW_SMALL_S = 0.002
 NOISY = 2.0
 FATAL = ("no usable transports", "no active messages transport", "no remote registered memory access transport")
@@ -204,9 +203,6 @@ def speed(facts: Facts) -> Iterator[Finding]:
     if way == "cma" and had.of_copy is not None and had.of_copy.median < SLOW_OF_COPY:
         slow = True
         yield finding("slow-bulk", text, level=level)
-    if way == "tcp" and had.of_stream is not None and had.of_stream.median < SLOW_OF_STREAM:
-        slow = True
-        yield finding("slow-bulk", text, level=level)
     if had.read_p50 > SLOW_SMALL_S:
         slow = True
         yield finding("slow-small", text, level=level)
@@ -221,8 +217,6 @@ def figures(had: Measured) -> str:
     parts = [f"large reads {_rate(had.read.median)} GB/s"]
     if had.of_copy is not None:
         parts.append(f"{_ratio(had.of_copy)} of a copy within memory")
-    if had.of_stream is not None:
-        parts.append(f"{_ratio(had.of_stream)} of a raw TCP stream")
     parts.append(f"4 KiB in {_micros(had.read_p50)} us")
     return ", ".join(parts)
 
@@ -233,12 +227,9 @@ def rows(had: Measured) -> list[tuple[str, str]]:
         (f"reads of {had.block_bytes >> 20} MiB", had.read),
         (f"reads of {had.piece_bytes >> 10} KiB pieces", had.scattered),
         ("copies within memory", had.copied),
-        ("raw TCP stream", had.streamed),
     ]
     lines = [(name, f"{_spread(value)} GB/s") for name, value in found if value is not None]
     lines.append(("a read of 4 KiB", f"{_micros(had.read_p50)} us, p99 {_micros(had.read_p99)}"))
-    if had.socket_p50:
-        lines.append(("4 KiB by raw TCP", f"{_micros(had.socket_p50)} us, p99 {_micros(had.socket_p99)}"))
     return lines
 
 

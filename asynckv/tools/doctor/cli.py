@@ -29,8 +29,6 @@ EPILOG = """
 
   asynckv doctor --to tcp://10.0.0.1:5555
 
-  asynckv doctor --serve --bind tcp://10.0.0.1:5556 --secret a.key_secret --authorized keys
-
   asynckv doctor --bind tcp://0.0.0.0:5555 --advertise tcp://10.0.0.1:5555 --secret a.key_secret --authorized keys
 
 [bold]Exit status[/bold]  0 nothing worse than a note, 1 a warning or an error was found, 2 bad input, 130 Ctrl-C
@@ -43,11 +41,8 @@ MEASURE_S = 3.0
 def doctor(
     to: Annotated[
         str,
-        typer.Option(help="Look at the way to this engine (or its socket) as well, or to --serve.", metavar="ADDRESS"),
+        typer.Option(help="Look at the way to this engine (or its socket) as well.", metavar="ADDRESS"),
     ] = "",
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Offer memory to be measured against from another host, until Ctrl-C.")
-    ] = False,
     bind: Annotated[
         str, typer.Option(help="Where an engine would listen.", rich_help_panel=ADDRESSES, metavar="ADDRESS")
     ] = "",
@@ -77,7 +72,7 @@ def doctor(
     """Say what is wrong with this host, or with the way to another one, and what to do about it.
 
     Two processes of doctor's own move bytes by NIXL, as two ranks would: what UCX chose is read from its log, and
-    latency and bandwidth are measured beside a copy within memory and a raw TCP connection. Limits, shared memory,
+    latency and bandwidth are measured beside a copy within memory. Limits, shared memory,
     permissions, devices, addresses, keys and versions are looked at as well. Every finding comes with a remedy.
     """
     from rich.console import Console
@@ -88,12 +83,7 @@ def doctor(
     began = time.monotonic()
     if (secret is None) != (authorized is None):
         raise ConfigError("--secret and --authorized belong together; give both, or none")
-    if serve and (to or json or quick):
-        raise ConfigError("--serve measures nothing itself; run asynckv doctor --to ADDRESS on the other host")
     settings = _config(config, bind, advertise, allow_insecure, secret, authorized)
-    if serve:
-        _serve(settings)
-        return
     check_writable("--json", json)
     is_told = config is not None or bool(bind or advertise)
     errors = Console(stderr=True)
@@ -128,16 +118,6 @@ def _address(text: str) -> str:
     return text
 
 
-def _serve(config: EngineConfig) -> None:
-    import asyncio
-    import signal
-
-    from asynckv.tools.doctor import scratch, software
-
-    number = asyncio.run(scratch.serve(config, software.software(), lambda text: typer.echo(without_control(text))))
-    raise typer.Exit(130 if number == signal.SIGINT else 0)
-
-
 def _config(
     path: Path | None, bind: str, advertise: str, allow_insecure: bool, secret: Path | None, authorized: Path | None
 ) -> EngineConfig:
@@ -170,7 +150,7 @@ def _gather(config: EngineConfig, is_told: bool, to: str, quick: bool, note: Cal
     ucx = probing.probe_here(nixl, 0.0 if to else seconds, note) if has.variant and nixl.backend == "UCX" else None
     peer = None
     if to and (key_facts is None or not (key_facts.secret_error or key_facts.authorized_error)):
-        peer = _ask(to, config, seconds, note)
+        peer = _ask(to, config, note)
     return Facts(
         machine=machine,
         network=host.network(),
@@ -184,7 +164,7 @@ def _gather(config: EngineConfig, is_told: bool, to: str, quick: bool, note: Cal
     )
 
 
-def _ask(to: str, config: EngineConfig, seconds: float, note: Callable[[str], None]) -> PeerFacts:
+def _ask(to: str, config: EngineConfig, note: Callable[[str], None]) -> PeerFacts:
     import asyncio
     from dataclasses import replace
 
@@ -197,5 +177,5 @@ def _ask(to: str, config: EngineConfig, seconds: float, note: Callable[[str], No
         return asked.facts
     note("opening a connection of NIXL's")
     nixl = replace(config.nixl, posting_threads=0)
-    ucx = probing.connect_to(nixl, asked.place, seconds, read=asked.may_read)
+    ucx = probing.connect_to(nixl, asked.place)
     return msgspec.structs.replace(asked.facts, ucx=ucx)

@@ -225,10 +225,9 @@ class Measured(Struct, frozen=True, kw_only=True):
 
     Attributes:
         read_p50, read_p99: Of a read of 4 KiB, one at a time.
-        socket_p50, socket_p99: Of a request for 4 KiB over a raw TCP connection to the same process.
-        read, copied, streamed: Large reads, a copy within memory, a raw TCP stream of the same bytes.
+        read, copied: Large reads, and a copy within memory of the same bytes.
         scattered: Reads of many small pieces.
-        of_copy, of_stream: Large reads in relation to those.
+        of_copy: Large reads in relation to that copy.
     """
 
     rounds: int = 5
@@ -236,14 +235,10 @@ class Measured(Struct, frozen=True, kw_only=True):
     piece_bytes: int = 16 << 10
     read_p50: float = 30e-6
     read_p99: float = 60e-6
-    socket_p50: float = 30e-6
-    socket_p99: float = 60e-6
     read: Spread = Spread(median=3.3e9, least=3.2e9, most=3.4e9)
     scattered: Spread = Spread(median=2e9, least=1.9e9, most=2.1e9)
     copied: Spread | None = Spread(median=5e9, least=4.9e9, most=5.1e9)
-    streamed: Spread | None = Spread(median=2.9e9, least=2.8e9, most=3e9)
     of_copy: Spread | None = Spread(median=0.66, least=0.6, most=0.7)
-    of_stream: Spread | None = Spread(median=1.1, least=1.0, most=1.2)
     wrong: int = 0
 
 
@@ -262,12 +257,10 @@ class PeerFacts(Struct, frozen=True, kw_only=True):
         round_trips: Seconds, of control packets.
         minor: Of the protocol, there.
         gauges: What the engine says of itself.
-        is_doctor: It is no engine, but `asynckv doctor --serve`.
         versions: Of the other side, if it tells them.
         planes: What its data plane says of itself (`Engine.describe`), if it tells.
         life: What the engine is at; empty if it does not tell.
         away_s: For how long its event loop was away at most.
-        clock_offset, clock_error: Its wall clock ahead of ours, and how wrong that may be.
     """
 
     address: str
@@ -301,13 +294,10 @@ class PeerFacts(Struct, frozen=True, kw_only=True):
     metadata_bytes: int = 0
     digest_ok: bool = True
     gauges: dict[str, int] = field(default_factory=dict)
-    is_doctor: bool = False
     versions: dict[str, str] = field(default_factory=dict)
     planes: dict[str, str] = field(default_factory=dict)
     life: str = ""
     away_s: float = 0.0
-    clock_offset: float | None = None
-    clock_error: float = 0.0
     ucx: Ucx | None = None
 
 

@@ -66,11 +66,10 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
 
 
 class Asked(msgspec.Struct):
-    """What came of it: facts, and the way to memory if there is one; what may be read is only what was offered."""
+    """What came of it: facts, and the way to memory if there is one, none of which is read."""
 
     facts: PeerFacts
     place: words.Place | None = None
-    may_read: bool = False
 
 
 def check_address(address: str) -> tuple[str, str, int, bytes | None]:
@@ -125,7 +124,7 @@ class _Asking:
         self._first = facts
         self._sender = secrets.token_hex(8)
         self._nonces = iter(range(secrets.randbits(40), 1 << 62))
-        self._waiting: dict[int, asyncio.Future[Message | words.Offer]] = {}
+        self._waiting: dict[int, asyncio.Future[Message]] = {}
         self._foreign = ""
         self._turned_away = False
         self._plane = zmq.ZmqPlane("tcp://127.0.0.1:0", keys=keys)
@@ -170,8 +169,6 @@ class _Asking:
         self._know(rank=f"tp{status.tp_rank} of {status.tp_size}", gauges=dict(status.gauges))
         await self._measure()
         await self._ask_account()
-        if status.engine_id == words.DOCTOR:
-            return await self._take_offer()
         return await self._shake_hands(status)
 
     # -- how far away ----------------------------------------------------------------------------------
@@ -283,45 +280,15 @@ class _Asking:
             asked.place = words.Place(answer.agent_name, answer.metadata.hex(), layout.memories[:1])
         return asked
 
-    async def _take_offer(self) -> Asked:
-        self._know(is_doctor=True)
-        sent = time.time()
-        offer = await self._answer(words.Ask, ANSWER_S)
-        back = time.time()
-        if not isinstance(offer, words.Offer) or offer.refused:
-            self._know(error=offer.refused if isinstance(offer, words.Offer) else "it did not say what it offers")
-            return self._done()
-        digest = hashlib.sha256(offer.metadata.encode()).hexdigest() == offer.digest
-        self._know(
-            stage="done",
-            versions=offer.versions,
-            minor=MINOR,
-            agent=offer.name,
-            clock_offset=offer.clock - (sent + back) / 2,
-            clock_error=(back - sent) / 2,
-            digest_ok=digest,
-            memories=len(offer.memories),
-            memory_bytes=sum(m.length for m in offer.memories),
-        )
-        asked = self._done()
-        if digest and offer.memories:
-            asked.place = words.Place(offer.name, offer.metadata, offer.memories, self._number, offer.port, offer.token)
-            asked.may_read = True
-        return asked
-
     # -- packets ---------------------------------------------------------------------------------------------
 
     async def _answer(
-        self, make: Callable[[int], Message | words.Ask], seconds: float, *, is_repeated: bool = True
-    ) -> Message | words.Offer | None:
+        self, make: Callable[[int], Message], seconds: float, *, is_repeated: bool = True
+    ) -> Message | None:
         """Ask until it is answered, or the time is up, or it is clear that it will not be."""
         nonce = next(self._nonces)
-        question = make(nonce)
-        if isinstance(question, words.Ask):
-            packet = msgspec.json.encode(question)
-        else:
-            packet = encode_packet(self._sender, "", [question])
-        future: asyncio.Future[Message | words.Offer] = asyncio.get_running_loop().create_future()
+        packet = encode_packet(self._sender, "", [make(nonce)])
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._waiting[nonce] = future
         try:
             deadline = time.monotonic() + seconds
@@ -337,9 +304,6 @@ class _Asking:
     def _hear(self, origin: Address | ReplyTo, data: bytes, principal: str) -> None:
         if origin != self._address:
             return
-        if (offer := words.decode_offer(data)) is not None:
-            self._tell(offer.nonce, offer)
-            return
         try:
             packet = decode_packet(data)
         except OtherVersion as exc:
@@ -352,7 +316,7 @@ class _Asking:
                 self._know(incarnation=packet.sender)
                 self._tell(message.nonce, message)
 
-    def _tell(self, nonce: int, answer: Message | words.Offer) -> None:
+    def _tell(self, nonce: int, answer: Message) -> None:
         future = self._waiting.get(nonce)
         if future is not None and not future.done():
             future.set_result(answer)
@@ -369,5 +333,5 @@ class _Asking:
 
 
 def _hello(status: Status, stage: int) -> Callable[[int], Message]:
-    cohort = Cohort(f"{words.DOCTOR}-{os.getpid()}")
+    cohort = Cohort(f"asynckv-doctor-{os.getpid()}")
     return lambda nonce: Hello(nonce, MAJOR, MINOR, status.engine_id, status.tp_rank, cohort, stage)

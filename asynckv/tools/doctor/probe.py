@@ -8,20 +8,14 @@ code, with the engine's settings.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
-import hmac
 import math
 import mmap
 import os
-import secrets
 import signal
-import socket
-import struct
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -51,13 +45,9 @@ ROUNDS = 7
 LEAST_ROUNDS = 3
 ROUND_S = 0.6
 """How long a round may take; where the wire is slow fewer bytes are moved."""
-TOKEN = 32
 LINGER_S = 0.5
-SOCKET_S = 10.0
-MOST_CONNECTIONS = 4
 PR_SET_PDEATHSIG = 1
 NO_CUT = Span(0, 0, 0, 0, 1)
-MOST_ASKED = 1 << 30
 
 
 def main() -> None:
@@ -104,69 +94,14 @@ async def _offer(order: words.Ordered, say: Callable[[words.Said], None]) -> Non
     plane, raw, agent = _start(order, order.size)
     try:
         raw[:] = _pattern(order.size)
-        listener = socket.create_server((order.host, 0), family=_family(order.host))
-        token = secrets.token_bytes(TOKEN)
-        threading.Thread(target=_accept, args=(listener, token, raw), daemon=True).start()
         plane.watch(True)  # as an engine does that has lent something
-        place = words.Place(
-            agent.name,
-            agent.metadata.hex(),
-            (Memory(int(raw.ctypes.data), order.size),),
-            order.host,
-            listener.getsockname()[1],
-            token.hex(),
-        )
+        place = words.Place(agent.name, agent.metadata.hex(), (Memory(int(raw.ctypes.data), order.size),))
         say(words.Offered(place, plane.describe()))
         closed = asyncio.Event()
         asyncio.get_running_loop().add_reader(0, lambda: None if os.read(0, 1 << 12) else closed.set())
         await closed.wait()
     finally:
         plane.close()
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _accept(listener: socket.socket, token: bytes, raw: npt.NDArray[np.uint8]) -> None:
-    room = threading.Semaphore(MOST_CONNECTIONS)
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except OSError:
-            return
-        if not room.acquire(blocking=False):
-            connection.close()
-            continue
-        threading.Thread(target=_serve, args=(connection, token, raw, room), daemon=True).start()
-
-
-def _serve(connection: socket.socket, token: bytes, raw: npt.NDArray[np.uint8], room: threading.Semaphore) -> None:
-    """Send as many bytes as are asked for, again and again, to who knows the token."""
-    with room, connection, contextlib.suppress(OSError):
-        connection.settimeout(SOCKET_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if not hmac.compare_digest(_exactly(connection, TOKEN), token):
-            return
-        view = raw.data
-        while True:
-            (size,) = struct.unpack("<Q", _exactly(connection, 8))
-            if size > MOST_ASKED:
-                return
-            while size:
-                part = min(size, len(view))
-                connection.sendall(view[:part])
-                size -= part
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
-            raise OSError("the connection was closed")
-        data += more
-    return data
 
 
 # -- who reads -------------------------------------------------------------------------------------------
@@ -220,49 +155,45 @@ class _Reader:
         size = 2 * BLOCK
         wrong, taken = self._check(self._bulk, size)
         if not seconds:
+            nothing = Spread(median=0, least=0, most=0)
+            p50 = _quantile(self._small(20), 0.5)
             return Measured(
-                rounds=0, read_p50=_quantile(self._small(20), 0.5), copied=None, streamed=None, of_copy=None,
-                of_stream=None, wrong=wrong, read=Spread(median=0, least=0, most=0),
-                scattered=Spread(median=0, least=0, most=0), read_p99=0, socket_p50=0, socket_p99=0,
-            )  # fmt: skip
+                rounds=0,
+                read_p50=p50,
+                read_p99=0,
+                read=nothing,
+                scattered=nothing,
+                copied=None,
+                of_copy=None,
+                wrong=wrong,
+            )
         began = time.perf_counter()
-        with self._connected() as stream:
-            # The first reads of a connection are slow, so they say too little rather than too much.
-            size = self._affordable(size / taken)
-            for move in (self._bulk, self._scattered):
-                more, taken = self._check(move, size)
-                wrong += more
-            size = self._affordable(min(x for x in self._round(stream, size) if x))
-            small = self._small(SMALL_READS, seconds / 6)
-            answers = self._answers(stream, SMALL_READS, seconds / 6) if stream is not None else [0.0]
-            rounds: list[tuple[float, float, float, float]] = []
-            while len(rounds) < ROUNDS and (len(rounds) < LEAST_ROUNDS or time.perf_counter() - began < seconds):
-                rounds.append(self._round(stream, size))
-        read, scattered, copied, streamed = zip(*rounds, strict=True)
+        # The first reads of a connection are slow, so they say too little rather than too much.
+        size = self._affordable(size / taken)
+        for move in (self._bulk, self._scattered):
+            more, taken = self._check(move, size)
+            wrong += more
+        size = self._affordable(min(self._round(size)))
+        small = self._small(SMALL_READS, seconds / 6)
+        rounds: list[tuple[float, float, float]] = []
+        while len(rounds) < ROUNDS and (len(rounds) < LEAST_ROUNDS or time.perf_counter() - began < seconds):
+            rounds.append(self._round(size))
+        read, scattered, copied = zip(*rounds, strict=True)
         return Measured(
             rounds=len(rounds),
             block_bytes=BLOCK,
             piece_bytes=PIECE,
             read_p50=_quantile(small, 0.5),
             read_p99=_quantile(small, 0.99),
-            socket_p50=_quantile(answers, 0.5),
-            socket_p99=_quantile(answers, 0.99),
             read=_spread(read),
             scattered=_spread(scattered),
             copied=_spread(copied),
-            streamed=_spread(streamed) if all(streamed) else None,
             of_copy=_spread([a / b for a, b in zip(read, copied, strict=True)]),
-            of_stream=_spread([a / b for a, b in zip(read, streamed, strict=True)]) if all(streamed) else None,
             wrong=wrong,
         )
 
-    def _round(self, stream: socket.socket | None, size: int) -> tuple[float, float, float, float]:
-        return (
-            size / self._bulk(size),
-            size / self._scattered(size),
-            size / self._copy(size),
-            size / self._stream(stream, size) if stream is not None else 0.0,
-        )
+    def _round(self, size: int) -> tuple[float, float, float]:
+        return size / self._bulk(size), size / self._scattered(size), size / self._copy(size)
 
     def _affordable(self, rate: float) -> int:
         """How many bytes may be moved in each of three ways within a round."""
@@ -308,37 +239,6 @@ class _Reader:
         for at in range(0, size, BLOCK):
             ctypes.memmove(to + at, source + at, min(BLOCK, size - at))
         return time.perf_counter() - began
-
-    @contextlib.contextmanager
-    def _connected(self) -> Iterator[socket.socket | None]:
-        """Open the raw connection; None if there is no way, such as through a firewall."""
-        try:
-            stream = socket.create_connection((self._place.host, self._place.port), timeout=SOCKET_S)
-        except OSError:
-            yield None
-            return
-        with stream:
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream.sendall(bytes.fromhex(self._place.token))
-            yield stream
-
-    def _stream(self, stream: socket.socket, size: int) -> float:
-        began = time.perf_counter()
-        stream.sendall(struct.pack("<Q", size))
-        view, got = self._raw.data[:size], 0
-        while got < size:
-            count = stream.recv_into(view[got:], 0, socket.MSG_WAITALL)
-            if not count:
-                raise BackendError("the raw TCP stream ended early")
-            got += count
-        return time.perf_counter() - began
-
-    def _answers(self, stream: socket.socket, count: int, seconds: float) -> list[float]:
-        taken: list[float] = []
-        began = time.perf_counter()
-        while len(taken) < count and time.perf_counter() - began < seconds:
-            taken.append(self._stream(stream, SMALL))
-        return taken
 
 
 def _quantile(values: Sequence[float], share: float) -> float:

@@ -23,7 +23,7 @@ from asynckv.tools.doctor.facts import Ucx
 from asynckv.tools.doctor.probe import SCRATCH
 from asynckv.tools.doctor.ucx_log import ENVIRONMENT, Said, read_log
 
-__all__ = ["Ended", "Probe", "connect_to", "offer", "probe_here"]
+__all__ = ["Ended", "Probe", "connect_to", "probe_here"]
 
 START_S = 15.0
 READ_S = 15.0
@@ -148,10 +148,6 @@ class Probe:
         if self._popen.stdout is not None:
             self._popen.stdout.close()
 
-    def is_alive(self) -> bool:
-        """Whether it runs."""
-        return self._popen.poll() is None
-
     def log(self) -> Said:
         """What UCX logged in it."""
         return read_log(_tail(self._log).splitlines())
@@ -170,15 +166,13 @@ def _tail(path: Path, most: int = 4 << 20) -> str:
 
 
 @contextlib.contextmanager
-def offer(
-    config: NixlConfig, folder: Path, host: str = "127.0.0.1", name: str = "owner"
-) -> Iterator[tuple[Probe, words.Offered]]:
+def _offer(config: NixlConfig, folder: Path) -> Iterator[tuple[Probe, words.Offered]]:
     """Have a process offer memory for as long as the context lasts.
 
     Raises:
         Ended: It did not come to that.
     """
-    with Probe(words.Ordered(name, config, SCRATCH, host), folder) as owner:
+    with Probe(words.Ordered("doctor-owner", config, SCRATCH), folder) as owner:
         try:
             said = owner.hear()
         except Ended as exc:
@@ -202,7 +196,7 @@ def probe_here(config: NixlConfig, seconds: float, note: Callable[[str], None]) 
         logs = Said()
         try:
             note("starting a process that lends")
-            with offer(config, folder, name="doctor-owner") as (owner, offered):
+            with _offer(config, folder) as (owner, offered):
                 note("reading from it" if not seconds else "measuring")
                 try:
                     found = _read(config, folder, offered.place, seconds, True)
@@ -216,11 +210,11 @@ def probe_here(config: NixlConfig, seconds: float, note: Callable[[str], None]) 
         return _ucx(_merged(read_logs, logs), result, failure, time.monotonic() - began)
 
 
-def connect_to(config: NixlConfig, place: words.Place, seconds: float, *, read: bool) -> Ucx:
-    """Open a connection to memory elsewhere; read from it only if that was offered for it."""
+def connect_to(config: NixlConfig, place: words.Place) -> Ucx:
+    """Open a connection to an engine's memory, and read none of it."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="asynckv-doctor-") as name:
-        result, logs, failure = _read(config, Path(name), place, seconds, read)
+        result, logs, failure = _read(config, Path(name), place, 0.0, False)
         return _ucx(logs, result, failure, time.monotonic() - began)
 
 
