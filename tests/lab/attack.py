@@ -493,22 +493,22 @@ class Attack:
         for worker in (self.victim, self.arena.decode):
             for cause, pair in tried.items():
                 before = (await worker.ask("state", wait_s=0))["counters"]
+                name = f"control.rejected.{cause}"
                 async with Proxy(worker.address) as between:
                     stranger = Stranger(between.address, pair, 0.5)
                     try:
                         stranger.socket.send(question)
+                        for _ in range(50):  # libzmq tells of it in its own time, if the stranger stays for so long
+                            after = (await worker.ask("state", wait_s=0))["counters"]
+                            if after.get(name, 0) > before.get(name, 0):
+                                break
+                            await asyncio.sleep(0.1)
                         heard = await asyncio.to_thread(stranger.socket.poll, 500)
                     finally:
                         stranger.close()
                     said = between.commands()
                 self.counts[f"strangers_with_{cause}"] += 1
                 self.counts["bytes_to_strangers"] += len(between.answered)
-                name = f"control.rejected.{cause}"
-                for _ in range(50):  # libzmq tells of it in its own time
-                    after = (await worker.ask("state", wait_s=0))["counters"]
-                    if after.get(name, 0) > before.get(name, 0):
-                        break
-                    await asyncio.sleep(0.1)
                 problem = f"{worker.name}: a stranger ({cause})"
                 self.arena.check(not heard, f"{problem} was answered")
                 self.arena.check(said <= HANDSHAKE_COMMANDS, f"{problem} was sent {sorted(said)}")
