@@ -58,19 +58,6 @@ def test_what_is_said_of_one_side_is_for_that_side() -> None:
     assert options.shape("decode") == Shape(tp=2, pp=3)
 
 
-def test_halves_agree_on_what_is_recorded_but_for_what_each_may_choose() -> None:
-    agreed = {name.lstrip("-").replace("-", "_") for name in Options().agreed()}
-    assert agreed < Options().record().keys()
-    assert Options().record().keys() - agreed == {
-        "posting_threads",
-        "process",
-        "loop",
-        "floor",
-        "rounds",
-        "net_device",
-    }
-
-
 def test_no_file_of_the_benchmark_imports_one_that_imports_it() -> None:
     folder = Path(bench.__file__).parent
     arrows: dict[str, set[str]] = {}
@@ -83,6 +70,6 @@ def test_no_file_of_the_benchmark_imports_one_that_imports_it() -> None:
                 found.add(str(node.module).split(".")[2])
     order = list(graphlib.TopologicalSorter(arrows).static_order())
     assert order.index("options") < order.index("protocol") < order.index("driver") < order.index("session")
-    # The network half and the driver know nothing of each other.
-    assert not arrows["remote"] & {"driver", "report", "session"}
-    assert not arrows["driver"] & {"remote", "report", "session"}
+    # A worker and its driver know nothing of each other.
+    assert not arrows["rank"] & {"driver", "report", "session", "workers"}
+    assert not arrows["driver"] & {"rank", "worker", "report", "session"}

@@ -24,10 +24,14 @@ LOG = """\
 
 def test_reads_are_named_and_complaints_passed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ucx.1.log").write_text(LOG)
-    assert ucx.read(tmp_path) == "cma/memory (zero-copy)"
+    assert ucx.read(tmp_path) == {"cma/memory (zero-copy)": 40}
     out, err = capsys.readouterr()
     assert (out, err.splitlines()) == ("", ["[1.0] [vm:1:0] mpool.c:40 UCX WARN something is amiss"])
 
 
+def test_what_was_used_most_is_named_first() -> None:
+    assert ucx.named({"tcp/lo": 2, "cma/memory": 5}) == "cma/memory, tcp/lo"
+
+
 def test_without_a_table_nothing_is_claimed(tmp_path: Path) -> None:
-    assert ucx.read(tmp_path).startswith("unknown")
+    assert ucx.named(ucx.read(tmp_path)).startswith("unknown")

@@ -150,19 +150,13 @@ async def test_a_process_ends_in_order_when_it_is_told_to_and_else_it_is_killed(
         assert two.status == -signal.SIGKILL
 
 
-ECHO = """
-from asynckv.tools.fleet import begin_child
-import os
-lines = begin_child().makefile("rwb")
-for line in lines:
-    lines.write(os.environ["GREETING"].encode() + b", " + line)
-    lines.flush()
-"""
+ECHO = "import os, sys\nfor line in sys.stdin: print(os.environ['GREETING'] + ', ' + line, end='', flush=True)"
 
 
-async def test_a_process_may_have_a_conversation_of_its_own() -> None:
-    async with Fleet({"TESTED": "yes"}) as fleet:
-        polite, killed = [await fleet.start_other(name, ECHO, {"GREETING": "hello"}) for name in ("polite", "killed")]
+async def test_a_command_may_have_a_conversation_of_its_own() -> None:
+    command = (sys.executable, "-c", ECHO)
+    async with Fleet({"GREETING": "hello"}) as fleet:
+        polite, killed = [await fleet.start_command(name, command) for name in ("polite", "killed")]
         polite.writer.write(b"you\n")
         assert await polite.reader.readline() == b"hello, you\n"
         await polite.end()

@@ -22,8 +22,8 @@ The conversation is one JSON line each way over a socket; what the process and i
 process ends in order when its end of the socket says so, or by `kill`; if the driver dies, the system kills it. What
 processes have started themselves is stopped with them, and found by a mark in its environment if it outlives them.
 
-`connect` and `answer` are the same conversation over a socket of one's own, between processes or hosts. Whoever has a
-conversation of his own, such as `asynckv bench`, uses `Fleet.start_other` and `begin_child`, and the bare `Child`.
+`connect` and `answer` are the same conversation over a socket of one's own, between processes or hosts. `asynckv bench`
+has a conversation of its own with commands (`Fleet.start_command`, the bare `Child`, and `end_with_driver` in them).
 
 `Blocks` is the memory: an allocator of KV cache blocks that scribbles over whatever comes back, at once, and looks at
 it again before it is given out. A read that was too late finds rubbish, and a write that was too late is counted.
@@ -70,8 +70,8 @@ __all__ = [
     "Refused",
     "SharedNumber",
     "answer",
-    "begin_child",
     "connect",
+    "end_with_driver",
     "free_memory",
     "memory_kib",
     "pattern",
@@ -193,11 +193,12 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Child:
-    """A process of a fleet, and this end of its socket, for whatever conversation there is."""
+    """A process of a fleet, and this end of its socket or pipes, for whatever conversation there is."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, streams: Streams) -> None:
         self.name = name
         self.reader, self.writer = streams
+        self.errors = process.stderr
         self._process = process
         self._is_ending = False
 
@@ -330,28 +331,37 @@ class Fleet:
         """
         log = self.folder / f"{name}.log"
         with log.open("ab") as out:
-            process, streams = await self._spawn((python, "-c", CHILD, target), {}, out)
+            process, streams = await self._spawn((python, "-c", CHILD, target), out)
         asked = Process(name, process, streams, log, on_abort)
         self.processes.append(asked)
         self._children.append(asked)
         streams[1].write(_line(setup))
         return asked
 
-    async def start_other(self, name: str, code: str, env: Mapping[str, str]) -> Child:
-        """Start a process that has a conversation of its own, over a socket that `begin_child` gives it.
+    async def start_command(self, name: str, command: Sequence[str], errors: int | None = None) -> Child:
+        """Start a command that has a conversation of its own, over its stdin and stdout.
 
         Args:
-            name: Of the process. What it prints is shown on stderr.
-            code: What it runs.
-            env: Its environment, on top of the fleet's.
+            name: Of the process.
+            command: A process of this fleet; if it is an asynckv of this host, it calls `end_with_driver`.
+            errors: Where its stderr goes, as for `subprocess`; shown on ours by default.
         """
-        child = Child(name, *await self._spawn((sys.executable, "-c", code), env, 2))
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env=self._env,
+            limit=LIMIT,
+            process_group=0,  # what the terminal sends is for the driver, also while this one imports
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        child = Child(name, process, (process.stdout, process.stdin))
         self._children.append(child)
         return child
 
-    async def _spawn(
-        self, command: Sequence[str], env: Mapping[str, str], out: IO[bytes] | int
-    ) -> tuple[asyncio.subprocess.Process, Streams]:
+    async def _spawn(self, command: Sequence[str], out: IO[bytes]) -> tuple[asyncio.subprocess.Process, Streams]:
         """Start a process with the number of its end of a socket as the last argument."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -361,9 +371,9 @@ class Fleet:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=out,
                     stderr=out,
-                    env={**self._env, **env},
+                    env=self._env,
                     pass_fds=(theirs.fileno(),),
-                    process_group=0,  # what the terminal sends is for the driver, also while this one imports
+                    process_group=0,
                 )
             except BaseException:
                 ours.close()
@@ -452,20 +462,21 @@ async def answer(side: Any, reader: asyncio.StreamReader, writer: asyncio.Stream
         task.add_done_callback(tasks.discard)
 
 
-def begin_child() -> socket.socket:
-    """Be a process of a fleet; returns this end of the socket."""
+def end_with_driver() -> None:
+    """Be a process of a fleet: the driver decides what Ctrl-C means, and this process does not outlive it."""
     faulthandler.enable()
-    # A stopped process could not see that its driver has died.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what Ctrl-C means
-    sock = socket.socket(fileno=int(sys.argv[-1]))
-    sock.set_inheritable(False)
-    return sock
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if MARK in os.environ:  # it was started by the driver itself, and not by a daemon of this host
+        # A stopped process could not see that its driver has died.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_child() -> None:
     """Answer questions, as a process of a fleet."""
-    asyncio.run(_run_child(sys.argv[1], begin_child()))
+    end_with_driver()
+    sock = socket.socket(fileno=int(sys.argv[-1]))
+    sock.set_inheritable(False)
+    asyncio.run(_run_child(sys.argv[1], sock))
 
 
 async def _run_child(target: str, sock: socket.socket) -> None:

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from asynckv.errors import ConfigError
 from asynckv.tools.bench import offload_cli
-from asynckv.tools.bench.options import Options, flag
+from asynckv.tools.bench.options import Options
 from asynckv.tools.output import check_writable, help_of, write, write_json
 from asynckv.tools.parameters import is_given, options_given, taking_options
 
@@ -71,11 +71,9 @@ BENCH_EPILOG = """
 
   asynckv bench --offload --trace trace.jsonl --no-bytes
 
-[bold]Two machines; with keys instead of --allow-insecure: asynckv keygen -h[/bold]
+[bold]Two machines: prefill ranks on another one, over ssh[/bold]
 
-  asynckv bench --role prefill --bind 10.0.0.1:9000 --allow-insecure
-
-  asynckv bench --role decode --connect 10.0.0.1:9000 --allow-insecure
+  asynckv bench --layers 4 --remote "ssh 10.0.0.1 asynckv bench worker" --remote-host 10.0.0.1
 
 [bold]Exit status[/bold]  0 all good, 1 a request failed, a byte was wrong or a block leaked, 2 bad input, 130 Ctrl-C, \
 141 the reader of stdout has left
@@ -126,10 +124,10 @@ def bench(context: typer.Context, **given: Any) -> None:
 
     A first look, in half a minute: asynckv bench --layers 4 --requests 400 --floor
 
-    Starts one process per rank, on this host or on two, with real NIXL and real ZMQ. Requests go in waves: blocks are
-    filled with a seeded pattern, lent, pulled while the clock runs, and compared afterwards. In a closed loop so many
-    are in flight at any time; in an open loop (--rate, --arrivals) they come by a schedule, and latency counts from
-    there.
+    Starts one process per rank, on this host or (--remote) on two, with real NIXL and real ZMQ. Requests go in waves:
+    blocks are filled with a seeded pattern, lent, pulled while the clock runs, and compared afterwards. In a closed
+    loop so many are in flight at any time; in an open loop (--rate, --arrivals) they come by a schedule, and latency
+    counts from there.
     """
     if context.invoked_subcommand is not None:
         _refuse_options(context)
@@ -140,12 +138,7 @@ def bench(context: typer.Context, **given: Any) -> None:
     experiment = Experiment(options)
     _refuse_idle(context, options)
     _open_log(options.log)
-    half = _half(options)
-    if half is not None and half.bind:
-        if options.json is not None:
-            raise ConfigError(f"--json {options.json}: the half with --connect has the report; leave it out here")
-        raise typer.Exit(_serve(experiment, half))
-    raise typer.Exit(_bench(experiment, half))
+    raise typer.Exit(_bench(experiment))
 
 
 bench_app.callback(invoke_without_command=True, epilog=BENCH_EPILOG, help=help_of(bench))(bench)
@@ -176,6 +169,8 @@ def _refuse_idle(context: typer.Context, options: Options) -> None:
             not given("trace"),
             "--prompt-tokens and --trace were both given, and the trace says how long prompts are; choose one",
         ),
+        ("remote_host", given("remote"), "--remote-host says nothing without --remote; give a command as well"),
+        ("remote_role", given("remote"), "--remote-role says nothing without --remote; give a command as well"),
     ):
         if given(name) and not has_use:
             raise ConfigError(remedy)
@@ -189,20 +184,6 @@ def _open_log(target: str | None) -> None:
         write("--log", target, "")
 
 
-def _half(options: Options) -> Any:
-    from asynckv.tools.bench.remote import Half
-
-    if options.role is not None:
-        return Half(options)
-    for name in ("bind", "connect", "secret", "authorized", "allow_insecure"):
-        if (value := getattr(options, name)) not in (None, False):
-            said = flag(name) if value is True else f"{flag(name)} {value}"
-            raise ConfigError(
-                f"{said} is for a benchmark on two machines; give --role prefill or --role decode as well"
-            )
-    return None
-
-
 def _logs(options: Options) -> Any:
     from asynckv.observe.log import configure
 
@@ -211,20 +192,7 @@ def _logs(options: Options) -> Any:
     return stream
 
 
-def _serve(experiment: Any, half: Any) -> int:
-    from asynckv.tools.bench import remote
-
-    _logs(experiment.options)
-    return asyncio.run(remote.serve(experiment, half, lambda text: _say(half.role, text)))
-
-
-def _say(role: str, text: str) -> None:
-    from asynckv.tools.console import without_control
-
-    print(f"asynckv: {role} half: {without_control(text)}", file=sys.stderr, flush=True)
-
-
-def _bench(experiment: Any, half: Any) -> int:
+def _bench(experiment: Any) -> int:
     import structlog
     from rich.console import Console
 
@@ -240,11 +208,7 @@ def _bench(experiment: Any, half: Any) -> int:
     try:
         with Bar(errors, says_interrupted=False) as bar:
             bar.begin("sizing the pools")
-            if half is None:
-                work = session.alone(experiment, bar, log)
-            else:
-                work = session.leading(experiment, half, lambda text: _say(half.role, text), bar, log)
-            found, result = asyncio.run(work)
+            found, result = asyncio.run(session.run(experiment, bar, log))
     except KeyboardInterrupt:
         # Before a driver was there to heed it.
         found = Measured(interrupted=True)
@@ -282,6 +246,17 @@ def _refuse_options(context: typer.Context) -> None:
         if is_given(context, str(param.name)):
             name = context.invoked_subcommand
             raise ConfigError(f"{param.opts[0]} stands before {name}; put options after it: asynckv bench {name} ...")
+
+
+@bench_app.command()
+def worker() -> None:
+    """Be one worker of a benchmark that is driven from elsewhere: what --remote starts.
+
+    The driver's lines come on stdin, the answers go to stdout, and logs to stderr. It ends with its stdin.
+    """
+    from asynckv.tools.bench.worker import main
+
+    main()
 
 
 # -- sweeps, pages, comparisons -----------------------------------------------------------------------

@@ -4,7 +4,7 @@ Work goes in *waves*. For each: fill the blocks, tell the ranks that pull, lend,
 in which they pull (in a closed loop, or by the schedule's clock), close it, verify, wait until every lease is
 over. Only the windows are timed. The pools are sized by the concurrency, not by the number of requests.
 
-Who started the workers, and on which machine they are, it does not know: it tells them, and hears them.
+It does not know on which machine a worker is: it tells them, and hears them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -25,6 +26,7 @@ from asynckv.core.types import Endpoint
 from asynckv.errors import AsyncKVError
 from asynckv.scheduler import PrefillGroup
 from asynckv.tools.bench import protocol as p
+from asynckv.tools.bench import ucx
 from asynckv.tools.bench.blocks import Allocation, Allocator
 from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.floor import KINDS, Round
@@ -395,10 +397,11 @@ class Driver:
     async def _reports(self) -> None:
         """Ask every worker for its last words."""
         found, lenders, readers = self.found, self._lenders, self._readers
-        patience = self._options.timeout_s + 2 * GRACE_S
+        patience, transports = self._options.timeout_s + 2 * GRACE_S, Counter[str]()
         async for worker, report in self._ask([*self._roles], p.Stop(), p.Report, patience, AsyncKVError):
             found.peak_rss[worker.name] = report.peak_rss_bytes
             found.pool_bytes[worker.name] = report.pool_bytes
+            transports.update(report.transports)
             found.release_s += report.release_s
             if worker in lenders:
                 found.prefill_leaked += report.gauges.get("blocks_lent", 0)
@@ -408,6 +411,7 @@ class Driver:
                 found.decode_leaked += report.gauges.get("blocks_writing", 0) - quarantined
             if report.integrity:
                 found.problems.append(f"{worker.name}: {report.integrity}")
+        found.environment["ucx_transports"] = ucx.named(transports)
 
     async def _ask(
         self, workers: Sequence[Worker], command: p.Command, kind: type[T], patience_s: float, *noted: type[Exception]

@@ -1,13 +1,14 @@
 """What the options of a run amount to: a model, a workload, two sides, who lends to whom, and how large pools are.
 
-Made once from `Options`, checked as a whole, and never changed. The driver, the workers' set-up, the report and what
-two halves compare all read it, and the options themselves through it. It starts nothing and measures nothing.
+Made once from `Options`, checked as a whole, and never changed. The driver, the workers' set-up and the report all read
+it, and the options themselves through it. It starts nothing and measures nothing.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ MOST_RANKS = 1024
 MOST_BLOCK_SIZE = 1 << 20
 PROCESS_BYTES = 600 * MiB
 """What a process may use beside its pool."""
+LOOPBACK = "127.0.0.1"
 OPEN_BYTES = 2048 * MiB
 """A pool's size in an open loop, if the schedule needs more: every window's end costs the time of its last pulls."""
 
@@ -44,6 +46,7 @@ class Experiment:
         sides: Both engines' shapes, by role.
         engines: How many there are, and who lends to whom.
         arrivals: When requests come.
+        hosts: The address at which each side's engines listen, by role.
 
     Raises:
         ConfigError: The options cannot be run.
@@ -76,6 +79,7 @@ class Experiment:
                 f"--prefix-hit {options.prefix_hit} was given for prompts that share prefixes, of which the modelled "
                 f"cache says what is there; use --prefix-cache to size that, or leave --prefix-hit out"
             )
+        self.hosts = _hosts(options)
         if options.floor:
             self._check_floor()
         NixlConfig(posting_threads=options.posting_threads)
@@ -95,6 +99,8 @@ class Experiment:
             raise ConfigError(
                 "--floor compares closed loops in host memory; leave out --rate, --arrivals, --cancel and --memory"
             )
+        if options.remote is not None:
+            raise ConfigError("--floor is measured on one machine: it reads the other process's memory; leave it out")
         if options.announced:
             raise ConfigError(
                 "--floor and --announced: claims that are granted before the window opens are not in it, so the "
@@ -273,6 +279,34 @@ def memory_available() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 8 << 30
+
+
+def _hosts(options: Options) -> dict[str, str]:
+    """Choose the address at which each side's engines listen, as the other side reaches it.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if options.remote is None:
+        return {"prefill": LOOPBACK, "decode": LOOPBACK}
+    there = (options.remote_host or "").strip("[]")
+    if not options.remote.split():
+        raise ConfigError("--remote is empty; give a command, such as 'ssh HOST asynckv bench worker'")
+    if there in ("", "*", "0.0.0.0", "::"):
+        raise ConfigError(
+            "--remote needs --remote-host: the address of the other host in the data network, at which its engines "
+            "listen"
+        )
+    here = "decode" if options.remote_role == "prefill" else "prefill"
+    try:
+        # The address from which the other one is reached; nothing is sent.
+        family, kind, _, _, address = socket.getaddrinfo(there, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            own: str = probe.getsockname()[0]
+    except OSError as exc:
+        raise ConfigError(f"--remote-host {there}: {exc.strerror or exc}; check the address and the route") from exc
+    return {role: f"[{host}]" if ":" in host else host for role, host in ((here, own), (options.remote_role, there))}
 
 
 def _model(options: Options) -> Model:

@@ -6,7 +6,6 @@ bounds and what else becomes of it. Made from the declarations, and nowhere spel
 - the command line (`asynckv.tools.bench.cli` makes its parameters), and with it the parameters of sweeps;
 - what a worker is told (`protocol.Setup` carries the options whole);
 - the JSON record: `config` has an option under its own name, unless it stands there in another form;
-- what two halves on two machines have to agree on;
 - the check of bounds, and its words.
 
 So a new option is one field here, and its use. What options amount to together (a model, a workload, pools) is the next
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Struct
 
-from asynckv.config import MIN_LEASE_S, KeysConfig
+from asynckv.config import MIN_LEASE_S
 from asynckv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,7 +51,6 @@ class Option:
         read: Makes the value of what the command line has as text, by the option's name; its default is then `shown`.
         is_file: Names a file that the run reads: a sweep takes other content for another sweep.
         in_record: It stands in the JSON record as it is. Otherwise the record has what became of it, or nothing.
-        is_per_half: Two halves of a run may have different values.
         is_single: Means nothing for a sweep, whose points are many runs.
     """
 
@@ -67,7 +65,6 @@ class Option:
     read: Callable[[str, str], Any] | None = None
     is_file: bool = False
     in_record: bool = True
-    is_per_half: bool = False
     is_single: bool = False
 
     def check(self, name: str, value: Any) -> None:
@@ -147,8 +144,8 @@ common = partial(Option, "Begin with these")
 geometry = partial(Option, "Geometry", in_record=False)
 work = partial(Option, "Workload")
 run = partial(Option, "Run")
-apart = partial(Option, "Two machines", in_record=False, is_per_half=True)
-output = partial(Option, "Output", in_record=False, is_per_half=True, is_single=True)
+apart = partial(Option, "Two machines", in_record=False)
+output = partial(Option, "Output", in_record=False, is_single=True)
 
 Order = Literal["nhd", "hnd", "block-nhd", "block-hnd", "cross-nhd", "cross-hnd"]
 ConvOrder = Literal["channel", "row"]
@@ -330,7 +327,6 @@ class Options(Struct, frozen=True, kw_only=True):
             metavar="N|auto",
             shown="auto",
             read=_number_or_word,
-            is_per_half=True,
         ),
     ] = "auto"
     process: Annotated[
@@ -339,7 +335,6 @@ class Options(Struct, frozen=True, kw_only=True):
             "What of NIXL runs in a process of its own: what serves remote readers (serving), reads as well (always), "
             "nothing (never), or as engines choose by themselves (auto).",
             metavar="WHAT",
-            is_per_half=True,
         ),
     ] = "auto"
     announced: Annotated[
@@ -355,16 +350,14 @@ class Options(Struct, frozen=True, kw_only=True):
         run(
             "Event loop of the workers: asyncio, uvloop, or auto: uvloop where it is installed.",
             metavar="LOOP",
-            is_per_half=True,
         ),
     ] = "auto"
     floor: Annotated[
         bool,
         common(
-            "Beside every wave move the same bytes without the engine (memory copy, process_vm_readv or a TCP "
-            "socket, and a raw NIXL loop), and report how much of that the engine reaches.",
+            "Beside every wave move the same bytes without the engine (memory copy, process_vm_readv, and a raw NIXL "
+            "loop), and report how much of that the engine reaches.",
             names=("--floor",),
-            is_per_half=True,
         ),
     ] = False
     rounds: Annotated[
@@ -372,42 +365,24 @@ class Options(Struct, frozen=True, kw_only=True):
         run(
             "With --floor: how many waves the requests are cut into. (A sweep has --rounds of its own.)",
             names=("--rounds", "--floor-rounds"),
-            is_per_half=True,
         ),
     ] = 10
-    net_device: Annotated[
-        str, run("Network device that UCX may use, such as eth0.", metavar="DEVICE", is_per_half=True)
-    ] = ""
+    net_device: Annotated[str, run("Network device that UCX may use, such as eth0.", metavar="DEVICE")] = ""
     memory: Annotated[Literal["host", "cuda"], run("Where the pools lie: host memory, or a GPU's.")] = "host"
 
-    role: Annotated[
-        Literal["prefill", "decode"] | None,
-        apart(
-            "Run only these engines here, and the others on another machine, where the same command has the other "
-            "--role. One of the two has --bind, the other one --connect: that one drives, and reports.",
-            is_single=True,
-        ),
-    ] = None
-    bind: Annotated[str | None, apart("Where to wait for the other half.", metavar="HOST:PORT", is_single=True)] = None
-    connect: Annotated[
+    remote: Annotated[
         str | None,
         apart(
-            "Where the other half waits; with keys, its public one or the name of its file in --authorized.",
-            metavar="HOST:PORT[#KEY]",
-            is_single=True,
+            "Start every worker of one side by this command, such as 'ssh HOST asynckv bench worker': it speaks over "
+            "its stdin and stdout.",
+            metavar="COMMAND",
         ),
     ] = None
-    secret: Annotated[
+    remote_host: Annotated[
         str | None,
-        apart(
-            "This half's own keys (asynckv keygen), for its engines and for what the halves say to each other.",
-            metavar="NAME.key_secret",
-        ),
+        apart("The address at which engines there listen, reachable from here.", metavar="ADDRESS"),
     ] = None
-    authorized: Annotated[str | None, apart("Directory with the .key files of both halves.", metavar="DIR")] = None
-    allow_insecure: Annotated[bool, apart("Go without keys, in a trusted network.", names=("--allow-insecure",))] = (
-        False
-    )
+    remote_role: Annotated[Literal["prefill", "decode"], apart("Which side it is.")] = "prefill"
 
     json: Annotated[
         str | None,
@@ -415,7 +390,6 @@ class Options(Struct, frozen=True, kw_only=True):
             "Write the report there; - for stdout. asynckv report draws it, asynckv bench compare compares two.",
             metavar="FILE",
             in_record=False,
-            is_per_half=True,
             is_single=True,
         ),
     ] = None
@@ -454,18 +428,9 @@ class Options(Struct, frozen=True, kw_only=True):
         """Of the logs."""
         return self.log_level or ("info" if self.log else "error")
 
-    def keys(self) -> KeysConfig | None:
-        """For planes and engines."""
-        return KeysConfig(secret=self.secret, authorized=self.authorized or "") if self.secret else None
-
     def record(self) -> dict[str, Any]:
         """What stands in the JSON record as it is."""
         return {name: getattr(self, name) for name, (_, option) in declared().items() if option.in_record}
-
-    def agreed(self) -> dict[str, str]:
-        """What two halves must have alike, by the option that says it, as text."""
-        values = {name: getattr(self, name) for name, (_, o) in declared().items() if o.in_record and not o.is_per_half}
-        return {flag(k): f"{v:g}" if isinstance(v, float) else str(v)[:200] for k, v in values.items()}
 
 
 @functools.cache

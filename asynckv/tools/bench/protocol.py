@@ -1,25 +1,24 @@
-"""What the driver and its worker processes say to each other: JSON lines over a socket, in bounded types.
+"""What the driver and its workers say to each other: JSON lines over a worker's stdin and stdout.
 
-A worker whose socket ends (its driver is gone) ends itself. A fleet's own conversation (`asynckv.tools.fleet`) is any
-method by its name with any JSON, for experiments on one machine; these lines go to other machines as they are
-(`asynckv.tools.bench.remote`), where nobody is believed.
+A worker whose stdin ends (its driver is gone) ends itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-from typing import Annotated, Any
+import os
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from asynckv.core.types import Endpoint
 from asynckv.geometry.layout import Layout
 from asynckv.tools.bench.options import Options, Shape
 from asynckv.tools.fleet import LIMIT
 from asynckv.tools.plan.models import Model
+from asynckv.version import VERSION
 
 __all__ = [
     "Ended",
@@ -36,9 +35,23 @@ __all__ = [
 ]
 
 
-class Setup(Struct, tag=True, kw_only=True):
-    """Who the worker is, and what it takes part in."""
+class Keys(Struct):
+    """The keys of one run, which all of its engines have."""
 
+    public: bytes
+    secret: bytes
+
+
+class Setup(Struct, tag=True, kw_only=True):
+    """Who the worker is, and what it takes part in: the first line.
+
+    Attributes:
+        version: Of the driver; another one's lines may differ.
+        keys: Of the engine's control plane; without keys it stays on this host.
+        env: Environment, as far as the worker has none of its own.
+    """
+
+    version: str = VERSION
     options: Options
     role: str
     engine_id: str
@@ -50,6 +63,8 @@ class Setup(Struct, tag=True, kw_only=True):
     model: Model
     num_blocks: list[int]
     bind: str = "tcp://127.0.0.1:0"
+    keys: Keys | None = None
+    env: dict[str, str] = {}
 
 
 class Ready(Struct, tag=True):
@@ -63,13 +78,13 @@ class Ready(Struct, tag=True):
 class Work(Struct):
     """One request of a wave, as one side sees it."""
 
-    number: Annotated[int, Meta(ge=0, lt=1 << 62)]
-    lists: list[tuple[Annotated[int, Meta(ge=0, lt=1 << 40)], list[int | None]]]
+    number: int
+    lists: list[tuple[int, list[int | None]]]
     """Per group the first token and the blocks."""
-    tokens: Annotated[int, Meta(ge=0, lt=1 << 40)]
+    tokens: int
     params: dict[str, Any]
-    chunk_tokens: Annotated[int, Meta(ge=1, lt=1 << 40)] = 1
-    chunks: list[Annotated[int, Meta(ge=0, lt=1 << 62)]] = []
+    chunk_tokens: int = 1
+    chunks: list[int] = []
     """Ids of the leading chunks, by which their tokens' pattern is known."""
     arrival_s: float = 0.0
     """When it comes, from the opening of the window, or came, if negative; open loop only."""
@@ -180,6 +195,8 @@ class Report(Struct, tag=True):
     integrity: str
     peak_rss_bytes: int
     pool_bytes: int
+    transports: dict[str, int] = {}
+    """How often UCX read in which way."""
 
 
 class Open(Struct, tag=True):
@@ -250,7 +267,7 @@ Command = Setup | Fill | Lend | Prepare | Go | Verify | Finish | Cancel | Stop |
 Answer = Ready | Done | Pulled | Verified | Ended | Report | Failed | Opened | Floored
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding raises, whoever wrote it and however deep it is nested."""
+"""What decoding raises."""
 
 _encoder = msgspec.json.Encoder()
 commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
@@ -263,25 +280,31 @@ def encode(message: Command | Answer) -> bytes:
 
 
 class Pipe:
-    """A worker's end."""
+    """A worker's end.
+
+    Args:
+        reader, writer: Its stdin, and what was its stdout.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     @classmethod
-    async def open(cls, sock: socket.socket) -> Pipe:
-        """Speak over a socket."""
-        return cls(*await asyncio.open_unix_connection(sock=sock, limit=LIMIT))
+    async def open(cls, stdin: int, stdout: int) -> Pipe:
+        """Speak over two descriptors."""
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=LIMIT)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(stdin, "rb", 0))
+        protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader())
+        transport, _ = await loop.connect_write_pipe(lambda: protocol, os.fdopen(stdout, "wb", 0))
+        return cls(reader, asyncio.StreamWriter(transport, protocol, None, loop))
 
     async def read(self) -> Command | None:
         """Wait for a command; None when the driver is gone."""
-        line = b""
-        with contextlib.suppress(ConnectionError):
-            line = await self._reader.readline()
+        line = await self._reader.readline()
         return commands.decode(line) if line else None
 
     def write(self, answer: Answer) -> None:
-        """Answer; without a driver there is nobody to tell."""
+        """Answer; harmless without a driver."""
         self._writer.write(encode(answer))
 
     async def close(self) -> None:

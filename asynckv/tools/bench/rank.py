@@ -1,4 +1,4 @@
-"""One worker process: one rank of the prefill or the decode engine. Started by the driver.
+"""What a worker process does: it is one rank of the prefill or the decode engine, under the driver's commands.
 
 Filling, poisoning and verifying happen in a thread and outside the window; inside it there is nothing
 but the engine and a sampler of the loop's lag.
@@ -7,7 +7,6 @@ but the engine and a sampler of the loop's lag.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import resource
 import sys
@@ -15,22 +14,24 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from typing import assert_never
 
 import anyio
 import anyio.to_thread
 
-from asynckv.config import EngineConfig, LeaseConfig, NixlConfig, PullConfig
+from asynckv.config import EngineConfig, KeysConfig, LeaseConfig, NixlConfig, PullConfig
 from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
+from asynckv.keys import KeyPair, write_pair
 from asynckv.observe import log
-from asynckv.tools.bench import garbage
+from asynckv.tools.bench import garbage, ucx
 from asynckv.tools.bench import protocol as p
+from asynckv.tools.bench.experiment import memory_available
 from asynckv.tools.bench.floor import Floor
 from asynckv.tools.bench.memory import CudaPool, Pool
-from asynckv.tools.fleet import begin_child
 
-__all__ = ["LagSampler", "main"]
+__all__ = ["LagSampler", "run"]
 
 LAG_S = 0.005
 SAMPLE = 16
@@ -101,7 +102,7 @@ class Worker:
             self.sampler.start()
 
     def _check(self, works: list[p.Work]) -> None:
-        """Believe no block id: the driver may be on another machine.
+        """Refuse blocks that the pools do not have.
 
         Raises:
             AsyncKVError: A list does not fit the pools.
@@ -300,22 +301,30 @@ class Worker:
         )
 
 
-async def _run(pipe: p.Pipe) -> None:
-    setup = await pipe.read()
-    if not isinstance(setup, p.Setup):
-        return
+async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
+    """Be this rank until the driver says stop or is gone.
+
+    Args:
+        pipe: To the driver.
+        setup: The rank.
+        folder: Of files that last as long as this process.
+    """
     options = setup.options
     stream = open(options.log, "a", buffering=1, encoding="utf-8") if options.log else sys.stderr  # noqa: ASYNC230, SIM115
     log.configure(options.level, form="json", stream=stream)
     try:
         layout = setup.shape.layout(setup.model, setup.tp_rank, setup.pp_stage, setup.num_blocks)
+        if (need := sum(m.length for m in layout.memories)) > (room := memory_available()):
+            raise ConfigError(
+                f"{setup.engine_id} is to have a pool of {need:,} bytes, and its host has {room:,} of memory; lower "
+                f"--pool-mb or --concurrency"
+            )
         pool = (CudaPool if options.memory == "cuda" else Pool)(layout, options.seed)
         engine = Engine(
             EngineConfig(
                 engine_id=setup.engine_id,
                 bind=setup.bind,
-                allow_insecure=options.allow_insecure,
-                keys=options.keys(),
+                keys=_keys(setup.keys, folder),
                 lease=LeaseConfig(lease_s=options.lease_s, grant_s=min(10.0, options.lease_s)),
                 pull=PullConfig(timeout_s=options.timeout_s),
                 nixl=NixlConfig(posting_threads=options.posting_threads, process=options.process),
@@ -325,13 +334,24 @@ async def _run(pipe: p.Pipe) -> None:
         async with engine:
             loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
             pipe.write(p.Ready(os.getpid(), engine.endpoint, {**engine.describe(), "event_loop": loop}))
-            await _serve(pipe, Worker(setup, pool, engine))
+            report = await _serve(pipe, Worker(setup, pool, engine))
+        if report is not None:
+            report.transports = ucx.read(folder)
+            pipe.write(report)
     except AsyncKVError as exc:
         pipe.write(p.Failed(str(exc), isinstance(exc, ConfigError | BackendError)))
     except MemoryError:
         pipe.write(
             p.Failed(f"no memory for a pool of {setup.num_blocks} blocks; lower --pool-mb or --concurrency", True)
         )
+
+
+def _keys(keys: p.Keys | None, folder: Path) -> KeysConfig | None:
+    """Write the run's keys down, as engines read them."""
+    if keys is None:
+        return None
+    secret, _ = write_pair(folder, "bench", KeyPair(keys.public, keys.secret))
+    return KeysConfig(secret=secret, authorized=folder)
 
 
 async def _guard(work: Coroutine[None, None, None], pipe: p.Pipe) -> None:
@@ -341,7 +361,8 @@ async def _guard(work: Coroutine[None, None, None], pipe: p.Pipe) -> None:
         pipe.write(p.Failed(f"the window failed: {exc!r}", False))
 
 
-async def _serve(pipe: p.Pipe, worker: Worker) -> None:
+async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
+    """Obey, until the driver says stop, or is gone: then there is no report."""
     while (command := await pipe.read()) is not None:
         match command:
             case p.Fill(works):
@@ -365,29 +386,11 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> None:
             case p.Open() | p.Connect() | p.Serve() | p.Measure():
                 pipe.write(await worker.floor.obey(command, worker.works))
             case p.Stop():
-                pipe.write(await worker.stop())
-                return
+                return await worker.stop()
             case p.Setup():
-                return
+                break
             case _:
                 assert_never(command)
     # The driver is gone: end what is being pulled, and go.
     worker.cancel()
-
-
-def main() -> None:
-    """Run one worker, a process of a fleet, until its driver says stop or is gone."""
-    sock = begin_child()
-
-    async def run() -> None:
-        pipe = await p.Pipe.open(sock)
-        await _run(pipe)
-        await pipe.close()
-
-    chosen = os.environ.get("ASYNCKV_BENCH_LOOP", "auto")
-    if chosen == "uvloop" or (chosen == "auto" and importlib.util.find_spec("uvloop") is not None):
-        import uvloop
-
-        uvloop.run(run())
-    else:
-        asyncio.run(run())
+    return None

@@ -1,31 +1,33 @@
-"""Workers as the driver sees them: told and heard in lines (`asynckv.tools.bench.protocol`), wherever they run.
+"""Workers as the driver sees them: commands that hear and speak lines (`asynckv.tools.bench.protocol`).
 
-A worker on this machine is a process of a fleet (`asynckv.tools.fleet`) and speaks over its socket (`Local`). One on
-another machine is the same process, behind the half that runs there (`asynckv.tools.bench.remote`).
-`Host` has all workers of this machine: it names them, starts them, and sees them off.
+A worker is a process whose stdin and stdout carry the lines. On this machine it is a Python of this version; elsewhere
+it is what `--remote` starts, such as `ssh host asynckv bench worker`. The driver tells no difference between the two.
+`Host` names all workers, starts them, and sees them off.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from abc import ABC, abstractmethod
+import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, TypeVar
+
+import msgspec
 
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.tools.bench import protocol as p
-from asynckv.tools.bench import ucx
 from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.schedule import Place
 from asynckv.tools.fleet import Child, Failure, Fleet
 
-__all__ = ["END_S", "Host", "Local", "Worker", "WorkerLost", "Workers", "setups"]
+__all__ = ["END_S", "Host", "Worker", "WorkerLost", "Workers"]
 
 T = TypeVar("T")
 
-LOOPBACK = "127.0.0.1"
-CODE = "from asynckv.tools.bench.rank import main; main()"
+HERE = (sys.executable, "-c", "from asynckv.tools.bench.worker import main; main()")
 END_S = 15.0
 """How long a worker may take to end in order."""
 
@@ -34,51 +36,28 @@ class WorkerLost(Exception):
     """A worker process ended before it was told to."""
 
 
-class Worker(ABC):
-    """One rank of one engine.
+class Worker:
+    """One rank of one engine."""
 
-    Args:
-        name: Such as `decode/tp0`.
-        lines: What it says.
-    """
-
-    def __init__(self, name: str, lines: asyncio.StreamReader) -> None:
-        self.name = name
+    def __init__(self, child: Child) -> None:
+        self.name = child.name
         self.is_lost = False
-        self._lines = lines
-
-    @abstractmethod
-    def write(self, line: bytes) -> None:
-        """Pass a line on to it; harmless if it is gone."""
-
-    @abstractmethod
-    async def how(self) -> str:
-        """Wait for its end, and say how it came."""
-
-    @abstractmethod
-    async def end(self, within_s: float = END_S) -> None:
-        """Make sure that the process is gone; it may take so long to end in order."""
+        self._child = child
 
     def __str__(self) -> str:
-        return self.name
+        return str(self._child)
 
     def tell(self, command: p.Command) -> None:
         """Send a command; harmless if it is lost."""
         if not self.is_lost:
-            self.write(p.encode(command))
-
-    async def line(self) -> bytes:
-        """Wait for a line as it is written; empty when the process is gone."""
-        try:
-            return await self._lines.readline()
-        except ConnectionError:  # it had not read everything
-            return b""
+            with contextlib.suppress(ConnectionError, RuntimeError):
+                self._child.writer.write(p.encode(command))
 
     async def hear(self, kind: type[T], timeout_s: float) -> T:
         """Wait for the answer to the last command.
 
         Raises:
-            WorkerLost: The process ended, said nothing in time, or said what nobody understands.
+            WorkerLost: The process ended, said nothing in time, or said something else than an answer.
             ConfigError: It blames the input.
             AsyncKVError: It cannot go on.
         """
@@ -94,43 +73,28 @@ class Worker(ABC):
                 return answer
             # Left over from a step that was given up because another worker died.
 
+    async def end(self, within_s: float = END_S) -> None:
+        """Make sure that the process is gone; it may take so long to end in order."""
+        with contextlib.suppress(Failure):  # it was killed
+            await self._child.end(within_s)
+
     async def _next(self, timeout_s: float) -> p.Answer:
+        line = b""
         try:
-            line = await asyncio.wait_for(self.line(), timeout_s)
+            with contextlib.suppress(ConnectionError):  # it had not read everything
+                line = await asyncio.wait_for(self._child.reader.readline(), timeout_s)
         except TimeoutError:
             raise WorkerLost(f"{self} did not answer within {timeout_s:.0f} s") from None
         if not line:
-            raise WorkerLost(await self.how())
+            raise WorkerLost(await self._child.ended())
         try:
             return p.answers.decode(line)
         except p.MALFORMED as exc:
-            raise WorkerLost(f"{self.name} answered what cannot be understood: {exc}") from exc
+            raise WorkerLost(f"{self.name} answered {line[:80]!r}, which cannot be understood: {exc}") from exc
 
 
 Workers = Mapping[Place, Sequence[Worker]]
-"""Of every engine, its ranks."""
-
-
-class Local(Worker):
-    """A worker on this machine."""
-
-    def __init__(self, child: Child) -> None:
-        super().__init__(child.name, child.reader)
-        self._child = child
-
-    def __str__(self) -> str:
-        return str(self._child)
-
-    def write(self, line: bytes) -> None:
-        with contextlib.suppress(ConnectionError, RuntimeError):
-            self._child.writer.write(line)
-
-    async def how(self) -> str:
-        return await self._child.ended()
-
-    async def end(self, within_s: float = END_S) -> None:
-        with contextlib.suppress(Failure):  # it was killed
-            await self._child.end(within_s)
+"""The ranks of every engine."""
 
 
 class Planned(NamedTuple):
@@ -141,68 +105,34 @@ class Planned(NamedTuple):
     setup: p.Setup
 
 
-def setups(
-    experiment: Experiment, roles: Sequence[str], num_blocks: Mapping[str, list[int]], host: str = LOOPBACK
-) -> Iterator[Planned]:
-    """Name every rank of every engine of these roles, stage by stage.
-
-    Args:
-        experiment: What they run.
-        roles: Of the engines.
-        num_blocks: Size of the pools per group, by role.
-        host: The address at which they listen.
-    """
-    engines = experiment.engines
-    for place in engines.places:
-        if place.role not in roles:
-            continue
-        shape, engine_id = experiment.sides[place.role], engines.name(place)
-        for stage in range(shape.pp):
-            for rank in range(shape.tp):
-                name = f"{engine_id}/pp{stage}/tp{rank}" if shape.pp > 1 else f"{engine_id}/tp{rank}"
-                setup = p.Setup(
-                    options=experiment.options,
-                    role=place.role,
-                    engine_id=engine_id,
-                    pulls=engines.pulls(place),
-                    tp_rank=rank,
-                    pp_stage=stage,
-                    shape=shape,
-                    model=experiment.model,
-                    num_blocks=num_blocks[place.role],
-                    bind=f"tcp://{host}:0",
-                )
-                yield Planned(name, place, setup)
-
-
 class Host:
-    """The workers of this machine.
+    """All workers of a run.
 
     Args:
         experiment: What they run.
-        roles: Of the engines that run here.
         num_blocks: Size of the pools per group, by role.
-        host: The address at which they listen.
 
     Attributes:
         workers: As far as they were started.
-        transports: What UCX used to read; known at the end.
     """
 
-    def __init__(
-        self, experiment: Experiment, roles: Sequence[str], num_blocks: Mapping[str, list[int]], host: str = LOOPBACK
-    ) -> None:
-        self._planned = list(setups(experiment, roles, num_blocks, host))
-        self._fleet = Fleet(_environment(experiment))
+    def __init__(self, experiment: Experiment, num_blocks: Mapping[str, list[int]]) -> None:
+        self._experiment, self._options = experiment, experiment.options
+        self._env = _environment(experiment)
+        self._planned = list(self._setups(num_blocks))
+        self._fleet = Fleet(self._env)
+        self._logs: list[asyncio.Task[None]] = []
         self.workers: dict[Place, list[Worker]] = {planned.place: [] for planned in self._planned}
-        self.transports = ""
 
     async def start(self) -> Workers:
         """Start all of them, and tell them who they are; they come up meanwhile."""
-        folder = (await self._fleet.__aenter__()).folder
-        logging = ucx.ENV | {"UCX_LOG_FILE": str(folder / ucx.ENV["UCX_LOG_FILE"])}
+        await self._fleet.__aenter__()
         for name, place, setup in self._planned:
-            worker = Local(await self._fleet.start_other(name, CODE, logging if setup.pulls else {}))
+            if self._is_remote(place.role):
+                child = await self._start_remote(name)
+            else:
+                child = await self._fleet.start_command(name, HERE)
+            worker = Worker(child)
             self.workers[place].append(worker)
             worker.tell(setup)
         return self.workers
@@ -210,18 +140,69 @@ class Host:
     async def end(self, within_s: float = END_S) -> None:
         """End every worker; none is left."""
         await asyncio.gather(*(worker.end(within_s) for workers in self.workers.values() for worker in workers))
-        self.transports = ucx.read(self._fleet.folder)
         await self._fleet.__aexit__()
+        await asyncio.gather(*self._logs)
+
+    def _is_remote(self, role: str) -> bool:
+        return self._options.remote is not None and self._options.remote_role == role
+
+    def _setups(self, num_blocks: Mapping[str, list[int]]) -> Iterator[Planned]:
+        """Name every rank of every engine, stage by stage."""
+        experiment, options, keys = self._experiment, self._options, None
+        if options.remote is not None:
+            from asynckv.edges.zmq import make_pair
+
+            pair = make_pair()
+            keys = p.Keys(pair.public, pair.secret)
+        for place in experiment.engines.places:
+            shape, engine_id = experiment.sides[place.role], experiment.engines.name(place)
+            # A log elsewhere is stderr of the command, which comes here.
+            own = msgspec.structs.replace(options, log=None, log_level=options.level)
+            for stage in range(shape.pp):
+                for rank in range(shape.tp):
+                    name = f"{engine_id}/pp{stage}/tp{rank}" if shape.pp > 1 else f"{engine_id}/tp{rank}"
+                    setup = p.Setup(
+                        options=own if self._is_remote(place.role) else options,
+                        role=place.role,
+                        engine_id=engine_id,
+                        pulls=experiment.engines.pulls(place),
+                        tp_rank=rank,
+                        pp_stage=stage,
+                        shape=shape,
+                        model=experiment.model,
+                        num_blocks=num_blocks[place.role],
+                        bind=f"tcp://{experiment.hosts[place.role]}:0",
+                        keys=keys,
+                        env=self._env,
+                    )
+                    yield Planned(name, place, setup)
+
+    async def _start_remote(self, name: str) -> Child:
+        command, log = shlex.split(self._options.remote or ""), self._options.log
+        try:
+            child = await self._fleet.start_command(name, command, errors=asyncio.subprocess.PIPE if log else None)
+        except OSError as exc:
+            raise ConfigError(f"--remote {self._options.remote}: {command[0]} cannot be run: {exc.strerror}") from exc
+        if log and child.errors is not None:
+            self._logs.append(asyncio.create_task(_sort(child.errors, Path(log))))
+        return child
+
+
+async def _sort(errors: asyncio.StreamReader, log: Path) -> None:
+    """Append the log of a worker elsewhere to the one here; what else stands on its stderr is shown."""
+    with log.open("ab", buffering=0) as file:
+        async for line in errors:
+            (file if line.startswith(b"{") else sys.stderr.buffer).write(line)
+            sys.stderr.flush()
 
 
 def _environment(experiment: Experiment) -> dict[str, str]:
-    """Make what is special about the environment of worker processes."""
+    """Make what is special about the environment of workers."""
     options, env = experiment.options, dict[str, str]()
-    if options.loop != "auto":
-        env["ASYNCKV_BENCH_LOOP"] = options.loop
     if options.transport == "tcp":
-        env |= {"UCX_TLS": "tcp,cuda_copy" if options.memory == "cuda" else "tcp"}
-        env |= {"UCX_NET_DEVICES": options.net_device or "lo"}
-    elif options.net_device:
-        env |= {"UCX_NET_DEVICES": options.net_device}
+        env["UCX_TLS"] = "tcp,cuda_copy" if options.memory == "cuda" else "tcp"
+    if options.net_device:
+        env["UCX_NET_DEVICES"] = options.net_device
+    elif options.transport == "tcp" and options.remote is None:
+        env["UCX_NET_DEVICES"] = "lo"
     return env

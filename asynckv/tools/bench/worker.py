@@ -1,0 +1,87 @@
+"""A worker process from its first line on: `asynckv bench worker`, wherever it is started.
+
+Nothing that reads the environment is loaded before the first line has said what the environment is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from asynckv.errors import ConfigError
+from asynckv.tools.bench import protocol as p
+from asynckv.tools.bench import ucx
+from asynckv.tools.fleet import end_with_driver
+from asynckv.version import VERSION
+
+__all__ = ["main"]
+
+
+class _Version(msgspec.Struct):
+    """The part of the first line that all versions have."""
+
+    version: str
+
+
+def main() -> None:
+    """Hear commands on stdin and answer on stdout, until the driver says stop or is gone.
+
+    Raises:
+        ConfigError: Stdin is no driver, or one of another version.
+    """
+    # Libraries print to stdout as well: from here on that is stderr.
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    with open(0, "rb", buffering=0, closefd=False) as lines:
+        line = lines.readline()
+    if not line:
+        return
+    end_with_driver()
+    setup = _decoded(line)
+    if isinstance(setup, p.Failed):
+        os.write(stdout, p.encode(setup))
+        return
+    for name, value in setup.env.items():
+        os.environ.setdefault(name, value)
+    with tempfile.TemporaryDirectory(prefix="asynckv-bench-") as folder:
+        if setup.pulls:
+            os.environ |= ucx.environment(Path(folder))
+        _run(setup, stdout, Path(folder))
+
+
+def _decoded(line: bytes) -> p.Setup | p.Failed:
+    try:
+        version = msgspec.json.decode(line, type=_Version).version
+        if version != VERSION:
+            return p.Failed(
+                f"the worker is asynckv {VERSION}, and its driver {version}; both have to be the same", True
+            )
+        return msgspec.json.decode(line, type=p.Setup)
+    except p.MALFORMED as exc:
+        raise ConfigError(
+            f"this is no driver ({exc}); a worker is started by asynckv bench --remote COMMAND, which talks to it"
+        ) from exc
+
+
+def _run(setup: p.Setup, stdout: int, folder: Path) -> None:
+    from asynckv.tools.bench import rank
+
+    async def run() -> None:
+        pipe = await p.Pipe.open(0, stdout)
+        await rank.run(pipe, setup, folder)
+        await pipe.close()
+
+    loop = setup.options.loop
+    if loop == "uvloop" or (loop == "auto" and importlib.util.find_spec("uvloop") is not None):
+        import uvloop
+
+        uvloop.run(run())
+    else:
+        asyncio.run(run())
