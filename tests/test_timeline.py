@@ -20,7 +20,6 @@ from asynckv.tools.diagnose.axis import Axis, make_axis, shown_offset, shown_sec
 from asynckv.tools.diagnose.clocks import Offset
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks_values import moment
-from asynckv.tools.diagnose.perfetto import trace
 from asynckv.tools.diagnose.records import read_logs
 from asynckv.tools.diagnose.timeline_json import report
 from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, Bar, Story, ground, stories
@@ -220,8 +219,6 @@ def test_a_process_that_died_is_marked_where_its_log_ends_with_who_noticed_when(
     page = make(axis, stories(axis), grounds, ["x.log"])
     assert f'role="note">{P} died: ' in page
     assert [x[8] and (x[8][2], len(x[8][4])) for x in page_data(page)["processes"]] == [(1, 2), None, None]
-    (slice_,) = [x for x in json.loads(trace(axis, [], grounds))["traceEvents"] if x["name"].startswith("died, at")]
-    assert slice_["dur"] == round((gone.by - gone.at) * 1e6)
 
 
 def test_a_log_that_only_ends_early_is_no_death(tmp_path: Path) -> None:
@@ -327,7 +324,6 @@ class Checked(HTMLParser):
 
 def check_outputs(axis: Axis, found: list[Story]) -> None:
     grounds = ground(axis)
-    check_trace(json.loads(trace(axis, found, grounds)))
     json.dumps(report(axis, found, grounds), allow_nan=False)
     page = make(axis, found, grounds, ["x.log"])
     data = page_data(page)
@@ -349,54 +345,8 @@ def page_data(page: str) -> Any:
     return json.loads(found[1])
 
 
-def check_trace(value: Any) -> None:
-    """Hold a trace against the format's description."""
-    events = value["traceEvents"]
-    assert value["displayTimeUnit"] in ("ms", "ns")
-    assert {x["ph"] for x in events} <= set("MXiCsf")
-    named = {(x["pid"], x["tid"]) for x in events if x["ph"] == "M" and x["name"] == "thread_name"}
-    processes = {x["pid"] for x in events if x["ph"] == "M" and x["name"] == "process_name"}
-    open_: dict[tuple[int, int], list[int]] = {}
-    flows: dict[int, list[dict[str, Any]]] = {}
-    for x in events:
-        assert isinstance(x["ts"], int)
-        assert x["ts"] >= 0
-        assert x["pid"] in processes
-        if x["ph"] in "Xisf":
-            assert (x["pid"], x["tid"]) in named
-        if x["ph"] in "sf":
-            flows.setdefault(x["id"], []).append(x)
-        if x["ph"] == "C":
-            assert all(isinstance(n, int) and n >= 0 for n in x["args"].values())
-        if x["ph"] == "i":
-            assert x["s"] in "tpg"
-    for start, end in flows.values():
-        assert (start["ph"], end["ph"], end["bp"]) == ("s", "f", "e")
-        assert start["ts"] <= end["ts"]
-        assert start["name"] == end["name"]
-    # Slices of a thread lie beside or inside each other.
-    for x in sorted((x for x in events if x["ph"] == "X"), key=lambda x: (x["ts"], -x["dur"])):
-        assert x["dur"] >= 0
-        around = open_.setdefault((x["pid"], x["tid"]), [])
-        while around and around[-1] <= x["ts"]:
-            around.pop()
-        assert not around or x["ts"] + x["dur"] <= around[-1], x
-        around.append(x["ts"] + x["dur"])
-
-
 def test_every_form_holds_together(axis: Axis) -> None:
     check_outputs(axis, stories(axis))
-
-
-def test_the_trace_has_arrows_counters_and_clocks(axis: Axis) -> None:
-    value = json.loads(trace(axis, stories(axis), ground(axis)))
-    kinds = Counter((x["ph"], x["name"]) for x in value["traceEvents"] if x["ph"] in "sfC")
-    assert kinds["s", "claim"] == 8 + 2
-    assert kinds["f", "release"] == 8 + 1
-    assert kinds["C", "leases"] >= 2
-    labels = [x["args"]["labels"] for x in value["traceEvents"] if x["name"] == "process_labels"]
-    assert sum("± " in x for x in labels) == 2
-    assert float(value["otherData"]["begins"]) == pytest.approx(BEGIN, abs=0.1)
 
 
 def test_one_request_on_a_narrow_screen(axis: Axis) -> None:
@@ -617,8 +567,8 @@ def test_a_log_of_others_is_bad_input(
 def test_files_and_stdout(
     log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page, drawn = tmp_path / "x.html", tmp_path / "x.json"
-    argv = [log, "--slowest", "4", "--html", str(page), "--perfetto", str(drawn), "--json", "-"]
+    page = tmp_path / "x.html"
+    argv = [log, "--slowest", "4", "--html", str(page), "--json", "-"]
     code, out, err = run(argv, monkeypatch, capsys)
     assert code == 0
     value = json.loads(out)
@@ -628,7 +578,6 @@ def test_files_and_stdout(
     assert abs(ahead[D[0]][0] - AHEAD) <= ahead[D[0]][1]
     assert "where the time went" in err
     assert len(page_data(page.read_text())["requests"]) == 4
-    check_trace(json.loads(drawn.read_text()))
 
 
 def test_all_are_counted_for_each_side_or_listed_in_lines(

@@ -25,7 +25,7 @@ EPILOG = """
 
   asynckv timeline prefill.log decode.log.gz --slowest 20
 
-  asynckv timeline logs/ --html timeline.html --perfetto timeline.json
+  asynckv timeline logs/ --html timeline.html
 
   kubectl logs -l app=vllm --tail=-1 | asynckv timeline - --request cmpl-5 --json - | jq .requests
 
@@ -34,7 +34,7 @@ EPILOG = """
 
 CHOOSE, OUT = "Which requests", "Output"
 MOST_SHOWN = 10_000
-"""Requests in one page or trace."""
+"""Requests in one page."""
 
 
 def timeline(
@@ -57,10 +57,6 @@ def timeline(
     html: Annotated[
         str | None,
         typer.Option(help="Write a page to zoom into; - for stdout.", rich_help_panel=OUT, metavar="FILE"),
-    ] = None,
-    perfetto: Annotated[
-        str | None,
-        typer.Option(help="Write a trace for ui.perfetto.dev; - for stdout.", rich_help_panel=OUT, metavar="FILE"),
     ] = None,
     json: Annotated[
         str | None, typer.Option(help="Write all that is known; - for stdout.", rich_help_panel=OUT, metavar="FILE")
@@ -85,7 +81,7 @@ def timeline(
         raise ConfigError("--request, --slowest and --all exclude each other; give one of them")
     if slowest is not None and not 1 <= slowest <= MOST_SHOWN:
         raise ConfigError(f"--slowest {slowest} is outside 1 ... {MOST_SHOWN}")
-    outputs = {"--html": html, "--perfetto": perfetto, "--json": json}
+    outputs = {"--html": html, "--json": json}
     if len(piped := [name for name, target in outputs.items() if target == "-"]) > 1:
         raise ConfigError(f"{' and '.join(piped)} cannot share stdout; give one of them a file")
     for name, target in outputs.items():
@@ -137,10 +133,6 @@ def timeline(
             from asynckv.tools.diagnose.timeline_page import make
 
             write("--html", html, make(axis, shown, grounds, logs))
-        if perfetto is not None:
-            from asynckv.tools.diagnose.perfetto import trace
-
-            write("--perfetto", perfetto, trace(axis, shown, grounds))
 
 
 def _named(every: Sequence[Sequence[Request]], wanted: str) -> list[Sequence[Request]]:
