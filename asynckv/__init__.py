@@ -1,7 +1,7 @@
 """Move KV cache between prefill and decode workers: NIXL carries the bytes, ZMQ the decisions.
 
-Public names load on first use, so that importing the package costs next to nothing and brings in
-neither torch nor NIXL.
+Public names load on first use, so that importing the package costs next to nothing and brings in neither torch nor
+NIXL. Type checkers read the first list below, Python the second; a test compares them.
 """
 
 from __future__ import annotations
@@ -10,87 +10,96 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asynckv.config import (
-        EngineConfig,
-        InspectConfig,
-        KeysConfig,
-        LeaseConfig,
-        LimitsConfig,
-        LogConfig,
-        NixlConfig,
-        OffloadConfig,
-        PullConfig,
-    )
-    from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
-    from asynckv.core.types import Endpoint, Params
-    from asynckv.edges.sharing import shared_memory
-    from asynckv.edges.torch import TensorPart, register_parts, register_tensors, shared_tensor, written
-    from asynckv.embed import (
-        Announce,
-        Cancel,
-        Discharge,
-        EngineDesk,
-        EngineThread,
-        Failed,
-        Finished,
-        Lend,
-        Load,
-        Lookup,
-        Order,
-        Pull,
-        Reclaim,
-        Refused,
-        Store,
-        Withdraw,
-    )
-    from asynckv.engine import Engine, LentRequest, Offload
-    from asynckv.errors import (
-        AsyncKVError,
-        BackendError,
-        BlocksRetired,
-        ConfigError,
-        EngineClosed,
-        GeometryRefused,
-        LayoutError,
-        LeaseLost,
-        LeaseRefused,
-        LocalProtocolError,
-        NotLentYet,
-        Overloaded,
-        PeerLost,
-        PeerUnreachable,
-        PlanRefused,
-        ProtocolError,
-        PullCancelled,
-        PullError,
-        PullTimeout,
-        ReadFailed,
-        RemoteProtocolError,
-        RemoteTooShort,
-        WrongThread,
-    )
-    from asynckv.geometry.check import Registration, register_memory
-    from asynckv.geometry.layout import (
-        ONE_PER_REQUEST,
-        Dim,
-        Group,
-        Layout,
-        Memory,
-        Part,
-        View,
-        attention_view,
-        dense_part,
-        shard,
-    )
-    from asynckv.hashes import token_hashes
-    from asynckv.observe.endpoint import MetricsEndpoint
-    from asynckv.observe.log import configure as configure_logging
-    from asynckv.observe.metrics import Metrics
-    from asynckv.observe.observer import Observer, Reading
-    from asynckv.observe.tracing import Tracing, trace_context
-    from asynckv.offload.found import Found
-    from asynckv.results import Evicted, LeaseEnd, Loaded, PullResult, Statistics, Stored
-    from asynckv.scheduler import PrefillGroup
+    from asynckv.config import EngineConfig as EngineConfig
+    from asynckv.config import InspectConfig as InspectConfig
+    from asynckv.config import KeysConfig as KeysConfig
+    from asynckv.config import LeaseConfig as LeaseConfig
+    from asynckv.config import LimitsConfig as LimitsConfig
+    from asynckv.config import LogConfig as LogConfig
+    from asynckv.config import NixlConfig as NixlConfig
+    from asynckv.config import OffloadConfig as OffloadConfig
+    from asynckv.config import PullConfig as PullConfig
+    from asynckv.core.inspect import HeldBlocks as HeldBlocks
+    from asynckv.core.inspect import RankStatus as RankStatus
+    from asynckv.core.inspect import RequestStatus as RequestStatus
+    from asynckv.core.types import Endpoint as Endpoint
+    from asynckv.core.types import Params as Params
+    from asynckv.edges.sharing import shared_memory as shared_memory
+    from asynckv.edges.torch import TensorPart as TensorPart
+    from asynckv.edges.torch import register_parts as register_parts
+    from asynckv.edges.torch import register_tensors as register_tensors
+    from asynckv.edges.torch import shared_tensor as shared_tensor
+    from asynckv.edges.torch import written as written
+    from asynckv.embed import Announce as Announce
+    from asynckv.embed import Cancel as Cancel
+    from asynckv.embed import Discharge as Discharge
+    from asynckv.embed import EngineDesk as EngineDesk
+    from asynckv.embed import EngineThread as EngineThread
+    from asynckv.embed import Failed as Failed
+    from asynckv.embed import Finished as Finished
+    from asynckv.embed import Lend as Lend
+    from asynckv.embed import Load as Load
+    from asynckv.embed import Lookup as Lookup
+    from asynckv.embed import Order as Order
+    from asynckv.embed import Pull as Pull
+    from asynckv.embed import Reclaim as Reclaim
+    from asynckv.embed import Refused as Refused
+    from asynckv.embed import Store as Store
+    from asynckv.embed import Withdraw as Withdraw
+    from asynckv.engine import Engine as Engine
+    from asynckv.engine import LentRequest as LentRequest
+    from asynckv.engine import Offload as Offload
+    from asynckv.errors import AsyncKVError as AsyncKVError
+    from asynckv.errors import BackendError as BackendError
+    from asynckv.errors import BlocksRetired as BlocksRetired
+    from asynckv.errors import ConfigError as ConfigError
+    from asynckv.errors import EngineClosed as EngineClosed
+    from asynckv.errors import GeometryRefused as GeometryRefused
+    from asynckv.errors import LayoutError as LayoutError
+    from asynckv.errors import LeaseLost as LeaseLost
+    from asynckv.errors import LeaseRefused as LeaseRefused
+    from asynckv.errors import LocalProtocolError as LocalProtocolError
+    from asynckv.errors import NotLentYet as NotLentYet
+    from asynckv.errors import Overloaded as Overloaded
+    from asynckv.errors import PeerLost as PeerLost
+    from asynckv.errors import PeerUnreachable as PeerUnreachable
+    from asynckv.errors import PlanRefused as PlanRefused
+    from asynckv.errors import ProtocolError as ProtocolError
+    from asynckv.errors import PullCancelled as PullCancelled
+    from asynckv.errors import PullError as PullError
+    from asynckv.errors import PullTimeout as PullTimeout
+    from asynckv.errors import ReadFailed as ReadFailed
+    from asynckv.errors import RemoteProtocolError as RemoteProtocolError
+    from asynckv.errors import RemoteTooShort as RemoteTooShort
+    from asynckv.errors import WrongThread as WrongThread
+    from asynckv.geometry.check import Registration as Registration
+    from asynckv.geometry.check import register_memory as register_memory
+    from asynckv.geometry.layout import ONE_PER_REQUEST as ONE_PER_REQUEST
+    from asynckv.geometry.layout import Dim as Dim
+    from asynckv.geometry.layout import Group as Group
+    from asynckv.geometry.layout import Layout as Layout
+    from asynckv.geometry.layout import Memory as Memory
+    from asynckv.geometry.layout import Part as Part
+    from asynckv.geometry.layout import View as View
+    from asynckv.geometry.layout import attention_view as attention_view
+    from asynckv.geometry.layout import dense_part as dense_part
+    from asynckv.geometry.layout import shard as shard
+    from asynckv.hashes import token_hashes as token_hashes
+    from asynckv.observe.endpoint import MetricsEndpoint as MetricsEndpoint
+    from asynckv.observe.metrics import Metrics as Metrics
+    from asynckv.observe.observer import Observer as Observer
+    from asynckv.observe.observer import Reading as Reading
+    from asynckv.observe.setup import configure_logging as configure_logging
+    from asynckv.observe.tracing import Tracing as Tracing
+    from asynckv.observe.tracing import trace_context as trace_context
+    from asynckv.offload.found import Found as Found
+    from asynckv.results import Evicted as Evicted
+    from asynckv.results import LeaseEnd as LeaseEnd
+    from asynckv.results import Loaded as Loaded
+    from asynckv.results import PullResult as PullResult
+    from asynckv.results import Statistics as Statistics
+    from asynckv.results import Stored as Stored
+    from asynckv.scheduler import PrefillGroup as PrefillGroup
 
 _HOMES = {
     "asynckv.config": (
@@ -114,7 +123,7 @@ _HOMES = {
         "PullCancelled PullError PullTimeout ReadFailed RemoteProtocolError RemoteTooShort WrongThread"
     ),
     "asynckv.observe.endpoint": "MetricsEndpoint",
-    "asynckv.observe.log": "configure_logging",
+    "asynckv.observe.setup": "configure_logging",
     "asynckv.observe.metrics": "Metrics",
     "asynckv.observe.observer": "Observer Reading",
     "asynckv.observe.tracing": "Tracing trace_context",
@@ -122,101 +131,10 @@ _HOMES = {
     "asynckv.offload.found": "Found",
     "asynckv.results": "Evicted LeaseEnd Loaded PullResult Statistics Stored",
 }
-_RENAMED = {"configure_logging": "configure"}
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+_NEEDS_EXTRA = {"asynckv.observe.endpoint", "asynckv.observe.metrics"}
 
-__all__ = [
-    "ONE_PER_REQUEST",
-    "Announce",
-    "AsyncKVError",
-    "BackendError",
-    "BlocksRetired",
-    "Cancel",
-    "ConfigError",
-    "Dim",
-    "Discharge",
-    "Endpoint",
-    "Engine",
-    "EngineClosed",
-    "EngineConfig",
-    "EngineDesk",
-    "EngineThread",
-    "Evicted",
-    "Failed",
-    "Finished",
-    "Found",
-    "GeometryRefused",
-    "Group",
-    "HeldBlocks",
-    "InspectConfig",
-    "KeysConfig",
-    "Layout",
-    "LayoutError",
-    "LeaseConfig",
-    "LeaseEnd",
-    "LeaseLost",
-    "LeaseRefused",
-    "Lend",
-    "LentRequest",
-    "LimitsConfig",
-    "Load",
-    "Loaded",
-    "LocalProtocolError",
-    "LogConfig",
-    "Lookup",
-    "Memory",
-    "Metrics",
-    "MetricsEndpoint",
-    "NixlConfig",
-    "NotLentYet",
-    "Observer",
-    "Offload",
-    "OffloadConfig",
-    "Order",
-    "Overloaded",
-    "Params",
-    "Part",
-    "PeerLost",
-    "PeerUnreachable",
-    "PlanRefused",
-    "PrefillGroup",
-    "ProtocolError",
-    "Pull",
-    "PullCancelled",
-    "PullConfig",
-    "PullError",
-    "PullResult",
-    "PullTimeout",
-    "RankStatus",
-    "ReadFailed",
-    "Reading",
-    "Reclaim",
-    "Refused",
-    "Registration",
-    "RemoteProtocolError",
-    "RemoteTooShort",
-    "RequestStatus",
-    "Statistics",
-    "Store",
-    "Stored",
-    "TensorPart",
-    "Tracing",
-    "View",
-    "Withdraw",
-    "WrongThread",
-    "attention_view",
-    "configure_logging",
-    "dense_part",
-    "register_memory",
-    "register_parts",
-    "register_tensors",
-    "shard",
-    "shared_memory",
-    "shared_tensor",
-    "token_hashes",
-    "trace_context",
-    "written",
-]
+__all__ = sorted(name for name, module in _HOME.items() if module not in _NEEDS_EXTRA)
 
 
 def __getattr__(name: str) -> Any:
@@ -226,10 +144,24 @@ def __getattr__(name: str) -> Any:
         return VERSION
     if name not in _HOME:
         raise AttributeError(f"module 'asynckv' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), _RENAMED.get(name, name))
+    try:
+        value = getattr(import_module(_HOME[name]), name)
+    except ImportError as exc:
+        if _HOME[name] not in _NEEDS_EXTRA:
+            raise
+        value = _without_extra(name, str(exc))
     globals()[name] = value
     return value
 
 
+def _without_extra(name: str, remedy: str) -> type:
+    """Make a class that can be imported and listed; making an object of it says which extra is missing."""
+
+    def __init__(self: object, *args: object, **options: object) -> None:
+        raise ImportError(remedy)
+
+    return type(name, (), {"__init__": __init__, "__doc__": remedy})
+
+
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted([*_HOME, "__version__"])

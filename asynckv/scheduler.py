@@ -88,6 +88,9 @@ class PrefillGroup:
         self._token_hex = token_hex
         self._mint = self._new_mint()
 
+    def __repr__(self) -> str:
+        return f"<PrefillGroup {self.engine_id!r}, tp_size {self.tp_size}, pp_size {self.pp_size}>"
+
     def _new_mint(self) -> tuple[int, str, Iterator[int]]:
         """Process, epoch and sequence of keys; random, for a restarted scheduler must never repeat a key."""
         return os.getpid(), self._token_hex(8), itertools.count()

@@ -35,7 +35,7 @@ from rich.table import Table
 
 from asynckv import Engine, EngineConfig, PrefillGroup, Registration, register_memory
 from asynckv.config import LimitsConfig, PullConfig
-from asynckv.observe import log
+from asynckv.observe.setup import configure_logging
 from asynckv.testing import SimControl, SimData, SimNetwork
 from asynckv.tools.bench import garbage
 from asynckv.tools.fleet import Failure, Fleet
@@ -268,7 +268,9 @@ async def logging() -> Figures:
     quiet, loud = io.StringIO(), io.StringIO()
     for _ in range(7):
         for name in ("none", "default"):
-            log.configure("error" if name == "none" else "info", form="json", stream=quiet if name == "none" else loud)
+            configure_logging(
+                "error" if name == "none" else "info", form="json", stream=quiet if name == "none" else loud
+            )
 
             async def work(pair: Pair) -> Figures:
                 await pair.requests(500, 64, [0])
@@ -297,7 +299,7 @@ class Alone:
 
     def __init__(self, *, case: str) -> None:
         self._case = case
-        log.configure("error")
+        configure_logging("error")
 
     async def __aenter__(self) -> Self:
         return self

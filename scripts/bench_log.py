@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asynckv import Engine, LogConfig, PrefillGroup
-from asynckv.observe import log
+from asynckv.observe.setup import configure_logging
 from asynckv.observe.sink import FileSink
 from asynckv.ports import TimerHandle
 from asynckv.testing import SimControl, SimData, SimNetwork
@@ -90,9 +90,9 @@ async def _pair(mode: str, folder: Path, is_real: bool) -> AsyncIterator[tuple[P
     network, clock = SimNetwork(), _Turns()
     async with contextlib.AsyncExitStack() as stack:
         if mode in ("off", "again"):
-            log.configure("error")
+            configure_logging("error")
         elif mode == "application":
-            log.configure("info", stream=stack.enter_context((folder / "application.jsonl").open("w")))
+            configure_logging("info", stream=stack.enter_context((folder / "application.jsonl").open("w")))
         else:
             structlog.reset_defaults()
         names, engines = (f"decode-{mode}", f"prefill-{mode}"), []
@@ -111,7 +111,7 @@ async def _measured(rounds: int, requests: int, is_real: bool, folder: Path) -> 
         pairs = {mode: await stack.enter_async_context(_pair(mode, folder, is_real)) for mode in MODES}
         # An engine takes its level when it is made, and what is configured when it logs.
         stream = stack.enter_context((folder / "application.jsonl").open("a"))
-        log.configure("info", stream=stream)
+        configure_logging("info", stream=stream)
         for pair, clock in pairs.values():
             await pair.requests(requests, WIDTH, [0])
             clock.stop()

@@ -142,7 +142,7 @@ def _commands(found: Any, name: str) -> Iterator[tuple[str, dict[str, str]]]:
 def names() -> dict[str, Any]:
     """What others may name: see docs/compatibility.md."""
     return {
-        "python": {name: _members(getattr(asynckv, name)) for name in asynckv.__all__},
+        "python": {name: _members(getattr(asynckv, name)) for name in sorted(asynckv._HOME)},
         "commands": dict(_commands(typer.main.get_command(app), "asynckv")),
         "events": {name: sorted(field.name for field in event.fields) for name, event in EVENTS.items()},
         "metrics": sorted(FAMILIES),

@@ -40,7 +40,7 @@ def test_the_reference_has_every_public_name_once() -> None:
     for module, block in zip(blocks[1::2], blocks[2::2], strict=True):
         listed.setdefault(module, []).extend(re.findall(r"^\.\. auto\w+:: (\w+)$", block, re.MULTILINE))
     assert {module: sorted(names) for module, names in listed.items()} == {
-        "asynckv": sorted(asynckv.__all__),
+        "asynckv": sorted(asynckv._HOME),
         "asynckv.testing": sorted(asynckv.testing.__all__),
     }
 
@@ -61,7 +61,7 @@ def test_every_reason_is_explained_once_with_the_error_that_it_raises() -> None:
 
 DATA = [
     kind
-    for kind in (getattr(asynckv, name) for name in asynckv.__all__)
+    for kind in (getattr(asynckv, name) for name in asynckv._HOME)
     if inspect.isclass(kind)
     and (is_dataclass(kind) or issubclass(kind, msgspec.Struct))
     and not issubclass(kind, asynckv.Order)

@@ -31,7 +31,7 @@ from asynckv import (
 from asynckv.config import NixlConfig, PullConfig
 from asynckv.core.decode import DecodeSide
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.observe.log import configure
+from asynckv.observe.setup import configure_logging
 from asynckv.testing.fabric import Fate
 from tests.engines import BLOCKS, Bench, until
 
@@ -570,7 +570,7 @@ async def test_failures_are_logged_with_their_history(sim: Bench) -> None:
     import json
 
     stream = io.StringIO()
-    configure("debug", stream=stream)
+    configure_logging("debug", stream=stream)
     try:
         async with sim.pair(pull=PullConfig(timeout_s=2.0)) as (prefill, decode, group):
             good = group.make_params("good", [(0, [1])], 16, written=True)
@@ -619,3 +619,16 @@ async def test_an_application_without_structlog_hears_only_warnings(
     assert record.getMessage().startswith("lease_ended engine_id=")
     assert "cause=expired" in record.getMessage()
     assert record.cause == "expired"  # type: ignore[attr-defined]
+
+
+async def test_what_is_printed_says_what_it_is_and_no_secret(sim: Bench) -> None:
+    async with sim.pair() as (prefill, _, group):
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        lent = prefill.engine.lend(params)
+        shown = repr(prefill.engine)
+        assert shown.startswith("<Engine prefill/tp0@")
+        assert ", running, sim://" in shown
+        assert repr(group) == "<PrefillGroup 'prefill', tp_size 1, pp_size 1>"
+        assert repr(lent) == "<LentRequest 'r' lent>"
+        assert params["key"][3] not in f"{shown}{group!r}{lent!r}"
+    assert ", closed, " in repr(prefill.engine)

@@ -34,7 +34,8 @@ from asynckv.core.outbox import HeldForLong
 from asynckv.core.pull import PullRequest
 from asynckv.core.types import Outcome, Reason, rank_name
 from asynckv.core.watch import GATHER_S, PAUSE_S
-from asynckv.observe.log import configure, phases
+from asynckv.observe.log import phases
+from asynckv.observe.setup import configure_logging
 from tests.engines import Bench, until
 from tests.world import BLOCK, NUM_BLOCKS, Rank, World, make_layout
 
@@ -61,7 +62,7 @@ def running(world: World, seconds: float, *, step: float = 0.5) -> None:
 def events() -> Iterator[list[dict[str, Any]]]:
     """What is logged from level info on, filled when the test asks for it by `read`."""
     stream = io.StringIO()
-    configure("info", stream=stream)
+    configure_logging("info", stream=stream)
 
     class Lines(list[dict[str, Any]]):
         def __iter__(self) -> Iterator[dict[str, Any]]:

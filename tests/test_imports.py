@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -240,6 +241,20 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 
 def test_every_public_name_loads() -> None:
-    for name in asynckv.__all__:
-        assert getattr(asynckv, name) is not None
-    assert set(asynckv._HOME) == set(asynckv.__all__)
+    assert {name for name, _ in inspect.getmembers(asynckv)} >= set(asynckv._HOME) >= set(asynckv.__all__)
+    tree = ast.parse(Path(asynckv.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]  # what type checkers read
+    read = {(x.module, n.asname) for x in block.body if isinstance(x, ast.ImportFrom) for n in x.names}
+    assert read == {(module, name) for name, module in asynckv._HOME.items()}
+
+
+def test_what_needs_an_extra_can_be_named_without_it() -> None:
+    code = (
+        "import sys; sys.modules['prometheus_client'] = None\n"
+        "import inspect, asynckv; from asynckv import *; from asynckv import Metrics\n"
+        "assert inspect.getmembers(asynckv) and hasattr(asynckv, 'Metrics') and 'Metrics' not in asynckv.__all__\n"
+        "try: Metrics()\n"
+        "except ImportError as exc: print(exc)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    assert done.stdout == "metrics need prometheus_client: pip install 'asynckv[metrics]'\n"

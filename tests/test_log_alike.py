@@ -15,7 +15,8 @@ import structlog
 from asynckv import LeaseRefused
 from asynckv.core.types import Address
 from asynckv.core.wire import Release
-from asynckv.observe.log import MAX_NAMED, MAX_TOLD, configure
+from asynckv.observe.log import MAX_NAMED, MAX_TOLD
+from asynckv.observe.setup import configure_logging
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.records import read_logs
@@ -31,7 +32,7 @@ MANY = 300
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
     lines = io.StringIO()
-    configure("info", stream=lines)
+    configure_logging("info", stream=lines)
     yield lines
     structlog.reset_defaults()
 

@@ -17,7 +17,7 @@ from asynckv import LeaseConfig, PullConfig, PullError, PullTimeout
 from asynckv.core.lease import MAX_REFUSALS
 from asynckv.core.types import Cohort, Outcome, PullId, ReplyTo, decode_params
 from asynckv.core.wire import Claim, Hello, Message, Release, blocks_digest, decode_packet, encode_packet
-from asynckv.observe.log import configure
+from asynckv.observe.setup import configure_logging
 from tests.engines import Bench, Side, until
 
 pytestmark = pytest.mark.anyio
@@ -43,7 +43,7 @@ class Lines:
 @pytest.fixture
 def logs() -> Iterator[Lines]:
     lines = Lines()
-    configure("info", stream=lines.stream)
+    configure_logging("info", stream=lines.stream)
     yield lines
     structlog.reset_defaults()
 

@@ -20,7 +20,7 @@ from asynckv.core.types import Cohort, Outcome, PullId, ReplyTo, decode_params
 from asynckv.core.wire import Claim, Release, encode_packet
 from asynckv.edges.zmq import make_pair
 from asynckv.keys import encode_z85, read_pair, write_pair
-from asynckv.observe.log import configure
+from asynckv.observe.setup import configure_logging
 from tests.engines import Bench, Side, until
 from tests.lab.logs import Logs
 from tests.lab.simulation import simulate
@@ -41,7 +41,7 @@ class Heard:
     def __init__(self, tmp_path: Path) -> None:
         self.stream, self.file = io.StringIO(), tmp_path / "all.jsonl"
         self.errors: list[str] = []
-        configure("debug", stream=self.stream)
+        configure_logging("debug", stream=self.stream)
 
     @property
     def config(self) -> LogConfig:
@@ -223,7 +223,7 @@ async def test_what_comes_from_outside_cannot_forge_a_line(
     forged = 'r\n{"event": "lease_ended", "cause": "forged"}\r\x1b[2J\x85\u2028lease_ended cause=forged "\\'
     stream = io.StringIO()
     if form != "standard":
-        configure("debug", form=form, stream=stream)  # type: ignore[arg-type]
+        configure_logging("debug", form=form, stream=stream)  # type: ignore[arg-type]
     else:
         caplog.set_level("DEBUG", logger="asynckv")
     async with sim.pair() as (prefill, decode, group):

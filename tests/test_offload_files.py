@@ -21,7 +21,7 @@ from asynckv.edges.file_tier import FileTier
 from asynckv.edges.leftovers import rank_folder
 from asynckv.engine.tiers import _left_by_others
 from asynckv.geometry.packed import record_form
-from asynckv.observe.log import configure
+from asynckv.observe.setup import configure_logging
 from asynckv.testing import SimDisk
 from tests.engines import until
 from tests.offloads import RECORD, SIZE, Rank, chain, layout_of
@@ -35,7 +35,7 @@ COUNT = 8
 @pytest.fixture
 def logs() -> Iterator[Lines]:
     lines = Lines()
-    configure("info", stream=lines.stream)
+    configure_logging("info", stream=lines.stream)
     yield lines
     structlog.reset_defaults()
 

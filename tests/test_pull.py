@@ -14,7 +14,7 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.pull import Pull
 from asynckv.core.source import RemoteRank, Role, Source
 from asynckv.core.types import Address, Params, PullId, Reason
-from asynckv.observe.log import configure
+from asynckv.observe.setup import configure_logging
 from tests.engines import Bench
 from tests.world import Rank, World, make_layout
 
@@ -77,7 +77,7 @@ def test_a_pull_that_came_before_its_request_says_so_and_that_it_reads_again() -
 def debugged() -> Iterator[io.StringIO]:
     """Everything that is logged."""
     stream = io.StringIO()
-    configure("debug", stream=stream)
+    configure_logging("debug", stream=stream)
     yield stream
     structlog.reset_defaults()
 

@@ -168,7 +168,7 @@ def test_the_wheel_runs_in_an_empty_environment(installed: Path, elsewhere: Path
     assert Path(found["home"]).is_relative_to(installed.parent)
     assert (Path(found["home"]).parent / "py.typed").is_file()
     extra = "metrics need prometheus_client: pip install 'asynckv[metrics]'"
-    needs_extra = {"Metrics", "MetricsEndpoint", "asynckv.observe.endpoint", "asynckv.observe.metrics"}
+    needs_extra = {"asynckv.observe.endpoint", "asynckv.observe.metrics"}
     absent = {name: why for name, why in found["absent"].items() if not name.startswith("asynckv.integrations.vllm.")}
     assert absent == dict.fromkeys(needs_extra, extra)
     pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)

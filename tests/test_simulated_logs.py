@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from asynckv.observe.log import configure
+from asynckv.observe.setup import configure_logging
 from tests.engines import Bench
 from tests.lab.logs import BEGIN, Logs
 from tests.lab.simulate import main
@@ -52,7 +52,7 @@ def test_each_start_of_a_process_has_a_file_whose_lines_bear_its_hosts_time() ->
 
 def test_lines_have_the_form_that_a_configured_program_writes() -> None:
     stream = io.StringIO()
-    configure("info", form="json", stream=stream)
+    configure_logging("info", form="json", stream=stream)
     try:
         structlog.get_logger("asynckv", engine_id="e").info("engine_started", address="a")
     finally:

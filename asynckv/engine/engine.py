@@ -347,6 +347,10 @@ class Engine:
         )
         driver.soon()
 
+    def __repr__(self) -> str:
+        address = self._driver.control.address.partition("#")[0] or "without an address"
+        return f"<Engine {self._rank}, {self._life.state.value}, {address}>"
+
     @property
     def _rank(self) -> str:
         layout = self.registration.layout

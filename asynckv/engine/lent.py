@@ -23,6 +23,9 @@ class LentRequest:
         else:
             driver.lent[lease] = self._ended
 
+    def __repr__(self) -> str:
+        return f"<LentRequest {self.request_id!r} {self._lease.state.value}>"
+
     @property
     def request_id(self) -> str:
         """The prefill side's id."""

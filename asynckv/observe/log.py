@@ -31,10 +31,10 @@ from asynckv.core.types import Key, Params, PullId, Reason
 from asynckv.geometry.bounds import NULL
 from asynckv.observe.events import EVENT
 from asynckv.observe.sampling import Rate, Sampler
-from asynckv.observe.setup import LEVELS, configure, file_sink, logger_for
+from asynckv.observe.setup import LEVELS, file_sink, logger_for
 from asynckv.version import VERSION
 
-__all__ = ["LEVELS", "Recorder", "configure", "phases", "started"]
+__all__ = ["LEVELS", "Recorder", "phases", "started"]
 
 SAME_S = 1.0
 """For so long a failure with the same words as another is logged in short."""

@@ -185,10 +185,10 @@ def _open_log(target: str | None) -> None:
 
 
 def _logs(options: Options) -> Any:
-    from asynckv.observe.log import configure
+    from asynckv.observe.setup import configure_logging
 
     stream = open(options.log, "a", buffering=1, encoding="utf-8") if options.log else sys.stderr  # noqa: SIM115
-    configure(options.level, stream=stream)
+    configure_logging(options.level, stream=stream)
     return stream
 
 

@@ -134,7 +134,7 @@ def offload(
     """
     from rich.console import Console
 
-    from asynckv.observe.log import configure
+    from asynckv.observe.setup import configure_logging
     from asynckv.tools.bench import garbage, offload_replay, offload_report, offload_run
     from asynckv.tools.bench.experiment import Experiment
     from asynckv.tools.bench.memory import Pool
@@ -166,7 +166,7 @@ def offload(
     align = math.lcm(*(group.block_size for group in groups))
     prompts = offload_replay.Prompts(experiment.workload, hash_tokens, align, device_tokens)
     errors = Console(stderr=True)
-    configure("error", stream=sys.stderr)
+    configure_logging("error", stream=sys.stderr)
     garbage.settle()
     with Bar(errors) as bar:
         total, step = len(prompts) * len(runs), bar.advance

@@ -24,7 +24,7 @@ from asynckv.config import EngineConfig, KeysConfig, LeaseConfig, NixlConfig, Pu
 from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
 from asynckv.keys import KeyPair, write_pair
-from asynckv.observe import log
+from asynckv.observe.setup import configure_logging
 from asynckv.tools.bench import garbage, ucx
 from asynckv.tools.bench import protocol as p
 from asynckv.tools.bench.experiment import memory_available
@@ -311,7 +311,7 @@ async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
     """
     options = setup.options
     stream = open(options.log, "a", buffering=1, encoding="utf-8") if options.log else sys.stderr  # noqa: ASYNC230, SIM115
-    log.configure(options.level, form="json", stream=stream)
+    configure_logging(options.level, form="json", stream=stream)
     try:
         layout = setup.shape.layout(setup.model, setup.tp_rank, setup.pp_stage, setup.num_blocks)
         if (need := sum(m.length for m in layout.memories)) > (room := memory_available()):
