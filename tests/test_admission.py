@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from asynckv import ConfigError, Overloaded
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.flow import Admission
+from asynckv.core.flow import READING, WAITING, Admission
 from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.types import Address, Reason
 from tests.world import Rank, World, make_layout, reason
@@ -71,7 +71,7 @@ def test_hundreds_asked_at_once_complete_in_order_under_a_budget_for_four() -> N
     world.run()
     assert decode.buffers.block(299) == want
     assert (prefill.core.is_idle, decode.core.is_idle) == (True, True)
-    assert decode.core.decode.admission.num_admitted == 0
+    assert decode.core.decode.admission.num[READING] == 0
 
 
 def test_a_second_peer_with_one_request_waits_for_at_most_one_turn() -> None:
@@ -118,7 +118,7 @@ def test_cancelled_ones_leave_the_queue_at_once() -> None:
         decode.core.decode.cancel(pull, world.time(decode))
         world.settle(decode)
     assert {p.reason for p in pulls[1:19]} == {Reason.CANCELLED}
-    assert decode.core.decode.admission.num_waiting == 1
+    assert decode.core.decode.admission.num[WAITING] == 1
     assert len(decode.returned) == 18
     step(world, decode)
     step(world, decode)
@@ -188,7 +188,7 @@ def test_requests_that_are_not_lent_yet_give_way_to_those_that_are() -> None:
         world.complete_all()
     assert {p.reason for p in ready} == {Reason.COMPLETE}
     assert {reason(p) for p in ahead} == {None}
-    assert decode.core.decode.admission.num_admitted == 0
+    assert decode.core.decode.admission.num[READING] == 0
     for params in early:
         world.lend(prefill, params)
     world.run()
@@ -480,5 +480,5 @@ def test_any_order_of_calls_keeps_budgets_order_and_turns(total: int, window: in
             counted.discard(flying[which % len(flying)][1].pull_id)
         queued, reading = {p.pull_id for _, p in waiting}, {p.pull_id for _, p in flying}
         assert admission.audit(queued, reading) == []
-        assert (admission.num_waiting, admission.num_admitted) == (len(waiting), len(flying))
+        assert (admission.num[WAITING], admission.num[READING]) == (len(waiting), len(flying))
         assert len(counted) <= total

@@ -6,7 +6,7 @@ import pytest
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.flow import Admission, FlowKey
+from asynckv.core.flow import WAITING, Admission, FlowKey
 from asynckv.core.peer import PeerState
 from asynckv.core.pull import Pull, PullState
 from asynckv.core.types import Address, PullId, Reason, TransferId
@@ -136,7 +136,7 @@ def test_what_left_the_queue_is_not_kept_there() -> None:
             assert admission.next() == name
             admission.ask(key, PullId("waits"), 0, number)
     (flow,) = [flow for flow in admission._flows.values() if flow.key == key]
-    assert len(flow.order) <= 2 * len(flow.waiting) + 65
+    assert len(flow.order) <= 2 * flow.num[WAITING] + 65
     assert len(admission.turns) <= 2 * len(admission._flows) + 65
 
 

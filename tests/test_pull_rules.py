@@ -142,10 +142,6 @@ def _not_queued(decode: Any) -> None:
     decode.admission.leave(waiting.pull_id)
 
 
-def _counted(decode: Any) -> None:
-    decode.admission._counted.add(PullId("stray"))
-
-
 def _started(decode: Any) -> None:
     decode.started.add(PullId("stray"))
 
@@ -162,7 +158,6 @@ def _of_nobody(decode: Any) -> None:
         (_miscounted, "descriptors are counted, not"),
         (_queued, "pull stray should not wait or count"),
         (_not_queued, "should wait, and does not"),
-        (_counted, "count without being in flight"),
         (_started, "count as started without an outcome"),
         (_of_nobody, "which is over"),
     ],

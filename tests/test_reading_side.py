@@ -181,7 +181,7 @@ def test_nothing_is_kept_of_prefill_engines_that_nobody_reads_from() -> None:
     for i, prefill in enumerate(prefills):
         ask(world, prefill, decode, i)
     world.run()
-    assert (decode.core.decode.admission._flows, decode.core.decode.admission._flow_of) == ({}, {})
+    assert (decode.core.decode.admission._flows, decode.core.decode.admission._places) == ({}, {})
 
 
 def test_an_urgent_pull_takes_its_engine_ahead_of_those_that_wait_already() -> None:

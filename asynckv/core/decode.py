@@ -19,7 +19,7 @@ from typing import assert_never
 
 from asynckv.config import PullConfig
 from asynckv.core.events import ENDING, TransferEnded
-from asynckv.core.flow import Admission, InFlight, Posting
+from asynckv.core.flow import READING, Admission, InFlight, Posting
 from asynckv.core.ledger import Ledger
 from asynckv.core.outbox import (
     BlocksRetired,
@@ -480,7 +480,7 @@ class DecodeSide:
     @property
     def num_waiting(self) -> int:
         """Pulls that were asked for and do not read: they meet their ranks, queue, or wait to be lent or proven."""
-        return len(self.started) - self.admission.num_admitted
+        return len(self.started) - self.admission.num[READING]
 
     def audit(self) -> list[str]:
         """List what does not add up; empty is right."""
@@ -549,7 +549,6 @@ class DecodeSide:
     def _queue(self, pull: Pull) -> None:
         """Give a pull its place in the queue. If one of its ranks is silent it gets none; `_ready` queues it later."""
         if not self.admission.waits(pull.pull_id) and self.can_read(pull):
-            self.admission.leave(pull.pull_id)
             self.admission.ask(pull.route.flow, pull.pull_id, pull.priority, pull.arrival)
 
     def _read(self, pull: Pull, now: float) -> None:
@@ -866,7 +865,7 @@ class DecodeSide:
         )
         for pull_id in peer.pulls:
             if not self._is_aside(self.pulls[pull_id]):
-                self.admission.recount(pull_id)
+                self.admission.discount(pull_id, is_aside=False)
 
     def _is_aside(self, pull: Pull) -> bool:
         """It waits for a rank from which nothing comes."""

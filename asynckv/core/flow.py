@@ -25,12 +25,15 @@ import math
 from collections import deque
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
+
+from msgspec import Struct
 
 from asynckv.core.types import Place, PullId, TransferId
 from asynckv.geometry.plan import ReadRequest
 
-__all__ = ["Admission", "Flow", "FlowKey", "InFlight", "Line", "Posting"]
+__all__ = ["READING", "WAITING", "Admission", "Flow", "FlowKey", "InFlight", "Line", "Posting"]
 
 FlowKey = tuple[Place, ...]
 """The places of all ranks that a pull answers for: one prefill engine, as this rank sees it."""
@@ -39,26 +42,32 @@ FlowKey = tuple[Place, ...]
 # -- pulls -------------------------------------------------------------------------------------------
 
 
+COMING, WAITING, READING = range(3)
+"""Where a pull is: it was asked for and meets its ranks; it waits for its turn; it was admitted."""
+
+NO_PULLS = (0, 0, 0)
+
+
+class PullPlace(Struct, eq=False):
+    """The place of one pull: all that is known of it here."""
+
+    flow: Flow
+    room: int
+    counts: bool
+    """It is in flight, and takes room from others."""
+
+
 @dataclass(slots=True, eq=False)
 class Flow:
-    """Those who read from one prefill engine."""
+    """The pulls that read from one prefill engine."""
 
     key: FlowKey
-    coming: set[PullId] = field(default_factory=set)
-    """Asked for, and still meeting their ranks."""
-    waiting: set[PullId] = field(default_factory=set)
-    admitted: set[PullId] = field(default_factory=set)
+    num: list[int] = field(default_factory=partial(list, NO_PULLS))
+    """How many of them are in each room."""
     order: list[tuple[int, int, PullId]] = field(default_factory=list)
     """Heap of `(priority, arrival, pull)`; those that left the queue are skipped."""
     ticket: tuple[int, int] | None = None
     """Its priority and a running number, while it is among the flows that may go on: the smallest goes first."""
-
-    @property
-    def head(self) -> tuple[int, PullId] | None:
-        """Who is next here, and its priority."""
-        while self.order and self.order[0][2] not in self.waiting:
-            heapq.heappop(self.order)
-        return (self.order[0][0], self.order[0][2]) if self.order else None
 
 
 class Admission:
@@ -67,41 +76,44 @@ class Admission:
     Args:
         total: Most pulls in flight.
         window: Most pulls in flight per prefill engine.
+
+    Attributes:
+        num: How many pulls are in each room.
     """
 
     def __init__(self, total: int, window: int) -> None:
         self._total, self._window = total, window
+        self._places: dict[PullId, PullPlace] = {}
         self._flows: dict[FlowKey, Flow] = {}
-        self._flow_of: dict[PullId, Flow] = {}
-        self._admitted: set[PullId] = set()
-        self._counted: set[PullId] = set()
-        """Admitted pulls that count against `total`."""
+        self.num, self._num_counted = list(NO_PULLS), 0
         self.turns: list[tuple[tuple[int, int], FlowKey]] = []
-        """Flows that may go on, a heap by their tickets; empty if nobody waits."""
+        """Flows that may go on, a heap by their tickets; empty if no pull waits."""
         self._numbers = itertools.count()
 
-    @property
-    def num_waiting(self) -> int:
-        """Pulls in the queue."""
-        return sum(len(flow.waiting) for flow in self._flows.values())
-
-    @property
-    def num_admitted(self) -> int:
-        """Pulls in flight."""
-        return len(self._admitted)
+    def _move(self, pull_id: PullId, flow: Flow, room: int | None) -> None:
+        """Put a pull into a room of its flow, or into none: nothing else changes where it is."""
+        before = self._places.pop(pull_id, None)
+        if before is not None:
+            flow.num[before.room] -= 1
+            self.num[before.room] -= 1
+            self._num_counted -= before.counts
+        if room is not None:
+            flow.num[room] += 1
+            self.num[room] += 1
+            self._num_counted += room == READING
+            self._places[pull_id] = PullPlace(flow, room, room == READING)
 
     def would_block(self, key: FlowKey) -> bool:
         """Whether a pull of the lowest priority that came now would have to wait for others."""
         flow = self._flows.get(key)
-        full = flow is not None and (flow.waiting or len(flow.admitted) + len(flow.coming) >= self._window)
-        coming = sum(len(flow.coming) for flow in self._flows.values())
-        return bool(full) or len(self._counted) + coming >= self._total
+        if flow is not None and (flow.num[WAITING] or flow.num[READING] + flow.num[COMING] >= self._window):
+            return True
+        return self._num_counted + self.num[COMING] >= self._total
 
     def expect(self, key: FlowKey, pull_id: PullId) -> None:
         """A pull was asked for and will `ask` once its ranks are met; harmless if it was expected before."""
-        if pull_id not in self._flow_of:
-            flow = self._flow_of[pull_id] = self._flow(key)
-            flow.coming.add(pull_id)
+        if pull_id not in self._places:
+            self._move(pull_id, self._flow(key), COMING)
 
     def _flow(self, key: FlowKey) -> Flow:
         flow = self._flows.get(key)
@@ -110,107 +122,88 @@ class Admission:
         return flow
 
     def enter(self, key: FlowKey, pull_id: PullId) -> bool:
-        """Admit a pull that comes where there is room and nobody waits; False if it has to `ask`."""
-        if self.turns or len(self._counted) >= self._total:
+        """Admit a pull that comes where there is room and no pull waits; False if it has to `ask`."""
+        if self.turns or self._num_counted >= self._total:
             return False
         flow = self._flow(key)
-        if flow.waiting or len(flow.admitted) >= self._window:
+        if flow.num[WAITING] or flow.num[READING] >= self._window:
             return False
-        self._flow_of[pull_id] = flow
-        flow.coming.discard(pull_id)
-        self._add(flow, pull_id)
+        self._move(pull_id, flow, READING)
         return True
-
-    def _add(self, flow: Flow, pull_id: PullId) -> None:
-        flow.admitted.add(pull_id)
-        self._admitted.add(pull_id)
-        self._counted.add(pull_id)
 
     def ask(self, key: FlowKey, pull_id: PullId, priority: int, arrival: int) -> None:
         """Queue a pull at its place by priority and arrival; `next` says when it may go on."""
-        flow = self._flow_of[pull_id] = self._flow(key)
-        flow.coming.discard(pull_id)
-        flow.waiting.add(pull_id)
+        flow = self._flow(key)
+        self._move(pull_id, flow, WAITING)
         heapq.heappush(flow.order, (priority, arrival, pull_id))
         self._enlist(flow)
 
     def waits(self, pull_id: PullId) -> bool:
         """It is in the queue."""
-        flow = self._flow_of.get(pull_id)
-        return flow is not None and pull_id in flow.waiting
+        place = self._places.get(pull_id)
+        return place is not None and place.room == WAITING
 
     def next(self) -> PullId | None:
         """Admit the next pull, if one may go on."""
-        while self.turns and len(self._counted) < self._total:
+        while self.turns and self._num_counted < self._total:
             ticket, key = heapq.heappop(self.turns)
             if not self._is_current(ticket, key):
                 continue  # it has a better ticket by now, or is gone
             flow = self._flows[key]
             flow.ticket = None
-            head = flow.head
-            if head is None or len(flow.admitted) >= self._window:
+            head = self._head(flow)
+            if head is None or flow.num[READING] >= self._window:
                 continue
             if head[0] != ticket[0]:
                 self._enlist(flow)  # its urgent ones were cancelled
                 continue
-            pull_id = head[1]
             heapq.heappop(flow.order)
-            flow.waiting.discard(pull_id)
-            self._add(flow, pull_id)
+            self._move(head[1], flow, READING)
             self._enlist(flow)
-            return pull_id
+            return head[1]
         return None
 
     def leave(self, pull_id: PullId) -> None:
         """A pull waits for nothing and counts no more. Harmless if it never asked."""
-        flow = self._flow_of.pop(pull_id, None)
-        if flow is None:
+        if (place := self._places.get(pull_id)) is None:
             return
-        flow.waiting.discard(pull_id)
-        flow.coming.discard(pull_id)
-        flow.admitted.discard(pull_id)
-        self._admitted.discard(pull_id)
-        self._counted.discard(pull_id)
-        if not flow.waiting and not flow.admitted and not flow.coming:
+        flow = place.flow
+        self._move(pull_id, flow, None)
+        if not any(flow.num):
             del self._flows[flow.key]
             return
-        if len(flow.order) > 2 * len(flow.waiting) + 64:
-            flow.order = [entry for entry in flow.order if entry[2] in flow.waiting]
+        if len(flow.order) > 2 * flow.num[WAITING] + 64:
+            flow.order = [entry for entry in flow.order if self.waits(entry[2])]
             heapq.heapify(flow.order)
         self._enlist(flow)
 
-    def discount(self, pull_id: PullId) -> None:
-        """A pull waits for a rank from which nothing comes: it takes no room from others."""
-        self._counted.discard(pull_id)
+    def discount(self, pull_id: PullId, *, is_aside: bool = True) -> None:
+        """A pull in flight waits for a rank from which nothing comes: it takes no room from others; or it goes on.
 
-    def recount(self, pull_id: PullId) -> None:
-        """It goes on. There may be more in flight then than there should be, for a while; nobody is added."""
-        flow = self._flow_of.get(pull_id)
-        if flow is not None and pull_id in flow.admitted:
-            self._counted.add(pull_id)
+        When it goes on there may be more in flight than there should be, for a while; no pull is admitted meanwhile.
+        """
+        place = self._places.get(pull_id)
+        if place is not None and place.room == READING and place.counts is is_aside:
+            place.counts = not is_aside
+            self._num_counted += -1 if is_aside else 1
 
     def audit(self, queued: set[PullId], reading: set[PullId]) -> list[str]:
         """List what does not add up, given who should be in the queue and who may be in flight, or on its way."""
-        waiting = {p for flow in self._flows.values() for p in flow.waiting}
-        wrong = [f"pull {p} should wait, and does not" for p in sorted(queued - waiting)]
-        wrong += [f"pull {p} should not wait or count" for p in sorted(self._flow_of.keys() - queued - reading)]
-        there = [p for flow in self._flows.values() for p in (*flow.coming, *flow.waiting, *flow.admitted)]
-        if sorted(there) != sorted(self._flow_of):
-            wrong.append(f"flows hold {len(there)} pulls, but {len(self._flow_of)} are known")
-        if self._admitted != {p for flow in self._flows.values() for p in flow.admitted}:
-            wrong.append(f"flows do not agree on who of {len(self._admitted)} is in flight")
-        if stray := self._counted - self._admitted:
-            wrong.append(f"pulls {sorted(stray)[:4]} count without being in flight")
-        return wrong
+        wrong = [f"pull {p} should wait, and does not" for p in sorted(queued) if not self.waits(p)]
+        return wrong + [f"pull {p} should not wait or count" for p in sorted(self._places.keys() - queued - reading)]
+
+    def _head(self, flow: Flow) -> tuple[int, PullId] | None:
+        """Who is next in a flow, and its priority."""
+        while flow.order and not self.waits(flow.order[0][2]):
+            heapq.heappop(flow.order)
+        return (flow.order[0][0], flow.order[0][2]) if flow.order else None
 
     def _enlist(self, flow: Flow) -> None:
         """Give a flow that could go on a ticket, or a better one than it has."""
-        if not flow.waiting:
+        if not flow.num[WAITING] or flow.num[READING] >= self._window:
             return
-        head = flow.head
-        if head is None or len(flow.admitted) >= self._window:
-            return
-        if flow.ticket is not None and flow.ticket[0] <= head[0]:
+        head = self._head(flow)
+        if head is None or (flow.ticket is not None and flow.ticket[0] <= head[0]):
             return
         flow.ticket = (head[0], next(self._numbers))
         heapq.heappush(self.turns, (flow.ticket, flow.key))

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from asynckv.core.attempts import Request, blocks_of
 from asynckv.core.decode import DecodeSide
+from asynckv.core.flow import READING, WAITING
 from asynckv.core.lease import Lease
 from asynckv.core.ledger import Holding, Ledger
 from asynckv.core.peer import Peer, PeerState
@@ -183,8 +184,8 @@ class Inspector:
             "pulls": len(self._decode.pulls),
             "pulls_waiting": len(self._decode.by_request),
             "pulls_unanswered": tally.unanswered,
-            "pulls_queued": self._decode.admission.num_waiting,
-            "pulls_admitted": self._decode.admission.num_admitted,
+            "pulls_queued": self._decode.admission.num[WAITING],
+            "pulls_admitted": self._decode.admission.num[READING],
             "bytes_in_flight": self._decode.in_flight.num_bytes,
             "transfers": len(self._decode.transfers),
             "transfers_in_doubt": tally.transfers_in_doubt,

@@ -30,6 +30,7 @@ from msgspec import Struct, structs
 from asynckv.config import EngineConfig
 from asynckv.core.account import Account, Facts, PeerStatus, PhaseCount, encode_account, receipt
 from asynckv.core.decode import DecodeSide
+from asynckv.core.flow import READING
 from asynckv.core.inspect import HeldBlocks, Inspector, RequestStatus, Tally
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.ledger import Ledger
@@ -375,7 +376,7 @@ class Survey:
         decode, pull = self._decode, self._config.pull
         held = self._ledger.num_held("lent") + self._ledger.num_held("writing")
         return {
-            "pulls_reading": (decode.admission.num_admitted, pull.total_requests),
+            "pulls_reading": (decode.admission.num[READING], pull.total_requests),
             "pulls_queued": (max(decode.num_waiting, 0), pull.max_queued),
             "bytes_in_flight": (decode.in_flight.num_bytes, pull.total_bytes),
             "descriptors_in_flight": (decode.in_flight.num_descriptors, pull.total_descriptors),

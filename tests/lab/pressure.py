@@ -31,6 +31,7 @@ import numpy as np
 import typer
 
 from asynckv import Engine, PullCancelled
+from asynckv.core.flow import READING
 from asynckv.errors import AsyncKVError, EngineClosed, PullError
 from asynckv.tools.fleet import Failure, Lost, Words, free_memory, memory_kib
 from scripts import command
@@ -80,7 +81,7 @@ class Order:
 
         def admitted(pull_id: str) -> None:
             self.names.append(decode.pulls[pull_id].request_id)
-            self.most = max(self.most, admission.num_admitted)
+            self.most = max(self.most, admission.num[READING])
 
         def following() -> str | None:
             pull_id: str | None = before_next()
