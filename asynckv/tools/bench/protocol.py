@@ -16,7 +16,7 @@ from msgspec import Struct
 from asynckv.core.types import Endpoint
 from asynckv.geometry.layout import Layout
 from asynckv.tools.bench.options import Options, Shape
-from asynckv.tools.fleet import LIMIT
+from asynckv.tools.bench.processes import LIMIT
 from asynckv.tools.plan.models import Model
 from asynckv.version import VERSION
 
