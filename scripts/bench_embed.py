@@ -44,10 +44,10 @@ from asynckv import (
 from asynckv.core.types import Endpoint
 from asynckv.tools.bench import garbage
 from asynckv.tools.bench.memory import Pool
-from asynckv.tools.fleet import Fleet
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import Heads, Model
 from scripts import command
+from tests.lab.fleet import Fleet
 
 LAYERS, BLOCK_BYTES = 4, 1 << 18
 """A block holds 256 KiB: 16 tokens of 8 heads of 128, keys and values, in four layers."""

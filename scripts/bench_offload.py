@@ -1,6 +1,6 @@
 """How fast blocks go to host memory and to files, and come back: `python -m scripts.bench_offload --help`.
 
-For layouts of all kinds; `asynckv bench offload` measures the same beside a workload.
+For layouts of all kinds, each in turns with the same bytes moved raw (`scripts/offload_copies.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from rich.console import Console
 
 from asynckv.config import COPY_THREADS, MAX_COPY_THREADS
 from asynckv.tools.bench import garbage
-from asynckv.tools.bench.offload_floor import (
+from asynckv.tools.plan.layouts import ORDERS
+from asynckv.tools.plan.models import Heads, Model
+from scripts import command
+from scripts.offload_copies import (
     ABOUT,
     FACTOR,
     LEAST,
@@ -32,9 +35,6 @@ from asynckv.tools.bench.offload_floor import (
     met,
     show,
 )
-from asynckv.tools.plan.layouts import ORDERS
-from asynckv.tools.plan.models import Heads, Model
-from scripts import command
 
 SCHEMA = 2
 

@@ -26,10 +26,10 @@ from asynckv.config import MAX_POSTING_THREADS
 from asynckv.core.types import Endpoint
 from asynckv.tools.bench.memory import Pool
 from asynckv.tools.bench.rank import LagSampler
-from asynckv.tools.fleet import TRANSPORTS, Failure, Fleet
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import Heads, Model
 from scripts import command
+from tests.lab.fleet import TRANSPORTS, Failure, Fleet
 
 TICK_S = 0.001
 SHAPES = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import json
 import os
 import subprocess
@@ -23,17 +21,14 @@ from asynckv.core.types import Endpoint
 from asynckv.edges.agent import Agent
 from asynckv.edges.nixl_raw import RawLoop
 from asynckv.errors import ConfigError
-from asynckv.geometry.blocks import check_block_ids, runs_of
-from asynckv.geometry.bounds import BlockRuns
-from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, DescTable, PeerTables, ReadRequest, plan_read
+from asynckv.geometry.plan import DescTable, ReadRequest
 from asynckv.scheduler import PrefillGroup
 from asynckv.tools.bench import floor, report
 from asynckv.tools.bench.driver import Measured
 from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.memory import Pool
 from asynckv.tools.bench.noise import median_of
-from asynckv.tools.bench.options import Options, Shape
+from asynckv.tools.bench.options import Options
 from asynckv.tools.bench.protocol import Outcome, Sample, Work
 from asynckv.tools.bench.workload import Workload
 from asynckv.tools.plan.layouts import model_layout
@@ -42,72 +37,12 @@ from asynckv.tools.plan.models import Heads, Model
 MODEL = Model("tiny", (Heads(4, 16),) * 2)
 
 
-def sample(kind: str, seconds: float, **changes: Any) -> Sample:
-    return Sample(kind, [seconds / 2, seconds], seconds, 1000, seconds, 0, **changes)
+def sample(seconds: float, **changes: Any) -> Sample:
+    return Sample([seconds / 2, seconds], seconds, 1000, seconds, 0, **changes)
 
 
-def a_round(engine_s: float, *samples: Sample) -> floor.Round:
-    return floor.Round(engine_s, [engine_s / 2, engine_s / 2], 1000, engine_s, 1, list(samples))
-
-
-@pytest.mark.parametrize(
-    ("theirs", "mine", "cached"),
-    [
-        (Shape(), Shape(), 0),
-        (Shape(order="hnd"), Shape(order="block-hnd"), 37),
-        (Shape(block_size=48, order="cross-nhd"), Shape(block_size=16), 0),
-        (Shape(block_size=16, ratio=4), Shape(block_size=64, order="hnd"), 70),
-    ],
-)
-@pytest.mark.parametrize("most", [512, 3])
-def test_its_pieces_are_the_bytes_of_the_request(theirs: Shape, mine: Shape, cached: int, most: int) -> None:
-    tokens, pools = 150, []
-    lists: list[list[tuple[int, list[int]]]] = []
-    for side, first in ((theirs, 0), (mine, cached)):
-        layout = model_layout(MODEL, block_size=side.block_size, ratio=side.ratio, num_blocks=24, order=side.order)
-        pools.append(Pool(layout, seed=5))
-        count = -(-tokens // side.block_size) - first // side.block_size
-        lists.append([(first, [7, 3, 4, 5, 20, 1, 2, 9, 11, 10, 0][:count])])
-    (there, here), (offer, want) = pools, lists
-    there.fill(1, offer, tokens)
-    here.poison(want)
-    ours, hers = (pool.registration.layout for pool in (here, there))
-    peer = PeerTables(ours, hers, assign(ours, [hers])[0], itertools.count(1))
-    runs = [BlockRuns(first, runs_of(ids)) for first, ids in offer]
-    plan = plan_read(peer, BlockLists(check_block_ids(ours, want, tokens), runs, tokens))
-    pieces = floor.pieces_of(plan, ours, hers, PullConfig(max_post_descriptors=most))
-    assert pieces[:, 2].sum() == plan.num_bytes
-    for local, remote, size in pieces.tolist():
-        ctypes.memmove(local, remote, size)
-    compared, wrong = here.check(1, want, tokens)
-    assert compared > 0
-    assert wrong == 0
-
-
-def test_what_touches_on_both_sides_is_one_piece() -> None:
-    ours, hers = (Pool(model_layout(MODEL, num_blocks=8), seed=1).registration.layout for _ in range(2))
-    peer = PeerTables(ours, hers, assign(ours, [hers])[0], itertools.count(1))
-    plan = plan_read(peer, BlockLists(check_block_ids(ours, [(0, [2, 3, 4])], 48), [BlockRuns(0, ((5, 3),))], 48))
-    assert plan.num_descriptors == 12
-    # Keys and values of two layers.
-    assert len(floor.pieces_of(plan, ours, hers, PullConfig())) == 4
-
-
-def test_a_memory_copy_writes_every_piece_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(floor, "SCRATCH", 64)
-    probe = floor.Probe.__new__(floor.Probe)
-    scratch, memory = np.full(64, 7, np.uint8), np.zeros(1000, np.uint8)
-    probe._scratch_base, base = scratch.ctypes.data, memory.ctypes.data
-    # Pieces of one size do not fit into the scratch at once, and one is larger than a part of it.
-    starts = [(3, 5), (100, 5), (10, 5), *((200 + 10 * i, 5) for i in range(20)), (500, 55), (900, 1)]
-    pieces = np.array([(base + at, 0, size) for at, size in starts], np.uint64)
-    for target, index, source in probe._copies(pieces):
-        target[index] = source
-    expected = np.zeros(1000, np.uint8)
-    for at, size in starts:
-        expected[at : at + size] = 7
-    assert (memory == expected).all()
-    assert list(probe._copies(pieces[:0])) == []
+def a_round(engine_s: float, of: Sample) -> floor.Round:
+    return floor.Round(engine_s, [engine_s / 2, engine_s / 2], 1000, engine_s, 1, of)
 
 
 class ClockOfPreparing:
@@ -164,7 +99,7 @@ async def test_descriptor_lists_are_prepared_before_the_clock_starts(monkeypatch
         assert probe._plane._agent is not None
         clock = ClockOfPreparing(probe._plane._agent, monkeypatch)
         with polled(server):
-            found = await probe.measure("raw_nixl", [work], 1, verify=False)
+            found = await probe.measure([work], 1, verify=False)
     finally:
         probe.close()
         server.close()
@@ -191,19 +126,18 @@ def test_the_interval_is_the_sign_tests(number: int, low: float, high: float, le
 
 def test_ratios_are_taken_within_a_round() -> None:
     # The host became slower from round to round, and the engine kept its distance.
-    rounds = [a_round(t, sample("raw_nixl", t / 2), sample("memory_copy", t / 4)) for t in (1.0, 2.0, 4.0)]
+    rounds = [a_round(t, sample(t / 2)) for t in (1.0, 2.0, 4.0)]
     found = floor.summary(rounds)
     assert found["floor"]["raw_nixl"]["gbytes_per_s"]["median"] == pytest.approx(1e-6)
     for key, value in (("gbytes_per_s", 0.5), ("requests_per_s", 0.5), ("p50_s", 2.0), ("cpu_s_per_request", 2.0)):
         ratio = found["ratio_to_floor"]["raw_nixl"][key]
         assert (ratio["median"], ratio["low"], ratio["high"]) == (value, value, value)
-    assert found["ratio_to_floor"]["memory_copy"]["gbytes_per_s"]["median"] == 0.25
     rows, _ = floor.table(found)
     assert ("raw NIXL loop", "0.000", "500.00 ms", "50.0% (50.0%-50.0%)", "2.00", "2.00") in rows
 
 
 def test_the_table_says_when_the_engine_has_more_threads_than_the_floor() -> None:
-    found = floor.summary([a_round(1.0, sample("raw_nixl", 0.00005))])
+    found = floor.summary([a_round(1.0, sample(0.00005))])
     for threads, said in ((0, False), (1, False), (2, True), ("auto", True)):
         rows, notes = floor.table(found | {"config": {"posting_threads": threads}})
         assert any(f"the engine posts with --posting-threads {threads}" in note for note in notes) == said
@@ -211,14 +145,14 @@ def test_the_table_says_when_the_engine_has_more_threads_than_the_floor() -> Non
 
 
 def test_the_table_says_when_the_machine_was_not_quiet() -> None:
-    found = floor.summary([a_round(1.0, sample("raw_nixl", 0.5))] * 6)
+    found = floor.summary([a_round(1.0, sample(0.5))] * 6)
     assert not any("quiet" in note for note in floor.table(found | {"loop_lag_s": {"p99": 0.004}})[1])
     (note,) = [n for n in floor.table(found | {"loop_lag_s": {"p99": 0.018}})[1] if "quiet" in n]
     assert "event loop lag p99 18 ms" in note
 
 
 def test_ratios_of_too_few_requests_say_so_and_how_many_are_enough() -> None:
-    one = a_round(1.0, sample("raw_nixl", 0.5))
+    one = a_round(1.0, sample(0.5))
     few = msgspec.structs.replace(one, seconds=[0.1] * 31, concurrency=16)
     enough = msgspec.structs.replace(few, seconds=[0.1] * 32)
     (text,) = floor.caveats([enough] * 9 + [few])
@@ -230,7 +164,7 @@ def test_ratios_of_too_few_requests_say_so_and_how_many_are_enough() -> None:
 
 
 def test_rounds_with_failed_requests_are_in_no_ratio() -> None:
-    good = a_round(1.0, sample("raw_nixl", 0.5))
+    good = a_round(1.0, sample(0.5))
     nothing_came = msgspec.structs.replace(good, seconds=[], num_bytes=0, cpu_s=0.0, failed=2)
     half_came = msgspec.structs.replace(good, seconds=[9.0], num_bytes=500, failed=1)
     found = floor.summary([nothing_came, good, good, half_came])
@@ -242,20 +176,18 @@ def test_rounds_with_failed_requests_are_in_no_ratio() -> None:
     assert floor.table(found) == ([], ["requests failed in 1 of 1 rounds: these rounds are in no ratio"])
 
 
-def test_a_floor_that_is_wrong_is_a_problem_and_one_that_is_forbidden_is_not() -> None:
-    def judged(*samples: Sample) -> dict[str, Any]:
+def test_a_floor_that_is_wrong_or_fails_is_a_problem() -> None:
+    def judged(of: Sample) -> dict[str, Any]:
         found = Measured(submitted=1, windows_s=[1.0], bytes_verified=100, bytes_wanted=100)
         found.outcomes = {0: [Outcome(0, seconds=0.1, num_bytes=100)]}
-        found.floor = [a_round(1.0, *samples)]
+        found.floor = [a_round(1.0, of)]
         return report.make(Experiment(Options(), MODEL, Workload("fixed 32", (32,))), found)
 
-    assert report.is_good(judged(sample("raw_nixl", 0.5)))
-    forbidden = judged(sample("raw_nixl", 0.5), Sample("process_vm_readv", [], 0, 0, 0, 0, "not permitted"))
-    assert report.is_good(forbidden)
-    assert forbidden["floor"]["not_measured"] == {"process_vm_readv": "not permitted"}
-    assert "process_vm_readv was not measured: not permitted" in floor.table(forbidden)[1]
-    assert not report.is_good(judged(Sample("raw_nixl", [0.5], 0.5, 100, 0.1, 7)))
-    assert not report.is_good(judged(Sample("raw_nixl", [], 0, 0, 0, 0, "a read failed")))
+    assert report.is_good(judged(sample(0.5)))
+    assert not report.is_good(judged(Sample([0.5], 0.5, 100, 0.1, 7)))
+    failed = judged(Sample([], 0, 0, 0, 0, "a read failed"))
+    assert not report.is_good(failed)
+    assert "raw NIXL loop was not measured: a read failed" in floor.table(failed)[1]
 
 
 @pytest.mark.parametrize(
@@ -299,7 +231,7 @@ def test_the_floor_is_measured_beside_the_engine(transport: str) -> None:
     found = json.loads(done.stdout)
     assert found["problems"] == []
     assert found["floor"]["not_measured"] == {}
-    assert set(found["ratio_to_floor"]) == set(floor.KINDS[transport])
+    assert set(found["ratio_to_floor"]) == {"raw_nixl"}
     for ratios in found["ratio_to_floor"].values():
         assert all(ratio["rounds"] == 3 and ratio["median"] > 0 for ratio in ratios.values())
     assert found["bytes"]["verified"] == found["bytes"]["wanted"] > 0

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from asynckv.tools.bench import offload_floor
-from asynckv.tools.bench.offload_floor import ABOUT
-from scripts import bench_offload
+from scripts import bench_offload, offload_copies
+from scripts.offload_copies import ABOUT
 
 ROUNDED = 0.0006
 """How far a figure may be off that is told with three digits."""
@@ -32,7 +31,7 @@ def test_every_way_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However fast this machine is: all of it is enough if nothing is asked for, and nothing if all is."""
-    monkeypatch.setattr(offload_floor, "LEAST", least)
+    monkeypatch.setattr(offload_copies, "LEAST", least)
     options = [*SMALL, "--order", order, "--runs", "--folder", str(tmp_path), "--json", "-"]
     assert bench_offload.main(options) == status
     report = json.loads(capsys.readouterr().out)
@@ -52,7 +51,7 @@ def test_every_way_is_measured(
 
 @pytest.mark.nixl
 def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_floor, "LEAST", math.inf)
+    monkeypatch.setattr(offload_copies, "LEAST", math.inf)
     assert bench_offload.main([*SMALL, "--host-only"]) == 1
     said = capsys.readouterr().out
     assert "store" in said
@@ -64,4 +63,4 @@ def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], monkeypatch
 
 @pytest.mark.parametrize(("low", "high", "said"), [(0.9, 1.1, "yes"), (0.8, 0.95, "maybe"), (0.7, 0.89, "no")])
 def test_less_than_the_floor_is_said_only_where_it_is_sure(low: float, high: float, said: str) -> None:
-    assert offload_floor.met({"low": low, "high": high}) == said
+    assert offload_copies.met({"low": low, "high": high}) == said

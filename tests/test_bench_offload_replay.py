@@ -103,8 +103,7 @@ def test_every_combination_of_sizes_and_policies_is_a_run(
     [
         (["--host-mb", "0"], "--host-mb '0': '0' is no number of MiB from 1"),
         (["--policy", "arc"], "--policy 'arc': 'arc' is none of s3-fifo, lru"),
-        (["--no-bytes", "--rounds", "3"], "--rounds says nothing with --no-bytes"),
-        (["--rounds", "2"], "--rounds 2 says nothing of noise"),
+        (["--no-bytes", "--verify", "off"], "--verify says nothing with --no-bytes"),
         (["--directory", "/nowhere"], "--directory /nowhere: no folder in which files can be made"),
         (["--prompt-tokens", "100000", "--concurrency", "1000"], "or only decide with --no-bytes"),
     ],
@@ -121,9 +120,9 @@ def test_bad_input_is_refused_with_its_remedy(
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--host-mb", "1", "--file-mb", "1", "--rounds", "3"],
-        ["--model", "nemotron-h-8b", "--layers", "3", "--state-tokens", "64", "--host-mb", "512", "--rounds", "0"],
-        ["--model", "gemma-3-4b", "--layers", "6", "--host-mb", "2", "--file-mb", "16", "--rounds", "0"],
+        ["--host-mb", "1", "--file-mb", "1"],
+        ["--model", "nemotron-h-8b", "--layers", "3", "--state-tokens", "64", "--host-mb", "512"],
+        ["--model", "gemma-3-4b", "--layers", "6", "--host-mb", "2", "--file-mb", "16"],
     ],
     ids=["full", "states", "windows"],
 )
@@ -136,5 +135,4 @@ def test_every_loaded_byte_is_compared(
     assert run["bytes"]["load"] > 0
     assert run["compared_bytes"] > 0
     assert not any(run["faults"].values())
-    assert set(report["copies"]["ways"] if report["copies"] else ()) in (set(), {"store", "load", "write", "read"})
     assert list(tmp_path.iterdir()) == []

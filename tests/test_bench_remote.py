@@ -39,7 +39,7 @@ def run(*argv: str, inside: tuple[str, ...] = (), status: int = 0) -> subprocess
     """Run a small benchmark to its end."""
     command = [*inside, *ASYNCKV, *SMALL, *argv]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == status, done.stderr
+    assert done.returncode == status, done.stderr + done.stdout
     assert "Traceback" not in done.stderr
     return done
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
-from asynckv.tools.fleet import (
+from tests.lab.fleet import (
     Blocks,
     Failure,
     Fleet,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asynckv.tools.fleet import ROOT, Fleet, Process
+from tests.lab.fleet import ROOT, Fleet, Process
 
 pytestmark = [pytest.mark.anyio, pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(120)]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}

@@ -10,8 +10,8 @@ import pytest
 
 from asynckv import LeaseConfig
 from asynckv.core.types import Address
-from asynckv.tools.fleet import Fleet
 from tests.engines import Bench, until
+from tests.lab.fleet import Fleet
 
 pytestmark = pytest.mark.anyio
 GRANT_S, LEASE_S = 2.0, 60.0

@@ -25,7 +25,7 @@ from asynckv.tools.diagnose.leaks_live import records_of
 from asynckv.tools.diagnose.leaks_values import Leak
 from asynckv.tools.diagnose.records import read_logs
 from asynckv.tools.diagnose.timeline_model import ground
-from asynckv.tools.fleet import Fleet, Process
+from tests.lab.fleet import Fleet, Process
 from tests.leaky import LEASE_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(180)]

@@ -18,8 +18,8 @@ from asynckv.tools.diagnose.axis import Axis, make_axis
 from asynckv.tools.diagnose.join import Pull, join
 from asynckv.tools.diagnose.records import read_logs
 from asynckv.tools.diagnose.timeline_model import stories
-from asynckv.tools.fleet import TRANSPORTS, Fleet
 from tests.engines import memory
+from tests.lab.fleet import TRANSPORTS, Fleet
 from tests.lab.leaky import make_leaky
 from tests.lab.logs import BEGIN
 from tests.lab.script import make_script

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asynckv.tools.fleet import SharedNumber, pattern
+from tests.lab.fleet import SharedNumber, pattern
 
 BLOCK_TOKENS = 32
 """What vLLM's CPU platform wants a multiple of."""

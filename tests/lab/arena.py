@@ -1,6 +1,6 @@
 """Real engines in processes of their own, as chaos, pressure and attack hurt them.
 
-`Side` is what a process runs: an engine whose memory is under the hostile allocator of `asynckv.tools.fleet`. Every
+`Side` is what a process runs: an engine whose memory is under the hostile allocator of `tests.lab.fleet`. Every
 block that is published is compared byte by byte with what its request must hold, and free memory that changes shows
 as well. `Worker` is the driver's view of one, whichever process plays it now, and how the pulls from it ended. `Arena`
 is one scenario: a decode worker, prefill workers, and the problems that were found. The driver plays schedulers and
@@ -42,9 +42,9 @@ from asynckv import (
 from asynckv.edges.sharing import shared_memory
 from asynckv.errors import AsyncKVError, EngineClosed, PullError
 from asynckv.geometry.layout import Layout
-from asynckv.tools.fleet import TRANSPORTS, Blocks, Failure, Fleet, Lost, Process, Refused, Words, usage
 from asynckv.tools.plan.layouts import model_layout, with_addresses
 from asynckv.tools.plan.models import Heads, Model
+from tests.lab.fleet import TRANSPORTS, Blocks, Failure, Fleet, Lost, Process, Refused, Words, usage
 
 TARGET = "tests.lab.arena:Side"
 HEADS, LAYERS = (2, 64), 8

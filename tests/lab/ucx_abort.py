@@ -27,8 +27,8 @@ import numpy as np
 import typer
 
 from asynckv.errors import ConfigError
-from asynckv.tools.fleet import Failure, Fleet, Process, SharedNumber
 from scripts import command
+from tests.lab.fleet import Failure, Fleet, Process, SharedNumber
 
 Survivor = Literal["owner", "initiator", "both"]
 Fault = Literal["kill", "stop-kill", "away-kill", "close", "connect-kill"]

@@ -29,7 +29,7 @@ from asynckv.tools.bench import protocol as p
 from asynckv.tools.bench import ucx
 from asynckv.tools.bench.blocks import Allocation, Allocator
 from asynckv.tools.bench.experiment import Experiment
-from asynckv.tools.bench.floor import KINDS, Round
+from asynckv.tools.bench.floor import Round
 from asynckv.tools.bench.schedule import Place, Request
 from asynckv.tools.bench.workers import Worker, WorkerLost, Workers
 from asynckv.tools.plan.layouts import model_groups
@@ -283,9 +283,9 @@ class Driver:
                     await worker.hear(p.Done, patience)
                 if it.engines.pulls(place):
                     await worker.hear(p.Done, patience)
-        samples: list[p.Sample] = []
+        sample: p.Sample | None = None
         if options.floor and len(found.floor) % 2:
-            samples = await self._measure_floor(patience)
+            sample = await self._measure_floor(patience)
             (reader,) = self._readers
             reader.tell(p.Prepare(pull[Place("decode", 0)]))
             await reader.hear(p.Done, patience)
@@ -307,12 +307,12 @@ class Driver:
         await self._verify(wave, patience)
         await self._finish()
         if options.floor and not self._stop.is_set():
-            samples = samples or await self._measure_floor(patience)
+            sample = sample or await self._measure_floor(patience)
             good = [o for r, _, _ in wave for o in found.outcomes[r.number] if not o.error and o.num_bytes]
             seconds, moved = [o.seconds for o in good], sum(o.num_bytes for o in good)
             failed = sum(any(o.error for o in found.outcomes[r.number]) for r, _, _ in wave)
             window_s = found.windows_s[-1]
-            found.floor.append(Round(window_s, seconds, moved, cpu_s, options.concurrency, samples, failed))
+            found.floor.append(Round(window_s, seconds, moved, cpu_s, options.concurrency, sample, failed))
 
     async def _open_floor(self) -> None:
         (lender,), (reader,) = self._lenders, self._readers
@@ -320,18 +320,16 @@ class Driver:
         reader.tell(p.Connect(await lender.hear(p.Opened, START_S)))
         await reader.hear(p.Done, START_S)
 
-    async def _measure_floor(self, patience_s: float) -> list[p.Sample]:
-        """Move the wave without the engine; another kind goes first each time."""
+    async def _measure_floor(self, patience_s: float) -> p.Sample:
+        """Move the wave without the engine."""
         (lender,), (reader,) = self._lenders, self._readers
-        kinds = KINDS[self._options.transport]
-        turn = len(self.found.floor) % len(kinds)
         lender.tell(p.Serve(True))
         await lender.hear(p.Done, GRACE_S)
-        reader.tell(p.Measure([*kinds[turn:], *kinds[:turn]], self._options.concurrency))
-        samples = (await reader.hear(p.Floored, 4 * patience_s)).samples
+        reader.tell(p.Measure(self._options.concurrency))
+        sample = (await reader.hear(p.Floored, 4 * patience_s)).sample
         lender.tell(p.Serve(False))
         await lender.hear(p.Done, GRACE_S)
-        return sorted(samples, key=lambda sample: kinds.index(sample.kind))
+        return sample
 
     def _allocate(self, requests: Iterable[Request]) -> list[Allocation]:
         """Give the first requests their blocks, as many as fit at once."""

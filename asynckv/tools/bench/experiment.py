@@ -100,7 +100,7 @@ class Experiment:
                 "--floor compares closed loops in host memory; leave out --rate, --arrivals, --cancel and --memory"
             )
         if options.remote is not None:
-            raise ConfigError("--floor is measured on one machine: it reads the other process's memory; leave it out")
+            raise ConfigError("--floor is measured on one machine; leave it or --remote out")
         if options.announced:
             raise ConfigError(
                 "--floor and --announced: claims that are granted before the window opens are not in it, so the "

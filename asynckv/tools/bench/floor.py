@@ -1,33 +1,27 @@
-"""The floor: the same bytes between the same buffers with nothing around the copying, measured beside the engine.
+"""The floor: the same bytes between the same buffers by a raw NIXL loop, measured beside the engine.
 
-Before or after each window of the engine, in turn, the decode worker moves the wave's requests by each of `KINDS`: the
-same pieces in the same order, cut into posts as the engine cuts them. Everything is worked out before the clock runs,
-and what lands is compared with the pattern after it has stopped.
-
-The prefill worker only serves: its addresses for `process_vm_readv`, and a second NIXL agent over the same memory, so
-that nothing of the engine is in the way. Over TCP that agent is the floor: it sends as the engine's does.
+Before or after each window of the engine, in turn, the decode worker moves the wave's requests by a plain loop: the
+same descriptors in the same order, cut into posts as the engine cuts them. Everything is worked out before the clock
+runs, and what lands is compared with the pattern after it has stopped. The prefill worker only serves, by a second NIXL
+agent over the same memory, so that nothing of the engine is in the way.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from asynckv.config import NixlConfig, PullConfig
 from asynckv.core.types import decode_params
 from asynckv.errors import AsyncKVError
 from asynckv.geometry.blocks import check_block_ids
-from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign
 from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
 from asynckv.ports import AgentInfo
@@ -41,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HEAD",
-    "KINDS",
     "Floor",
     "Probe",
     "Round",
@@ -49,24 +42,9 @@ __all__ = [
     "caveats",
     "faults",
     "latencies",
-    "pieces_of",
     "summary",
     "table",
 ]
-
-KINDS = {
-    "auto": ("memory_copy", "process_vm_readv", "raw_nixl"),
-    "tcp": ("memory_copy", "raw_nixl"),
-}
-"""Transport -> what is measured."""
-
-IOV_MAX = 1024
-SCRATCH = 256 << 20
-"""Bytes that the memory copy reads from, in turn: far more than a cache holds."""
-
-Voids = npt.NDArray[np.void]
-Pieces = npt.NDArray[np.uint64]
-"""`[pieces, 3]`: address here, address there, bytes."""
 
 
 class Round(msgspec.Struct):
@@ -75,7 +53,7 @@ class Round(msgspec.Struct):
     Attributes:
         window_s, seconds, num_bytes, cpu_s: The engine's: the window, every request's latency, what was moved, CPU
             of the decode process.
-        samples: The floor's.
+        sample: The floor's.
         failed: Requests of the engine's that failed. The floor moved them, so the round is in no ratio.
     """
 
@@ -84,7 +62,7 @@ class Round(msgspec.Struct):
     num_bytes: int
     cpu_s: float
     concurrency: int
-    samples: list[p.Sample]
+    sample: p.Sample
     failed: int = 0
 
 
@@ -110,7 +88,7 @@ class Server:
 
     def opened(self) -> p.Opened:
         """Say how to get at the memory."""
-        return p.Opened(os.getpid(), self._agent.name, self._agent.metadata, self._layout)
+        return p.Opened(self._agent.name, self._agent.metadata, self._layout)
 
     def serve(self, on: bool) -> None:
         """Make progress for the raw loop from now on, or only when woken."""
@@ -135,10 +113,6 @@ class Probe:
         (share,) = assign(self._here, [self._there])
         self._map = PeerTables(self._here, self._there, share, itertools.count(1))
         self._plane, _ = _start_raw(pool, "decode")
-        self._scratch = mmap.mmap(-1, SCRATCH)
-        raw = np.frombuffer(self._scratch, np.uint8)
-        raw[::4096] = 1
-        self._scratch_base = raw.ctypes.data
 
     async def connect(self) -> None:
         """Load the prefill worker's agent."""
@@ -149,27 +123,23 @@ class Probe:
         """Let go of the agent."""
         self._plane.close()
 
-    async def measure(self, kind: str, works: Sequence[p.Work], concurrency: int, verify: bool) -> p.Sample:
+    async def measure(self, works: Sequence[p.Work], concurrency: int, verify: bool) -> p.Sample:
         """Move all requests once more; the clock runs on the loop's thread, and nothing else does."""
         # What is cached whole is nothing to move, and no request of the engine's figures either.
         plans = [plan for work in works if (plan := self._plan(work)).num_bytes]
         num_bytes = sum(plan.num_bytes for plan in plans)
         if verify:
             await anyio.to_thread.run_sync(self._poison, works)
-        prepare = self._prepared(kind)
         try:
-            if kind == "raw_nixl":  # a NIXL agent is for one thread, and the loop's makes progress for it
-                move = prepare(plans, concurrency)
-            else:
-                move = await anyio.to_thread.run_sync(prepare, plans, concurrency)
+            move = self._prepared(plans, concurrency)
             garbage.settle()
             cpu, began = time.process_time(), time.perf_counter()
             ends = move()
-        except (OSError, AsyncKVError) as exc:
-            return p.Sample(kind, [], 0.0, num_bytes, 0.0, 0, str(exc))
+        except AsyncKVError as exc:
+            return p.Sample([], 0.0, num_bytes, 0.0, 0, str(exc))
         window_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
-        wrong = await anyio.to_thread.run_sync(self._wrong, works) if verify and kind != "memory_copy" else 0
-        return p.Sample(kind, ends, window_s, num_bytes, cpu_s, wrong)
+        wrong = await anyio.to_thread.run_sync(self._wrong, works) if verify else 0
+        return p.Sample(ends, window_s, num_bytes, cpu_s, wrong)
 
     def _plan(self, work: p.Work) -> Plan:
         params = decode_params(work.params)
@@ -186,14 +156,7 @@ class Probe:
             for work in works
         )
 
-    def _prepared(self, kind: str) -> Callable[[Sequence[Plan], int], Callable[[], list[float]]]:
-        return {
-            "memory_copy": self._memory_copy,
-            "process_vm_readv": self._process_vm_readv,
-            "raw_nixl": self._raw_nixl,
-        }[kind]
-
-    def _raw_nixl(self, plans: Sequence[Plan], concurrency: int) -> Callable[[], list[float]]:
+    def _prepared(self, plans: Sequence[Plan], concurrency: int) -> Callable[[], list[float]]:
         config = self._config
         requests = [list(plan.posts(config.max_post_bytes, config.max_post_descriptors)) for plan in plans]
         lists = self._plane.prepare_lists(self._opened.agent_name, requests)
@@ -204,109 +167,6 @@ class Probe:
             window_bytes=config.window_bytes,
             window_descriptors=config.window_descriptors,
         )
-
-    def _pieces(self, plan: Plan) -> Pieces:
-        return pieces_of(plan, self._here, self._there, self._config)
-
-    def _memory_copy(self, plans: Sequence[Plan], concurrency: int) -> Callable[[], list[float]]:
-        requests = [list(self._copies(self._pieces(plan))) for plan in plans]
-
-        def move() -> list[float]:
-            ends, began = [], time.perf_counter()
-            for copies in requests:
-                for target, index, source in copies:
-                    target[index] = source
-                ends.append(time.perf_counter() - began)
-            return ends
-
-        return move
-
-    def _copies(self, pieces: Pieces) -> Iterator[tuple[Voids, npt.NDArray[np.intp], Voids]]:
-        """Group a request's pieces by size, so that numpy copies them: a call from Python costs more than 4 KiB do."""
-        local, size, at = pieces[:, 0].astype(np.int64), pieces[:, 2].astype(np.int64), 0
-        # What is larger than a quarter of the scratch is cut.
-        parts = -(-size // (SCRATCH // 4))
-        offset = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * (SCRATCH // 4)
-        local = np.repeat(local, parts) + offset
-        size = np.minimum(np.repeat(size, parts) - offset, SCRATCH // 4)
-        for each in np.unique(size).tolist():
-            starts = local[size == each]
-            base, span = int(starts.min()), int(starts.max() - starts.min()) + each
-            # One element per byte of the span, each as long as a piece: they overlap, and only the starts are written.
-            target = _elements(base, span, each, span - each + 1, 1)
-            while len(starts):
-                at = 0 if at + each > SCRATCH else at
-                some, starts = np.split(starts, [(SCRATCH - at) // each])
-                source = _elements(self._scratch_base + at, len(some) * each, each, len(some), each)
-                at += len(some) * each
-                yield target, (some - base).astype(np.intp), source
-
-    def _process_vm_readv(self, plans: Sequence[Plan], concurrency: int) -> Callable[[], list[float]]:
-        libc = ctypes.CDLL(None, use_errno=True)
-        call = libc.process_vm_readv
-        call.argtypes = [
-            ctypes.c_int,
-            ctypes.c_void_p,
-            ctypes.c_ulong,
-            ctypes.c_void_p,
-            ctypes.c_ulong,
-            ctypes.c_ulong,
-        ]
-        call.restype = ctypes.c_ssize_t
-        pid, requests = self._opened.pid, []
-        for plan in plans:
-            calls = []
-            pieces = self._pieces(plan)
-            for lo in range(0, len(pieces), IOV_MAX):
-                some = pieces[lo : lo + IOV_MAX]
-                mine, theirs = (np.ascontiguousarray(some[:, [side, 2]]) for side in (0, 1))
-                arguments = pid, mine.ctypes.data, len(some), theirs.ctypes.data, len(some), 0
-                calls.append((arguments, int(some[:, 2].sum()), (mine, theirs)))  # the arrays have to live
-            requests.append(calls)
-
-        def move() -> list[float]:
-            ends, began = [], time.perf_counter()
-            for calls in requests:
-                for arguments, size, _ in calls:
-                    if call(*arguments) != size:
-                        code = ctypes.get_errno()
-                        raise OSError(code, f"process_vm_readv: {os.strerror(code)}")
-                ends.append(time.perf_counter() - began)
-            return ends
-
-        return move
-
-
-def pieces_of(plan: Plan, here: Layout, there: Layout, config: PullConfig) -> Pieces:
-    """List what a plan copies, in the order of its posts; what touches on both sides is one piece."""
-    out = [np.zeros((0, 3), np.uint64)]
-    for post in plan.posts(config.max_post_bytes, config.max_post_descriptors):
-        table = post.table
-        rows = np.empty((len(post.local), 3), np.uint64)
-        sides = (
-            (0, post.local, table.local_blocks, table.local, here),
-            (1, post.remote, table.remote_blocks, table.remote, there),
-        )
-        for column, index, blocks, spots, layout in sides:
-            row, block = np.divmod(index.astype(np.int64), blocks)
-            base = np.array([m.base for m in layout.memories], np.uint64)
-            rows[:, column] = base[spots[row, 0]] + (spots[row, 1] + block * spots[row, 2]).astype(np.uint64)
-            rows[:, 2] = table.length[row]
-        ends = rows[:-1, :2] + rows[:-1, 2:]
-        starts = np.flatnonzero(np.concatenate([[True], (ends != rows[1:, :2]).any(axis=1)]))
-        merged = rows[starts]
-        merged[:, 2] = np.add.reduceat(rows[:, 2], starts)
-        out.append(merged)
-    return np.concatenate(out)
-
-
-def _bytes(base: int, size: int) -> memoryview:
-    return memoryview((ctypes.c_char * size).from_address(base)).cast("B")
-
-
-def _elements(base: int, span: int, size: int, count: int, stride: int) -> Voids:
-    """See memory as an array of pieces."""
-    return np.ndarray((count,), np.dtype((np.void, size)), _bytes(base, span), strides=(stride,))
 
 
 def latencies(ends: Sequence[float], concurrency: int) -> list[float]:
@@ -319,39 +179,41 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
     """Sum up all rounds: `floor`, and `ratio_to_floor` (engine over floor, taken within each round)."""
     if not rounds:
         return {}
-    missing = {s.kind: s.error for r in rounds for s in r.samples if s.error}
     notes = caveats(rounds)
+    errors = [r.sample.error for r in rounds if r.sample.error]
     rounds = [r for r in rounds if not r.failed]
     engine = [_figures(r.num_bytes, len(r.seconds), r.window_s, r.seconds, r.cpu_s) for r in rounds]
-    floor: dict[str, Any] = {"engine": _medians(engine), "not_measured": missing, "caveats": notes}
-    ratio: dict[str, Any] = {}
-    for kind in dict.fromkeys(s.kind for r in rounds for s in r.samples):
-        both = [
-            (mine, _figures(s.num_bytes, len(s.ends), s.window_s, latencies(s.ends, r.concurrency), s.cpu_s))
-            for r, mine in zip(rounds, engine, strict=True)
-            for s in r.samples
-            if s.kind == kind and not s.error
-        ]
-        if not both:
-            continue
-        floor[kind] = _medians([theirs for _, theirs in both])
-        ratio[kind] = _medians([{key: mine[key] / theirs[key] for key in mine if theirs[key]} for mine, theirs in both])
-    return {"floor": floor, "ratio_to_floor": ratio}
+    floor: dict[str, Any] = {
+        "engine": _medians(engine),
+        "not_measured": {KIND: errors[0]} if errors else {},
+        "caveats": notes,
+    }
+    both = [
+        (mine, _figures(s.num_bytes, len(s.ends), s.window_s, latencies(s.ends, r.concurrency), s.cpu_s))
+        for r, mine in zip(rounds, engine, strict=True)
+        if not (s := r.sample).error
+    ]
+    if not both:
+        return {"floor": floor, "ratio_to_floor": {}}
+    floor[KIND] = _medians([theirs for _, theirs in both])
+    ratio = _medians([{key: mine[key] / theirs[key] for key in mine if theirs[key]} for mine, theirs in both])
+    return {"floor": floor, "ratio_to_floor": {KIND: ratio}}
 
 
 def faults(rounds: Sequence[Round]) -> list[str]:
     """Say what was wrong with the floor itself."""
-    found = [f"floor: {s.wrong} bytes that {s.kind} moved are wrong" for r in rounds for s in r.samples if s.wrong]
-    # Who forbids `process_vm_readv` has not made the engine worse.
-    failed = {f"floor: {s.error}" for r in rounds for s in r.samples if s.error and s.kind != "process_vm_readv"}
-    return found + sorted(failed)
+    found = [f"floor: {r.sample.wrong} bytes that the raw NIXL loop moved are wrong" for r in rounds if r.sample.wrong]
+    return found + sorted({f"floor: {r.sample.error}" for r in rounds if r.sample.error})
 
 
+KIND = "raw_nixl"
+"""What the report calls it."""
 NAMES = {
+    "raw_nixl": "raw NIXL loop",
+    # Of reports that older versions have made.
     "memory_copy": "memory copy",
     "process_vm_readv": "process_vm_readv",
-    "tcp_socket": "raw TCP socket",  # of reports that older versions have made
-    "raw_nixl": "raw NIXL loop",
+    "tcp_socket": "raw TCP socket",
 }
 HEAD = ("floor (the bare transfer)", "GB/s", "p50", "engine reaches", "p50 x", "CPU x")
 
@@ -385,7 +247,7 @@ def table(report: dict[str, Any]) -> tuple[list[tuple[str, ...]], list[str]]:
     ]
     threads = report.get("config", {}).get("posting_threads", 0)
     if "raw_nixl" in report.get("ratio_to_floor", {}) and threads not in (0, 1):
-        notes.append(f"every floor has one thread; the engine posts with --posting-threads {threads}")
+        notes.append(f"the floor has one thread; the engine posts with --posting-threads {threads}")
     if rows and (lag := report.get("loop_lag_s", {}).get("p99", 0.0)) > QUIET_S:
         notes.append(
             f"the machine was not quiet (event loop lag p99 {lag * 1e3:.0f} ms): the intervals may be too narrow"
@@ -448,9 +310,9 @@ class Floor:
             case p.Connect(opened):
                 self._probe = Probe(self._pool, opened, self._config)
                 await self._probe.connect()
-            case p.Measure(kinds, concurrency):
+            case p.Measure(concurrency):
                 assert self._probe is not None
-                return p.Floored([await self._probe.measure(k, works, concurrency, self._verify) for k in kinds])
+                return p.Floored(await self._probe.measure(works, concurrency, self._verify))
         return p.Done(time.process_time())
 
     def close(self) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 import sys
-import tempfile
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from asynckv.config import COPY_THREADS, POLICIES
+from asynckv.config import POLICIES
 from asynckv.errors import ConfigError
 from asynckv.tools.output import check_writable, write_json
 from asynckv.tools.parameters import is_given, options_given, taking_options
@@ -62,8 +60,6 @@ TAKEN = (
 
 MiB = 1 << 20
 SPARE = 512 * MiB
-COPIED = 128 * MiB
-"""In one round of copies beside raw ones."""
 MOST_MB = 1 << 34
 MOST_RUNS = 256
 TIERS, RUN, OUT = "Tiers", "Run", "Output"
@@ -111,12 +107,6 @@ def offload(
     concurrency: Annotated[
         int, typer.Option(help="Requests that are loaded, and then stored, at a time.", rich_help_panel=RUN)
     ] = 4,
-    rounds: Annotated[
-        int,
-        typer.Option(
-            help="How often copies are measured beside memcpy, pread and pwrite; 0 for not.", rich_help_panel=RUN
-        ),
-    ] = 11,
     verify: Annotated[
         Literal["full", "off"],
         typer.Option(help="Compare every byte that is loaded, or fill and compare nothing.", rich_help_panel=RUN),
@@ -146,9 +136,6 @@ def offload(
     _bounded("--state-tokens", state_tokens, 1, MiB)
     _bounded("--device-tokens", device_tokens, 0, 1 << 40)
     _bounded("--concurrency", concurrency, 1, 1024)
-    _bounded("--rounds", rounds, 0, 10_000)
-    if rounds in (1, 2):
-        raise ConfigError(f"--rounds {rounds} says nothing of noise; give 3 or more, or 0 to measure no copies alone")
     if directory and not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(f"--directory {directory}: no folder in which files can be made")
     experiment = Experiment(_sharing(options_given(given | {"tp": tp})))
@@ -170,15 +157,11 @@ def offload(
     garbage.settle()
     with Bar(errors) as bar:
         total, step = len(prompts) * len(runs), bar.advance
-        copies: dict[str, Any] = {}
         if no_bytes:
             bar.begin("requests", total)
             done = [_told(tiers) | offload_replay.replay(prompts, groups, tiers, step) for tiers in runs]
         else:
             sized = _sized(experiment, prompts, state_tokens, concurrency, runs)
-            if rounds:
-                bar.begin("measuring copies alone")
-                copies = _copies(experiment, tp, rounds, directory, with_files=any(t.file_bytes for t in runs))
             bar.begin("requests", total)
             pool = Pool(sized, experiment.options.seed)
             serve = partial(
@@ -193,7 +176,7 @@ def offload(
                 progress=step,
             )
             done = [_told(tiers) | serve(tiers) for tiers in runs]
-    report = offload_report.make(experiment, prompts, layout, groups, done, copies, with_bytes=not no_bytes)
+    report = offload_report.make(experiment, prompts, layout, groups, done, with_bytes=not no_bytes)
     write_json(json, report)
     offload_report.show(report, errors if json == "-" else Console())
     raise typer.Exit(offload_report.status(report))
@@ -219,42 +202,6 @@ def _sized(experiment: Experiment, prompts: Prompts, state_tokens: int, concurre
             f"--concurrency, or only decide with --no-bytes"
         )
     return kept_layout(layout, state_tokens)
-
-
-def _copies(experiment: Experiment, tp: int, rounds: int, directory: str, *, with_files: bool) -> dict[str, Any]:
-    """Measure copies of blocks of the group that has most layers, beside raw ones."""
-    from asynckv.geometry.packed import record_form, record_sizes
-    from asynckv.tools.bench import offload_floor
-    from asynckv.tools.plan.layouts import model_groups, model_layout
-    from asynckv.tools.plan.models import Model, State
-
-    model, options = experiment.model, experiment.options
-    kinds = [(len(of), layer) for layer, of in model_groups(model) if not isinstance(layer, State)]
-    if not kinds:
-        return {}
-    most, layer = max(kinds, key=lambda kind: kind[0])
-    model = Model(model.name, (layer,) * most, model.dtype)
-    shape: dict[str, Any] = {"block_size": options.block_size, "order": options.order, "tp_size": tp}
-    [record] = record_sizes(record_form(model_layout(model, **shape)))
-    rig = offload_floor.Rig(model, blocks=min(max(4, COPIED // record.stride), 1024), **shape)
-    with tempfile.TemporaryDirectory("", "akv-", directory or None) as folder:
-        found = asyncio.run(
-            offload_floor.measured(
-                rig,
-                rounds,
-                COPY_THREADS,
-                folder if with_files else "",
-                is_run=options.block_order == "runs",
-                is_direct=True,
-            )
-        )
-    return {
-        "layers": most,
-        "blocks": rig.blocks,
-        "block_bytes": rig.record.num_bytes,
-        "descriptors_per_block": round(rig.num_descriptors / rig.blocks, 3),
-        "ways": offload_floor.figures(found, rig.num_bytes),
-    }
 
 
 def _told(tiers: Tiers) -> dict[str, Any]:
@@ -302,7 +249,7 @@ def _refuse_idle(context: typer.Context, no_bytes: bool) -> None:
         ConfigError: One was given.
     """
     given = partial(is_given, context)
-    for name in ("directory", "concurrency", "rounds", "verify"):
+    for name in ("directory", "concurrency", "verify"):
         if no_bytes and given(name):
             raise ConfigError(f"--{name} says nothing with --no-bytes, which moves none; leave one of them out")
     if given("prompt_tokens") and given("trace"):

@@ -28,7 +28,6 @@ def make(
     layout: Layout,
     groups: Sequence[StoredGroup],
     runs: list[dict[str, Any]],
-    copies: Mapping[str, Any],
     *,
     with_bytes: bool,
 ) -> dict[str, Any]:
@@ -54,7 +53,6 @@ def make(
             "capped": workload.num_capped,
             "seed": experiment.options.seed,
         },
-        "copies": dict(copies),
         "runs": runs,
     }
 
@@ -72,10 +70,6 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         f"{workload['requests']:,} requests, {workload['prompt_tokens']:,} tokens",
         highlight=False,
     )
-    if copies := report["copies"]:
-        from asynckv.tools.bench import offload_floor
-
-        offload_floor.show(copies["ways"], console)
     _hits(report["runs"], console)
     best = report["runs"][0]["hit_rate"]["best"]
     console.print(f"share of all prompts' tokens; a cache that forgets nothing would find {best:.1%}", highlight=False)

@@ -355,8 +355,8 @@ class Options(Struct, frozen=True, kw_only=True):
     floor: Annotated[
         bool,
         common(
-            "Beside every wave move the same bytes without the engine (memory copy, process_vm_readv, and a raw NIXL "
-            "loop), and report how much of that the engine reaches.",
+            "Beside every wave move the same bytes by a raw NIXL loop, without the engine, and report how much of that "
+            "the engine reaches.",
             names=("--floor",),
         ),
     ] = False

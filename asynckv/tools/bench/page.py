@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from asynckv.tools import frame
-from asynckv.tools.bench.figures import FIGURES, Figure, at, leaves, named
-from asynckv.tools.bench.floor import NAMES
+from asynckv.tools.bench.figures import FIGURES, Figure, at
+from asynckv.tools.bench.floor import KIND, NAMES
 from asynckv.tools.bench.journal import Sweep
 from asynckv.tools.bench.noise import Interval
-from asynckv.tools.bench.summary import SHOWN, Summary, summarise
+from asynckv.tools.bench.summary import FLOOR_SHARE, SHOWN, Summary, summarise
 from asynckv.tools.frame import REMEDY, is_installed
 
 __all__ = ["REMEDY", "is_installed", "make"]
@@ -25,19 +25,11 @@ HINT = (
     "the lowest to the highest."
 )
 ONCE = "Every point was run once, so the noise is not known."
-FLOOR = "Dotted lines are the floor: the same bytes moved without an engine."
+FLOOR = "Dotted lines are the floor: the same bytes moved by a raw NIXL loop."
 LOADS = ("rate", "speed", "concurrency", "prompt-tokens")
 """What is drawn along x, if it is an axis: the first of these, else the first axis."""
-FIRST = "raw_nixl"
-"""The floor that an engine on NIXL can reach."""
+SHARE = replace(FLOOR_SHARE, title=NAMES[KIND])
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "x")
-FLOOR_SYMBOLS = {
-    "memory_copy": "circle-open",
-    "process_vm_readv": "square-open",
-    "tcp_socket": "square-open",
-    "raw_nixl": "diamond-open",
-}
-DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot", "dot")
 AXES = {
     "rate": "requests offered per second",
     "speed": "speed of the trace's clock",
@@ -67,7 +59,7 @@ def make(sweep: Sweep, name: str) -> str:
         f'<pre tabindex="0">{_commands(sweep, found)}</pre></details>\n'
     )
     hint = f"{HINT if sweep.head.rounds > 1 else ONCE} Loopback on one host is not a network between two."
-    if _kinds(found, "floor", "gbytes_per_s"):
+    if _has(found, SHARE):
         hint += f" {FLOOR}"
     return frame.make(f"asynckv sweep: {model or name}", hint, body)
 
@@ -80,14 +72,13 @@ class Drawn(NamedTuple):
 
     Attributes:
         name: Of its lines, beside what they are lines of.
-        floor: Which kind of floor it is of, if it is one: what the machine itself can do with the same requests.
+        is_floor: It is what the machine itself can do with the same requests.
     """
 
     figure: Figure
     name: str = ""
     dash: str = "solid"
-    floor: str = ""
-    is_hidden: bool = False
+    is_floor: bool = False
 
 
 class Plot(NamedTuple):
@@ -128,40 +119,14 @@ def _series(point: Summary, axis: str) -> str:
     return ", ".join(rest)
 
 
-def _kinds(found: Sequence[Summary], under: str, name: str) -> list[str]:
-    """Which floors were measured, the one that an engine on NIXL can reach first."""
-    paths = dict.fromkeys(path for p in found for r in p.reports for path, _ in leaves(r, under))
-    kinds = [path.split(".")[1] for path in paths if path.endswith(f".{name}")]
-    # `engine` is no floor, but the engine in the same rounds.
-    return sorted((kind for kind in kinds if kind != "engine"), key=lambda kind: kind != FIRST)
+def _floor(found: Sequence[Summary], name: str, scale: float = 1.0, suffix: str = "") -> list[Drawn]:
+    """A dotted line, where the floor was measured."""
+    figure = Figure(KIND, KIND, "", "", at(f"floor.{KIND}.{name}", scale))
+    return [Drawn(figure, suffix, "dot", is_floor=True)] if _has(found, figure) else []
 
 
-def _named(kind: str) -> str:
-    return NAMES.get(kind, kind.replace("_", " "))
-
-
-def _shares(found: Sequence[Summary]) -> list[Figure]:
-    """Which part of each floor's throughput is reached."""
-    paths = {k: f"ratio_to_floor.{k}.gbytes_per_s" for k in _kinds(found, "ratio_to_floor", "gbytes_per_s")}
-    return [replace(named(path, {path}), title=_named(kind)) for kind, path in paths.items()]
-
-
-def _floors(
-    found: Sequence[Summary], name: str, scale: float = 1.0, suffix: str = "", *, only: str = ""
-) -> list[Drawn]:
-    """Dotted lines: the raw NIXL loop is shown at once, other kinds at a click on their names; `only` one, if named."""
-    kinds = _kinds(found, "floor", name)
-    return [
-        Drawn(
-            Figure(kind, kind, "", "", at(f"floor.{kind}.{name}", scale)),
-            suffix,
-            "dot",
-            kind,
-            is_hidden=kind != FIRST and FIRST in kinds,
-        )
-        for kind in kinds
-        if only in ("", kind)
-    ]
+def _has(found: Sequence[Summary], figure: Figure) -> bool:
+    return any(figure.of(report) is not None for point in found for report in point.reports)
 
 
 def _plots(found: Sequence[Summary]) -> list[Plot]:
@@ -169,23 +134,22 @@ def _plots(found: Sequence[Summary]) -> list[Plot]:
         FIGURES[n] for n in ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu")
     )
     plots = [
-        Plot("Throughput in bytes", "GB/s", [Drawn(bytes_), *_floors(found, "gbytes_per_s")]),
-        Plot("Throughput in requests", "requests/s", [Drawn(requests), *_floors(found, "requests_per_s")]),
+        Plot("Throughput in bytes", "GB/s", [Drawn(bytes_), *_floor(found, "gbytes_per_s")]),
+        Plot("Throughput in requests", "requests/s", [Drawn(requests), *_floor(found, "requests_per_s")]),
         Plot(
             "Latency, from call to usable bytes",
             "ms",
-            [Drawn(p50, "p50"), Drawn(p99, "p99", "dash"), *_floors(found, "p50_s", 1e3, "p50", only=FIRST)],
+            [Drawn(p50, "p50"), Drawn(p99, "p99", "dash"), *_floor(found, "p50_s", 1e3, "p50")],
             True,
         ),
         Plot(
             "CPU of the decode side per request",
             "µs",
-            [Drawn(cpu), *_floors(found, "cpu_s_per_request", 1e6, only=FIRST)],
+            [Drawn(cpu), *_floor(found, "cpu_s_per_request", 1e6)],
         ),
     ]
-    if shares := _shares(found):
-        drawn = [Drawn(share, f"of {share.title}", DASHES[i % len(DASHES)]) for i, share in enumerate(shares)]
-        plots.append(Plot("Share of the floor's throughput", "ratio, 1 is the floor", drawn))
+    if _has(found, SHARE):
+        plots.append(Plot("Share of the floor's throughput", "ratio, 1 is the floor", [Drawn(SHARE)]))
     return plots
 
 
@@ -197,9 +161,9 @@ def _rows(found: Sequence[Summary], axis: str, plot: Plot) -> Iterator[Row]:
                 continue
             series = _series(point, axis)
             index = order.index(series)
-            if drawn.floor:
-                line = ", ".join(x for x in (f"floor: {_named(drawn.floor)}", series) if x)
-                symbol = FLOOR_SYMBOLS.get(drawn.floor, "x-open")
+            if drawn.is_floor:
+                line = ", ".join(x for x in (f"floor: {NAMES[KIND]}", series) if x)
+                symbol = "diamond-open"
             else:
                 line, symbol = series, SYMBOLS[index % len(SYMBOLS)]
             yield Row(f"{line} {drawn.name}".strip() or "asynckv", index, drawn, symbol, _x(point, axis), y)
@@ -218,8 +182,6 @@ def _trace(name: str, rows: Sequence[Row]) -> dict[str, Any]:
         # Colours are the page's, one set for each theme.
         "meta": rows[0].series,
     }
-    if drawn.is_hidden:
-        trace["visible"] = "legendonly"
     if any(y.low < y.high for y in ys):
         trace["error_y"] = {
             "type": "data",
@@ -254,9 +216,8 @@ def _spoken(plot: Plot, label: str, traces: Sequence[Mapping[str, Any]]) -> str:
     """Say the plot in words, for those who do not see it."""
     parts = []
     for trace in traces:
-        if "visible" not in trace:
-            ends = [(frame.plain(trace["x"][i]), f"{trace['y'][i]:.4g}") for i in (0, -1)]
-            parts.append(f"{trace['name']}: {ends[0][1]} at {ends[0][0]}, {ends[1][1]} at {ends[1][0]}")
+        ends = [(frame.plain(trace["x"][i]), f"{trace['y'][i]:.4g}") for i in (0, -1)]
+        parts.append(f"{trace['name']}: {ends[0][1]} at {ends[0][0]}, {ends[1][1]} at {ends[1][0]}")
     return f"{plot.title}, {plot.unit} against {label}. {'; '.join(parts)}. All figures are in the table below."
 
 
@@ -275,9 +236,8 @@ def _verdict(found: Sequence[Summary]) -> str:
             p99 = point.interval(FIGURES["p99"])
             late = f", p99 {p99.median:,.4g} {FIGURES['p99'].unit}" if p99 else ""
             said.append(f"{of}: {most:,.4g} {FIGURES[name].unit} at {where}{late}.")
-    for figure in _shares(found)[:1]:
-        shares = [y.median for point in found if (y := point.interval(figure))]
-        said.append(f"Share of the floor's bytes per second ({figure.title}): {min(shares):.0%} to {max(shares):.0%}.")
+    if shares := [y.median for point in found if (y := point.interval(SHARE))]:
+        said.append(f"Share of the floor's bytes per second ({SHARE.title}): {min(shares):.0%} to {max(shares):.0%}.")
     return frame.verdict(said, is_good=not faulty)
 
 
@@ -294,11 +254,10 @@ def _notes(sweep: Sweep, found: Sequence[Summary], missing: int, total: int) -> 
 
 
 def _table(sweep: Sweep, found: Sequence[Summary]) -> str:
-    shares = _shares(found)
-    shown = [*(FIGURES[name] for name in SHOWN), *shares]
+    shown = [*(FIGURES[name] for name in SHOWN), *([SHARE] if _has(found, SHARE) else [])]
     heads = [escape(name) for name in sweep.head.axes] + ["runs"]
     for figure in shown:
-        unit = "share of its GB/s" if figure in shares else figure.unit
+        unit = "share of its GB/s" if figure is SHARE else figure.unit
         heads.append(f"{escape(figure.title)}<small>{escape(unit)}</small>")
     rows = []
     for point in found:

@@ -16,7 +16,7 @@ from msgspec import Struct
 from asynckv.core.types import Endpoint
 from asynckv.geometry.layout import Layout
 from asynckv.tools.bench.options import Options, Shape
-from asynckv.tools.fleet import LIMIT
+from asynckv.tools.bench.processes import LIMIT
 from asynckv.tools.plan.models import Model
 from asynckv.version import VERSION
 
@@ -206,7 +206,6 @@ class Open(Struct, tag=True):
 class Opened(Struct, tag=True):
     """How to get at it."""
 
-    pid: int
     agent_name: str
     metadata: bytes
     layout: Layout
@@ -225,14 +224,13 @@ class Serve(Struct, tag=True):
 
 
 class Measure(Struct, tag=True):
-    """Move the wave's requests again, with nothing around it, in each of these ways."""
+    """Move the wave's requests again, with nothing around it."""
 
-    kinds: list[str]
     concurrency: int
 
 
 class Sample(Struct):
-    """One way of moving a wave.
+    """A wave that was moved without the engine.
 
     Attributes:
         ends: When each request was complete, in seconds after the start.
@@ -240,7 +238,6 @@ class Sample(Struct):
         error: Why it cannot be done here.
     """
 
-    kind: str
     ends: list[float]
     window_s: float
     num_bytes: int
@@ -252,7 +249,7 @@ class Sample(Struct):
 class Floored(Struct, tag=True):
     """What `Measure` found."""
 
-    samples: list[Sample]
+    sample: Sample
 
 
 class Failed(Struct, tag=True):

@@ -16,7 +16,7 @@ from asynckv.tools.output import print_table
 
 __all__ = ["SHOWN", "Summary", "show", "summarise"]
 
-FLOOR = named("ratio_to_floor.raw_nixl.gbytes_per_s", {"ratio_to_floor.raw_nixl.gbytes_per_s"})
+FLOOR_SHARE = named("ratio_to_floor.raw_nixl.gbytes_per_s", {"ratio_to_floor.raw_nixl.gbytes_per_s"})
 TITLES = {
     "gbytes_per_s": "GB/s",
     "requests_per_s": "requests/s",
@@ -75,7 +75,7 @@ def show(sweep: Sweep, console: Console) -> None:
         return
     heads = list(map(without_control, sweep.head.axes))
     heads += [TITLES[name] for name in SHOWN]
-    has_floor = any(point.interval(FLOOR) is not None for point in found)
+    has_floor = any(point.interval(FLOOR_SHARE) is not None for point in found)
     if has_floor:
         heads.append("of raw NIXL")
     rows = []
@@ -85,7 +85,7 @@ def show(sweep: Sweep, console: Console) -> None:
             interval = point.interval(FIGURES[name])
             cells.append("" if interval is None else f"{interval.median:,.4g}")
         if has_floor:
-            interval = point.interval(FLOOR)
+            interval = point.interval(FLOOR_SHARE)
             cells.append("" if interval is None else f"{interval.median:.1%}")
         rows.append((*cells, ", ".join(dict.fromkeys(f.partition(":")[0] for f in point.faults))))
     styles = ["red" if point.faults else "" for point in found]

@@ -17,7 +17,7 @@ import msgspec
 from asynckv.errors import ConfigError
 from asynckv.tools.bench import protocol as p
 from asynckv.tools.bench import ucx
-from asynckv.tools.fleet import end_with_driver
+from asynckv.tools.bench.processes import end_with_driver
 from asynckv.version import VERSION
 
 __all__ = ["main"]

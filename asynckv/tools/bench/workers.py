@@ -20,8 +20,8 @@ import msgspec
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.tools.bench import protocol as p
 from asynckv.tools.bench.experiment import Experiment
+from asynckv.tools.bench.processes import Child, Failure, Processes
 from asynckv.tools.bench.schedule import Place
-from asynckv.tools.fleet import Child, Failure, Fleet
 
 __all__ = ["END_S", "Host", "Worker", "WorkerLost", "Workers"]
 
@@ -120,18 +120,17 @@ class Host:
         self._experiment, self._options = experiment, experiment.options
         self._env = _environment(experiment)
         self._planned = list(self._setups(num_blocks))
-        self._fleet = Fleet(self._env)
+        self._processes = Processes(self._env)
         self._logs: list[asyncio.Task[None]] = []
         self.workers: dict[Place, list[Worker]] = {planned.place: [] for planned in self._planned}
 
     async def start(self) -> Workers:
         """Start all of them, and tell them who they are; they come up meanwhile."""
-        await self._fleet.__aenter__()
         for name, place, setup in self._planned:
             if self._is_remote(place.role):
                 child = await self._start_remote(name)
             else:
-                child = await self._fleet.start_command(name, HERE)
+                child = await self._processes.start_command(name, HERE)
             worker = Worker(child)
             self.workers[place].append(worker)
             worker.tell(setup)
@@ -140,7 +139,7 @@ class Host:
     async def end(self, within_s: float = END_S) -> None:
         """End every worker; none is left."""
         await asyncio.gather(*(worker.end(within_s) for workers in self.workers.values() for worker in workers))
-        await self._fleet.__aexit__()
+        await self._processes.stop()
         await asyncio.gather(*self._logs)
 
     def _is_remote(self, role: str) -> bool:
@@ -180,7 +179,7 @@ class Host:
     async def _start_remote(self, name: str) -> Child:
         command, log = shlex.split(self._options.remote or ""), self._options.log
         try:
-            child = await self._fleet.start_command(name, command, errors=asyncio.subprocess.PIPE if log else None)
+            child = await self._processes.start_command(name, command, errors=asyncio.subprocess.PIPE if log else None)
         except OSError as exc:
             raise ConfigError(f"--remote {self._options.remote}: {command[0]} cannot be run: {exc.strerror}") from exc
         if log and child.errors is not None:

@@ -22,13 +22,13 @@ The conversation is one JSON line each way over a socket; what the process and i
 process ends in order when its end of the socket says so, or by `kill`; if the driver dies, the system kills it. What
 processes have started themselves is stopped with them, and found by a mark in its environment if it outlives them.
 
-`connect` and `answer` are the same conversation over a socket of one's own, between processes or hosts. `asynckv bench`
-has a conversation of its own with commands (`Fleet.start_command`, the bare `Child`, and `end_with_driver` in them).
+`connect` and `answer` are the same conversation over a socket of one's own, between processes or hosts.
 
 `Blocks` is the memory: an allocator of KV cache blocks that scribbles over whatever comes back, at once, and looks at
 it again before it is given out. A read that was too late finds rubbish, and a write that was too late is counted.
 
-Imports nothing but the standard library and numpy, so that a process may run under another Python.
+Imports nothing but the standard library, numpy and `asynckv.tools.bench.processes`, so that a process may run under
+another Python.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import faulthandler
 import gc
 import importlib
 import inspect
@@ -57,11 +56,12 @@ from typing import IO, Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from asynckv.tools.bench.processes import ANSWER_S, LIMIT, ROOT, Child, Failure, Processes, Streams, end_with_driver
+
 __all__ = [
-    "LIMIT",
+    "ROOT",
     "TRANSPORTS",
     "Blocks",
-    "Child",
     "Failure",
     "Fleet",
     "Link",
@@ -71,23 +71,13 @@ __all__ = [
     "SharedNumber",
     "answer",
     "connect",
-    "end_with_driver",
     "free_memory",
     "memory_kib",
     "pattern",
     "usage",
 ]
 
-ANSWER_S = 20.0
-"""How long an answer may take, unless the asker says otherwise."""
-
-LIMIT = 1 << 28
-"""Bytes of one line, such as a question or an answer."""
-
-ROOT = Path(__file__).resolve().parents[2]
-CHILD = "from asynckv.tools.fleet import run_child; run_child()"
-MARK = "ASYNCKV_FLEET"
-PR_SET_PDEATHSIG = 1
+CHILD = "from tests.lab.fleet import run_child; run_child()"
 
 TRANSPORTS: Mapping[str, Mapping[str, str]] = {
     "tcp": {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
@@ -97,10 +87,6 @@ TRANSPORTS: Mapping[str, Mapping[str, str]] = {
 """Environment of processes by what carries bytes between them; tcp carries what shared memory does not."""
 
 Words = npt.NDArray[np.uint64]
-
-
-class Failure(Exception):
-    """An experiment cannot go on."""
 
 
 class Lost(Failure):
@@ -189,72 +175,6 @@ async def connect(path: str | Path, name: str) -> Link:
     return Link(name, *await asyncio.open_unix_connection(path, limit=LIMIT))
 
 
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-class Child:
-    """A process of a fleet, and this end of its socket or pipes, for whatever conversation there is."""
-
-    def __init__(self, name: str, process: asyncio.subprocess.Process, streams: Streams) -> None:
-        self.name = name
-        self.reader, self.writer = streams
-        self.errors = process.stderr
-        self._process = process
-        self._is_ending = False
-
-    def __str__(self) -> str:
-        return f"{self.name} (process {self.pid})"
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def status(self) -> int | None:
-        """How it ended, as `asyncio.subprocess` says it; None while it runs."""
-        return self._process.returncode
-
-    async def ended(self) -> str:
-        """Wait for its end, and say how it came."""
-        status = await self._process.wait()
-        return f"{self} was killed by signal {-status}" if status < 0 else f"{self} exited with status {status}"
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to it and to all that it has started."""
-        for pid in family(self.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    async def kill(self) -> None:
-        """Kill -9, and collect it."""
-        self._is_ending = True
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
-        await self.close()
-
-    async def close(self) -> None:
-        """Hang up."""
-        self.writer.close()
-
-    async def end(self, within_s: float = ANSWER_S) -> None:
-        """Let it end in order.
-
-        Raises:
-            Failure: It took too long, and was killed.
-        """
-        self._is_ending = True
-        with contextlib.suppress(OSError, RuntimeError):
-            self.writer.write_eof()
-        try:
-            async with asyncio.timeout(within_s):
-                await self._process.wait()
-        except TimeoutError:
-            raise Failure(f"{self.name} did not end in order within {within_s:g} s") from None
-        finally:
-            await self.kill()
-
-
 class Process(Link, Child):
     """A process of a fleet that answers questions."""
 
@@ -270,6 +190,12 @@ class Process(Link, Child):
         Child.__init__(self, name, process, streams)
         Link.__init__(self, name, *streams)
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to it and to all that it has started."""
+        for pid in family(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def last_words(self, lines: int = 12) -> list[str]:
         """Read the end of its log."""
         return self.log.read_text(errors="replace").splitlines()[-lines:]
@@ -281,7 +207,7 @@ class Process(Link, Child):
         return how
 
 
-class Fleet:
+class Fleet(Processes):
     """Processes of one experiment; none is left when it is over.
 
     Args:
@@ -293,13 +219,8 @@ class Fleet:
     """
 
     def __init__(self, env: Mapping[str, str] = TRANSPORTS["auto"]) -> None:
+        super().__init__(env)
         self.processes: list[Process] = []
-        self._children: list[Child] = []
-        self._mark = f"{os.getpid()}-{random.getrandbits(64):x}"
-        # One thread per library: what is compared with is the engine, not a pool of workers for numpy.
-        self._env = dict(os.environ) | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._env |= {**env, MARK: self._mark}
-        self._env["PYTHONPATH"] = os.pathsep.join(x for x in (str(ROOT), self._env.get("PYTHONPATH")) if x)
 
     async def __aenter__(self) -> Self:
         self._kept = tempfile.TemporaryDirectory(prefix="asynckv-fleet-")
@@ -338,29 +259,6 @@ class Fleet:
         streams[1].write(_line(setup))
         return asked
 
-    async def start_command(self, name: str, command: Sequence[str], errors: int | None = None) -> Child:
-        """Start a command that has a conversation of its own, over its stdin and stdout.
-
-        Args:
-            name: Of the process.
-            command: A process of this fleet; if it is an asynckv of this host, it calls `end_with_driver`.
-            errors: Where its stderr goes, as for `subprocess`; shown on ours by default.
-        """
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
-            env=self._env,
-            limit=LIMIT,
-            process_group=0,  # what the terminal sends is for the driver, also while this one imports
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        child = Child(name, process, (process.stdout, process.stdin))
-        self._children.append(child)
-        return child
-
     async def _spawn(self, command: Sequence[str], out: IO[bytes]) -> tuple[asyncio.subprocess.Process, Streams]:
         """Start a process with the number of its end of a socket as the last argument."""
         ours, theirs = socket.socketpair()
@@ -380,23 +278,6 @@ class Fleet:
                 raise
         return process, await asyncio.open_unix_connection(sock=ours, limit=LIMIT)
 
-    async def stop(self) -> list[int]:
-        """Kill everybody; returns what processes had started and what outlived them, killed as well."""
-        for process in reversed(self._children):
-            if process.status is None:
-                await process.kill()
-            else:
-                await process.close()
-        left: list[int] = []
-        for _ in range(30):  # what a worker has started ends by itself, soon
-            if not (left := _marked(self._mark)):
-                return left
-            await asyncio.sleep(0.1)
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return left
-
     def last_words(self, lines: int = 12) -> Iterator[str]:
         """Read the end of everybody's log."""
         for log in sorted(self.folder.glob("*.log")):
@@ -412,16 +293,6 @@ def family(pid: int) -> list[int]:
             for task in os.listdir(f"/proc/{each}/task"):
                 pids += map(int, Path(f"/proc/{each}/task/{task}/children").read_text().split())
     return pids
-
-
-def _marked(mark: str) -> list[int]:
-    """Processes that have a mark in their environment, whoever started them."""
-    found, wanted = [], f"{MARK}={mark}".encode()
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            if wanted in Path(f"/proc/{name}/environ").read_bytes():
-                found.append(int(name))
-    return found
 
 
 def _line(*values: Any) -> bytes:
@@ -460,15 +331,6 @@ async def answer(side: Any, reader: asyncio.StreamReader, writer: asyncio.Stream
         task = asyncio.create_task(call(*json.loads(line)))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
-
-
-def end_with_driver() -> None:
-    """Be a process of a fleet: the driver decides what Ctrl-C means, and this process does not outlive it."""
-    faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if MARK in os.environ:  # it was started by the driver itself, and not by a daemon of this host
-        # A stopped process could not see that its driver has died.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_child() -> None:

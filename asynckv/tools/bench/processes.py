@@ -1,0 +1,168 @@
+"""Processes that end with their driver, whatever happens to either.
+
+The driver (`Processes`) speaks with a command over the command's stdin and stdout. It ends the process by closing
+stdin, or kills it. A process on the same host calls `end_with_driver`, so that the system kills it if the driver dies.
+Processes that these have started are found by a mark in their environment if they outlive them.
+
+Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import os
+import random
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["LIMIT", "ROOT", "Child", "Failure", "Processes", "Streams", "end_with_driver"]
+
+ANSWER_S = 20.0
+"""How long an answer, or an end in order, may take unless the caller says otherwise."""
+LIMIT = 1 << 28
+"""Bytes of one line, such as a question or an answer."""
+ROOT = Path(__file__).resolve().parents[3]
+MARK = "ASYNCKV_FLEET"
+PR_SET_PDEATHSIG = 1
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Failure(Exception):
+    """An experiment cannot go on."""
+
+
+class Child:
+    """A process, and this end of the conversation with it."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, streams: Streams) -> None:
+        self.name = name
+        self.reader, self.writer = streams
+        self.errors = process.stderr
+        self._process = process
+        self._is_ending = False
+
+    def __str__(self) -> str:
+        return f"{self.name} (process {self.pid})"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """How it ended, as `asyncio.subprocess` says it; None while it runs."""
+        return self._process.returncode
+
+    async def ended(self) -> str:
+        """Wait for its end, and say how it came."""
+        status = await self._process.wait()
+        return f"{self} was killed by signal {-status}" if status < 0 else f"{self} exited with status {status}"
+
+    async def kill(self) -> None:
+        """Kill -9, and collect it."""
+        self._is_ending = True
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+        await self.close()
+
+    async def close(self) -> None:
+        """Hang up."""
+        self.writer.close()
+
+    async def end(self, within_s: float = ANSWER_S) -> None:
+        """Let it end in order.
+
+        Raises:
+            Failure: It took too long, and was killed.
+        """
+        self._is_ending = True
+        with contextlib.suppress(OSError, RuntimeError):
+            self.writer.write_eof()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._process.wait()
+        except TimeoutError:
+            raise Failure(f"{self.name} did not end in order within {within_s:g} s") from None
+        finally:
+            await self.kill()
+
+
+class Processes:
+    """Processes of one driver; none is left after `stop`.
+
+    Args:
+        env: Environment of all of them, on top of this process's own.
+    """
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._children: list[Child] = []
+        self._mark = f"{os.getpid()}-{random.getrandbits(64):x}"
+        # One thread per library: what is measured is the engine, not a pool of workers for numpy.
+        self._env = dict(os.environ) | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._env |= {**env, MARK: self._mark}
+        self._env["PYTHONPATH"] = os.pathsep.join(x for x in (str(ROOT), self._env.get("PYTHONPATH")) if x)
+
+    async def start_command(self, name: str, command: Sequence[str], errors: int | None = None) -> Child:
+        """Start a command, and speak over its stdin and stdout.
+
+        Args:
+            name: Of the process.
+            command: The program and its arguments.
+            errors: Where its stderr goes, as for `subprocess`; shown on ours by default.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env=self._env,
+            limit=LIMIT,
+            process_group=0,  # what the terminal sends is for the driver, also while this one imports
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        child = Child(name, process, (process.stdout, process.stdin))
+        self._children.append(child)
+        return child
+
+    async def stop(self) -> list[int]:
+        """Kill every process; returns those that they had started and that outlived them, killed as well."""
+        for process in reversed(self._children):
+            if process.status is None:
+                await process.kill()
+            else:
+                await process.close()
+        left: list[int] = []
+        for _ in range(30):  # a worker's own child ends by itself, soon
+            if not (left := _marked(self._mark)):
+                return left
+            await asyncio.sleep(0.1)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return left
+
+
+def _marked(mark: str) -> list[int]:
+    """Processes that have a mark in their environment."""
+    found, wanted = [], f"{MARK}={mark}".encode()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if wanted in Path(f"/proc/{name}/environ").read_bytes():
+                found.append(int(name))
+    return found
+
+
+def end_with_driver() -> None:
+    """Let the driver decide what Ctrl-C means, and do not outlive it."""
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if MARK in os.environ:  # the driver itself started this process, and not a daemon of another host
+        # A stopped process could not see that its driver has died.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
