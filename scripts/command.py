@@ -25,7 +25,7 @@ USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "
 def script(work: Callable[..., Any], epilog: str) -> Callable[..., int]:
     """Make a script's `main`: it runs what the command line says, and returns the exit status."""
     spec = sys.modules[work.__module__].__spec__
-    path = spec.name if spec else work.__module__
+    path = (spec.name if spec else work.__module__).removesuffix(".__main__")
     name = path.rpartition(".")[2]
     app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
     app.command(epilog=epilog, context_settings={"help_option_names": ["-h", "--help"]})(work)

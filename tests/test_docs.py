@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from types import ModuleType
 from xml.etree import ElementTree
 
 import msgspec
@@ -21,17 +20,19 @@ from asynckv.core.types import Reason
 from asynckv.engine.attempts import ERRORS
 from asynckv.errors import ConfigError
 from asynckv.tools.pictures import PAPER, THEMES
-from scripts import draw_configuration, draw_geometry, draw_life, draw_states, draw_structure, drawing
+from scripts.draw import configuration, states
+from scripts.draw.__main__ import MADE
+from scripts.draw.drawing import PICTURES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "asynckv"
-PAGES: dict[str, ModuleType] = {"draw_configuration": draw_configuration, "draw_states": draw_states}
 
 
-@pytest.mark.parametrize("script", PAGES)
-def test_a_page_that_is_made_from_code_is_fresh(script: str) -> None:
-    assert PAGES[script].TARGET.read_text() == PAGES[script].page(), f"run python -m scripts.{script}"
+@pytest.mark.parametrize("what", MADE)
+def test_what_is_made_from_code_is_fresh(what: str) -> None:
+    for path, text in MADE[what][0]().items():
+        assert path.read_text() == text, f"run python -m scripts.draw {what}"
 
 
 def test_the_reference_has_every_public_name_once() -> None:
@@ -89,35 +90,15 @@ def test_the_configuration_page_refuses_a_field_that_nobody_explains() -> None:
         untold: int = 0
 
     with pytest.raises(ConfigError, match="explains told; it has told, untold"):
-        draw_configuration.explained(Forgotten)
+        configuration.explained(Forgotten)
 
 
-DRAWN_BY = {
-    "draw_geometry": draw_geometry.pictures,
-    "draw_life": draw_life.pictures,
-    "draw_structure": draw_structure.pictures,
-}
-"""The scripts that draw pictures; each returns its files' texts by their names."""
+def test_every_picture_is_made_from_code() -> None:
+    made = {path for files, _ in MADE.values() for path in files()} | {PICTURES / x.picture for x in states.MACHINES}
+    assert made >= set(PICTURES.iterdir())
 
 
-@pytest.mark.parametrize("script", DRAWN_BY)
-def test_the_pictures_are_fresh(script: str) -> None:
-    for name, drawn in DRAWN_BY[script]().items():
-        assert (drawing.PICTURES / name).read_text() == drawn, f"run python -m scripts.{script}"
-
-
-@pytest.mark.parametrize("machine", draw_states.MACHINES, ids=lambda machine: machine.name)
-def test_the_pictures_of_states_are_fresh(machine: draw_states.Machine) -> None:
-    assert draw_states.is_fresh(machine), "run python -m scripts.draw_states (it needs Graphviz)"
-
-
-def test_every_picture_is_drawn_by_a_script() -> None:
-    drawn = [name for pictures in DRAWN_BY.values() for name in pictures()]
-    drawn += [machine.picture for machine in draw_states.MACHINES]
-    assert sorted(drawn) == sorted(path.name for path in drawing.PICTURES.iterdir())
-
-
-@pytest.mark.parametrize("path", sorted(drawing.PICTURES.iterdir()), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(PICTURES.iterdir()), ids=lambda path: path.stem)
 def test_a_picture_is_read_on_light_and_on_dark_pages(path: Path) -> None:
     root = ElementTree.parse(path).getroot()
     spaces = {"": "http://www.w3.org/2000/svg"}

@@ -11,7 +11,7 @@ import pytest
 
 import asynckv
 from asynckv.observe.events import COMMON, EVENT, EVENTS, problems
-from scripts.draw_events import TARGET, page
+from scripts.draw.events import page
 from tests.engines import Bench, until
 from tests.lab.logs import Logs
 from tests.lab.simulation import simulate
@@ -20,10 +20,6 @@ PACKAGE = Path(asynckv.__file__).parent
 OTHERS = {"observe/events.py", "tools/diagnose/causes.py"}
 """The table itself, and names of causes, some of which are called as the event that shows them."""
 ADDED = {field.name for field in COMMON}
-
-
-def test_the_page_is_fresh() -> None:
-    assert TARGET.read_text() == page(), "run python -m scripts.draw_events"
 
 
 def test_every_event_is_in_the_table_and_every_field_says_what_it_is() -> None:

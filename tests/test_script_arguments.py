@@ -23,6 +23,7 @@ BAD = [
     ("pressure isolate --round-s nan", "--round-s nan is not a positive, finite number"),
     ("pressure sleep --cycles 0", "--cycles 0 is not a positive"),
     ("pressure --json /nowhere/file", "--json /nowhere/file: No such file"),
+    ("draw docs", "unknown page or picture 'docs'; choose from configuration, events,"),
     ("soak --transfers 0", "--transfers"),
     ("soak --faults 80%", "--faults"),
     ("soak --faults x", "--faults"),
@@ -51,11 +52,9 @@ BAD = [
     ("bench_offload --json /nowhere/file", "--json /nowhere/file: No such file"),
     ("bench_params --blocks 0", "--blocks"),
     ("bench_params --before /nowhere", "--before /nowhere: there is no asynckv in it"),
-    ("draw_states docs", "unexpected extra argument"),
     ("tests_of nowhere", "nowhere: there is no such file"),
     ("tests_of tests/test_lease.py", "does not lie in"),
     ("tests_of asynckv/py.typed", "no test runs anything of asynckv/py.typed"),
-    ("draw_events docs", "unexpected extra argument"),
     ("bench_log --rounds 1", "--rounds"),
     ("bench_engine --cases idle,none", "unknown cases none; there are handshake, idle,"),
     (f"{VERSUS} --cases 32x16384:16", CASE),
@@ -90,12 +89,8 @@ TEACHES = {
     "bench_plan": ["--layouts", "per request", "Exit status"],
     "bench_offload": ["write: records from", "--page-cache", "Exit status"],
     "bench_params": ["make_x_before_median", "--before", "Exit status"],
-    "draw_geometry": ["Run it after"],
-    "draw_configuration": ["Run it after"],
-    "draw_states": ["Run it after", "Graphviz"],
-    "draw_structure": ["Run it after"],
     "tests_of": ["asynckv/core/lease.py", "Exit status"],
-    "draw_events": ["Run it after"],
+    "draw": ["Run it after", "Graphviz"],
     "bench_log": ["file: the engine writes", "--real", "Exit status"],
     "bench_engine": ["handshake: Meet three peers", "--cases"],
     "bench_vs_vllm": ["vllm-pinned: as shipped", "To install it beside", "--steps-ms"],
@@ -114,7 +109,7 @@ def run(script: str, *arguments: str) -> int:
 def module(script: str) -> ModuleType:
     """A script, or a command of the laboratory."""
     where = "tests.lab" if (LAB / f"{script}.py").exists() else "scripts"
-    return importlib.import_module(f"{where}.{script}")
+    return importlib.import_module(f"{where}.{script}" + ".__main__" * (script == "draw"))
 
 
 @pytest.mark.parametrize(("line", "says"), BAD, ids=[line for line, _ in BAD])

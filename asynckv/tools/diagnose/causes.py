@@ -21,11 +21,14 @@ can say. They name whose logs would say more, and stand for several causes that 
 from __future__ import annotations
 
 import enum
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["CATALOGUE", "CAUSE", "Entry", "markdown"]
+__all__ = [
+    "CATALOGUE",
+    "CAUSE",
+    "Entry",
+]
 
 
 class CAUSE(enum.StrEnum):
@@ -390,21 +393,3 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
         is_class=True,
     ),
 }
-
-
-def markdown() -> str:
-    """Write the catalogue as it stands in the documentation."""
-    out = []
-    for cause, entry in CATALOGUE.items():
-        kind = " *(a class)*" if entry.is_class else ""
-        out.append(f"### {entry.title[0].upper()}{entry.title[1:]}\n")
-        out.append(_filled(f"`{cause}`{kind}: *{entry.sentence}.*") + "\n")
-        rows = (("prefill side", entry.prefill), ("decode side", entry.decode), ("with one side only", entry.alone))
-        out += [_filled(f"- {name}: {text}") for name, text in rows if text]
-        out.append(_filled(f"- what to do: {entry.remedy}") + "\n")
-    return "\n".join(out)
-
-
-def _filled(text: str) -> str:
-    indent = "  " if text.startswith("- ") else ""
-    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

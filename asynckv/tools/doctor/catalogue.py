@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-__all__ = ["KINDS", "LEVELS", "TOPICS", "Finding", "Level", "finding", "table"]
+__all__ = ["KINDS", "LEVELS", "TOPICS", "Finding", "Level", "finding"]
 
 Level = Literal["error", "warning", "note", "good"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "note", "good")
@@ -85,20 +85,3 @@ def _read() -> dict[str, Kind]:
 
 
 KINDS = _read()
-
-
-def table() -> str:
-    """Write all kinds for the documentation: a table per topic."""
-    lines = []
-    for topic, title in TOPICS.items():
-        lines += [f"### {title}", "", "| finding | why it matters | what to do |", "|---|---|---|"]
-        for code, kind in KINDS.items():
-            if kind.topic == topic:
-                cells = (f"**{kind.level}** `{code}`: {kind.title}", kind.why, kind.remedy)
-                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table(), end="")

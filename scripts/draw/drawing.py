@@ -1,4 +1,4 @@
-"""What the scripts that draw the documentation's pictures share: a frame, its colours, and where the files are.
+"""What pages and pictures share: a frame, its colours, and where the files are.
 
 A picture is an image of its own in a page: a theme that is switched by hand does not reach it. So each paints its own
 background, and follows the reader's system: light or dark.
@@ -9,16 +9,16 @@ Draw with `currentColor` (ink), with `colours(i)` (a fill, and the ink that is r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
 from asynckv.tools import pictures
 from asynckv.tools.pictures import INK, PAPER, THEMES
 
-__all__ = ["PICTURES", "STYLE", "colours", "svg", "text", "write"]
+__all__ = ["DOCS", "PICTURES", "STYLE", "between", "colours", "svg", "text"]
 
-PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+DOCS = Path(__file__).parents[2] / "docs"
+PICTURES = DOCS / "pictures"
 STYLE = f"""{THEMES}
 .picture text {{ fill: currentColor; font-family: system-ui, "Segoe UI", "DejaVu Sans", Arial, sans-serif; }}
 .picture .code {{ font-family: Menlo, Consolas, "DejaVu Sans Mono", monospace; }}
@@ -59,8 +59,8 @@ def text(
     return f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}"{about}>{escape(words)}</text>'
 
 
-def write(drawn: Mapping[str, str]) -> None:
-    """Write pictures by their file names into docs/pictures."""
-    PICTURES.mkdir(exist_ok=True)
-    for name, picture in drawn.items():
-        (PICTURES / name).write_text(picture, encoding="utf-8")
+def between(page: str, begin: str, made: str, end: str) -> str:
+    """Put what is made from code between two marks of a page that is written by hand."""
+    before, begin, rest = page.partition(begin)
+    _, end, after = rest.partition(end)
+    return f"{before}{begin}{made}{end}{after}"

@@ -5,10 +5,10 @@ Drawn by hand from the essay of `asynckv/core/__init__.py`.
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
 
-from scripts import command, drawing
-from scripts.drawing import colours, text
+from scripts.draw import drawing
+from scripts.draw.drawing import PICTURES, colours, text
 
 WIDTH, HEIGHT = 740, 404
 LEFT, MIDDLE, RIGHT = 30, 220, 400
@@ -89,21 +89,6 @@ def structure() -> str:
     )
 
 
-def pictures() -> dict[str, str]:
+def files() -> dict[Path, str]:
     """The pictures by the names of their files."""
-    return {"structure.svg": structure()}
-
-
-def draw() -> None:
-    """Draw the picture of the structure into docs/pictures.
-
-    Run it after a change of this script; a test compares.
-    """
-    drawing.write(pictures())
-
-
-main = command.script(draw, "[bold]Exit status[/bold]  0 written, 2 bad input")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {PICTURES / "structure.svg": structure()}

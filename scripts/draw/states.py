@@ -11,7 +11,6 @@ import hashlib
 import inspect
 import itertools
 import subprocess
-import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping
@@ -24,9 +23,10 @@ from xml.etree import ElementTree
 from asynckv.core import attempts, lease, lifecycle, peer, pull
 from asynckv.errors import ConfigError
 from asynckv.offload import entry, job
-from scripts import command, drawing
+from scripts.draw import drawing
+from scripts.draw.drawing import DOCS, PICTURES
 
-TARGET = Path(__file__).parents[1] / "docs" / "states.md"
+TARGET = DOCS / "states.md"
 WIDTH = 119
 LABEL = 18
 """Characters of one line of a label: narrow pictures are read on a phone, too."""
@@ -36,7 +36,7 @@ ALIKE = 3
 HEAD = """# States
 
 Each state machine as a picture and as a table, made from the transition tables in `asynckv/core` and
-`asynckv/offload` by `scripts/draw_states.py`. A test fails when this page is stale.
+`asynckv/offload` by `scripts/draw`. A test fails when this page is stale.
 
 - Boxes are states. So are the columns *from* and *to*.
 - Words in capitals on an arrow, or in the column *by*, are events. The second table of each machine says what they
@@ -223,7 +223,7 @@ def graph(machine: Machine) -> str:
 def digest(machine: Machine) -> str:
     """Of all that its picture is drawn from."""
     text = graph(machine) + drawing.STYLE
-    return f"<!-- drawn by scripts/draw_states.py from {hashlib.sha256(text.encode()).hexdigest()} -->"
+    return f"<!-- drawn by scripts/draw from {hashlib.sha256(text.encode()).hexdigest()} -->"
 
 
 def picture(machine: Machine) -> str:
@@ -270,21 +270,11 @@ def page() -> str:
 
 def is_fresh(machine: Machine) -> bool:
     """Whether its picture was drawn from what the tables say now."""
-    path = drawing.PICTURES / machine.picture
+    path = PICTURES / machine.picture
     return path.exists() and digest(machine) in path.read_text(encoding="utf-8")
 
 
-def draw() -> None:
-    """Write docs/states.md from the transition tables of core and offload, and draw the pictures that are stale.
-
-    Run it after a table changes; a test compares. Pictures need Graphviz (apt-get install graphviz).
-    """
-    TARGET.write_text(page(), encoding="utf-8")
-    drawing.write({machine.picture: picture(machine) for machine in MACHINES if not is_fresh(machine)})
-
-
-main = command.script(draw, "[bold]Exit status[/bold]  0 written, 2 bad input")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def files() -> dict[Path, str]:
+    """The page, and the pictures that are stale."""
+    stale = [machine for machine in MACHINES if not is_fresh(machine)]
+    return {TARGET: page(), **{PICTURES / machine.picture: picture(machine) for machine in stale}}

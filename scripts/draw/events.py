@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from asynckv.observe.events import COMMON, EVENTS, Field
-from scripts import command
+from scripts.draw.drawing import DOCS
 
-TARGET = Path(__file__).parents[1] / "docs" / "events.md"
+TARGET = DOCS / "events.md"
 
 HEAD = """# Events
 
@@ -21,7 +20,7 @@ Every line is one JSON object (or `key=value`, where the application's logging m
 left out where there is nothing to say. Lists of ranks name 64 at most, and words of others are cut at 512 letters.
 Request ids are the callers' own words: what should not be in a log should not be in an id.
 
-The page is drawn from the table in `asynckv/observe/events.py` by `scripts/draw_events.py`. A test fails when it is
+The page is drawn from the table in `asynckv/observe/events.py` by `scripts/draw`. A test fails when it is
 stale, and another one if an engine of any test logs a field that is not in here.
 
 """
@@ -67,16 +66,6 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def draw() -> None:
-    """Write docs/events.md from the table of events.
-
-    Run it after the table changes; a test compares the page.
-    """
-    TARGET.write_text(page())
-
-
-main = command.script(draw, "[bold]Exit status[/bold]  0 written, 2 bad input")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def files() -> dict[Path, str]:
+    """The page."""
+    return {TARGET: page()}

@@ -7,18 +7,16 @@ lines. Units are Grafana's names for Prometheus' base units.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asynckv.observe.metrics import FAMILIES
-from scripts import command
+from scripts.draw.drawing import DOCS, between
 
-ROOT = Path(__file__).parents[1]
-DASHBOARD = ROOT / "deploy" / "grafana" / "asynckv.json"
-PAGE = ROOT / "docs" / "metrics.md"
-BEGIN, END = "<!-- made by scripts/draw_metrics.py -->\n", "<!-- until here -->\n"
+DASHBOARD = DOCS.parent / "deploy" / "grafana" / "asynckv.json"
+PAGE = DOCS / "metrics.md"
+BEGIN, END = "<!-- made by scripts/draw -->\n", "<!-- until here -->\n"
 
 THESE = 'engine_id=~"$engine_id",rank=~"$rank"'
 WIDTH, HEIGHT = 8, 8
@@ -479,24 +477,6 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def page() -> str:
-    """docs/metrics.md with its table made anew."""
-    before, begin, rest = PAGE.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    return f"{before}{begin}{table()}{end}{after}"
-
-
-def draw() -> None:
-    """Write deploy/grafana/asynckv.json and the table in docs/metrics.md.
-
-    Run it after a metric changes; a test compares.
-    """
-    DASHBOARD.write_text(dashboard())
-    PAGE.write_text(page())
-
-
-main = command.script(draw, "[bold]Exit status[/bold]  0 written, 2 bad input")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def files() -> dict[Path, str]:
+    """The dashboard, and docs/metrics.md with its table made anew."""
+    return {DASHBOARD: dashboard(), PAGE: between(PAGE.read_text(), BEGIN, table(), END)}

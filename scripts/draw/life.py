@@ -7,10 +7,10 @@ the reads and the grant. Bytes are believed if the first ends before the second.
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
 
-from scripts import command, drawing
-from scripts.drawing import colours, text
+from scripts.draw import drawing
+from scripts.draw.drawing import PICTURES, colours, text
 
 WIDTH = 440
 """Narrow: on a phone it is scaled to some 350 pixels, and its words can still be read."""
@@ -149,7 +149,7 @@ def workers() -> str:
     return "\n".join(lines)
 
 
-def pictures() -> dict[str, str]:
+def files() -> dict[Path, str]:
     """Every file's text by its name."""
     of_life = (
         "The life of a request. The prefill engine lends blocks and sends params by way of a router. The decode engine "
@@ -163,18 +163,6 @@ def pictures() -> dict[str, str]:
         "engine, and read the KV by NIXL."
     )
     return {
-        "life.svg": drawing.svg(of_life, WIDTH, 560, life()),
-        "workers.svg": drawing.svg(of_workers, WIDTH, 430, workers()),
+        PICTURES / "life.svg": drawing.svg(of_life, WIDTH, 560, life()),
+        PICTURES / "workers.svg": drawing.svg(of_workers, WIDTH, 430, workers()),
     }
-
-
-def draw() -> None:
-    """Draw the first two pictures into docs/pictures; a test compares what lies there."""
-    drawing.write(pictures())
-
-
-main = command.script(draw, "[bold]Exit status[/bold]  0 written, 2 bad input")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
 from asynckv import config
 from scripts import command
+from scripts.draw.drawing import DOCS
 
-TARGET = Path(__file__).parents[1] / "docs" / "configuration.md"
+TARGET = DOCS / "configuration.md"
 KIB, MIB = 1024, 1024 * 1024
 
 HEAD = """# Configuration
 
 Every field of the configuration with its type, default and meaning, made from `asynckv/config.py` by
-`scripts/draw_configuration.py`. A test fails when this page is stale.
+`scripts/draw`. A test fails when this page is stale.
 
 ```python
 from asynckv import EngineConfig, LeaseConfig, PullConfig
@@ -155,16 +155,6 @@ def page() -> str:
     return "\n".join((HEAD, *(section(getattr(config, name)) for name in names), environment()))
 
 
-def draw() -> None:
-    """Write docs/configuration.md from the configuration's dataclasses.
-
-    Run it after a field or its docstring changes; a test compares the page.
-    """
-    TARGET.write_text(page(), encoding="utf-8")
-
-
-main = command.script(draw, "[bold]Exit status[/bold]  0 written, 2 a field is not explained")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def files() -> dict[Path, str]:
+    """The page."""
+    return {TARGET: page()}

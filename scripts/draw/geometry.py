@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 from rich.console import RenderableType
@@ -18,7 +18,7 @@ from asynckv.tools.pictures import Bar, Segment, bars, to_svg
 from asynckv.tools.plan import explain
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import PRESETS, Heads, Latent, Model, Projection, State
-from scripts import command, drawing
+from scripts.draw.drawing import PICTURES
 
 
 def ranks(model: Model, tp_size: int) -> list[Layout]:
@@ -162,7 +162,7 @@ def plan_pictures() -> Iterator[RenderableType]:
     return explain.pictures(ranks(model, 4), ranks(model, 2))
 
 
-def pictures() -> dict[str, str]:
+def files() -> dict[Path, str]:
     """Every file's text by its name."""
     gqa, few, mla = (Model("m", (layer,)) for layer in (Heads(12, 8), Heads(2, 8), Latent(8, 4)))
     drawn: dict[str, tuple[RenderableType, ...]] = {
@@ -179,19 +179,4 @@ def pictures() -> dict[str, str]:
         "plan": tuple(plan_pictures()),
         "states": (states("Slots of states are paired by the token they are of", 61),),
     }
-    return {f"{name}.svg": to_svg(*shown, name=name) for name, shown in drawn.items()}
-
-
-def draw() -> None:
-    """Draw the documentation's pictures of geometry from real plans, into docs/pictures.
-
-    Run it after a change to geometry, the models or the pictures; a test compares what lies there.
-    """
-    drawing.write(pictures())
-
-
-main = command.script(draw, "[bold]Exit status[/bold]  0 written, 2 bad input")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {PICTURES / f"{name}.svg": to_svg(*shown, name=name) for name, shown in drawn.items()}

@@ -1,0 +1,52 @@
+"""Writes what the documentation has from code: `python -m scripts.draw --help`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from scripts import command
+from scripts.draw import configuration, events, geometry, life, metrics, states, structure, tables
+
+MADE: dict[str, tuple[Callable[[], dict[Path, str]], str]] = {
+    "configuration": (configuration.files, "docs/configuration.md, from the configuration's dataclasses"),
+    "events": (events.files, "docs/events.md, from the table of events"),
+    "metrics": (metrics.files, "the table in docs/metrics.md and the Grafana dashboard, from the table of metrics"),
+    "tables": (tables.files, "the causes in docs/leaks.md and the findings in docs/doctor.md"),
+    "states": (states.files, "docs/states.md and its pictures, from the transition tables; pictures need Graphviz"),
+    "geometry": (geometry.files, "pictures of geometry, from real plans"),
+    "life": (life.files, "the life of a request, and which process calls what"),
+    "structure": (structure.files, "one worker process, its core, and what stands around it"),
+}
+
+
+def draw(
+    what: Annotated[
+        list[str] | None, typer.Argument(metavar="WHAT", help="What to draw; everything if left out.")
+    ] = None,
+) -> None:
+    """Write the pages, tables and pictures of the documentation that are made from code.
+
+    Run it after a change of what they are made from; a test compares.
+    """
+    for name in command.chosen(what, MADE, "page or picture"):
+        for path, text in MADE[name][0]().items():
+            path.write_text(text, encoding="utf-8")
+
+
+EPILOG = f"""
+[bold]What[/bold]
+
+{command.listed({name: about for name, (_, about) in MADE.items()})}
+
+[bold]Exit status[/bold]  0 written, 2 bad input, or what it is made from is not whole
+"""
+
+main = command.script(draw, EPILOG)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Tables within pages that are written by hand: the causes of `asynckv leaks`, and the findings of `asynckv doctor`."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from asynckv.tools.diagnose.causes import CATALOGUE
+from asynckv.tools.doctor.catalogue import KINDS, TOPICS
+from scripts.draw.drawing import DOCS, between
+
+__all__ = ["files"]
+
+
+def files() -> dict[Path, str]:
+    """Both pages, with their tables made anew."""
+    leaks, doctor = DOCS / "leaks.md", DOCS / "doctor.md"
+    return {
+        leaks: between(leaks.read_text(), "<!-- catalogue -->\n", causes(), "<!-- /catalogue -->"),
+        doctor: between(doctor.read_text(), "<!-- findings -->\n", findings(), "<!-- /findings -->"),
+    }
+
+
+def causes() -> str:
+    """Write the catalogue of `asynckv leaks`."""
+    out = []
+    for cause, entry in CATALOGUE.items():
+        kind = " *(a class)*" if entry.is_class else ""
+        out.append(f"### {entry.title[0].upper()}{entry.title[1:]}\n")
+        out.append(_filled(f"`{cause}`{kind}: *{entry.sentence}.*") + "\n")
+        rows = (("prefill side", entry.prefill), ("decode side", entry.decode), ("with one side only", entry.alone))
+        out += [_filled(f"- {name}: {text}") for name, text in rows if text]
+        out.append(_filled(f"- what to do: {entry.remedy}") + "\n")
+    return "\n".join(out) + "\n"
+
+
+def _filled(text: str) -> str:
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def findings() -> str:
+    """Write what `asynckv doctor` may find: a table per topic."""
+    lines = []
+    for topic, title in TOPICS.items():
+        lines += [f"### {title}", "", "| finding | why it matters | what to do |", "|---|---|---|"]
+        for code, kind in KINDS.items():
+            if kind.topic == topic:
+                cells = (f"**{kind.level}** `{code}`: {kind.title}", kind.why, kind.remedy)
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
