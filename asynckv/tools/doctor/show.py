@@ -60,8 +60,9 @@ def show(facts: Facts, found: Sequence[Finding], console: Console) -> None:
             table.add_row(f"[{STYLES[each.level]}]{each.level}[/]", text)
         if table.row_count:
             console.print(Padding(table, (0, 0, 0, 2)), highlight=False)
-        for name, value in _figures(facts, topic):
-            console.print(f"    {name:26}{value}", highlight=False)
+        if topic == "speed" and facts.ucx is not None and facts.ucx.measured is not None and facts.ucx.measured.rounds:
+            for name, value in rows(facts.ucx.measured):
+                console.print(f"    {name:26}{value}", highlight=False)
     counts = [
         f"{n} {level}{'s' if n != 1 and level != 'good' else ''}"
         for level in LEVELS
@@ -73,13 +74,6 @@ def show(facts: Facts, found: Sequence[Finding], console: Console) -> None:
             console.print(
                 f"[{STYLES[each.level]}]{each.level}[/] {printable(f'{each.code}: {each.title}')}", highlight=False
             )
-
-
-def _figures(facts: Facts, topic: str) -> list[tuple[str, str]]:
-    """What was measured, under the topic that it belongs to."""
-    peer = facts.peer.ucx if facts.peer is not None else None
-    of = {"speed": facts.ucx, "peer": peer}.get(topic)
-    return rows(of.measured) if of is not None and of.measured is not None and of.measured.rounds else []
 
 
 def _plain(each: Finding, console: Console) -> None:
