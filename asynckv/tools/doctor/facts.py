@@ -138,8 +138,8 @@ class Listening(Struct, frozen=True, kw_only=True):
 
     Attributes:
         advertise_addresses: What the advertised name resolves to.
-        bind_error: What the system says to binding there.
-        error: What the engine itself says to these settings.
+        bind_error: What the engine says to binding there.
+        error: What the engine says to these settings.
     """
 
     bind: str = "tcp://127.0.0.1:0"
