@@ -22,9 +22,10 @@ from asynckv.edges.zmq import make_pair
 from asynckv.errors import ConfigError
 from asynckv.keys import write_pair
 from asynckv.tools.cli import main
-from asynckv.tools.doctor import host, probing, software, words
+from asynckv.tools.doctor import host, probing, software
 from asynckv.tools.doctor.checks import examine
 from asynckv.tools.doctor.facts import Facts, Machine
+from asynckv.tools.doctor.probe import Order
 from asynckv.tools.doctor.ucx_log import read_log
 from tests.test_bench_remote import namespaces
 
@@ -271,12 +272,12 @@ def test_a_process_that_dies_or_hangs_is_told_and_left_behind_by_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = NixlConfig(posting_threads=0)
-    with probing.Probe(words.Ordered("dies", config, 1 << 16), tmp_path) as dying:
+    with probing.Probe(Order("dies", config), tmp_path) as dying:
         os.kill(dying._popen.pid, signal.SIGKILL)
         with pytest.raises(probing.Ended, match="SIGKILL") as ended:
             dying.hear()
     assert ended.value.how == "died"
-    with probing.Probe(words.Ordered("hangs", config, 1 << 16), tmp_path) as hanging:
+    with probing.Probe(Order("hangs", config), tmp_path) as hanging:
         os.kill(hanging._popen.pid, signal.SIGSTOP)
         monkeypatch.setattr(probing, "START_S", 0.1)
         with pytest.raises(probing.Ended) as ended:
@@ -456,7 +457,7 @@ from asynckv import NixlConfig
 from asynckv.tools.doctor import checks, facts, peer, probing
 probing.CONNECT_S = 1.0
 asked = asyncio.run(peer.ask(sys.argv[1], None, lambda text: None))
-ucx = probing.connect_to(NixlConfig(posting_threads=0), asked.place)
+ucx = probing.try_nixl(NixlConfig(posting_threads=0), 0.0, lambda text: None, asked.place)
 found = checks.examine(facts.Facts(peer=replace(asked.facts, ucx=ucx)))
 print(*[each.code for each in found if each.level == "error"])
 """

@@ -59,7 +59,7 @@ MAX_NAMED = 64
 """Ranks named of one request that has ended."""
 
 DOCTOR = "asynckv-doctor-"
-"""How the cohort of `asynckv doctor --to` begins (`tools/doctor/words.py`)."""
+"""How the cohort of `asynckv doctor --to` begins (`tools/doctor/peer.py`)."""
 
 NEVER = logging.CRITICAL + 1
 MAX_FIELD = 4096

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import tomllib
 from importlib.resources import files
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 __all__ = ["KINDS", "LEVELS", "TOPICS", "Finding", "Level", "finding"]
 
@@ -50,38 +51,19 @@ class Finding(Struct, frozen=True, kw_only=True):
     link: str
 
 
-class Kind(NamedTuple):
-    """One kind of finding."""
-
-    topic: str
-    level: Level
-    title: str
-    why: str
-    remedy: str
-    link: str
-
-
-def finding(code: str, found: str, *, remedy: str = "", level: Level | None = None) -> Finding:
-    """Make a finding of a kind; what is known better here than in the catalogue takes its place."""
-    kind = KINDS[code]
-    return Finding(
-        code=code,
-        level=level or kind.level,
-        topic=kind.topic,
-        title=kind.title,
-        found=found,
-        why=kind.why,
-        remedy=remedy or kind.remedy,
-        link=kind.link,
-    )
-
-
-def _read() -> dict[str, Kind]:
+def _read() -> dict[str, Finding]:
     rows = tomllib.loads(files(__package__).joinpath("findings.toml").read_text(encoding="utf-8"))
     return {
-        code: Kind(topic, level, title, why, remedy, link)
+        code: Finding(code=code, level=level, topic=topic, title=title, found="", why=why, remedy=remedy, link=link)
         for code, (topic, level, title, link, why, remedy) in rows.items()
     }
 
 
 KINDS = _read()
+"""All findings, with nothing found yet."""
+
+
+def finding(code: str, found: str, *, remedy: str = "", level: Level | None = None) -> Finding:
+    """Make a finding of a kind; what is known better here than in the catalogue takes its place."""
+    kind = KINDS[code]
+    return replace(kind, found=found, remedy=remedy or kind.remedy, level=level or kind.level)

@@ -170,7 +170,7 @@ def addresses(facts: Facts) -> Iterator[Finding]:
         yield finding("listen-refused", told.error)
         return
     if told.bind_error:
-        yield finding("bind-fails", f"{told.bind}: {told.bind_error}")
+        yield finding("bind-fails", told.bind_error)
     is_open = not is_loopback(told.bind)
     if not is_open and not told.advertise:
         yield finding("bind-loopback", told.bind)

@@ -8,9 +8,9 @@ from typing import Literal
 
 from asynckv.edges.transports import QUEUES, RDMA, SAME_HOST, is_emulated, is_loopback
 from asynckv.tools.doctor.catalogue import Finding, Level, finding
-from asynckv.tools.doctor.facts import Facts, Measured, Spread, Ucx
+from asynckv.tools.doctor.facts import Facts, Measured, Ucx
 
-__all__ = ["UCX_CHECKS", "Way", "figures", "reasons", "rows", "said", "way_of"]
+__all__ = ["UCX_CHECKS", "Way", "rows", "said", "way_of"]
 
 Way = Literal["rdma", "cma", "memory", "tcp", ""]
 
@@ -195,30 +195,20 @@ def speed(facts: Facts) -> Iterator[Finding]:
         yield finding("wrong-bytes", f"{had.wrong} bytes differ")
     if not had.rounds:
         return
-    text = figures(had)
-    slow = False
+    of_copy = f"{had.of_copy.median:.2f} ({had.of_copy.least:.2f} to {had.of_copy.most:.2f})"
+    text = f"large reads {_rate(had.read.median)} GB/s, {of_copy} of a copy within memory, 4 KiB in {_micros(had)} us"
     # Whatever else runs takes its share, and is found by another check.
     level: Level | None = "note" if facts.machine.load > facts.machine.cores_present else None
-    way = way_of(ucx)
-    if way == "cma" and had.of_copy is not None and had.of_copy.median < SLOW_OF_COPY:
-        slow = True
+    slow_bulk = way_of(ucx) == "cma" and had.of_copy.median < SLOW_OF_COPY
+    slow_small = had.read_p50 > SLOW_SMALL_S
+    if slow_bulk:
         yield finding("slow-bulk", text, level=level)
-    if had.read_p50 > SLOW_SMALL_S:
-        slow = True
+    if slow_small:
         yield finding("slow-small", text, level=level)
-    if not slow:
+    if not slow_bulk and not slow_small:
         yield finding("speed", text)
     if had.read.least * NOISY < had.read.most:
         yield finding("noisy", f"large reads from {_rate(had.read.least)} to {_rate(had.read.most)} GB/s")
-
-
-def figures(had: Measured) -> str:
-    """Write what was measured in a line: how it compares, rather than what it is."""
-    parts = [f"large reads {_rate(had.read.median)} GB/s"]
-    if had.of_copy is not None:
-        parts.append(f"{_ratio(had.of_copy)} of a copy within memory")
-    parts.append(f"4 KiB in {_micros(had.read_p50)} us")
-    return ", ".join(parts)
 
 
 def rows(had: Measured) -> list[tuple[str, str]]:
@@ -228,25 +218,16 @@ def rows(had: Measured) -> list[tuple[str, str]]:
         (f"reads of {had.piece_bytes >> 10} KiB pieces", had.scattered),
         ("copies within memory", had.copied),
     ]
-    lines = [(name, f"{_spread(value)} GB/s") for name, value in found if value is not None]
-    lines.append(("a read of 4 KiB", f"{_micros(had.read_p50)} us, p99 {_micros(had.read_p99)}"))
-    return lines
+    lines = [(name, f"{_rate(x.median)} ({_rate(x.least)} to {_rate(x.most)}) GB/s") for name, x in found]
+    return [*lines, ("a read of 4 KiB", f"{_micros(had)} us, p99 {had.read_p99 * 1e6:.0f}")]
 
 
-def _micros(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f}"
+def _micros(had: Measured) -> str:
+    return f"{had.read_p50 * 1e6:.0f}"
 
 
 def _rate(value: float) -> str:
     return f"{value / 1e9:.3g}"
-
-
-def _spread(spread: Spread) -> str:
-    return f"{_rate(spread.median)} ({_rate(spread.least)} to {_rate(spread.most)})"
-
-
-def _ratio(spread: Spread) -> str:
-    return f"{spread.median:.2f} ({spread.least:.2f} to {spread.most:.2f})"
 
 
 UCX_CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (installed, environment, here, speed)

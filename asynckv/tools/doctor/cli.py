@@ -147,7 +147,7 @@ def _gather(config: EngineConfig, is_told: bool, to: str, quick: bool, note: Cal
     keys, seconds, nixl = config.keys, 0.0 if quick else MEASURE_S, replace(config.nixl, posting_threads=0)
     key_facts = None if keys is None else software.keys(os.fspath(keys.secret), os.fspath(keys.authorized))
     machine = host.machine()  # before anything of ours makes it busy
-    ucx = probing.probe_here(nixl, 0.0 if to else seconds, note) if has.variant and nixl.backend == "UCX" else None
+    ucx = probing.try_nixl(nixl, 0.0 if to else seconds, note) if has.variant and nixl.backend == "UCX" else None
     peer = None
     if to and (key_facts is None or not (key_facts.secret_error or key_facts.authorized_error)):
         peer = _ask(to, config, note)
@@ -175,7 +175,5 @@ def _ask(to: str, config: EngineConfig, note: Callable[[str], None]) -> PeerFact
     asked = asyncio.run(peer.ask(to, config.keys, note))
     if asked.place is None:
         return asked.facts
-    note("opening a connection of NIXL's")
-    nixl = replace(config.nixl, posting_threads=0)
-    ucx = probing.connect_to(nixl, asked.place)
+    ucx = probing.try_nixl(replace(config.nixl, posting_threads=0), 0.0, note, asked.place)
     return msgspec.structs.replace(asked.facts, ucx=ucx)

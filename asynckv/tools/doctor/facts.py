@@ -138,8 +138,8 @@ class Listening(Struct, frozen=True, kw_only=True):
 
     Attributes:
         advertise_addresses: What the advertised name resolves to.
-        bind_error: What the system says to binding there.
-        error: What the engine itself says to these settings.
+        bind_error: What the engine says to binding there.
+        error: What the engine says to these settings.
     """
 
     bind: str = "tcp://127.0.0.1:0"
@@ -215,30 +215,31 @@ class Ucx(Struct, frozen=True, kw_only=True):
 class Spread(Struct, frozen=True, kw_only=True):
     """Median, least and largest of some rounds."""
 
-    median: float
-    least: float
-    most: float
+    median: float = 0.0
+    least: float = 0.0
+    most: float = 0.0
 
 
 class Measured(Struct, frozen=True, kw_only=True):
     """Latency in seconds, bandwidth in bytes per second; ratios are of figures of the same round.
 
     Attributes:
+        rounds: 0 if nothing was measured, but bytes were compared.
         read_p50, read_p99: Of a read of 4 KiB, one at a time.
         read, copied: Large reads, and a copy within memory of the same bytes.
         scattered: Reads of many small pieces.
         of_copy: Large reads in relation to that copy.
     """
 
-    rounds: int = 5
-    block_bytes: int = 4 << 20
-    piece_bytes: int = 16 << 10
-    read_p50: float = 30e-6
-    read_p99: float = 60e-6
-    read: Spread = Spread(median=3.3e9, least=3.2e9, most=3.4e9)
-    scattered: Spread = Spread(median=2e9, least=1.9e9, most=2.1e9)
-    copied: Spread | None = Spread(median=5e9, least=4.9e9, most=5.1e9)
-    of_copy: Spread | None = Spread(median=0.66, least=0.6, most=0.7)
+    rounds: int = 0
+    block_bytes: int = 0
+    piece_bytes: int = 0
+    read_p50: float = 0.0
+    read_p99: float = 0.0
+    read: Spread = Spread()
+    scattered: Spread = Spread()
+    copied: Spread = Spread()
+    of_copy: Spread = Spread()
     wrong: int = 0
 
 

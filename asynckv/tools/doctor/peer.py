@@ -43,8 +43,10 @@ from asynckv.edges import zmq
 from asynckv.errors import LayoutError, RemoteProtocolError
 from asynckv.geometry.check import decode_layout
 from asynckv.geometry.layout import fingerprint
-from asynckv.tools.doctor import host, words
+from asynckv.ports import AgentInfo
+from asynckv.tools.doctor import host
 from asynckv.tools.doctor.facts import PeerFacts
+from asynckv.tools.doctor.probe import Place
 
 __all__ = ["Asked", "ask", "check_address"]
 
@@ -69,7 +71,7 @@ class Asked(msgspec.Struct):
     """What came of it: facts, and the way to memory if there is one, none of which is read."""
 
     facts: PeerFacts
-    place: words.Place | None = None
+    place: Place | None = None
 
 
 def check_address(address: str) -> tuple[str, str, int, bytes | None]:
@@ -277,7 +279,7 @@ class _Asking:
         )
         asked = self._done()
         if asked.facts.digest_ok:
-            asked.place = words.Place(answer.agent_name, answer.metadata.hex(), layout.memories[:1])
+            asked.place = Place(AgentInfo(answer.agent_name, answer.metadata), layout.memories[:1])
         return asked
 
     # -- packets ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How findings are shown: a table on a terminal, lines where it is piped, one object as JSON."""
+"""How findings are shown: lines for people, one object as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asynckv.tools.console import printable
-from asynckv.tools.doctor.catalogue import LEVELS, TOPICS, Finding
+from asynckv.tools.doctor.catalogue import LEVELS, TOPICS, Finding, Level
 from asynckv.tools.doctor.checks import is_good, size
 from asynckv.tools.doctor.checks_ucx import rows
 from asynckv.tools.doctor.facts import Facts
@@ -35,59 +35,44 @@ def as_json(facts: Facts, found: Sequence[Finding], seconds: float) -> dict[str,
 
 
 def show(facts: Facts, found: Sequence[Finding], console: Console) -> None:
-    """Print what was found by topic, the topic with the worst first; where it is piped, a line for each thing said."""
+    """Print what was found by topic, the topic with the worst first."""
     from rich.padding import Padding
-    from rich.table import Table
+
+    def say(line: str, indent: int = 0) -> None:
+        # Terminals get whole words, pipes whole lines.
+        text = Padding(line, (0, 0, 0, indent)) if console.is_terminal else " " * indent + line
+        console.print(text, highlight=False, soft_wrap=not console.is_terminal)
 
     for line in _headline(facts):
-        console.print(printable(line), highlight=False, soft_wrap=True)
+        say(printable(line))
     worst = {topic: min(LEVELS.index(e.level) for e in found if e.topic == topic) for topic in {e.topic for e in found}}
     for topic in sorted(worst, key=lambda each: (worst[each], list(TOPICS).index(each))):
-        console.print(f"\n[bold]{TOPICS[topic]}[/bold]", highlight=False)
-        table = Table.grid(padding=(0, 1))
-        table.add_column(no_wrap=True, width=8)
-        table.add_column(overflow="fold")
+        say(f"\n[bold]{TOPICS[topic]}[/bold]")
         for each in found:
             if each.topic != topic:
                 continue
-            if not console.is_terminal:
-                _plain(each, console)
-                continue
-            text = f"[bold]{printable(each.title)}[/bold] [dim]({each.code})[/dim]: {printable(each.found)}"
+            title, more = printable(f"{each.code}: {each.title}"), printable([each.found, each.why, each.remedy])
+            say(f"{_coloured(each.level)} [bold]{title}[/bold]: {more[0]}", 2)
             if each.level != "good":
-                text += f"\n{printable(each.why)}" if each.why else ""
-                text += f"\n[bold]->[/bold] {printable(each.remedy)}  [dim]{each.link}[/dim]"
-            table.add_row(f"[{STYLES[each.level]}]{each.level}[/]", text)
-        if table.row_count:
-            console.print(Padding(table, (0, 0, 0, 2)), highlight=False)
-        for name, value in _figures(facts, topic):
-            console.print(f"    {name:26}{value}", highlight=False)
+                if each.why:
+                    say(more[1], 4)
+                say(f"-> {more[2]} [dim]{printable(f'[{each.link}]')}[/dim]", 4)
+        if topic == "speed" and facts.ucx is not None and facts.ucx.measured is not None and facts.ucx.measured.rounds:
+            for name, value in rows(facts.ucx.measured):
+                say(f"{name:26}{value}", 4)
     counts = [
         f"{n} {level}{'s' if n != 1 and level != 'good' else ''}"
         for level in LEVELS
         if (n := sum(e.level == level for e in found))
     ]
-    console.print(f"\n{', '.join(counts)}", highlight=False)
+    say(f"\n{', '.join(counts)}")
     for each in found:
         if each.level in ("error", "warning"):  # whoever sees only the end of it knows what to scroll up to
-            console.print(
-                f"[{STYLES[each.level]}]{each.level}[/] {printable(f'{each.code}: {each.title}')}", highlight=False
-            )
+            say(f"{_coloured(each.level)} {printable(f'{each.code}: {each.title}')}")
 
 
-def _figures(facts: Facts, topic: str) -> list[tuple[str, str]]:
-    """What was measured, under the topic that it belongs to."""
-    peer = facts.peer.ucx if facts.peer is not None else None
-    of = {"speed": facts.ucx, "peer": peer}.get(topic)
-    return rows(of.measured) if of is not None and of.measured is not None and of.measured.rounds else []
-
-
-def _plain(each: Finding, console: Console) -> None:
-    lines = [f"  {each.level} {each.code}: {each.title}: {each.found}"]
-    if each.level != "good":
-        lines += [f"    {text}" for text in (each.why, f"-> {each.remedy} [{each.link}]") if text]
-    for line in lines:
-        console.print(printable(line), highlight=False, soft_wrap=True)
+def _coloured(level: Level) -> str:
+    return f"[{STYLES[level]}]{level}[/]"
 
 
 def _headline(facts: Facts) -> list[str]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-import errno
 import importlib
 import importlib.util
 import os
 import platform
 import re
-import socket
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,6 +22,9 @@ from asynckv.tools.console import without_control
 from asynckv.tools.doctor import host
 from asynckv.tools.doctor.facts import KeyFacts, Listening, Software
 from asynckv.version import VERSION
+
+if TYPE_CHECKING:
+    from asynckv.edges.zmq import ZmqPlane
 
 __all__ = ["keys", "listening", "read_config", "software"]
 
@@ -167,39 +169,32 @@ def listening(config: EngineConfig) -> Listening:
     """Try what an engine would do with its addresses."""
     from asynckv.edges.zmq import ZmqPlane
 
-    error = ""
+    error = bind_error = ""
     try:
-        ZmqPlane(config.bind, config.advertise, config.allow_insecure or config.keys is not None)
+        plane = ZmqPlane(config.bind, config.advertise, config.allow_insecure or config.keys is not None)
     except AsyncKVError as exc:
         error = str(exc)
-    name = _name_of(config.advertise)
+    else:
+        try:
+            asyncio.run(_listen(plane))
+        except AsyncKVError as exc:
+            bind_error = str(exc)
+    name = config.advertise.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     return Listening(
         bind=config.bind,
         advertise=config.advertise,
         allow_insecure=config.allow_insecure,
         has_keys=config.keys is not None,
         advertise_addresses=host.resolve(name)[0] if name else (),
-        bind_error="" if error else _try_to_bind(config.bind),
+        bind_error=bind_error,
         error=error,
         error_mode=config.nixl.params.get("ucx_error_handling_mode", "peer"),
         process=config.nixl.process,
     )
 
 
-def _name_of(address: str) -> str:
-    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-
-
-def _try_to_bind(address: str) -> str:
-    name, port = _name_of(address), address.rpartition(":")[2]
-    kind = socket.AF_INET6 if ":" in name else socket.AF_INET
+async def _listen(plane: ZmqPlane) -> None:
     try:
-        with socket.socket(kind, socket.SOCK_STREAM) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind(("" if name == "*" else name, 0 if port == "*" else int(port)))
-    except OSError as exc:
-        code = errno.errorcode.get(exc.errno or 0, "")
-        return f"{code} {exc.strerror or exc}".strip()
-    except ValueError as exc:
-        return str(exc)
-    return ""
+        await plane.start(lambda origin, data, principal: None)
+    finally:
+        await plane.aclose()

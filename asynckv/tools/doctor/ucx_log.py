@@ -7,16 +7,17 @@ is a warning or an error, kept as it is.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
+from typing import Any
 
-from msgspec import Struct
+from asynckv.tools.doctor.facts import Ucx, Use
 
-from asynckv.tools.doctor.facts import Use
-
-__all__ = ["ENVIRONMENT", "Said", "read_log"]
+__all__ = ["ENVIRONMENT", "read_log"]
 
 ENVIRONMENT = {"UCX_PROTO_INFO": "used", "UCX_LOG_LEVEL": "info", "UCX_WARN_UNUSED_ENV_VARS": "y"}
-MOST_LINES = 20_000
+MOST_LINES = 40_000
 MOST_KEPT = 20
 MOST_TEXT = 500
 
@@ -32,54 +33,42 @@ _TITLE = re.compile(r"\| remote memory read ")
 _ROW = re.compile(r"\|\s*(\d+) \| ([^|]+?) +\| ([^|]+?) +\| ([^|]+?) +\|\s*$")
 
 
-class Said(Struct, kw_only=True):
-    """What was found in the logs of one process."""
-
-    version: str = ""
-    library: str = ""
-    lanes: tuple[str, ...] = ()
-    uses: tuple[Use, ...] = ()
-    unknown: tuple[tuple[str, str], ...] = ()
-    unavailable: tuple[str, ...] = ()
-    errors: tuple[str, ...] = ()
-
-
-def read_log(lines: Iterable[str]) -> Said:
-    """Read one process's log. `lanes` are those to other processes; to itself an agent always has some."""
-    said = Said()
-    uses: dict[tuple[str, str, str], int] = {}
+def read_log(lines: Iterable[str]) -> Ucx:
+    """Read what processes logged. `lanes` are those to other processes; to itself an agent always has some."""
+    version, library = "", ""
+    lanes, unknown, unavailable, errors = (dict[Any, None]() for _ in range(4))
+    uses: Counter[tuple[str, str, str]] = Counter()
     is_read = False
-    for _, line in zip(range(MOST_LINES), lines, strict=False):
+    for line in islice(lines, MOST_LINES):
         if row := _ROW.search(line):
             if is_read:
-                key = row[2], row[3], row[4]
-                uses[key] = uses.get(key, 0) + int(row[1])
+                uses[row[2], row[3], row[4]] += int(row[1])
         elif _HEAD.search(line):
             is_read = bool(_TITLE.search(line))
         elif found := _LINE.search(line):
-            _take(said, found[1], " ".join(found[2].split())[:MOST_TEXT])
+            level, text = found[1], _short(found[2])
+            if found := _VERSION.match(text):
+                version, library = found[1], found[2]
+            elif found := _LANES.match(text):
+                lanes |= dict.fromkeys(_LANE.findall(found[3]) if found[2] != "self" else ())
+            elif found := _UNKNOWN.search(text):
+                unknown |= {(m[1], m[2] or ""): None for m in map(_MAYBE.match, found[1].split("; ")) if m}
+            elif "is not available, please use one or more of" in text:
+                unavailable[text] = None
+            elif level in ("WARN", "ERROR", "FATAL") and "UCX_WARN_UNUSED_ENV_VARS" not in text:
+                errors[text] = None
         elif found := _ABORT.search(line):
-            _complain(said, " ".join(found[1].split())[:MOST_TEXT])
-    ordered = sorted(uses, key=lambda key: -uses[key])
-    said.uses = tuple(Use(count=uses[k], sizes=k[0], how=k[1], transport=k[2]) for k in ordered)
-    return said
+            errors[_short(found[1])] = None
+    return Ucx(
+        version=version,
+        library=library,
+        lanes=tuple(lanes),
+        uses=tuple(Use(count=count, sizes=k[0], how=k[1], transport=k[2]) for k, count in uses.most_common()),
+        unknown=tuple(unknown)[:MOST_KEPT],
+        unavailable=tuple(unavailable)[:MOST_KEPT],
+        errors=tuple(errors)[:MOST_KEPT],
+    )
 
 
-def _take(said: Said, level: str, text: str) -> None:
-    if found := _VERSION.match(text):
-        said.version, said.library = found[1], found[2]
-    elif found := _LANES.match(text):
-        if found[2] != "self":
-            said.lanes = tuple(dict.fromkeys([*said.lanes, *_LANE.findall(found[3])]))
-    elif found := _UNKNOWN.search(text):
-        names = [(m[1], m[2] or "") for m in map(_MAYBE.match, found[1].split("; ")) if m]
-        said.unknown = tuple(dict.fromkeys([*said.unknown, *names]))[:MOST_KEPT]
-    elif "is not available, please use one or more of" in text:
-        said.unavailable = tuple(dict.fromkeys([*said.unavailable, text]))[:MOST_KEPT]
-    elif level in ("WARN", "ERROR", "FATAL") and "UCX_WARN_UNUSED_ENV_VARS" not in text:
-        _complain(said, text)
-
-
-def _complain(said: Said, text: str) -> None:
-    if len(said.errors) < MOST_KEPT and text not in said.errors:
-        said.errors += (text,)
+def _short(text: str) -> str:
+    return " ".join(text.split())[:MOST_TEXT]
