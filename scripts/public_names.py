@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 
 import asynckv
 from asynckv.core.account import Account
+from asynckv.core.told import EVENTS
 from asynckv.core.types import Reason
 from asynckv.errors import ConfigError
-from asynckv.observe.events import EVENTS
 from asynckv.observe.metrics import FAMILIES
 from asynckv.tools.bench import journal, report
 from asynckv.tools.bench.driver import Measured
@@ -144,7 +144,7 @@ def names() -> dict[str, Any]:
     return {
         "python": {name: _members(getattr(asynckv, name)) for name in sorted(asynckv._HOME)},
         "commands": dict(_commands(typer.main.get_command(app), "asynckv")),
-        "events": {name: sorted(field.name for field in event.fields) for name, event in EVENTS.items()},
+        "events": {name: sorted(event.__struct_fields__) for name, event in EVENTS.items()},
         "metrics": sorted(FAMILIES),
         "reasons": sorted(Reason),
         "causes": sorted(CAUSE),

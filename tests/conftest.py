@@ -13,8 +13,8 @@ import pytest
 import structlog
 from hypothesis import settings
 
-from asynckv.observe.events import problems
 from asynckv.observe.log import Recorder
+from tests.documented import problems
 from tests.engines import Bench
 
 # How long an example takes says what else the machine does.
@@ -52,16 +52,16 @@ def short_path() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def documented_events() -> Iterator[None]:
-    """Whatever any engine logs is as `asynckv.observe.events` says; see `tests/test_events.py`."""
+    """Whatever any engine logs is as `asynckv.core.told` says; see `tests/test_events.py`."""
     wrong: list[str] = []
-    log = Recorder.event
+    write = Recorder.write
 
-    def checked(self: Recorder, level: Any, name: str, **fields: Any) -> None:
+    def checked(self: Recorder, level: Any, name: str, fields: dict[str, Any]) -> None:
         wrong.extend(problems(level, name, fields))
-        log(self, level, name, **fields)
+        write(self, level, name, fields)
 
     with pytest.MonkeyPatch.context() as patch:  # one of its own: a test's is undone before what the test was given
-        patch.setattr(Recorder, "event", checked)
+        patch.setattr(Recorder, "write", checked)
         yield
     assert not wrong, wrong[:10]
 

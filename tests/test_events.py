@@ -1,4 +1,4 @@
-"""The table of events is what engines log: no name of it elsewhere, no field beside it, and a page that is fresh."""
+"""The types of events are what engines log: no name of one elsewhere, no field beside them, and a fresh page."""
 
 from __future__ import annotations
 
@@ -10,60 +10,57 @@ from pathlib import Path
 import pytest
 
 import asynckv
-from asynckv.observe.events import COMMON, EVENT, EVENTS, problems
-from scripts.draw.events import page
+from asynckv.core import told
+from asynckv.core.told import EVENTS, Line
+from scripts.draw.events import fields_of, page
+from tests.documented import problems
 from tests.engines import Bench, until
 from tests.lab.logs import Logs
 from tests.lab.simulation import simulate
 
 PACKAGE = Path(asynckv.__file__).parent
-OTHERS = {"observe/events.py", "tools/diagnose/causes.py"}
-"""The table itself, and names of causes, some of which are called as the event that shows them."""
+OTHERS = {"tools/diagnose/causes.py"}
+"""Names of causes, some of which are called as the event that shows them."""
+COMMON = fields_of(Line)
 ADDED = {field.name for field in COMMON}
 
 
-def test_every_event_is_in_the_table_and_every_field_says_what_it_is() -> None:
-    assert set(EVENTS) == set(EVENT)
+def test_every_event_and_every_field_says_what_it_is() -> None:
     for name, event in EVENTS.items():
         assert event.side in ("prefill", "decode", "both")
-        assert event.meaning.endswith(".")
-        names = [field.name for field in event.fields]
-        assert len(set(names)) == len(names), name
-        assert not ADDED & set(names), f"{name} would hide what every line says"
-        for field in event.fields:
+        assert (event.__doc__ or "").rstrip().endswith(".")
+        assert not ADDED & set(event.__struct_fields__), f"{name} would hide what every line says"
+        for field in fields_of(event):
             assert field.meaning.endswith(".") or field.meaning.endswith(".)"), (name, field.name)
             assert (field.kind == "seconds") is (
                 field.name.endswith("_s") or field.name in ("seconds", "seconds_after_failure")
             ), (name, field.name)
 
 
-def test_nobody_writes_an_events_name_by_hand() -> None:
-    names = {event.value for event in EVENT} - {"refused", "drained"}  # which are words of other things, too
+def test_the_name_of_an_event_is_written_nowhere_by_hand() -> None:
+    names = set(EVENTS) - {"refused", "drained"}  # which are words of other things, too
     for path in sorted(PACKAGE.rglob("*.py")):
-        if path.relative_to(PACKAGE).as_posix() in OTHERS:
-            continue
         text = path.read_text()
-        if ".event(" not in text and not any(name in text for name in names):
+        if path.relative_to(PACKAGE).as_posix() in OTHERS or not any(name in text for name in names):
             continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                assert node.value not in names, f"{path}:{node.lineno}: say EVENT.{node.value.upper()}"
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "event":
-                assert not any(isinstance(each, ast.Constant) for each in node.args[1:2]), f"{path}:{node.lineno}"
+                assert node.value not in names, f"{path}:{node.lineno}: say {EVENTS[node.value].__name__}.event"
 
 
-def test_what_differs_from_the_table_is_found() -> None:
-    right = {"peer": "p", "detail": "d"}
-    assert problems("warning", EVENT.SLOW_GEOMETRY, right) == []
-    assert problems("info", EVENT.SLOW_GEOMETRY, right) == ["slow_geometry: level info is not documented"]
-    assert problems("warning", EVENT.SLOW_GEOMETRY, {"peer": "p"}) == ["slow_geometry: field 'detail' is missing"]
-    (wrong,) = problems("warning", EVENT.SLOW_GEOMETRY, right | {"x": 1})
-    assert wrong == "slow_geometry: field 'x' is not documented"
-    (wrong,) = problems("warning", EVENT.SLOW_GEOMETRY, right | {"peer": 3})
-    assert wrong == "slow_geometry: field 'peer' is 3, which is no text"
+def test_what_differs_from_its_type_is_found() -> None:
+    right, name = {"peer": "p", "detail": "d"}, told.SlowGeometry.event
+    assert problems("warning", name, right) == []
+    assert problems("info", name, right) == ["slow_geometry: level info is not documented"]
+    assert problems("warning", name, {"peer": "p"}) == ["slow_geometry: Object missing required field `detail`"]
+    (wrong,) = problems("warning", name, right | {"x": 1})
+    assert wrong == "slow_geometry: field 'x' is not documented, or not all that is in it"
+    (wrong,) = problems("warning", name, right | {"peer": 3})
+    assert wrong == "slow_geometry: Expected `str`, got `int` - at `$.peer`"
     assert problems("info", "none_such", {}) == ["event 'none_such' is not documented"]
     held = {"state": "lent", "waits": "w", "requests": 1, "oldest": [{"request_id": "r"}]}
-    assert "lease_held.oldest: field 'sequence' is missing" in problems("warning", EVENT.LEASE_HELD, held)
+    (wrong,) = problems("warning", told.LeaseHeld.event, held)
+    assert wrong == "lease_held: Object missing required field `sequence` - at `$.oldest[0]`"
 
 
 @pytest.mark.parametrize("level", ["debug", "info"])
@@ -112,5 +109,5 @@ def test_the_page_names_every_field_once() -> None:
     text = page()
     for name, event in EVENTS.items():
         (section,) = re.findall(rf"^## {name}$(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
-        for field in event.fields:
+        for field in fields_of(event):
             assert len(re.findall(rf"^\| \*?`{field.name}`", section, re.MULTILINE)) == 1

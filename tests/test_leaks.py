@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from asynckv.core import told
 from asynckv.core.account import Account, Facts
 from asynckv.core.inspect import RequestStatus
 from asynckv.errors import ConfigError
-from asynckv.observe.events import EVENT
 from asynckv.tools import cli
 from asynckv.tools.cli import app
 from asynckv.tools.diagnose import leaks_page
@@ -54,8 +54,9 @@ NAMES = {
 LEASE: dict[str, Any] = {"request_id": "a", "sequence": 0, "blocks": 4}
 
 
-def say(at: float, event: str, start: str = P, **fields: Any) -> Record:
-    return Record(1e9 + at, event, "info", RANK[start].partition("/")[0], RANK[start], start, fields)
+def say(at: float, event: type[told.Told] | str, start: str = P, **fields: Any) -> Record:
+    name = event if isinstance(event, str) else event.event
+    return Record(1e9 + at, name, "info", RANK[start].partition("/")[0], RANK[start], start, fields)
 
 
 def line(record: Record) -> dict[str, Any]:
@@ -65,19 +66,19 @@ def line(record: Record) -> dict[str, Any]:
 
 
 def begun(start: str, at: float = 0.0) -> Record:
-    return say(at, EVENT.ENGINE_STARTED, start, host="h", lease_s=30.0, grant_s=10.0, address="tcp://10.0.0.1:1")
+    return say(at, told.EngineStarted, start, host="h", lease_s=30.0, grant_s=10.0, address="tcp://10.0.0.1:1")
 
 
 def stopped(start: str, at: float = 200.0) -> Record:
-    return say(at, EVENT.ENGINE_STOPPED, start)
+    return say(at, told.EngineStopped, start)
 
 
 def met(at: float = 5.0) -> list[Record]:
     peer = {"peer": RANK[P], "peer_incarnation": P, "address": "tcp://10.0.0.1:1"}
     return [
-        say(at, EVENT.PEER_CHANGED, D, **peer, before="new", state="connecting"),
-        say(at + 0.01, EVENT.READER_MET, P, reader=RANK[D], reader_incarnation=D, minor=3),
-        say(at + 0.02, EVENT.PEER_CHANGED, D, **peer, before="connecting", state="loading"),
+        say(at, told.PeerChanged, D, **peer, before="new", state="connecting"),
+        say(at + 0.01, told.ReaderMet, P, reader=RANK[D], reader_incarnation=D, minor=3),
+        say(at + 0.02, told.PeerChanged, D, **peer, before="connecting", state="loading"),
     ]
 
 
@@ -85,31 +86,31 @@ def expired(claimed: bool = True, at: float = 40.0, **fields: Any) -> Record:
     claims = {RANK[D]: {"pull_id": PULL, "claimed_s": 0.1, "heard_s": 2.0}} if claimed else {}
     owed = [RANK[D]] if claimed else ["*"]
     said = {"cause": "expired", **LEASE, "seconds": 30.0, "readers": {}, "owed": owed, "claims": claims}
-    return say(at, EVENT.LEASE_ENDED, **{**said, **fields})
+    return say(at, told.LeaseEnded, **{**said, **fields})
 
 
 def pull_ended(at: float, cause: str, **fields: Any) -> Record:
     said = {"cause": cause, **NAMES, "peer_ranks": [RANK[P]], "read_ranks": [RANK[P]], "seconds": 5.0}
-    return say(at, EVENT.PULL_ENDED, D, **{**said, **fields})
+    return say(at, told.PullEnded, D, **{**said, **fields})
 
 
 def unanswered(at: float = 60.0, cause: str = "timeout") -> Record:
-    return say(at, EVENT.RELEASE_UNANSWERED, D, **NAMES, cause=cause, ranks=[RANK[P]], seconds=30.0, outcome="complete")
+    return say(at, told.ReleaseUnanswered, D, **NAMES, cause=cause, ranks=[RANK[P]], seconds=30.0, outcome="complete")
 
 
 def away(start: str, at: float, seconds: float) -> Record:
-    return say(at, EVENT.LOOP_WAS_AWAY, start, seconds=seconds, leases=1, pulls=1, parked=0)
+    return say(at, told.LoopWasAway, start, seconds=seconds, leases=1, pulls=1, parked=0)
 
 
 def lost(at: float) -> Record:
     peer = {"peer": RANK[P], "peer_incarnation": P, "address": "tcp://10.0.0.1:1"}
-    return say(at, EVENT.PEER_CHANGED, D, **peer, before="ready", state="gone", cause="peer_lost", detail="forgotten")
+    return say(at, told.PeerChanged, D, **peer, before="ready", state="gone", cause="peer_lost", detail="forgotten")
 
 
 def asked_before() -> list[Record]:
     """The reader has met the rank for another request."""
     other = {**NAMES, "request_id": "gen-b", "prefill_request_id": "b", "sequence": 7, "pull_id": f"{D[:16]}-9"}
-    return [say(6, EVENT.PULL_ENDED, D, **other, cause="complete", seconds=0.1)]
+    return [say(6, told.PullEnded, D, **other, cause="complete", seconds=0.1)]
 
 
 BOTH = [begun(P), begun(D), *met(), stopped(P), stopped(D)]
@@ -125,8 +126,8 @@ READS_ELSEWHERE = {"peer_ranks": ["prefill/tp1@dddddddd", RANK[P]], "read_ranks"
 LAST = {**NAMES, "pull_id": f"{D[:16]}-2"}
 HIT = pull_ended(15, "complete", read_ranks=[], seconds=0.0)
 ANOTHER = [
-    say(7, EVENT.PULL_ENDED, D, **{**NAMES, "prefill_request_id": "w", "sequence": 7}, cause="complete", seconds=0.1),
-    say(200, EVENT.ENGINE_STOPPED, OTHER),
+    say(7, told.PullEnded, D, **{**NAMES, "prefill_request_id": "w", "sequence": 7}, cause="complete", seconds=0.1),
+    say(200, told.EngineStopped, OTHER),
 ]
 """The reader that died had been asked for others before."""
 
@@ -213,14 +214,14 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     ),
     "bug": (
         C.INTERNAL_ERROR,
-        [*RUNNING, expired(), say(20, EVENT.INTERNAL_ERROR, D, error="X()"), say(90, "of_later", D)],
+        [*RUNNING, expired(), say(20, told.InternalError, D, error="X()"), say(90, "of_later", D)],
     ),
     "stuck, returned": (
         C.STUCK_TRANSFER,
         [
             *BOTH,
             pull_ended(15, "timeout", **KEPT),
-            say(25, EVENT.BLOCKS_RETURNED, D, **NAMES, seconds_after_failure=10.0),
+            say(25, told.BlocksReturned, D, **NAMES, seconds_after_failure=10.0),
         ],
     ),
     "stuck, retired": (
@@ -228,12 +229,12 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
         [
             *BOTH,
             pull_ended(15, "timeout", **KEPT),
-            say(75, EVENT.BLOCKS_RETIRED, D, **NAMES, seconds_after_failure=60.0, blocks=4, held_by=[RANK[P]]),
+            say(75, told.BlocksRetired, D, **NAMES, seconds_after_failure=60.0, blocks=4, held_by=[RANK[P]]),
         ],
     ),
     "data plane": (
         C.DATA_PLANE_DIED,
-        [*BOTH, pull_ended(15, "read_failed", **KEPT), say(14, EVENT.DATA_PLANE_RESTARTED, P, cause="signal 6")],
+        [*BOTH, pull_ended(15, "read_failed", **KEPT), say(14, told.DataPlaneRestarted, P, cause="signal 6")],
     ),
     "read from the dead": (
         C.READ_FROM_THE_DEAD,
@@ -244,8 +245,8 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
         [
             *BOTH,
             pull_ended(15, "timeout", **KEPT),
-            say(15.5, EVENT.DATA_PLANE_RESTARTED, D, cause="our agent has died", seconds=0.2),
-            say(16, EVENT.BLOCKS_RETURNED, D, **NAMES, seconds_after_failure=1.0),
+            say(15.5, told.DataPlaneRestarted, D, cause="our agent has died", seconds=0.2),
+            say(16, told.BlocksReturned, D, **NAMES, seconds_after_failure=1.0),
         ],
     ),
     "only released": (
@@ -265,7 +266,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
             *(stopped(x) for x in (P, D)),
             expired(False),
             pull_ended(16, "engine_closed", failed_in="handshake", peer_ranks=["prefill/tp0@99999999"], read_ranks=[]),
-            say(16.1, EVENT.READER_REFUSED, P, reader=RANK[D], said="hello", cause="restarted", detail="asked for x"),
+            say(16.1, told.ReaderRefused, P, reader=RANK[D], said="hello", cause="restarted", detail="asked for x"),
         ],
     ),
     "keys, in the detail alone": (
@@ -298,7 +299,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
         C.DECODE_LOOP_AWAY,
         [
             *(*BOTH, expired(), away(D, 45, 34.5)),
-            say(45.1, EVENT.PULL_ENDED, D, **NAMES, cause="lease_lost", same_as="x-1", seconds=0.04),
+            say(45.1, told.PullEnded, D, **NAMES, cause="lease_lost", same_as="x-1", seconds=0.04),
         ],
     ),
     "decode away while it greeted": (
@@ -317,7 +318,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
         C.RELEASE_LOST,
         [
             *(*BOTH, expired(), lost(15.0)),
-            say(15.0, EVENT.PULL_ENDED, D, **NAMES, cause="peer_lost", same_as="x-1", seconds=0.04),
+            say(15.0, told.PullEnded, D, **NAMES, cause="peer_lost", same_as="x-1", seconds=0.04),
         ],
     ),
     "a stranger is refused": (
@@ -343,7 +344,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
             pull_ended(14, "peer_lost", pull_id=f"{D[:16]}-2", seconds=1.0),
             say(
                 44,
-                EVENT.RELEASE_UNANSWERED,
+                told.ReleaseUnanswered,
                 D,
                 **LAST,
                 cause="timeout",
@@ -361,8 +362,8 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
         C.NEVER_CLAIMED,
         [
             *DIED,
-            say(5, EVENT.ENGINE_STARTED, OTHER, host="h"),
-            say(6, EVENT.PEER_CHANGED, OTHER),
+            say(5, told.EngineStarted, OTHER, host="h"),
+            say(6, told.PeerChanged, OTHER),
             *ANOTHER,
             expired(False),
         ],
@@ -370,7 +371,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     "renewed for as long as may be": (
         C.MAX_LEASE,
         [
-            say(0, EVENT.ENGINE_STARTED, P, host="h", lease_s=30.0, grant_s=10.0, max_lease_s=30.0),
+            say(0, told.EngineStarted, P, host="h", lease_s=30.0, grant_s=10.0, max_lease_s=30.0),
             *BOTH[1:],
             expired(claims={RANK[D]: {"pull_id": PULL, "claimed_s": 0.1, "heard_s": 29.0}}),
             pull_ended(41, "lease_lost", seconds=30.0),
@@ -382,7 +383,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
             *BOTH,
             expired(),
             pull_ended(15, "peer_lost", unanswered=[RANK[P]]),
-            say(15, EVENT.PULL_RETRIED, D, **NAMES, cause="peer_lost", attempt=2, after_s=0.4),
+            say(15, told.PullRetried, D, **NAMES, cause="peer_lost", attempt=2, after_s=0.4),
         ],
     ),
     "another attempt came too late": (
@@ -391,8 +392,8 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
             *BOTH,
             expired(),
             pull_ended(15, "peer_lost", unanswered=[RANK[P]]),
-            say(15, EVENT.PULL_RETRIED, D, **NAMES, cause="peer_lost", attempt=2, after_s=0.4),
-            say(41, EVENT.PULL_ENDED, D, **LAST, cause="expired", peer_ranks=[RANK[P]], read_ranks=[RANK[P]]),
+            say(15, told.PullRetried, D, **NAMES, cause="peer_lost", attempt=2, after_s=0.4),
+            say(41, told.PullEnded, D, **LAST, cause="expired", peer_ranks=[RANK[P]], read_ranks=[RANK[P]]),
         ],
     ),
     "a hit's release is lost, and nobody met": (
@@ -409,7 +410,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     ),
     "owner died": (
         C.PREFILL_DIED,
-        [begun(P), begun(D), *met(), stopped(D), say(10, EVENT.LEASE_LENT, P, **LEASE, lease_s=30.0)],
+        [begun(P), begun(D), *met(), stopped(D), say(10, told.LeaseLent, P, **LEASE, lease_s=30.0)],
     ),
 }
 
@@ -423,12 +424,12 @@ RANK |= {F: "third/tp0@dddddddd", P2: "prefill/tp0@eeeeeeee"}
 
 
 def lent(at: float, start: str = P, **fields: Any) -> Record:
-    return say(at, EVENT.LEASE_LENT, start, **{**LEASE, "lease_s": 30.0, **fields})
+    return say(at, told.LeaseLent, start, **{**LEASE, "lease_s": 30.0, **fields})
 
 
 def gone(at: float, detail: str) -> Record:
     who = {"peer": RANK[P], "peer_incarnation": P, "before": "ready", "state": "gone"}
-    return say(at, EVENT.PEER_CHANGED, D, **who, cause="peer_lost", detail=detail)
+    return say(at, told.PeerChanged, D, **who, cause="peer_lost", detail=detail)
 
 
 def test_who_lives_is_not_told_to_have_died() -> None:
@@ -456,7 +457,7 @@ def test_who_lives_is_not_told_to_have_died() -> None:
 
 def test_an_announcement_is_forgotten_when_its_time_is_up() -> None:
     announced = {**NAMES, "state_s": 2.0, "left_s": 5.0, "ranks": {RANK[P]: "granted"}}
-    held = say(20.0, EVENT.PULL_HELD, D, state="announced", waits="", requests=1, oldest=[announced])
+    held = say(20.0, told.PullHeld, D, state="announced", waits="", requests=1, oldest=[announced])
     assert not found([*RUNNING, held, say(21, "of_later", D)])
     [leak] = found([*RUNNING, held, say(25.5, "of_later", D)])
     assert leak.cause is C.ANNOUNCED_AND_FORGOTTEN
@@ -483,9 +484,9 @@ def test_who_died_long_before_a_request_was_lent_is_not_its_reader() -> None:
     assert leak.cause is C.NEVER_HEARD_OF
     assert f"{RANK[D]} had died before it was lent" in leak.sentence
     # Another decode engine lives: it is asked, and the dead one is not named.
-    lives = [say(5, EVENT.ENGINE_STARTED, OTHER, host="h"), say(6, EVENT.PEER_CHANGED, OTHER), *ANOTHER[1:]]
-    other = say(7, EVENT.PULL_ENDED, OTHER, **{**NAMES, "prefill_request_id": "w", "sequence": 7}, cause="complete")
-    [leak] = found([*RUNNING, *lives, other, say(1500, EVENT.ENGINE_STOPPED, OTHER), *ended, expired(False, at=800.0)])
+    lives = [say(5, told.EngineStarted, OTHER, host="h"), say(6, told.PeerChanged, OTHER), *ANOTHER[1:]]
+    other = say(7, told.PullEnded, OTHER, **{**NAMES, "prefill_request_id": "w", "sequence": 7}, cause="complete")
+    [leak] = found([*RUNNING, *lives, other, say(1500, told.EngineStopped, OTHER), *ended, expired(False, at=800.0)])
     assert leak.cause is C.NEVER_HEARD_OF
     assert RANK[D] not in leak.sentence
     # One that is restarted late is known to be dead only then.
@@ -511,16 +512,16 @@ def test_what_was_released_revoked_or_withdrawn_is_not_late() -> None:
     for records in (
         [*BOTH, expired(cause="released", owed=[]), pull_ended(38, "complete")],
         [*BOTH, expired(cause="revoked"), pull_ended(38, "revoked")],
-        [*BOTH, say(10, EVENT.REQUEST_WITHDRAWN, **LEASE, waited=1), pull_ended(11, "withdrawn")],
+        [*BOTH, say(10, told.RequestWithdrawn, **LEASE, waited=1), pull_ended(11, "withdrawn")],
         # The answer was lost, not the release: a lease that expired is always in the log.
         [*BOTH, pull_ended(15, "complete"), unanswered()],
         # Held for long, and released well, which was not logged.
-        [*BOTH, say(20, EVENT.LEASE_HELD, state="lent", waits="", requests=1, oldest=[held]), say(90, "of_later")],
+        [*BOTH, say(20, told.LeaseHeld, state="lent", waits="", requests=1, oldest=[held]), say(90, "of_later")],
         [*BOTH, pull_ended(38, "peer_lost")],
         # It has failed, and has no outcome yet.
         [
             *RUNNING,
-            say(20, EVENT.PULL_HELD, D, state="draining", waits="", requests=1, oldest=[{**NAMES, "state_s": 1}]),
+            say(20, told.PullHeld, D, state="draining", waits="", requests=1, oldest=[{**NAMES, "state_s": 1}]),
         ],
     ):
         assert not found(records)
@@ -528,11 +529,11 @@ def test_what_was_released_revoked_or_withdrawn_is_not_late() -> None:
 
 def test_what_is_held_when_the_log_ends_is_told() -> None:
     held = {**LEASE, "lent_s": 10.0, "left_s": 20.0, "claims": {}}
-    warned = say(20, EVENT.LEASE_HELD, state="lent", waits="not claimed by anybody", requests=1, oldest=[held])
+    warned = say(20, told.LeaseHeld, state="lent", waits="not claimed by anybody", requests=1, oldest=[held])
     [leak] = found([begun(P), warned])
     assert (leak.cause, leak.state, leak.missing) == (C.NEVER_CLAIMED, "held", ("the decode side",))
     claims = {RANK[D]: {"pull_id": PULL, "heard_s": 2.0, "claimed_s": 0.1}}
-    warned = say(20, EVENT.LEASE_HELD, state="lent", waits="", requests=1, oldest=[{**held, "claims": claims}])
+    warned = say(20, told.LeaseHeld, state="lent", waits="", requests=1, oldest=[{**held, "claims": claims}])
     [leak] = found([begun(P), warned])
     assert leak.cause is C.READER_SILENT
     assert "heard of last 2 s" in leak.sentence
@@ -540,7 +541,7 @@ def test_what_is_held_when_the_log_ends_is_told() -> None:
     both = [
         *RUNNING,
         warned,
-        say(20.5, EVENT.PULL_HELD, D, state="announced", waits="", requests=1, oldest=[announced]),
+        say(20.5, told.PullHeld, D, state="announced", waits="", requests=1, oldest=[announced]),
     ]
     [leak] = found(both)
     assert leak.cause is C.ANNOUNCED_AND_FORGOTTEN
@@ -556,7 +557,7 @@ def test_one_sides_logs_say_what_they_can_and_no_more() -> None:
     assert {x.cause for x in found(retried)} == {C.NO_ATTEMPT_FOLLOWED}
     # Another attempt was turned down.
     refused = {"refused": [[4.0, "claim", "released_already", RANK[D], ""]]}
-    again = [replace(x, fields={**x.fields, **refused}) if x.event == EVENT.LEASE_ENDED else x for x in retried]
+    again = [replace(x, fields={**x.fields, **refused}) if x.event == told.LeaseEnded.event else x for x in retried]
     assert {x.cause for x in found(again)} == {C.READER_SILENT}
     assert {x.cause for x in found(only(D, CASES["release lost"][1]))} == {C.RELEASE_UNANSWERED}
     assert {x.cause for x in found(only(D, CASES["announced"][1]))} == {C.ANNOUNCED_AND_FORGOTTEN}
@@ -567,9 +568,9 @@ def test_one_sides_logs_say_what_they_can_and_no_more() -> None:
 
 def test_a_prefill_log_that_ends_early_says_no_more_than_one_that_is_missing() -> None:
     key = {**NAMES, "prefill_request_id": "b"}
-    refused = say(15.1, EVENT.RELEASE_REFUSED, D, **key, cause="wrong_request", ranks=[RANK[P]], detail="")
+    refused = say(15.1, told.ReleaseRefused, D, **key, cause="wrong_request", ranks=[RANK[P]], detail="")
     failed = pull_ended(15, "wrong_request", prefill_request_id="b")
-    lent = say(10, EVENT.LEASE_LENT, P, **LEASE, lease_s=30.0)
+    lent = say(10, told.LeaseLent, P, **LEASE, lease_s=30.0)
     later = say(90, "of_later", D)
     # The lease may have expired at 45 at the latest, and a second may pass until that is told.
     for end, is_late in ((12.0, True), (45.5, True), (47.0, False)):
@@ -592,14 +593,15 @@ def test_a_prefill_log_that_ends_early_says_no_more_than_one_that_is_missing() -
 
 def test_what_a_log_of_warnings_lacks_says_nothing() -> None:
     def warnings(records: list[Record]) -> list[Record]:
-        quiet = {EVENT.ENGINE_STARTED, EVENT.ENGINE_STOPPED, EVENT.READER_MET, EVENT.PEER_CHANGED, EVENT.LEASE_LENT}
+        started = (told.EngineStarted, told.EngineStopped, told.ReaderMet, told.PeerChanged, told.LeaseLent)
+        quiet = {x.event for x in started}
         return [replace(x, level="warning") for x in records if x.event not in quiet]
 
     claims = {RANK[D]: {"pull_id": PULL, "claimed_s": 0.1, "heard_s": 2.0}}
 
     def held(at: float, left: float) -> Record:
         entry = {**LEASE, "lent_s": at - 10, "left_s": left, "claims": claims}
-        return say(at, EVENT.LEASE_HELD, state="lent", waits="", requests=1, oldest=[entry])
+        return say(at, told.LeaseHeld, state="lent", waits="", requests=1, oldest=[entry])
 
     assert found([begun(P), held(20, 20.0)])
     assert not found(warnings([held(20, 20.0)]))
@@ -623,7 +625,8 @@ def test_a_death_that_is_only_inferred_is_told_with_its_reserve() -> None:
     )
     assert leak.sentence.endswith("; what it did after 01:46:45.020 is not in its log)")
     again = "dddddddd" + "3" * 24
-    restarted = Record(1e9 + 30, EVENT.ENGINE_STARTED, "info", "decode", "decode/tp0@dddddddd", again, {"host": "h"})
+    rank = "decode/tp0@dddddddd"
+    restarted = Record(1e9 + 30, told.EngineStarted.event, "info", "decode", rank, again, {"host": "h"})
     [leak] = found([*DIED, expired(claims=claims), restarted])
     assert ", and died (its log ends at " in leak.sentence
 
@@ -648,11 +651,11 @@ def test_another_request_id_is_named_or_told_as_unknown() -> None:
 def test_what_was_read_after_a_log_had_ended_is_not_held() -> None:
     claims = {RANK[D]: {"pull_id": PULL, "claimed_s": 9.9, "heard_s": 9.9}}
     entry = {**LEASE, "lent_s": 10.0, "left_s": 20.0, "claims": claims}
-    held = say(20, EVENT.LEASE_HELD, state="lent", waits="", requests=1, oldest=[entry])
+    held = say(20, told.LeaseHeld, state="lent", waits="", requests=1, oldest=[entry])
     done = pull_ended(20.1, "complete", seconds=0.2)
     assert not found([*RUNNING, held, done])
     assert [x.state for x in found([*RUNNING, held])] == ["held"]
-    for more in (unanswered(50), say(20.2, EVENT.RELEASE_REFUSED, D, **NAMES, cause="x", ranks=[RANK[P]])):
+    for more in (unanswered(50), say(20.2, told.ReleaseRefused, D, **NAMES, cause="x", ranks=[RANK[P]])):
         assert found([*RUNNING, held, done, more])
 
 
@@ -753,7 +756,7 @@ def test_a_request_is_found_by_whatever_it_is_called(tmp_path: Path) -> None:
     first = expired(False, request_id="again-5", sequence=0, at=50.0)
     ended = replace(expired(cause="released", owed=[], at=60.0, request_id="again-5"), incarnation=OTHER)
     ended = replace(ended, engine_id="other", rank=RANK[OTHER])
-    records = [*BOTH, again, first, ended, say(300, EVENT.ENGINE_STOPPED, OTHER)]
+    records = [*BOTH, again, first, ended, say(300, told.EngineStopped, OTHER)]
     path.write_text("".join(json.dumps(line(x)) + "\n" for x in records))
     assert ask("again-5")[0] == ask("again")[0] == ask("prefill:again-5")[0] == ask("prefill:0")[0] == 1
     code, text = ask("other:again-5")
@@ -797,8 +800,8 @@ def test_blocks_that_may_still_be_written_are_counted() -> None:
     failed = pull_ended(15, "timeout", **KEPT, blocks=4)
     back = {**NAMES, "seconds_after_failure": 10.0}
     for records in (
-        [*BOTH, failed, say(25, EVENT.BLOCKS_RETURNED, D, **back)],
-        [*BOTH, pull_ended(15, "timeout", **KEPT), say(25, EVENT.BLOCKS_RETURNED, D, **back, blocks=4)],
+        [*BOTH, failed, say(25, told.BlocksReturned, D, **back)],
+        [*BOTH, pull_ended(15, "timeout", **KEPT), say(25, told.BlocksReturned, D, **back, blocks=4)],
         [begun(D), failed],
     ):
         [leak] = [x for x in found(records) if x.side == "decode"]
@@ -886,33 +889,33 @@ def test_engines_that_answer_are_alive_and_prefill_engines_are_no_readers() -> N
 def test_an_engine_that_does_not_answer_may_have_been_given_it() -> None:
     """Known while it lasts: it was asked. With its log or without; of a claim nobody says that its reader died."""
 
-    def told(records: list[Record], *unanswered: str) -> Leak:
+    def judged(records: list[Record], *unanswered: str) -> Leak:
         service = join(records)
         service.unanswered = list(unanswered)
         [leak] = find_leaks(service)
         return leak
 
     late, now = expired(False), say(500, "of_later")
-    leak = told([*RUNNING, late, now], RANK[D])
+    leak = judged([*RUNNING, late, now], RANK[D])
     assert leak.cause is C.DECODE_UNRESPONSIVE
     assert f"{RANK[D]} may have been given it, but it does not answer (its log ends at 01:46:45" in leak.sentence
     assert not leak.reader  # whether it was given to this one is not known
     # Its log is not there. Prefill engines are not meant.
-    leak = told([begun(P), late, now], "decode/tp0@01234567", "prefill/tp1@01234568")
+    leak = judged([begun(P), late, now], "decode/tp0@01234567", "prefill/tp1@01234568")
     assert "it was not claimed: decode/tp0@01234567 may have been given it, but it does not answer" in leak.sentence
     # Another one was away: either.
-    asked = [say(7, EVENT.PULL_ENDED, OTHER, **{**NAMES, "prefill_request_id": "w", "sequence": 7}, cause="complete")]
-    leak = told([*RUNNING, late, *asked, away(OTHER, 60, 55), now], RANK[D])
+    asked = [say(7, told.PullEnded, OTHER, **{**NAMES, "prefill_request_id": "w", "sequence": 7}, cause="complete")]
+    leak = judged([*RUNNING, late, *asked, away(OTHER, 60, 55), now], RANK[D])
     assert f"; or {RANK[OTHER]}, but its event loop was away for 55 s then" in leak.sentence
     # One that went on for longer than it was lent was there.
-    assert told([*RUNNING, late, say(90, "of_later", D), now], RANK[D]).cause is not C.DECODE_UNRESPONSIVE
+    assert judged([*RUNNING, late, say(90, "of_later", D), now], RANK[D]).cause is not C.DECODE_UNRESPONSIVE
     # It had claimed.
-    leak = told([*RUNNING, expired(), now], RANK[D])
+    leak = judged([*RUNNING, expired(), now], RANK[D])
     assert leak.cause is C.DIED_AFTER_CLAIM
     assert "and hangs (it does not answer" in leak.sentence
     # Of an engine of which others have spoken, it is known that it was given it.
     owed = expired(False, owed=["decode/tp1"], readers={RANK[D]: "complete"})
-    leak = told([*RUNNING, begun(E), owed, say(60, "of_later", D), now], RANK[E])
+    leak = judged([*RUNNING, begun(E), owed, say(60, "of_later", D), now], RANK[E])
     assert f"{RANK[E]} was given it, as other ranks of its engine were, but it does not answer" in leak.sentence
 
 
@@ -989,7 +992,7 @@ FIELDS = [
 ]
 ROWS = st.builds(
     lambda event, start, at, fields: say(at, event, start, **fields),
-    st.sampled_from(list(EVENT)),
+    st.sampled_from(list(told.EVENTS.values())),
     st.sampled_from([P, D, E]),
     st.floats(-1e3, 1e3),
     st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=8),

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from asynckv.config import LogConfig
+from asynckv.core import told
 from asynckv.errors import ConfigError
 from asynckv.observe.log import Recorder
 from asynckv.tools.cli import app
@@ -163,8 +164,8 @@ def test_the_standard_logger_with_a_json_formatter(tmp_path: Path) -> None:
     before, logger.level = logger.level, logging.INFO
     structlog.reset_defaults()
     try:
-        Recorder(LogConfig(), engine_id="prefill", tp_rank=0, incarnation=START, rank="prefill/tp0@0a1b2c3d").event(
-            "warning", "lease_ended", request_id="a", sequence=0, cause="expired", seconds=1.0, readers={}, blocks=1
+        Recorder(LogConfig(), engine_id="prefill", tp_rank=0, incarnation=START, rank="prefill/tp0@0a1b2c3d").log(
+            told.LeaseEnded("a", 0, cause="expired", seconds=1.0, readers={}, blocks=1), level="warning"
         )
     finally:
         logger.removeHandler(handler)

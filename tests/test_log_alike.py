@@ -13,9 +13,10 @@ import pytest
 import structlog
 
 from asynckv import LeaseRefused
+from asynckv.core.told import MAX_NAMED
 from asynckv.core.types import Address
 from asynckv.core.wire import Release
-from asynckv.observe.log import MAX_NAMED, MAX_TOLD
+from asynckv.observe.log import MAX_TOLD
 from asynckv.observe.setup import configure_logging
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks

@@ -329,7 +329,7 @@ async def test_no_line_is_long_however_much_there_is_to_say(sim: Bench, logs: Li
         prefill.engine._driver.soon()
         for i in range(50):
             prefill.engine._driver._internal_error(ValueError("v" * 100_000))
-            decode.engine._recorder.refused("x" * 9000, f"{i}" * 100_000, sim.clock.now())
+            decode.engine._driver.on_refused("x" * 9000, f"{i}" * 100_000)
         sim.clock.advance(40.0)
         await lent.wait_released()
     assert max(map(len, logs.stream.getvalue().splitlines())) < 100_000

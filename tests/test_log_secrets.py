@@ -234,7 +234,7 @@ async def test_what_comes_from_outside_cannot_forge_a_line(
         release = Release(key, forged, Cohort(forged[:200]), PullId(forged[:120]), Outcome.COMPLETE)
         core.receive(ReplyTo(b"1"), encode_packet(forged[:60], "", [release]), sim.clock.now())
         await until(lambda: decode.engine.statistics().gauges["pulls"] == 1)
-        prefill.engine._recorder.refused("handshake_auth", forged, sim.clock.now())
+        prefill.engine._driver.on_refused("handshake_auth", forged)
         sim.clock.advance(40.0)
         await until(lambda: not decode.engine.statistics().gauges["pulls_waiting"])
     if form == "json":

@@ -18,11 +18,12 @@ from asynckv.config import EngineConfig, PullConfig
 from asynckv.core import peers
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import InFlight, Line
-from asynckv.core.outbox import Disconnect, ReleaseUnanswered
+from asynckv.core.outbox import Disconnect
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.peers import MAX_UNMET
 from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.routes import MAX_SOURCES
+from asynckv.core.told import ReleaseUnanswered
 from asynckv.core.types import Address, Endpoint, Outcome, Params, Reason, ReplyTo
 from asynckv.core.wire import (
     Ack,
@@ -922,7 +923,7 @@ def test_releases_to_ranks_that_never_answered_give_way_before_reads_and_are_tol
             core.let_go(PullRequest(f"evil {number}", (), params), Reason.CANCELLED, now)
         assert places(decode) == {"prefill": 128}
     told = [c for c in core.outbox.commands if isinstance(c, ReleaseUnanswered)]
-    assert [c.pull.request_id for c in told] == ["evil 2"] * 127
+    assert [c.request_id for c in told] == ["evil 2"] * 127
     unlinked = {c.address for c in core.outbox.commands if isinstance(c, Disconnect)}
     assert unlinked == {f"tcp://10.0.2.{r}:1" for r in range(127)}
     params = world.params([prefill], "honest", [3], 4, written=True)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig
 from asynckv.core.lease import MAX_ATTEMPTS, MAX_HISTORY, Lease, LeaseState, Lent, Reader
 from asynckv.core.ledger import FEW
-from asynckv.core.outbox import ReaderRefused
 from asynckv.core.prefill import _blocks_of
+from asynckv.core.told import ReaderRefused
 from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Params, Reason, ReplyTo, RequestId
 from asynckv.core.wire import (
     MAJOR,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from asynckv.config import PullConfig
+from asynckv.core import told
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.flow import READING, Admission, InFlight, Posting
 from asynckv.core.ledger import Ledger
@@ -25,14 +26,9 @@ from asynckv.core.outbox import (
     BlocksRetired,
     BlocksReturned,
     Outbox,
-    PeerDraining,
     PostRead,
     PullEnded,
     PullOver,
-    ReleaseRefused,
-    ReleaseUnanswered,
-    SlowGeometry,
-    TableRefused,
     Traced,
 )
 from asynckv.core.peer import FINAL, Due, Peer, PeerState
@@ -41,6 +37,7 @@ from asynckv.core.pull import DO, Effect, Pull, PullState
 from asynckv.core.routes import Ready, Routes
 from asynckv.core.source import RELEASE, ROLE, Source
 from asynckv.core.timers import Timers
+from asynckv.core.told import short
 from asynckv.core.types import Address, Cohort, Key, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.watch import Watch
 from asynckv.core.wire import (
@@ -292,7 +289,7 @@ class DecodeSide:
             counters["bytes.read"] += transfer.num_bytes
         elif ending is ENDING.REFUSED:
             # Before the pull hears of its transfer, so that it fails for what is wrong with the rank.
-            self._outbox.commands.append(TableRefused(peer, cause))
+            self._outbox.commands.append(told.TableRefused(peer.name, cause))
             self._lose(peer, Reason.GEOMETRY, f"{peer.where} cannot be read: {cause}", now)
         if peer_lost:
             pull.could_not_meet(now + self._config.backoff_s)
@@ -406,7 +403,7 @@ class DecodeSide:
             case Draining():
                 if peer is not None and not peer.is_draining:
                     peer.is_draining = True
-                    self._outbox.commands.append(PeerDraining(peer))
+                    self._outbox.commands.append(told.PeerDraining(peer.name, peer.address))
             case _:
                 self._outbox.counters["dropped.unexpected"] += 1
 
@@ -419,7 +416,7 @@ class DecodeSide:
         was_retired, num_gone = pull.is_retired, len(pull.unanswered)
         effects = pull.tick(now)
         if silent := pull.unanswered[num_gone:]:
-            self._outbox.commands.append(ReleaseUnanswered(pull, silent, Reason.TIMEOUT))
+            self._outbox.commands.append(told.release_unanswered(pull, silent, Reason.TIMEOUT, now))
         if pull.is_retired and not was_retired:
             self._outbox.counters["blocks.retired"] += 1
             self._outbox.commands.append(BlocksRetired(pull))
@@ -682,7 +679,11 @@ class DecodeSide:
             self._outbox.counters["dropped.stale_answer"] += 1
             return
         if isinstance(answer, Refused) and not source.is_settled:
-            self._outbox.commands.append(ReleaseRefused(pull, source.name, answer.reason, answer.detail))
+            ids, detail = told.pull_ids(pull), short(answer.detail)
+            refused = told.ReleaseRefused(
+                **ids, cause=answer.reason, detail=detail, outcome=pull.outcome, ranks=[source.name]
+            )
+            self._outbox.commands.append(refused)
         self._carry_out(pull, pull.settled(source, note, now), now)
         if not pull.is_over:
             self._let_go(pull, source, now)
@@ -756,7 +757,7 @@ class DecodeSide:
 
     def _tables_made(self, peer: Peer, tables: PeerTables) -> None:
         for warning in tables.warnings:
-            self._outbox.commands.append(SlowGeometry(peer, warning))
+            self._outbox.commands.append(told.SlowGeometry(peer.name, warning))
 
     # -- inside: peers -------------------------------------------------------------------------------
 
@@ -832,7 +833,8 @@ class DecodeSide:
                     continue
                 if pull.is_published:
                     if self._is_gone(source):
-                        self._outbox.commands.append(ReleaseUnanswered(pull, (source.name,), reason, detail))
+                        unanswered = told.release_unanswered(pull, (source.name,), reason, now, detail)
+                        self._outbox.commands.append(unanswered)
                         self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
                 elif source.role is ROLE.READ:
                     # A rank that was read nothing from never fails a pull.

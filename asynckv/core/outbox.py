@@ -1,8 +1,9 @@
 """What the core wants done: it leaves packets and commands in an outbox, which whoever drives it empties.
 
-The core never sends, posts or logs. It appends commands and messages to an `Outbox`, and the engine empties that once
-per turn of its loop: first the messages, because a claim that travels beside a read has to leave before it; then the
-commands; then it posts. Releases alone may wait until after that, or for the next turn, since nobody waits for them.
+The core never sends, posts or logs. It appends commands, events (`told.py`) and messages to an `Outbox`, and the engine
+empties that once per turn of its loop: first the messages, because a claim that travels beside a read has to leave
+before it; then the commands; then it posts. Releases alone may wait until after that, or for the next turn, since
+nobody waits for them.
 
 Reads to post are not left here. They are asked for one by one (`DecodeSide.next_read` returns a `PostRead`), so that
 none is taken before there is time to post it.
@@ -21,7 +22,8 @@ from msgspec import Struct
 from asynckv.core.lease import Lease
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
-from asynckv.core.types import Address, PullId, ReplyTo, TransferId
+from asynckv.core.told import Told
+from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.core.wire import (
     MAX_DETAIL,
     MAX_MESSAGES,
@@ -41,21 +43,13 @@ __all__ = [
     "Disconnect",
     "HeldForLong",
     "LeaseEnded",
-    "LeaseGranted",
     "LoadPeer",
     "Outbox",
     "PeerChanged",
-    "PeerDraining",
     "PostRead",
     "PullEnded",
     "PullOver",
-    "ReaderMet",
-    "ReaderRefused",
-    "ReleaseRefused",
-    "ReleaseUnanswered",
     "RemovePeer",
-    "SlowGeometry",
-    "TableRefused",
     "Traced",
 ]
 
@@ -65,20 +59,6 @@ class LoadPeer(Struct, frozen=True):
 
     peer: Peer
     metadata: bytes
-
-
-class TableRefused(Struct, frozen=True):
-    """The data plane cannot prepare what is to be read of this peer."""
-
-    peer: Peer
-    cause: str
-
-
-class SlowGeometry(Struct, frozen=True):
-    """Reading from this peer takes many small pieces."""
-
-    peer: Peer
-    detail: str
 
 
 class RemovePeer(Struct, frozen=True):
@@ -127,48 +107,6 @@ class PullOver(Struct, frozen=True):
     pull: Pull
 
 
-class ReleaseUnanswered(Struct, frozen=True):
-    """These ranks never acknowledged a pull's release, and are told no more: the lease there will expire."""
-
-    pull: Pull
-    ranks: tuple[str, ...]
-    cause: str
-    detail: str = ""
-
-
-class ReleaseRefused(Struct, frozen=True):
-    """A rank turned a pull's release down: the lease there will expire."""
-
-    pull: Pull
-    rank: str
-    cause: str
-    detail: str
-
-
-class ReaderMet(Struct, frozen=True):
-    """A start of a reader's process was welcomed for the first time."""
-
-    name: str
-    incarnation: str
-    minor: int
-
-
-class ReaderRefused(Struct, frozen=True):
-    """A reader is not served by this start of the process, or not at all; `what` it had said."""
-
-    name: str
-    what: str
-    cause: str
-    detail: str
-
-
-class LeaseGranted(Struct, frozen=True):
-    """A pull was promised the blocks of a sampled lease for the first time."""
-
-    lease: Lease
-    pull_id: PullId
-
-
 class HeldForLong(Struct, frozen=True):
     """Requests have been held for long, all in one state and waiting for the same; some that are held longest."""
 
@@ -192,12 +130,6 @@ class PeerChanged(Struct, frozen=True):
     after: PeerState
 
 
-class PeerDraining(Struct, frozen=True):
-    """A peer has said that it lends nothing new."""
-
-    peer: Peer
-
-
 class Traced(Struct, frozen=True):
     """New entries of a pull's or lease's history; only asked for when tracing."""
 
@@ -207,24 +139,17 @@ class Traced(Struct, frozen=True):
 
 Command = (
     LoadPeer
-    | TableRefused
-    | SlowGeometry
     | RemovePeer
     | Disconnect
     | PullEnded
     | BlocksReturned
     | BlocksRetired
     | PullOver
-    | ReleaseUnanswered
-    | ReleaseRefused
-    | ReaderMet
-    | ReaderRefused
-    | LeaseGranted
     | LeaseEnded
     | HeldForLong
     | PeerChanged
-    | PeerDraining
     | Traced
+    | Told
 )
 
 

@@ -31,10 +31,11 @@ from msgspec import Struct
 from asynckv.config import LeaseConfig
 from asynckv.core.lease import PROBE_S, WHAT, Effects, Grant, Lease, LeaseState, Lent, Refusal
 from asynckv.core.ledger import FEW, Ledger
-from asynckv.core.outbox import LeaseEnded, LeaseGranted, Outbox, ReaderRefused, Traced
+from asynckv.core.outbox import LeaseEnded, Outbox, Traced
 from asynckv.core.readers import Readers
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
+from asynckv.core.told import ReaderRefused, lease_granted, short
 from asynckv.core.types import Key, Reason, ReplyTo, rank_name
 from asynckv.core.wire import Ack, Claim, NotYet, Ping, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
@@ -52,6 +53,9 @@ PARKED_TEXT = 1024
 
 MAX_NAMED = 4
 """Decode engines that are remembered by name of one request that has ended."""
+
+MAX_GRANTS = 8
+"""Promises to one reader for one lease that are logged."""
 
 MAX_UNREACHABLE = 65_536
 """Connections that are remembered as ended. A lease of an older one lasts for its whole time."""
@@ -295,8 +299,8 @@ class PrefillSide:
         if type(answer) is Refused:
             self._outbox.counters[f"refused.{answer.reason}"] += 1
             if answer.reason is Reason.FOREIGN_PULL:
-                who = lease.who(message, sender)
-                self._outbox.commands.append(ReaderRefused(who, WHAT[type(message)], answer.reason, answer.detail))
+                who, what, detail = lease.who(message, sender), WHAT[type(message)], short(answer.detail)
+                self._outbox.commands.append(ReaderRefused(who, what, answer.reason, detail))
         self._outbox.send(reply_to, sender, answer)
         self._follow(lease, effects, noted)
 
@@ -343,7 +347,8 @@ class PrefillSide:
         """Do what a transition brings about; its history had `noted` entries before."""
         outbox = self._outbox
         if effects.first_grant is not None and lease.is_sampled:
-            outbox.commands.append(LeaseGranted(lease, effects.first_grant))
+            if lease.attempts[lease.grants[effects.first_grant].reader] <= MAX_GRANTS:
+                outbox.commands.append(lease_granted(lease, effects.first_grant))
         if outbox.trace and len(lease.history) > noted:
             outbox.commands.append(Traced(lease, tuple(lease.history[noted:])))
         if effects.has_ended:

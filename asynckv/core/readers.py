@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from asynckv.core.outbox import Outbox, ReaderMet, ReaderRefused
+from asynckv.core.outbox import Outbox
+from asynckv.core.told import ReaderMet, ReaderRefused, short
 from asynckv.core.types import SHOWN_LETTERS, Cohort, Reason, ReplyTo, rank_name
 from asynckv.core.wire import (
     MAJOR,
@@ -39,6 +40,9 @@ __all__ = ["Identity", "Readers"]
 
 _Rank = tuple[str, int, int]
 """A rank that reads: its engine, TP rank and stage, by its own word."""
+
+DOCTOR = "asynckv-doctor-"
+"""The beginning of the cohort of `asynckv doctor --to`."""
 
 MAX_READERS = 65_536
 MAX_WAITING = 4096
@@ -183,7 +187,7 @@ class Readers:
     def refuse(self, who: str, what: str, route: ReplyTo, source: str, answer: Refused | Unwelcome) -> None:
         """Turn somebody down who is not served by this start of the process."""
         self._outbox.send(route, source, answer)
-        self._outbox.commands.append(ReaderRefused(who, what, answer.reason, answer.detail))
+        self._outbox.commands.append(ReaderRefused(who, what, answer.reason, short(answer.detail)))
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -209,7 +213,9 @@ class Readers:
             (oldest, key), rank = self._met.popitem(last=False)
             if self._newest.get((rank, key)) == oldest:
                 del self._newest[rank, key]
-        self._outbox.commands.append(ReaderMet(_name(hello.reader, source), source, hello.minor))
+        # `asynckv doctor --to` never reads: a log that named it would send people after a process that has long ended.
+        if not reader.id.startswith(DOCTOR):
+            self._outbox.commands.append(ReaderMet(_name(reader, source), source, hello.minor))
 
     def _is_meant(self, hello: Hello) -> bool:
         layout = self._identity.layout

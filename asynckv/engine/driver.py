@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVarTuple, assert_never
 
+from asynckv.core import told
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lease import Lease
@@ -32,24 +33,17 @@ from asynckv.core.outbox import (
     Disconnect,
     HeldForLong,
     LeaseEnded,
-    LeaseGranted,
     LoadPeer,
     PeerChanged,
-    PeerDraining,
     PullEnded,
     PullOver,
-    ReaderMet,
-    ReaderRefused,
-    ReleaseRefused,
-    ReleaseUnanswered,
     RemovePeer,
-    SlowGeometry,
-    TableRefused,
     Traced,
 )
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull
 from asynckv.core.rank import RankCore
+from asynckv.core.told import Told, short
 from asynckv.core.types import Address, PullId, ReplyTo
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.edges.transports import is_loopback
@@ -57,7 +51,6 @@ from asynckv.engine.home import Home
 from asynckv.engine.lag import LoopLag
 from asynckv.errors import BackendError, EngineClosed, LocalProtocolError, PullError
 from asynckv.errors import BlocksRetired as Retired
-from asynckv.observe.events import EVENT
 from asynckv.observe.log import SAME_S, Recorder
 from asynckv.observe.observer import Observer
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, TimerHandle
@@ -337,7 +330,7 @@ class Driver:
             self.core.shut(f"cut off ({who})")
             self.core.decode.leave(self.clock.now(), who)
             return self.soon()
-        self.recorder.refused(cause, who, self.clock.now())
+        self.recorder.log(told.Refused(cause, short(who)), self.clock.now())
         if cause == "turned_away":
             self._safely(self.core.decode.hint, Address(who), TURNED_AWAY)
 
@@ -354,19 +347,13 @@ class Driver:
                     self.data_down = news.cause or "its process died"
                     self._safely(self.core.agent_lost, news.cause, news.reads, now)
                     if news.pause_s:
-                        self.recorder.event("error", EVENT.DATA_PLANE_BROKEN, cause=news.cause, pause_s=news.pause_s)
+                        self.recorder.log(told.DataPlaneBroken(news.cause, news.pause_s))
                 case AgentReplaced():
                     self.data_down = ""
                     self.core.outbox.counters["agents_replaced"] += 1
                     self._safely(self.core.agent_replaced, news.agent.name, news.agent.metadata)
-                    self.recorder.event(
-                        "warning",
-                        EVENT.DATA_PLANE_RESTARTED,
-                        cause=news.cause,
-                        agent=news.agent.name,
-                        seconds=round(news.seconds, 6),
-                        transfers_failed=news.transfers_failed,
-                    )
+                    seconds, failed = round(news.seconds, 6), news.transfers_failed
+                    self.recorder.log(told.DataPlaneRestarted(news.cause, news.agent.name, seconds, failed))
                 case _:
                     assert_never(news)
         if found:
@@ -548,18 +535,8 @@ class Driver:
                 recorder.blocks_retired(pull, now)
                 if self.observers:
                     self.tell(Observer.blocks_retired, pull, now)
-            case LeaseGranted(lease, pull_id):
-                recorder.lease_granted(lease, pull_id, now)
             case HeldForLong():
                 recorder.held_for_long(command, [self.core.inspect.status(held, now) for held in command.oldest])
-            case ReleaseUnanswered(pull, ranks, cause, detail):
-                recorder.release_unanswered(pull, ranks, cause, detail, now)
-            case ReleaseRefused(pull, rank, cause, detail):
-                recorder.release_refused(pull, rank, cause, detail)
-            case ReaderMet(name, incarnation, minor):
-                recorder.reader_met(name, incarnation, minor, now)
-            case ReaderRefused(name, what, cause, detail):
-                recorder.reader_refused(name, what, cause, detail, now)
             case LeaseEnded(lease):
                 if (ended := self.lent.pop(lease, None)) is not None:
                     ended.set()
@@ -570,10 +547,6 @@ class Driver:
                 task = asyncio.get_running_loop().create_task(self._load(peer, metadata))
                 self._loading.add(task)
                 task.add_done_callback(self._loading.discard)
-            case TableRefused(peer, cause):
-                recorder.event("error", EVENT.TABLE_REFUSED, peer=peer.name, detail=cause)
-            case SlowGeometry(peer, detail):
-                recorder.event("warning", EVENT.SLOW_GEOMETRY, peer=peer.name, detail=detail)
             case RemovePeer(peer, keep):
                 self.data.remove_remote_agent(peer.agent_name, keep=keep)
             case Disconnect(address):
@@ -583,10 +556,10 @@ class Driver:
                 recorder.peer_changed(peer, before, after)
                 if self.observers:
                     self.tell(Observer.peer_changed, peer, before, after, now)
-            case PeerDraining(peer):
-                recorder.event("info", EVENT.PEER_DRAINING, peer=peer.name, address=peer.address)
             case Traced(subject, entries):
                 recorder.traced(subject, entries)
+            case Told():
+                recorder.log(command, now)
             case _:
                 assert_never(command)
 

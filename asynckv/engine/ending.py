@@ -20,6 +20,7 @@ from typing import Any
 import anyio
 
 from asynckv.config import EngineConfig
+from asynckv.core import told
 from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lease import LeaseState
 from asynckv.core.lifecycle import LifeEvent, LifeState
@@ -27,7 +28,6 @@ from asynckv.core.types import Reason
 from asynckv.edges.local import LocalDoor
 from asynckv.engine.attempts import Retries
 from asynckv.engine.driver import Driver
-from asynckv.observe.events import EVENT
 from asynckv.observe.observer import Observer
 
 __all__ = ["Ending"]
@@ -86,12 +86,7 @@ class Ending:
         await driver.wait(lambda: self._is_idle or self.is_closing, timeout_s)
         now, requests = driver.clock.now(), (retrying.request for retrying in self._retrying.values())
         stragglers = core.inspect.stragglers(now) + driver.core.inspect.between_attempts(requests, now)
-        if stragglers:
-            self._recorder.event(
-                "warning", EVENT.DRAIN_INCOMPLETE, stragglers=len(stragglers), oldest=_names(stragglers)
-            )
-        else:
-            self._recorder.event("info", EVENT.DRAINED)
+        self._recorder.log(told.DrainIncomplete(len(stragglers), _names(stragglers)) if stragglers else told.Drained())
         return stragglers
 
     async def suspend(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
@@ -180,7 +175,7 @@ class Ending:
         driver.destroyed()
         driver.at_once()
         self._life.receive(LifeEvent.LET_GO)
-        self._recorder.event("info", EVENT.ENGINE_SUSPENDED, cut_short=len(stragglers))
+        self._recorder.log(told.EngineSuspended(len(stragglers)))
         return stragglers
 
     async def _close(self) -> tuple[HeldBlocks, ...]:
@@ -209,20 +204,17 @@ class Ending:
         if driver.home.is_settled:
             driver.stop()
             driver.destroyed()
-            self._recorder.event("info", EVENT.ENGINE_STOPPED, **self._how_it_ended(left))
+            self._recorder.log(self._how_it_ended(left))
             self.tell_stopped()
             await self._recorder.aclose(max(self._close_by - driver.clock.now(), LOG_S))
         return left
 
-    def _how_it_ended(self, left: Sequence[HeldBlocks]) -> dict[str, Any]:
+    def _how_it_ended(self, left: Sequence[HeldBlocks]) -> told.EngineStopped:
         """What the last line of a log says, so that one that ends is told from one that stops."""
         counters = self._driver.core.outbox.counters
         kinds = ("leases.", "pulls.", "refused.", "blocks.", "parked.", "requests.", "internal_errors")
-        return {
-            "seconds": round(self._driver.clock.now() - self._driver.began_at, 3),
-            "cut_short": len(left),
-            "counters": {name: n for name, n in sorted(counters.items()) if n and name.startswith(kinds)},
-        }
+        counted = {name: n for name, n in sorted(counters.items()) if n and name.startswith(kinds)}
+        return told.EngineStopped(round(self._driver.clock.now() - self._driver.began_at, 3), len(left), counted)
 
     async def _end_work(self, how: str) -> tuple[HeldBlocks, ...]:
         """Cancel pulls, revoke leases, keep the promises that run, say goodbye; return what was not waited for."""
@@ -240,18 +232,12 @@ class Ending:
         left = core.inspect.stragglers(driver.clock.now())
         if left:
             promised = [hold.request_id[:80] for hold in left if hold.reason in PROMISED]
-            self._recorder.event(
-                "warning",
-                EVENT.ENGINE_CLOSED_WITH_STRAGGLERS,
-                how=how,
-                stragglers=len(left),
-                oldest=_names(left),
-                **({"promises_cut_short": promised[:MAX_NAMED]} if promised else {}),
-            )
+            cut_short = promised[:MAX_NAMED] or None
+            self._recorder.log(told.EngineClosedWithStragglers(len(left), _names(left), how, cut_short))
             for pull in core.decode.pulls.values():
                 if pull.is_published and (unsettled := tuple(x.name for x in pull.sources if not x.is_settled)):
-                    now = driver.clock.now()
-                    self._recorder.release_unanswered(pull, unsettled, Reason.ENGINE_CLOSED, f"this side {how}", now)
+                    now, detail = driver.clock.now(), f"this side {how}"
+                    self._recorder.log(told.release_unanswered(pull, unsettled, Reason.ENGINE_CLOSED, now, detail))
         core.say_goodbye()
         driver.at_once()
         return left

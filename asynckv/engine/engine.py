@@ -19,6 +19,7 @@ import msgspec
 
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, number, seconds, shown, text, texts
 from asynckv.config import MAX_RETRIES, EngineConfig
+from asynckv.core import told
 from asynckv.core.account import Facts, Lag
 from asynckv.core.attempts import Request
 from asynckv.core.inspect import HeldBlocks, RequestStatus, retry_status
@@ -49,8 +50,7 @@ from asynckv.geometry.blocks import BlockIds
 from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Layout, fingerprint
-from asynckv.observe.events import EVENT
-from asynckv.observe.log import Recorder, started
+from asynckv.observe.log import Recorder, process_facts
 from asynckv.observe.observer import Observer
 from asynckv.ports import Clock, ControlPlane, DataPlane
 from asynckv.results import PullResult, Statistics
@@ -175,17 +175,16 @@ class Engine:
                     self._ending.tell_stopped()
                     await self._recorder.aclose()
             raise
-        self._recorder.event(
-            "info",
-            EVENT.ENGINE_STARTED,
+        started = told.EngineStarted(
             address=driver.control.address,
             layout=fingerprint(self.registration.layout),
             bytes=sum(m.length for m in self.registration.layout.memories),
-            **started(self.config),
-            **planes,
+            backend=planes.get("backend", ""),
+            **process_facts(self.config),
         )
+        self._recorder.log(started, more=planes)
         if not self.registration.layout.model:
-            self._recorder.event("warning", EVENT.SETUP_DOUBTFUL, detail=UNNAMED)
+            self._recorder.log(told.SetupDoubtful(UNNAMED))
         driver.soon()
 
     async def _open_door(self) -> None:
@@ -207,7 +206,7 @@ class Engine:
             config,
             layout.memories,
             place,
-            lambda cause: self._recorder.event("warning", EVENT.DATA_PLANE_IN_PROCESS, detail=cause),
+            lambda cause: self._recorder.log(told.DataPlaneInProcess(cause)),
         )
 
     async def _begin(self, memory_epoch: int = 0) -> None:
@@ -342,9 +341,7 @@ class Engine:
         self._life.receive(LifeEvent.RESUMED)
         for guest in driver.guests:
             guest.take_again()
-        self._recorder.event(
-            "info", EVENT.ENGINE_RESUMED, memory_epoch=self.memory_epoch, layout=fingerprint(self.registration.layout)
-        )
+        self._recorder.log(told.EngineResumed(self.memory_epoch, fingerprint(self.registration.layout)))
         driver.soon()
 
     def __repr__(self) -> str:
@@ -433,7 +430,8 @@ class Engine:
         driver.soon()
         waited = driver.core.withdraw(found, self._clock.now())
         if waited is not None:
-            self._recorder.withdrawn(found, waited)
+            ids = found.request_id, found.key.sequence
+            self._recorder.log(told.RequestWithdrawn(*ids, len(waited), list(waited[:8])))
 
     def reclaim(self, num_blocks: int) -> int:
         """Say that room is wanting: revoke requests that were lent for long, so that about so many blocks return.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from asynckv.config import OffloadConfig
+from asynckv.core import told
 from asynckv.engine.driver import Driver
 from asynckv.engine.mover import Mover
-from asynckv.observe.events import EVENT
 from asynckv.offload.job import MoveKind
 from asynckv.results import Statistics
 
@@ -102,4 +102,4 @@ class Figures:
         seconds, self._told_at = round(now - self._told_at, 6), now
         said = self._own.catalogue.statistics()
         blocks = {tier: said[f"{tier}_blocks"] for tier in ("host", "file") if f"{tier}_blocks" in said}
-        self._driver.recorder.event("info", EVENT.OFFLOAD_MOVED, seconds=seconds, counters=counters, blocks=blocks)
+        self._driver.recorder.log(told.OffloadMoved(seconds, counters, blocks))

@@ -18,6 +18,7 @@ from typing import Literal
 from msgspec import structs
 
 from asynckv.config import OffloadConfig
+from asynckv.core import told
 from asynckv.core.events import Ending
 from asynckv.core.inspect import HeldBlocks
 from asynckv.core.types import Reason, TransferId
@@ -28,7 +29,6 @@ from asynckv.engine.shelf import Shelf
 from asynckv.errors import EngineClosed, Overloaded
 from asynckv.geometry.blocks import BlockList
 from asynckv.geometry.bounds import Int64s
-from asynckv.observe.events import EVENT
 from asynckv.observe.observer import Observer
 from asynckv.observe.sampling import Rate
 from asynckv.offload.catalogue import Positions
@@ -333,7 +333,7 @@ class Mover:
             if job.retired_at <= now and not job.is_retired:
                 job.retire()
                 self.counts["jobs_retired"] += 1
-                self._log_late("error", EVENT.OFFLOAD_RETIRED, job)
+                self._log_late(told.OffloadRetired, job)
 
     def _arm(self, now: float, late_at: float) -> None:
         if self._timer is not None:
@@ -350,7 +350,7 @@ class Mover:
         core = self._driver.core
         core.ledger.drop(job.job_id)
         if job.ended is not None and job.ended.is_held:
-            self._log_late("warning", EVENT.OFFLOAD_RETURNED, job)
+            self._log_late(told.OffloadReturned, job)
         core.inspect.guests.pop(job.job_id, None)
         if self.jobs.pop(job.job_id, None) is not None:
             self._running[job.kind] -= 1
@@ -450,14 +450,12 @@ class Mover:
         shelf.catalogue.switch_off(reads=news.reads)
         self._idle.set()
         self.counts[f"files_lost.{'all' if news.reads else 'writes'}"] += 1
-        self._driver.recorder.event("warning", EVENT.OFFLOAD_FILES_LOST, cause=news.cause, reads=int(news.reads))
+        self._driver.recorder.log(told.OffloadFilesLost(news.cause, int(news.reads)))
 
     def _log_failed(self, job: OffloadJob, ended: JobEnded, rate: Rate) -> None:
         now = self._driver.clock.now()
         if ended.is_held or rate.take(now):
-            self._driver.recorder.event(
-                "warning",
-                EVENT.OFFLOAD_FAILED,
+            failed = told.OffloadFailed(
                 cause=ended.outcome.value,
                 detail=ended.cause,
                 what=job.kind.value,
@@ -466,20 +464,12 @@ class Mover:
                 blocks=sum(map(len, ended.missing)),
                 held=int(ended.is_held),
                 seconds=round(now - job.begun_at, 6),
-                **rate.left_out(),
             )
+            self._driver.recorder.log(failed, more=rate.left_out())
 
-    def _log_late(self, level: Literal["warning", "error"], event: EVENT, job: OffloadJob) -> None:
-        now = self._driver.clock.now()
-        self._driver.recorder.event(
-            level,
-            event,
-            what=job.kind.value,
-            request_id=job.request_id,
-            job=job.job_id,
-            blocks=sum(map(len, job.ids.values())),
-            seconds_after_failure=round(now - job.ended_at, 6),
-        )
+    def _log_late(self, kind: type[told.OffloadLate], job: OffloadJob) -> None:
+        blocks, seconds = sum(map(len, job.ids.values())), round(self._driver.clock.now() - job.ended_at, 6)
+        self._driver.recorder.log(kind(job.kind.value, job.request_id, job.job_id, blocks, seconds))
 
     def audit(self) -> list[str]:
         """Compare what is kept with what is under way; a list of what does not add up."""

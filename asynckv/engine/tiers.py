@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from asynckv.config import EngineConfig, OffloadConfig
+from asynckv.core import told
 from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lifecycle import LifeState
 from asynckv.edges.aside import Aside
@@ -32,7 +33,6 @@ from asynckv.errors import AsyncKVError, BackendError, EngineClosed, LocalProtoc
 from asynckv.geometry.blocks import BlockList
 from asynckv.geometry.check import Registration
 from asynckv.geometry.packed import record_form
-from asynckv.observe.events import EVENT
 from asynckv.offload.found import Codes, Found, GroupFound, known, longest
 from asynckv.offload.job import JobOutcome, MoveKind
 from asynckv.offload.keys import StoredGroup
@@ -154,15 +154,8 @@ class Tiers:
                 driver.guests.remove(self)
             raise
         self.mover.cause, self._is_to_be_told = "", True
-        driver.recorder.event(
-            "info",
-            EVENT.OFFLOAD_STARTED,
-            host_bytes=config.host_bytes,
-            file_bytes=config.file_bytes,
-            blocks_found=found,
-            seconds=round(driver.clock.now() - began, 6),
-            tiers=self.describe(),
-        )
+        seconds = round(driver.clock.now() - began, 6)
+        driver.recorder.log(told.OffloadStarted(config.host_bytes, config.file_bytes, found, seconds, self.describe()))
         self.mover.pump()
 
     def _take(self) -> None:
@@ -204,7 +197,7 @@ class Tiers:
             raise BackendError(self._hangs)  # it came back just now, and is let go of
         found = work.result()
         for cause in self._left_out[:MAX_TOLD]:
-            self.driver.recorder.event("warning", EVENT.OFFLOAD_LEFT_OUT, cause=cause)
+            self.driver.recorder.log(told.OffloadLeftOut(cause))
         self._tell_of_damage()
         opened, mover.shelves = mover.shelves, (self.own, *self.others)
         for shelf in opened:
@@ -251,7 +244,7 @@ class Tiers:
         """Wait no longer for what is being opened: whoever does is told."""
         if not self._is_left:
             self._is_left = True
-            self.driver.recorder.event("error", EVENT.OFFLOAD_BROKEN, cause=self._hangs)
+            self.driver.recorder.log(told.OffloadBroken(self._hangs))
         for over in self._waiting:
             if not over.done():
                 over.set_result(None)
@@ -273,13 +266,8 @@ class Tiers:
         said = self.own.records.statistics()
         damage = {what: said.get(f"found_{what}", 0) for what in FOUND_DAMAGED} | {"unfit": self.own.unfit}
         if any(damage.values()):
-            self.driver.recorder.event(
-                "warning",
-                EVENT.OFFLOAD_FILES_DAMAGED,
-                folder=self.own.records.describe().get("folder", ""),
-                found=said.get("found_records", 0),
-                **damage,
-            )
+            folder, found = self.own.records.describe().get("folder", ""), said.get("found_records", 0)
+            self.driver.recorder.log(told.OffloadFilesDamaged(folder, found, **damage))
 
     def _open_all(self, loop: asyncio.AbstractEventLoop) -> int:
         """Take memory page by page, take space on disks, and read what is there: each takes seconds if there is much.
@@ -330,9 +318,7 @@ class Tiers:
         if self._is_to_be_told:
             self._is_to_be_told = False
             self.figures.tell(0.0)
-            driver.recorder.event(
-                "info", EVENT.OFFLOAD_STOPPED, counters=self.figures.counters(), written_back=written, lost=lost
-            )
+            driver.recorder.log(told.OffloadStopped(self.figures.counters(), written, lost))
         driver.soon()
         return left
 
@@ -383,7 +369,7 @@ class Tiers:
             self._take()
         except (LocalProtocolError, BackendError) as exc:
             self.mover.cause = str(exc)
-            self.driver.recorder.event("error", EVENT.OFFLOAD_BROKEN, cause=str(exc))
+            self.driver.recorder.log(told.OffloadBroken(str(exc)))
         else:
             self.mover.cause = ""
             self.mover.pump()

@@ -1,12 +1,17 @@
-"""Write docs/events.md from the table of events; a test compares."""
+"""Write docs/events.md from the types of events; a test compares."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
-from asynckv.observe.events import COMMON, EVENTS, Field
+from msgspec import Struct, structs
+
+from asynckv.core.told import EVENTS, Line
 from scripts.draw.drawing import DOCS
 
 TARGET = DOCS / "events.md"
@@ -20,10 +25,44 @@ Every line is one JSON object (or `key=value`, where the application's logging m
 left out where there is nothing to say. Lists of ranks name 64 at most, and words of others are cut at 512 letters.
 Request ids are the callers' own words: what should not be in a log should not be in an id.
 
-The page is drawn from the table in `asynckv/observe/events.py` by `scripts/draw`. A test fails when it is
-stale, and another one if an engine of any test logs a field that is not in here.
+The page is drawn from the types in `asynckv/core/told.py` by `scripts/draw`. A test fails when it is stale,
+and another one if an engine of any test logs a field that is not in here.
 
 """
+
+
+KINDS = {str: "text", int: "integer", float: "seconds", list: "list", dict: "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of an event.
+
+    Attributes:
+        always: Every event of its kind has it.
+        of: The fields of what a list of objects holds.
+    """
+
+    name: str
+    kind: str
+    meaning: str
+    always: bool
+    of: tuple[Field, ...] = ()
+
+
+def fields_of(kind: type[Struct]) -> tuple[Field, ...]:
+    """Return the fields of a type."""
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple(_field(x, *get_args(hints[x.name])) for x in structs.fields(kind))
+
+
+def _field(field: structs.FieldInfo, kind: Any, meaning: str) -> Field:
+    if NoneType in get_args(kind):
+        kind = get_args(kind)[0]
+    of: tuple[Field, ...] = ()
+    if get_origin(kind) is list and isinstance(within := get_args(kind)[0], type) and issubclass(within, Struct):
+        of = fields_of(within) if not within.__struct_config__.array_like else ()
+    return Field(field.name, KINDS[get_origin(kind) or kind], meaning, field.required, of)
 
 
 def rows(fields: Iterable[Field], within: str = "") -> Iterator[str]:
@@ -46,23 +85,28 @@ def table(fields: Iterable[Field]) -> str:
 SIDES = {"prefill": "prefill side", "decode": "decode side", "both": "both sides"}
 
 
+def meaning(event: type[Struct]) -> str:
+    """Return what an event means, in one line."""
+    return " ".join((event.__doc__ or "").split())
+
+
 def overview() -> str:
     """A line for each event, with the first sentence of its meaning."""
     lines = ["| event | logged by | level | what happened |", "|---|---|---|---|"]
     for name, event in EVENTS.items():
-        first = event.meaning.partition(". ")[0].rstrip(".")
+        first = meaning(event).partition(". ")[0].rstrip(".")
         lines.append(f"| [`{name}`](#{name}) | {SIDES[event.side]} | {', '.join(event.levels)} | {_cell(first)} |")
     return "\n".join(lines) + "\n\n"
 
 
 def page() -> str:
     """The whole page."""
-    parts = [f"{HEAD}{overview()}## Fields of every event\n\n{table(COMMON)}"]
+    parts = [f"{HEAD}{overview()}## Fields of every event\n\n{table(fields_of(Line))}"]
     for name, event in EVENTS.items():
-        said = f"{SIDES[event.side].capitalize()}, {' or '.join(event.levels)}. {event.meaning}"
+        said = f"{SIDES[event.side].capitalize()}, {' or '.join(event.levels)}. {meaning(event)}"
         parts.append(f"## {name}\n\n{textwrap.fill(said, 120, break_on_hyphens=False)}\n")
-        if event.fields:
-            parts.append(table(event.fields))
+        if fields := fields_of(event):
+            parts.append(table(fields))
     return "\n".join(parts)
 
 

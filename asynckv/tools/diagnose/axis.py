@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from asynckv.observe.events import EVENT
+from asynckv.core import told
 from asynckv.tools.diagnose.clocks import DRIFT, STEP_S, Clocks, Offset, Pair, align
 from asynckv.tools.diagnose.join import GRANTED, RELEASED, Lease, Process, Pull, Request, Service, history, start_of
 from asynckv.tools.diagnose.records import Record, number
@@ -156,7 +156,7 @@ def exchanges(service: Service) -> Iterator[Pair]:
 def _handshakes(service: Service, decode: Process, met: set[tuple[str, str]]) -> Iterator[Pair]:
     left: dict[str, float] = {}
     came: dict[str, float] = {}
-    for record in decode.of(EVENT.PEER_CHANGED):
+    for record in decode.of(told.PeerChanged):
         state, peer = record.text("state"), start_of(record.text("peer"))
         if state == "connecting" and record.text("before") == "new":
             left.setdefault(peer, record.at)
@@ -166,7 +166,7 @@ def _handshakes(service: Service, decode: Process, met: set[tuple[str, str]]) ->
         prefill = service.process_named(f"x/tp0@{peer}") if peer else None
         if prefill is None:
             continue
-        welcomed = [x.at for x in prefill.of(EVENT.READER_MET) if start_of(x.text("reader")) == decode.start]
+        welcomed = [x.at for x in prefill.of(told.ReaderMet) if start_of(x.text("reader")) == decode.start]
         if welcomed and peer in left:
             yield Pair(decode.incarnation, left[peer], prefill.incarnation, welcomed[0], "a hello")
         # Of a log that begins later the first welcome may be missing.

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from asynckv.core import told
 from asynckv.core.types import SHOWN_LETTERS
-from asynckv.observe.events import EVENT
 from asynckv.tools.diagnose.records import Logs, Record, integer, number
 
 __all__ = [
@@ -115,19 +115,19 @@ class Process:
         """Its rank, whichever start of it."""
         return base_name(self.rank)
 
-    def of(self, *events: str) -> Iterator[Record]:
+    def of(self, *events: type[told.Told]) -> Iterator[Record]:
         """Go through what it said of itself and of peers; of several events, one after the other."""
         if not self._by_event:
             for record in self.records:
                 self._by_event.setdefault(record.event, []).append(record)
-        return itertools.chain.from_iterable(self._by_event.get(x, ()) for x in events)
+        return itertools.chain.from_iterable(self._by_event.get(x.event, ()) for x in events)
 
-    def since(self, event: str, at: float) -> Iterator[Record]:
+    def since(self, event: type[told.Told], at: float) -> Iterator[Record]:
         """Go through what it said of itself and of peers from some moment on; nothing if that is not known."""
         if math.isnan(at):
             return iter(())
         next(self.of(event), None)
-        found = self._by_event.get(event, [])
+        found = self._by_event.get(event.event, [])
         return itertools.islice(found, bisect.bisect_left(found, at, key=attrgetter("at")), None)
 
 
@@ -510,26 +510,17 @@ class Service:
             for pull in request.all_pulls:
                 named |= {x for x in pull.peer_ranks if start_of(x)}
         for process in self.processes.values():
-            for record in process.of(EVENT.PEER_CHANGED, EVENT.READER_MET):
+            for record in process.of(told.PeerChanged, told.ReaderMet):
                 name = record.text("peer") or record.text("reader")
                 named |= {name} if start_of(name) else set()
         return sorted(x for x in named if self.process_named(x) is None)
 
 
-LEASE_EVENTS = frozenset({EVENT.LEASE_LENT, EVENT.LEASE_GRANTED, EVENT.LEASE_ENDED, EVENT.LEASE_TRANSITION})
-PULL_EVENTS = frozenset(
-    {
-        EVENT.PULL_ENDED,
-        EVENT.PULL_RETRIED,
-        EVENT.PULL_TRANSITION,
-        EVENT.RELEASE_REFUSED,
-        EVENT.RELEASE_UNANSWERED,
-        EVENT.BLOCKS_RETURNED,
-        EVENT.BLOCKS_RETIRED,
-    }
-)
-PREFILL_EVENTS = LEASE_EVENTS | {EVENT.LEASE_HELD, EVENT.REQUEST_WITHDRAWN, EVENT.READER_MET, EVENT.READER_REFUSED}
-DECODE_EVENTS = PULL_EVENTS | {EVENT.PULL_HELD, EVENT.PEER_CHANGED, EVENT.PEER_DRAINING}
+LEASE_EVENTS = frozenset(x.event for x in told.EVENTS.values() if issubclass(x, told.OfLease)) - {
+    told.RequestWithdrawn.event
+}
+PULL_EVENTS = frozenset(x.event for x in told.EVENTS.values() if issubclass(x, told.OfPull))
+SIDES = {x.event: x.side for x in told.EVENTS.values()}
 
 
 def join(logs: Logs | Iterable[Record]) -> Service:
@@ -555,20 +546,21 @@ class _Builder:
     def take(self, record: Record) -> None:
         process = self._process(record)
         event = record.event
-        process.lends |= event in PREFILL_EVENTS
-        process.pulls |= event in DECODE_EVENTS
+        side = SIDES.get(event)
+        process.lends |= side == "prefill"
+        process.pulls |= side == "decode"
         if event in LEASE_EVENTS:
             self._take_lease(process, record)
         elif event in PULL_EVENTS:
             self._take_pull(process, record)
-        elif event == EVENT.LEASE_HELD:
+        elif event == told.LeaseHeld.event:
             for entry in record.entries("oldest"):
                 self._lease(process, entry.get("request_id"), entry.get("sequence")).held.append((record, entry))
-        elif event == EVENT.PULL_HELD:
+        elif event == told.PullHeld.event:
             for entry in record.entries("oldest"):
                 pull = self._pull(process, entry.get("pull_id"), entry)
                 pull.held.append((record, entry))
-        elif event == EVENT.REQUEST_WITHDRAWN:
+        elif event == told.RequestWithdrawn.event:
             self._withdrawn.append(record)
         if event not in LEASE_EVENTS and event not in PULL_EVENTS:
             process.records.append(record)
@@ -596,7 +588,7 @@ class _Builder:
         process.first_at, process.last_at = min(process.first_at, record.at), max(process.last_at, record.at)
         process.num_records += 1
         process.says_info |= record.level not in ("warning", "error")
-        if record.event in (EVENT.ENGINE_STARTED, EVENT.ENGINE_RESUMED):
+        if record.event in (told.EngineStarted.event, told.EngineResumed.event):
             process.started = process.started or record
             process.host = process.host or record.text("host")
             process.answers |= record.fields.get("answers") is True
@@ -605,7 +597,7 @@ class _Builder:
             for name in DURATIONS:
                 if not math.isnan(seconds := record.number(name)):
                     process.durations[name] = seconds
-        elif record.event in (EVENT.ENGINE_STOPPED, EVENT.ENGINE_SUSPENDED):
+        elif record.event in (told.EngineStopped.event, told.EngineSuspended.event):
             process.stopped = record
         return process
 
@@ -624,11 +616,11 @@ class _Builder:
     def _take_lease(self, process: Process, record: Record) -> None:
         lease = self._lease(process, record.fields.get("request_id"), record.fields.get("sequence"))
         match record.event:
-            case EVENT.LEASE_LENT:
+            case told.LeaseLent.event:
                 lease.lent = record
-            case EVENT.LEASE_GRANTED:
+            case told.LeaseGranted.event:
                 lease.granted.append(record)
-            case EVENT.LEASE_ENDED:
+            case told.LeaseEnded.event:
                 lease.ended = record
             case _:
                 lease.transitions.append(record)
@@ -648,19 +640,19 @@ class _Builder:
     def _take_pull(self, process: Process, record: Record) -> None:
         pull = self._pull(process, record.fields.get("pull_id"), record.fields)
         match record.event:
-            case EVENT.PULL_ENDED:
+            case told.PullEnded.event:
                 pull.ended = record
                 if same_as := record.text("same_as"):
                     self._like[pull.pull_id] = same_as
-            case EVENT.PULL_RETRIED:
+            case told.PullRetried.event:
                 pull.retried.append(record)
-            case EVENT.RELEASE_UNANSWERED:
+            case told.ReleaseUnanswered.event:
                 pull.unanswered.append(record)
-            case EVENT.RELEASE_REFUSED:
+            case told.ReleaseRefused.event:
                 pull.refused.append(record)
-            case EVENT.BLOCKS_RETURNED:
+            case told.BlocksReturned.event:
                 pull.returned = record
-            case EVENT.BLOCKS_RETIRED:
+            case told.BlocksRetired.event:
                 pull.retired = record
             case _:
                 pull.transitions.append(record)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from asynckv.observe.events import EVENT
+from asynckv.core import told
 from asynckv.tools.diagnose.causes import CAUSE
 from asynckv.tools.diagnose.join import Lease, Process, Pull
 from asynckv.tools.diagnose.leaks_processes import Processes
@@ -59,7 +59,7 @@ def is_long_away(processes: Processes, lease: Lease, reader: Process) -> tuple[f
     """For how long a reader's loop was away over most of a lease's time, and when it came back by its own clock."""
     name = lease.process.incarnation
     since, until = (sum(processes.when(name, x)) / 2 for x in (lease.lent_at, lease.lent_at + lease.seconds))
-    for record in reader.of(EVENT.LOOP_WAS_AWAY):
+    for record in reader.of(told.LoopWasAway):
         seconds, back = record.number("seconds", 0.0), sum(processes.when(reader.incarnation, record.at)) / 2
         if min(until, back) - max(since, back - seconds) > MOST * max(until - since, 0.0):
             return seconds, record.at

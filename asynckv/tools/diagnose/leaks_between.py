@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from asynckv.observe.events import EVENT
+from asynckv.core import told
 from asynckv.tools.diagnose.causes import CAUSE
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_processes import Processes
@@ -55,9 +55,9 @@ HARMLESS = frozenset(
 
 def turned_away_at(pull: Pull, rank: str, address: str = "") -> str:
     """What a reader's log says of keys that a prefill rank did not take, or was not to take; empty if nothing."""
-    changed = [x for x in pull.process.of(EVENT.PEER_CHANGED) if start_of(x.text("peer")) == start_of(rank)]
+    changed = [x for x in pull.process.of(told.PeerChanged) if start_of(x.text("peer")) == start_of(rank)]
     known = {address, *(x.text("address") for x in changed)} - {""}
-    for record in pull.process.of(EVENT.REFUSED):
+    for record in pull.process.of(told.Refused):
         who = record.text("who")
         if record.at <= pull.last_at + 1.0 and any(x in who or who in x for x in known):
             return f"{record.text('cause')}: {who}"
@@ -67,18 +67,18 @@ def turned_away_at(pull: Pull, rank: str, address: str = "") -> str:
 def shook_hands(processes: Processes, reader: Process, lease: Lease) -> bool:
     """One of both has said that they met before it was over."""
     owner, until = lease.process, lease.lent_at + lease.seconds
-    for record in reader.of(EVENT.PEER_CHANGED):
+    for record in reader.of(told.PeerChanged):
         mine = record.text("peer_incarnation") == owner.incarnation or start_of(record.text("peer")) == owner.start
         if mine and record.text("state") in ("loading", "ready", "suspect"):
             return processes.when(reader.incarnation, record.at)[0] <= processes.when(owner.incarnation, until)[1]
-    met = (x for x in owner.of(EVENT.READER_MET) if x.text("reader_incarnation") == reader.incarnation)
+    met = (x for x in owner.of(told.ReaderMet) if x.text("reader_incarnation") == reader.incarnation)
     return any(x.at <= until for x in met)
 
 
 def failed_to_meet(processes: Processes, reader: Process, lease: Lease) -> bool:
     """A reader greeted the rank, and never had an answer."""
     owner = lease.process
-    names = (x for x in reader.of(EVENT.PEER_CHANGED) if start_of(x.text("peer")) == owner.start)
+    names = (x for x in reader.of(told.PeerChanged) if start_of(x.text("peer")) == owner.start)
     return any(x.text("state") == "connecting" for x in names) and not shook_hands(processes, reader, lease)
 
 
@@ -175,7 +175,7 @@ def pulls_of(request: Request, lease: Lease, name: str) -> list[Pull]:
 def turned_away(process: Process, since: float, until: float) -> str:
     """Who was not let in by a process between two moments of its own clock."""
     out: dict[str, None] = {}
-    for event in (EVENT.REFUSED, EVENT.READER_REFUSED):
+    for event in (told.Refused, told.ReaderRefused):
         for record in process.since(event, since):
             if record.at > until:
                 break
@@ -188,7 +188,7 @@ def stale_at(lease: Lease, pull: Pull) -> str:
     """How the rank that lends turned its reader away, for it asked for an earlier start."""
     if lease.process.start in map(start_of, pull.peer_ranks):
         return ""  # then it was for another request
-    for record in lease.process.of(EVENT.READER_REFUSED):
+    for record in lease.process.of(told.ReaderRefused):
         if record.text("reader") == pull.process.rank and record.text("cause") in STALE:
             return f"{record.text('cause')}, {record.text('detail')}"
     return ""
@@ -207,7 +207,7 @@ def _given_up(pull: Pull) -> list[str]:
     if pull.ended is None or not pull.ended.text("same_as") or pull.cause not in ("peer_lost", "restarted"):
         return []
     low, high = pull.ended.at - AT_ONCE_S, pull.ended.at + AT_ONCE_S
-    changed = itertools.takewhile(lambda x: x.at <= high, pull.process.since(EVENT.PEER_CHANGED, low))
+    changed = itertools.takewhile(lambda x: x.at <= high, pull.process.since(told.PeerChanged, low))
     return [x.text("peer") for x in changed if x.text("state") == "gone" and x.text("cause") == pull.cause]
 
 

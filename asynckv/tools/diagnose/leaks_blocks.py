@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asynckv.observe.events import EVENT
+from asynckv.core import told
 from asynckv.tools.diagnose.causes import CAUSE
 from asynckv.tools.diagnose.join import Process, Pull, Request
 from asynckv.tools.diagnose.leaks_finding import make_leak
@@ -67,7 +67,7 @@ def _why_kept(processes: Processes, pull: Pull) -> Story:
     since, until = pull.begun_at, (pull.returned or pull.retired or pull.ended or pull.held[-1][0]).at
     low = processes.when(pull.process.incarnation, since)[0]
     high = processes.when(pull.process.incarnation, until)[1]
-    broken = (EVENT.DATA_PLANE_RESTARTED, EVENT.DATA_PLANE_BROKEN)
+    broken = (told.DataPlaneRestarted, told.DataPlaneBroken)
     failed = sum(processes.when(pull.process.incarnation, pull.ended.at)) / 2 if pull.ended is not None else high
     for owner in (pull.process, *owners):
         for record in owner.of(*broken):
@@ -81,11 +81,7 @@ def _why_kept(processes: Processes, pull: Pull) -> Story:
             return Story(C.READ_FROM_THE_DEAD, names | {"holder": owner.rank, "why": fate.why})
     for owner in owners:
         away = max(
-            (
-                r.number("seconds", 0.0)
-                for r in owner.of(EVENT.LOOP_WAS_AWAY)
-                if _overlaps(processes, owner, r, low, high)
-            ),
+            (r.number("seconds", 0.0) for r in owner.of(told.LoopWasAway) if _overlaps(processes, owner, r, low, high)),
             default=0.0,
         )
         if away > 0.0:

@@ -11,15 +11,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from asynckv.observe.events import EVENT
+from asynckv.core import told
 from asynckv.tools.diagnose.join import Process, Service
 from asynckv.tools.diagnose.leaks_values import moment
 from asynckv.tools.diagnose.records import Record
 
 __all__ = ["REMEDY", "LateCopy", "called", "failures", "has_offload", "late_copies"]
 
-_OFFLOADS = (EVENT.OFFLOAD_STARTED, EVENT.OFFLOAD_MOVED, EVENT.OFFLOAD_STOPPED)
-_JOBS = (EVENT.OFFLOAD_FAILED, EVENT.OFFLOAD_RETIRED, EVENT.OFFLOAD_RETURNED)
+_OFFLOADS = (told.OffloadStarted, told.OffloadMoved, told.OffloadStopped)
+_JOBS = (told.OffloadFailed, told.OffloadRetired, told.OffloadReturned)
 
 REMEDY = (
     "a copy within the process hangs, or its thread has died: look at the disk if it waits for files (dmesg), "
@@ -73,7 +73,7 @@ def failures(service: Service, names: Iterable[str]) -> list[str]:
         f"({x.text('cause')}{': ' if x.text('detail') else ''}{x.text('detail')}); "
         f"{x.integer('blocks'):,} blocks were not moved"
         for process in service.processes.values()
-        for x in process.of(EVENT.OFFLOAD_FAILED)
+        for x in process.of(told.OffloadFailed)
         if x.integer("held", 0) != 1 and wanted & {x.text("request_id"), x.text("job")}
     ]
 
@@ -91,9 +91,9 @@ def late_copies(service: Service, names: Iterable[str] | None = None) -> list[La
 
 
 def _of(process: Process) -> Iterable[LateCopy]:
-    failed = {x.text("job"): x for x in process.of(EVENT.OFFLOAD_FAILED) if x.integer("held", 0) == 1}
-    retired = {x.text("job"): x for x in process.of(EVENT.OFFLOAD_RETIRED)}
-    returned = {x.text("job"): x for x in process.of(EVENT.OFFLOAD_RETURNED)}
+    failed = {x.text("job"): x for x in process.of(told.OffloadFailed) if x.integer("held", 0) == 1}
+    retired = {x.text("job"): x for x in process.of(told.OffloadRetired)}
+    returned = {x.text("job"): x for x in process.of(told.OffloadReturned)}
     for job in dict.fromkeys([*failed, *retired, *returned]):
         said = [x[job] for x in (returned, retired, failed) if job in x]
         since = failed[job].at if job in failed else math.nan
@@ -103,7 +103,7 @@ def _of(process: Process) -> Iterable[LateCopy]:
             job=job,
             request_id=said[0].text("request_id"),
             state=_state(process, job in retired, job in returned),
-            blocks=max(x.integer("blocks") for x in said if x.event != EVENT.OFFLOAD_FAILED or len(said) == 1),
+            blocks=max(x.integer("blocks") for x in said if x.event != told.OffloadFailed.event or len(said) == 1),
             seconds=_seconds(said[0], since, process.last_at),
             since=since,
             detail=failed[job].text("detail") if job in failed else "",

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asynckv.core import told
 from asynckv.core.inspect import RequestStatus
 from asynckv.edges.local import SUFFIX
-from asynckv.observe.events import EVENT
 from asynckv.tools.diagnose.records import Record
 
 if TYPE_CHECKING:
@@ -51,9 +51,10 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
         if answer.error or not account.incarnation:
             continue
 
-        def say(event: str, at: float = now, *, answer: Answer = answer, **fields: Any) -> Record:
+        def say(event: type[told.Told], at: float = now, *, answer: Answer = answer, **fields: Any) -> Record:
             name = answer.account
-            return Record(at, event, "info", answer.engine_id, name.rank, name.incarnation, fields, answer.address)
+            process = answer.engine_id, name.rank, name.incarnation
+            return Record(at, event.event, "info", *process, fields, answer.address)
 
         counted = answer.counters
         said: dict[str, Any] = {
@@ -61,24 +62,25 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
             "pulls": counted.get("pulls.started", 0) > 0,
         }
         began = now - account.facts.uptime_s
-        yield say(EVENT.ENGINE_STARTED, began, host="asked", address=answer.address, answers=True, **said)
+        yield say(told.EngineStarted, began, host="asked", address=answer.address, answers=True, **said)
         for peer in account.peers:
-            yield say(EVENT.PEER_CHANGED, peer=peer.rank, address=peer.address, state=peer.state, detail=peer.cause)
+            yield say(told.PeerChanged, peer=peer.rank, address=peer.address, state=peer.state, detail=peer.cause)
         if "offload.jobs" in answer.gauges:
-            yield say(EVENT.OFFLOAD_STARTED, began)
+            yield say(told.OffloadStarted, began)
         for since, is_retired, copy in _copies(answer, now):
-            yield say(EVENT.OFFLOAD_FAILED, since, **copy, held=1)
+            yield say(told.OffloadFailed, since, **copy, held=1)
             if is_retired:
-                yield say(EVENT.OFFLOAD_RETIRED, **copy)
+                yield say(told.OffloadRetired, **copy)
         for status in answer.requests:
             if not _is_long(status):
                 continue
             if status.kind == "lease":
-                yield say(EVENT.LEASE_HELD, state=status.state, waits=status.waits, requests=1, oldest=[_lease(status)])
+                entry = _lease(status)
+                yield say(told.LeaseHeld, state=status.state, waits=status.waits, requests=1, oldest=[entry])
             else:
                 state = "announced" if status.kind == "announced" else status.state
                 entry = _pull(status)
-                yield say(EVENT.PULL_HELD, state=state, waits=status.waits, requests=1, oldest=[entry])
+                yield say(told.PullHeld, state=state, waits=status.waits, requests=1, oldest=[entry])
 
 
 def who_hangs(answers: Iterable[Answer], service: Service) -> list[str]:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from asynckv.observe.events import EVENT
+from asynckv.core import told
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, Service, start_of
 from asynckv.tools.diagnose.leaks_clocks import CLOCKS_S, HOST_S, When
 from asynckv.tools.diagnose.leaks_values import Early, engine_of, moment
@@ -95,14 +95,14 @@ class Processes:
         self._siblings: dict[str, list[Process]] = defaultdict(list)
         for process in service.processes.values():
             self._siblings[process.engine_id].append(process)
-            for record in process.of(EVENT.PEER_CHANGED):
+            for record in process.of(told.PeerChanged):
                 if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
                     self._lost[record.text("peer_incarnation")].append((process, record))
         self._lapsed: dict[str, float] = {}
         """By when readers were gone that let their promises run out and said no more."""
         self._unanswered = {start_of(x) for x in service.unanswered}
         self._lenders = {x.engine_id for x in service.requests}
-        met = (y for x in service.processes.values() for y in x.of(EVENT.READER_MET))
+        met = (y for x in service.processes.values() for y in x.of(told.ReaderMet))
         self.met = {start_of(x.text("reader")) for x in met}
         for request in service.requests:
             for lease in request.leases.values():
@@ -135,7 +135,7 @@ class Processes:
         if process.answers:
             return Fate("alive", "it answers", math.inf, math.inf)
         if process.stopped is not None:
-            how = "closed" if process.stopped.event == EVENT.ENGINE_STOPPED else "suspended"
+            how = "closed" if process.stopped.event == told.EngineStopped.event else "suspended"
             return Fate("stopped", f"{how} at {moment(process.stopped.at)}", low, high)
         if process.start in self._unanswered:
             why = f"it does not answer (its log ends at {moment(process.last_at)})"
@@ -220,7 +220,7 @@ class Processes:
 
         Of others it hears nothing, and it may have nothing to say when they end.
         """
-        states = {x.text("peer_incarnation"): x.text("state") for x in process.of(EVENT.PEER_CHANGED)}
+        states = {x.text("peer_incarnation"): x.text("state") for x in process.of(told.PeerChanged)}
         for incarnation, state in states.items():
             if state != "gone" and (peer := self.service.processes.get(incarnation)) is not None:
                 yield peer
@@ -244,7 +244,7 @@ class Processes:
         """Readers that shook hands with a prefill rank by a moment of its clock, and whose logs are not there."""
         known = self._unknown.get(process.incarnation)
         if known is None:
-            met = ((x.at, x.text("reader")) for x in process.of(EVENT.READER_MET))
+            met = ((x.at, x.text("reader")) for x in process.of(told.ReaderMet))
             known = [(at, name) for at, name in met if name and self.service.process_named(name) is None]
             self._unknown[process.incarnation] = known
         return tuple(dict.fromkeys(name for at, name in known if at <= until))
@@ -252,7 +252,7 @@ class Processes:
     def away_s(self, process: Process, since: float, until: float) -> float:
         """For how long a process's loop was away between two moments of its own clock, at most at once."""
         out = 0.0
-        for record in process.since(EVENT.LOOP_WAS_AWAY, since):
+        for record in process.since(told.LoopWasAway, since):
             seconds = record.number("seconds", 0.0)
             if record.at - seconds > until:  # and so are those after it: a loop is away once at a time
                 break

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asynckv.observe.events import EVENT
+from asynckv.core import told
 from asynckv.tools.diagnose.causes import CAUSE
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_absent import absent, came_back_too_late, is_long_away, quiet, unresponsive, whole
@@ -122,7 +122,7 @@ def _find_readers(processes: Processes, request: Request, lease: Lease, name: st
 
 def _met(lease: Lease) -> set[str]:
     """Starts of readers that shook hands with the rank that lends."""
-    return {start_of(x.text("reader")) for x in lease.process.of(EVENT.READER_MET)}
+    return {start_of(x.text("reader")) for x in lease.process.of(told.ReaderMet)}
 
 
 def _has_come_for(processes: Processes, lease: Lease, reader: Process) -> bool:
@@ -135,7 +135,7 @@ def _has_come_for(processes: Processes, lease: Lease, reader: Process) -> bool:
         lease.process, reader
     ) != 1:
         return False
-    greeted = (start_of(x.text("peer")) for x in reader.of(EVENT.PEER_CHANGED))
+    greeted = (start_of(x.text("peer")) for x in reader.of(told.PeerChanged))
     return reader.start in _met(lease) or lease.process.start in greeted
 
 

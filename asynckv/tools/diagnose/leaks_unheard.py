@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from asynckv.observe.events import EVENT
+from asynckv.core import told
 from asynckv.tools.diagnose.causes import CAUSE
 from asynckv.tools.diagnose.join import Process, Pull, Request, start_of
 from asynckv.tools.diagnose.leaks_between import HARMLESS, STALE, how_unanswered, ranks_of, turned_away_at
@@ -121,7 +121,7 @@ def _is_gone(reader: Process, rank: str) -> bool:
     """A prefill rank has ended, by its reader's log: with it, or by its word, went what it had lent."""
     return any(
         start_of(x.text("peer")) == start_of(rank) and x.text("state") == "gone"
-        for x in reader.of(EVENT.PEER_CHANGED)
+        for x in reader.of(told.PeerChanged)
         if x.text("cause") in ("peer_lost", "restarted")
     )
 

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from asynckv.observe.events import EVENT
+from asynckv.core import told
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.tools.diagnose.join import Lease, Pull, Refusal, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import HARMLESS, STALE, is_stranger, pulls_of, ranks_of
@@ -100,7 +100,7 @@ def _bug(processes: Processes, lease: Lease, name: str, pulls: Sequence[Pull]) -
     low, high = processes.span(lease)
     readers = [processes.service.process_named(name), *(x.process for x in pulls)]
     for process in (lease.process, *(x for x in readers if x is not None)):
-        for record in process.of(EVENT.INTERNAL_ERROR):
+        for record in process.of(told.InternalError):
             at = processes.when(process.incarnation, record.at)
             if at[1] >= low and at[0] <= high:
                 return Story(C.INTERNAL_ERROR, {"reader": process.rank, "why": record.text("error")})

@@ -30,10 +30,10 @@ from typing import IO, Any
 
 import msgspec
 
+from asynckv.core import told
 from asynckv.core.types import rank_name
 from asynckv.edges.file_io import no_collection
 from asynckv.errors import ConfigError
-from asynckv.observe.events import EVENT
 
 __all__ = ["Logs", "Record", "Skipped", "Source", "read_logs"]
 
@@ -58,7 +58,7 @@ TIMES = ("timestamp", "time", "ts", "@timestamp", "asctime", "__REALTIME_TIMESTA
 EVENTS = ("event", "message", "msg")
 LEVELS = ("level", "levelname", "severity", "log_level")
 WRAPS = ("log", "MESSAGE", "message", "msg", "jsonPayload")
-ALIKE = {str(EVENT.LEASES_ENDED_ALIKE): str(EVENT.LEASE_ENDED), str(EVENT.PULLS_ENDED_ALIKE): str(EVENT.PULL_ENDED)}
+ALIKE = {told.LeasesEndedAlike.event: told.LeaseEnded.event, told.PullsEndedAlike.event: told.PullEnded.event}
 """Lines that tell of many requests, which are read as one line for each."""
 
 BOUND = ("engine_id", "rank", "incarnation", "timestamp", "level", "event")
@@ -79,7 +79,7 @@ class Record:
 
     Attributes:
         at: When it was logged, in seconds since 1970 by that process's own clock.
-        event: Its name, of `asynckv.observe.events.EVENT`, or one that is not known here.
+        event: Its name, of `asynckv.core.told.EVENTS`, or one that is not known here.
         level: `debug`, `info`, `warning`, `error`.
         engine_id: Which engine said it.
         rank: Which rank and which start of its process, as in all logs: `prefill/pp1/tp3@0a1b2c3d`.

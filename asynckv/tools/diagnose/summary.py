@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
-from asynckv.observe.events import EVENT
+from asynckv.core import told
 from asynckv.tools.diagnose import summary_rest as rest
 from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.colours import PHASES, WITHIN
@@ -74,7 +74,7 @@ def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf, ali
     )
     if not records:
         return Summary(read=read)
-    windows = Windows(records[0].at, records[-1].at, sum(x.event == EVENT.PULL_ENDED for x in records))
+    windows = Windows(records[0].at, records[-1].at, sum(x.event == told.PullEnded.event for x in records))
     by_process: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         by_process[record.rank].append(record)
@@ -166,9 +166,9 @@ def _retried(records: Iterable[Record]) -> set[tuple[str, str]]:
     latest: dict[tuple[str, str], tuple[int, str]] = {}
     found = set()
     for record in records:
-        if record.event == EVENT.PULL_RETRIED:
+        if record.event == told.PullRetried.event:
             found.add((record.rank, record.text("pull_id")))
-        elif record.event == EVENT.PULL_ENDED:
+        elif record.event == told.PullEnded.event:
             # The line that says so is of level info, and may not be there.
             key, attempt = (record.rank, record.text("request_id")), record.integer("attempt", 1)
             if key in latest and latest[key][0] < attempt:
@@ -178,7 +178,7 @@ def _retried(records: Iterable[Record]) -> set[tuple[str, str]]:
 
 
 def _is_failed(record: Record) -> bool:
-    return record.event == EVENT.PULL_ENDED and record.text("cause") not in GOOD
+    return record.event == told.PullEnded.event and record.text("cause") not in GOOD
 
 
 def _sum_pulls(
@@ -193,7 +193,7 @@ def _sum_pulls(
     phases: dict[str, list[list[tuple[float, float]]]] = defaultdict(lambda: [[] for _ in range(windows.count)])
     pulls.failed_per_s = windows.zeros()
     for record in records:
-        if record.event != EVENT.PULL_ENDED:
+        if record.event != told.PullEnded.event:
             continue
         i, cause, weight = windows.index(record.at), record.text("cause"), weights.get(id(record), 1.0)
         pulls.logged += 1
@@ -245,10 +245,10 @@ def _sum_leases(
     for records in by_process.values():
         lent: dict[tuple[str, int], Record] = {}
         for record in records:
-            if record.event not in (EVENT.LEASE_LENT, EVENT.LEASE_ENDED):
+            if record.event not in (told.LeaseLent.event, told.LeaseEnded.event):
                 continue
             key = lease_key(record)
-            if record.event == EVENT.LEASE_LENT:
+            if record.event == told.LeaseLent.event:
                 leases.logged += 1
                 lent[key] = record
                 continue
@@ -276,13 +276,13 @@ def _quarantine(by_process: Mapping[str, Sequence[Record]], windows: Windows) ->
         since: dict[str, float] = {}
         for record in records:
             pull = record.text("pull_id")
-            if record.event == EVENT.PULL_ENDED and record.integer("held_transfers", 0) > 0:
+            if record.event == told.PullEnded.event and record.integer("held_transfers", 0) > 0:
                 since[pull] = record.at
-            elif record.event in (EVENT.BLOCKS_RETURNED, EVENT.BLOCKS_RETIRED):
+            elif record.event in (told.BlocksReturned.event, told.BlocksRetired.event):
                 seconds = max(record.number("seconds_after_failure", 0.0), 0.0)
                 begun = since.pop(pull, record.at - seconds)
                 found.longest_s = max(found.longest_s, record.at - begun)
-                if record.event == EVENT.BLOCKS_RETURNED:
+                if record.event == told.BlocksReturned.event:
                     found.returned += 1
                     windows.hold(found.pulls, begun, record.at, 1)
                 else:
@@ -304,7 +304,7 @@ def _failures(records: Iterable[Record], retried: set[tuple[str, str]], windows:
             side = "attempt" if (record.rank, record.text("pull_id")) in retried else "pull"
             full = said.get((record.rank, record.text("same_as")), record)
             detail, phase = full.text("detail"), full.text("failed_in")
-        elif record.event == EVENT.LEASE_ENDED and cause != "released":
+        elif record.event == told.LeaseEnded.event and cause != "released":
             side, phase = "lease", ""
             owed = record.texts("owed")
             detail = f"owed by {', '.join(owed)}" if owed else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from asynckv.observe.events import EVENT
+from asynckv.core import told
 from asynckv.tools.diagnose.records import Record, integer
 from asynckv.tools.diagnose.summary_model import Offload, Offloads
 from asynckv.tools.diagnose.summary_time import Windows
@@ -25,15 +25,15 @@ def offloads(by_process: Mapping[str, Sequence[Record]], windows: Windows) -> Of
 
 
 def _rank(rank: str, records: Sequence[Record], windows: Windows, per_s: Mapping[str, list[float]]) -> Offload | None:
-    found, told, is_known = Offload(rank=rank), Counter[str](), False
+    found, counted, is_known = Offload(rank=rank), Counter[str](), False
     for record in records:
         match record.event:
-            case EVENT.OFFLOAD_STARTED:
+            case told.OffloadStarted.event:
                 found.host_bytes = max(record.integer("host_bytes"), 0)
                 found.file_bytes = max(record.integer("file_bytes"), 0)
-            case EVENT.OFFLOAD_MOVED:
+            case told.OffloadMoved.event:
                 counters = _counters(record)
-                told.update(counters)
+                counted.update(counters)
                 seconds = max(record.number("seconds", 0.0), 0.0)
                 for move, into in per_s.items():
                     amount = counters.get(f"bytes.{move}", 0) / windows.seconds
@@ -41,16 +41,16 @@ def _rank(rank: str, records: Sequence[Record], windows: Windows, per_s: Mapping
                 blocks = record.mapping("blocks")
                 found.blocks = {tier: max(integer(blocks.get(tier), 0), 0) for tier in ("host", "file")}
                 found.told_at = record.at
-            case EVENT.OFFLOAD_STOPPED:
+            case told.OffloadStopped.event:
                 found.counters, found.told_at, found.has_stopped = _counters(record), record.at, True
-            case EVENT.OFFLOAD_FAILED:
+            case told.OffloadFailed.event:
                 found.failed += 1 + max(record.integer("not_logged", 0), 0)
-            case EVENT.OFFLOAD_FILES_LOST:
+            case told.OffloadFilesLost.event:
                 found.files_lost = record.text("cause")[:MAX_TEXT]
             case _:
                 continue
         is_known = True
-    found.counters = found.counters or dict(told)
+    found.counters = found.counters or dict(counted)
     return found if is_known else None
 
 

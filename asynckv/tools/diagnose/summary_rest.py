@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from asynckv.observe.events import EVENT
+from asynckv.core import told
 from asynckv.tools.diagnose import leaks_page
 from asynckv.tools.diagnose.join import Lease, Request, Service, start_of
 from asynckv.tools.diagnose.leaks import find_leaks
@@ -56,9 +56,9 @@ def peers(by_process: Mapping[str, Sequence[Record]], weights: Mapping[int, floa
         return pairs.setdefault((peer, reader), Pair(peer=peer, reader=reader))
 
     for reader, records in by_process.items():
-        said = {r.text("pull_id"): r for r in records if r.event == EVENT.PULL_ENDED}
+        said = {r.text("pull_id"): r for r in records if r.event == told.PullEnded.event}
         for record in records:
-            if record.event == EVENT.PEER_CHANGED and (peer := record.text("peer")):
+            if record.event == told.PeerChanged.event and (peer := record.text("peer")):
                 seen, state = pair(peer, reader), record.text("state")[:40]
                 if seen.states:
                     seen.states[-1] = (*seen.states[-1][:2], record.at)
@@ -66,7 +66,7 @@ def peers(by_process: Mapping[str, Sequence[Record]], weights: Mapping[int, floa
                     seen.states.append((state, record.at, record.at))
                 if state == "ready":
                     seen.last_good = max(seen.last_good or record.at, record.at)
-            elif record.event == EVENT.PULL_ENDED:
+            elif record.event == told.PullEnded.event:
                 full = said.get(record.text("same_as"), record)
                 ranks = full.texts("read_ranks") or full.texts("peer_ranks") or (full.text("peer"),)
                 cause, weight = record.text("cause"), weights.get(id(record), 1.0)
@@ -78,7 +78,7 @@ def peers(by_process: Mapping[str, Sequence[Record]], weights: Mapping[int, floa
                         seen.last_good = max(seen.last_good or record.at, record.at)
                     elif cause not in GOOD:
                         seen.failures[cause] = seen.failures.get(cause, 0) + 1
-            elif record.event == EVENT.LEASE_ENDED:
+            elif record.event == told.LeaseEnded.event:
                 # What the prefill side heard, whether or not the reader's log is there; seen from the reader.
                 for name, how in record.mapping("readers").items():
                     if isinstance(how, str) and start_of(name):
@@ -154,7 +154,7 @@ def away(records: Iterable[Record]) -> list[Away]:
             not_logged_s=record.number("not_logged_s", 0.0),
         )
         for record in records
-        if record.event == EVENT.LOOP_WAS_AWAY and (seconds := record.number("seconds", 0.0)) > 0
+        if record.event == told.LoopWasAway.event and (seconds := record.number("seconds", 0.0)) > 0
     ]
 
 
@@ -162,9 +162,9 @@ def held(records: Iterable[Record]) -> list[Held]:
     """Sum up what was held for long, by what it waited for."""
     found: dict[tuple[str, str], Held] = {}
     for record in records:
-        if record.event not in (EVENT.LEASE_HELD, EVENT.PULL_HELD):
+        if record.event not in (told.LeaseHeld.event, told.PullHeld.event):
             continue
-        side = "lease" if record.event == EVENT.LEASE_HELD else "pull"
+        side = "lease" if record.event == told.LeaseHeld.event else "pull"
         key = side, record.text("waits")[:MAX_TEXT]
         oldest = record.entries("oldest")
         ages = [x for e in oldest for n in ("lent_s", "state_s") if (x := number(e.get(n))) >= 0]
@@ -190,7 +190,7 @@ def held(records: Iterable[Record]) -> list[Held]:
     return sorted(found.values(), key=lambda x: (-x.most, -x.oldest_s, x.waits))
 
 
-TOLD = {EVENT.PULL_ENDED, EVENT.LEASE_ENDED, EVENT.LEASE_HELD, EVENT.PULL_HELD, EVENT.LOOP_WAS_AWAY}
+TOLD = {told.PullEnded.event, told.LeaseEnded.event, told.LeaseHeld.event, told.PullHeld.event, told.LoopWasAway.event}
 """What other parts of the report tell."""
 
 
@@ -230,10 +230,10 @@ def engine(rank: str, records: Sequence[Record]) -> Engine:
         errors=levels["error"],
     )
     for record in records:
-        if record.event == EVENT.ENGINE_STARTED:
+        if record.event == told.EngineStarted.event:
             found.started = record.at if found.started is None else found.started
             found.host, found.version = record.text("host")[:MAX_TEXT], record.text("version")[:MAX_TEXT]
             found.pid = pid if (pid := record.integer("pid", 0)) > 0 else None
-        elif record.event == EVENT.ENGINE_STOPPED:
+        elif record.event == told.EngineStopped.event:
             found.stopped = record.at
     return found

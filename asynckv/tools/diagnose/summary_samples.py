@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from asynckv.observe.events import EVENT
+from asynckv.core import told
 from asynckv.tools.diagnose.records import Record
 from asynckv.tools.diagnose.summary_time import Windows
 
 __all__ = ["Edges", "Tally", "bounded", "edges", "lease_key", "tally"]
 
-COUNTING = {EVENT.PULL_ENDED, EVENT.LEASE_LENT, EVENT.LEASE_ENDED}
+COUNTING = {told.PullEnded.event, told.LeaseLent.event, told.LeaseEnded.event}
 """What says how many successes were left out since the one before."""
 
 NO_ENDS = ("pulls.started", "pulls.overloaded")
@@ -121,10 +121,10 @@ def tally(records: Sequence[Record], windows: Windows, edges: Edges | None = Non
             )
             windows.spread(left_out, before, record.at, min(number, MOST) * part)
         before, outside = record.at, math.nan
-        if record.event == EVENT.LEASE_LENT:
+        if record.event == told.LeaseLent.event:
             leases[windows.index(record.at)].append(record)
             lent.add(lease_key(record))
-        elif record.event == EVENT.LEASE_ENDED:
+        elif record.event == told.LeaseEnded.event:
             if lease_key(record) not in lent:
                 num_bad += record.text("cause") != "released"
                 num_unknown += record.text("cause") == "released"
@@ -179,9 +179,9 @@ def _totals(records: Iterable[Record]) -> tuple[dict[str, int], float]:
     """What a process said as it stopped; nothing if its log does not have its start, for then that is of more."""
     is_whole = False
     for record in records:
-        if record.event == EVENT.ENGINE_STARTED:
+        if record.event == told.EngineStarted.event:
             is_whole = True
-        elif record.event == EVENT.ENGINE_STOPPED and is_whole:
+        elif record.event == told.EngineStopped.event and is_whole:
             counters = record.mapping("counters")
             known = {k: n for k, n in counters.items() if isinstance(n, int) and not isinstance(n, bool)}
             return {k: n for k, n in known.items() if 0 <= n <= MOST}, record.at

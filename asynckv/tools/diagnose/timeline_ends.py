@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from asynckv.observe.events import EVENT
+from asynckv.core import told
 from asynckv.tools.diagnose.axis import Axis, counted, shown_seconds
 from asynckv.tools.diagnose.join import Process
 from asynckv.tools.diagnose.leaks_clocks import aligned
@@ -124,7 +124,7 @@ def _noticed(axis: Axis) -> dict[str, list[Notice]]:
 def _lost(axis: Axis) -> Iterator[tuple[str, Notice]]:
     """Readers lose a prefill rank."""
     for process in axis.service.processes.values():
-        for record in process.of(EVENT.PEER_CHANGED):
+        for record in process.of(told.PeerChanged):
             if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
                 said = f"lost it: {record.text('detail') or record.text('cause')}"[:MAX_TEXT]
                 yield record.text("peer_incarnation"), Notice(axis.at(process, record.at), process, said)

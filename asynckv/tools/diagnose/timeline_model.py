@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from asynckv.observe.events import EVENT
+from asynckv.core import told
 from asynckv.tools.diagnose import colours
 from asynckv.tools.diagnose.axis import (
     Axis,
@@ -713,7 +713,7 @@ def ground(axis: Axis) -> list[Ground]:
         marks: list[Mark] = []
         for record in process.records:
             at = axis.at(process, record.at)
-            if record.event == EVENT.LOOP_WAS_AWAY:
+            if record.event == told.LoopWasAway.event:
                 seconds = min(max(record.number("seconds", 0.0), 0.0), MAX_AWAY_S)
                 away.append(Bar("away", at - seconds, at, note="its event loop did not come to the engine"))
             elif (text := _about(record)) and len(marks) < MAX_MARKS:
@@ -728,14 +728,14 @@ def ground(axis: Axis) -> list[Ground]:
 
 def _about(record: Record) -> str:
     match record.event:
-        case EVENT.PEER_CHANGED:
+        case told.PeerChanged.event:
             cause = f": {record.text('detail') or record.text('cause')}" if record.text("cause") else ""
             return f"{record.text('peer')} {record.text('state')}{cause}"
-        case EVENT.READER_MET:
+        case told.ReaderMet.event:
             return f"met {record.text('reader')}"
-        case EVENT.READER_REFUSED | EVENT.REFUSED:
+        case told.ReaderRefused.event | told.Refused.event:
             return f"refused {record.text('reader') or record.text('who')}: {record.text('cause')}"
-        case EVENT.LEASE_HELD | EVENT.PULL_HELD | EVENT.LOOP_WAS_AWAY:
+        case told.LeaseHeld.event | told.PullHeld.event | told.LoopWasAway.event:
             return ""  # said where it belongs
         case _:
             said = record.text("detail") or record.text("cause")

@@ -1,0 +1,28 @@
+"""Whether a logged event is what its type says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from asynckv.core import told
+
+__all__ = ["problems"]
+
+
+def problems(level: str, name: str, said: Mapping[str, Any]) -> list[str]:
+    """Say how an event is not what its type says; empty is right. `said` is without the fields of every line."""
+    kind = told.EVENTS.get(name)
+    if kind is None:
+        return [f"event {name!r} is not documented"]
+    wrong = [f"{name}: level {level} is not documented"] if level not in kind.levels else []
+    text = msgspec.json.encode(said)
+    try:
+        event = msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError as exc:
+        return [*wrong, f"{name}: {exc}"]
+    read = msgspec.json.decode(msgspec.json.encode(event))
+    lost = {key for key, value in msgspec.json.decode(text).items() if read.get(key) != value}
+    return [*wrong, *(f"{name}: field {key!r} is not documented, or not all that is in it" for key in sorted(lost))]
