@@ -111,6 +111,12 @@ class Attempt:
         nonce = next(reversed(self.source.nonces))
         return self.pull.answered(self.source, NotYet(PARAMS.key, "x-1", nonce), self.later())
 
+    def refuse(self) -> None:
+        self.pull.met(self.source, self.later())
+        list(self.pull.make_messages(itertools.count(1), self.later()))
+        nonce = next(reversed(self.source.nonces))
+        self.pull.answered(self.source, Refused(PARAMS.key, "x-1", nonce, Reason.REVOKED), self.later())
+
     def draining(self) -> Attempt:
         self.to(S.READING).pull.cancel(self.later())
         return self
@@ -139,6 +145,7 @@ def check_pull() -> None:
     for state in (S.ANNOUNCED, S.CONNECTING, S.QUEUED, S.READING, S.CONFIRMING):
         for failing, reason in (
             (Attempt.fail, Reason.PEER_LOST),
+            (Attempt.refuse, Reason.REVOKED),
             (lambda x: x.pull.cancel(x.later()), Reason.CANCELLED),
             (Attempt.expire, Reason.TIMEOUT),
         ):
@@ -178,7 +185,7 @@ def check_pull() -> None:
     # Answers before the outcome; what is not lent yet goes back to the queue once nothing runs.
     for state in (S.ANNOUNCED, S.CONNECTING, S.QUEUED, S.READING):
         it = Attempt().to(state)
-        it.pull.want_claim(it.source, it.later())
+        it.pull.met(it.source, it.later())
         list(it.pull.make_messages(itertools.count(1), it.later()))
         assert it.grant() is not None
         assert it.pull.state is state
@@ -197,7 +204,7 @@ def check_pull() -> None:
     assert it.grant(lent_for_s=0.0) == [Effect.QUEUE]
     assert (it.pull.state, it.pull.rereads) == (S.QUEUED, 1)
     # Draining takes what comes, and ends when nothing runs.
-    for late in (Attempt.fail, lambda x: x.pull.cancel(x.later()), Attempt.grant):
+    for late in (Attempt.fail, lambda x: x.pull.cancel(x.later()), Attempt.grant, Attempt.refuse):
         it = Attempt().draining()
         late(it)
         assert (it.pull.state, it.pull.reason) == (S.DRAINING, None)
@@ -214,20 +221,25 @@ def check_pull() -> None:
         assert it.pull.state is (S.DRAINING if drains else S.READING)
         it.end(Ending.DONE, 2)
         assert it.pull.state is (S.NOTIFYING if drains else S.CONFIRMING if it.source.has_landed else S.READING)
+        it = Attempt(max_bytes=64).to(S.READING)
+        it.pull.posted(it.source, TransferId(2), it.later())
+        if drains:
+            it.pull.cancel(it.later())
+        it.end(Ending.FAILED)
+        assert (it.pull.state, it.pull.reason) == (S.DRAINING, None)
+        it.end(Ending.DONE, 2)
+        assert (it.pull.state, it.pull.reason) == (S.NOTIFYING, Reason.CANCELLED if drains else Reason.READ_FAILED)
     # One rank of two that is told is not everybody.
     it = Attempt(others=1).notifying()
     it.settle()
     assert it.states[-1] is S.NOTIFYING
     it.pull.settled(it.others[0], "acknowledged", it.later())
     assert it.states[-2:] == [S.NOTIFYING, S.RELEASED]
-    it = Attempt().to(S.READING)
-    nonce = next(iter(it.source.nonces))
-    it.pull.answered(it.source, Refused(PARAMS.key, "x-1", nonce, Reason.REVOKED), it.later())
-    assert it.pull.state is S.DRAINING
     # After the outcome.
     it = Attempt().notifying(doubt=True)
     assert it.grant() is None
     assert (it.pull.state, it.pull.is_returned) == (S.NOTIFYING, False)
+    assert it.end(Ending.IN_DOUBT) == []
     assert it.end(Ending.DONE) == [Effect.RETURN]
     assert it.states[-1] is S.NOTIFYING
     it = Attempt().quarantined()
@@ -239,6 +251,13 @@ def check_pull() -> None:
     assert it.states == before
     assert it.end(Ending.FAILED) == [Effect.RETURN, Effect.FINISH]
     assert it.states[-1:] == [S.RELEASED]
+    it = Attempt(max_bytes=64).to(S.READING)
+    it.pull.posted(it.source, TransferId(2), it.later())
+    it.end(Ending.IN_DOUBT)
+    it.end(Ending.IN_DOUBT, 2)
+    it.settle()
+    assert it.end(Ending.DONE) == []
+    assert it.end(Ending.DONE, 2) == [Effect.RETURN, Effect.FINISH]
     it = Attempt().notifying()
     it.settle()
     assert it.states[-2:] == [S.NOTIFYING, S.RELEASED]

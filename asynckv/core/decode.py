@@ -33,7 +33,7 @@ from asynckv.core.outbox import (
 )
 from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.peers import Peers
-from asynckv.core.pull import DO, Effect, Pull, PullState
+from asynckv.core.pull import DO, KIND, Effect, Pull, PullState
 from asynckv.core.routes import Ready, Routes
 from asynckv.core.source import RELEASE, ROLE, Source
 from asynckv.core.timers import Timers
@@ -122,86 +122,69 @@ class DecodeSide:
     # -- calls -------------------------------------------------------------------------------------
 
     def announce(self, pull: Pull, now: float) -> None:
-        """Take a pull without blocks: meet the peers that it will read from, claim, and wait for `start`."""
-        self._add(pull, now)
+        """Take a new pull without blocks: meet the peers that it will read from, claim, and wait for `start`."""
+        self._take(pull, None, now)
         self._route(pull, now)
 
-    def begin(self, pull: Pull, lists: BlockLists, blocks: Mapping[int, Int64s], deadline: float, now: float) -> None:
-        """Take a pull whose blocks come with it.
+    def start(self, pull: Pull, lists: BlockLists, blocks: Mapping[int, Int64s], deadline: float, now: float) -> None:
+        """Give a pull its blocks.
 
         Args:
-            pull: New.
+            pull: New, or announced.
             lists: What is to be filled, and from where.
             blocks: What is to be filled, as the ledger has just found it free.
             deadline: When its caller waits no longer.
             now: The time.
         """
+        # A full prefix hit reads nothing, so nothing is remembered of those.
         ready = pull.route.ready.get(lists.wanted)
-        if pull.params.key in self.abandoned:
+        if ready is not None and (ready.num_changes != self.peers.num_changes or pull.params.key in self.abandoned):
             ready = None
-        if ready is not None and ready.num_changes == self.peers.num_changes and not lists.is_empty:
-            self._begin_at_once(pull, lists, blocks, deadline, ready, now)
-            return
-        self._add(pull, now)
-        if pull.failure is None:
-            self.start(pull, lists, blocks, deadline, now)
-
-    def _begin_at_once(
-        self,
-        pull: Pull,
-        lists: BlockLists,
-        blocks: Mapping[int, Int64s],
-        deadline: float,
-        ready: Ready,
-        now: float,
-    ) -> None:
-        """Begin a pull whose ranks are ready, and of which it is known what is read: nobody need be met."""
-        self._register(pull)
+        if pull.pull_id not in self.pulls:
+            self._take(pull, ready, now)
+            if pull.failure is not None:
+                return
         self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
+        pull.arrival = next(self._arrivals)
         self.started.add(pull.pull_id)
-        for peer in ready.peers:
-            self.peers.attach(peer, pull.pull_id, now)
         effects = pull.start(lists, deadline, now)
-        effects += pull.routed(ready.tables, now)
-        self._carry_out(pull, effects, now, at_once=True)
+        # Where there is room the plan is made at once, in the caller's time: a turn of the loop is for all pulls.
+        if ready is not None:
+            for peer in ready.peers:
+                self.peers.attach(peer, pull.pull_id, now)
+            effects += pull.routed(ready.tables, now)
+            self._carry_out(pull, effects, now, at_once=True)
+            return
+        self._carry_out(pull, effects, now)
+        for source in () if lists.is_empty else pull.sources:
+            if source.role is ROLE.RELEASE_ONLY and source.tables is None and pull.failure is None:
+                # It could not be met while the request was only announced; that may be long ago.
+                source.wanted()
+                self._meet(pull, source, now)
+        self._route(pull, now, at_once=True)
 
-    def _register(self, pull: Pull) -> None:
+    def _take(self, pull: Pull, ready: Ready | None, now: float) -> None:
+        """Take a new pull, and meet the ranks that it may read unless all are ready."""
         if pull.request_id in self.by_request:
             raise LocalProtocolError(
                 f"request {pull.request_id!r} is being pulled already; cancel it or wait for its outcome first"
             )
         self.pulls[pull.pull_id] = self.by_request[pull.request_id] = pull
         pull.arrival = next(self._arrivals)
-        if not pull.is_discharge:
+        if pull.kind is not KIND.DISCHARGE:
             self._outbox.counters["pulls.started"] += 1
-
-    def _add(self, pull: Pull, now: float) -> None:
-        self._register(pull)
+        if ready is not None:
+            return
         if not pull.route.ready:
             self._make_way(pull, now)
         # All are attached first: `_tell` takes a rank without a peer for gone, and meeting one may end the pull.
         for source in pull.sources:
             self._attach(pull, source, now)
-        if pull.params.key in self.abandoned and not pull.is_hit:
+        if pull.params.key in self.abandoned and pull.kind in (KIND.PULL, KIND.ANNOUNCEMENT):
             self.fail(pull, Reason.STANDSTILL, self.abandoned[pull.params.key], now)
         for source in pull.sources:
             if source.role is ROLE.READ and pull.failure is None:
                 self._meet(pull, source, now)
-
-    def start(self, pull: Pull, lists: BlockLists, blocks: Mapping[int, Int64s], deadline: float, now: float) -> None:
-        """Give a pull that was announced its blocks; see `begin`."""
-        self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
-        pull.arrival = next(self._arrivals)
-        self.started.add(pull.pull_id)
-        could_not_meet = [s for s in pull.sources if s.role is ROLE.RELEASE_ONLY and s.tables is None]
-        self._carry_out(pull, pull.start(lists, deadline, now), now)
-        for source in could_not_meet if not lists.is_empty else ():
-            if pull.failure is None:
-                # It could not be met while the request was only announced; that may be long ago.
-                source.wanted()
-                self._meet(pull, source, now)
-        # Where there is room its plan is made at once, in its caller's time: a turn of the loop is for all.
-        self._route(pull, now, at_once=True)
 
     def cancel(self, pull: Pull, now: float) -> None:
         """Give up a pull; harmless if it has its outcome."""
@@ -211,7 +194,7 @@ class DecodeSide:
     def extend(self, pull: Pull, deadline: float, now: float) -> None:
         """Let an announced pull wait until another deadline."""
         pull.deadline = deadline
-        self._carry_out(pull, pull.take_effects(), now)
+        self._carry_out(pull, [], now)
 
     def discharge(self, pull: Pull, now: float) -> None:
         """End a pull that has no blocks, and of which nothing is needed."""
@@ -241,7 +224,7 @@ class DecodeSide:
         while (pull_id := self.admission.next()) is not None:
             pull = self.pulls[pull_id]
             if self.can_read(pull):
-                self._read(pull, now)
+                self._carry_out(pull, self._read(pull, now), now)
                 return pull
             self.admission.leave(pull_id)  # it asks again when its ranks are heard of
         return None
@@ -505,7 +488,7 @@ class DecodeSide:
 
         Args:
             pull: Whose.
-            effects: In order.
+            effects: In order; what they bring about in turn follows them.
             now: The time.
             at_once: Let it read at once if there is room.
         """
@@ -520,7 +503,7 @@ class DecodeSide:
                             self.posting.offer(self.peers.by_place[source.rank.place].line, source)
                 case DO.QUEUE:
                     if at_once and self.can_read(pull) and self.admission.enter(pull.route.flow, pull.pull_id):
-                        self._read(pull, now)
+                        effects += self._read(pull, now)
                     else:
                         self._queue(pull)
                 case DO.LEAVE:
@@ -529,7 +512,7 @@ class DecodeSide:
                     if not at_once:  # else it asks in the same breath
                         self.admission.expect(pull.route.flow, pull.pull_id)
                 case DO.TELL:
-                    self._tell(pull, now)
+                    effects += self._tell(pull, now)
                 case DO.RETURN:
                     self._ledger.drop(pull.pull_id)
                     self._outbox.commands.append(BlocksReturned(pull))
@@ -548,16 +531,10 @@ class DecodeSide:
         if not self.admission.waits(pull.pull_id) and self.can_read(pull):
             self.admission.ask(pull.route.flow, pull.pull_id, pull.priority, pull.arrival)
 
-    def _read(self, pull: Pull, now: float) -> None:
-        """Make the plan of a pull that was admitted, and let it read."""
+    def _read(self, pull: Pull, now: float) -> list[Effect]:
+        """Decide which descriptors a pull that was admitted reads of every rank, and let it read."""
         if self._is_aside(pull):
             self.admission.discount(pull.pull_id)
-        plans = self._plans(pull, now)
-        if plans is not None:
-            self._carry_out(pull, pull.admitted(plans, now), now)
-
-    def _plans(self, pull: Pull, now: float) -> list[tuple[Source, Plan]] | None:
-        """Decide which descriptors are read of every rank; None if it cannot be done, and the pull has failed."""
         assert pull.lists is not None
         plans: list[tuple[Source, Plan]] = []
         for source in pull.sources:
@@ -567,18 +544,14 @@ class DecodeSide:
             try:
                 plan = plan_read(source.tables, pull.lists)
             except RemoteTooShort as exc:
-                pull.turn_came(now)
-                self.fail(pull, Reason.REMOTE_TOO_SHORT, str(exc), now)
-                return None
+                return pull.unplannable(Reason.REMOTE_TOO_SHORT, str(exc), now)
             except (PlanRefused, LayoutError) as exc:
-                pull.turn_came(now)
-                self.fail(pull, Reason.UNPLANNABLE, str(exc), now)
-                return None
+                return pull.unplannable(Reason.UNPLANNABLE, str(exc), now)
             self._outbox.counters["descriptors.planned"] += plan.num_descriptors
             plans.append((source, plan))
             if source.tables.is_full:
                 source.tables.evict(set())  # a plan holds the tables that it reads with
-        return plans
+        return pull.admitted(plans, now)
 
     def _abandon(self, pull: Pull, now: float) -> None:
         """Let go of a pull that nothing was read of, because its embedder stands still: others may need the blocks."""
@@ -591,12 +564,13 @@ class DecodeSide:
             del self.abandoned[next(iter(self.abandoned))]
         self.fail(pull, Reason.STANDSTILL, text, now)
 
-    def _tell(self, pull: Pull, now: float) -> None:
+    def _tell(self, pull: Pull, now: float) -> list[Effect]:
         """Hand a pull's outcome over."""
+        effects: list[Effect] = []
         self.started.discard(pull.pull_id)
         if self.by_request.get(pull.request_id) is pull:
             del self.by_request[pull.request_id]
-        if not pull.is_discharge:
+        if pull.kind is not KIND.DISCHARGE:
             self._outbox.counters[f"pulls.{pull.reason}"] += 1
         self._outbox.commands.append(PullEnded(pull))
         for source in pull.sources:
@@ -607,11 +581,12 @@ class DecodeSide:
                 pull.unanswered += (source.name,)
                 if peer is None:  # it gave way, and nothing else would close the link
                     self.peers.unlink(source.address)
-                self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
+                effects += pull.settled(source, "the rank is gone", now)
             elif peer is not None:
                 self.peers.probe(peer, now)
             if source.running or source.is_waiting:
                 self._make_room(source)
+        return effects
 
     def _make_room(self, source: Source) -> None:
         """What still runs for a pull that has its outcome may never end: it must not take room from others."""
@@ -629,8 +604,7 @@ class DecodeSide:
 
     def _finish(self, pull: Pull, now: float) -> None:
         """Forget a pull that is over."""
-        if self.pulls.pop(pull.pull_id, None) is None:
-            return
+        del self.pulls[pull.pull_id]
         self._timers.forget(pull)
         for source in pull.sources:
             self.peers.detach(source.rank.place, pull.pull_id, now)
@@ -692,17 +666,18 @@ class DecodeSide:
 
     def _route(self, pull: Pull, now: float, *, at_once: bool = False) -> None:
         """Once every rank that may be read is ready: decide what is read of which, and claim."""
+        effects: list[Effect] = []
         while pull.failure is None and pull.state in (P.ANNOUNCED, P.CONNECTING):
             sources = [source for source in pull.sources if source.role is ROLE.READ]
             if not sources:
-                if pull.is_hit:
+                if pull.kind in (KIND.HIT, KIND.DISCHARGE):
                     break
                 if not self._widen(pull, now):
                     self.fail(pull, *(pull.unmet or (Reason.GEOMETRY, "no rank holds anything of ours")), now)
                 continue
             known = [source for source in sources if self.peers.by_place[source.rank.place].is_loaded]
             for source in known:
-                pull.want_claim(source, now)
+                effects += pull.met(source, now)
             if pull.lists is None or pull.state is not P.CONNECTING:
                 break
             if any(source.tables is None for source in sources):
@@ -726,9 +701,9 @@ class DecodeSide:
                 self._remember(pull, pull.lists.wanted, tables)
             else:
                 tables = [source.tables for source in pull.sources]
-            self._carry_out(pull, pull.routed(tables, now), now, at_once=at_once)
-            return
-        self._carry_out(pull, pull.take_effects(), now)
+            effects += pull.routed(tables, now)
+            break
+        self._carry_out(pull, effects, now, at_once=at_once)
 
     def _remember(self, pull: Pull, wanted: tuple[int, ...], tables: list[PeerTables | None]) -> None:
         """Note what is read of whom for the requests that follow, if all of its ranks are ready."""

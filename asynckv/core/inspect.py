@@ -19,7 +19,7 @@ from asynckv.core.lease import Lease
 from asynckv.core.ledger import Holding, Ledger
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.prefill import PrefillSide
-from asynckv.core.pull import Pull
+from asynckv.core.pull import Kind, Pull
 from asynckv.core.source import ReleaseState, Source
 from asynckv.core.types import PullId
 
@@ -353,7 +353,7 @@ def _lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
 def _pull_status(pull: Pull, peer_of: Callable[[Source], Peer | None], blocks: int, now: float) -> RequestStatus:
     """Say how a pull or an announcement stands."""
     return RequestStatus(
-        kind="announced" if pull.is_announced else "pull",
+        kind="announced" if pull.kind is Kind.ANNOUNCEMENT else "pull",
         request_id=pull.request_id,
         prefill_request_id=pull.params.request_id,
         state=pull.state.value,

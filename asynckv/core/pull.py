@@ -36,12 +36,25 @@ from asynckv.errors import LocalProtocolError
 from asynckv.geometry.blocks import BlockIds
 from asynckv.geometry.plan import BlockLists, PeerTables, Plan, ReadRequest
 
-__all__ = ["DO", "Effect", "Pull", "PullEvent", "PullLimits", "PullRequest", "PullState"]
+__all__ = ["DO", "KIND", "Effect", "Kind", "Pull", "PullEvent", "PullLimits", "PullRequest", "PullState"]
 
 MAX_ASKED_S = 86_400.0
 """No claim asks for more at once, however far the deadline is; renewals ask again."""
 
 MAX_HISTORY = 256
+
+
+class Kind(enum.Enum):
+    """What a pull is for."""
+
+    ANNOUNCEMENT = enum.auto()
+    """Ranks are met and the lease is renewed; it becomes one of the next two when its caller asks for the blocks."""
+    PULL = enum.auto()
+    """Blocks are to be filled."""
+    HIT = enum.auto()
+    """Nothing is to be filled: all ranks are only released."""
+    DISCHARGE = enum.auto()
+    """All ranks are told that no attempt follows after all; there is no caller."""
 
 
 class PullState(enum.StrEnum):
@@ -71,10 +84,14 @@ class PullEvent(enum.StrEnum):
     """A transfer is about to be posted."""
     ANSWERED = "answered"
     """A claim or renewal was answered, before there is an outcome."""
+    REFUSED = "refused"
+    """So it was, and the answer is the end of the attempt."""
     ENDED = "ended"
-    """A transfer ended, or fell in doubt."""
+    """A transfer ended well."""
+    TRANSFER_FAILED = "transfer_failed"
+    """A transfer failed, or fell in doubt."""
     FAILED = "failed"
-    """A transfer failed, a claim or a plan was refused, or a peer is lost."""
+    """A plan was refused, or a peer is lost."""
     CANCELLED = "cancelled"
     """The caller wants it no more, or needs nothing of it."""
     TIME_UP = "time_up"
@@ -104,19 +121,25 @@ class Effect(enum.Enum):
     """It is over: every rank was told, every block returned."""
 
 
-S, E, DO = members(PullState), members(PullEvent), members(Effect)
+S, E, DO, KIND = members(PullState), members(PullEvent), members(Effect), members(Kind)
 
-_FAILS = dict.fromkeys((E.FAILED, E.CANCELLED, E.TIME_UP), S.DRAINING)
+_FAILS = dict.fromkeys((E.REFUSED, E.FAILED, E.CANCELLED, E.TIME_UP), S.DRAINING)
 
 ON_EVENT: Mapping[PullState, Mapping[PullEvent, PullState]] = {
     S.ANNOUNCED: {**_FAILS, E.ANSWERED: S.ANNOUNCED, E.STARTED: S.CONNECTING},
     S.CONNECTING: {**_FAILS, E.ANSWERED: S.CONNECTING, E.ROUTED: S.QUEUED},
     S.QUEUED: {**_FAILS, E.ANSWERED: S.QUEUED, E.ADMITTED: S.READING},
-    S.READING: {**_FAILS, E.ANSWERED: S.READING, E.POSTED: S.READING, E.ENDED: S.READING},
+    S.READING: {
+        **_FAILS,
+        E.ANSWERED: S.READING,
+        E.POSTED: S.READING,
+        E.ENDED: S.READING,
+        E.TRANSFER_FAILED: S.DRAINING,
+    },
     S.CONFIRMING: {**_FAILS, E.ANSWERED: S.CONFIRMING},
-    S.DRAINING: {E.FAILED: S.DRAINING, E.CANCELLED: S.DRAINING, E.ANSWERED: S.DRAINING, E.ENDED: S.DRAINING},
-    S.NOTIFYING: {E.SETTLED: S.NOTIFYING, E.ENDED: S.NOTIFYING},
-    S.QUARANTINED: {E.SETTLED: S.QUARANTINED, E.ENDED: S.QUARANTINED},
+    S.DRAINING: dict.fromkeys((E.ANSWERED, E.REFUSED, E.ENDED, E.TRANSFER_FAILED, E.FAILED, E.CANCELLED), S.DRAINING),
+    S.NOTIFYING: dict.fromkeys((E.SETTLED, E.ENDED, E.TRANSFER_FAILED), S.NOTIFYING),
+    S.QUARANTINED: dict.fromkeys((E.SETTLED, E.ENDED, E.TRANSFER_FAILED), S.QUARANTINED),
     S.RELEASED: {},
 }
 """What each state takes. Most events only add to what is known: `WHEN` decides what follows. Late ones are normal."""
@@ -124,7 +147,7 @@ ON_EVENT: Mapping[PullState, Mapping[PullEvent, PullState]] = {
 
 def has_nothing_to_read(pull: Pull, now: float) -> bool:
     """Nothing is wanted: a full prefix hit."""
-    return pull.is_hit
+    return pull.kind is KIND.HIT
 
 
 def has_landed(pull: Pull, now: float) -> bool:
@@ -267,12 +290,7 @@ class Pull:
     """Failures after which another attempt follows, so that the reader is not discharged."""
     is_last: bool = True
     """If it fails no other attempt follows: the reader is discharged."""
-    is_announced: bool = False
-    """Nobody has asked for the blocks yet."""
-    is_hit: bool = False
-    """Nothing is to be filled: everybody is only released."""
-    is_discharge: bool = False
-    """It only says that its reader needs the request no more; there is no caller."""
+    kind: Kind = KIND.PULL
 
     state: PullState = S.ANNOUNCED
     lists: BlockLists | None = None
@@ -457,9 +475,8 @@ class Pull:
         after = ON_EVENT[self.state].get(E.STARTED) or self._impossible(E.STARTED)
         self.lists, self.deadline, self.called_at, self.begun_at = lists, deadline, now, now
         self.warn_at = now + self.warn_s
-        self.is_announced = False
+        self.kind = KIND.HIT if lists.is_empty else KIND.PULL
         if lists.is_empty:
-            self.is_hit = True
             for source in self.sources:
                 source.not_wanted()
         return self._settle(after, now)
@@ -472,7 +489,7 @@ class Pull:
         for source, read in zip(self.sources, tables, strict=True):
             if read is not None:
                 source.role, source.tables = ROLE.READ, read
-                self.want_claim(source, now)
+                self._effects += self.met(source, now)
             elif source.role is ROLE.READ:
                 source.not_wanted()
         return self._settle(after, now)
@@ -490,9 +507,10 @@ class Pull:
         """Its plan was made by now."""
         self.planned_at = now
 
-    def turn_came(self, now: float) -> None:
+    def unplannable(self, reason: Reason, detail: str, now: float) -> list[Effect]:
         """There is room for it, but its plan cannot be made; see `admitted`."""
         self.admitted_at = min(self.admitted_at, now)
+        return self.fail(reason, detail, now)
 
     def admitted(self, plans: Iterable[tuple[Source, Plan]], now: float) -> list[Effect]:
         """It may read, according to these plans of sources that have none yet."""
@@ -511,22 +529,18 @@ class Pull:
         self.warn_at = now + self.warn_s
         return self._settle(after, now)
 
-    def want_claim(self, source: Source, now: float) -> None:
-        """A rank that will be read is ready: claim at once, beside the read. See `take_effects`."""
-        if source.claim_at == math.inf and not source.nonces and self.state in _CLAIMS:
-            source.claim_at = now
-            self._effects.append(DO.SEND)
-
-    def take_effects(self) -> list[Effect]:
-        """Return what has been brought about and not been returned yet."""
-        effects, self._effects = self._effects, []
-        return effects
+    def met(self, source: Source, now: float) -> list[Effect]:
+        """A rank that will be read is ready: claim at once, beside the read."""
+        if source.claim_at < math.inf or source.nonces or self.state not in _CLAIMS:
+            return []
+        source.claim_at = now
+        return [DO.SEND]
 
     def answered(self, source: Source, answer: Granted | NotYet | Refused, now: float) -> list[Effect] | None:
         """Take an answer to a claim or renewal; None if it changes nothing (stale, repeated, forged)."""
         if answer.nonce not in source.nonces or self.reason is not None:
             return None
-        after = ON_EVENT[self.state].get(E.ANSWERED) or self._impossible(E.ANSWERED)
+        event = E.ANSWERED
         waited = source.not_lent_yet
         match answer:
             case Granted():
@@ -540,7 +554,7 @@ class Pull:
                 reads_yet = self.state not in (S.ANNOUNCED, S.CONNECTING)
                 if failure := source.refused(answer, now, reads_yet=reads_yet):
                     self._fail(*failure, now)
-                    after = ON_EVENT[self.state][E.FAILED]
+                    event = E.REFUSED
                 elif source.claim_at == math.inf:
                     self._note(now, f"{source.name} grants no more: {answer.reason}")
             case _:
@@ -552,7 +566,7 @@ class Pull:
                 self._effects.append(DO.LEAVE if self.not_lent_yet else DO.QUEUE)
             elif self.state is S.READING and waited:
                 self._effects.append(DO.POST)
-        return self._settle(after, now)
+        return self._settle(ON_EVENT[self.state][event], now)
 
     def posted(self, source: Source, transfer_id: TransferId, before: float) -> ReadRequest:
         """Take the next read of a source, which is about to be posted; `before` was read before that."""
@@ -582,8 +596,9 @@ class Pull:
             detect_s: At most so long after it ended this was found.
             now: Read after it was observed.
         """
-        after = ON_EVENT[self.state].get(E.ENDED) or self._impossible(E.ENDED)
         is_done = transfer.ending is ENDING.DONE
+        event = E.ENDED if is_done else E.TRANSFER_FAILED
+        after = ON_EVENT[self.state].get(event) or self._impossible(event)
         if is_done:
             self.detect_s = max(self.detect_s, detect_s)
         in_doubt = transfer.ending is ENDING.IN_DOUBT
@@ -595,8 +610,6 @@ class Pull:
             self._fail(reason, f"a transfer from {source.where} failed: {transfer.cause}", now)
         if self.reason is not None:
             self._return()
-        elif not is_done:
-            after = ON_EVENT[self.state][E.FAILED]
         return self._settle(after, now)
 
     def fail(self, reason: Reason, detail: str, now: float) -> list[Effect]:
@@ -683,7 +696,7 @@ class Pull:
                 return Outcome.FAILED  # else the lease would stand for a reader that does not come
             case reason if not self.is_last or reason in self.retryable:
                 return Outcome.RETRY
-            case reason if self.is_announced and reason not in (Reason.CANCELLED, Reason.TIMEOUT):
+            case reason if self.kind is KIND.ANNOUNCEMENT and reason not in (Reason.CANCELLED, Reason.TIMEOUT):
                 # Only announced: whoever announced it has not given up, and may still ask for the blocks.
                 return Outcome.RETRY
             case Reason.CANCELLED:

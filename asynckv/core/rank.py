@@ -33,7 +33,7 @@ from asynckv.core.limits import Limiter
 from asynckv.core.outbox import Outbox
 from asynckv.core.peer import Peer
 from asynckv.core.prefill import PrefillSide
-from asynckv.core.pull import Pull, PullLimits, PullRequest
+from asynckv.core.pull import KIND, Kind, Pull, PullLimits, PullRequest
 from asynckv.core.readers import Identity, Readers
 from asynckv.core.source import ROLE, Source
 from asynckv.core.survey import Survey
@@ -198,7 +198,7 @@ class RankCore:
             self.decode.extend(pull, now + wait_s, now)
             return pull
         self._check_open()
-        pull = self._make_pull(PullRequest(request_id, (), params, cohort_id), wait_s, now, is_announced=True)
+        pull = self._make_pull(PullRequest(request_id, (), params, cohort_id), wait_s, now, KIND.ANNOUNCEMENT)
         self.decode.announce(pull, now)
         return pull
 
@@ -207,10 +207,8 @@ class RankCore:
         request: PullRequest,
         wait_s: float,
         now: float,
+        kind: Kind,
         *,
-        reads: bool = True,
-        is_announced: bool = False,
-        is_discharge: bool = False,
         attempt: int = 1,
         retryable: frozenset[Reason] = frozenset(),
     ) -> Pull:
@@ -222,7 +220,7 @@ class RankCore:
                 f"lone surrogates"
             )
         route = self.decode.routes.answered_for(request.request_id, params)
-        ours = self.identity
+        ours, reads = self.identity, kind in (KIND.PULL, KIND.ANNOUNCEMENT)
         if reads and params.engine_id == ours.engine_id and ours.incarnation in [r.place[1] for r in route.ranks]:
             raise PlanRefused(
                 f"request {request.request_id[:200]!r} is lent by this very rank, and no transfer leads from a NIXL "
@@ -249,9 +247,7 @@ class RankCore:
             attempt=attempt,
             retryable=retryable,
             is_last=request.is_last,
-            is_announced=is_announced,
-            is_hit=not reads,
-            is_discharge=is_discharge,
+            kind=kind,
         )
 
     def pull(
@@ -304,14 +300,12 @@ class RankCore:
         if pull is not None and pull.lists is None:
             self._check_announced(pull, request)
             pull.wanted(request.is_last, request.priority, retryable)
-            begin = self.decode.start
         else:
             # A full prefix hit: nobody is read, so nobody need be met; everybody is released.
-            reads = not lists.is_empty
-            pull = self._make_pull(request, timeout_s, now, reads=reads, attempt=attempt, retryable=retryable)
-            begin = self.decode.begin
+            kind = KIND.HIT if lists.is_empty else KIND.PULL
+            pull = self._make_pull(request, timeout_s, now, kind, attempt=attempt, retryable=retryable)
         try:
-            begin(pull, lists, held, now + timeout_s, now)
+            self.decode.start(pull, lists, held, now + timeout_s, now)
         except BaseException:
             # Whoever is told that it failed must not have his blocks filled behind his back.
             if self.decode.pulls.get(pull.pull_id) is pull and pull.reason is None:
@@ -373,7 +367,7 @@ class RankCore:
         request = PullRequest(request_id, (), params, cohort_id)
         pull = self.decode.by_request.get(RequestId(request_id))
         if pull is None:
-            pull = self._make_pull(request, self.config.pull.timeout_s, now, reads=False)
+            pull = self._make_pull(request, self.config.pull.timeout_s, now, KIND.HIT)
             self.decode.announce(pull, now)
         elif pull.lists is not None:
             raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled; cancel it")
@@ -384,7 +378,7 @@ class RankCore:
     def let_go(self, request: PullRequest, reason: Reason, now: float) -> None:
         """Tell all ranks of a request that its last attempt was the last; no pull of it may be without an outcome."""
         request = replace(request, is_last=True)
-        pull = self._make_pull(request, self.config.pull.timeout_s, now, reads=False, is_discharge=True)
+        pull = self._make_pull(request, self.config.pull.timeout_s, now, KIND.DISCHARGE)
         self.decode.announce(pull, now)
         self.decode.fail(pull, reason, "no attempt follows", now)
 

@@ -37,7 +37,7 @@ from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.prefill import PrefillSide
-from asynckv.core.pull import Pull
+from asynckv.core.pull import Kind, Pull
 from asynckv.core.readers import Identity, Readers
 from asynckv.core.types import members
 from asynckv.core.wire import Status, StatusRequest
@@ -321,7 +321,7 @@ class Survey:
                 if not pull.is_over:
                     counts.tally.add(pull, self._ledger)
                     phase = "retired" if pull.is_retired and not pull.is_returned else pull.state.value
-                    counts.add("announced" if pull.is_announced else "pull", phase, pull.called_at)
+                    counts.add("announced" if pull.kind is Kind.ANNOUNCEMENT else "pull", phase, pull.called_at)
             now = yield
         peers = list(self._decode.peers.by_place.values())
         for start in range(0, len(peers), SLICE_LEASES):

@@ -41,7 +41,7 @@ from asynckv.core.outbox import (
     Traced,
 )
 from asynckv.core.peer import Peer
-from asynckv.core.pull import Pull
+from asynckv.core.pull import Kind, Pull
 from asynckv.core.rank import RankCore
 from asynckv.core.told import Told, short
 from asynckv.core.types import Address, PullId, ReplyTo
@@ -514,7 +514,7 @@ class Driver:
                 waiting = self.waiting.get(pull.pull_id)
                 if waiting is not None and waiting.outcome is not None and not waiting.outcome.done():
                     waiting.outcome.set_result(None)
-                if not pull.is_discharge:
+                if pull.kind is not Kind.DISCHARGE:
                     recorder.pull_ended(pull, now)
                     if self.observers:
                         self.tell(Observer.pull_ended, pull, now)

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from asynckv.core.outbox import BlocksRetired, BlocksReturned, Command, LeaseEnded, PullEnded
-from asynckv.core.pull import Pull
+from asynckv.core.pull import Kind, Pull
 from asynckv.core.types import Key, Outcome, Reason, rank_name
 from asynckv.core.wire import (
     Ack,
@@ -311,7 +311,7 @@ class Witness:
 
     def _command(self, process: Process, command: Command) -> None:
         match command:
-            case PullEnded(pull) if pull.lists is None and not pull.is_discharge:
+            case PullEnded(pull) if pull.lists is None and pull.kind is not Kind.DISCHARGE:
                 if pull.reason is Reason.TIMEOUT:
                     self._forgotten.append((process, pull))
             case PullEnded(pull) if pull.lists is not None:
