@@ -407,7 +407,7 @@ def test_what_a_program_compares_names_the_place_and_not_the_process() -> None:
         Outcome.COMPLETE,
     )
     # What a pull is called is said to be a pull, and whose.
-    notes = [text for _, text in lease.history]
+    notes = [str(what) for _, what in lease.history]
     pull_id = decode.ended[0].pull_id
     assert notes[1] == f"granted to decode/tp0@decode-h, pull {pull_id}"
     assert notes[2] == f"released by decode/tp0@decode-h, pull {pull_id}: complete"

@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
+from asynckv.core import notes
 from asynckv.core.types import SHOWN_LETTERS, Key, Outcome, PullId, Reason, ReplyTo, RequestId, members, rank_name
 from asynckv.core.wire import RELEASE_NONCE, Ack, Claim, Granted, Refused, Release, Renew, blocks_digest
 from asynckv.errors import LocalProtocolError
@@ -292,7 +293,7 @@ class Lease:
         self.revoked_by = ""
         """Who wanted it back: `caller`, `withdraw`, or how the engine ended."""
         self.digest = blocks_digest(lent.groups, lent.num_tokens, lent.written, lent.hashes, lent.hash_tokens)
-        self.history: list[tuple[float, str]] = [(now, "lent")]
+        self.history: notes.History = [(now, L.LENT)]
         self.scheduled_at = math.inf
         """The timers' own note of when they wake it."""
         self.is_sampled = False
@@ -352,7 +353,7 @@ class Lease:
             raise self._impossible(Gone)
         for reader in readers:
             self.gone.add(reader)
-            self._note(now, f"gone: {self.past[reader].name}")
+            self._note(now, notes.Gone(self.past[reader].name))
         self._go_on(after, now)
         return Effects(self.wake_at, has_ended=self.is_over)
 
@@ -418,7 +419,7 @@ class Lease:
     def _enter(self, after: LeaseState, now: float) -> None:
         self.state, self.since = after, now
         if after is L.ENDING:
-            self._note(now, f"ending: revoked, owed {len(self.owed())}, held {len(self.grants)}")
+            self._note(now, notes.Revoked(len(self.owed()), len(self.grants)))
         else:
             self.history.append((now, after))  # the last word is always said
 
@@ -433,11 +434,11 @@ class Lease:
                 heapq.heappush(self.deadlines, (grant.until, pull_id))
                 continue
             self.past[grant.reader] = self.grants.pop(pull_id)
-            self._note(now, f"grant lapsed to {grant.name}, pull {pull_id}")
+            self._note(now, notes.Lapsed(grant.name, pull_id))
 
-    def _note(self, now: float, text: str) -> None:
+    def _note(self, now: float, note: notes.Note) -> None:
         if len(self.history) < MAX_HISTORY:  # what a reader can repeat is not kept without end
-            self.history.append((now, text))
+            self.history.append((now, note))
 
     # -- what it looks like from outside -----------------------------------------------------------
 
@@ -595,7 +596,7 @@ class Lease:
         grant = self.grants.get(pull_id)
         if grant is None:
             name = rank_name(reader.cohort, reader.tp_rank, reader.pp_stage, sender)
-            self._note(now, f"granted to {name}, pull {pull_id}")
+            self._note(now, notes.Granted(name, pull_id))
             self.attempts[reader] = self.attempts.get(reader, 0) + 1
             self.grants[pull_id] = Grant(pull_id, reader, sender, name, now + seconds, now, now, (reply_to,))
             self.names[sender] = name
@@ -637,7 +638,7 @@ class Lease:
             self.past[reader].came_by(reply_to)
             self.gone.discard(reader)  # a later start of its process says that it goes on
             self.look_at = min(self.look_at, now + self.lent.grant_s)
-        self._note(now, f"released by {name}, pull {pull_id}: {release.outcome}")
+        self._note(now, notes.Released(name, pull_id, release.outcome))
         return Ack(release.key, pull_id)
 
     def _bind(self, message: Claim | Release, reader: Reader, proven: str) -> Refused | None:

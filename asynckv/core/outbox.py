@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from asynckv.core.lease import Lease
+from asynckv.core.notes import Note
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
 from asynckv.core.told import Told
@@ -134,7 +135,7 @@ class Traced(Struct, frozen=True):
     """New entries of a pull's or lease's history; only asked for when tracing."""
 
     subject: Pull | Lease
-    entries: tuple[tuple[float, str], ...]
+    entries: tuple[tuple[float, str | Note], ...]
 
 
 Command = (

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from asynckv.core import notes
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.routes import Route
 from asynckv.core.source import MAX_CLAIM_PAUSE_S, RELEASE, ROLE, Source
@@ -337,7 +338,7 @@ class Pull:
     num_posted: int = 0
     num_descriptors_posted: int = 0
     rereads: int = 0
-    history: list[tuple[float, str]] = field(default_factory=list)
+    history: notes.History = field(default_factory=list)
     num_traced: int = 0
     """History entries that were reported one by one."""
     scheduled_at: float = math.inf
@@ -546,17 +547,17 @@ class Pull:
             case Granted():
                 source.granted(answer, self.params.written, self.params.renew_s, now)
                 source.prove()
-                self._note(now, f"{source.rank.name} granted {answer.seconds:g} s")
+                self._note(now, notes.Promised(source.rank.name, answer.seconds))
             case NotYet():
                 source.not_lent_yet, source.not_lent_yet_at = source.covered_until == -math.inf, now
-                self._note(now, f"{source.name} not yet")
+                self._note(now, notes.NotYet(source.name))
             case Refused():
                 reads_yet = self.state not in (S.ANNOUNCED, S.CONNECTING)
                 if failure := source.refused(answer, now, reads_yet=reads_yet):
                     self._fail(*failure, now)
                     event = E.REFUSED
                 elif source.claim_at == math.inf:
-                    self._note(now, f"{source.name} grants no more: {answer.reason}")
+                    self._note(now, notes.Unrenewed(source.name, answer.reason))
             case _:
                 assert_never(answer)
         if source.claim_at <= now:
@@ -630,11 +631,11 @@ class Pull:
         self._fail(Reason.DISCHARGED, "discharged", now)
         return self._settle(after, now)
 
-    def settled(self, source: Source, note: str, now: float) -> list[Effect]:
+    def settled(self, source: Source, how: str, now: float) -> list[Effect]:
         """One rank needs no release any more: acknowledged, refused, or gone."""
         after = ON_EVENT[self.state].get(E.SETTLED) or self._impossible(E.SETTLED)
         if source.release is not RELEASE.SETTLED:
-            self._note(now, f"release {source.rank.name}: {note}")
+            self._note(now, notes.Settled(source.rank.name, how))
         source.settled()
         return self._settle(after, now)
 
@@ -642,11 +643,11 @@ class Pull:
         """Let time pass."""
         if now >= self.retire_at:
             self.is_retired = True
-            self._note(now, "blocks retired")
+            self._note(now, notes.Retired())
         if self.state is S.NOTIFYING and now >= self.published_at + self.limits.release_timeout_s:
             for source in self.sources:
                 if source.release is not RELEASE.SETTLED:
-                    self._note(now, f"release {source.name}: given up, the lease will expire")
+                    self._note(now, notes.Settled(source.name, "given up, the lease will expire"))
                     self.unanswered += (source.name,)
                     source.settled()
         after = self.state
@@ -776,9 +777,9 @@ class Pull:
             self.is_returned = True
             self._effects.append(DO.RETURN)
 
-    def _note(self, now: float, text: str) -> None:
+    def _note(self, now: float, note: notes.Note) -> None:
         if len(self.history) < MAX_HISTORY:
-            self.history.append((now, text))
+            self.history.append((now, note))
 
     def _fail(self, reason: Reason, detail: str, now: float) -> None:
         if self.failure is not None or self.reason is not None:
@@ -788,13 +789,13 @@ class Pull:
         self.failed_at, self.failed_in, self.waited_for = now, self._phase, self._waiting_for(now)[1]
         is_late = reason in (Reason.TIMEOUT, Reason.NOT_LENT_YET)
         self.drain_by = now if is_late else min(self.deadline, now + self.limits.drain_s)
-        self._note(now, f"{reason}: {detail}")
+        self._note(now, notes.Failed(reason, detail))
 
     def _read_again(self, now: float) -> None:
         """Read what began before the blocks were lent."""
         for source in self.sources:
             if source.reads and not source.proven and source.is_early:
-                self._note(now, f"{source.name} read before it was lent, reading again")
+                self._note(now, notes.ReadAgain(source.name))
                 source.restart(self.limits.max_post_bytes, self.limits.max_post_descriptors)
                 self.rereads += 1
 

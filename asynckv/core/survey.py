@@ -359,7 +359,7 @@ class Survey:
             status = self._inspector.status(request, now)
             if asked.request_id:
                 began = request.history[0][0]
-                told_of = tuple((at - began, text[:MAX_EVENT]) for at, text in request.history[-MAX_HISTORY:])
+                told_of = tuple((at - began, str(what)[:MAX_EVENT]) for at, what in request.history[-MAX_HISTORY:])
                 status = replace(status, history=told_of)
             work += 1 + len(status.ranks)
             status = replace(status, ranks=status.ranks[:MAX_RANKS])

@@ -310,17 +310,17 @@ class HeldLease(Struct, frozen=True, omit_defaults=True):
     refused: RefusedMessages = None
 
 
-class LeaseHeld(Told):
+class LeaseHeld(Told, kw_only=True):
     """Requests have been lent for a third of their lease (`log.held_fraction`), or twice as long, and so on.
 
     Requests that wait for the same share a line; a few lines in ten seconds.
     """
 
     side, levels = "prefill", ("warning",)
+    state: HeldState = ""
     waits: Annotated[str, "What they wait for, in words."]
     requests: Annotated[int, "How many requests wait for the same."]
     oldest: Annotated[list[HeldLease], "The three that have been held longest."]
-    state: HeldState = ""
 
 
 class LeaseEnded(OfLease):
@@ -385,16 +385,16 @@ class HeldPull(Struct, frozen=True, omit_defaults=True):
     left_s: Annotated[float | None, "How long this can last at most."] = None
 
 
-class PullHeld(Told):
+class PullHeld(Told, kw_only=True):
     """Announcements or pulls have been in one state for a third of their lease (`log.held_fraction`), or twice as long,
     and so on. Those that wait for the same share a line; a few lines in ten seconds.
     """
 
     side, levels = "decode", ("warning",)
+    state: HeldState = ""
     waits: Annotated[str, "What they wait for, in words."]
     requests: Annotated[int, "How many requests wait for the same."]
     oldest: Annotated[list[HeldPull], "The three that have been held longest."]
-    state: HeldState = ""
 
 
 class PullRetried(OfPull):

@@ -29,6 +29,7 @@ from asynckv.core import told
 from asynckv.core.inspect import RequestStatus
 from asynckv.core.lease import Grant, Lease, LeaseState
 from asynckv.core.limits import Limiter
+from asynckv.core.notes import Gone, History, Lapsed, Note
 from asynckv.core.outbox import HeldForLong
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
@@ -257,14 +258,16 @@ class Recorder:
         self._failures[what] = now, pull.pull_id
         return ""
 
-    def _ended_alike(self, ended: Told, many: type[told.EndedAlike], whom: str, now: float) -> None:
+    def _ended_alike(
+        self, ended: Told, many: type[told.EndedAlike], whom: str, now: float, history: History | None = None
+    ) -> None:
         """Log that a request failed; beyond the first few of its cause in a line that several share."""
         said = _fields(ended)
         group = (many, said["cause"], whom)
         # Of a lease that was lent, granted once to each reader and ended, `seconds` and `claims` tell as much.
-        lived = sum(not x[1].startswith(("grant lapsed", "gone")) for x in said.get("history", ()))
+        lived = sum(not isinstance(what, Lapsed | Gone) for _, what in history or ())
         if "refused" in said or lived > 2 + len(said.get("claims", ())) or self._told.take(group, now):
-            self.log(ended, level="warning")
+            self.write("warning", ended.event, said)
             return
         rows = self._groups.setdefault(group, [])
         rows.append({name: value for name, value in said.items() if name != "history"} | {"ago_s": now})
@@ -361,7 +364,7 @@ class Recorder:
             late_s=round(late_s, 3) if late_s > LATE_S else None,
             history=_relative(lease.history),
         )
-        self._ended_alike(ended, told.LeasesEndedAlike, str(owed), now)
+        self._ended_alike(ended, told.LeasesEndedAlike, str(owed), now, lease.history)
 
     def lease_lent(self, lease: Lease, now: float) -> None:
         """Log that a request was lent, and decide whether its grants and its good end are logged as well."""
@@ -385,9 +388,9 @@ class Recorder:
         """Log what has been held for long, with the oldest of it."""
         found = list(zip(held.oldest, oldest, strict=True))
         if leases := [_held_lease(x, status) for x, status in found if isinstance(x, Lease)]:
-            self.log(told.LeaseHeld(held.waits, held.number, leases, held.state))
+            self.log(told.LeaseHeld(state=held.state, waits=held.waits, requests=held.number, oldest=leases))
         elif pulls := [_held_pull(x, status) for x, status in found if isinstance(x, Pull)]:
-            self.log(told.PullHeld(held.waits, held.number, pulls, held.state))
+            self.log(told.PullHeld(state=held.state, waits=held.waits, requests=held.number, oldest=pulls))
 
     def peer_changed(self, peer: Peer, before: PeerState, after: PeerState) -> None:
         """Log a peer's transition; an end that was announced, and took no pull along, is no warning."""
@@ -410,11 +413,11 @@ class Recorder:
         )
         self.log(changed, level="warning" if bad else "info")
 
-    def traced(self, subject: Pull | Lease, entries: Sequence[tuple[float, str]]) -> None:
+    def traced(self, subject: Pull | Lease, entries: Sequence[tuple[float, str | Note]]) -> None:
         """Log transitions one by one, at debug level."""
         start = subject.history[0][0]
-        for at, text in entries:
-            to, at_s = str(text), round(at - start, 6)
+        for at, what in entries:
+            to, at_s = str(what), round(at - start, 6)
             if isinstance(subject, Pull):
                 self.log(told.PullTransition(**told.pull_ids(subject), to=to, at_s=at_s))
             else:
@@ -484,11 +487,11 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)
 
 
-def _relative(history: Sequence[tuple[float, str]]) -> told.History:
+def _relative(history: History) -> told.History:
     """Times as seconds since the first entry."""
     first = history[0][0]
     entries = [*history]
     if left_out := max(len(entries) - MAX_HISTORY, 0):
         few = MAX_HISTORY // 4
         entries[few : few + left_out] = [(entries[few][0], f"{left_out} entries are left out")]
-    return [(round(at - first, 6), short(str(text))) for at, text in entries]
+    return [(round(at - first, 6), short(str(what))) for at, what in entries]

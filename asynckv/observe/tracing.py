@@ -18,7 +18,9 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from asynckv.core import notes
 from asynckv.core.lease import Lease, LeaseState
+from asynckv.core.notes import Note
 from asynckv.core.pull import Pull, PullState
 from asynckv.core.types import Params, PullId, Reason, rank_name
 from asynckv.observe.observer import Observer, observation_of
@@ -42,26 +44,26 @@ MAX_EVENTS = 128
 MAX_TEXT = 256
 MAX_NAMED = 8
 
-_NAMES = {
+_NAMES: Mapping[str, str] = {
     PullState.READING: "admitted",
     PullState.CONFIRMING: "landed",
     LeaseState.ENDING: "revoked",
 }
 """Transitions that are called otherwise in traces: by what has come to pass, rather than by what is waited for."""
 
-_WORDS = (
-    (" granted ", "granted"),
-    (" not yet", "not_lent_yet"),
-    (" grants no more", "not_renewed"),
-    (" read before it was lent", "read_again"),
-    ("released by ", "released"),
-    ("granted to ", "granted"),
-    ("grant lapsed", "lapsed"),
-    ("ending: ", "revoked"),
-    ("release ", "released"),
-    ("blocks retired", "retired"),
-)
-"""What notes in histories begin with or contain, and how the event is called."""
+_NOTES: Mapping[type[Note], str] = {
+    notes.Granted: "granted",
+    notes.Promised: "granted",
+    notes.NotYet: "not_lent_yet",
+    notes.Unrenewed: "not_renewed",
+    notes.ReadAgain: "read_again",
+    notes.Released: "released",
+    notes.Settled: "released",
+    notes.Lapsed: "lapsed",
+    notes.Revoked: "revoked",
+    notes.Retired: "retired",
+}
+"""What the events of notes are called; others are a `note`."""
 
 
 def trace_context(headers: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -236,13 +238,13 @@ class Tracing(Observer):
         span = self._tracer.start_span(name, parent, self._api.SpanKind[kind], links=links, start_time=began_ns)
         return span if span.is_recording() else None
 
-    def _add_events(self, span: Span, history: Sequence[tuple[float, str]], outcome: str = "") -> None:
+    def _add_events(self, span: Span, history: Sequence[tuple[float, str | Note]], outcome: str = "") -> None:
         """Make an event of each transition, and of each note with its words."""
         if len(history) > MAX_EVENTS:
             half = MAX_EVENTS // 2
             history = (*history[:half], *history[-half:])
-        for at, text in history:
-            name, detail = _event(text, outcome)
+        for at, what in history:
+            name, detail = _event(what, outcome)
             attributes = {"asynckv.detail": detail[:MAX_TEXT]} if detail else None
             span.add_event(name, attributes, self._wall_ns(at))
 
@@ -260,18 +262,13 @@ def _keep(kept: OrderedDict[Any, Any], key: object, value: object) -> None:
 
 def _num_to_outcome(pull: Pull) -> int:
     """Count what happened until its outcome."""
-    return next((i for i, (_, text) in enumerate(pull.history, 1) if text is PullState.NOTIFYING), len(pull.history))
+    return next((i for i, (_, what) in enumerate(pull.history, 1) if what is PullState.NOTIFYING), len(pull.history))
 
 
-def _event(text: str, outcome: str) -> tuple[str, str]:
+def _event(what: str | Note, outcome: str) -> tuple[str, str]:
     """Return what an entry of a history is called, and its words if it has more to say."""
-    if isinstance(text, PullState | LeaseState):
-        if text is PullState.NOTIFYING and outcome:
-            return outcome, ""
-        return _NAMES.get(text, text.value), ""
-    if text == "lent":
-        return "lent", ""
-    for words, name in _WORDS:
-        if words in text if words.startswith(" ") else text.startswith(words):
-            return name, text
-    return "note", text
+    if isinstance(what, Note):
+        return _NOTES.get(type(what), "note"), str(what)
+    if what is PullState.NOTIFYING and outcome:
+        return outcome, ""
+    return _NAMES.get(what, str(what)), ""

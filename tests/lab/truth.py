@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from asynckv.core import notes
 from asynckv.core.outbox import BlocksRetired, BlocksReturned, Command, LeaseEnded, PullEnded
 from asynckv.core.pull import Kind, Pull
 from asynckv.core.types import Key, Outcome, Reason, rank_name
@@ -572,7 +573,7 @@ class Witness:
                     found.reasons.add(reason)
         spoke = [s for s in arrived if s.at <= end - AT_ONCE_S]
         whys.add("spoke" if spoke else "silent")
-        if any("granted to " in text and found.reader in text for _, text in holder.handle._lease.history):
+        if any(isinstance(x, notes.Granted) and found.reader in x.reader for _, x in holder.handle._lease.history):
             whys.add("claimed")
             if "expired" in found.reasons:
                 whys.add("lapsed")

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from asynckv.core import told
+from asynckv.core.notes import Granted, Note, Promised, Released, Settled
 from asynckv.tools.diagnose.clocks import DRIFT, STEP_S, Clocks, Offset, Pair, align
-from asynckv.tools.diagnose.join import GRANTED, RELEASED, Lease, Process, Pull, Request, Service, history, start_of
+from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, Service, history, note_of, start_of
 from asynckv.tools.diagnose.records import Record, number
 
 __all__ = [
@@ -40,8 +40,6 @@ __all__ = [
     "pull_steps",
 ]
 
-_ANSWERED = re.compile(r"(?P<name>.+) granted [0-9.e+-]+ s\Z", re.DOTALL)
-_SETTLED = re.compile(r"release (?P<name>.+): acknowledged\Z", re.DOTALL)
 SURE_S = 0.25
 """A lesser step of a clock may as well be lines that were written late."""
 MAX_TIME = 1e11
@@ -60,7 +58,7 @@ class Step:
     """
 
     at: float
-    text: str
+    what: str | Note
     within_s: float = 0.0
 
 
@@ -69,28 +67,29 @@ def is_time(at: float) -> bool:
     return abs(at) < MAX_TIME
 
 
+Entry = tuple[float, str | Note]
 Told = tuple[float, float]
 """A line's time, and how many seconds after something it says that it was written."""
 
 
-def _worked_out(lines: Iterable[Told], text: str = "") -> Step:
+def _worked_out(lines: Iterable[Told], what: str | Note = "") -> Step:
     """Return when something was; every line that knows was written a little late, so the earliest is right."""
     found = [(at - after, DRIFT * abs(after)) for at, after in lines if is_time(at - after)]
     at, within = min(found, key=lambda x: x[0] + x[1], default=(math.nan, 0.0))
-    return Step(at, text, within)
+    return Step(at, what, within)
 
 
-def _history(record: Record | None) -> list[tuple[float, str]]:
+def _history(record: Record | None) -> list[Entry]:
     told = itertools.islice(history(record), MAX_STEPS) if record is not None else ()
-    return [(at, text) for at, text in told if math.isfinite(at)]
+    return [(at, what) for at, what in told if math.isfinite(at)]
 
 
-def _transitions(records: Sequence[Record]) -> list[tuple[float, str]]:
-    told = [(x.number("at_s"), x.text("to")) for x in records[:MAX_STEPS]]
-    return sorted(((at, text) for at, text in told if math.isfinite(at)), key=lambda x: x[0])
+def _transitions(records: Sequence[Record]) -> list[Entry]:
+    told = [(x.number("at_s"), note_of(x.text("to"))) for x in records[:MAX_STEPS]]
+    return sorted(((at, what) for at, what in told if math.isfinite(at)), key=lambda x: x[0])
 
 
-def _steps(told: Sequence[tuple[float, str]], lines: Sequence[Told]) -> list[Step]:
+def _steps(told: Sequence[Entry], lines: Sequence[Told]) -> list[Step]:
     """Put what is told, in seconds since the first, on the wall clock; lines say how long after the first they were."""
     if not lines:
         return []
@@ -99,7 +98,7 @@ def _steps(told: Sequence[tuple[float, str]], lines: Sequence[Told]) -> list[Ste
     near: dict[float, float] = {}
     for at, after in lines:
         near[after] = min(at, near.get(after, math.inf))
-    return [_worked_out([(best[0], best[1] - at), (near.get(at, math.nan), 0.0)], text) for at, text in told]
+    return [_worked_out([(best[0], best[1] - at), (near.get(at, math.nan), 0.0)], what) for at, what in told]
 
 
 def pull_steps(pull: Pull) -> list[Step]:
@@ -139,9 +138,9 @@ def granted_in(steps: Iterable[Step]) -> Iterator[tuple[str, str, float]]:
     """Go through the promises in a lease's life: which pull, whose, and when it got the first."""
     seen: set[str] = set()
     for step in steps:
-        if (found := GRANTED.match(step.text)) and found["pull"] not in seen:
-            seen.add(found["pull"])
-            yield found["pull"], found["name"], step.at
+        if isinstance(note := step.what, Granted) and note.pull_id not in seen:
+            seen.add(note.pull_id)
+            yield note.pull_id, note.reader, step.at
 
 
 def exchanges(service: Service) -> Iterator[Pair]:
@@ -190,10 +189,10 @@ def _of_request(service: Service, request: Request) -> Iterator[Pair]:
             granted[record.text("pull_id")] = _worked_out(told)
         released: dict[str, Step] = {}
         for step in lease_steps(lease):
-            if found := GRANTED.match(step.text):
-                granted.setdefault(found["pull"], step)
-            elif found := RELEASED.match(step.text):
-                released.setdefault(found["pull"], step)
+            if isinstance(step.what, Granted):
+                granted.setdefault(step.what.pull_id, step)
+            elif isinstance(step.what, Released):
+                released.setdefault(step.what.pull_id, step)
         for pull in pulls.get(lease.process.start, ()):
             if pull.process is not lease.process:
                 yield from _of_pull(lease, pull, lent, granted.get(pull.pull_id), released.get(pull.pull_id))
@@ -213,20 +212,22 @@ def _of_pull(lease: Lease, pull: Pull, lent: Step, granted: Step | None, release
     end = Step(ended.at, "") if ended is not None else None
     if granted is not None and steps:
         yield from _pair(decode, steps[0], prefill, granted, "a claim")
-    answered = [s for s in steps if (m := _ANSWERED.match(s.text)) and start_of(m["name"]) == prefill.start]
+    answered = [s for s in steps if isinstance(s.what, Promised) and start_of(s.what.rank) == prefill.start]
     if answered and granted is not None:
         yield from _pair(prefill, granted, decode, answered[0], "a grant")
     elif end is not None and ended is not None and pull.cause == "complete":
         if prefill.rank in ended.texts("read_ranks"):
             yield from _pair(prefill, granted or lent, decode, end, "a grant, and the end of its pull")
-    outcome = next((s for s in steps if s.text == "notifying"), end)
+    outcome = next((s for s in steps if s.what == "notifying"), end)
     if outcome is None:
         return
     if released is not None:
         yield from _pair(decode, outcome, prefill, released, "a release")
-        settled = [s for s in steps if (m := _SETTLED.match(s.text)) and start_of(m["name"]) == prefill.start]
-        if settled:
-            yield from _pair(prefill, released, decode, settled[0], "its acknowledgement")
+        for step in steps:
+            note = step.what
+            if isinstance(note, Settled) and note.how == "acknowledged" and start_of(note.rank) == prefill.start:
+                yield from _pair(prefill, released, decode, step, "its acknowledgement")
+                break
     elif pull.cause == "complete" and lease.ended is not None and lease.ended.text("cause") == "released":
         if any(start_of(name) == decode.start for name in lease.released):
             over = Step(lease.ended.at, "")

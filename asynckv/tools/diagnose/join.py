@@ -13,6 +13,7 @@ it was asked for) is each process's own; `at` of a record is too, and only withi
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import math
 import re
@@ -22,13 +23,14 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+import msgspec
+
 from asynckv.core import told
+from asynckv.core.notes import Granted, Lapsed, Note, Promised, Released, Revoked, Settled
 from asynckv.core.types import SHOWN_LETTERS
 from asynckv.tools.diagnose.records import Logs, Record, integer, number
 
 __all__ = [
-    "GRANTED",
-    "RELEASED",
     "Claim",
     "Lease",
     "Process",
@@ -39,6 +41,7 @@ __all__ = [
     "base_name",
     "history",
     "join",
+    "note_of",
     "start_of",
 ]
 
@@ -255,11 +258,11 @@ class Lease:
                     claimed = known.claimed_s
                 out[name] = Claim(name, pull_id, claimed, heard)
         if self.ended is not None:
-            for at_s, text in history(self.ended):
-                if found := GRANTED.match(text):
-                    known = out.get(found["name"])
-                    heard = known.heard_s if known is not None and known.pull_id == found["pull"] else at_s
-                    out[found["name"]] = Claim(found["name"], found["pull"], at_s, heard)
+            for at_s, note in history(self.ended):
+                if isinstance(note, Granted):
+                    known = out.get(note.reader)
+                    heard = known.heard_s if known is not None and known.pull_id == note.pull_id else at_s
+                    out[note.reader] = Claim(note.reader, note.pull_id, at_s, heard)
             for name, claim in _objects(self.ended.fields.get("claims")):
                 out[name] = Claim(
                     name,
@@ -274,11 +277,11 @@ class Lease:
         """Readers that released for now, and said that they would try again."""
         last: dict[str, bool] = {}
         if self.ended is not None:
-            for _, text in history(self.ended):
-                if found := GRANTED.match(text):
-                    last[found["name"]] = False
-                elif found := RELEASED.match(text):
-                    last[found["name"]] = found["outcome"] == "retry"
+            for _, note in history(self.ended):
+                if isinstance(note, Granted):
+                    last[note.reader] = False
+                elif isinstance(note, Released):
+                    last[note.reader] = note.outcome == "retry"
         return frozenset(name for name, retries in last.items() if retries)
 
     @property
@@ -301,8 +304,25 @@ class Lease:
         return frozenset(x.pull_id for x in self.claims.values() if x.pull_id)
 
 
-GRANTED = re.compile(r"granted to (?P<name>.+), pull (?P<pull>[^ ,]+)\Z", re.DOTALL)
-RELEASED = re.compile(r"released by (?P<name>.+), pull (?P<pull>[^ ,]+): (?P<outcome>[a-z]+)\Z", re.DOTALL)
+_FIELD = {"pull_id": "[^ ,]+", "outcome": "[a-z]+", "seconds": "[0-9.e+-]+", "owed": "[0-9]+", "held": "[0-9]+"}
+_SAID: Mapping[type[Note], re.Pattern[str]] = {
+    kind: re.compile(
+        re.sub(r"{(\w+)(:g)?}", lambda found: f"(?P<{found[1]}>{_FIELD.get(found[1], '.+')})", kind.words) + r"\Z",
+        re.DOTALL,
+    )
+    for kind in (Granted, Released, Lapsed, Revoked, Promised, Settled)
+}
+"""The words of the notes that a reader looks for."""
+
+
+def note_of(text: str) -> str | Note:
+    """Return the note that a line's words are of; a state, and the words of other notes, as they are."""
+    if " " in text:
+        for kind, pattern in _SAID.items():
+            if (found := pattern.match(text)) is not None:
+                with contextlib.suppress(msgspec.ValidationError):
+                    return msgspec.convert(found.groupdict(), kind, strict=False)
+    return text
 
 
 def _objects(value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -312,12 +332,12 @@ def _objects(value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 yield str(name), inner
 
 
-def history(record: Record) -> Iterator[tuple[float, str]]:
+def history(record: Record) -> Iterator[tuple[float, str | Note]]:
     """Go through what a request's end says of its life."""
     value = record.fields.get("history")
     for x in value if isinstance(value, list) else ():
         if isinstance(x, list) and len(x) == 2 and isinstance(x[1], str):
-            yield number(x[0]), x[1]
+            yield number(x[0]), note_of(x[1])
 
 
 @dataclass(slots=True, eq=False)
@@ -411,8 +431,8 @@ class Pull:
 
     def was_granted_by(self, rank: str) -> bool:
         """A prefill rank promised it its blocks, as its own history has it."""
-        ours = (f"{base_name(rank)} granted ", f"{rank} granted ")
-        return self.ended is not None and any(text.startswith(ours) for _, text in history(self.ended))
+        told_by = (x.rank for _, x in history(self.ended) if isinstance(x, Promised)) if self.ended is not None else ()
+        return any(x in (base_name(rank), rank) for x in told_by)
 
     @property
     def held_transfers(self) -> int:

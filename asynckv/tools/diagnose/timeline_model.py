@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asynckv.core import told
+from asynckv.core.notes import Lapsed, Released, Revoked
 from asynckv.tools.diagnose import colours
 from asynckv.tools.diagnose.axis import (
     Axis,
@@ -424,7 +425,7 @@ def _unlogged(axis: Axis, leases: Sequence[Lease], known: set[str]) -> Iterator[
             if process is None:
                 yield None, Mark(place(at), lease.process, f"{NO_LOG} {name} is given", "warning")
                 continue
-            over = next((s.at for s in steps if s.at > at and f"pull {pull_id}" in s.text), max(end, at))
+            over = next((s.at for s in steps if s.at > at and _ends(s, pull_id)), max(end, at))
             bar = Bar("unlogged", place(at), place(over), "by the prefill side's clock", is_open=lease.ended is None)
             fields = {"pull_id": pull_id, "log": f"its last line is of {clock_time(axis.at(process, process.last_at))}"}
             within = axis.offset(lease.process, at).within_s
@@ -458,7 +459,7 @@ def _lease_lanes(axis: Axis, lease: Lease) -> list[Lane]:
     end = start + lease.ended.number("seconds", 0.0) if lease.ended is not None else max(process.last_at, start)
     steps = lease_steps(lease)
     grants = _grants(lease, start, steps)
-    ending = next((s.at for s in steps if s.text.startswith("ending")), math.nan)
+    ending = next((s.at for s in steps if isinstance(s.what, Revoked)), math.nan)
     first = min((x for _, x in grants.values() if x >= start), default=math.nan)
     cuts: list[tuple[str, float]] = [("lent", start)]
     if math.isfinite(first):
@@ -497,9 +498,14 @@ def _grants(lease: Lease, start: float, steps: Sequence[Step]) -> dict[str, tupl
     return {pull_id: found for pull_id, found in out.items() if is_time(found[1])}
 
 
+def _ends(step: Step, pull_id: str) -> bool:
+    """A pull has no promise any more."""
+    return isinstance(step.what, Released | Lapsed) and step.what.pull_id == pull_id
+
+
 def _grant_lane(axis: Axis, lease: Lease, pull_id: str, name: str, at: float, end: float) -> Lane:
     """One reader's promise, where a lease has several."""
-    over = [s.at for s in lease_steps(lease) if f"pull {pull_id}" in s.text and not s.text.startswith("granted")]
+    over = [s.at for s in lease_steps(lease) if _ends(s, pull_id)]
     until, derived = (over[0], "") if over else (end, "until its lease ended; its own end is not told")
     bar = Bar("granted", at, max(until, at), derived, f"to {name}", lease.ended is None and not over)
     return _lane(axis, lease.process, "prefill", f"grant to {name}", [bar], {"pull_id": pull_id})
@@ -517,8 +523,8 @@ def _lease_marks(axis: Axis, lease: Lease) -> Iterator[Mark]:
     if math.isfinite(start):
         yield mark(start, "lent" + (f", {counted(lease.blocks, 'block')}" if lease.blocks >= 0 else ""))
     for step in steps:
-        if step.text not in ("lent", lease.state):
-            yield mark(step.at, step.text)
+        if step.what not in ("lent", lease.state):
+            yield mark(step.at, str(step.what))
     if not steps:
         for pull_id, (name, at) in _grants(lease, start, steps).items():
             yield mark(at, f"granted to {name}, pull {pull_id}")
@@ -539,8 +545,8 @@ def _heard(axis: Axis, lease: Lease) -> tuple[dict[str, float], dict[str, float]
     """Return when a lease heard that pulls were over, on the axis: by pull id, and by their process's start."""
     told: dict[str, float] = {}
     for step in lease_steps(lease):
-        if step.text.startswith("released by"):
-            pull_id = step.text.rpartition(", pull ")[2].partition(":")[0]
+        if isinstance(step.what, Released):
+            pull_id = step.what.pull_id
             told.setdefault(pull_id, axis.at(lease.process, step.at))
     if lease.ended is None or lease.ended.text("cause") != "released":
         return told, {}
@@ -580,7 +586,7 @@ def _pull_bars(pull: Pull) -> Iterator[Bar]:
         yield from _open_bars(pull)
         return
     sums = {name: max(number(x), 0.0) for name, x in ended.mapping("phases").items() if math.isfinite(number(x))}
-    outcome = next((s.at for s in steps if s.text == "notifying"), ended.at)
+    outcome = next((s.at for s in steps if s.what == "notifying"), ended.at)
     begun = outcome - max(ended.number("seconds", 0.0), 0.0)
     announced = steps[0].at if steps else begun
     if begun - announced > 1e-6 and "announced" not in sums:
@@ -602,7 +608,7 @@ def _pull_bars(pull: Pull) -> Iterator[Bar]:
 def _after(pull: Pull, outcome: float) -> Iterator[Bar]:
     """What follows an outcome: its release, and blocks that may still be written."""
     steps = pull_steps(pull)
-    over = next((s.at for s in steps if s.text in ("released", "quarantined")), math.nan)
+    over = next((s.at for s in steps if s.what in ("released", "quarantined")), math.nan)
     given_up = [x.at for x in pull.unanswered]
     if math.isfinite(over) or given_up:
         until = over if math.isfinite(over) else given_up[0]
@@ -620,7 +626,7 @@ def _after(pull: Pull, outcome: float) -> Iterator[Bar]:
 def _open_bars(pull: Pull) -> Iterator[Bar]:
     """A pull that has not ended as far as the log goes: from its steps, or from the warnings that name it."""
     last = pull.process.last_at
-    found = [(s.at, _STATES[s.text]) for s in pull_steps(pull) if s.text in _STATES]
+    found = [(s.at, _STATES[s.what]) for s in pull_steps(pull) if isinstance(s.what, str) and s.what in _STATES]
     for record, entry in pull.held:
         seconds = number(entry.get("state_s"))
         phase = _STATES.get(record.text("state"))
@@ -643,11 +649,11 @@ def _pull_marks(axis: Axis, pull: Pull) -> Iterator[Mark]:
         return Mark(place(at), process, text, level)
 
     for step in steps:
-        yield mark(step.at, step.text, "debug" if step.text in _STATES else "info")
+        yield mark(step.at, str(step.what), "debug" if step.what in _STATES else "info")
     if not steps and math.isfinite(pull.begun_at):
         yield mark(pull.begun_at, f"pull {pull.pull_id} began")
     if pull.ended is not None:
-        outcome = next((s.at for s in steps if s.text == "notifying"), pull.ended.at)
+        outcome = next((s.at for s in steps if s.what == "notifying"), pull.ended.at)
         detail = f": {pull.detail}" if pull.detail and not steps else ""
         yield mark(
             outcome,
