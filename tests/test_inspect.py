@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from asynckv import EngineConfig, InspectConfig
 from asynckv.arguments import MAX_NAME
 from asynckv.core import survey
-from asynckv.core.account import MAX_ACCOUNT, Account, decode_account, receipt
+from asynckv.core.account import MAX_ACCOUNT, Account, decode_account
 from asynckv.core.inspect import _rank_state
 from asynckv.core.peer import PeerState
 from asynckv.core.types import Address, Cohort, ReplyTo
@@ -35,10 +36,13 @@ def asked(world: World, rank: Rank, *questions: StatusRequest, who: bytes = b"as
     return said
 
 
+CONNECTIONS = itertools.count()
+
+
 def account(world: World, rank: Rank, most: int = MAX_TOLD, after: str = "", request_id: str = "") -> Account:
     """Ask on a connection of its own."""
     question = StatusRequest(1, most, after, request_id)
-    (status,) = asked(world, rank, question, who=f"{len(rank.core.survey._unread)}".encode())
+    (status,) = asked(world, rank, question, who=f"{next(CONNECTIONS)}".encode())
     return decode_account(status.account)
 
 
@@ -227,38 +231,6 @@ def test_who_asks_too_often_is_told_so_and_others_are_answered() -> None:
     assert decode_account(status.account).refused == "asked more than 8 times a second"
     (status,) = asked(world, prefill, StatusRequest(1, 1), who=b"another")
     assert not decode_account(status.account).refused
-
-
-def test_answers_are_not_piled_up_for_who_does_not_read_them() -> None:
-    world = World()
-    prefill = prefill_rank(world)
-
-    def ask(read: bytes = b"", who: bytes = b"asker") -> tuple[bytes, str]:
-        world.now += 1.0
-        world.lend(prefill, world.params([prefill], f"p{world.now}", [1], 4))
-        (status,) = asked(world, prefill, StatusRequest(7, 3, "", "", read), who=who)
-        return receipt(status.account), decode_account(status.account).refused
-
-    given = [ask() for _ in range(survey.MAX_UNREAD + 5)]
-    assert [bool(refused) for _, refused in given] == [False] * survey.MAX_UNREAD + [True] * 5
-    assert given[-1][1] == "16 answers are still to be read on this connection: ask on one after the other"
-    assert ask(given[-1][0])[1]  # a refusal is known to who has read none
-    assert ask(bytes(8))[1]
-    assert not ask(who=b"another")[1]
-    # Who is slow and has read some of them by now is given as many, and who has read the last one all.
-    more = [ask(given[3][0])] + [ask() for _ in range(4)]
-    assert [bool(refused) for _, refused in more] == [False] * 4 + [True]
-    assert [ask(more[3][0])[1]] + [ask()[1] for _ in range(survey.MAX_UNREAD - 1)] == [""] * survey.MAX_UNREAD
-    assert ask()[1]
-
-
-def test_it_is_bounded_for_how_many_connections_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survey, "MAX_KNOWN", 3)
-    world = World()
-    prefill = prefill_rank(world)
-    for n in range(10):
-        assert asked(world, prefill, StatusRequest(n, 1), who=b"%d" % n)
-    assert [*prefill.core.survey._unread] == [b"7", b"8", b"9"]
 
 
 def test_many_who_ask_are_bounded_together() -> None:

@@ -8,7 +8,6 @@ believes nothing of it but its types: `decode_account` looks at the length first
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -18,7 +17,7 @@ from msgspec import Meta, Struct
 from asynckv.core.inspect import HeldBlocks, RequestStatus
 from asynckv.errors import RemoteProtocolError
 
-__all__ = ["Account", "Facts", "Lag", "PeerStatus", "PhaseCount", "decode_account", "encode_account", "receipt"]
+__all__ = ["Account", "Facts", "Lag", "PeerStatus", "PhaseCount", "decode_account", "encode_account"]
 
 MAX_ACCOUNT = 4 * 1024 * 1024
 """Bytes; whoever asks takes no more of an answer."""
@@ -161,11 +160,6 @@ class Account(Struct, frozen=True, kw_only=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Account] = msgspec.msgpack.Decoder(Account)
-
-
-def receipt(account: bytes) -> bytes:
-    """Return what only somebody knows who has read an encoded account."""
-    return hashlib.blake2b(account, digest_size=8).digest()
 
 
 def encode_account(account: Account) -> bytes:

@@ -9,10 +9,9 @@ Nothing is sorted for that: leases and pulls are kept in the order in which they
 the last request on it, so that no page is kept for whoever asks, and none is left out or told twice while others come
 and go (but for requests that began at the very same moment as one that has ended since; those may be told again).
 
-How much may be asked is bounded for each key or host and for all together. Whoever asks too often, or where it is
-turned off, is told so. Nor are answers piled up for somebody who does not read them: a question says which answer was
-read last, by a digest that nobody knows who has not read it (ages are in there to the last bit), and there are never
-more than a few of which nothing was said. Nothing in here changes anything but the counts of questions.
+How much may be asked is bounded for each key or host and for all together. An asker that asks too often, or where it is
+turned off, is told so. Answers that an asker does not read are bounded where they are sent: in bytes by the control
+plane, and by one at a time over a socket of this host. Nothing in here changes anything but the counts of questions.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from itertools import islice
 from msgspec import Struct, structs
 
 from asynckv.config import EngineConfig
-from asynckv.core.account import Account, Facts, PeerStatus, PhaseCount, encode_account, receipt
+from asynckv.core.account import Account, Facts, PeerStatus, PhaseCount, encode_account
 from asynckv.core.decode import DecodeSide
 from asynckv.core.flow import READING
 from asynckv.core.inspect import HeldBlocks, Inspector, RequestStatus, Tally
@@ -56,12 +55,6 @@ MAX_WAITING = 64
 REPEAT_RATE, REPEAT_BURST = 64.0, 400
 """Answers per second that were made for somebody else, and are only sent once more: for all together, too, since they
 wait to be sent for as long as whoever asked does not read."""
-
-MAX_UNREAD = 16
-"""Answers to one connection that are given before it has shown that it read any of them."""
-
-MAX_KNOWN = 4096
-"""Connections of which that is known; of more, those begin anew that have asked nothing for longest."""
 
 LOOKED_PER_TOKEN = 8192
 """To find one request by its name all are looked at: so many cost as much as one question more."""
@@ -158,8 +151,6 @@ class Survey:
         self._prefill, self._decode, self._readers, self._inspector = prefill, decode, readers, inspector
         self._limits, self._total = Limiter(RATE, BURST), Limiter(TOTAL_RATE, TOTAL_BURST)
         self._refusals, self._repeats = Limiter(RATE, BURST), Limiter(REPEAT_RATE, REPEAT_BURST)
-        self._unread: dict[Hashable, tuple[bytes | None, ...]] = {}
-        """Receipts of answers, in their order; None for one that has still to be given."""
         self._waiting: deque[_Question] = deque()
         self._working: Generator[None, float, Status] | None = None
         self._counts: _Counts | None = None
@@ -178,18 +169,15 @@ class Survey:
             refusal = Account(refused="what follows was asked for with a place that is none; begin anew")
         elif not self._limits.take(principal or whose, now):
             refusal = Account(refused=f"asked more than {RATE:g} times a second", retry_s=2 / RATE)
-        elif self._num_unread(whose, asked.read) >= MAX_UNREAD:
-            words = f"{MAX_UNREAD} answers are still to be read on this connection: ask on one after the other"
-            refusal = Account(refused=words, retry_s=2 / RATE)
         elif (fresh := self._fresh(asked, now)) is not None and self._repeats.take(None, now):
-            self._noted(whose, answer)(fresh)
+            answer(fresh)
             return True
         elif len(self._waiting) >= MAX_WAITING or not self._total.take(None, now):
             refusal = Account(refused=f"all together ask for more than {TOTAL_RATE:g} answers a second", retry_s=0.5)
         else:
             looked = len(self._prefill.leases) + len(self._decode.pulls) if asked.request_id else 0
             self._total.charge(None, now, asked.most / TOLD_PER_TOKEN + looked / LOOKED_PER_TOKEN)
-            self._waiting.append(_Question(asked, self._noted(whose, answer)))
+            self._waiting.append(_Question(asked, answer))
             self.next_at = now
             return True
         if not self._refusals.take(principal or whose, now):
@@ -219,29 +207,6 @@ class Survey:
         self.next_at = now if self._waiting else math.inf
 
     # -- inside ------------------------------------------------------------------------------------
-
-    def _num_unread(self, whose: Hashable, read: bytes) -> int:
-        """Return how many answers were given, or are to be, since the one that was read last."""
-        unread = self._unread.pop(whose, ())
-        if read in unread:
-            unread = unread[unread.index(read) + 1 :]
-        if len(self._unread) >= MAX_KNOWN:
-            del self._unread[next(iter(self._unread))]
-        self._unread[whose] = unread
-        return len(unread)
-
-    def _noted(self, whose: Hashable, answer: Answer) -> Answer:
-        """Take an answer into account that will be given."""
-        self._unread[whose] = (*self._unread.get(whose, ()), None)
-
-        def give(status: Status) -> None:
-            unread = self._unread.get(whose, ())
-            if None in unread:
-                at = unread.index(None)
-                self._unread[whose] = (*unread[:at], receipt(status.account), *unread[at + 1 :])
-            answer(status)
-
-        return give
 
     def _answer(self, status: Status, now: float) -> None:
         """Give the answer to whoever asked first, and to all who have asked the same since."""

@@ -272,7 +272,7 @@ class StatusRequest(Struct, frozen=True, array_like=True, tag=13, gc=False):
     request_id: Annotated[str, Meta(max_length=MAX_ID)] = ""
     """Tell of this request alone, by either side's id."""
     read: Annotated[bytes, Meta(max_length=32)] = b""
-    """The `receipt` of the account that was read last on this connection."""
+    """Was a digest of the account that was read last; engines no longer look at it."""
 
 
 class Status(Struct, frozen=True, array_like=True, tag=14, gc=False):

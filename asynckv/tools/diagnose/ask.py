@@ -30,7 +30,7 @@ import msgspec
 
 from asynckv.arguments import number
 from asynckv.config import KeysConfig
-from asynckv.core.account import MAX_ACCOUNT, Account, decode_account, receipt
+from asynckv.core.account import MAX_ACCOUNT, Account, decode_account
 from asynckv.core.inspect import HeldBlocks, RequestStatus
 from asynckv.core.types import MAX_ID, Address, ReplyTo
 from asynckv.core.wire import MAX_TOLD, OtherVersion, Status, StatusRequest, decode_packet, encode_packet
@@ -190,8 +190,6 @@ class Asker:
         self._plane = ZmqPlane(None, keys=keys)
         self._name = secrets.token_hex(16)
         self._asked: dict[int, tuple[str, asyncio.Future[Status]]] = {}
-        self._read: dict[str, bytes] = {}
-        """What was read last of each address: engines do not pile up answers for who does not say so."""
         self._behind: dict[str, Seen] = {}
         """The process behind each socket, when it was last connected to."""
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
@@ -254,7 +252,7 @@ class Asker:
         patience = loop.time() + self._timeout_s
         while True:
             async with asyncio.timeout(self._timeout_s):
-                status = await line.ask(min(most - told, MAX_TOLD), after, request_id, self._read.get(address, b""))
+                status = await line.ask(min(most - told, MAX_TOLD), after, request_id)
             if not status.account:
                 return _of(status, address, is_older=True)
             try:
@@ -266,7 +264,6 @@ class Asker:
                     await asyncio.sleep(min(account.retry_s, REPEAT_S))
                     continue
                 raise _Vain(f"it refuses to answer: {account.refused[:1000]}")
-            self._read[address] = receipt(status.account)  # of a refusal the engine keeps no account
             first, patience = first or account, loop.time() + self._timeout_s
             before = len(requests)
             requests |= {(each.kind, each.pull_id or each.request_id, each.sequence): each for each in account.requests}
@@ -426,10 +423,10 @@ class _NetworkLine:
     ) -> None:
         self._plane, self._address, self._name, self._asked = plane, Address(address), name, asked
 
-    async def ask(self, most: int, after: str, request_id: str, read: bytes) -> Status:
+    async def ask(self, most: int, after: str, request_id: str) -> Status:
         """Ask until there is an answer."""
         nonce = secrets.randbits(62)
-        packet = encode_packet(self._name, "", [StatusRequest(nonce, most, after, request_id, read)])
+        packet = encode_packet(self._name, "", [StatusRequest(nonce, most, after, request_id)])
         answered: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
         self._asked[nonce] = self._address, answered
         try:
@@ -449,10 +446,10 @@ class _SocketLine:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str) -> None:
         self._reader, self._writer, self._name = reader, writer, name
 
-    async def ask(self, most: int, after: str, request_id: str, read: bytes) -> Status:
+    async def ask(self, most: int, after: str, request_id: str) -> Status:
         """Ask once; what is asked over a socket is not lost."""
         nonce = secrets.randbits(62)
-        write_packet(self._writer, encode_packet(self._name, "", [StatusRequest(nonce, most, after, request_id, read)]))
+        write_packet(self._writer, encode_packet(self._name, "", [StatusRequest(nonce, most, after, request_id)]))
         try:
             await self._writer.drain()
             for message in decode_packet(await read_packet(self._reader, 2 * MAX_ACCOUNT)).messages:
