@@ -17,7 +17,7 @@ from asynckv.tools.bench.workload import Workload
 from asynckv.tools.cli import main
 
 GROUP = StoredGroup(name="attention", block_size=16, record_bytes=4096)
-SMALL = ["bench", "--offload", "--layers", "2", "--kv-heads", "1", "--requests", "12", "--prompt-tokens", "128:200"]
+SMALL = ["bench", "offload", "--layers", "2", "--kv-heads", "1", "--requests", "12", "--prompt-tokens", "128:200"]
 
 
 def chat(turns: int) -> Workload:

@@ -6,6 +6,7 @@ The parameters of a run are made from the declarations in `asynckv.tools.bench.o
 from __future__ import annotations
 
 import asyncio
+import math
 import shlex
 import sys
 from functools import partial
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from asynckv.errors import ConfigError
 from asynckv.tools.bench import offload_cli
@@ -24,17 +24,7 @@ from asynckv.tools.parameters import is_given, options_given, taking_options
 __all__ = ["bench_app"]
 
 
-class _Bench(TyperGroup):
-    """`asynckv bench`, which takes `--offload` for its command of that name."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments."""
-        if "--offload" in args:
-            args = ["offload", *(each for each in args if each != "--offload")]
-        return super().parse_args(ctx, args)
-
-
-bench_app = typer.Typer(cls=_Bench, rich_markup_mode="rich", add_completion=False)
+bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 bench_app.command(epilog=offload_cli.EPILOG, help=help_of(offload_cli.offload))(offload_cli.offload)
 
 OUT = "Output"
@@ -69,7 +59,7 @@ BENCH_EPILOG = """
 
 [bold]Tiers in host memory and files[/bold]
 
-  asynckv bench --offload --trace trace.jsonl --no-bytes
+  asynckv bench offload --trace trace.jsonl --no-bytes
 
 [bold]Two machines: prefill ranks on another one, over ssh[/bold]
 
@@ -286,20 +276,6 @@ def sweep(
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Run again what failed or was bad.", rich_help_panel=WHAT)
     ] = False,
-    mixed: Annotated[
-        bool,
-        typer.Option(
-            "--mixed",
-            help="Go on although the sweep was begun on another machine, version or code; it is noted.",
-            rich_help_panel=WHAT,
-        ),
-    ] = False,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew; what the file holds is lost.", rich_help_panel=WHAT)
-    ] = False,
-    page: Annotated[
-        bool, typer.Option("--page/--no-page", help="Write the page with plots at the end.", rich_help_panel=OUT)
-    ] = True,
 ) -> None:
     """Run `asynckv bench` over a grid: every option of it may have a list of values, with commas between.
 
@@ -319,10 +295,10 @@ def sweep(
     made = grid.expand(typer.main.get_command(bench_app), context.args)
     command = shlex.join(["asynckv", "bench", "sweep", *context.args, "--rounds", str(rounds), "--out", out])
     console, errors = Console(), Console(stderr=True)
-    with_page = page and pages.is_installed()
-    if page and not with_page:
+    with_page = pages.is_installed()
+    if not with_page:
         errors.print(f"there will be no page: {pages.REMEDY}", style="yellow", highlight=False, markup=False)
-    book = journal.Journal(target, restart=restart)
+    book = journal.Journal(target)
     try:
         head = journal.Head(
             command=command,
@@ -332,7 +308,7 @@ def sweep(
             files=made.files,
             environment=machine.environment(),
         )
-        book.begin(head, mixed=mixed)
+        book.begin(head)
         if book.repaired:
             errors.print(
                 f"{target}: a line that was cut off is measured again", highlight=False, markup=False, soft_wrap=True
@@ -363,33 +339,20 @@ def sweep(
 
 def _run(book: Any, points: Any, retry_failed: bool, errors: Any) -> Any:
     """Run with a bar on a terminal, and a line per run either way."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
+    from asynckv.tools.bench import journal
     from asynckv.tools.bench import sweep as sweeps
     from asynckv.tools.console import printable
+    from asynckv.tools.progress import Bar
 
-    columns = (
-        BarColumn(bar_width=16),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        rounds = book.sweep.head.rounds
+    rounds = book.sweep.head.rounds
+    with Bar(errors, math.inf, says_interrupted=False) as bar:
+        bar.begin("runs", len(book.sweep.head.points) * rounds, has_rate=False)
 
         def step(at: Any) -> None:
-            name = printable(sweeps.name_of(at.axes)) + (f" (round {at.round} of {rounds})" if rounds > 1 else "")
-            bar.update(task, total=at.total, completed=at.done, description=name)
+            name = printable(journal.label(at.axes)) or "the only point"
+            name += f" (round {at.round} of {rounds})" if rounds > 1 else ""
+            bar.at(at.done)
+            bar.note(name)
             if at.row is None:
                 return
             said = printable(at.row.reason)
@@ -447,12 +410,6 @@ def compare(
             show_default="gbytes_per_s, requests_per_s, p50, p99, decode_cpu, descriptors, ratio_to_floor.raw_nixl.*",
         ),
     ] = None,
-    more_before: Annotated[
-        list[str] | None, typer.Option("--before", help="More runs of the first side.", metavar="FILE")
-    ] = None,
-    more_after: Annotated[
-        list[str] | None, typer.Option("--after", help="More runs of the second side.", metavar="FILE")
-    ] = None,
     fail_above: Annotated[
         str | None,
         typer.Option(
@@ -479,10 +436,8 @@ def compare(
     names = [] if metrics is None else [x.strip() for x in metrics.split(",") if x.strip()]
     if metrics is not None and not names:
         raise ConfigError(f"--metrics {metrics!r} names none")
-    sides.refuse_repeated([before, *(more_before or ()), after, *(more_after or ())])
-    result = comparing.compare(
-        sides.load([before, *(more_before or ())]), sides.load([after, *(more_after or ())]), names, limit
-    )
+    sides.refuse_repeated([before, after])
+    result = comparing.compare(sides.load(before), sides.load(after), names, limit)
     write_json(json, result)
     comparing.show(result, Console(stderr=json == "-"))
     raise typer.Exit(1 if result["exceeded"] else 0)

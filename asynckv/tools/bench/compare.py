@@ -16,7 +16,7 @@ import msgspec
 from rich.console import Console
 
 from asynckv.errors import ConfigError
-from asynckv.tools.bench import figures
+from asynckv.tools.bench import figures, journal, report
 from asynckv.tools.bench.figures import Figure
 from asynckv.tools.bench.noise import LEVEL, median_of, ratio_of
 from asynckv.tools.bench.sides import Run, Side, flat
@@ -27,9 +27,6 @@ __all__ = ["SCHEMA", "Change", "compare", "judge", "share", "show"]
 
 SCHEMA = "asynckv.compare/1"
 Verdict = Literal["better", "worse", "changed", "noise", "unsure", "undefined"]
-
-FLOORS = tuple(f"ratio_to_floor.raw_nixl.{name}" for name in ("gbytes_per_s", "p50_s", "cpu_s_per_request"))
-"""Compared beside the usual figures where all reports have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +144,7 @@ def compare(before: Side, after: Side, metrics: Sequence[str] = (), fail_above: 
         )
     points, exceeded = [], []
     for key in common:
-        label = {name: value for name, value in zip(keys, key, strict=True) if name in shown}
+        label = _label(keys, key, shown)
         rows, held = {}, (sides[0][key], sides[1][key])
         faulty = [
             {"side": name, "run": run.name, "says": says}
@@ -181,7 +178,7 @@ def compare(before: Side, after: Side, metrics: Sequence[str] = (), fail_above: 
         )
     lost = [key for key in sides[0] if key not in sides[1]]
     for key in lost if fail_above is not None else ():
-        label = {name: value for name, value in zip(keys, key, strict=True) if name in shown}
+        label = _label(keys, key, shown)
         exceeded.append({"point": label, "metric": "missing", "excess": 1.0})
     return {
         "schema": SCHEMA,
@@ -206,7 +203,7 @@ def _chosen(before: Side, after: Side, metrics: Sequence[str]) -> list[Figure]:
     known = set(dict(figures.leaves(reports[0])))
     everywhere = known.intersection(*(dict(figures.leaves(r)) for r in reports[1:]))
     if not metrics:
-        floors = [name for name in FLOORS if name in everywhere]
+        floors = [name for name in figures.FLOORS if name in everywhere]
         return [figures.named(name, everywhere) for name in (*figures.DEFAULT, *floors)]
     chosen = [figures.named(name, known.union(*(dict(figures.leaves(r)) for r in reports[1:]))) for name in metrics]
     for figure in chosen:
@@ -259,16 +256,9 @@ def _health(runs: Sequence[Run], failed: Sequence[str]) -> int:
     return len(failed) + sum(bool(_fault(run.report)) for run in runs)
 
 
-def _fault(report: Mapping[str, Any]) -> str:
-    """Say what went wrong in a run, and the first message about it."""
-    failed, wrong, blocks = report["requests"]["failed"], report["bytes"]["wrong"], sum(report["blocks"].values())
-    counts = [
-        f"{failed:,} requests failed" if failed else "",
-        f"{wrong:,} bytes are wrong" if wrong else "",
-        f"{blocks:,} blocks leaked or in quarantine" if blocks else "",
-    ]
-    first = [str(text)[:120] for text in [*report.get("problems", ()), *report.get("errors", ())][:1]]
-    return "; ".join(filter(None, [*counts, *(first if any(counts) or report.get("problems") else [])]))
+def _fault(found: Mapping[str, Any]) -> str:
+    """Say what went wrong in a run, in short."""
+    return "; ".join(text[:120] for text in report.faults(found)[:5])
 
 
 def _judged(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -280,8 +270,8 @@ def _caveats(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, A
     """What the reports say against their own figures, and how many of them on either side do."""
     found: dict[str, list[int]] = {}
     for i, reports in enumerate((before, after)):
-        for report in reports:
-            for text in [*report.get("warnings", []), *report.get("floor", {}).get("caveats", [])]:
+        for each in reports:
+            for text in [*each.get("warnings", []), *each.get("floor", {}).get("caveats", [])]:
                 found.setdefault(text, [0, 0])[i] += 1
     return found
 
@@ -330,7 +320,6 @@ def _overall(figure: Figure, points: Sequence[Mapping[str, Any]]) -> dict[str, A
 # -- showing ---------------------------------------------------------------------------------------
 
 MOST_FAULTY = 5
-TITLES = dict(zip(FLOORS, ("GB/s / raw NIXL", "p50 / raw NIXL", "CPU / raw NIXL"), strict=True))
 TEXTS = {
     "better": "[green]better[/green]",
     "worse": "[red]worse[/red]",
@@ -354,7 +343,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"{_where(point['point'])} [dim]({_runs(*point['judged'])})[/dim]", highlight=False)
         rows = [
             (
-                f"  {_titled(name, change)}",
+                f"  {figures.head(name, change['unit'])}",
                 _value(change["before"]),
                 _value(change["after"]),
                 _change(change["ratio"]),
@@ -373,7 +362,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     if len(result["points"]) > 1:
         for name, all_ in result["overall"].items():
             console.print(
-                f"  {_title(name)}: {_change(all_['geometric_mean'])} over all points "
+                f"  {figures.head(name)}: {_change(all_['geometric_mean'])} over all points "
                 f"({_change(all_['lowest'])} to {_change(all_['highest'])}); {all_['better']} better, "
                 f"{all_['worse']} worse, {all_['noise']} within noise, {all_['unsure']} unsure",
                 highlight=False,
@@ -403,16 +392,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def _where(label: Mapping[str, Any]) -> str:
-    return ", ".join(f"{k} {v}" for k, v in label.items()) or "the run"
-
-
-def _titled(name: str, change: Mapping[str, Any]) -> str:
-    unit = change["unit"]
-    return unit if name.endswith("per_s") and unit else f"{_title(name)} {unit}".rstrip()
-
-
-def _title(name: str) -> str:
-    return TITLES.get(name, name)
+    return journal.label(label) or "the run"
 
 
 def _show_faulty(points: Sequence[Mapping[str, Any]], console: Console) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from asynckv.errors import ConfigError
 from asynckv.tools.bench.noise import LEVEL
 
-__all__ = ["DEFAULT", "FIGURES", "Figure", "at", "leaves", "named"]
+__all__ = ["DEFAULT", "FIGURES", "FLOORS", "Figure", "at", "head", "leaves", "named"]
 
 Report = Mapping[str, Any]
 
@@ -93,7 +93,18 @@ FIGURES = {
         Figure("descriptors", "descriptors per request", "", "lower", _per_request("descriptors.posted")),
     )
 }
+FLOORS = {
+    "ratio_to_floor.raw_nixl.gbytes_per_s": "GB/s / raw NIXL",
+    "ratio_to_floor.raw_nixl.p50_s": "p50 / raw NIXL",
+    "ratio_to_floor.raw_nixl.cpu_s_per_request": "CPU / raw NIXL",
+}
+"""Looked at beside the usual figures where reports have them."""
 DEFAULT = ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu", "descriptors")
+
+
+def head(name: str, unit: str = "") -> str:
+    """Name a figure as the head of a column."""
+    return unit if unit and name.endswith("per_s") else FLOORS.get(name) or f"{name} {unit}".rstrip()
 
 
 def leaves(report: Report, under: str = "") -> Iterator[tuple[str, float]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from asynckv.errors import ConfigError
+from asynckv.tools.bench.journal import label
 from asynckv.tools.bench.options import declared
 
 __all__ = ["Grid", "Point", "expand", "values"]
@@ -108,7 +109,7 @@ def expand(command: Any, args: Sequence[str]) -> Grid:
             if value is not None and len(given[name] or ()) > 1
         }
         if key in seen:
-            raise ConfigError(f"two points of the sweep are the same: {_text(seen[key])} and {_text(axes)}")
+            raise ConfigError(f"two points of the sweep are the same: {label(seen[key])} and {label(axes)}")
         seen[key] = axes
         points.append(Point(key, tuple(argv), axes, plain))
     return Grid({n.lstrip("-"): v for n, v in given.items() if v is not None and len(v) > 1}, points, files)
@@ -169,7 +170,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(x) for x in value]
     return value if isinstance(value, str | int | float | None) else str(value)
-
-
-def _text(axes: Mapping[str, str]) -> str:
-    return ", ".join(f"{k} {v}" for k, v in axes.items())

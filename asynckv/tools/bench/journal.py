@@ -1,24 +1,27 @@
-"""A sweep's file: a head that says what is swept and where, then one JSON line per finished point.
+"""The table of results: a sweep's file has a head that says what is swept and where, then a line per finished run.
 
-A line counts once it is whole: it is written in one piece and synced. What a crash tore off at the end is cut
-away and measured again. The last head counts, and the last line of a point and round.
+A line counts once it is whole: it is written in one piece and synced. A line that a crash tore off at the end is cut
+away and measured again. The last head counts, and the last line of a point and round. A `Point` is the rounds of one
+place of the grid taken together, for the table, the page and the comparison.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
 from asynckv.errors import ConfigError
+from asynckv.tools.bench.figures import Figure
+from asynckv.tools.bench.noise import Interval, median_of
 
-__all__ = ["SCHEMA", "Head", "Journal", "Place", "Row", "Sweep", "is_sweep", "load", "read"]
+__all__ = ["SCHEMA", "Head", "Journal", "Place", "Point", "Row", "Sweep", "is_sweep", "label", "load", "read"]
 
 SCHEMA = "asynckv.sweep/1"
 MOST_ROUNDS = 1000
@@ -105,6 +108,44 @@ class Sweep:
         done = {where for where, row in self.latest().items() if row.status == "good" or not retry_failed}
         return [(number, key) for number, key in self.order() if (key, number) not in done]
 
+    def points(self) -> list[Point]:
+        """Take the rounds of every place together that has any, in the grid's order."""
+        rows: dict[str, list[Row]] = {}
+        for row in sorted(self.latest().values(), key=lambda row: row.round):
+            rows.setdefault(row.key, []).append(row)
+        return [Point(place.axes, rows[place.key]) for place in self.head.points if place.key in rows]
+
+
+class Point(NamedTuple):
+    """One place of the grid, measured."""
+
+    axes: dict[str, str]
+    rows: list[Row]
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.rows[0].params
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        """Of the rounds that have one."""
+        return [row.report for row in self.rows if row.report is not None]
+
+    @property
+    def faults(self) -> list[str]:
+        """Reasons of the rounds that were not good."""
+        return list(dict.fromkeys(f"{row.status}: {row.reason}" for row in self.rows if row.status != "good"))
+
+    def interval(self, figure: Figure) -> Interval | None:
+        """Take a figure's rounds together; None where no report has it."""
+        found = [v for report in self.reports if (v := figure.of(report)) is not None]
+        return median_of(found) if found else None
+
+
+def label(axes: Mapping[str, Any]) -> str:
+    """Name a place of a grid."""
+    return ", ".join(f"{name} {value}" for name, value in axes.items())
+
 
 def read(data: bytes, name: str) -> Sweep:
     """Read a sweep's file.
@@ -172,13 +213,12 @@ class Journal:
 
     Args:
         path: Made if it is not there.
-        restart: Begin anew; only a sweep is ever overwritten.
 
     Raises:
         ConfigError: It cannot be written, another sweep is writing it, or it holds something else.
     """
 
-    def __init__(self, path: Path, *, restart: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self._name = f"--out {path}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,15 +227,7 @@ class Journal:
             raise ConfigError(f"{self._name}: cannot be written: {exc.strerror}") from exc
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            data = path.read_bytes()
-            try:
-                self.sweep = read(data, self._name)
-            except ConfigError:
-                # Sweeps of other schemas may be restarted, strangers' files may not.
-                if not restart or not is_sweep(data):
-                    raise
-            if restart:
-                self.sweep = Sweep()
+            self.sweep = read(path.read_bytes(), self._name)
             self.repaired = self.sweep.torn
             os.ftruncate(self._fd, self.sweep.whole)
             os.fsync(self._fd)
@@ -210,17 +242,15 @@ class Journal:
             os.close(self._fd)
             raise
 
-    def begin(self, head: Head, *, mixed: bool = False) -> None:
+    def begin(self, head: Head) -> None:
         """Begin this sweep, or go on with it.
 
         Raises:
-            ConfigError: The file holds another sweep; or, unless `mixed`, one of another machine or version.
+            ConfigError: The file holds another sweep, or one of another machine or version.
         """
         if self.sweep.heads:
-            self._check(head, mixed)
-            if self.sweep.head.rounds > head.rounds:
-                head = msgspec.structs.replace(head, rounds=self.sweep.head.rounds)
-            if (self.sweep.head.rounds, self.sweep.head.environment) == (head.rounds, head.environment):
+            self._check(head)
+            if self.sweep.head.rounds >= head.rounds:
                 return
         self._append(head)
         self.sweep.heads.append(head)
@@ -234,28 +264,23 @@ class Journal:
         """Let others write."""
         os.close(self._fd)
 
-    def _check(self, head: Head, mixed: bool) -> None:
+    def _check(self, head: Head) -> None:
         old = self.sweep.head
-        remedy = "use another --out, or --restart to begin anew"
+        remedy = "use another --out, or remove the file to begin anew"
         if [p.key for p in old.points] != [p.key for p in head.points]:
             raise ConfigError(f"{self._name}: holds another sweep ({old.command}); {remedy}")
         if changed := sorted(n for n in old.files.keys() | head.files if old.files.get(n) != head.files.get(n)):
             raise ConfigError(f"{self._name}: {changed[0]} has changed since the sweep began; {remedy}")
-        if (changes := _differences(old.environment, head.environment)) and not mixed:
-            raise ConfigError(
-                f"{self._name}: was begun elsewhere: {changes}; {remedy}, or --mixed to go on and have it noted"
-            )
+        was, now = old.environment, head.environment
+        if names := sorted(n for n in was.keys() | now if was.get(n) != now.get(n)):
+            changes = ", ".join(f"{n} was {was.get(n, 'unknown')}, is {now.get(n, 'unknown')}" for n in names)
+            raise ConfigError(f"{self._name}: was begun elsewhere: {changes}; {remedy}")
 
     def _append(self, line: Head | Row) -> None:
         data = _encoder.encode(line) + b"\n"
         while data:
             data = data[os.write(self._fd, data) :]
         os.fsync(self._fd)
-
-
-def _differences(old: dict[str, str], new: dict[str, str]) -> str:
-    names: Sequence[str] = sorted(n for n in old.keys() | new if old.get(n) != new.get(n))
-    return ", ".join(f"{n} was {old.get(n, 'unknown')}, is {new.get(n, 'unknown')}" for n in names)
 
 
 def _sync(folder: Path) -> None:

@@ -38,7 +38,7 @@ def _field(path: str, name: str) -> str:
 
 def _source() -> str:
     """Digest the package's code: a checkout changes without its version."""
-    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from html import escape
 from typing import Any, NamedTuple
-
-import msgspec
 
 from asynckv.tools import frame
 from asynckv.tools.bench.figures import FIGURES, Figure, at
 from asynckv.tools.bench.floor import KIND, NAMES
-from asynckv.tools.bench.journal import Sweep
+from asynckv.tools.bench.journal import Point, Sweep, label
 from asynckv.tools.bench.noise import Interval
-from asynckv.tools.bench.summary import FLOOR_SHARE, SHOWN, Summary, summarise
+from asynckv.tools.bench.summary import SHARE, shown
 from asynckv.tools.frame import REMEDY, is_installed
 
 __all__ = ["REMEDY", "is_installed", "make"]
@@ -28,7 +25,6 @@ ONCE = "Every point was run once, so the noise is not known."
 FLOOR = "Dotted lines are the floor: the same bytes moved by a raw NIXL loop."
 LOADS = ("rate", "speed", "concurrency", "prompt-tokens")
 """What is drawn along x, if it is an axis: the first of these, else the first axis."""
-SHARE = replace(FLOOR_SHARE, title=NAMES[KIND])
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "x")
 AXES = {
     "rate": "requests offered per second",
@@ -45,7 +41,7 @@ def make(sweep: Sweep, name: str) -> str:
         sweep: Finished or not; the page says which.
         name: Of its file.
     """
-    found = summarise(sweep)
+    found = sweep.points()
     axis = _load_axis(sweep)
     missing, total = len(sweep.missing()), len(sweep.head.points) * sweep.head.rounds
     model = next((str(r["config"]["model"]) for p in found for r in p.reports), "")
@@ -105,7 +101,7 @@ def _load_axis(sweep: Sweep) -> str:
     return next((n for n in (*LOADS, *sweep.head.axes) if n in sweep.head.axes), "concurrency")
 
 
-def _x(point: Summary, axis: str) -> Any:
+def _x(point: Point, axis: str) -> Any:
     text = point.axes.get(axis, str(point.params.get(axis.replace("-", "_"), "")))
     try:
         number = float(text)
@@ -114,22 +110,21 @@ def _x(point: Summary, axis: str) -> Any:
     return number if math.isfinite(number) else text
 
 
-def _series(point: Summary, axis: str) -> str:
-    rest = [f"{v} tokens" if k == "prompt-tokens" else f"{k} {v}" for k, v in point.axes.items() if k != axis]
-    return ", ".join(rest)
+def _series(point: Point, axis: str) -> str:
+    return label({k: v for k, v in point.axes.items() if k != axis})
 
 
-def _floor(found: Sequence[Summary], name: str, scale: float = 1.0, suffix: str = "") -> list[Drawn]:
+def _floor(found: Sequence[Point], name: str, scale: float = 1.0, suffix: str = "") -> list[Drawn]:
     """A dotted line, where the floor was measured."""
     figure = Figure(KIND, KIND, "", "", at(f"floor.{KIND}.{name}", scale))
     return [Drawn(figure, suffix, "dot", is_floor=True)] if _has(found, figure) else []
 
 
-def _has(found: Sequence[Summary], figure: Figure) -> bool:
+def _has(found: Sequence[Point], figure: Figure) -> bool:
     return any(figure.of(report) is not None for point in found for report in point.reports)
 
 
-def _plots(found: Sequence[Summary]) -> list[Plot]:
+def _plots(found: Sequence[Point]) -> list[Plot]:
     bytes_, requests, p50, p99, cpu = (
         FIGURES[n] for n in ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu")
     )
@@ -153,7 +148,7 @@ def _plots(found: Sequence[Summary]) -> list[Plot]:
     return plots
 
 
-def _rows(found: Sequence[Summary], axis: str, plot: Plot) -> Iterator[Row]:
+def _rows(found: Sequence[Point], axis: str, plot: Plot) -> Iterator[Row]:
     order = list(dict.fromkeys(_series(point, axis) for point in found))
     for drawn in plot.drawn:
         for point in found:
@@ -194,7 +189,7 @@ def _trace(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     return trace
 
 
-def _figure(plot: Plot, found: Sequence[Summary], axis: str) -> str:
+def _figure(plot: Plot, found: Sequence[Point], axis: str) -> str:
     """Draw one plot."""
     lines: dict[str, list[Row]] = {}
     for row in _rows(found, axis, plot):
@@ -224,46 +219,43 @@ def _spoken(plot: Plot, label: str, traces: Sequence[Mapping[str, Any]]) -> str:
 # -- text ------------------------------------------------------------------------------------------
 
 
-def _verdict(found: Sequence[Summary]) -> str:
+def _verdict(found: Sequence[Point]) -> str:
     """Say first what matters: whether all points are good, where most goes through, which share of the floor."""
-    faulty, runs = sum(bool(point.faults) for point in found), sum(point.runs for point in found)
+    faulty, runs = sum(bool(point.faults) for point in found), sum(len(point.rows) for point in found)
     said = [f"{runs:,} {'run' if runs == 1 else 'runs'} of {len(found):,} points; {faulty or 'none'} with faults."]
     for name, of in (("gbytes_per_s", "Most bytes"), ("requests_per_s", "Most requests")):
         reached = [(y.median, point) for point in found if (y := point.interval(FIGURES[name]))]
         if reached:
             most, point = max(reached, key=lambda x: x[0])
-            where = ", ".join(f"{k} {v}" for k, v in point.axes.items())
             p99 = point.interval(FIGURES["p99"])
             late = f", p99 {p99.median:,.4g} {FIGURES['p99'].unit}" if p99 else ""
-            said.append(f"{of}: {most:,.4g} {FIGURES[name].unit} at {where}{late}.")
+            said.append(f"{of}: {most:,.4g} {FIGURES[name].unit} at {label(point.axes)}{late}.")
     if shares := [y.median for point in found if (y := point.interval(SHARE))]:
-        said.append(f"Share of the floor's bytes per second ({SHARE.title}): {min(shares):.0%} to {max(shares):.0%}.")
+        said.append(f"Share of the floor's bytes per second ({NAMES[KIND]}): {min(shares):.0%} to {max(shares):.0%}.")
     return frame.verdict(said, is_good=not faulty)
 
 
-def _notes(sweep: Sweep, found: Sequence[Summary], missing: int, total: int) -> str:
+def _notes(sweep: Sweep, found: Sequence[Point], missing: int, total: int) -> str:
     notes = []
     if missing:
         notes.append(f"Unfinished: {total - missing} of {total} runs are there.")
     faulty = sum(bool(point.faults) for point in found)
     if faulty:
         notes.append(f"{faulty} of {len(found)} points failed or were bad; the table has the reasons.")
-    if len({msgspec.json.encode(head.environment) for head in sweep.heads}) > 1:
-        notes.append("Measured on more than one machine or version: figures may not be comparable.")
     return "".join(f'<p class="note" role="note">{escape(note)}</p>' for note in notes)
 
 
-def _table(sweep: Sweep, found: Sequence[Summary]) -> str:
-    shown = [*(FIGURES[name] for name in SHOWN), *([SHARE] if _has(found, SHARE) else [])]
+def _table(sweep: Sweep, found: Sequence[Point]) -> str:
+    columns = shown(found)
     heads = [escape(name) for name in sweep.head.axes] + ["runs"]
-    for figure in shown:
+    for figure in columns:
         unit = "share of its GB/s" if figure is SHARE else figure.unit
-        heads.append(f"{escape(figure.title)}<small>{escape(unit)}</small>")
+        heads.append(f"{escape(NAMES[KIND] if figure is SHARE else figure.title)}<small>{escape(unit)}</small>")
     rows = []
     for point in found:
         cells = [f'<th scope="row">{escape(point.axes[name])}</th>' for name in sweep.head.axes]
-        cells.append(f"<td>{point.runs}</td>")
-        for figure in shown:
+        cells.append(f"<td>{len(point.rows)}</td>")
+        for figure in columns:
             interval = point.interval(figure)
             if interval is None:
                 cells.append("<td>–</td>")
@@ -278,11 +270,8 @@ def _table(sweep: Sweep, found: Sequence[Summary]) -> str:
     return f"<table><thead><tr>{top}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def _facts(sweep: Sweep, found: Sequence[Summary]) -> str:
-    facts: dict[str, str] = {}
-    for name in dict.fromkeys(n for head in sweep.heads for n in head.environment):
-        held = dict.fromkeys(head.environment.get(name, "unknown") for head in sweep.heads)
-        facts[name.replace("_", " ")] = ", then ".join(held)
+def _facts(sweep: Sweep, found: Sequence[Point]) -> str:
+    facts = {name.replace("_", " "): value for name, value in sweep.head.environment.items()}
     for name in ("backend", "ucx_transports", "ucx_tls", "ucx_net_devices", "ucx_error_handling_mode"):
         values = dict.fromkeys(
             str(r["environment"][name]) for p in found for r in p.reports if name in r["environment"]
@@ -301,6 +290,6 @@ def _facts(sweep: Sweep, found: Sequence[Summary]) -> str:
     return frame.facts(facts)
 
 
-def _commands(sweep: Sweep, found: Sequence[Summary]) -> str:
-    lines = [sweep.head.command, "", *(command for point in found for command in point.commands)]
-    return escape("\n".join(lines))
+def _commands(sweep: Sweep, found: Sequence[Point]) -> str:
+    commands = dict.fromkeys(row.command for point in found for row in point.rows)
+    return escape("\n".join([sweep.head.command, "", *commands]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -20,7 +20,7 @@ from asynckv.tools.bench.workload import Workload
 from asynckv.tools.plan.layouts import model_groups
 from asynckv.version import VERSION
 
-__all__ = ["SCHEMA", "is_good", "make", "quantiles", "status"]
+__all__ = ["SCHEMA", "faults", "is_good", "make", "quantiles", "status"]
 
 SCHEMA = "asynckv.bench/1"
 PHASES = ("queue", "handshake", "plan", "post", "read", "detect", "confirm", "release")
@@ -194,6 +194,20 @@ def is_good(report: dict[str, Any]) -> bool:
         and not any(report["blocks"].values())
         and not report["problems"]
     )
+
+
+def faults(report: Mapping[str, Any]) -> list[str]:
+    """Say what went wrong in a run: how often, and the messages about it."""
+    requests, moved, blocks = report["requests"], report["bytes"], report["blocks"]
+    counts = {
+        "of {:,} requests failed".format(report["config"]["requests"]): requests["failed"],
+        "bytes wrong": moved["wrong"],
+        "blocks leaked": sum(n for name, n in blocks.items() if name != "quarantined"),
+        "blocks in quarantine": blocks.get("quarantined", 0),
+        "pulls of the warm-up failed": report.get("warmup", {}).get("failed", 0),
+    }
+    said = [f"{n:,} {what}" for what, n in counts.items() if n] + [str(x) for x in report.get("problems", ())]
+    return said and [*said, *(f"{n} x {cause}" for cause, n in report.get("errors", {}).items())]
 
 
 def status(found: Measured, report: dict[str, Any]) -> int:

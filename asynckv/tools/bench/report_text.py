@@ -31,8 +31,7 @@ class Part(NamedTuple):
 
 def verdict(found: dict[str, Any]) -> str:
     """Say in one line how the run went."""
-    requests, moved, blocks = found["requests"], found["bytes"], found["blocks"]
-    total = found["config"]["requests"]
+    requests, total = found["requests"], found["config"]["requests"]
     if (cut := found.get("interruption")) is not None:
         return f"INTERRUPTED {cut['says']}"
     if found["interrupted"]:
@@ -48,17 +47,9 @@ def verdict(found: dict[str, Any]) -> str:
         return (
             f"good: {requests['completed']:,} of {total:,} requests completed{cancelled}, {compared}, no block leaked"
         )
-    leaked = blocks["prefill_leaked"] + blocks["decode_leaked"]
-    faults = [
-        f"{requests['failed']:,} of {total:,} requests failed" if requests["failed"] else "",
-        f"{moved['wrong']:,} bytes wrong" if moved["wrong"] else "",
-        f"{leaked:,} blocks leaked" if leaked else "",
-        f"{blocks['quarantined']:,} blocks in quarantine" if blocks["quarantined"] else "",
-        f"{found['warmup']['failed']:,} pulls of the warm-up failed" if found["warmup"]["failed"] else "",
-        "; ".join(str(x) for x in found["problems"][:2]),
-    ]
+    faults = report.faults(found)[:6]
     incomplete = f"only {requests['completed']:,} of {total:,} requests were completed and verified"
-    return f"BAD: {'; '.join(filter(None, faults)) or incomplete}"
+    return f"BAD: {'; '.join(faults) or incomplete}"
 
 
 def parts(found: dict[str, Any]) -> list[Part]:

@@ -53,15 +53,14 @@ class Side:
     environments: list[dict[str, str]] = field(default_factory=list)
 
 
-def load(texts: Sequence[str]) -> Side:
-    """Read one side: reports and sweeps, or directories of them.
+def load(text: str) -> Side:
+    """Read one side: a report, a sweep, or a directory of them.
 
     Raises:
         ConfigError: A file is neither, of another schema, interrupted or unfinished.
     """
-    side = Side(", ".join(texts))
-    paths = [path for text in texts for path in _files(Path(text))]
-    held: list[tuple[Path, dict[str, Any] | journal.Sweep]] = [(path, _read(path)) for path in paths]
+    side = Side(text)
+    held = [(path, _read(path)) for path in _files(Path(text))]
     side.is_sweep = all(isinstance(found, journal.Sweep) for _, found in held)
     for path, found in held:
         if isinstance(found, journal.Sweep):
@@ -152,8 +151,7 @@ def _add_sweep(side: Side, path: Path, found: journal.Sweep) -> None:
             raise ConfigError(f"{path}: holds a report of schema {row.report.get('schema')}, not {report.SCHEMA}")
         check(row.report, str(path))
         side.runs.append(Run(flat(row.params), row.report, f"{path} (round {row.round}, {row.key})"))
-    for head in found.heads:
-        side.environments.append(head.environment | {f"content of {k}": v for k, v in head.files.items()})
+    side.environments.append(found.head.environment | {f"content of {k}": v for k, v in found.head.files.items()})
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:

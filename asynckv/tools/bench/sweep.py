@@ -23,7 +23,7 @@ from asynckv.tools.bench import report
 from asynckv.tools.bench.grid import Point
 from asynckv.tools.bench.journal import Journal, Row
 
-__all__ = ["Progress", "Ran", "judged", "name_of", "run", "targets"]
+__all__ = ["Progress", "Ran", "judged", "run", "targets"]
 
 Status = Literal["good", "bad", "failed"]
 
@@ -67,11 +67,6 @@ def targets(out: str) -> tuple[Path, Path]:
     return path / "sweep.jsonl", path / "sweep.html"
 
 
-def name_of(axes: Mapping[str, str]) -> str:
-    """Name a point for people."""
-    return ", ".join(f"{k} {v}" for k, v in axes.items()) or "the only point"
-
-
 def judged(returncode: int, stdout: bytes, stderr: bytes) -> tuple[Status, str, dict[str, Any] | None]:
     """Say what became of a point: status, the reason if it is not good, the report if there is one."""
     try:
@@ -85,12 +80,7 @@ def judged(returncode: int, stdout: bytes, stderr: bytes) -> tuple[Status, str, 
         return "failed", (said[-1].strip()[:600] if said else how), None
     if returncode == 0:
         return "good", "", found
-    requests, moved = found["requests"], found["bytes"]
-    causes = [*found["problems"], *(f"{n} x {cause}" for cause, n in found["errors"].items())]
-    facts = [f"{requests['failed']} requests failed"] if requests["failed"] else []
-    facts += [f"{moved['wrong']} bytes wrong"] if moved["wrong"] else []
-    facts += [f"{n} blocks {name}" for name, n in found["blocks"].items() if n]
-    return "bad", "; ".join([*facts, *causes])[:600] or "incomplete", found
+    return "bad", "; ".join(report.faults(found))[:600] or "incomplete", found
 
 
 class _Runner:
