@@ -83,7 +83,8 @@ def test_other_axes_make_lines_of_their_own() -> None:
     rows = [row(p.key, report=made(i + 1.0)) for i, p in enumerate(points)]
     text = page.make(journal.Sweep([head(points=points, axes=axes)], rows), "s")
     found = traces(text, "requests/s")
-    assert {name: trace["y"] for name, trace in found.items()} == {"prompt-tokens 128": [1, 3], "prompt-tokens 1024": [2, 4]}
+    wanted = {"prompt-tokens 128": [1, 3], "prompt-tokens 1024": [2, 4]}
+    assert {name: trace["y"] for name, trace in found.items()} == wanted
     assert set(traces(text, "ms")) == {f"prompt-tokens {t} {q}" for t in (128, 1024) for q in ("p50", "p99")}
 
 

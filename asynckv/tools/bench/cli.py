@@ -27,8 +27,8 @@ __all__ = ["bench_app"]
 bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 bench_app.command(epilog=offload_cli.EPILOG, help=help_of(offload_cli.offload))(offload_cli.offload)
 
-OUT = "Output"
-WHAT = "What is run"
+output = partial(typer.Option, rich_help_panel="Output")
+what = partial(typer.Option, rich_help_panel="What is run")
 
 BENCH_EPILOG = """
 [bold]How fast is this host, and how much of it is reached?[/bold]
@@ -260,22 +260,12 @@ def worker() -> None:
 def sweep(
     context: typer.Context,
     out: Annotated[
-        str,
-        typer.Option(
-            help="FILE.jsonl, or a directory for sweep.jsonl; the page is beside it.",
-            metavar="DIR|FILE.jsonl",
-            rich_help_panel=OUT,
-        ),
+        str, output(help="FILE.jsonl, or a directory for sweep.jsonl; the page is beside it.", metavar="DIR|FILE.jsonl")
     ],
     rounds: Annotated[
-        int,
-        typer.Option(
-            help="How often the whole grid is run; noise shows from 2 on, 8 make good intervals.", rich_help_panel=WHAT
-        ),
+        int, what(help="How often the whole grid is run; noise shows from 2 on, 8 make good intervals.")
     ] = 1,
-    retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Run again what failed or was bad.", rich_help_panel=WHAT)
-    ] = False,
+    retry_failed: Annotated[bool, what("--retry-failed", help="Run again what failed or was bad.")] = False,
 ) -> None:
     """Run `asynckv bench` over a grid: every option of it may have a list of values, with commas between.
 
@@ -372,15 +362,10 @@ def _run(book: Any, points: Any, retry_failed: bool, errors: Any) -> Any:
 @bench_app.command(epilog=PAGE_EPILOG)
 def page(
     file: Annotated[Path, typer.Argument(help="A sweep's file, finished or not.", metavar="FILE.jsonl")],
-    output: Annotated[
+    target: Annotated[
         str | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Where to write; - for stdout.",
-            show_default="beside it, FILE.html",
-            metavar="FILE",
-            rich_help_panel=OUT,
+        output(
+            "--output", "-o", help="Where to write; - for stdout.", show_default="beside it, FILE.html", metavar="FILE"
         ),
     ] = None,
 ) -> None:
@@ -393,7 +378,7 @@ def page(
 
     if not pages.is_installed():
         raise ConfigError(pages.REMEDY)
-    target = output or str(file.with_suffix(".html"))
+    target = target or str(file.with_suffix(".html"))
     write("--output", target, pages.make(journal.load(file), file.name))
     if target != "-":
         typer.echo(target)
@@ -418,9 +403,7 @@ def compare(
             metavar="PERCENT",
         ),
     ] = None,
-    json: Annotated[
-        str | None, typer.Option(help="Write the comparison there; - for stdout.", rich_help_panel=OUT, metavar="FILE")
-    ] = None,
+    json: Annotated[str | None, output(help="Write the comparison there; - for stdout.", metavar="FILE")] = None,
 ) -> None:
     """Say what changed between two reports or sweeps, and whether it is more than noise.
 

@@ -62,58 +62,35 @@ MiB = 1 << 20
 SPARE = 512 * MiB
 MOST_MB = 1 << 34
 MOST_RUNS = 256
-TIERS, RUN, OUT = "Tiers", "Run", "Output"
+tier, geometry, run = (partial(typer.Option, rich_help_panel=panel) for panel in ("Tiers", "Geometry", "Run"))
 
 
 @partial(taking_options, names=TAKEN)
 def offload(
     context: typer.Context,
-    host_mb: Annotated[
-        str, typer.Option(help="MiB of host memory per rank; several sizes with commas between.", rich_help_panel=TIERS)
-    ] = "1024",
-    file_mb: Annotated[
-        str, typer.Option(help="MiB of files per rank, in the same way; 0 for none.", rich_help_panel=TIERS)
-    ] = "0",
-    policy: Annotated[
-        str, typer.Option(help="What leaves first: s3-fifo, lru, or both with a comma between.", rich_help_panel=TIERS)
-    ] = "s3-fifo",
+    host_mb: Annotated[str, tier(help="MiB of host memory per rank; several sizes with commas between.")] = "1024",
+    file_mb: Annotated[str, tier(help="MiB of files per rank, in the same way; 0 for none.")] = "0",
+    policy: Annotated[str, tier(help="What leaves first: s3-fifo, lru, or both with a comma between.")] = "s3-fifo",
     directory: Annotated[
         str,
-        typer.Option(
-            help="Where files are made, and removed again; the system's for temporaries if left out.",
-            show_default=False,
-            metavar="DIR",
-            rich_help_panel=TIERS,
-        ),
+        tier(help="Where files are made, and removed again; else a temporary folder.", show_default="", metavar="DIR"),
     ] = "",
-    tp: Annotated[
-        int, typer.Option(help="Ranks of the engine; one of them is measured.", rich_help_panel="Geometry")
-    ] = 1,
+    tp: Annotated[int, geometry(help="Ranks of the engine; one of them is measured.", min=1, max=1024)] = 1,
     state_tokens: Annotated[
-        int,
-        typer.Option(help="Tokens between states that are kept, in models that have some.", rich_help_panel="Geometry"),
+        int, geometry(help="Tokens between states that are kept, in models that have some.", min=1, max=MiB)
     ] = 512,
     device_tokens: Annotated[
         int,
-        typer.Option(
-            help="Tokens that the modelled prefix cache of the accelerator keeps between requests; 0 for none.",
-            rich_help_panel="Workload",
-        ),
+        run(help="Tokens that the modelled prefix cache of the accelerator keeps; 0 for none.", min=0, max=1 << 40),
     ] = 0,
     no_bytes: Annotated[
-        bool,
-        typer.Option("--no-bytes", help="Only decide: hit rates of tiers of any size, thousands of requests a second."),
+        bool, run("--no-bytes", help="Only decide: hit rates of tiers of any size, thousands of requests a second.")
     ] = False,
-    concurrency: Annotated[
-        int, typer.Option(help="Requests that are loaded, and then stored, at a time.", rich_help_panel=RUN)
-    ] = 4,
+    concurrency: Annotated[int, run(help="Requests that are loaded, and then stored, at a time.", min=1, max=1024)] = 4,
     verify: Annotated[
-        Literal["full", "off"],
-        typer.Option(help="Compare every byte that is loaded, or fill and compare nothing.", rich_help_panel=RUN),
+        Literal["full", "off"], run(help="Compare every byte that is loaded, or fill and compare nothing.")
     ] = "full",
-    json: Annotated[
-        str | None, typer.Option(help="Write the report there; - for stdout.", metavar="FILE", rich_help_panel=OUT)
-    ] = None,
+    json: Annotated[str | None, run(help="Write the report there; - for stdout.", metavar="FILE")] = None,
     **given: Any,
 ) -> None:
     """Store what a workload computes in tiers, load what it asks for again, verify every byte, report hits and speed.
@@ -132,10 +109,6 @@ def offload(
 
     check_writable("--json", json)
     _refuse_idle(context, no_bytes)
-    _bounded("--tp", tp, 1, 1024)
-    _bounded("--state-tokens", state_tokens, 1, MiB)
-    _bounded("--device-tokens", device_tokens, 0, 1 << 40)
-    _bounded("--concurrency", concurrency, 1, 1024)
     if directory and not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(f"--directory {directory}: no folder in which files can be made")
     experiment = Experiment(_sharing(options_given(given | {"tp": tp})))
@@ -218,11 +191,6 @@ def _sharing(options: Any) -> Any:
         groups = max(1, requests // 4) if options.prefix_groups is None else options.prefix_groups
         return msgspec.structs.replace(options, shared_prefix=max(lengths, default=1), prefix_groups=groups)
     return options
-
-
-def _bounded(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise ConfigError(f"{name} {value} is outside {least} ... {most}")
 
 
 def _sizes(name: str, text: str, least: int) -> list[int]:
