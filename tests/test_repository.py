@@ -104,3 +104,13 @@ def test_the_first_test_of_a_contributor_passes() -> None:
     exec(program, names)
     (test,) = (value for name, value in names.items() if name.startswith("test_"))
     test()
+
+
+MOST_LINES = {"asynckv": 65_800, "asynckv/tools": 25_550, "tests": 72_900, "scripts": 9_500}
+"""Lines of Python at most. A change that removes some lowers the number; one that adds some removes as many elsewhere."""
+
+
+@pytest.mark.parametrize("folder", MOST_LINES)
+def test_the_house_does_not_grow(folder: str) -> None:
+    lines = sum(len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py"))
+    assert lines <= MOST_LINES[folder], f"{folder} has {lines} lines of at most {MOST_LINES[folder]}"
