@@ -61,7 +61,6 @@ def _telling() -> Iterator[None]:
 app = typer.Typer(
     cls=Root,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
