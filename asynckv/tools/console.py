@@ -1,4 +1,4 @@
-"""Texts of strangers on a terminal."""
+"""Texts for a terminal: those of strangers, and numbers of bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from rich.markup import escape
 
-__all__ = ["printable", "without_control"]
+__all__ = ["printable", "size", "without_control"]
 
 T = TypeVar("T")
 
@@ -26,3 +26,12 @@ def printable(value: T) -> T:
     elif isinstance(value, list | tuple):
         out = type(value)(printable(x) for x in value)
     return out  # type: ignore[return-value]
+
+
+def size(num_bytes: float) -> str:
+    """Write a number of bytes for people."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:,.1f} {unit}" if unit != "bytes" else f"{num_bytes:.0f} bytes"
+        num_bytes /= 1024
+    return f"{num_bytes:,.1f} TiB"

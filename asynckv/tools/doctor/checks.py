@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from asynckv.arguments import is_loopback_host
 from asynckv.config import CORES_FOR_TWO
 from asynckv.edges.transports import is_loopback
+from asynckv.tools.console import size
 from asynckv.tools.doctor.catalogue import LEVELS, TOPICS, Finding, Level, finding
 from asynckv.tools.doctor.checks_peer import PEER_CHECKS
 from asynckv.tools.doctor.checks_ucx import UCX_CHECKS
@@ -17,8 +18,7 @@ __all__ = ["CHECKS", "examine", "is_good"]
 
 Check = Callable[[Facts], Iterator[Finding]]
 
-GIB, MIB = 1 << 30, 1 << 20
-SHM_SMALL = 256 * MIB
+SHM_SMALL = 256 << 20
 """Docker's own is 64 MiB."""
 
 SHM_FULL = 0.05
@@ -43,14 +43,6 @@ def examine(facts: Facts) -> list[Finding]:
 def is_good(found: Sequence[Finding]) -> bool:
     """Nothing is worse than a note."""
     return all(each.level in ("note", "good") for each in found)
-
-
-def size(num_bytes: float) -> str:
-    """Write a number of bytes for people."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1 << 10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.3g} {name}"
-    return f"{num_bytes:.0f} bytes"
 
 
 # -- processes and shared memory ---------------------------------------------------------------------------

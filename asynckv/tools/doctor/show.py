@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asynckv.tools.console import printable
+from asynckv.tools.console import printable, size
 from asynckv.tools.doctor.catalogue import LEVELS, TOPICS, Finding, Level
-from asynckv.tools.doctor.checks import is_good, size
+from asynckv.tools.doctor.checks import is_good
 from asynckv.tools.doctor.checks_ucx import rows
 from asynckv.tools.doctor.facts import Facts
 

@@ -12,7 +12,9 @@ import typer
 from asynckv.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
-    from asynckv.tools.offload.folder import Checked, Folder
+    from rich.console import Console
+
+    from asynckv.tools.offload.folder import Checked, Folder, Pruned
 
 __all__ = ["offload_app"]
 
@@ -84,13 +86,7 @@ def inspect(dir: Dir, json: Json = None) -> None:
     """Say what a directory holds, for whom, and who has it. Changes nothing; a process may have it meanwhile."""
     from asynckv.tools.offload.folder import look
 
-    found, said = _each(dir, json, look)
-    if said.is_one:
-        for each in found:
-            _show(each, to_stderr=json == "-")
-    elif found:
-        _show_all(found, to_stderr=json == "-")
-    said.end()
+    _each(dir, json, look, _show)
 
 
 @offload_app.command(epilog=VERIFY_EPILOG)
@@ -109,16 +105,14 @@ def verify(
     from asynckv.tools.offload.folder import check
     from asynckv.tools.progress import Bar
 
-    with Bar() as bar:
-        bar.begin("blocks")
-
-        def checked(folder: Path) -> Checked:
+    def checked(folder: Path) -> Checked:
+        with Bar() as bar:
+            bar.begin("blocks")
             return check(folder, drop=drop, progress=bar.at)
 
-        found, said = _each(dir, json, checked)
-    for each in found:
-        _show_checked(each, to_stderr=json == "-")
-    said.end(int(any(each.bad for each in found)))
+    found = _each(dir, json, checked, _show_checked)
+    if any(each.bad for each in found):
+        raise typer.Exit(1)
 
 
 @offload_app.command(epilog=PRUNE_EPILOG)
@@ -140,9 +134,6 @@ def prune(
     Engines of another geometry that only read it do not mind; the space is free when they have ended. The next start of
     the owner takes again what it is configured for.
     """
-    from rich.console import Console
-
-    from asynckv.tools.console import printable
     from asynckv.tools.offload.folder import known_layouts, prune_folder
 
     if sum((older_than is not None, layout is not None, everything)) != 1:
@@ -152,36 +143,16 @@ def prune(
     if layout is not None and not any(each.startswith(layout) for each in known):
         there = ", ".join(each[:16] for each in known) or "none"
         raise ConfigError(f"no block in {dir} is in a layout {layout!r}; there are {there}")
-    found, said = _each(dir, json, lambda folder: prune_folder(folder, older_than_s=age, layout=layout))
-    console = Console(stderr=json == "-")
-    for each in found:
-        what = f"{each.blocks:,} of {each.blocks_before:,} blocks forgotten, {_size(each.bytes_freed)} of files removed"
-        if each.removed:
-            what += ", and the directory"
-        if each.left:
-            what += f"; the directory stays, for it has {', '.join(each.left[:3])}{' ...' * (len(each.left) > 3)}"
-        console.print(printable(what if said.is_one else f"{each.folder}: {what}"), highlight=False, soft_wrap=True)
-    said.end()
+    _each(dir, json, lambda folder: prune_folder(folder, older_than_s=age, layout=layout), _show_pruned)
 
 
-class _Said:
-    """What became of each directory that was asked for."""
+def _each(
+    dir: Path, json: str | None, use: Callable[[Path], T], show: Callable[[Sequence[T], bool, Console], None]
+) -> list[T]:
+    """Use a directory, or each in it, show what came of it, and write it for `--json`, with errors of those in it."""
+    from rich.console import Console
 
-    def __init__(self, is_one: bool, errors: list[str]) -> None:
-        self.is_one, self._errors = is_one, errors
-
-    def end(self, status: int = 0) -> None:
-        """Name what could not be read, or written, and end."""
-        from asynckv.tools.console import without_control
-
-        for error in self._errors:
-            print(f"asynckv: {without_control(error)}", file=sys.stderr)
-        if self._errors or status:
-            raise typer.Exit(2 if self._errors else status)
-
-
-def _each(dir: Path, json: str | None, use: Callable[[Path], T]) -> tuple[list[T], _Said]:
-    """Use a directory, or each in it, and write what `--json` asks for: of one that cannot be used, the error."""
+    from asynckv.tools.console import without_control
     from asynckv.tools.offload.folder import folders_in
     from asynckv.tools.output import check_writable, write_json
 
@@ -193,17 +164,21 @@ def _each(dir: Path, json: str | None, use: Callable[[Path], T]) -> tuple[list[T
     errors: list[str] = []
     for folder in folders:
         try:
-            each = use(folder)
+            found.append(use(folder))
+            report.append(found[-1])
         except BackendError as exc:
             if is_one:
                 raise
             errors.append(str(exc))
             report.append({"folder": str(folder), "error": str(exc)})
-        else:
-            found.append(each)
-            report.append(each)
     write_json(json, report[0] if is_one else report)
-    return found, _Said(is_one, errors)
+    if found:
+        show(found, is_one, Console(stderr=json == "-"))
+    for error in errors:
+        print(f"asynckv: {without_control(error)}", file=sys.stderr)
+    if errors:
+        raise typer.Exit(2)
+    return found
 
 
 def _seconds(text: str) -> float:
@@ -217,99 +192,98 @@ def _seconds(text: str) -> float:
     return number * unit
 
 
-def _size(num_bytes: int) -> str:
-    size, unit = float(num_bytes), "bytes"
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{num_bytes:,} bytes" if unit == "bytes" else f"{size:,.1f} {unit}"
-
-
-def _show(found: Folder, *, to_stderr: bool) -> None:
-    from rich.console import Console
-
-    from asynckv.tools.console import printable, without_control
+def _show(found: Sequence[Folder], is_one: bool, console: Console) -> None:
+    from asynckv.tools.console import printable, size, without_control
     from asynckv.tools.output import print_table
 
-    console = Console(stderr=to_stderr)
-    stored = f"{found.blocks:,}, {_size(found.bytes_stored)}"
-    if found.blocks:
-        stored += f", stored {found.oldest} to {found.newest}"
-    has_ended = "" if found.is_live else " (has ended)"
+    if not is_one:
+        _show_all(found, console)
+        return
+    (each,) = found
+    stored = f"{each.blocks:,}, {size(each.bytes_stored)}"
+    if each.blocks:
+        stored += f", stored {each.oldest} to {each.newest}"
+    has_ended = "" if each.is_live else " (has ended)"
     for name, value in (
-        ("directory", found.folder),
-        ("owner", f"{found.owner}{has_ended}" if found.owner else "nobody"),
-        ("range", f"{_size(found.num_bytes)} in {found.segments} files, {_size(found.bytes_on_disk)} on the disk"),
+        ("directory", each.folder),
+        ("owner", f"{each.owner}{has_ended}" if each.owner else "nobody"),
+        ("range", f"{size(each.num_bytes)} in {each.segments} files, {size(each.bytes_on_disk)} on the disk"),
         ("blocks", stored),
-        ("unreadable", f"{found.malformed:,} rows of the index make no sense" if found.malformed else ""),
+        ("unreadable", f"{each.malformed:,} rows of the index make no sense" if each.malformed else ""),
     ):
         if value:
             console.print(f"{name:<11}{printable(value)}", highlight=False, soft_wrap=True)
-    if found.kinds:
+    if each.kinds:
         rows = [
-            (without_control(x.tag[:32]), without_control(x.layout[:16]), f"{x.blocks:,}", _size(x.bytes))
-            for x in found.kinds
+            (without_control(x.tag[:32]), without_control(x.layout[:16]), f"{x.blocks:,}", size(x.bytes))
+            for x in each.kinds
         ]
         console.print()
         print_table(console, ("group", "layout", "blocks", "bytes"), rows, texts=(0, 1))
 
 
-def _show_all(found: Sequence[Folder], *, to_stderr: bool) -> None:
-    from rich.console import Console
-
-    from asynckv.tools.console import without_control
+def _show_all(found: Sequence[Folder], console: Console) -> None:
+    from asynckv.tools.console import size, without_control
     from asynckv.tools.output import print_table
 
     rows = [
         (
             without_control(Path(each.folder).name),
             f"{each.blocks:,}",
-            _size(each.bytes_stored),
-            _size(each.bytes_on_disk),
+            size(each.bytes_stored),
+            size(each.bytes_on_disk),
             each.newest[:10],
             f"pid {each.owner.pid}" if each.owner is not None and each.is_live else "nobody",
         )
         for each in found
     ]
-    console = Console(stderr=to_stderr)
     heads = ("directory", "blocks", "bytes", "on the disk", "newest", "in use by")
     print_table(console, heads, rows, texts=(0, 4, 5))
     console.print(
         f"{len(found):,} directories, {sum(each.blocks for each in found):,} blocks, "
-        f"{_size(sum(each.bytes_on_disk for each in found))} on the disk",
+        f"{size(sum(each.bytes_on_disk for each in found))} on the disk",
         highlight=False,
     )
 
 
-def _show_checked(found: Checked, *, to_stderr: bool) -> None:
-    from rich.console import Console
+def _show_checked(found: Sequence[Checked], is_one: bool, console: Console) -> None:
+    from asynckv.tools.console import printable, size
 
-    from asynckv.tools.console import printable
+    for each in found:
+        rate = size(each.bytes_read / max(each.seconds, 1e-9))
+        lines = [
+            f"{each.folder}: {each.sound:,} of {_blocks(each.blocks)} sound ({size(each.bytes_read)} read, {rate}/s)"
+        ]
+        if each.given_up:
+            lines.append(
+                f"{_blocks(each.given_up)} not counted: the process that has the directory gave them up meanwhile"
+            )
+        left = MAX_SHOWN
+        for cause, count in each.bad.items():
+            lines.append(f"{_blocks(count)} not sound: {cause}")
+            named = [bad for bad in each.bad_blocks if bad.cause == cause][:left]
+            left -= len(named)
+            for bad in named:
+                at = f"{bad.segment} at {bad.offset:,}, {bad.bytes:,} bytes"
+                lines.append(f"  group {bad.group[:32]}, hash {bad.hash}..., {at}, stored {bad.stored}")
+        if len(each.bad_blocks) > MAX_SHOWN:
+            lines.append("  --json names more of them")
+        if each.bad:
+            lines.append("they were forgotten" if each.dropped else "they are never served; --drop forgets them now")
+        for line in lines:
+            console.print(printable(line), highlight=False, soft_wrap=True)
 
-    console = Console(stderr=to_stderr)
-    rate = _size(int(found.bytes_read / max(found.seconds, 1e-9)))
-    lines = [
-        f"{found.folder}: {found.sound:,} of {_blocks(found.blocks)} sound ({_size(found.bytes_read)} read, {rate}/s)"
-    ]
-    if found.given_up:
-        lines.append(
-            f"{_blocks(found.given_up)} not counted: the process that has the directory gave them up meanwhile"
-        )
-    left = MAX_SHOWN
-    for cause, count in found.bad.items():
-        lines.append(f"{_blocks(count)} not sound: {cause}")
-        named = [bad for bad in found.bad_blocks if bad.cause == cause][:left]
-        left -= len(named)
-        for bad in named:
-            at = f"{bad.segment} at {bad.offset:,}, {bad.bytes:,} bytes"
-            lines.append(f"  group {bad.group[:32]}, hash {bad.hash}..., {at}, stored {bad.stored}")
-    if len(found.bad_blocks) > MAX_SHOWN:
-        lines.append("  --json names more of them")
-    if found.bad:
-        lines.append("they were forgotten" if found.dropped else "they are never served; --drop forgets them now")
-    for line in lines:
-        console.print(printable(line), highlight=False, soft_wrap=True)
+
+def _show_pruned(found: Sequence[Pruned], is_one: bool, console: Console) -> None:
+    from asynckv.tools.console import printable, size
+
+    for each in found:
+        what = f"{each.blocks:,} of {each.blocks_before:,} blocks forgotten, {size(each.bytes_freed)} of files removed"
+        if each.removed:
+            what += ", and the directory"
+        if each.left:
+            what += f"; the directory stays, for it has {', '.join(each.left[:3])}{' ...' * (len(each.left) > 3)}"
+        console.print(printable(what if is_one else f"{each.folder}: {what}"), highlight=False, soft_wrap=True)
 
 
 def _blocks(count: int) -> str:
