@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asynckv import KeysConfig, NixlConfig
@@ -25,7 +26,7 @@ from asynckv.tools.cli import main
 from asynckv.tools.doctor import host, probing, software
 from asynckv.tools.doctor.checks import examine
 from asynckv.tools.doctor.facts import Facts, Machine
-from asynckv.tools.doctor.probe import Order
+from asynckv.tools.doctor.probe import Order, Place, Refused, Result
 from asynckv.tools.doctor.ucx_log import read_log
 from tests.test_bench_remote import namespaces
 
@@ -275,17 +276,41 @@ def test_a_process_that_dies_or_hangs_is_told_and_left_behind_by_nobody(
     with probing.Probe(Order("dies", config), tmp_path) as dying:
         os.kill(dying._popen.pid, signal.SIGKILL)
         with pytest.raises(probing.Ended, match="SIGKILL") as ended:
-            dying.hear()
+            dying.hear(Place)
     assert ended.value.how == "died"
     with probing.Probe(Order("hangs", config), tmp_path) as hanging:
         os.kill(hanging._popen.pid, signal.SIGSTOP)
         monkeypatch.setattr(probing, "START_S", 0.1)
         with pytest.raises(probing.Ended) as ended:
-            hanging.hear()
+            hanging.hear(Place)
         hanging.end(0)
     assert ended.value.how == "hung"
     for each in (dying, hanging):
         assert not Path(f"/proc/{each._popen.pid}").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("packet", "why"),
+    [
+        (b"cos\nsystem\n(S'true'\ntR.", "its message cannot be read"),
+        (msgspec.msgpack.encode(Refused("x"))[:-1], "its message cannot be read"),
+        (b"\x91" * 100_000, "its message cannot be read"),
+        (msgspec.msgpack.encode(Result()), "it sent Result instead of Place"),
+    ],
+)
+def test_a_process_that_a_stranger_has_taken_over_is_believed_in_nothing(
+    packet: bytes, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path := tmp_path / "packet").write_bytes(packet)
+    say = f"socket.socket(fileno=int(sys.argv[2])).send(open({str(path)!r}, 'rb').read())"
+    monkeypatch.setattr(probing, "START", f"import socket, sys; {say}")
+    with (
+        probing.Probe(Order("lies", NixlConfig()), tmp_path) as lying,
+        pytest.raises(probing.Ended, match=why) as ended,
+    ):
+        lying.hear(Place)
+    assert ended.value.how == "died"
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,11 @@
 """A process of doctor's own that uses NIXL, so that nothing but it hangs or dies: it offers memory, or reads it.
 
-Started by `probing.py`, over whose connection an order comes in, and what the process has to say goes out. It ends when
-that connection is closed, and with its parent. NIXL is used by the engine's own code, with the engine's settings.
+`probing.py` starts it with a file that holds its order, and with a socket for what it has to say. The process ends when
+the other end of that socket is closed, and with its parent. NIXL is used by the engine's own code, with the engine's
+settings.
+
+A stranger's metadata is loaded here, so the parent believes nothing that comes out: it is msgpack of the types below,
+one message a packet, and never pickled.
 """
 
 from __future__ import annotations
@@ -10,13 +14,15 @@ import asyncio
 import ctypes
 import mmap
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct, field
@@ -29,7 +35,7 @@ from asynckv.geometry.plan import DescTable, ReadRequest, Span
 from asynckv.ports import AgentInfo
 from asynckv.tools.doctor.facts import Measured, Spread
 
-__all__ = ["Order", "Place", "Refused", "Result", "main"]
+__all__ = ["Order", "Place", "Refused", "Result", "Said", "main"]
 
 SIZE = 64 << 20
 """Bytes that are offered, and read in each round."""
@@ -44,14 +50,14 @@ PR_SET_PDEATHSIG = 1
 NO_CUT = Span(0, 0, 0, 0, 1)
 
 
-class Place(NamedTuple):
+class Place(Struct, frozen=True, tag=True):
     """How memory that is offered is reached."""
 
     agent: AgentInfo
     memories: tuple[Memory, ...]
 
 
-class Order(NamedTuple):
+class Order(Struct, frozen=True):
     """The task of a process.
 
     Attributes:
@@ -67,7 +73,7 @@ class Order(NamedTuple):
     seconds: float = 0.0
 
 
-class Result(Struct, frozen=True):
+class Result(Struct, frozen=True, tag=True):
     """The end of a process that has read."""
 
     measured: Measured | None = None
@@ -75,25 +81,37 @@ class Result(Struct, frozen=True):
     facts: dict[str, str] = field(default_factory=dict)
 
 
-class Refused(NamedTuple):
+class Refused(Struct, frozen=True, tag=True):
     """NIXL refused what the engine's code asked of it."""
 
     why: str
 
 
+Said = Literal["agent", "connect", "read"] | Place | Result | Refused
+"""All that such a process can say: the stage that it has come to, or how it ended."""
+
+
 def main() -> None:
-    """Take one order, and obey it."""
+    """Take one order, and obey it.
+
+    Its arguments are the file of the order, and the number of the socket.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when its parent has seen what it says
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    link = Connection(int(sys.argv[1]))
+    order = msgspec.msgpack.decode(Path(sys.argv[1]).read_bytes(), type=Order)
+    link = socket.socket(fileno=int(sys.argv[2]))
     try:
-        asyncio.run(_obey(link.recv(), link))
+        asyncio.run(_obey(order, link))
     except BackendError as exc:
-        link.send(Refused(str(exc)))
+        _say(link, Refused(str(exc)))
 
 
-async def _obey(order: Order, link: Connection) -> None:
-    link.send("agent")
+def _say(link: socket.socket, what: Said) -> None:
+    link.sendall(msgspec.msgpack.encode(what))
+
+
+async def _obey(order: Order, link: socket.socket) -> None:
+    _say(link, "agent")
     raw = np.frombuffer(mmap.mmap(-1, SIZE if order.read else SMALL), np.uint8)
     raw[::4096] = 0  # pages are there before any clock runs
     memory = Memory(int(raw.ctypes.data), len(raw))
@@ -103,16 +121,16 @@ async def _obey(order: Order, link: Connection) -> None:
         if order.place is None:
             raw[:] = _pattern()
             plane.watch(True)  # as an engine does that has lent something
-            link.send(Place(agent, (memory,)))
+            _say(link, Place(agent, (memory,)))
             closed = asyncio.Event()
             asyncio.get_running_loop().add_reader(link.fileno(), closed.set)
             await closed.wait()
             return
-        link.send("connect")
+        _say(link, "connect")
         name, measured = order.place.agent.name, None
         await plane.add_remote_agent(order.place.agent, order.place.memories)
         if order.read:
-            link.send("read")
+            _say(link, "read")
             measured = _Reader(plane, name, raw).measure(order.seconds)
         else:
             # The other side opens its half of the connection, in its own time; it would find nobody, and complain.
@@ -121,7 +139,7 @@ async def _obey(order: Order, link: Connection) -> None:
         plugins = tuple(sorted(plane._agent._agent.plugin_list)) if plane._agent is not None else ()
         facts = plane.describe()
         plane.remove_remote_agent(name)
-        link.send(Result(measured, plugins, facts))
+        _say(link, Result(measured, plugins, facts))
     finally:
         plane.close()
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 
 from asynckv.config import NixlConfig
 from asynckv.tools.doctor.facts import Ucx
-from asynckv.tools.doctor.probe import Order, Place, Refused, Result
+from asynckv.tools.doctor.probe import Order, Place, Refused, Result, Said
 from asynckv.tools.doctor.ucx_log import ENVIRONMENT, read_log
 
 __all__ = ["Ended", "Probe", "try_nixl"]
@@ -32,9 +32,15 @@ CONNECT_S = 6.0
 
 END_S = 3.0
 MOST_READ = 4 << 20
+MOST_SAID = 1 << 20
+"""Bytes of one message of such a process."""
+
 MOST_DETAIL = 1500
 START = "from asynckv.tools.doctor.probe import main; main()"
 
+T = TypeVar("T", Place, Result)
+
+_DECODER: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
 _STAMP = re.compile(r"^[EWIF]\d{4} [\d:.]+\s+\d+ \S+?\] ", re.MULTILINE)
 
 
@@ -60,10 +66,13 @@ class Probe:
         home = str(Path(__file__).parents[3])
         path = os.pathsep.join([home, *(entry for entry in sys.path if entry)])
         log = {"UCX_LOG_FILE": str(folder / f"{order.name}.ucx"), "PYTHONPATH": path}
-        self._link, theirs = multiprocessing.Pipe()
+        path_of_order = folder / f"{order.name}.order"
+        path_of_order.write_bytes(msgspec.msgpack.encode(order))
+        # A packet comes whole or not at all: a process that hangs in the middle of a message holds up nothing.
+        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, self._errors.open("wb") as errors:
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-c", START, str(theirs.fileno())],
+                [sys.executable, "-P", "-c", START, str(path_of_order), str(theirs.fileno())],
                 env={"NIXL_LOG_LEVEL": "WARN"} | os.environ | ENVIRONMENT | log,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -71,8 +80,6 @@ class Probe:
                 stderr=errors,
                 process_group=0,  # what the terminal sends is for its parent
             )
-        with contextlib.suppress(OSError):  # it has died: what it says next tells
-            self._link.send(order)
 
     def __enter__(self) -> Self:
         return self
@@ -80,28 +87,38 @@ class Probe:
     def __exit__(self, kind: object, *_: object) -> None:
         self.end(END_S if kind in (None, Ended) else 0.0)
 
-    def hear(self, read_s: float = READ_S) -> Place | Result:
-        """Wait for what it has to say; every stage has a deadline of its own.
+    def hear(self, kind: type[T], read_s: float = READ_S) -> T:
+        """Wait for a value of this kind; every stage has a deadline of its own.
 
         Raises:
-            Ended: It refused, died, or said nothing by then.
+            Ended: The process refused, died, said nothing by then, or said something else.
         """
         seconds = {"connect": CONNECT_S, "read": read_s}
         while True:
+            self._link.settimeout(seconds.get(self.stage, START_S))
             try:
-                if not self._link.poll(seconds.get(self.stage, START_S)):
-                    self._popen.kill()
-                    raise Ended("hung", self.stage, f"nothing was heard of it any more at the stage {self.stage!r}")
-                said: str | Place | Result | Refused = self._link.recv()
-            except (EOFError, OSError):
-                raise Ended("died", self.stage, self._death()) from None
+                packet = self._link.recv(MOST_SAID)
+                said = _DECODER.decode(packet) if packet else None
+            except TimeoutError:
+                self._popen.kill()
+                raise Ended("hung", self.stage, f"it was silent from the stage {self.stage!r} on") from None
+            except OSError:
+                said = None
+            except msgspec.DecodeError as exc:
+                self._popen.kill()
+                raise Ended("died", self.stage, f"its message cannot be read: {exc}") from None
             match said:
+                case None:
+                    raise Ended("died", self.stage, self._death())
                 case str():
                     self.stage = said
                 case Refused(why):
                     raise Ended("refused", self.stage, why)
-                case _:
+                case _ if isinstance(said, kind):
                     return said
+                case _:
+                    self._popen.kill()
+                    raise Ended("died", self.stage, f"it sent {type(said).__name__} instead of {kind.__name__}")
 
     def _death(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -146,15 +163,12 @@ def try_nixl(config: NixlConfig, seconds: float, note: Callable[[str], None], pl
             with contextlib.ExitStack() as running:
                 if place is None:
                     note("starting a process that lends")
-                    said = running.enter_context(Probe(Order("doctor-owner", config), folder)).hear()
-                    assert isinstance(said, Place)
-                    order = order._replace(place=said)
+                    owner = running.enter_context(Probe(Order("doctor-owner", config), folder))
+                    order = msgspec.structs.replace(order, place=owner.hear(Place))
                     note("measuring" if seconds else "reading from it")
                 else:
                     note("opening a connection of NIXL's")
-                said = running.enter_context(Probe(order, folder)).hear(2 * seconds + READ_S)
-                assert isinstance(said, Result)
-                result = said
+                result = running.enter_context(Probe(order, folder)).hear(Result, 2 * seconds + READ_S)
         except Ended as exc:
             failure = exc
         # The reader's first: where both tell of something, its word counts.
