@@ -315,6 +315,16 @@ async def test_a_failure_is_never_left_out(sim: Bench, logs: Lines) -> None:
     assert {e["sequence"] for e in logs.of("pull_ended")} == set(range(30))
 
 
+async def test_of_the_claims_that_came_before_their_request_only_the_first_are_logged(sim: Bench, logs: Lines) -> None:
+    async with sim.pair() as (prefill, _, group):
+        params = decode_params(group.make_params("r", [(0, [1])], 16, written=True))
+        digest = blocks_digest(params.groups, 16, True)
+        claims = [Claim(params.key, "r", Cohort("c"), PullId(f"p{i}"), i + 1, digest, 1.0) for i in range(20)]
+        prefill.engine._driver.core.receive(ReplyTo(b"x"), encode_packet("9" * 32, "", claims), sim.clock.now())
+        prefill.engine.lend(params)
+    assert [line["pull_id"] for line in logs.of("lease_granted")] == [f"p{i}" for i in range(8)]
+
+
 async def test_no_line_is_long_however_much_there_is_to_say(sim: Bench, logs: Lines) -> None:
     async with sim.pair() as (prefill, decode, group):
         name = "n" * 16_000

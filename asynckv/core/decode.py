@@ -144,8 +144,9 @@ class DecodeSide:
             self._take(pull, ready, now)
             if pull.failure is not None:
                 return
+        else:
+            pull.arrival = next(self._arrivals)  # among other pulls its turn is that of its blocks
         self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
-        pull.arrival = next(self._arrivals)
         self.started.add(pull.pull_id)
         effects = pull.start(lists, deadline, now)
         # Where there is room the plan is made at once, in the caller's time: a turn of the loop is for all pulls.
@@ -534,7 +535,7 @@ class DecodeSide:
     def _read(self, pull: Pull, now: float) -> list[Effect]:
         """Decide which descriptors a pull that was admitted reads of every rank, and let it read."""
         if self._is_aside(pull):
-            self.admission.discount(pull.pull_id)
+            self.admission.count(pull.pull_id, False)
         assert pull.lists is not None
         plans: list[tuple[Source, Plan]] = []
         for source in pull.sources:
@@ -827,7 +828,7 @@ class DecodeSide:
             self.posting.set_aside(peer.line, peer.transfers)
             for pull_id in peer.pulls:
                 if self._is_aside(self.pulls[pull_id]):  # not who only releases there, or has its bytes
-                    self.admission.discount(pull_id)
+                    self.admission.count(pull_id, False)
 
     def _take_back(self, peer: Peer) -> None:
         """It goes on: what still runs there, for whoever has no outcome yet, takes room again."""
@@ -842,7 +843,7 @@ class DecodeSide:
         )
         for pull_id in peer.pulls:
             if not self._is_aside(self.pulls[pull_id]):
-                self.admission.discount(pull_id, is_aside=False)
+                self.admission.count(pull_id, True)
 
     def _is_aside(self, pull: Pull) -> bool:
         """It waits for a rank from which nothing comes."""

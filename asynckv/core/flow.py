@@ -177,15 +177,15 @@ class Admission:
             heapq.heapify(flow.order)
         self._enlist(flow)
 
-    def discount(self, pull_id: PullId, *, is_aside: bool = True) -> None:
-        """A pull in flight waits for a rank from which nothing comes: it takes no room from others; or it goes on.
+    def count(self, pull_id: PullId, counts: bool) -> None:
+        """Say whether a pull in flight takes room from others; it does not while its rank sends nothing.
 
-        When it goes on there may be more in flight than there should be, for a while; no pull is admitted meanwhile.
+        Once it counts again there may be more in flight than there should be; no pull is admitted meanwhile.
         """
         place = self._places.get(pull_id)
-        if place is not None and place.room == READING and place.counts is is_aside:
-            place.counts = not is_aside
-            self._num_counted += -1 if is_aside else 1
+        if place is not None and place.room == READING:
+            self._num_counted += counts - place.counts
+            place.counts = counts
 
     def audit(self, queued: set[PullId], reading: set[PullId]) -> list[str]:
         """List what does not add up, given who should be in the queue and who may be in flight, or on its way."""
@@ -193,7 +193,7 @@ class Admission:
         return wrong + [f"pull {p} should not wait or count" for p in sorted(self._places.keys() - queued - reading)]
 
     def _head(self, flow: Flow) -> tuple[int, PullId] | None:
-        """Who is next in a flow, and its priority."""
+        """Return the priority and the id of the next pull of a flow."""
         while flow.order and not self.waits(flow.order[0][2]):
             heapq.heappop(flow.order)
         return (flow.order[0][0], flow.order[0][2]) if flow.order else None

@@ -2,8 +2,8 @@
 
 The core never sends, posts or logs. It appends commands, events (`told.py`) and messages to an `Outbox`, and the engine
 empties that once per turn of its loop: first the messages, because a claim that travels beside a read has to leave
-before it; then the commands; then it posts. Releases alone may wait until after that, or for the next turn, since
-nobody waits for them.
+before it; then the commands; then it posts. Releases alone may wait until after that, or for the next turn, because
+only the end of a lease waits for one.
 
 Reads to post are not left here. They are asked for one by one (`DecodeSide.next_read` returns a `PostRead`), so that
 none is taken before there is time to post it.

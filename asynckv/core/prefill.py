@@ -35,7 +35,7 @@ from asynckv.core.outbox import LeaseEnded, Outbox, Traced
 from asynckv.core.readers import Readers
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
-from asynckv.core.told import ReaderRefused, lease_granted, short
+from asynckv.core.told import MAX_GRANTS, ReaderRefused, lease_granted, short
 from asynckv.core.types import Key, Reason, ReplyTo, rank_name
 from asynckv.core.wire import Ack, Claim, NotYet, Ping, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
@@ -53,9 +53,6 @@ PARKED_TEXT = 1024
 
 MAX_NAMED = 4
 """Decode engines that are remembered by name of one request that has ended."""
-
-MAX_GRANTS = 8
-"""Promises to one reader for one lease that are logged."""
 
 MAX_UNREACHABLE = 65_536
 """Connections that are remembered as ended. A lease of an older one lasts for its whole time."""

@@ -28,6 +28,9 @@ MAX_TEXT = 512
 MAX_NAMED = 64
 """Ranks named of one request that has ended."""
 
+MAX_GRANTS = 8
+"""Promises of one lease to one reader that are logged, and of those given while it was lent."""
+
 NotLogged = Annotated[int | None, "How many more there were since the last such line."]
 SuccessesNotLogged = Annotated[
     int | None, "How many requests ended well, or were lent, without a line since the last line."
@@ -306,7 +309,7 @@ class HeldLease(Struct, frozen=True, omit_defaults=True):
         "Reader -> `pull_id`, `claimed_s` and `heard_s` (both since it was lent) of its last attempt. A line "
         "without `claimed_s` is of an older version; there `heard_s` says how long ago it was.",
     ]
-    left_s: Annotated[float | None, "How long this can last at most, if nobody asks for more."] = None
+    left_s: Annotated[float | None, "How long this can last at most, unless a reader asks for more."] = None
     refused: RefusedMessages = None
 
 

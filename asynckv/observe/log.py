@@ -13,6 +13,7 @@ same words. Many that fail alike share lines, in which each is named.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import os
@@ -381,7 +382,7 @@ class Recorder:
                 successes_not_logged=self._skip_count(),
             )
         )
-        for pull_id in lease.grants:  # claimed before it was lent
+        for pull_id in itertools.islice(lease.grants, told.MAX_GRANTS):  # claimed before it was lent
             self.log(told.lease_granted(lease, pull_id))
 
     def held_for_long(self, held: HeldForLong, oldest: Sequence[RequestStatus]) -> None:
