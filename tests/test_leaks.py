@@ -31,8 +31,8 @@ from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_clocks import aligned
 from asynckv.tools.diagnose.leaks_live import records_of, who_hangs
-from asynckv.tools.diagnose.leaks_processes import early_ends
 from asynckv.tools.diagnose.leaks_values import Leak
+from asynckv.tools.diagnose.presence import early_ends
 from asynckv.tools.diagnose.records import Logs, Record, read_logs
 from tests.test_leaks_real import DECODE_ONLY, EXPECTED, PREFILL, PREFILL_ONLY, named
 
@@ -153,8 +153,8 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     "too short": (C.LEASE_TOO_SHORT, [*BOTH, expired(), pull_ended(41, "lease_lost", seconds=30.0)]),
     "closed reader": (C.READER_CLOSED, [*RUNNING, stopped(P), stopped(D, 20.0), expired()]),
     "closed owner": (C.PREFILL_CLOSED, [*BOTH, expired(cause="closed", revoked_by="closed")]),
-    "died after claim": (C.DIED_AFTER_CLAIM, [*DIED, expired()]),
-    "died before claim": (C.DIED_BEFORE_CLAIM, [*DIED, expired(False)]),
+    "died after claim": (C.READER_DIED, [*DIED, expired()]),
+    "died before claim": (C.READER_DIED, [*DIED, expired(False)]),
     "never heard of": (C.NEVER_HEARD_OF, [*BOTH, expired(False)]),
     "never shook hands": (
         C.NEVER_SHOOK_HANDS,
@@ -163,20 +163,20 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     "wrong target": (C.WRONG_TARGET, [*BOTH, expired(False), pull_ended(16, "wrong_target")]),
     "stale": (C.STALE_PARAMS, [*BOTH, expired(False), pull_ended(16, "restarted")]),
     "queued": (
-        C.EXPIRED_WHILE_QUEUED,
+        C.LEASE_TOO_SHORT,
         [*BOTH, expired(False), pull_ended(42, "timeout", failed_in="queue", seconds=31.0)],
     ),
-    "came too late": (C.CAME_TOO_LATE, [*BOTH, expired(False), pull_ended(45, "expired", seconds=0.1)]),
+    "came too late": (C.LEASE_TOO_SHORT, [*BOTH, expired(False), pull_ended(45, "expired", seconds=0.1)]),
     "came too late, for it was away": (
         C.DECODE_LOOP_AWAY,
         [*BOTH, expired(False), away(D, 55, 50), pull_ended(55.3, "cancelled", seconds=0.2, detail="cancelled")],
     ),
     "came too late, long after it was away": (
-        C.CAME_TOO_LATE,
+        C.LEASE_TOO_SHORT,
         [*BOTH, expired(False), away(D, 55, 50), pull_ended(80, "expired", seconds=0.1)],
     ),
     "was away for a short part of it": (
-        C.CAME_TOO_LATE,
+        C.LEASE_TOO_SHORT,
         [*BOTH, expired(False), away(D, 41, 14), pull_ended(41.2, "expired", seconds=0.1)],
     ),
     "away, and never spoke of it": (C.DECODE_UNRESPONSIVE, [*BOTH, expired(False), away(D, 55, 50)]),
@@ -237,7 +237,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
         [*BOTH, pull_ended(15, "read_failed", **KEPT), say(14, told.DataPlaneRestarted, P, cause="signal 6")],
     ),
     "read from the dead": (
-        C.READ_FROM_THE_DEAD,
+        C.PREFILL_DIED,
         [begun(P), begun(D), *met(), stopped(D), pull_ended(15, "peer_lost", **KEPT)],
     ),
     "data plane later": (
@@ -250,10 +250,10 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
         ],
     ),
     "only released": (
-        C.CAME_TOO_LATE,
+        C.LEASE_TOO_SHORT,
         [begun(P), begun(D), stopped(P), stopped(D), expired(False), pull_ended(43, "complete", **READS_ELSEWHERE)],
     ),
-    "only released, of a hit": (C.CAME_TOO_LATE, [*BOTH, expired(False), pull_ended(43, "complete", read_ranks=[])]),
+    "only released, of a hit": (C.LEASE_TOO_SHORT, [*BOTH, expired(False), pull_ended(43, "complete", read_ranks=[])]),
     "released before it was lent": (
         C.RELEASE_TOO_EARLY,
         [*BOTH, expired(False), pull_ended(8, "engine_closed", failed_in="handshake", read_ranks=[], seconds=0.1)],
@@ -468,7 +468,7 @@ def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
     [leak] = found([*RUNNING, expired(), say(42, "of_later")])
     assert leak.cause is C.READER_SILENT
     [leak] = found([*RUNNING, expired(), say(60, "of_later")])
-    assert leak.cause is C.DIED_AFTER_CLAIM
+    assert leak.cause is C.READER_DIED
     [leak] = found([*RUNNING, expired(False), say(42, "of_later")])
     assert leak.cause is C.NEVER_CLAIMED
     # Its release may still be answered, or given up.
@@ -479,7 +479,7 @@ def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
 def test_who_died_long_before_a_request_was_lent_is_not_its_reader() -> None:
     ended = [stopped(P, 2000.0)]
     [leak] = found([*RUNNING, *ended, expired(False, at=45.0)])
-    assert leak.cause is C.DIED_BEFORE_CLAIM
+    assert leak.cause is C.READER_DIED
     [leak] = found([*RUNNING, *ended, expired(False, at=800.0)])
     assert leak.cause is C.NEVER_HEARD_OF
     assert f"{RANK[D]} had died before it was lent" in leak.sentence
@@ -492,7 +492,7 @@ def test_who_died_long_before_a_request_was_lent_is_not_its_reader() -> None:
     # One that is restarted late is known to be dead only then.
     again = replace(begun(E, 900.0), rank="decode/tp0@cccccccc", engine_id="decode")
     [leak] = found([*RUNNING, again, stopped(E, 1900.0), *ended, expired(False, at=800.0)])
-    assert leak.cause is C.DIED_BEFORE_CLAIM
+    assert leak.cause is C.READER_DIED
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -672,7 +672,7 @@ def test_two_at_once_are_both_named() -> None:
     first = [expired(), pull_ended(15, "complete"), unanswered()]
     second = [other(expired(False)), other(pull_ended(45, "expired", seconds=0.1))]
     leaks = found([*BOTH, *first, *second])
-    assert {x.request_id: x.cause for x in leaks} == {"a": C.RELEASE_LOST, "b": C.CAME_TOO_LATE}
+    assert {x.request_id: x.cause for x in leaks} == {"a": C.RELEASE_LOST, "b": C.LEASE_TOO_SHORT}
 
 
 def test_recorded_logs_of_real_processes() -> None:
@@ -695,7 +695,7 @@ def test_the_command(tmp_path: Path) -> None:
     run = CliRunner()
     told = run.invoke(app, ["leaks", str(RECORDED), "--details"])
     assert told.exit_code == 1
-    assert "died_after_claim" in told.stdout
+    assert "reader_died" in told.stdout
     assert "whoever had them died" in told.stdout
     assert "what to do" in told.stdout
     told = run.invoke(app, ["leaks", str(RECORDED), "--json", str(tmp_path / "x.json"), "--request", "D-late"])
@@ -911,7 +911,7 @@ def test_an_engine_that_does_not_answer_may_have_been_given_it() -> None:
     assert judged([*RUNNING, late, say(90, "of_later", D), now], RANK[D]).cause is not C.DECODE_UNRESPONSIVE
     # It had claimed.
     leak = judged([*RUNNING, expired(), now], RANK[D])
-    assert leak.cause is C.DIED_AFTER_CLAIM
+    assert leak.cause is C.READER_DIED
     assert "and hangs (it does not answer" in leak.sentence
     # Of an engine of which others have spoken, it is known that it was given it.
     owed = expired(False, owed=["decode/tp1"], readers={RANK[D]: "complete"})

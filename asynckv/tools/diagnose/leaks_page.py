@@ -128,6 +128,7 @@ def _entry(leak: Leak) -> dict[str, Any]:
     return {
         "cause": leak.cause.value,
         "sentence": leak.sentence,
+        "evidence": leak.evidence,
         "is_class": CATALOGUE[leak.cause].is_class,
         "side": leak.side,
         "state": leak.state,
