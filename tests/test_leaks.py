@@ -26,7 +26,7 @@ from asynckv.tools import cli
 from asynckv.tools.cli import app
 from asynckv.tools.diagnose import leaks_page
 from asynckv.tools.diagnose.ask import Answer
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, KNOWN, WHY, cells
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_clocks import aligned
@@ -105,6 +105,11 @@ def away(start: str, at: float, seconds: float) -> Record:
 def lost(at: float) -> Record:
     peer = {"peer": RANK[P], "peer_incarnation": P, "address": "tcp://10.0.0.1:1"}
     return say(at, told.PeerChanged, D, **peer, before="ready", state="gone", cause="peer_lost", detail="forgotten")
+
+
+def gone(at: float, detail: str) -> Record:
+    who = {"peer": RANK[P], "peer_incarnation": P, "before": "ready", "state": "gone"}
+    return say(at, told.PeerChanged, D, **who, cause="peer_lost", detail=detail)
 
 
 def asked_before() -> list[Record]:
@@ -419,17 +424,73 @@ def found(records: list[Record]) -> list[Leak]:
     return find_leaks(join(records))
 
 
+def retrying(records: list[Record]) -> list[Record]:
+    """The same where the reader's last release said that it would try again."""
+    notes = [[0.1, f"granted to {RANK[D]}, pull {PULL}"], [2.0, f"released by {RANK[D]}, pull {PULL}: retry"]]
+    return [
+        replace(x, fields=x.fields | {"history": notes}) if x.event == told.LeaseEnded.event else x for x in records
+    ]
+
+
+def of_decode(records: list[Record]) -> list[Record]:
+    """The same without the prefill side's log."""
+    return [x for x in records if x.incarnation != P]
+
+
+def refused(cause: str, detail: str = "") -> Record:
+    return say(15.1, told.ReleaseRefused, D, **NAMES, cause=cause, ranks=[RANK[P]], detail=detail)
+
+
+def held_since(left_s: float, **claims: Any) -> Record:
+    entry = {**LEASE, "lent_s": 10.0, "left_s": left_s, "owed": [RANK[D]], "claims": claims}
+    return say(20, told.LeaseHeld, state="lent", waits="", requests=1, oldest=[entry])
+
+
+CLAIM = {RANK[D]: {"pull_id": PULL, "heard_s": 9.0, "claimed_s": 0.1}}
+OLD_CLAIM = {RANK[D]: {"pull_id": PULL, "heard_s": 2.0, "claimed_s": 0.1}}
+FORGOTTEN = pull_ended(39, "timeout", failed_in="announced", seconds=30.0)
+PROMISE = say(12, told.PullEnded, D, **NAMES, cause="read_failed", history=[[1.0, f"{RANK[P]} granted 2 s"]])
+BUG = say(20, told.InternalError, error="X()")
+CLOSED = [*RUNNING, stopped(P), stopped(D, 41.0)]
+CELLS: list[list[Record]] = [
+    *([*BOTH, expired(claimed), FORGOTTEN] for claimed in (True, False)),
+    retrying([*BOTH, expired(), FORGOTTEN]),
+    [begun(P), stopped(P), expired()],
+    retrying([begun(P), stopped(P), expired()]),
+    [*BOTH, expired(), pull_ended(15, "read_failed", **KEPT)],
+    [begun(P), held_since(20.0, **CLAIM)],
+    *(retrying(CASES[x][1]) for x in ("decode away", "prefill away", "closed reader", "died after claim")),
+    retrying(CASES["renewed for as long as may be"][1]),
+    [*BOTH, pull_ended(15, "timeout", **KEPT), away(P, 16, 5)],
+    *([*BOTH, expired(refused=[[3.0, "claim", x, RANK[D], ""]])] for x in ("wrong_request", "restarted")),
+    [*RUNNING, BUG, expired(False), say(42, "of_later")],
+    [*CLOSED, expired(False), pull_ended(41, "cancelled", seconds=30), unanswered(41, "engine_closed")],
+    *(of_decode([*BOTH, refused(x)]) for x in ("parked_too_long", "wrong_request", "restarted", "wrong_cohort")),
+    of_decode([*BOTH, refused("expired", "lent for longer than max_lease_s 30.0")]),
+    of_decode(CASES["release lost"][1]),
+    *(of_decode([*BOTH, pull_ended(15, x), unanswered()]) for x in ("peer_unreachable", "wrong_target")),
+    of_decode([*CASES["keys, in the detail alone"][1], unanswered()]),
+    [*RUNNING, PROMISE, unanswered(), gone(20, "it was silent for 4.0 s"), say(90, "of_later", D)],
+]
+"""What, with `CASES`, puts a request into each cell of the table."""
+
+
+def test_every_cell_of_the_table_has_its_cause_and_its_evidence() -> None:
+    leaks = [leak for records in (*CELLS, *(x for _, x in CASES.values())) for leak in found(records)]
+    for leak in leaks:
+        owner, reader = leak.cell
+        assert leak.cause is WHY[owner][reader]
+        assert leak.evidence.startswith(KNOWN[owner])
+        assert "?" not in leak.sentence.replace("?@", "")
+    assert {x.cell for x in leaks} == {cell for cause in CAUSE for cell in cells(cause)}
+
+
 F, P2 = "dddddddd" + "3" * 24, "eeeeeeee" + "4" * 24
 RANK |= {F: "third/tp0@dddddddd", P2: "prefill/tp0@eeeeeeee"}
 
 
 def lent(at: float, start: str = P, **fields: Any) -> Record:
     return say(at, told.LeaseLent, start, **{**LEASE, "lease_s": 30.0, **fields})
-
-
-def gone(at: float, detail: str) -> Record:
-    who = {"peer": RANK[P], "peer_incarnation": P, "before": "ready", "state": "gone"}
-    return say(at, told.PeerChanged, D, **who, cause="peer_lost", detail=detail)
 
 
 def test_who_lives_is_not_told_to_have_died() -> None:

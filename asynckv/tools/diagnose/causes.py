@@ -119,7 +119,6 @@ _ALWAYS: Mapping[Reader, CAUSE] = {
     R.AWAY: C.DECODE_LOOP_AWAY,
     R.OWNER_AWAY: C.PREFILL_LOOP_AWAY,
     R.UNANSWERED: C.RELEASE_LOST,
-    R.LATE: C.LEASE_TOO_SHORT,
 }
 """What is the cause whether or not the reader had claimed."""
 
@@ -137,6 +136,7 @@ WHY: Mapping[Owner, Mapping[Reader, CAUSE]] = {
         R.KEYS: C.KEYS_REFUSED,
         R.UNMET: C.NEVER_SHOOK_HANDS,
         R.CLOSED: C.READER_CLOSED,
+        R.LATE: C.LEASE_TOO_SHORT,
         R.BUG: C.INTERNAL_ERROR,
     },
     W.CLAIMED: {
@@ -146,8 +146,9 @@ WHY: Mapping[Owner, Mapping[Reader, CAUSE]] = {
         R.CLOSED: C.READER_CLOSED,
         R.RETRIES: C.NO_ATTEMPT_FOLLOWED,
         R.READING: C.STUCK_TRANSFER,
-        R.WAITING: C.STILL_HELD,
+        R.LATE: C.LEASE_TOO_SHORT,
         R.BUG: C.INTERNAL_ERROR,
+        R.WAITING: C.STILL_HELD,
     },
     W.RETRYING: {
         **_ALWAYS,
@@ -155,9 +156,6 @@ WHY: Mapping[Owner, Mapping[Reader, CAUSE]] = {
         R.OVERSTAYED: C.MAX_LEASE,
         R.CLOSED: C.NO_ATTEMPT_FOLLOWED,
         R.RETRIES: C.NO_ATTEMPT_FOLLOWED,
-        R.READING: C.STUCK_TRANSFER,
-        R.WAITING: C.STILL_HELD,
-        R.BUG: C.INTERNAL_ERROR,
     },
     W.REFUSED: {
         R.RENAMED: C.OTHER_REQUEST_ID,
