@@ -428,7 +428,7 @@ def retrying(records: list[Record]) -> list[Record]:
     """The same where the reader's last release said that it would try again."""
     notes = [[0.1, f"granted to {RANK[D]}, pull {PULL}"], [2.0, f"released by {RANK[D]}, pull {PULL}: retry"]]
     return [
-        replace(x, fields=x.fields | {"history": notes}) if x.event == told.LeaseEnded.event else x for x in records
+        replace(x, fields={**x.fields, "history": notes}) if x.event == told.LeaseEnded.event else x for x in records
     ]
 
 

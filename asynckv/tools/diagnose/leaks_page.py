@@ -113,7 +113,9 @@ def report(
 
 def _plain(found: Leak | LateCopy) -> dict[str, Any]:
     """Make plain data of a finding; what is not known is None."""
-    out = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(found).items()}
+    out: dict[str, Any] = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in asdict(found).items()
+    }
     out["blocks"] = found.blocks if found.blocks >= 0 else None
     for name, digits in (("seconds", 3), ("since", 6)):
         out[name] = None if math.isnan(out[name]) else round(out[name], digits)
