@@ -26,7 +26,7 @@ from asynckv.tools import cli
 from asynckv.tools.cli import app
 from asynckv.tools.diagnose import leaks_page
 from asynckv.tools.diagnose.ask import Answer
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, KNOWN, WHY, cells
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, WHY, cells
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_clocks import aligned
@@ -480,7 +480,7 @@ def test_every_cell_of_the_table_has_its_cause_and_its_evidence() -> None:
     for leak in leaks:
         owner, reader = leak.cell
         assert leak.cause is WHY[owner][reader]
-        assert leak.evidence.startswith(KNOWN[owner])
+        assert leak.evidence.startswith(owner.value)
         assert "?" not in leak.sentence.replace("?@", "")
     assert {x.cell for x in leaks} == {cell for cause in CAUSE for cell in cells(cause)}
 

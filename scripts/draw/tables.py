@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from asynckv.tools.diagnose.causes import CATALOGUE, KNOWN, SAID, cells
+from asynckv.tools.diagnose.causes import CATALOGUE, cells
 from asynckv.tools.doctor.catalogue import KINDS, TOPICS
 from scripts.draw.drawing import DOCS, between
 
@@ -31,7 +31,7 @@ def causes() -> str:
         out.append(_filled(f"`{cause}`{kind}: {sentences}") + "\n")
         rows: dict[str, list[str]] = {}
         for owner, reader in cells(cause):
-            rows.setdefault(SAID[reader], []).append(KNOWN[owner])
+            rows.setdefault(reader.value, []).append(owner.value)
         for said, known in rows.items():
             out.append(_filled(f"- prefill side: {'; or '.join(known)}"))
             out += [_filled(f"- ... decode side: {said}")] if said else []

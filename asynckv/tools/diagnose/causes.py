@@ -25,51 +25,60 @@ import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["CATALOGUE", "CAUSE", "KNOWN", "SAID", "WHY", "Entry", "Owner", "Reader", "cells"]
+__all__ = ["CATALOGUE", "CAUSE", "WHY", "Entry", "Owner", "Reader", "cells"]
 
 
 class Owner(enum.Enum):
-    """What a prefill rank knows of a reader that it waits for, and what became of its lease."""
+    """What a prefill rank knows of a reader that it waits for, and what became of its lease; as its log shows it."""
 
-    UNCLAIMED = enum.auto()
-    CLAIMED = enum.auto()
-    RETRYING = enum.auto()
-    REFUSED = enum.auto()
-    CLOSED = enum.auto()
-    DIED = enum.auto()
-    UNKNOWN = enum.auto()
-    READ = enum.auto()
+    UNCLAIMED = "expired or held, and the reader that is owed never claimed"
+    CLAIMED = "expired or held, and the reader that is owed had claimed"
+    RETRYING = "expired or held, and the reader's last release said `retry`"
+    REFUSED = "expired or held, and a message about it was refused (by either side's log)"
+    CLOSED = "`lease_ended` with `closed`, or `promises_cut_short`"
+    DIED = "lent, no end is logged, and the process ended without a goodbye"
+    UNKNOWN = "its log is missing, ends before the lease could have expired, or tells of no end yet"
+    READ = "a pull that reads from it has failed, and its blocks might still be written"
 
 
 class Reader(enum.Enum):
-    """What a reader and its process know: the first of these that would have been enough by itself."""
+    """What a reader and its process know: the first of these that would have been enough by itself; as logs show it."""
 
-    ANY = enum.auto()
-    NO_LOG = enum.auto()
-    UNHEARD = enum.auto()
-    LEFT_OUT = enum.auto()
-    ABSENT = enum.auto()
-    RENAMED = enum.auto()
-    EARLY = enum.auto()
-    WRONG_TARGET = enum.auto()
-    STALE = enum.auto()
-    KEYS = enum.auto()
-    UNMET = enum.auto()
-    REFUSED = enum.auto()
-    OVERSTAYED = enum.auto()
-    ANNOUNCED = enum.auto()
-    DIED = enum.auto()
-    CLOSED = enum.auto()
-    AWAY = enum.auto()
-    OWNER_AWAY = enum.auto()
-    OWNER_DIED = enum.auto()
-    PLANE_DIED = enum.auto()
-    UNANSWERED = enum.auto()
-    RETRIES = enum.auto()
-    READING = enum.auto()
-    LATE = enum.auto()
-    WAITING = enum.auto()
-    BUG = enum.auto()
+    ANY = ""
+    NO_LOG = (
+        "no log says more: it is missing, has warnings only, ends too early, or ends where the process may have "
+        "died with the params in its hands"
+    )
+    UNHEARD = "logs of the decode side are there, and none of them speaks of the request"
+    LEFT_OUT = "others of its engine spoke of the request; its log does not, and goes on"
+    ABSENT = (
+        "no log speaks of the request, and every reader that may be meant does not answer, was away for most of "
+        "the lease's time (`loop_was_away`), or ends without a goodbye for longer than it was ever silent"
+    )
+    RENAMED = "`wrong_request`, or a pull of this key with another prefill request id"
+    EARLY = "its pull was over before the request was lent, and its release was answered or parked for too long"
+    WRONG_TARGET = "its pull failed with `wrong_target`"
+    STALE = "`restarted` or `stale_memory`; or its params name another start of the rank"
+    KEYS = "its pull failed in the handshake, and `refused` or the pull's detail speaks of keys"
+    UNMET = "its pull failed in the handshake, or hangs there"
+    REFUSED = "`release_refused`, or a claim that was refused"
+    OVERSTAYED = "it was lent for `max_lease_s` (`engine_started` names it), or a renewal was refused because of it"
+    ANNOUNCED = "the announcement's time was up, or it is overdue when the log ends"
+    DIED = (
+        "its process ended without a goodbye and without an outcome of this pull; one that never spoke of any "
+        "request had met this rank, and this is the only request that was not claimed there meanwhile"
+    )
+    CLOSED = "`engine_stopped` or `engine_suspended` with this pull unanswered or without an outcome"
+    AWAY = "`loop_was_away` during its pull, or for most of the lease's time just before it asked"
+    OWNER_AWAY = "the rank that lends was away meanwhile (`loop_was_away`, or `late_s` of `lease_ended`)"
+    OWNER_DIED = "the rank that lends died meanwhile, or its readers lost it (`peer_changed`)"
+    PLANE_DIED = "`data_plane_restarted` or `data_plane_broken` before the pull failed, here or there"
+    UNANSWERED = "`release_unanswered`, or the prefill rank was given up as the pull ended"
+    RETRIES = "its attempt failed and promised another (`retry`); none follows, and its process lives"
+    READING = "`held_transfers` in `pull_ended`, and no other reason for it in any log"
+    LATE = "its first word came, or its pull ended, when the lease was over; nothing kept it from being heard"
+    WAITING = "its pull has no outcome yet, or the lease was renewed just before the log ends: nothing is over"
+    BUG = "nothing else explains it, and `internal_error` is logged meanwhile, on either side"
 
 
 class CAUSE(enum.StrEnum):
@@ -187,51 +196,6 @@ WHY: Mapping[Owner, Mapping[Reader, CAUSE]] = {
     },
 }
 """Why a lease, or the blocks of a pull, were late."""
-
-KNOWN: Mapping[Owner, str] = {
-    W.UNCLAIMED: "expired or held, and the reader that is owed never claimed",
-    W.CLAIMED: "expired or held, and the reader that is owed had claimed",
-    W.RETRYING: "expired or held, and the reader's last release said `retry`",
-    W.REFUSED: "expired or held, and a message about it was refused (by either side's log)",
-    W.CLOSED: "`lease_ended` with `closed`, or `promises_cut_short`",
-    W.DIED: "lent, no end is logged, and the process ended without a goodbye",
-    W.UNKNOWN: "its log is missing, ends before the lease could have expired, or tells of no end yet",
-    W.READ: "a pull that reads from it has failed, and its blocks might still be written",
-}
-"""What the prefill side's logs show."""
-
-SAID: Mapping[Reader, str] = {
-    R.ANY: "",
-    R.NO_LOG: "no log says more: it is missing, has warnings only, ends too early, or ends where the process may have "
-    "died with the params in its hands",
-    R.UNHEARD: "logs of the decode side are there, and none of them speaks of the request",
-    R.LEFT_OUT: "others of its engine spoke of the request; its log does not, and goes on",
-    R.ABSENT: "no log speaks of the request, and every reader that may be meant does not answer, was away for most of "
-    "the lease's time (`loop_was_away`), or ends without a goodbye for longer than it was ever silent",
-    R.RENAMED: "`wrong_request`, or a pull of this key with another prefill request id",
-    R.EARLY: "its pull was over before the request was lent, and its release was answered or parked for too long",
-    R.WRONG_TARGET: "its pull failed with `wrong_target`",
-    R.STALE: "`restarted` or `stale_memory`; or its params name another start of the rank",
-    R.KEYS: "its pull failed in the handshake, and `refused` or the pull's detail speaks of keys",
-    R.UNMET: "its pull failed in the handshake, or hangs there",
-    R.REFUSED: "`release_refused`, or a claim that was refused",
-    R.OVERSTAYED: "it was lent for `max_lease_s` (`engine_started` names it), or a renewal was refused because of it",
-    R.ANNOUNCED: "the announcement's time was up, or it is overdue when the log ends",
-    R.DIED: "its process ended without a goodbye and without an outcome of this pull; one that never spoke of any "
-    "request had met this rank, and this is the only request that was not claimed there meanwhile",
-    R.CLOSED: "`engine_stopped` or `engine_suspended` with this pull unanswered or without an outcome",
-    R.AWAY: "`loop_was_away` during its pull, or for most of the lease's time just before it asked",
-    R.OWNER_AWAY: "the rank that lends was away meanwhile (`loop_was_away`, or `late_s` of `lease_ended`)",
-    R.OWNER_DIED: "the rank that lends died meanwhile, or its readers lost it (`peer_changed`)",
-    R.PLANE_DIED: "`data_plane_restarted` or `data_plane_broken` before the pull failed, here or there",
-    R.UNANSWERED: "`release_unanswered`, or the prefill rank was given up as the pull ended",
-    R.RETRIES: "its attempt failed and promised another (`retry`); none follows, and its process lives",
-    R.READING: "`held_transfers` in `pull_ended`, and no other reason for it in any log",
-    R.LATE: "its first word came, or its pull ended, when the lease was over; nothing kept it from being heard",
-    R.WAITING: "its pull has no outcome yet, or the lease was renewed just before the log ends: nothing is over",
-    R.BUG: "nothing else explains it, and `internal_error` is logged meanwhile, on either side",
-}
-"""What the decode side's logs show."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, KNOWN, SAID, Owner, Reader
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, Owner, Reader
 from asynckv.tools.diagnose.join import base_name
 
 __all__ = ["Early", "Leak", "Word", "engine_of", "in_seconds", "listed", "moment", "other_id"]
@@ -91,7 +91,7 @@ class Leak:
     def evidence(self) -> str:
         """What the logs of both sides show for it, in general."""
         owner, reader = self.cell
-        return KNOWN[owner] + (f"; {SAID[reader]}" if SAID[reader] else "")
+        return f"{owner.value}; {reader.value}" if reader.value else owner.value
 
     @property
     def remedy(self) -> str:
