@@ -118,6 +118,14 @@ def asked_before() -> list[Record]:
     return [say(6, told.PullEnded, D, **other, cause="complete", seconds=0.1)]
 
 
+def retrying(records: list[Record]) -> list[Record]:
+    """The same where the reader's last release said that it would try again."""
+    notes = [[0.1, f"granted to {RANK[D]}, pull {PULL}"], [2.0, f"released by {RANK[D]}, pull {PULL}: retry"]]
+    return [
+        replace(x, fields={**x.fields, "history": notes}) if x.event == told.LeaseEnded.event else x for x in records
+    ]
+
+
 BOTH = [begun(P), begun(D), *met(), stopped(P), stopped(D)]
 RUNNING = [begun(P), begun(D), *met()]
 REFUSED = [3.0, "release", "wrong_cohort", RANK[D], "lent to 'x'"]
@@ -199,20 +207,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
         C.ANNOUNCED_AND_FORGOTTEN,
         [*BOTH, pull_ended(60, "timeout", failed_in="announced", seconds=50.0)],
     ),
-    "retry": (
-        C.NO_ATTEMPT_FOLLOWED,
-        [
-            *BOTH,
-            expired(
-                history=[
-                    [0.0, "lent"],
-                    [0.1, f"granted to {RANK[D]}, pull {PULL}"],
-                    [2.0, f"released by {RANK[D]}, pull {PULL}: retry"],
-                ]
-            ),
-            pull_ended(12, "read_failed"),
-        ],
-    ),
+    "retry": (C.NO_ATTEMPT_FOLLOWED, retrying([*BOTH, expired(), pull_ended(12, "read_failed")])),
     "one rank": (
         C.RANK_NEVER_SPOKE,
         [*BOTH, begun(E), stopped(E), expired(False, owed=["decode/tp1"], readers={RANK[D]: "complete"})],
@@ -338,25 +333,9 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     "the last attempt's release is lost": (
         C.RELEASE_LOST,
         [
-            *BOTH,
-            expired(
-                history=[
-                    [0.1, f"granted to {RANK[D]}, pull {PULL}"],
-                    [2.0, f"released by {RANK[D]}, pull {PULL}: retry"],
-                ]
-            ),
-            pull_ended(12, "read_failed"),
+            *retrying([*BOTH, expired(), pull_ended(12, "read_failed")]),
             pull_ended(14, "peer_lost", pull_id=f"{D[:16]}-2", seconds=1.0),
-            say(
-                44,
-                told.ReleaseUnanswered,
-                D,
-                **LAST,
-                cause="timeout",
-                ranks=[RANK[P]],
-                seconds=30.0,
-                outcome="failed",
-            ),
+            replace(unanswered(44), fields={**unanswered(44).fields, **LAST, "outcome": "failed"}),
         ],
     ),
     "looked at late": (
@@ -422,14 +401,6 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
 
 def found(records: list[Record]) -> list[Leak]:
     return find_leaks(join(records))
-
-
-def retrying(records: list[Record]) -> list[Record]:
-    """The same where the reader's last release said that it would try again."""
-    notes = [[0.1, f"granted to {RANK[D]}, pull {PULL}"], [2.0, f"released by {RANK[D]}, pull {PULL}: retry"]]
-    return [
-        replace(x, fields={**x.fields, "history": notes}) if x.event == told.LeaseEnded.event else x for x in records
-    ]
 
 
 def of_decode(records: list[Record]) -> list[Record]:

@@ -146,7 +146,7 @@ class _Debt:
             "message": "claim",
         }
         if not math.isnan(waited_s):
-            known["waited"] = f"; it had known of it for {in_seconds(waited_s)} s"
+            known["waited"] = f"; its pull ended {in_seconds(waited_s)} s after it was asked for"
         at = self.heard_s if claimed else self.lease.seconds if state is R.DIED and pull is None else math.inf
         return Verdict(self.owner, state, known | names, at, missing)
 
