@@ -105,7 +105,9 @@ class Presence:
         self._hanging = {start_of(x) for x in service.unanswered}
         self._lenders = {x.engine_id for x in service.requests}
         self._lost: dict[str, list[tuple[Process, Record]]] = defaultdict(list)
+        self._ranks: dict[str, list[Process]] = defaultdict(list)
         for process in processes:
+            self._ranks[process.engine_id].append(process)
             for record in process.of(told.PeerChanged):
                 if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
                     self._lost[record.text("peer_incarnation")].append((process, record))
@@ -184,8 +186,7 @@ class Presence:
         for incarnation, state in states.items():
             if state != "gone" and (peer := self.service.processes.get(incarnation)) is not None:
                 yield peer
-        ranks = (x for x in self.service.processes.values() if x.engine_id == process.engine_id)
-        yield from (x for x in ranks if x.base != process.base)
+        yield from (x for x in self._ranks[process.engine_id] if x.base != process.base)
 
     def tells(self, process: Process, pull: Pull, record: Record | None = None) -> bool:
         """A prefill rank's log goes on for as long as what a pull had of it may have been lent, or its death is known.
