@@ -26,13 +26,13 @@ from asynckv.tools import cli
 from asynckv.tools.cli import app
 from asynckv.tools.diagnose import leaks_page
 from asynckv.tools.diagnose.ask import Answer
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, WHY, cells
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_clocks import aligned
 from asynckv.tools.diagnose.leaks_live import records_of, who_hangs
-from asynckv.tools.diagnose.leaks_processes import early_ends
 from asynckv.tools.diagnose.leaks_values import Leak
+from asynckv.tools.diagnose.presence import early_ends
 from asynckv.tools.diagnose.records import Logs, Record, read_logs
 from tests.test_leaks_real import DECODE_ONLY, EXPECTED, PREFILL, PREFILL_ONLY, named
 
@@ -107,10 +107,23 @@ def lost(at: float) -> Record:
     return say(at, told.PeerChanged, D, **peer, before="ready", state="gone", cause="peer_lost", detail="forgotten")
 
 
+def gone(at: float, detail: str) -> Record:
+    who = {"peer": RANK[P], "peer_incarnation": P, "before": "ready", "state": "gone"}
+    return say(at, told.PeerChanged, D, **who, cause="peer_lost", detail=detail)
+
+
 def asked_before() -> list[Record]:
     """The reader has met the rank for another request."""
     other = {**NAMES, "request_id": "gen-b", "prefill_request_id": "b", "sequence": 7, "pull_id": f"{D[:16]}-9"}
     return [say(6, told.PullEnded, D, **other, cause="complete", seconds=0.1)]
+
+
+def retrying(records: list[Record]) -> list[Record]:
+    """The same where the reader's last release said that it would try again."""
+    notes = [[0.1, f"granted to {RANK[D]}, pull {PULL}"], [2.0, f"released by {RANK[D]}, pull {PULL}: retry"]]
+    return [
+        replace(x, fields={**x.fields, "history": notes}) if x.event == told.LeaseEnded.event else x for x in records
+    ]
 
 
 BOTH = [begun(P), begun(D), *met(), stopped(P), stopped(D)]
@@ -153,8 +166,8 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     "too short": (C.LEASE_TOO_SHORT, [*BOTH, expired(), pull_ended(41, "lease_lost", seconds=30.0)]),
     "closed reader": (C.READER_CLOSED, [*RUNNING, stopped(P), stopped(D, 20.0), expired()]),
     "closed owner": (C.PREFILL_CLOSED, [*BOTH, expired(cause="closed", revoked_by="closed")]),
-    "died after claim": (C.DIED_AFTER_CLAIM, [*DIED, expired()]),
-    "died before claim": (C.DIED_BEFORE_CLAIM, [*DIED, expired(False)]),
+    "died after claim": (C.READER_DIED, [*DIED, expired()]),
+    "died before claim": (C.READER_DIED, [*DIED, expired(False)]),
     "never heard of": (C.NEVER_HEARD_OF, [*BOTH, expired(False)]),
     "never shook hands": (
         C.NEVER_SHOOK_HANDS,
@@ -163,20 +176,20 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     "wrong target": (C.WRONG_TARGET, [*BOTH, expired(False), pull_ended(16, "wrong_target")]),
     "stale": (C.STALE_PARAMS, [*BOTH, expired(False), pull_ended(16, "restarted")]),
     "queued": (
-        C.EXPIRED_WHILE_QUEUED,
+        C.LEASE_TOO_SHORT,
         [*BOTH, expired(False), pull_ended(42, "timeout", failed_in="queue", seconds=31.0)],
     ),
-    "came too late": (C.CAME_TOO_LATE, [*BOTH, expired(False), pull_ended(45, "expired", seconds=0.1)]),
+    "came too late": (C.LEASE_TOO_SHORT, [*BOTH, expired(False), pull_ended(45, "expired", seconds=0.1)]),
     "came too late, for it was away": (
         C.DECODE_LOOP_AWAY,
         [*BOTH, expired(False), away(D, 55, 50), pull_ended(55.3, "cancelled", seconds=0.2, detail="cancelled")],
     ),
     "came too late, long after it was away": (
-        C.CAME_TOO_LATE,
+        C.LEASE_TOO_SHORT,
         [*BOTH, expired(False), away(D, 55, 50), pull_ended(80, "expired", seconds=0.1)],
     ),
     "was away for a short part of it": (
-        C.CAME_TOO_LATE,
+        C.LEASE_TOO_SHORT,
         [*BOTH, expired(False), away(D, 41, 14), pull_ended(41.2, "expired", seconds=0.1)],
     ),
     "away, and never spoke of it": (C.DECODE_UNRESPONSIVE, [*BOTH, expired(False), away(D, 55, 50)]),
@@ -194,20 +207,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
         C.ANNOUNCED_AND_FORGOTTEN,
         [*BOTH, pull_ended(60, "timeout", failed_in="announced", seconds=50.0)],
     ),
-    "retry": (
-        C.NO_ATTEMPT_FOLLOWED,
-        [
-            *BOTH,
-            expired(
-                history=[
-                    [0.0, "lent"],
-                    [0.1, f"granted to {RANK[D]}, pull {PULL}"],
-                    [2.0, f"released by {RANK[D]}, pull {PULL}: retry"],
-                ]
-            ),
-            pull_ended(12, "read_failed"),
-        ],
-    ),
+    "retry": (C.NO_ATTEMPT_FOLLOWED, retrying([*BOTH, expired(), pull_ended(12, "read_failed")])),
     "one rank": (
         C.RANK_NEVER_SPOKE,
         [*BOTH, begun(E), stopped(E), expired(False, owed=["decode/tp1"], readers={RANK[D]: "complete"})],
@@ -237,7 +237,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
         [*BOTH, pull_ended(15, "read_failed", **KEPT), say(14, told.DataPlaneRestarted, P, cause="signal 6")],
     ),
     "read from the dead": (
-        C.READ_FROM_THE_DEAD,
+        C.PREFILL_DIED,
         [begun(P), begun(D), *met(), stopped(D), pull_ended(15, "peer_lost", **KEPT)],
     ),
     "data plane later": (
@@ -250,10 +250,10 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
         ],
     ),
     "only released": (
-        C.CAME_TOO_LATE,
+        C.LEASE_TOO_SHORT,
         [begun(P), begun(D), stopped(P), stopped(D), expired(False), pull_ended(43, "complete", **READS_ELSEWHERE)],
     ),
-    "only released, of a hit": (C.CAME_TOO_LATE, [*BOTH, expired(False), pull_ended(43, "complete", read_ranks=[])]),
+    "only released, of a hit": (C.LEASE_TOO_SHORT, [*BOTH, expired(False), pull_ended(43, "complete", read_ranks=[])]),
     "released before it was lent": (
         C.RELEASE_TOO_EARLY,
         [*BOTH, expired(False), pull_ended(8, "engine_closed", failed_in="handshake", read_ranks=[], seconds=0.1)],
@@ -333,25 +333,9 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     "the last attempt's release is lost": (
         C.RELEASE_LOST,
         [
-            *BOTH,
-            expired(
-                history=[
-                    [0.1, f"granted to {RANK[D]}, pull {PULL}"],
-                    [2.0, f"released by {RANK[D]}, pull {PULL}: retry"],
-                ]
-            ),
-            pull_ended(12, "read_failed"),
+            *retrying([*BOTH, expired(), pull_ended(12, "read_failed")]),
             pull_ended(14, "peer_lost", pull_id=f"{D[:16]}-2", seconds=1.0),
-            say(
-                44,
-                told.ReleaseUnanswered,
-                D,
-                **LAST,
-                cause="timeout",
-                ranks=[RANK[P]],
-                seconds=30.0,
-                outcome="failed",
-            ),
+            replace(unanswered(44), fields={**unanswered(44).fields, **LAST, "outcome": "failed"}),
         ],
     ),
     "looked at late": (
@@ -419,17 +403,65 @@ def found(records: list[Record]) -> list[Leak]:
     return find_leaks(join(records))
 
 
+def of_decode(records: list[Record]) -> list[Record]:
+    """The same without the prefill side's log."""
+    return [x for x in records if x.incarnation != P]
+
+
+def refused(cause: str, detail: str = "") -> Record:
+    return say(15.1, told.ReleaseRefused, D, **NAMES, cause=cause, ranks=[RANK[P]], detail=detail)
+
+
+def held_since(left_s: float, **claims: Any) -> Record:
+    entry = {**LEASE, "lent_s": 10.0, "left_s": left_s, "owed": [RANK[D]], "claims": claims}
+    return say(20, told.LeaseHeld, state="lent", waits="", requests=1, oldest=[entry])
+
+
+CLAIM = {RANK[D]: {"pull_id": PULL, "heard_s": 9.0, "claimed_s": 0.1}}
+OLD_CLAIM = {RANK[D]: {"pull_id": PULL, "heard_s": 2.0, "claimed_s": 0.1}}
+FORGOTTEN = pull_ended(39, "timeout", failed_in="announced", seconds=30.0)
+PROMISE = say(12, told.PullEnded, D, **NAMES, cause="read_failed", history=[[1.0, f"{RANK[P]} granted 2 s"]])
+BUG = say(20, told.InternalError, error="X()")
+CLOSED = [*RUNNING, stopped(P), stopped(D, 41.0)]
+CELLS: list[list[Record]] = [
+    *([*BOTH, expired(claimed), FORGOTTEN] for claimed in (True, False)),
+    retrying([*BOTH, expired(), FORGOTTEN]),
+    [begun(P), stopped(P), expired()],
+    retrying([begun(P), stopped(P), expired()]),
+    [*BOTH, expired(), pull_ended(15, "read_failed", **KEPT)],
+    [begun(P), held_since(20.0, **CLAIM)],
+    *(retrying(CASES[x][1]) for x in ("decode away", "prefill away", "closed reader", "died after claim")),
+    retrying(CASES["renewed for as long as may be"][1]),
+    [*BOTH, pull_ended(15, "timeout", **KEPT), away(P, 16, 5)],
+    *([*BOTH, expired(refused=[[3.0, "claim", x, RANK[D], ""]])] for x in ("wrong_request", "restarted")),
+    [*RUNNING, BUG, expired(False), say(42, "of_later")],
+    [*CLOSED, expired(False), pull_ended(41, "cancelled", seconds=30), unanswered(41, "engine_closed")],
+    *(of_decode([*BOTH, refused(x)]) for x in ("parked_too_long", "wrong_request", "restarted", "wrong_cohort")),
+    of_decode([*BOTH, refused("expired", "lent for longer than max_lease_s 30.0")]),
+    of_decode(CASES["release lost"][1]),
+    *(of_decode([*BOTH, pull_ended(15, x), unanswered()]) for x in ("peer_unreachable", "wrong_target")),
+    of_decode([*CASES["keys, in the detail alone"][1], unanswered()]),
+    [*RUNNING, PROMISE, unanswered(), gone(20, "it was silent for 4.0 s"), say(90, "of_later", D)],
+]
+"""What, with `CASES`, puts a request into each cell of the table."""
+
+
+def test_every_cell_of_the_table_has_its_cause_and_its_evidence() -> None:
+    leaks = [leak for records in (*CELLS, *(x for _, x in CASES.values())) for leak in found(records)]
+    for leak in leaks:
+        owner, reader = leak.cell
+        assert leak.cause is WHY[owner][reader]
+        assert leak.evidence.startswith(owner.value)
+        assert "?" not in leak.sentence.replace("?@", "")
+    assert {x.cell for x in leaks} == {cell for cause in CAUSE for cell in cells(cause)}
+
+
 F, P2 = "dddddddd" + "3" * 24, "eeeeeeee" + "4" * 24
 RANK |= {F: "third/tp0@dddddddd", P2: "prefill/tp0@eeeeeeee"}
 
 
 def lent(at: float, start: str = P, **fields: Any) -> Record:
     return say(at, told.LeaseLent, start, **{**LEASE, "lease_s": 30.0, **fields})
-
-
-def gone(at: float, detail: str) -> Record:
-    who = {"peer": RANK[P], "peer_incarnation": P, "before": "ready", "state": "gone"}
-    return say(at, told.PeerChanged, D, **who, cause="peer_lost", detail=detail)
 
 
 def test_who_lives_is_not_told_to_have_died() -> None:
@@ -468,7 +500,7 @@ def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
     [leak] = found([*RUNNING, expired(), say(42, "of_later")])
     assert leak.cause is C.READER_SILENT
     [leak] = found([*RUNNING, expired(), say(60, "of_later")])
-    assert leak.cause is C.DIED_AFTER_CLAIM
+    assert leak.cause is C.READER_DIED
     [leak] = found([*RUNNING, expired(False), say(42, "of_later")])
     assert leak.cause is C.NEVER_CLAIMED
     # Its release may still be answered, or given up.
@@ -479,7 +511,7 @@ def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
 def test_who_died_long_before_a_request_was_lent_is_not_its_reader() -> None:
     ended = [stopped(P, 2000.0)]
     [leak] = found([*RUNNING, *ended, expired(False, at=45.0)])
-    assert leak.cause is C.DIED_BEFORE_CLAIM
+    assert leak.cause is C.READER_DIED
     [leak] = found([*RUNNING, *ended, expired(False, at=800.0)])
     assert leak.cause is C.NEVER_HEARD_OF
     assert f"{RANK[D]} had died before it was lent" in leak.sentence
@@ -492,7 +524,7 @@ def test_who_died_long_before_a_request_was_lent_is_not_its_reader() -> None:
     # One that is restarted late is known to be dead only then.
     again = replace(begun(E, 900.0), rank="decode/tp0@cccccccc", engine_id="decode")
     [leak] = found([*RUNNING, again, stopped(E, 1900.0), *ended, expired(False, at=800.0)])
-    assert leak.cause is C.DIED_BEFORE_CLAIM
+    assert leak.cause is C.READER_DIED
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -672,7 +704,7 @@ def test_two_at_once_are_both_named() -> None:
     first = [expired(), pull_ended(15, "complete"), unanswered()]
     second = [other(expired(False)), other(pull_ended(45, "expired", seconds=0.1))]
     leaks = found([*BOTH, *first, *second])
-    assert {x.request_id: x.cause for x in leaks} == {"a": C.RELEASE_LOST, "b": C.CAME_TOO_LATE}
+    assert {x.request_id: x.cause for x in leaks} == {"a": C.RELEASE_LOST, "b": C.LEASE_TOO_SHORT}
 
 
 def test_recorded_logs_of_real_processes() -> None:
@@ -695,7 +727,7 @@ def test_the_command(tmp_path: Path) -> None:
     run = CliRunner()
     told = run.invoke(app, ["leaks", str(RECORDED), "--details"])
     assert told.exit_code == 1
-    assert "died_after_claim" in told.stdout
+    assert "reader_died" in told.stdout
     assert "whoever had them died" in told.stdout
     assert "what to do" in told.stdout
     told = run.invoke(app, ["leaks", str(RECORDED), "--json", str(tmp_path / "x.json"), "--request", "D-late"])
@@ -911,7 +943,7 @@ def test_an_engine_that_does_not_answer_may_have_been_given_it() -> None:
     assert judged([*RUNNING, late, say(90, "of_later", D), now], RANK[D]).cause is not C.DECODE_UNRESPONSIVE
     # It had claimed.
     leak = judged([*RUNNING, expired(), now], RANK[D])
-    assert leak.cause is C.DIED_AFTER_CLAIM
+    assert leak.cause is C.READER_DIED
     assert "and hangs (it does not answer" in leak.sentence
     # Of an engine of which others have spoken, it is known that it was given it.
     owed = expired(False, owed=["decode/tp1"], readers={RANK[D]: "complete"})

@@ -35,7 +35,7 @@ PREFILL = ("prefill", "other", "guarded", "short", "closing")
 
 EXPECTED = {
     "before": C.NEVER_CLAIMED,  # of several decode engines one had died, and no log tells for which it was
-    "reading": C.DIED_AFTER_CLAIM,
+    "reading": C.READER_DIED,
     "announced": C.ANNOUNCED_AND_FORGOTTEN,
     "renamed": C.OTHER_REQUEST_ID,
     "unmet": C.NEVER_SHOOK_HANDS,
@@ -44,7 +44,7 @@ EXPECTED = {
     "killed": C.PREFILL_DIED,
     "retry": C.NO_ATTEMPT_FOLLOWED,
     "lost": C.NEVER_HEARD_OF,
-    "late": C.CAME_TOO_LATE,
+    "late": C.LEASE_TOO_SHORT,
     "elsewhere": C.WRONG_TARGET,
     "stale": C.STALE_PARAMS,
     "longest": C.MAX_LEASE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from asynckv.tools.diagnose.causes import CATALOGUE
+from asynckv.tools.diagnose.causes import CATALOGUE, cells
 from asynckv.tools.doctor.catalogue import KINDS, TOPICS
 from scripts.draw.drawing import DOCS, between
 
@@ -27,9 +27,14 @@ def causes() -> str:
     for cause, entry in CATALOGUE.items():
         kind = " *(a class)*" if entry.is_class else ""
         out.append(f"### {entry.title[0].upper()}{entry.title[1:]}\n")
-        out.append(_filled(f"`{cause}`{kind}: *{entry.sentence}.*") + "\n")
-        rows = (("prefill side", entry.prefill), ("decode side", entry.decode), ("with one side only", entry.alone))
-        out += [_filled(f"- {name}: {text}") for name, text in rows if text]
+        sentences = " / ".join(f"*{x}.*" for x in (entry.sentence, *entry.of.values()))
+        out.append(_filled(f"`{cause}`{kind}: {sentences}") + "\n")
+        rows: dict[str, list[str]] = {}
+        for owner, reader in cells(cause):
+            rows.setdefault(reader.value, []).append(owner.value)
+        for said, known in rows.items():
+            out.append(_filled(f"- prefill side: {'; or '.join(known)}"))
+            out += [_filled(f"- ... decode side: {said}")] if said else []
         out.append(_filled(f"- what to do: {entry.remedy}") + "\n")
     return "\n".join(out) + "\n"
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TextIO
 
 from asynckv.tools.console import without_control
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, Owner
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_values import Leak
@@ -56,22 +56,25 @@ def _has(*any_of: str, but: Sequence[str] = ()) -> Callable[[Whys], bool]:
     return lambda whys: bool(whys & set(any_of)) and not whys & set(but)
 
 
-OF_A_LEASE: Mapping[CAUSE, Callable[[Whys], bool]] = {
+OF_A_LEASE: Mapping[CAUSE | tuple[Owner, CAUSE], Callable[[Whys], bool]] = {
     C.NEVER_SHOOK_HANDS: _has("unmet"),
     C.KEYS_REFUSED: _has("keys"),
     C.STALE_PARAMS: _has("stale"),
-    C.DIED_BEFORE_CLAIM: _has("died_before_claim", "rank_dead"),
+    (Owner.UNCLAIMED, C.READER_DIED): _has("died_before_claim", "rank_dead"),
+    C.READER_DIED: _has("died_after_claim"),
     C.NEVER_HEARD_OF: _has("never_handed", "never_asked", "rank_dead"),
-    # Who reads nothing of a rank says nothing to it before he is done.
-    C.CAME_TOO_LATE: lambda whys: "asked_late" in whys or {"silent", "release_late"} <= whys,
-    C.EXPIRED_WHILE_QUEUED: lambda whys: {"asked", "silent"} <= whys and "handed_late" not in whys,
+    # A reader that reads nothing of a rank says nothing to it before it is done.
+    (Owner.UNCLAIMED, C.LEASE_TOO_SHORT): lambda whys: (
+        "asked_late" in whys
+        or {"silent", "release_late"} <= whys
+        or ({"asked", "silent"} <= whys and "handed_late" not in whys)
+    ),
+    C.LEASE_TOO_SHORT: lambda whys: "claimed" in whys and bool(whys & {"still_pulling", "release_late", "lapsed"}),
     C.DECODE_UNRESPONSIVE: lambda whys: "claimed" not in whys and bool(whys & {"untold", "other_away"}),
     C.RANK_NEVER_SPOKE: lambda whys: {"silent", "siblings_spoke"} <= whys,
     C.NEVER_CLAIMED: lambda whys: "claimed" not in whys,
-    C.DIED_AFTER_CLAIM: _has("died_after_claim"),
     C.READER_CLOSED: _has("reader_closed"),
     C.NO_ATTEMPT_FOLLOWED: _has("retry_never"),
-    C.LEASE_TOO_SHORT: lambda whys: "claimed" in whys and bool(whys & {"still_pulling", "release_late", "lapsed"}),
     C.MAX_LEASE: _has("max_lease"),
     C.DECODE_LOOP_AWAY: _has("reader_away"),
     C.READER_SILENT: _has("claimed"),
@@ -84,19 +87,16 @@ OF_A_LEASE: Mapping[CAUSE, Callable[[Whys], bool]] = {
     C.PREFILL_LOOP_AWAY: _has("owner_away"),
     C.PREFILL_DIED: _has("owner_died"),
     C.PREFILL_CLOSED: _has("owner_closed"),
-    C.DATA_PLANE_DIED: _has("agent_died"),
     C.STILL_HELD: lambda whys: False,
     C.STUCK_TRANSFER: _has("transfer_running"),
-    C.UNEXPLAINED: lambda whys: True,
 }
-"""Whether a cause is true of a reader that had not released when a lease ended."""
+"""Whether a cause is true of a reader that had not released when a lease ended; of some by what its owner knows."""
 
 OF_A_PULL: Mapping[CAUSE, Callable[[Whys], bool]] = {
     C.STUCK_TRANSFER: _has("transfer_running", "transfer_doubt"),
-    C.READ_FROM_THE_DEAD: _has("peer_died", "peer_lost"),
+    C.PREFILL_DIED: _has("peer_died", "peer_lost"),
     C.DATA_PLANE_DIED: _has("agent_died"),
     C.PREFILL_LOOP_AWAY: _has("owner_away"),
-    C.STILL_HELD: lambda whys: True,
 }
 """Whether a cause is true of a pull whose blocks came back after its outcome."""
 
@@ -104,6 +104,7 @@ OF_A_MESSAGE: Mapping[CAUSE, Callable[[Whys], bool]] = {
     C.RELEASE_UNANSWERED: _has("unanswered"),
     C.RELEASE_REFUSED: _has("refused"),
     C.STALE_PARAMS: _has("refused"),
+    C.RELEASE_TOO_EARLY: _has("refused"),
     C.OTHER_REQUEST_ID: _has("other_id"),
     C.NEVER_SHOOK_HANDS: _has("unmet"),
     C.KEYS_REFUSED: _has("keys"),
@@ -114,11 +115,11 @@ BEST: Mapping[str, set[CAUSE]] = {
     "params_lost": {C.NEVER_HEARD_OF, C.RANK_NEVER_SPOKE},
     "aborted": {C.NEVER_HEARD_OF, C.RANK_NEVER_SPOKE},
     "announced": {C.ANNOUNCED_AND_FORGOTTEN},
-    "late": {C.CAME_TOO_LATE},
+    "late": {C.LEASE_TOO_SHORT},
     "renamed": {C.OTHER_REQUEST_ID},
-    "dies_before_claim": {C.DIED_BEFORE_CLAIM},
-    "dies_reading": {C.DIED_AFTER_CLAIM},
-    "dies_before_release": {C.DIED_AFTER_CLAIM},
+    "dies_before_claim": {C.READER_DIED},
+    "dies_reading": {C.READER_DIED},
+    "dies_before_release": {C.READER_DIED},
     "release_lost": {C.RELEASE_LOST},
     "release_renamed": {C.OTHER_REQUEST_ID},
     "retry_never": {C.NO_ATTEMPT_FOLLOWED},
@@ -286,7 +287,7 @@ class Judge:
             return "" if OF_A_MESSAGE.get(leak.cause, _never)(whys) else "false"
         if mode == "decode" and OF_A_MESSAGE.get(leak.cause, _never)(self.witness.said_of(*ident)):
             return ""
-        is_true = OF_A_LEASE.get(leak.cause, _never)
+        is_true = OF_A_LEASE.get((leak.cell[0], leak.cause)) or OF_A_LEASE.get(leak.cause, _never)
         if not any(is_true(whys | x.gone) for x in leases for whys in [set[str](), *(owed.whys for owed in x.owed)]):
             return "wrong"
         if mode != "both":

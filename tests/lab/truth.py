@@ -464,7 +464,7 @@ class Witness:
         return found
 
     def _name(self, rank: Any, incarnation: str) -> str:
-        return rank_name(rank.engine_id, rank.rank, 0, incarnation)
+        return rank_name(rank.engine_id, rank.layout.tp_rank, rank.layout.pp_stage, incarnation)
 
     def _lease(self, entry: tuple[Any, Process, Any]) -> LateLease | None:
         rank, process, holder = entry

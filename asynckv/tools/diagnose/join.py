@@ -425,7 +425,7 @@ class Pull:
             if isinstance(ranks := entry.get("ranks"), dict):
                 return tuple(str(x) for x in ranks)
         for record in (*self.unanswered, *self.refused):
-            if names := record.texts("ranks") or ((record.text("rank"),) if record.text("rank") else ()):
+            if names := record.texts("ranks"):
                 return names
         return ()
 

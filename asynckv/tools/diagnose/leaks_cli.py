@@ -100,8 +100,8 @@ def leaks(
     from asynckv.tools.diagnose.join import join
     from asynckv.tools.diagnose.leaks import find_leaks
     from asynckv.tools.diagnose.leaks_clocks import aligned
-    from asynckv.tools.diagnose.leaks_processes import early_ends
     from asynckv.tools.diagnose.leaks_values import moment as clock
+    from asynckv.tools.diagnose.presence import early_ends
     from asynckv.tools.diagnose.reading import moment, read_with_progress
     from asynckv.tools.diagnose.records import Logs
     from asynckv.tools.output import check_writable, write_json

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from asynckv.core import told
 from asynckv.tools.diagnose.join import Process, Service
 from asynckv.tools.diagnose.leaks_values import moment
-from asynckv.tools.diagnose.records import Record
 
 __all__ = ["REMEDY", "LateCopy", "called", "failures", "has_offload", "late_copies"]
 
@@ -97,27 +96,15 @@ def _of(process: Process) -> Iterable[LateCopy]:
     for job in dict.fromkeys([*failed, *retired, *returned]):
         said = [x[job] for x in (returned, retired, failed) if job in x]
         since = failed[job].at if job in failed else math.nan
+        ends = "closed" if process.stopped is not None else "held"
         yield LateCopy(
             rank=process.rank,
             what=said[0].text("what"),
             job=job,
             request_id=said[0].text("request_id"),
-            state=_state(process, job in retired, job in returned),
+            state="retired" if job in retired else "returned" if job in returned else ends,
             blocks=max(x.integer("blocks") for x in said if x.event != told.OffloadFailed.event or len(said) == 1),
-            seconds=_seconds(said[0], since, process.last_at),
+            seconds=said[0].number("seconds_after_failure", max(process.last_at - since, 0.0)),
             since=since,
             detail=failed[job].text("detail") if job in failed else "",
         )
-
-
-def _state(process: Process, is_retired: bool, is_returned: bool) -> str:
-    if is_retired:
-        return "retired"
-    if is_returned:
-        return "returned"
-    return "closed" if process.stopped is not None else "held"
-
-
-def _seconds(last: Record, since: float, until: float) -> float:
-    told = last.number("seconds_after_failure")
-    return told if not math.isnan(told) else max(until - since, 0.0)

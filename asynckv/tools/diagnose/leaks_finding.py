@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from asynckv.tools.diagnose.causes import CAUSE
+from asynckv.tools.diagnose.causes import Reader
 from asynckv.tools.diagnose.join import Lease, Pull, Request, base_name
 from asynckv.tools.diagnose.leaks_between import pulls_of
-from asynckv.tools.diagnose.leaks_processes import Processes
-from asynckv.tools.diagnose.leaks_values import Leak, Story, Word, in_seconds, moment
+from asynckv.tools.diagnose.leaks_values import Leak, Word, in_seconds, moment
+from asynckv.tools.diagnose.leaks_why import Verdict
+from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Record
 
 __all__ = ["make_leak", "what_became_of_release", "words_of"]
 
-C = CAUSE
 
-
-def words_of(processes: Processes, request: Request, leases: Iterable[Lease]) -> Iterator[Word]:
+def words_of(presence: Presence, request: Request, leases: Iterable[Lease]) -> Iterator[Word]:
     """Say what became of each claim and release."""
     for lease in leases:
         claims, retrying = lease.claims, lease.retrying
@@ -44,13 +43,15 @@ def words_of(processes: Processes, request: Request, leases: Iterable[Lease]) ->
             elif pulls:
                 release = what_became_of_release(pulls[-1], lease.process.rank)
             else:
-                known = name != "*" and processes.service.process_named(name) is not None
+                known = name != "*" and presence.service.process_named(name) is not None
                 release = "was never sent, as far as its log goes" if known else "never came"
             yield Word(lease.process.rank, name, said, release)
 
 
-def make_leak(processes: Processes, request: Request, story: Story, **fields: Any) -> Leak:
-    """Make a finding of a request's story, with what both sides have said last."""
+def make_leak(presence: Presence, request: Request, found: Sequence[Verdict], **fields: Any) -> Leak:
+    """Make a finding of a request's verdicts, the first of which counts, with what both sides have said last."""
+    verdict = found[0]
+    also = tuple(dict.fromkeys(x.sentence for x in found[1:] if x.cause is not verdict.cause))
     pulls = request.all_pulls
     owners = {x.process.incarnation for x in request.leases.values()}
     records = request.records()
@@ -58,28 +59,29 @@ def make_leak(processes: Processes, request: Request, story: Story, **fields: An
     there = next((x for x in reversed(records) if x.incarnation not in owners), None)
     if there is None:  # what its reader said last, of whatever
         process = next(
-            (p for n in fields.get("owed", ()) if (p := processes.service.process_named(n)) is not None), None
+            (p for n in fields.get("owed", ()) if (p := presence.service.process_named(n)) is not None), None
         )
-        ends = processes.fate(process).why.partition(";")[0] if process is not None else ""
+        ends = presence.fate(process).why.partition(";")[0] if process is not None else ""
         last_decode = f"nothing of this request; {process.rank}: {ends}" if process is not None else ""
     else:
         last_decode = _told(there)
-    missing = tuple(dict.fromkeys((*fields.pop("missing", ()), *story.missing)))
-    reader = str(story.names.get("reader", ""))
+    reader = str(verdict.names.get("reader", ""))
     return Leak(
-        cause=story.cause,
-        sentence=story.sentence,
+        cause=verdict.cause,
+        sentence=verdict.sentence,
+        cell=(verdict.owner, verdict.reader),
         engine_id=request.engine_id,
         request_id=request.request_id,
         sequence=request.sequence,
         decode_request_ids=tuple(dict.fromkeys(x.request_id for x in pulls if x.request_id)),
         last_prefill=_told(here) if here is not None else "",
         last_decode=last_decode,
-        missing=missing,
+        missing=tuple(dict.fromkeys((*fields.pop("missing", ()), *verdict.missing))),
         # Of a reader that may have been meant, nothing is known.
-        reader=reader if "/tp" in reader and story.cause is not C.DECODE_UNRESPONSIVE else "",
+        reader=reader if "/tp" in reader and verdict.reader is not Reader.ABSENT else "",
         told_at=records[-1].at if records else math.nan,
-        other_request_id=story.names.get("other_id", "") if story.cause is C.OTHER_REQUEST_ID else "",
+        other_request_id=verdict.names.get("other_id", "") if verdict.reader is Reader.RENAMED else "",
+        also=fields.pop("also", also),
         **fields,
     )
 
@@ -87,7 +89,7 @@ def make_leak(processes: Processes, request: Request, story: Story, **fields: An
 def what_became_of_release(pull: Pull, rank: str) -> str:
     """Say what became of a pull's release to a rank, by the decode side's log."""
     for record in pull.refused:
-        if rank in (*record.texts("ranks"), record.text("rank")):
+        if rank in record.texts("ranks"):
             return f"was refused: {record.text('cause')}"
     for record in pull.unanswered:
         if rank in record.texts("ranks"):

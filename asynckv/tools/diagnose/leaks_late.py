@@ -10,7 +10,7 @@ import math
 
 from asynckv.tools.diagnose.join import Lease, Pull, Request, start_of
 from asynckv.tools.diagnose.leaks_between import has_read, pulls_of
-from asynckv.tools.diagnose.leaks_processes import DEFAULT_LEASE_S, Processes
+from asynckv.tools.diagnose.presence import DEFAULT_LEASE_S, Presence
 from asynckv.tools.diagnose.records import number
 
 __all__ = ["how_late", "is_forgotten", "is_kept", "is_overdue", "was_read_since"]
@@ -27,36 +27,34 @@ def was_read_since(request: Request, lease: Lease) -> bool:
     )
 
 
-def how_late(processes: Processes, lease: Lease) -> str:
+def how_late(presence: Presence, lease: Lease) -> str:
     """How a lease's blocks came back late, or did not; empty if they are not."""
     if lease.ended is not None:
         return {"expired": "expired", "closed": "closed"}.get(lease.state, "")
-    fate = processes.fate(lease.process)
+    fate = presence.fate(lease.process)
     if fate.kind == "stopped" or not _is_open(lease):
         return ""  # closing ends all leases, and says so of those that do not end well
-    if fate.kind == "died" or processes.last_end > _due(processes, lease):
+    if fate.kind == "died" or presence.last_end > _due(presence, lease):
         return "died"
     overdue = lease.seconds > (lease.lease_s if not math.isnan(lease.lease_s) else DEFAULT_LEASE_S)
     return "held" if lease.held or overdue else ""
 
 
-def _due(processes: Processes, lease: Lease) -> float:
+def _due(presence: Presence, lease: Lease) -> float:
     """Until when, in everybody's time, an owner that lives has spoken of an open lease again."""
     if lease.held:
         record, entry = lease.held[-1]
         due = record.at + number(entry.get("lent_s"), 0.0)
     else:
         due = lease.lent_at + (lease.lease_s if not math.isnan(lease.lease_s) else DEFAULT_LEASE_S)
-    return processes.when(lease.process.incarnation, max(due, lease.process.last_at) + GATHERED_S)[1]
+    return presence.when(lease.process.incarnation, max(due, lease.process.last_at) + GATHERED_S)[1]
 
 
-def is_forgotten(processes: Processes, pull: Pull) -> bool:
+def is_forgotten(presence: Presence, pull: Pull) -> bool:
     """An announcement that nobody pulled, for as long as it may last."""
     if pull.ended is not None:
         return pull.cause == "timeout" and pull.failed_in == "announced"
-    return (
-        pull.state == "announced" and processes.fate(pull.process).kind in ("silent", "alive") and _is_last_word(pull)
-    )
+    return pull.state == "announced" and presence.fate(pull.process).kind in ("silent", "alive") and _is_last_word(pull)
 
 
 def _is_open(lease: Lease) -> bool:

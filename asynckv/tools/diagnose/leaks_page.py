@@ -9,6 +9,7 @@ import io
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -77,7 +78,7 @@ def report(
         "leaked": len(leaks),
         "causes": causes,
         "leaks": [_entry(x) for x in leaks],
-        "copies": [_copy(x) for x in copies],
+        "copies": [_plain(x) for x in copies],
         "stories": list(stories),
         "read": {
             "files": len(logs.sources),
@@ -110,45 +111,26 @@ def report(
     }
 
 
-def _copy(copy: LateCopy) -> dict[str, Any]:
-    return {
-        "rank": copy.rank,
-        "what": copy.what,
-        "job": copy.job,
-        "request_id": copy.request_id,
-        "state": copy.state,
-        "blocks": copy.blocks if copy.blocks >= 0 else None,
-        "seconds": None if math.isnan(copy.seconds) else round(copy.seconds, 3),
-        "since": None if math.isnan(copy.since) else round(copy.since, 6),
-        "detail": copy.detail,
+def _plain(found: Leak | LateCopy) -> dict[str, Any]:
+    """Make plain data of a finding; what is not known is None."""
+    out: dict[str, Any] = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in asdict(found).items()
     }
+    out["blocks"] = found.blocks if found.blocks >= 0 else None
+    for name, digits in (("seconds", 3), ("since", 6)):
+        out[name] = None if math.isnan(out[name]) else round(out[name], digits)
+    return out
 
 
 def _entry(leak: Leak) -> dict[str, Any]:
-    return {
+    plain = {name: value for name, value in _plain(leak).items() if name not in ("cell", "told_at")}
+    return plain | {
         "cause": leak.cause.value,
-        "sentence": leak.sentence,
         "is_class": CATALOGUE[leak.cause].is_class,
-        "side": leak.side,
-        "state": leak.state,
-        "engine_id": leak.engine_id,
-        "request_id": leak.request_id,
-        "sequence": leak.sequence,
-        "decode_request_ids": list(leak.decode_request_ids),
-        "holders": list(leak.holders),
-        "blocks": leak.blocks if leak.blocks >= 0 else None,
-        "seconds": None if math.isnan(leak.seconds) else round(leak.seconds, 3),
-        "since": None if math.isnan(leak.since) else round(leak.since, 6),
-        "owed": list(leak.owed),
+        "evidence": leak.evidence,
+        "remedy": leak.remedy,
         "reader": leak.reader or None,
         "other_request_id": leak.other_request_id or None,
-        "released": dict(leak.released),
-        "words": [{"holder": x.holder, "reader": x.reader, "claim": x.claim, "release": x.release} for x in leak.words],
-        "last_prefill": leak.last_prefill,
-        "last_decode": leak.last_decode,
-        "also": list(leak.also),
-        "missing": list(leak.missing),
-        "remedy": leak.remedy,
     }
 
 

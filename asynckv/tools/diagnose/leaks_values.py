@@ -1,4 +1,4 @@
-"""What is said of blocks that came back late: a finding, a story of one reader, and how both are put into words."""
+"""What is said of blocks that came back late: a finding, and how names and numbers are put into words."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
 
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, Owner, Reader
 from asynckv.tools.diagnose.join import base_name
 
-__all__ = ["Early", "Leak", "Story", "Word", "engine_of", "in_seconds", "listed", "moment", "other_id"]
-
-C = CAUSE
+__all__ = ["Early", "Leak", "Word", "engine_of", "in_seconds", "listed", "moment", "other_id"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +35,7 @@ class Leak:
     Attributes:
         cause: Out of the catalogue.
         sentence: The cause, with names and numbers.
+        cell: Where in the table of verdicts it stands.
         side: Whose blocks: `prefill` or `decode`.
         state: What became of them: `expired`, `closed`, `died`, `held`, `announced`, `unknown` (no log says so);
             `returned`, `retired` or `quarantined` on the decode side.
@@ -62,6 +60,7 @@ class Leak:
 
     cause: CAUSE
     sentence: str
+    cell: tuple[Owner, Reader]
     side: str
     state: str
     engine_id: str
@@ -89,32 +88,15 @@ class Leak:
         return self.told_at if math.isnan(self.since + self.seconds) else self.since + self.seconds
 
     @property
+    def evidence(self) -> str:
+        """What the logs of both sides show for it, in general."""
+        owner, reader = self.cell
+        return f"{owner.value}; {reader.value}" if reader.value else owner.value
+
+    @property
     def remedy(self) -> str:
         """What to do."""
         return CATALOGUE[self.cause].remedy
-
-
-@dataclass(slots=True)
-class Story:
-    """Why one reader is owed; `at` orders those of one request."""
-
-    cause: CAUSE
-    names: dict[str, Any]
-    at: float = math.inf
-    missing: tuple[str, ...] = ()
-
-    @property
-    def order(self) -> tuple[bool, bool, float]:
-        return CATALOGUE[self.cause].is_class, self.cause is C.RANK_NEVER_SPOKE, self.at
-
-    @property
-    def sentence(self) -> str:
-        return CATALOGUE[self.cause].sentence.format_map(_Names(self.names))
-
-
-class _Names(dict[str, Any]):
-    def __missing__(self, key: str) -> str:
-        return {"gone": "died", "other": "another id than it was lent under"}.get(key, "?")
 
 
 @dataclass(frozen=True, slots=True)

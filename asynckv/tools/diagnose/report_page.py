@@ -9,7 +9,7 @@ from asynckv.tools import frame
 from asynckv.tools.diagnose import report_bench as benches
 from asynckv.tools.diagnose import report_plots as plots
 from asynckv.tools.diagnose.colours import PHASES, WITHIN
-from asynckv.tools.diagnose.leaks_processes import DEFAULT_LEASE_S
+from asynckv.tools.diagnose.presence import DEFAULT_LEASE_S
 from asynckv.tools.diagnose.report_text import (
     EARLY_S,
     GAP,

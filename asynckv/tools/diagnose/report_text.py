@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from asynckv.tools.console import without_control
-from asynckv.tools.diagnose.leaks_processes import DEFAULT_LEASE_S, HABIT, QUIET
+from asynckv.tools.diagnose.presence import DEFAULT_LEASE_S, HABIT, QUIET
 from asynckv.tools.diagnose.summary_model import Engine, Summary, Unseen
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Where logs end without a goodbye: a process that was killed writes no last line, and others notice later.
 
-Whether it died is the verdict of `leaks_processes.py`, the same for all commands. Here is what can be drawn of it: its
+Whether it died is the verdict of `presence.py`, the same for all commands. Here is what can be drawn of it: its
 last line, by when it was gone, and who noticed when. In between nobody knows. A log that only ends early, of a process
 that may live and have nothing to say, is no death, and is told as what it is.
 """
@@ -17,8 +17,8 @@ from asynckv.core import told
 from asynckv.tools.diagnose.axis import Axis, counted, shown_seconds
 from asynckv.tools.diagnose.join import Process
 from asynckv.tools.diagnose.leaks_clocks import aligned
-from asynckv.tools.diagnose.leaks_processes import Fate, Processes, early_ends
 from asynckv.tools.diagnose.leaks_values import moment
+from asynckv.tools.diagnose.presence import Fate, Presence, early_ends
 
 __all__ = ["MAX_NOTICED", "End", "Notice", "ends"]
 
@@ -67,7 +67,7 @@ class End:
 def ends(axis: Axis) -> dict[str, End]:
     """Find them, by incarnation."""
     when = aligned(axis.service, axis)
-    processes = Processes(axis.service, when)
+    processes = Presence(axis.service, when)
     early = {x.rank: x.before_s for x in early_ends(axis.service, when)}
     noticed = _noticed(axis)
     out = {}

@@ -1,0 +1,318 @@
+"""What became of each process, as far as logs tell: it stopped in order, died, fell silent, or answers.
+
+That a process died is believed if another start of it follows, if others lost it, or if its own log just stops and
+another process, whose end it would have told of, goes on to an orderly one; otherwise it may only have nothing to say.
+Which processes may have read from which, and whose loop was away, is known here too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from asynckv.core import told
+from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, start_of
+from asynckv.tools.diagnose.leaks_clocks import CLOCKS_S, When
+from asynckv.tools.diagnose.leaks_values import Early, engine_of, in_seconds, moment
+from asynckv.tools.diagnose.records import Record
+
+__all__ = ["DEFAULT_LEASE_S", "HABIT", "LATE_S", "QUIET", "SILENCE_S", "UNDER_WAY_S", "Fate", "Presence", "early_ends"]
+
+DEFAULT_LEASE_S = 30.0
+"""As in `LeaseConfig`, where a log does not say."""
+
+LATE_S = 1.0
+"""That a lease has expired is logged so much later than it is due, at most, where no loop is away."""
+
+SILENCE_S = 5.0
+"""A living process writes a line again, where others go on for so long: one that is lost is dead or hangs for good."""
+
+AWAY_S = 10.0
+"""A loop is seldom away for longer: after a process that is lost for its silence alone, logs must go on for so long.
+
+Or for as long as it lends, and `LAPSE_S`: what it had lent has run out by then, and it would have said so.
+"""
+
+LAPSE_S = 3.0
+
+UNDER_WAY_S = 0.25
+"""No message is on its way for longer."""
+
+HABIT = 10
+"""Lines of a process that tell how long it usually pauses."""
+
+QUIET = 10.0
+"""A process that only seems to have died wrote its last line so many times its usual pause before that, at most."""
+
+MOST = 0.9
+"""A loop that was away for such a part of the lease's time could not claim it. One that was there for longer would
+have: a decode engine claims as soon as it hears of a request. When an absence began is known to some seconds."""
+
+
+def early_ends(service: Service, when: When) -> list[Early]:
+    """Find logs that end early, and what is known of their processes does not say why; the earliest first.
+
+    What such a process did later is not judged: it died, its log was cut off or collected early, or it had nothing to
+    say. Early is half a lease: what was lent meanwhile could have expired in the logs of others.
+    """
+    ends = {x.incarnation: when(x.incarnation, x.last_at) for x in service.processes.values()}
+    last = max((low for low, _ in ends.values()), default=0.0)
+    out = []
+    for process in service.processes.values():
+        before_s = last - ends[process.incarnation][1]
+        bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S)
+        if process.stopped is None and process.successor is None and not process.answers and before_s > bound:
+            out.append(Early(process.rank, process.last_at, before_s))
+    return sorted(out, key=lambda x: -x.before_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of a process: `stopped`, `died`, `silent` or `alive` (it was asked, and answered), between which
+    moments of everybody's time, and how that is known; a death that is not proved may be a log that was cut off. One
+    that is silent hangs if it was asked, lives, and does not answer."""
+
+    kind: str
+    why: str
+    after: float
+    before: float
+    is_proved: bool = True
+    hangs: bool = False
+
+    @property
+    def gone(self) -> str:
+        """A death in words; without a next start of the rank, or a process that lost it, only its log has ended."""
+        return "hangs" if self.hangs else "died" if self.is_proved else "died or was cut off"
+
+
+class Presence:
+    """What became of all processes of a service, on one time for all."""
+
+    def __init__(self, service: Service, when: When) -> None:
+        self.service = service
+        self.when = when
+        processes = service.processes.values()
+        self.fate = cache(self._fate)
+        """Says what became of a process."""
+        ends = [when(x.incarnation, x.stopped.at)[0] for x in processes if x.stopped]
+        self.last_end = max(ends, default=-math.inf)
+        self.last = max((when(x.incarnation, x.last_at)[0] for x in processes), default=0.0)
+        """Until when logs go on, at least."""
+        self.met = {start_of(x.text("reader")) for process in processes for x in process.of(told.ReaderMet)}
+        self._hanging = {start_of(x) for x in service.unanswered}
+        self._lenders = {x.engine_id for x in service.requests}
+        self._lost: dict[str, list[tuple[Process, Record]]] = defaultdict(list)
+        self._ranks: dict[str, list[Process]] = defaultdict(list)
+        for process in processes:
+            self._ranks[process.engine_id].append(process)
+            for record in process.of(told.PeerChanged):
+                if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
+                    self._lost[record.text("peer_incarnation")].append((process, record))
+        leases = [x for request in service.requests for x in request.leases.values()]
+        self._unclaimed = [x for x in leases if any(name not in x.claims for name in x.owed or ("*",))]
+        self._asked = {(start_of(name), x.process.engine_id) for x in leases for name in (*x.claims, *x.released)}
+        self._asked |= {(x.process.start, r.engine_id) for r in service.requests for x in r.all_pulls}
+        self._lapsed = self._find_lapsed()
+        claims = (claim.claimed_s for x in leases for claim in x.claims.values())
+        self.claims_take_s = max((x for x in claims if x > UNDER_WAY_S), default=UNDER_WAY_S)
+        """For how long after it was lent a request was claimed, at most."""
+
+    def _find_lapsed(self) -> dict[str, float]:
+        """By when readers were gone that let their promises run out and said no more."""
+        out: dict[str, float] = {}
+        for request in self.service.requests:
+            for lease in request.leases.values():
+                for name in lease.owed if lease.state == "expired" else ():
+                    process = self.service.process_named(name)
+                    pulls = [x for x in request.all_pulls if x.process is process]
+                    if process is not None and name not in lease.retrying and all(x.ended is None for x in pulls):
+                        out[process.incarnation] = min(self.span(lease)[1], out.get(process.incarnation, math.inf))
+        return out
+
+    def _fate(self, process: Process) -> Fate:
+        low, high = self.when(process.incarnation, process.last_at)
+        ends = f"its log ends at {moment(process.last_at)} without a goodbye"
+        lost = self._lost.get(process.incarnation, ())
+        if process.answers:
+            return Fate("alive", "it answers", math.inf, math.inf)
+        if process.stopped is not None:
+            how = "closed" if process.stopped.event == told.EngineStopped.event else "suspended"
+            return Fate("stopped", f"{how} at {moment(process.stopped.at)}", low, high)
+        if process.start in self._hanging:
+            why = f"it does not answer (its log ends at {moment(process.last_at)})"
+            return Fate("silent", why, low, math.inf, False, hangs=True)
+        for other, record in lost:
+            if record.text("detail").endswith("said goodbye"):  # and its own log's level leaves that out
+                heard = f"{other.rank} heard at {moment(record.at)} that {record.text('detail')}"
+                return Fate("stopped", heard, low, high)
+        if (after := process.successor) is not None:
+            began = self.when(after.incarnation, after.first_at)[1]
+            if began >= low:  # else both go by one name at once, and one says nothing of the other
+                return Fate("died", f"{ends}, and {after.rank} started at {moment(after.first_at)}", low, began)
+        for other, record in lost:
+            at, detail = self.when(other.incarnation, record.at), record.text("detail")
+            if detail == "failed" and at[0] <= low:
+                continue  # a transfer has failed, and the process may have said more since
+            waits_s = SILENCE_S
+            if "was silent" in detail:
+                waits_s = min(process.durations.get("lease_s", DEFAULT_LEASE_S) + LAPSE_S, AWAY_S)
+            if at[1] > low and not detail.startswith("forgotten") and self.last >= high + waits_s:
+                return Fate("died", f"{ends}, and {other.rank} lost it: {detail}", low, at[1])
+        if not process.says_info:
+            why = f"its log has warnings only, the last of {moment(process.last_at)}"
+            return Fate("silent", why, low, math.inf, False)
+        gone_by = self._lapsed.get(process.incarnation, -math.inf)
+        if gone_by >= low and self.last >= gone_by + SILENCE_S / 2:
+            return Fate("died", f"{ends}, and it let its grants run out", low, gone_by, False)
+        others = list(self._would_be_told_of(process))
+        ended = [(self.when(x.incarnation, x.stopped.at)[0], x.rank) for x in others if x.stopped is not None]
+        ended = [x for x in ended if x[0] > high]
+        # Where others of them are without a goodbye as well, the logs may be of a service that is being closed.
+        open_ = [x for x in others if x.stopped is None and self.when(x.incarnation, x.last_at)[0] > high]
+        waits_for = min(ended)[0] if ended and open_ else high  # it may be closing, too
+        if ended and self.last >= waits_for + SILENCE_S:
+            return Fate("died", f"{ends}, and {min(ended)[1]} went on to its end", low, math.inf, False)
+        return Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
+
+    def _would_be_told_of(self, process: Process) -> Iterator[Process]:
+        """Those whose orderly end a process that lives would speak of: ranks that it read from, and of its own engine.
+
+        Of others it hears nothing, and it may have nothing to say when they end.
+        """
+        states = {x.text("peer_incarnation"): x.text("state") for x in process.of(told.PeerChanged)}
+        for incarnation, state in states.items():
+            if state != "gone" and (peer := self.service.processes.get(incarnation)) is not None:
+                yield peer
+        yield from (x for x in self._ranks[process.engine_id] if x.base != process.base)
+
+    def tells(self, process: Process, pull: Pull, record: Record | None = None) -> bool:
+        """A prefill rank's log goes on for as long as what a pull had of it may have been lent, or its death is known.
+
+        What it says nothing of after that has not expired; what comes after the end of its log is not known.
+        """
+        fate = self.fate(process)
+        if fate.kind == "stopped" or (fate.kind == "died" and fate.is_proved):
+            return True
+        told = pull.ended or record
+        if told is None:
+            return True
+        longest = max(process.durations.get("lease_s", DEFAULT_LEASE_S), process.durations.get("grant_s", 0.0))
+        since = self.near(pull.process, told.at)
+        return self.near(process, process.last_at) >= since + longest + LATE_S
+
+    def near(self, process: Process, at: float) -> float:
+        """Put a moment of a process's clock on everybody's time, in the middle of what is known."""
+        return sum(self.when(process.incarnation, at)) / 2
+
+    def span(self, lease: Lease) -> tuple[float, float]:
+        """From when to when a lease was lent, in everybody's time, generously."""
+        name, ended = lease.process.incarnation, lease.lent_at + lease.seconds
+        return self.when(name, lease.lent_at)[0], self.when(name, ended)[1]
+
+    def over(self, lease: Lease) -> float:
+        """When a lease was over, in everybody's time, at the earliest."""
+        return self.when(lease.process.incarnation, lease.lent_at + lease.seconds)[0]
+
+    def gone_by(self, process: Process) -> float:
+        """By when, in everybody's time, a process no longer lived, as far as can be told.
+
+        Of a death that only its silence tells, its last line does: it was not long before, by what it used to write.
+        """
+        fate = self.fate(process)
+        if fate.kind != "died" or fate.is_proved:
+            return fate.before
+        quiet_s = max(DEFAULT_LEASE_S, _quiet_s(process), process.durations.get("timeout_s", 0.0))
+        return min(fate.before, self.when(process.incarnation, process.last_at)[1] + quiet_s)
+
+    def decoders(self, engine_id: str) -> list[Process]:
+        """List the processes that may have read from a prefill engine."""
+        others = [x for x in self.service.processes.values() if x.engine_id != engine_id]
+        known = [x for x in others if x.pulls or x.start in self.met]
+        if not known and len(self._lenders) > 1:
+            return []  # one that has said nothing yet may be of either side
+        found = (x for x in others if x in known or not (x.lends or x.engine_id in self._lenders))
+        return sorted(found, key=lambda x: x.first_at)
+
+    def strangers(self, lease: Lease) -> tuple[str, ...]:
+        """Readers that shook hands with the rank before its lease was over, and whose logs are not there."""
+        met = (x for x in lease.process.of(told.ReaderMet) if x.at <= lease.lent_at + lease.seconds)
+        names = dict.fromkeys(x.text("reader") for x in met)
+        return tuple(x for x in names if x and self.service.process_named(x) is None)
+
+    def unanswered_decoders(self) -> list[str]:
+        """Ranks that were asked and do not answer, of which there is no log, and that may be of the decode side."""
+        named = (x for x in self.service.unanswered if self.service.process_named(x) is None)
+        return [x for x in named if engine_of(x) not in self._lenders]
+
+    def has_come_for(self, lease: Lease, reader: Process) -> bool:
+        """A log shows that a reader which died had heard of the request.
+
+        That it died meanwhile does not: others die while params are lost. But a reader that has met the rank that lends
+        (or has begun to), and never came to speak of anything, did so for the only request there that was not claimed.
+        """
+        if (reader.start, lease.process.engine_id) in self._asked:
+            return False
+        low, high = self.when(reader.incarnation, reader.first_at)[0], self.gone_by(reader)
+        spans = (self.span(x) for x in self._unclaimed if x.process is lease.process)
+        if sum(since <= high and until >= low for since, until in spans) != 1:
+            return False
+        met = any(start_of(x.text("reader")) == reader.start for x in lease.process.of(told.ReaderMet))
+        return met or any(start_of(x.text("peer")) == lease.process.start for x in reader.of(told.PeerChanged))
+
+    def died_about(self, lease: Lease, reader: Process) -> bool:
+        """A reader died when a request was lent, or soon after, and may have known of it: params arrive late."""
+        (since, until), fate = self.span(lease), self.fate(reader)
+        waits_s = reader.durations.get("timeout_s", CLOCKS_S)
+        began = self.when(reader.incarnation, reader.first_at)[0]
+        is_near = self.gone_by(reader) >= since and max(fate.after, began) <= until + waits_s
+        return fate.kind == "died" and is_near
+
+    # -- who was there -------------------------------------------------------------------------------------------------
+
+    def away_s(self, process: Process, since: float, until: float) -> float:
+        """For how long a process's loop was away between two moments of its own clock, at most at once."""
+        out = 0.0
+        for record in process.since(told.LoopWasAway, since):
+            seconds = record.number("seconds", 0.0)
+            if record.at - seconds > until:  # and so are those after it: a loop is away once at a time
+                break
+            out = max(out, seconds)
+        return out
+
+    def long_away(self, lease: Lease, reader: Process) -> tuple[float, float]:
+        """For how long a reader's loop was away over most of a lease's time, and when it came back by its own clock."""
+        since, until = (self.near(lease.process, x) for x in (lease.lent_at, lease.lent_at + lease.seconds))
+        for record in reader.of(told.LoopWasAway):
+            seconds, back = record.number("seconds", 0.0), self.near(reader, record.at)
+            if min(until, back) - max(since, back - seconds) > MOST * max(until - since, 0.0):
+                return seconds, record.at
+        return 0.0, -math.inf
+
+    def absent(self, lease: Lease, readers: Iterable[Process]) -> dict[str, str]:
+        """Say of each reader that was surely not there for most of a lease's time why; names of ranks are its keys."""
+        out = {}
+        for reader in readers:
+            fate, away_s = self.fate(reader), self.long_away(lease, reader)[0]
+            if fate.hangs and fate.after < self.span(lease)[1]:
+                out[reader.rank] = fate.why
+            elif away_s and fate.kind != "died":
+                out[reader.rank] = f"its event loop was away for {in_seconds(away_s)} s then"
+        return out
+
+    def quiet(self, readers: Iterable[Process]) -> dict[str, str]:
+        """Say of each reader whose log ends, though it used to write more often than that, when it did."""
+        return {
+            x.rank: f"its log ends at {moment(x.last_at)} without a goodbye, and others go on"
+            for x in readers
+            if self.fate(x).kind == "silent" and x.says_info and x.num_records >= HABIT
+            if self.last - self.when(x.incarnation, x.last_at)[1] > _quiet_s(x)
+        }
+
+
+def _quiet_s(process: Process) -> float:
+    """Return for how long a process that lives may be silent: a lease, or many of its usual pauses."""
+    pause_s = (process.last_at - process.first_at) / max(process.num_records - 1, 1)
+    return max(process.durations.get("lease_s", DEFAULT_LEASE_S), QUIET * pause_s)
