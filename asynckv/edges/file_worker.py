@@ -6,13 +6,10 @@ belongs to the thread: the batches that run, what is known of records, and the c
 
 from __future__ import annotations
 
-import atexit
 import errno
-import os
 import sqlite3
 import threading
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +18,7 @@ from enum import IntEnum
 from asynckv.arguments import shown
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
+from asynckv.edges.aside import end_at_exit
 from asynckv.edges.file_index import ALIGN, MAX_CHANGES, MAX_KEY, Entry, FileIndex, checksum, now
 from asynckv.edges.file_io import Extent, FileIO, FileTooShort, transfer, view_of
 from asynckv.edges.file_store import Segments, explained, explained_index
@@ -52,9 +50,6 @@ MAX_ERRORS = 8
 
 NAPS_S = 0.00005, 0.0004
 """How often queued batches are asked for: ever less often until one has ended, for each time takes others' time."""
-
-EXIT_S = 2.0
-"""How long the end of the interpreter waits for a thread that nobody closed."""
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 """What says that no later write will do better."""
@@ -177,7 +172,7 @@ class Worker:
         """When it was seen last that the files are there, and whether something was written since."""
         self._counts: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name=f"{name}-files", daemon=True)
-        _started.add(self)
+        end_at_exit(self)
         self._thread.start()
 
     # -- called by the loop --------------------------------------------------------------------------
@@ -615,19 +610,3 @@ class Worker:
             with self._gate:
                 cause = explained_index(self._folder, exc)
                 self._take(Takes.READS, f"the index of {self._folder} cannot be written: {cause}, and start again")
-
-
-_started: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-os.register_at_fork(after_in_child=_started.clear)  # its threads are not there, and may have left the lock taken
-
-
-@atexit.register
-def _end_all() -> None:
-    """End threads that nobody closed: inside NIXL they would not survive the end of the interpreter."""
-    left = list(_started)
-    for worker in left:
-        worker.stop()
-    deadline = time.monotonic() + EXIT_S
-    for worker in left:
-        worker.wait(max(0.0, deadline - time.monotonic()))
