@@ -17,6 +17,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -45,32 +46,23 @@ TELL_S = 0.002
 CLOSED = "the copy plane was closed"
 
 
+@dataclass(slots=True, eq=False)
 class _Move:
     """One that has not ended."""
 
-    __slots__ = (
-        "cause",
-        "doubtful",
-        "ending",
-        "far",
-        "is_cancelled",
-        "is_told_doubt",
-        "move_id",
-        "op",
-        "pieces",
-        "running",
-    )
-
-    def __init__(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterable[ReadRequest]) -> None:
-        self.move_id, self.op = move_id, op
-        self.far = far + (SOURCE if op is CopyOp.READ else SINK)
-        self.pieces: Iterator[ReadRequest] | None = iter(pieces)
-        """None once nothing more is to be posted."""
-        self.running: set[TransferId] = set()
-        """Pieces that were handed over, until their end; those in doubt as well."""
-        self.doubtful: set[TransferId] = set()
-        self.ending, self.cause = Ending.DONE, ""
-        self.is_told_doubt = self.is_cancelled = False
+    move_id: TransferId
+    op: CopyOp
+    far: str
+    """And which way, as agents name it."""
+    pieces: Iterator[ReadRequest] | None
+    """None once nothing more is to be posted."""
+    running: set[TransferId] = field(default_factory=set)
+    """Pieces that were handed over, until their end; those in doubt as well."""
+    doubtful: set[TransferId] = field(default_factory=set)
+    ending: Ending = Ending.DONE
+    cause: str = ""
+    is_told_doubt: bool = False
+    is_cancelled: bool = False
 
     def is_off(self) -> bool:
         """Whether nothing more of it is to be copied; asked by threads, too."""
@@ -178,7 +170,8 @@ class NixlCopies:
     def post(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterable[ReadRequest]) -> None:
         """Take over a move, and hand over as much of it as there is room for."""
         assert move_id not in self._moves, f"move {move_id} has not ended"
-        move = self._moves[move_id] = _Move(move_id, op, far, pieces)
+        place = far + (SOURCE if op is CopyOp.READ else SINK)
+        move = self._moves[move_id] = _Move(move_id, op, place, iter(pieces))
         self._counts["moves"] += 1
         self._waiting[op].append(move)
         self._pump()

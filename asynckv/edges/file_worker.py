@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from asynckv.arguments import shown
@@ -63,36 +64,25 @@ class Takes(IntEnum):
     ALL = 2
 
 
+@dataclass(slots=True, eq=False)
 class _Move:
     """One that has not ended."""
 
-    __slots__ = (
-        "cause",
-        "is_told_doubt",
-        "is_void",
-        "is_write",
-        "lost",
-        "move_id",
-        "next",
-        "posted_at",
-        "records",
-        "running",
-        "written",
-    )
-
-    def __init__(self, move_id: TransferId, is_write: bool, records: Sequence[Record], posted_at: float) -> None:
-        self.move_id, self.is_write, self.records, self.posted_at = move_id, is_write, records, posted_at
-        self.next = 0
-        """The first record that no batch has."""
-        self.running = 0
-        """Batches."""
-        self.lost: list[int] = []
-        self.written: list[int] = []
-        """Where records were put."""
-        self.cause = ""
-        self.is_void = False
-        """Cancelled or too late: nothing of it counts."""
-        self.is_told_doubt = False
+    move_id: TransferId
+    is_write: bool
+    records: Sequence[Record]
+    posted_at: float
+    next: int = 0
+    """The first record that no batch has."""
+    running: int = 0
+    """Batches."""
+    lost: list[int] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+    """Where records were put."""
+    cause: str = ""
+    is_void: bool = False
+    """Cancelled or too late: nothing of it counts."""
+    is_told_doubt: bool = False
 
     def void(self, cause: str) -> None:
         self.is_void, self.next, self.cause = True, len(self.records), cause
@@ -102,14 +92,13 @@ class _Move:
         return not self.running and self.next == len(self.records)
 
 
+@dataclass(slots=True, eq=False)
 class _Batch:
     """Some records of one move, on their way."""
 
-    __slots__ = ("move", "positions", "sums")
-
-    def __init__(self, move: _Move, positions: list[int]) -> None:
-        self.move, self.positions = move, positions
-        self.sums: list[int] = []
+    move: _Move
+    positions: list[int]
+    sums: list[int] = field(default_factory=list)
 
 
 class Worker:

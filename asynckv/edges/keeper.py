@@ -213,6 +213,9 @@ class Keeper:
         has_spare: Another child stands by.
     """
 
+    _loop: asyncio.AbstractEventLoop
+    """On which it was started last."""
+
     def __init__(
         self,
         config: NixlConfig,
@@ -227,7 +230,6 @@ class Keeper:
         self._hear, self._lost, self._served = hear, lost, served
         self._max_deaths, self._has_spare = deaths, has_spare
         self._starts = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._shares: Shares | None = None
         self._memories: tuple[Memory, ...] = ()
         self._current: _Process | None = None
@@ -316,7 +318,6 @@ class Keeper:
     def _spawn(self, collisions: int) -> _Process:
         """Start a child, and give it its first order."""
         assert self._shares is not None
-        assert self._loop is not None
         self._starts += 1
         name = self._base_name if self._starts == 1 else f"{self._base_name}-{self._starts}"
         setup = wire.Setup(name, self._config, self._memories)
@@ -338,11 +339,15 @@ class Keeper:
 
     def _see_off(self, process: _Process) -> None:
         """Let go of a child that was waited for."""
-        if self._loop is not None and not self._loop.is_closed():
+        if not self._loop.is_closed():
             for fd in (process.link.fileno(), process.exit_fd):
                 self._loop.remove_reader(fd)
             self._loop.remove_writer(process.link.fileno())
         process.close()
+        if process is self._current:
+            self._current = None
+        else:
+            self._next = None
 
     async def quiesce(self) -> None:
         """Tell all children to end, and wait for them off the loop, at most `CLOSE_S`."""
@@ -373,10 +378,6 @@ class Keeper:
                     f"that is read into may still be written; keep it, and call close() again"
                 )
             self._see_off(process)
-            if process is self._current:
-                self._current = None
-            else:
-                self._next = None
         self._ended.set()
         if self._shares is not None:
             self._shares.close()
@@ -407,12 +408,8 @@ class Keeper:
         if not process.wait(0.0):
             return
         self._take_news(process)  # what it said before
-        self._see_off(process)
         is_current = process is self._current
-        if is_current:
-            self._current = None
-        else:
-            self._next = None
+        self._see_off(process)
         if not self.num_processes:
             self._ended.set()
         if self._is_closing:
@@ -422,7 +419,7 @@ class Keeper:
         elif is_current:
             self._die(process)
         else:
-            self._start_next(STANDBY_S)
+            self._later(STANDBY_S, self._stand_by)
 
     def _note_death(self) -> float:
         """Return the seconds until another may serve."""
@@ -475,21 +472,16 @@ class Keeper:
         else:
             self._next = process
 
-    def _start_next(self, delay: float) -> None:
-        self._later(delay, self._stand_by)
-
     def _stand_by(self) -> None:
         self._place(0, is_current=False)
 
     def _later(self, delay: float, call: Callable[[], None]) -> None:
-        assert self._loop is not None
         now = self._loop.time()
         self._timers = [timer for timer in self._timers if not timer.cancelled() and timer.when() > now]
         self._timers.append(self._loop.call_later(delay, call))
 
     def _look(self, process: _Process) -> None:
         """Kill a child that is stuck before it serves; one that a busy host keeps waiting is waited for."""
-        assert self._loop is not None
         patience_s = self._config.process_start_s
         if process.is_stuck(patience_s):
             process.cause = (
@@ -505,7 +497,6 @@ class Keeper:
     def _on_news(self, process: _Process) -> None:
         if not self._take_news(process):
             # It has closed its end: whatever it is about, it serves nobody, and its end is told by the kernel.
-            assert self._loop is not None
             self._loop.remove_reader(process.link.fileno())
             if not self._is_closing:
                 process.kill()
@@ -549,19 +540,18 @@ class Keeper:
             self.watch(True)
         self._served()
         if self._has_spare:
-            self._start_next(AHEAD_S if self._has_settled else SETTLE_S)
+            self._later(AHEAD_S if self._has_settled else SETTLE_S, self._stand_by)
         self._has_settled = True
 
     def watch(self, serving: bool) -> None:
         """Somebody may be reading, or nobody is: the child makes progress for them, and is looked after."""
         self._is_watched = serving
         self.order(wire.Watch(serving))
-        if serving and self._beat_timer is None and self._loop is not None:
+        if serving and self._beat_timer is None and self._shares is not None:
             self._beat()
 
     def _beat(self) -> None:
         """Ask the child that serves whether it is there, and kill it if it has not answered for long."""
-        assert self._loop is not None
         self._beat_timer = None
         if not self._is_watched or self._is_closing:
             return
@@ -584,7 +574,6 @@ class Keeper:
             return
         self._orders.append(order)
         if not self._is_flush_due:
-            assert self._loop is not None
             self._is_flush_due = True
             self._loop.call_soon(self._flush)
 
@@ -597,10 +586,8 @@ class Keeper:
         is_sent = process.link.send(self._orders)
         self._orders.clear()
         if not is_sent:
-            assert self._loop is not None
             self._loop.add_writer(process.link.fileno(), self._on_writable, process)
 
     def _on_writable(self, process: _Process) -> None:
         if process.link.flush():
-            assert self._loop is not None
             self._loop.remove_writer(process.link.fileno())
