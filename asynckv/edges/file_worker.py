@@ -22,7 +22,7 @@ from asynckv.core.types import TransferId
 from asynckv.edges.aside import end_at_exit
 from asynckv.edges.file_index import ALIGN, MAX_CHANGES, MAX_KEY, Entry, FileIndex, checksum, now
 from asynckv.edges.file_io import Extent, FileIO, FileTooShort, transfer, view_of
-from asynckv.edges.file_store import Segments, explained, explained_index
+from asynckv.edges.file_store import FULL, Segments, explained, explained_index
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.offload.keys import short
@@ -52,7 +52,7 @@ MAX_ERRORS = 8
 NAPS_S = 0.00005, 0.0004
 """How often queued batches are asked for: ever less often until one has ended, for each time takes others' time."""
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+NO_MORE = {*FULL, errno.EROFS}
 """What says that no later write will do better."""
 
 
@@ -521,7 +521,7 @@ class Worker:
         if not isinstance(exc, FileTooShort):
             failing.add(move.records[i].far)
         with self._gate:
-            if move.is_write and exc.errno in FULL:
+            if move.is_write and exc.errno in NO_MORE:
                 why = explained(self._folder, exc)
                 self._take(Takes.READS, f"{self._folder} takes no more writes: {why}, and start again")
             elif len(failing) >= MAX_ERRORS:
