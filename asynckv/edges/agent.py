@@ -43,7 +43,7 @@ from asynckv.geometry.plan import DescTable, ReadRequest
 from asynckv.geometry.tables import MAX_KEPT_ROWS
 from asynckv.ports import AgentInfo
 
-__all__ = ["SINK", "SOURCE", "Agent", "make_epoll"]
+__all__ = ["SINK", "SOURCE", "Agent", "make_epoll", "set_up"]
 
 MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 
@@ -120,6 +120,17 @@ def make_epoll() -> select.epoll:
     """Make an epoll descriptor that no agent takes for one of UCX's."""
     with _creating:
         return select.epoll()
+
+
+@contextmanager
+def set_up(agent: Agent) -> Iterator[Agent]:
+    """Close an agent that cannot be set up: nobody else could, because it is not known to anybody yet."""
+    try:
+        yield agent
+    except BaseException:
+        with suppress(BackendError):
+            agent.close()
+        raise
 
 
 class _Lists(NamedTuple):

@@ -23,7 +23,7 @@ from typing import Any
 
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges.agent import SINK, SOURCE, Agent
+from asynckv.edges.agent import SINK, SOURCE, Agent, set_up
 from asynckv.edges.nixl import load_nixl
 from asynckv.edges.posters import Poster, Posters
 from asynckv.errors import BackendError
@@ -127,15 +127,10 @@ class NixlCopies:
     def _make_agent(self, api: Any, name: str, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]]) -> Agent:
         params = {"ucx_error_handling_mode": "none", "engine_config": f"TLS={self._tls}"}
         # What is set for the network (`UCX_TLS=tcp`, `rc`) would have copies go over it: a fifth as fast.
-        agent = Agent(api, name, "UCX", params, unheeded=("UCX_TLS",))
-        try:
+        with set_up(Agent(api, name, "UCX", params, unheeded=("UCX_TLS",))) as agent:
             agent.register(near)
             for each, memories in far.items():
                 agent.register_own(each, memories)
-        except BaseException:
-            with suppress(BackendError):
-                agent.close()  # nobody else could: it is not known to anybody yet
-            raise
         return agent
 
     async def quiesce(self, timeout_s: float | None = None) -> None:

@@ -37,7 +37,7 @@ import anyio.to_thread
 from asynckv.config import NixlConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges.agent import Agent
+from asynckv.edges.agent import Agent, set_up
 from asynckv.edges.posters import Posters
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
@@ -248,13 +248,8 @@ class NixlPlane:
         self._fds = tuple(fds)
 
     def _make_agent(self, name: str, memories: Sequence[Memory]) -> Agent:
-        agent = Agent(self._api, name, self._config.backend, DEFAULTS | self._config.params)
-        try:
+        with set_up(Agent(self._api, name, self._config.backend, DEFAULTS | self._config.params)) as agent:
             agent.register(memories)
-        except BaseException:
-            with suppress(BackendError):
-                agent.close()  # nobody else could: it is not known to anybody yet
-            raise
         return agent
 
     async def quiesce(self) -> None:
