@@ -238,9 +238,12 @@ class Keeper:
         self._next: _Process | None = None
         """The one that stands by."""
         self._ready = wire.Ready(AgentInfo("", b""), {})
-        self._name = name
+        self.name = name
+        """Of the agent that serves, or served last."""
         self._orders: list[wire.Order] = []
-        self._is_flush_due = self._is_closing = self._has_settled = False
+        self.is_closing = False
+        """No other follows."""
+        self._is_flush_due = self._has_settled = False
         self._ended = asyncio.Event()
         """Set when there is no child."""
         self._deaths: deque[float] = deque()
@@ -256,16 +259,6 @@ class Keeper:
         return self._current is not None and self._current.ready is not None
 
     @property
-    def is_closing(self) -> bool:
-        """No other follows."""
-        return self._is_closing
-
-    @property
-    def name(self) -> str:
-        """Of the agent that serves, or served last."""
-        return self._name
-
-    @property
     def agent(self) -> AgentInfo:
         """The one that serves, or served last."""
         return self._ready.agent
@@ -278,7 +271,7 @@ class Keeper:
     @property
     def pid(self) -> int:
         """Of the child that serves; 0 if none does."""
-        return self._current.pid if self._current is not None and self._current.ready is not None else 0
+        return self._current.pid if self._current is not None and self.is_serving else 0
 
     def stands_by(self) -> bool:
         """Say whether another agent could serve at once."""
@@ -301,7 +294,7 @@ class Keeper:
         if self._shares is not None:
             raise BackendError("a data plane in a process of its own serves already; `close()` first")
         self._loop = asyncio.get_running_loop()
-        self._shares, self._memories, self._is_closing = Shares(memories), tuple(memories), False
+        self._shares, self._memories, self.is_closing = Shares(memories), tuple(memories), False
         self._has_settled = self._is_watched = False
         self._started = self._loop.create_future()
         try:
@@ -391,9 +384,9 @@ class Keeper:
         if self._beat_timer is not None:
             self._beat_timer.cancel()
             self._beat_timer = None
-        if self._is_closing:
+        if self.is_closing:
             return
-        self._is_closing = True
+        self.is_closing = True
         self._fail_start(EngineClosed("the engine was closed while it started"))
         if self.is_serving:
             self._orders.append(wire.Close())
@@ -412,7 +405,7 @@ class Keeper:
         self._see_off(process)
         if not self.num_processes:
             self._ended.set()
-        if self._is_closing:
+        if self.is_closing:
             self._hear(None)
         elif process.is_collision:
             self._place(process.collisions + 1, is_current=is_current)
@@ -445,7 +438,7 @@ class Keeper:
 
     def _replace(self) -> None:
         """Let the one that stands by serve, or one that is started for that."""
-        if self._is_closing or self._current is not None:
+        if self.is_closing or self._current is not None:
             return
         self._current, self._next = self._next, None
         if self._current is None:
@@ -456,7 +449,7 @@ class Keeper:
 
     def _place(self, collisions: int, *, is_current: bool) -> None:
         """Start a child for a place that is empty."""
-        if self._is_closing or (self._current if is_current else self._next) is not None:
+        if self.is_closing or (self._current if is_current else self._next) is not None:
             return
         try:
             process = self._spawn(collisions)
@@ -498,7 +491,7 @@ class Keeper:
         if not self._take_news(process):
             # It has closed its end: whatever it is about, it serves nobody, and its end is told by the kernel.
             self._loop.remove_reader(process.link.fileno())
-            if not self._is_closing:
+            if not self.is_closing:
                 process.kill()
         if process is self._current:
             self._hear(None)
@@ -535,7 +528,7 @@ class Keeper:
                 self._started.set_result(None)
 
     def _serve(self, name: str, ready: wire.Ready) -> None:
-        self._name, self._ready = name, ready
+        self.name, self._ready = name, ready
         if self._is_watched:
             self.watch(True)
         self._served()
@@ -553,7 +546,7 @@ class Keeper:
     def _beat(self) -> None:
         """Ask the child that serves whether it is there, and kill it if it has not answered for long."""
         self._beat_timer = None
-        if not self._is_watched or self._is_closing:
+        if not self._is_watched or self.is_closing:
             return
         process, now = self._current, self._loop.time()
         was_away, self._beat_at = now > self._beat_at + 3 * BEAT_S, now
@@ -570,7 +563,7 @@ class Keeper:
 
     def order(self, order: wire.Order) -> None:
         """Say something to the child that serves, with all else of this turn; nothing if none does."""
-        if not self.is_serving or self._is_closing:
+        if not self.is_serving or self.is_closing:
             return
         self._orders.append(order)
         if not self._is_flush_due:

@@ -125,7 +125,8 @@ class Poster:
         """Bytes of the reads that were posted, until their end is told; none if in doubt."""
         self._news: list[TransferEnded] = []
         self._told_at = self._swept_at = 0.0
-        self._queued = 0
+        self.num_taken = 0
+        """Reads that were handed over."""
         self._queued_bytes = 0
         self._ended_bytes = 0
         self._copied = (0, 0.0)
@@ -151,11 +152,6 @@ class Poster:
         """Bytes that were handed over and whose end, or doubt, was not told yet."""
         return self._queued_bytes - self._ended_bytes
 
-    @property
-    def num_taken(self) -> int:
-        """Reads that were handed over."""
-        return self._queued
-
     def load(self, remote: AgentInfo, memories: Sequence[Memory]) -> Future[None]:
         """Load a remote agent; the future fails with `BackendError`."""
         loaded: Future[None] = Future()
@@ -174,11 +170,11 @@ class Poster:
 
         `is_off` is asked on the thread when it would be posted: if it is not wanted any more, it ends as `FAILED`.
         """
-        if self._queued - self.posts >= MAX_QUEUED:
+        if self.num_taken - self.posts >= MAX_QUEUED:
             return False
         if not self._order(_Post(transfer_id, name, read, is_off)):
             return False
-        self._queued += 1
+        self.num_taken += 1
         self._queued_bytes += read.num_bytes
         return True
 
