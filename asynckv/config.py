@@ -6,6 +6,7 @@ Durations are seconds, sizes bytes. `docs/embedding.md` shows the ones that matt
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from string import Formatter
 from typing import Any, Literal
@@ -239,17 +240,14 @@ class NixlConfig:
                 f"posting_threads is {shown(threads)}; it must be 0 (post on the loop) to {MAX_POSTING_THREADS}, or "
                 f"'auto'"
             )
-        for name in ("bulk_bytes", "bulk_descriptors"):
-            object.__setattr__(self, name, integer(name, getattr(self, name), 1, MAX_INTEGER, ConfigError))
+        _check(self, integer, ("bulk_bytes", "bulk_descriptors"), 1, MAX_INTEGER)
         text("backend", self.backend, MAX_NAME, 1, ConfigError)
         pairs = self.params.items() if isinstance(self.params, dict) else [(None, None)]
         if not all(is_text(each) for pair in pairs for each in pair):
             raise ConfigError(f"nixl.params is {shown(self.params)}; it must be a dict of str to str")
-        if not (isinstance(self.process, str) and self.process in ("auto", "serving", "always", "never")):
-            raise ConfigError(f"process is {shown(self.process)}; it must be 'auto', 'serving', 'always' or 'never'")
-        if not (isinstance(self.try_metadata, str) and self.try_metadata in ("auto", "always", "never")):
-            raise ConfigError(f"try_metadata is {shown(self.try_metadata)}; it must be 'auto', 'always' or 'never'")
-        object.__setattr__(self, "process_start_s", seconds("process_start_s", self.process_start_s, ConfigError))
+        check_choice("process", self.process, "auto", "serving", "always", "never")
+        check_choice("try_metadata", self.try_metadata, "auto", "always", "never")
+        _check(self, seconds, ["process_start_s"])
 
     @property
     def num_posters(self) -> int:
@@ -295,18 +293,13 @@ class LogConfig:
     backups: int = 3
 
     def __post_init__(self) -> None:
-        if not isinstance(self.file, str | os.PathLike) or not is_text(os.fspath(self.file), MAX_PATH):
-            raise ConfigError(f"log.file is {shown(self.file)}; give a path, or '' for none")
-        object.__setattr__(self, "file", os.fspath(self.file))
-        check_log_file(str(self.file))
-        if not (isinstance(self.level, str) and self.level in LOG_LEVELS):
-            raise ConfigError(f"log.level is {shown(self.level)}; it must be one of {', '.join(LOG_LEVELS)}")
-        for name, least, most in (("max_bytes", 0, MAX_INTEGER), ("backups", 1, MAX_BACKUPS)):
-            object.__setattr__(self, name, integer(name, getattr(self, name), least, most, ConfigError))
-        for name in ("successes_per_s", "slow_per_s"):
-            object.__setattr__(self, name, number(name, getattr(self, name), 0, 1e6, ConfigError))
-        for name in ("slow_s", "away_s"):
-            object.__setattr__(self, name, seconds(name, getattr(self, name), ConfigError))
+        object.__setattr__(self, "file", _path("log.file", self.file, "or '' for none"))
+        _check_log_file(str(self.file))
+        check_choice("log.level", self.level, *LOG_LEVELS)
+        _check(self, integer, ["max_bytes"], 0, MAX_INTEGER)
+        _check(self, integer, ["backups"], 1, MAX_BACKUPS)
+        _check(self, number, ("successes_per_s", "slow_per_s"), 0, 1e6)
+        _check(self, seconds, ("slow_s", "away_s"))
         try:
             fraction = number("held_fraction", self.held_fraction, 0, MAX_HELD_FRACTION, ConfigError)
             if fraction:
@@ -331,9 +324,7 @@ class InspectConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "enabled", flag("inspect.enabled", self.enabled, ConfigError))
-        directory = self.directory
-        if not isinstance(directory, str | os.PathLike) or not is_text(os.fspath(directory), MAX_PATH):
-            raise ConfigError(f"inspect.directory is {shown(directory)}; give a path, or leave it out for no socket")
+        _path("inspect.directory", self.directory, "or leave it out for no socket")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,9 +345,7 @@ class KeysConfig:
 
     def __post_init__(self) -> None:
         for name in ("secret", "authorized"):
-            value = getattr(self, name)
-            if not isinstance(value, str | os.PathLike) or not is_text(os.fspath(value), MAX_PATH, 1):
-                raise ConfigError(f"keys.{name} is {shown(value)}; give a path (asynckv keygen NAME makes keys)")
+            _path(f"keys.{name}", getattr(self, name), "asynckv keygen NAME makes keys", least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -392,30 +381,16 @@ class EngineConfig:
     inspect: InspectConfig = field(default_factory=InspectConfig)
 
     def __post_init__(self) -> None:
-        kinds: dict[str, Any] = {
-            "engine_id": str,
-            "bind": str,
-            "advertise": str,
-            "keys": KeysConfig | None,
-        }
-        kinds |= {
-            "lease": LeaseConfig,
-            "pull": PullConfig,
-            "nixl": NixlConfig,
-            "log": LogConfig,
-            "limits": LimitsConfig,
-            "inspect": InspectConfig,
-        }
         flag("allow_insecure", self.allow_insecure, ConfigError)
-        for name, kind in kinds.items():
+        kinds: dict[str, Any] = {"engine_id": str, "bind": str, "advertise": str, "keys": KeysConfig | None}
+        parts = LeaseConfig, PullConfig, NixlConfig, LogConfig, LimitsConfig, InspectConfig
+        for name, kind in (*kinds.items(), *((part.__name__.removesuffix("Config").lower(), part) for part in parts)):
             if not isinstance(value := getattr(self, name), kind):
                 wanted = getattr(kind, "__name__", str(kind))
                 raise ConfigError(f"{name} is {shown(value)}; it must be a {wanted}")
         if not 1 <= len(self.engine_id) <= MAX_NAME:
             raise ConfigError(f"engine_id has {len(self.engine_id)} characters; give it 1 to {MAX_NAME}")
-        for name in ("engine_id", "bind", "advertise"):
-            # A `str` of its own: subclasses, such as numpy's, cannot be sent.
-            object.__setattr__(self, name, text(name, getattr(self, name), MAX_NAME, error=ConfigError))
+        _check(self, text, ("engine_id", "bind", "advertise"), MAX_NAME, 0)
         for name in ("bind", "advertise"):
             value = getattr(self, name)
             if (value or name == "bind") and not value.startswith("tcp://"):
@@ -476,26 +451,15 @@ class OffloadConfig:
     network: EngineConfig | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", text("offload.model", self.model, MAX_NAME, 1, ConfigError))
-        for name, least in (
-            ("hash_tokens", 1),
-            ("host_bytes", 1),
-            ("file_bytes", 0),
-            ("write_back_bytes_per_s", 0),
-            ("max_bytes", 1),
-            ("max_post_bytes", 1),
-            ("max_jobs", 1),
-        ):
-            value = integer(f"offload.{name}", getattr(self, name), least, MAX_INTEGER, ConfigError)
-            object.__setattr__(self, name, value)
-        threads = integer("offload.copy_threads", self.copy_threads, 1, MAX_COPY_THREADS, ConfigError)
-        object.__setattr__(self, "copy_threads", threads)
-        for name in ("timeout_s", "held_s"):
-            object.__setattr__(self, name, seconds(f"offload.{name}", getattr(self, name), ConfigError))
-        path = os.fspath(self.directory) if isinstance(self.directory, str | os.PathLike) else None
-        if not is_text(path, MAX_PATH) or "\0" in str(path):
-            raise ConfigError(f"offload.directory is {shown(self.directory)}; give a path, or '' for no files")
-        object.__setattr__(self, "directory", os.fspath(self.directory))
+        at_least_1 = "hash_tokens", "host_bytes", "max_bytes", "max_post_bytes", "max_jobs"
+        _check(self, text, ["model"], MAX_NAME, 1, under="offload.")
+        _check(self, integer, at_least_1, 1, MAX_INTEGER, under="offload.")
+        _check(self, integer, ("file_bytes", "write_back_bytes_per_s"), 0, MAX_INTEGER, under="offload.")
+        _check(self, integer, ["copy_threads"], 1, MAX_COPY_THREADS, under="offload.")
+        _check(self, seconds, ("timeout_s", "held_s"), under="offload.")
+        object.__setattr__(self, "directory", _path("offload.directory", self.directory, "or '' for no files"))
+        if "\0" in str(self.directory):
+            raise ConfigError(f"offload.directory is {shown(self.directory)}; give a path, which has no null byte")
         if bool(self.directory) != bool(self.file_bytes):
             raise ConfigError(
                 f"offload.directory is {shown(self.directory)} and offload.file_bytes {self.file_bytes}; give both, or "
@@ -503,11 +467,35 @@ class OffloadConfig:
             )
         if self.network is not None and not isinstance(self.network, EngineConfig):
             raise ConfigError(f"offload.network is {shown(self.network)}; it must be an EngineConfig, or None")
-        if not (isinstance(self.policy, str) and self.policy in POLICIES):
-            raise ConfigError(f"offload.policy is {shown(self.policy)}; it must be one of {', '.join(POLICIES)}")
+        check_choice("offload.policy", self.policy, *POLICIES)
 
 
-def check_log_file(pattern: str) -> None:
+def _check(config: object, check: Callable[..., Any], names: Iterable[str], *bounds: float, under: str = "") -> None:
+    """Hold fields to a check, and keep what it returns, which is not of numpy's types: some of those cannot be sent."""
+    for name in names:
+        object.__setattr__(config, name, check(under + name, getattr(config, name), *bounds, error=ConfigError))
+
+
+def check_choice(name: str, value: object, *choices: str) -> None:
+    """Refuse what is none of some words.
+
+    Raises:
+        ConfigError: Naming the value and all choices.
+    """
+    if not (isinstance(value, str) and value in choices):
+        known = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+        raise ConfigError(f"{name} is {shown(value)}; it must be {known}")
+
+
+def _path(name: str, value: object, remedy: str, least: int = 0) -> str:
+    """Return a path as text, or refuse what is none."""
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not is_text(path, MAX_PATH, least):
+        raise ConfigError(f"{name} is {shown(value)}; give a path, {remedy}")
+    return str(path)
+
+
+def _check_log_file(pattern: str) -> None:
     """Refuse a log file's name that asks for what is not known.
 
     Raises:
@@ -536,9 +524,7 @@ def check_lease(lease_s: float, max_lease_s: float) -> None:
 def _positive(config: object, but: tuple[str, ...] = ()) -> None:
     """Refuse what is no number, and zero, negative, infinite and nan, in every field."""
     for entry in fields(config):  # type: ignore[arg-type]
-        value = getattr(config, entry.name)
         if entry.type == "int":
-            value = integer(entry.name, value, 0 if entry.name in but else 1, MAX_INTEGER, ConfigError)
+            _check(config, integer, [entry.name], 0 if entry.name in but else 1, MAX_INTEGER)
         else:
-            value = seconds(entry.name, value, ConfigError)
-        object.__setattr__(config, entry.name, value)  # frozen, and of numpy's types no longer
+            _check(config, seconds, [entry.name])

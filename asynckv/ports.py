@@ -245,7 +245,33 @@ class CopyOp(enum.StrEnum):
     """To a tier: blocks are stored, records are written."""
 
 
-class CopyPlane(Protocol):
+class _MovePlane(Protocol):
+    """What copy planes and record planes have in common."""
+
+    def cancel(self, move_id: TransferId) -> None:
+        """Begin nothing more of a move. It ends like any other, once all that had begun has; harmless afterwards."""
+
+    def statistics(self) -> dict[str, int]:
+        """Gauges and counters."""
+
+    def describe(self) -> dict[str, str]:
+        """Versions, transports and modes in use, for reports."""
+
+    async def quiesce(self, timeout_s: float | None = None) -> None:
+        """Before `close`: finish what runs, stop threads, and wait off the loop, so long at most. Idempotent."""
+
+    def close(self) -> None:
+        """End everything; nothing reads or writes the memory afterwards. Idempotent. Waits for threads, if any.
+
+        Moves that had not ended have `FAILED`; a last `poll` tells.
+
+        Raises:
+            BackendError: Something is still inside the back end, or the system, and may write: keep the memory, and
+                call again.
+        """
+
+
+class CopyPlane(_MovePlane, Protocol):
     """Copies between a rank's own memory and that of its tiers, by the tables of `asynckv/geometry`.
 
     A table's local side is near, its remote side is far, whichever way the bytes go.
@@ -273,32 +299,11 @@ class CopyPlane(Protocol):
             pieces: What is copied, such as `Plan.posts` makes it; may be lazy.
         """
 
-    def cancel(self, move_id: TransferId) -> None:
-        """Post nothing more of a move. It ends like any other, once all that was posted has; harmless afterwards."""
-
     def poll(self) -> Sequence[TransferEnded]:
         """Moves that have ended, or are in doubt, since the last call. Never blocks.
 
         After `DONE`, `FAILED` and `REFUSED` nothing of the move reads or writes either side. After `IN_DOUBT` something
         may, and one of the others follows once it cannot.
-        """
-
-    def statistics(self) -> dict[str, int]:
-        """Gauges and counters."""
-
-    def describe(self) -> dict[str, str]:
-        """Versions, transports and modes in use, for reports."""
-
-    async def quiesce(self, timeout_s: float | None = None) -> None:
-        """Before `close`: stop threads, and wait for them off the loop, so long at most. Idempotent."""
-
-    def close(self) -> None:
-        """End everything; nothing reads or writes the memory afterwards. Idempotent. Waits for threads, if any.
-
-        Moves that had not ended have `FAILED`; a last `poll` tells.
-
-        Raises:
-            BackendError: Something is still inside the back end and may write: keep the memory, and call again.
         """
 
 
@@ -355,10 +360,11 @@ FOUND_DAMAGED = ("index_damaged", "missing", "malformed", "overlapping")
 """What a plane may have found at its start instead of records: in `statistics` with `found_` before it."""
 
 
-class RecordPlane(Protocol):
+class RecordPlane(_MovePlane, Protocol):
     """Keeps whole records beyond the life of the process, in a range of addresses that its user divides.
 
-    It is a cache: whatever it says to have may turn out to be lost, and then a read `FAILED`.
+    It is a cache: whatever it says to have may turn out to be lost, and then a read `FAILED`. What was written of a
+    cancelled move is forgotten; `quiesce` writes the index, and `close` lets others in.
     """
 
     @property
@@ -392,24 +398,5 @@ class RecordPlane(Protocol):
     def layouts(self) -> Mapping[str, bytes]:
         """What was written down, by fingerprint."""
 
-    def cancel(self, move_id: TransferId) -> None:
-        """Begin nothing more of a move. It ends like any other; what was written of it is forgotten."""
-
     def poll(self) -> Sequence[RecordNews]:
         """What has ended since the last call, as for `CopyPlane`. Never blocks."""
-
-    def statistics(self) -> dict[str, int]:
-        """Gauges and counters."""
-
-    def describe(self) -> dict[str, str]:
-        """What is used, for reports."""
-
-    async def quiesce(self, timeout_s: float | None = None) -> None:
-        """Before `close`: finish what runs and write the index, off the loop, and wait so long at most. Idempotent."""
-
-    def close(self) -> None:
-        """End everything and let others in. Idempotent.
-
-        Raises:
-            BackendError: Something is still inside the system and may write: keep the memory, and call again.
-        """

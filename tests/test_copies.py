@@ -193,7 +193,7 @@ async def test_what_had_ended_when_the_plane_was_closed_is_told_as_it_ended(make
     assert isinstance(tiers.plane, NixlCopies)
     tiers.plane.post(TransferId(1), CopyOp.READ, "pool", [move(0)])
     (poster,) = tiers.plane._posters
-    while not tiers.plane._inbox:  # nothing is awaited: the loop does not hear of it before
+    while not tiers.plane._posters.inbox:  # nothing is awaited: the loop does not hear of it before
         poster.wait(0.001)
     tiers.plane.close()
     assert tiers.plane.poll() == [TransferEnded(TransferId(1), Ending.DONE)]

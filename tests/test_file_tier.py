@@ -29,7 +29,7 @@ import pytest
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges import file_nixl, file_tier, file_worker
+from asynckv.edges import aside, file_nixl, file_tier, file_worker
 from asynckv.edges.agent import Agent
 from asynckv.edges.file_index import INDEX, DamagedIndex, Entry, FileIndex, checksum, read_index, typed
 from asynckv.edges.file_io import Extent, PlainFiles
@@ -728,7 +728,7 @@ async def test_a_child_of_a_fork_does_not_keep_the_directory(make: Make) -> None
         child = os.fork()
     if not child:
         while True:
-            os.write(said, b"-" if file_worker._started else b"+")  # it waits for no thread in its end
+            os.write(said, b"-" if aside._started else b"+")  # it waits for no thread in its end
             signal.pause()
     try:
         assert os.read(heard, 1) == b"+"

@@ -269,7 +269,7 @@ async def test_what_was_in_doubt_before_a_thread_broke_has_ended_with_its_agent(
     reader.read(1, "owner", TABLES[0], local, remote)
     while_the_loop_stands(lambda: poster.agent.running)
     poster.agent._raw = Meddler(poster.agent._raw, getXferStatus=lambda handle: 1 // 0)
-    while_the_loop_stands(lambda: reader.plane._inbox)
+    while_the_loop_stands(lambda: reader.plane._posters.inbox)
     assert [(each.transfer_id, each.ending) for each in reader.plane.poll()] == [(1, Ending.IN_DOUBT)]
     found = reader.plane.statistics()
     assert (found["running"], found["in_doubt"]) == (0, 1)
@@ -437,9 +437,9 @@ async def test_a_start_whose_posting_threads_have_no_agent_fails_and_may_be_trie
         plane.begin((), lambda: None)
     monkeypatch.undo()
     assert poster_threads() == []
-    plane._is_told = True  # as a callback of the last start that never ran, on a loop that was closed
+    plane._posters._is_told = True  # as a callback of the last start that never ran, on a loop that was closed
     plane.begin((), lambda: None)
-    assert not plane._is_told
+    assert not plane._posters._is_told
     assert plane.statistics()["posting_threads"] == 2
     plane.close()
 
@@ -502,7 +502,7 @@ async def test_closing_with_bulk_in_flight_ends_the_threads(sides: list[Side]) -
 
 async def stuck_read(sides: list[Side], monkeypatch: pytest.MonkeyPatch) -> tuple[Side, Gate]:
     """Start a read whose thread stays inside NIXL until the gate is left; closing has little patience."""
-    monkeypatch.setattr(nixl, "CLOSE_S", 0.05)
+    monkeypatch.setattr(posters, "CLOSE_S", 0.05)
     reader, owner = await link(sides)
     await check_reads(reader, "owner", owner.arrays)
     gate = Gate(monkeypatch)
@@ -521,7 +521,7 @@ async def test_closing_says_so_when_a_thread_does_not_come_out_of_nixl(
     with pytest.raises(BackendError, match="still inside NIXL"):
         reader.plane.begin(reader.memories, reader._poll)
     gate.leave.set()
-    monkeypatch.setattr(nixl, "CLOSE_S", 10.0)
+    monkeypatch.setattr(posters, "CLOSE_S", 10.0)
     reader.plane.close()
     assert poster_threads() == []
 
@@ -544,7 +544,7 @@ async def test_waiting_for_threads_off_the_loop_leaves_nothing_to_wait_for(
     assert waited == [0.0]
     gate.leave.set()
     # Without it, closing waits by itself.
-    monkeypatch.setattr(nixl, "CLOSE_S", 10.0)
+    monkeypatch.setattr(posters, "CLOSE_S", 10.0)
     reader.plane.close()
     assert poster_threads() == []
 
@@ -594,7 +594,7 @@ async def test_an_engine_whose_thread_is_inside_nixl_returns_nothing_until_it_is
     gate = Gate(monkeypatch)
     monkeypatch.setattr(ending, "GRACE_S", 0.1)
     async with stuck_pull(gate) as (engine, _, decode):
-        monkeypatch.setattr(nixl, "CLOSE_S", 0.05)
+        monkeypatch.setattr(posters, "CLOSE_S", 0.05)
         with pytest.raises(BackendError, match="may still be written"):
             await getattr(engine, how)()
         with pytest.raises(PullError) as caught:
@@ -604,7 +604,7 @@ async def test_an_engine_whose_thread_is_inside_nixl_returns_nothing_until_it_is
         with pytest.raises(BackendError, match="may still be written"):
             await engine.aclose()
         assert not any(each.done() for each in waiting)
-        monkeypatch.setattr(nixl, "CLOSE_S", 10.0)
+        monkeypatch.setattr(posters, "CLOSE_S", 10.0)
         gate.leave.set()
         await engine.aclose()
         assert await asyncio.gather(*waiting) == [None, None]

@@ -35,7 +35,7 @@ def test_options_are_fields_of_the_offload_beside_what_the_connector_reads() -> 
         ({"surprise": 1}, "has no option 'surprise'"),
         ({"host_bytes": 0}, r"offload.host_bytes is 0; it must be an integer from 1"),
         ({"host_bytes": 1, "directory": "/x"}, "give both, or neither"),
-        ({"host_bytes": 1, "policy": "arc"}, "one of s3-fifo, lru"),
+        ({"host_bytes": 1, "policy": "arc"}, "'s3-fifo' or 'lru'"),
         ({"host_bytes": 1, "canonical_layout": True}, "leave it out"),
         *(({"host_bytes": 1, name: 1}, f"{name} is an option of vLLM's own") for name in OF_OTHER_SPECS),
     ],

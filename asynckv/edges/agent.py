@@ -27,6 +27,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ from asynckv.geometry.plan import DescTable, ReadRequest
 from asynckv.geometry.tables import MAX_KEPT_ROWS
 from asynckv.ports import AgentInfo
 
-__all__ = ["SINK", "SOURCE", "Agent", "make_epoll"]
+__all__ = ["SINK", "SOURCE", "Agent", "make_epoll", "set_up"]
 
 MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 
@@ -121,6 +122,17 @@ def make_epoll() -> select.epoll:
         return select.epoll()
 
 
+@contextmanager
+def set_up(agent: Agent) -> Iterator[Agent]:
+    """Close an agent that cannot be set up: nobody else could, because it is not known to anybody yet."""
+    try:
+        yield agent
+    except BaseException:
+        with suppress(BackendError):
+            agent.close()
+        raise
+
+
 class _Lists(NamedTuple):
     """What NIXL prepared for one table."""
 
@@ -129,19 +141,17 @@ class _Lists(NamedTuple):
     remote: Any
 
 
+@dataclass(slots=True, eq=False)
 class _Remote:
     """One remote agent."""
 
-    __slots__ = ("alias", "lists", "memories", "own")
-
-    def __init__(self, memories: Sequence[Memory], own: str = "", alias: str = "") -> None:
-        self.memories = memories
-        self.alias = alias
-        """By which NIXL knows it here."""
-        self.own = own
-        """Of this process: `SOURCE` or `SINK`."""
-        self.lists: dict[int, _Lists] = {}
-        """By the id of their table, the oldest first."""
+    memories: Sequence[Memory]
+    own: str = ""
+    """Of this process: `SOURCE` or `SINK`."""
+    alias: str = ""
+    """By which NIXL knows it here."""
+    lists: dict[int, _Lists] = field(default_factory=dict)
+    """By the id of their table, the oldest first."""
 
 
 class _Transfer(NamedTuple):
@@ -245,24 +255,21 @@ class Agent:
         Raises:
             BackendError: NIXL refuses.
         """
-        rows, refused = [(0, length, fd, "") for fd, length in fds.items()], ""
-        try:
-            self._registered.append(self._agent.register_memory(rows, "FILE"))
-        except Exception as exc:
-            refused = f"NIXL cannot register {len(rows)} files: {exc!r}"
-        if refused:
-            raise BackendError(refused)
+        self._register_rows([(0, length, fd, "") for fd, length in fds.items()], "FILE", "files")
 
     def _register(self, memories: Sequence[Memory]) -> None:
         for kind in sorted({m.kind for m in memories}):
             rows = [(m.base, m.length, m.device, "") for m in memories if m.kind == kind]
-            refused = ""
-            try:
-                self._registered.append(self._agent.register_memory(rows, MEMORY_KINDS[kind]))
-            except Exception as exc:
-                refused = f"NIXL cannot register {len(rows)} ranges of {kind} memory: {exc!r}"
-            if refused:
-                raise BackendError(refused)
+            self._register_rows(rows, MEMORY_KINDS[kind], f"ranges of {kind} memory")
+
+    def _register_rows(self, rows: list[tuple[int, int, int, str]], kind: str, what: str) -> None:
+        refused = ""
+        try:
+            self._registered.append(self._agent.register_memory(rows, kind))
+        except Exception as exc:
+            refused = f"NIXL cannot register {len(rows)} {what}: {exc!r}"
+        if refused:
+            raise BackendError(refused)
 
     def info(self) -> AgentInfo:
         """Return the name and NIXL's metadata blob."""
@@ -410,13 +417,8 @@ class Agent:
                 lists = self.prepare(name, read.table)
             except BackendError as exc:
                 return TransferEnded(transfer_id, Ending.REFUSED, str(exc))
-        op, local, mine, theirs, remotes = (
-            self._read,
-            lists.local._handle,
-            read.local,
-            lists.remote._handle,
-            read.remote,
-        )
+        op, local, mine = self._read, lists.local._handle, read.local
+        theirs, remotes = lists.remote._handle, read.remote
         if remote.own:
             # Within a process UCX writes faster than it reads (measured: 1.4 to 1.7 times).
             op = self._write

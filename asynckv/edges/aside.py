@@ -1,4 +1,4 @@
-"""Work on a thread that nobody has to wait for.
+"""Work on a thread that nobody has to wait for, and the end of threads that nobody closed.
 
 A call into a disk that hangs never returns, and cannot be ended. The threads of asyncio's own executor are waited for
 when a loop and when a process ends, each of which would hang as well; this one's are not.
@@ -6,12 +6,19 @@ when a loop and when a process ends, each of which would hang as well; this one'
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
-__all__ = ["Aside"]
+__all__ = ["Aside", "end_at_exit"]
+
+EXIT_S = 2.0
+"""How long the end of the interpreter waits for threads that nobody closed."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,3 +47,33 @@ class Aside(Executor):
         ended.set_running_or_notify_cancel()
         threading.Thread(target=run, name=self._name, daemon=True).start()
         return ended
+
+
+class Ending(Protocol):
+    """What has a thread."""
+
+    def stop(self) -> None:
+        """Tell the thread to end."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; False if it did not come."""
+
+
+_started: weakref.WeakSet[Ending] = weakref.WeakSet()
+
+os.register_at_fork(after_in_child=_started.clear)  # the threads are not there, and may have left a lock taken
+
+
+def end_at_exit(thread: Ending) -> None:
+    """Have a thread ended that nobody closes: inside NIXL it would not survive the end of the interpreter."""
+    _started.add(thread)
+
+
+@atexit.register
+def _end_all() -> None:
+    left = list(_started)
+    for thread in left:
+        thread.stop()
+    deadline = time.monotonic() + EXIT_S
+    for thread in left:
+        thread.wait(max(0.0, deadline - time.monotonic()))

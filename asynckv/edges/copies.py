@@ -14,20 +14,18 @@ was handed over included. So what a cancelled move waits for is one piece, which
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import anyio.to_thread
-
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges.agent import SINK, SOURCE, Agent
-from asynckv.edges.nixl import CLOSE_S, load_nixl, wait_all
-from asynckv.edges.posters import Poster
+from asynckv.edges.agent import SINK, SOURCE, Agent, set_up
+from asynckv.edges.nixl import load_nixl
+from asynckv.edges.posters import Poster, Posters
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
@@ -48,32 +46,23 @@ TELL_S = 0.002
 CLOSED = "the copy plane was closed"
 
 
+@dataclass(slots=True, eq=False)
 class _Move:
     """One that has not ended."""
 
-    __slots__ = (
-        "cause",
-        "doubtful",
-        "ending",
-        "far",
-        "is_cancelled",
-        "is_told_doubt",
-        "move_id",
-        "op",
-        "pieces",
-        "running",
-    )
-
-    def __init__(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterable[ReadRequest]) -> None:
-        self.move_id, self.op = move_id, op
-        self.far = far + (SOURCE if op is CopyOp.READ else SINK)
-        self.pieces: Iterator[ReadRequest] | None = iter(pieces)
-        """None once nothing more is to be posted."""
-        self.running: set[TransferId] = set()
-        """Pieces that were handed over, until their end; those in doubt as well."""
-        self.doubtful: set[TransferId] = set()
-        self.ending, self.cause = Ending.DONE, ""
-        self.is_told_doubt = self.is_cancelled = False
+    move_id: TransferId
+    op: CopyOp
+    far: str
+    """And which way, as agents name it."""
+    pieces: Iterator[ReadRequest] | None
+    """None once nothing more is to be posted."""
+    running: set[TransferId] = field(default_factory=set)
+    """Pieces that were handed over, until their end; those in doubt as well."""
+    doubtful: set[TransferId] = field(default_factory=set)
+    ending: Ending = Ending.DONE
+    cause: str = ""
+    is_told_doubt: bool = False
+    is_cancelled: bool = False
 
     def is_off(self) -> bool:
         """Whether nothing more of it is to be copied; asked by threads, too."""
@@ -98,23 +87,21 @@ class NixlCopies:
     def __init__(self, agent_name: str, *, threads: int = 1, window_bytes: int = WINDOW_BYTES) -> None:
         self._name, self._num_threads, self._window = agent_name, threads, window_bytes
         self._starts = 0
-        self._posters: list[Poster] = []
+        self._posters = Posters(self._told, "a copying thread")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_ready: Callable[[], None] = lambda: None
         self._tls = ""
-        self._close_by: float | None = None
         self._ids = count(1)
         self._moves: dict[TransferId, _Move] = {}
         self._waiting: dict[CopyOp, deque[_Move]] = {op: deque() for op in CopyOp}
         self._pieces: dict[TransferId, tuple[_Move, Poster, int]] = {}
         """Those that run: of which move, on which thread, how many bytes."""
-        self._given: dict[Poster, int] = {}
+        self._given: Counter[Poster] = Counter()
         """Bytes that each thread was given and the loop has not heard the end of: a thread that ends pieces as fast as
         they are made must not keep the loop."""
-        self._inbox: deque[TransferEnded] = deque()
         self._news: list[TransferEnded] = []
-        self._is_told = self._is_due = False
-        self._counts = dict.fromkeys(("moves", "pieces", "bytes_read", "bytes_written", "failed", "threads_broken"), 0)
+        self._is_due = False
+        self._counts = dict.fromkeys(("moves", "pieces", "bytes_read", "bytes_written", "failed"), 0)
 
     # -- life ----------------------------------------------------------------------------------------
 
@@ -124,17 +111,14 @@ class NixlCopies:
             raise BackendError(f"{self._posters[0].name} of the last start is still inside NIXL; `close()` first")
         api = load_nixl()
         self._starts += 1
-        self._loop, self._on_ready, self._close_by = asyncio.get_running_loop(), on_ready, None
-        self._is_told = self._is_due = False
+        self._loop, self._on_ready, self._is_due = asyncio.get_running_loop(), on_ready, False
+        self._posters.begin()
         kinds = {memory.kind for some in (near, *far.values()) for memory in some}
         self._tls = "self,cuda_copy" if "cuda" in kinds else "self"
         try:
             for number in range(1, self._num_threads + 1):
                 name = f"{self._name}-copies{self._starts}.{number}"
-                agent = self._make_agent(api, name, near, far)
-                poster = Poster(name, agent, self._hear, self._loop, self._tell_broken, tell_s=TELL_S)
-                self._posters.append(poster)
-                self._given[poster] = 0
+                self._posters.start(name, self._make_agent(api, name, near, far), TELL_S)
         except BaseException:
             with suppress(BackendError):  # it is the next start's to say
                 self.close()
@@ -143,24 +127,15 @@ class NixlCopies:
     def _make_agent(self, api: Any, name: str, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]]) -> Agent:
         params = {"ucx_error_handling_mode": "none", "engine_config": f"TLS={self._tls}"}
         # What is set for the network (`UCX_TLS=tcp`, `rc`) would have copies go over it: a fifth as fast.
-        agent = Agent(api, name, "UCX", params, unheeded=("UCX_TLS",))
-        try:
+        with set_up(Agent(api, name, "UCX", params, unheeded=("UCX_TLS",))) as agent:
             agent.register(near)
             for each, memories in far.items():
                 agent.register_own(each, memories)
-        except BaseException:
-            with suppress(BackendError):
-                agent.close()  # nobody else could: it is not known to anybody yet
-            raise
         return agent
 
     async def quiesce(self, timeout_s: float | None = None) -> None:
         """Stop the threads, and wait for them off the loop, at most `CLOSE_S` or so long."""
-        for poster in self._posters:
-            poster.stop()
-        if self._posters:
-            self._close_by = time.monotonic() + (CLOSE_S if timeout_s is None else timeout_s)
-            await anyio.to_thread.run_sync(wait_all, tuple(self._posters), self._close_by)
+        await self._posters.quiesce(timeout_s)
 
     def close(self) -> None:
         """Stop the threads and destroy the agents; moves that had not ended are told as `FAILED`. Idempotent.
@@ -168,20 +143,9 @@ class NixlCopies:
         Raises:
             BackendError: A thread did not come out of NIXL, or an agent lives: call again to wait again.
         """
-        for poster in self._posters:
-            poster.stop()
-        deadline = self._close_by if self._close_by is not None else time.monotonic() + CLOSE_S
-        self._close_by = None
-        left, causes = [], []
-        for poster in self._posters:
-            try:
-                poster.join(max(0.0, deadline - time.monotonic()))
-            except BackendError as exc:
-                left.append(poster)
-                causes.append(str(exc))
+        causes = self._posters.join()
         self._take_inbox()  # what has ended before
-        self._posters = left
-        self._given = {poster: self._given[poster] for poster in left}
+        self._given = Counter({poster: self._given[poster] for poster in self._posters})
         if causes:
             raise BackendError(
                 f"{'; '.join(causes)}: memory that is copied to may still be written; keep it, and call close() again"
@@ -201,7 +165,8 @@ class NixlCopies:
     def post(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterable[ReadRequest]) -> None:
         """Take over a move, and hand over as much of it as there is room for."""
         assert move_id not in self._moves, f"move {move_id} has not ended"
-        move = self._moves[move_id] = _Move(move_id, op, far, pieces)
+        place = far + (SOURCE if op is CopyOp.READ else SINK)
+        move = self._moves[move_id] = _Move(move_id, op, place, iter(pieces))
         self._counts["moves"] += 1
         self._waiting[op].append(move)
         self._pump()
@@ -271,27 +236,15 @@ class NixlCopies:
 
     # -- what threads tell ---------------------------------------------------------------------------
 
-    def _hear(self, news: list[TransferEnded]) -> None:
-        self._inbox.extend(news)
-        if not self._is_told and self._loop is not None:
-            self._is_told = True
-            with suppress(RuntimeError):  # the loop is closed: nobody listens
-                self._loop.call_soon_threadsafe(self._told)
-
-    def _tell_broken(self, exc: BaseException) -> None:
-        assert self._loop is not None
-        self._counts["threads_broken"] += 1
-        self._loop.call_exception_handler({"message": "a copying thread broke", "exception": exc})
-
     def _told(self) -> None:
-        self._is_told, self._is_due = False, True
+        self._is_due = True
         self._take_inbox()
         self._pump()
         self._ready()
 
     def _take_inbox(self) -> None:
-        while self._inbox:
-            number, ending, cause, _ = self._inbox.popleft()
+        while self._posters.inbox:
+            number, ending, cause, _ = self._posters.inbox.popleft()
             if (found := self._pieces.get(number)) is None:
                 continue  # told in doubt before, and closed since
             move, poster, num_bytes = found
@@ -335,6 +288,7 @@ class NixlCopies:
             "in_doubt": sum(bool(move.doubtful) for move in self._moves.values()),
             "backlog_bytes": sum(self._given.values()),
             "threads": sum(poster.is_alive for poster in self._posters),
+            "threads_broken": self._posters.num_broken,
         }
 
     def describe(self) -> dict[str, str]:

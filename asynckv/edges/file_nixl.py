@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 
 import numpy as np
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges.agent import Agent
+from asynckv.edges.agent import Agent, set_up
 from asynckv.edges.file_io import Extent
 from asynckv.edges.nixl import load_nixl
-from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 
 __all__ = ["NixlFiles"]
@@ -45,14 +43,9 @@ class NixlFiles:
         self._agent: Agent | None = self._make_agent()
 
     def _make_agent(self) -> Agent:
-        agent = Agent(self._api, f"{self._name}-files{next(self._numbers)}", "POSIX", AIO)
-        try:
+        with set_up(Agent(self._api, f"{self._name}-files{next(self._numbers)}", "POSIX", AIO)) as agent:
             agent.register([self._memory])
             agent.register_files(self._fds)
-        except BaseException:
-            with suppress(BackendError):
-                agent.close()  # nobody else could: it is not known to anybody yet
-            raise
         return agent
 
     def submit(self, number: int, extents: Sequence[Extent], is_write: bool) -> None:

@@ -32,6 +32,7 @@ from asynckv.edges.file_io import ALIGN, Extent
 from asynckv.errors import BackendError
 
 __all__ = [
+    "FULL",
     "OWNER",
     "SEGMENT_BYTES",
     "NoRoom",

@@ -6,24 +6,23 @@ belongs to the thread: the batches that run, what is known of records, and the c
 
 from __future__ import annotations
 
-import atexit
 import errno
-import os
 import sqlite3
 import threading
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from asynckv.arguments import shown
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
+from asynckv.edges.aside import end_at_exit
 from asynckv.edges.file_index import ALIGN, MAX_CHANGES, MAX_KEY, Entry, FileIndex, checksum, now
 from asynckv.edges.file_io import Extent, FileIO, FileTooShort, transfer, view_of
-from asynckv.edges.file_store import Segments, explained, explained_index
+from asynckv.edges.file_store import FULL, Segments, explained, explained_index
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.offload.keys import short
@@ -53,10 +52,7 @@ MAX_ERRORS = 8
 NAPS_S = 0.00005, 0.0004
 """How often queued batches are asked for: ever less often until one has ended, for each time takes others' time."""
 
-EXIT_S = 2.0
-"""How long the end of the interpreter waits for a thread that nobody closed."""
-
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+NO_MORE = {*FULL, errno.EROFS}
 """What says that no later write will do better."""
 
 
@@ -68,36 +64,25 @@ class Takes(IntEnum):
     ALL = 2
 
 
+@dataclass(slots=True, eq=False)
 class _Move:
     """One that has not ended."""
 
-    __slots__ = (
-        "cause",
-        "is_told_doubt",
-        "is_void",
-        "is_write",
-        "lost",
-        "move_id",
-        "next",
-        "posted_at",
-        "records",
-        "running",
-        "written",
-    )
-
-    def __init__(self, move_id: TransferId, is_write: bool, records: Sequence[Record], posted_at: float) -> None:
-        self.move_id, self.is_write, self.records, self.posted_at = move_id, is_write, records, posted_at
-        self.next = 0
-        """The first record that no batch has."""
-        self.running = 0
-        """Batches."""
-        self.lost: list[int] = []
-        self.written: list[int] = []
-        """Where records were put."""
-        self.cause = ""
-        self.is_void = False
-        """Cancelled or too late: nothing of it counts."""
-        self.is_told_doubt = False
+    move_id: TransferId
+    is_write: bool
+    records: Sequence[Record]
+    posted_at: float
+    next: int = 0
+    """The first record that no batch has."""
+    running: int = 0
+    """Batches."""
+    lost: list[int] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+    """Where records were put."""
+    cause: str = ""
+    is_void: bool = False
+    """Cancelled or too late: nothing of it counts."""
+    is_told_doubt: bool = False
 
     def void(self, cause: str) -> None:
         self.is_void, self.next, self.cause = True, len(self.records), cause
@@ -107,14 +92,13 @@ class _Move:
         return not self.running and self.next == len(self.records)
 
 
+@dataclass(slots=True, eq=False)
 class _Batch:
     """Some records of one move, on their way."""
 
-    __slots__ = ("move", "positions", "sums")
-
-    def __init__(self, move: _Move, positions: list[int]) -> None:
-        self.move, self.positions = move, positions
-        self.sums: list[int] = []
+    move: _Move
+    positions: list[int]
+    sums: list[int] = field(default_factory=list)
 
 
 class Worker:
@@ -177,7 +161,7 @@ class Worker:
         """When it was seen last that the files are there, and whether something was written since."""
         self._counts: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name=f"{name}-files", daemon=True)
-        _started.add(self)
+        end_at_exit(self)
         self._thread.start()
 
     # -- called by the loop --------------------------------------------------------------------------
@@ -537,7 +521,7 @@ class Worker:
         if not isinstance(exc, FileTooShort):
             failing.add(move.records[i].far)
         with self._gate:
-            if move.is_write and exc.errno in FULL:
+            if move.is_write and exc.errno in NO_MORE:
                 why = explained(self._folder, exc)
                 self._take(Takes.READS, f"{self._folder} takes no more writes: {why}, and start again")
             elif len(failing) >= MAX_ERRORS:
@@ -615,19 +599,3 @@ class Worker:
             with self._gate:
                 cause = explained_index(self._folder, exc)
                 self._take(Takes.READS, f"the index of {self._folder} cannot be written: {cause}, and start again")
-
-
-_started: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-os.register_at_fork(after_in_child=_started.clear)  # its threads are not there, and may have left the lock taken
-
-
-@atexit.register
-def _end_all() -> None:
-    """End threads that nobody closed: inside NIXL they would not survive the end of the interpreter."""
-    left = list(_started)
-    for worker in left:
-        worker.stop()
-    deadline = time.monotonic() + EXIT_S
-    for worker in left:
-        worker.wait(max(0.0, deadline - time.monotonic()))

@@ -213,6 +213,9 @@ class Keeper:
         has_spare: Another child stands by.
     """
 
+    _loop: asyncio.AbstractEventLoop
+    """On which it was started last."""
+
     def __init__(
         self,
         config: NixlConfig,
@@ -227,7 +230,6 @@ class Keeper:
         self._hear, self._lost, self._served = hear, lost, served
         self._max_deaths, self._has_spare = deaths, has_spare
         self._starts = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._shares: Shares | None = None
         self._memories: tuple[Memory, ...] = ()
         self._current: _Process | None = None
@@ -236,9 +238,12 @@ class Keeper:
         self._next: _Process | None = None
         """The one that stands by."""
         self._ready = wire.Ready(AgentInfo("", b""), {})
-        self._name = name
+        self.name = name
+        """Of the agent that serves, or served last."""
         self._orders: list[wire.Order] = []
-        self._is_flush_due = self._is_closing = self._has_settled = False
+        self.is_closing = False
+        """No other follows."""
+        self._is_flush_due = self._has_settled = False
         self._ended = asyncio.Event()
         """Set when there is no child."""
         self._deaths: deque[float] = deque()
@@ -254,16 +259,6 @@ class Keeper:
         return self._current is not None and self._current.ready is not None
 
     @property
-    def is_closing(self) -> bool:
-        """No other follows."""
-        return self._is_closing
-
-    @property
-    def name(self) -> str:
-        """Of the agent that serves, or served last."""
-        return self._name
-
-    @property
     def agent(self) -> AgentInfo:
         """The one that serves, or served last."""
         return self._ready.agent
@@ -276,7 +271,7 @@ class Keeper:
     @property
     def pid(self) -> int:
         """Of the child that serves; 0 if none does."""
-        return self._current.pid if self._current is not None and self._current.ready is not None else 0
+        return self._current.pid if self._current is not None and self.is_serving else 0
 
     def stands_by(self) -> bool:
         """Say whether another agent could serve at once."""
@@ -299,7 +294,7 @@ class Keeper:
         if self._shares is not None:
             raise BackendError("a data plane in a process of its own serves already; `close()` first")
         self._loop = asyncio.get_running_loop()
-        self._shares, self._memories, self._is_closing = Shares(memories), tuple(memories), False
+        self._shares, self._memories, self.is_closing = Shares(memories), tuple(memories), False
         self._has_settled = self._is_watched = False
         self._started = self._loop.create_future()
         try:
@@ -316,7 +311,6 @@ class Keeper:
     def _spawn(self, collisions: int) -> _Process:
         """Start a child, and give it its first order."""
         assert self._shares is not None
-        assert self._loop is not None
         self._starts += 1
         name = self._base_name if self._starts == 1 else f"{self._base_name}-{self._starts}"
         setup = wire.Setup(name, self._config, self._memories)
@@ -338,11 +332,15 @@ class Keeper:
 
     def _see_off(self, process: _Process) -> None:
         """Let go of a child that was waited for."""
-        if self._loop is not None and not self._loop.is_closed():
+        if not self._loop.is_closed():
             for fd in (process.link.fileno(), process.exit_fd):
                 self._loop.remove_reader(fd)
             self._loop.remove_writer(process.link.fileno())
         process.close()
+        if process is self._current:
+            self._current = None
+        else:
+            self._next = None
 
     async def quiesce(self) -> None:
         """Tell all children to end, and wait for them off the loop, at most `CLOSE_S`."""
@@ -373,10 +371,6 @@ class Keeper:
                     f"that is read into may still be written; keep it, and call close() again"
                 )
             self._see_off(process)
-            if process is self._current:
-                self._current = None
-            else:
-                self._next = None
         self._ended.set()
         if self._shares is not None:
             self._shares.close()
@@ -390,9 +384,9 @@ class Keeper:
         if self._beat_timer is not None:
             self._beat_timer.cancel()
             self._beat_timer = None
-        if self._is_closing:
+        if self.is_closing:
             return
-        self._is_closing = True
+        self.is_closing = True
         self._fail_start(EngineClosed("the engine was closed while it started"))
         if self.is_serving:
             self._orders.append(wire.Close())
@@ -407,22 +401,18 @@ class Keeper:
         if not process.wait(0.0):
             return
         self._take_news(process)  # what it said before
-        self._see_off(process)
         is_current = process is self._current
-        if is_current:
-            self._current = None
-        else:
-            self._next = None
+        self._see_off(process)
         if not self.num_processes:
             self._ended.set()
-        if self._is_closing:
+        if self.is_closing:
             self._hear(None)
         elif process.is_collision:
             self._place(process.collisions + 1, is_current=is_current)
         elif is_current:
             self._die(process)
         else:
-            self._start_next(STANDBY_S)
+            self._later(STANDBY_S, self._stand_by)
 
     def _note_death(self) -> float:
         """Return the seconds until another may serve."""
@@ -448,7 +438,7 @@ class Keeper:
 
     def _replace(self) -> None:
         """Let the one that stands by serve, or one that is started for that."""
-        if self._is_closing or self._current is not None:
+        if self.is_closing or self._current is not None:
             return
         self._current, self._next = self._next, None
         if self._current is None:
@@ -459,7 +449,7 @@ class Keeper:
 
     def _place(self, collisions: int, *, is_current: bool) -> None:
         """Start a child for a place that is empty."""
-        if self._is_closing or (self._current if is_current else self._next) is not None:
+        if self.is_closing or (self._current if is_current else self._next) is not None:
             return
         try:
             process = self._spawn(collisions)
@@ -475,21 +465,16 @@ class Keeper:
         else:
             self._next = process
 
-    def _start_next(self, delay: float) -> None:
-        self._later(delay, self._stand_by)
-
     def _stand_by(self) -> None:
         self._place(0, is_current=False)
 
     def _later(self, delay: float, call: Callable[[], None]) -> None:
-        assert self._loop is not None
         now = self._loop.time()
         self._timers = [timer for timer in self._timers if not timer.cancelled() and timer.when() > now]
         self._timers.append(self._loop.call_later(delay, call))
 
     def _look(self, process: _Process) -> None:
         """Kill a child that is stuck before it serves; one that a busy host keeps waiting is waited for."""
-        assert self._loop is not None
         patience_s = self._config.process_start_s
         if process.is_stuck(patience_s):
             process.cause = (
@@ -505,9 +490,8 @@ class Keeper:
     def _on_news(self, process: _Process) -> None:
         if not self._take_news(process):
             # It has closed its end: whatever it is about, it serves nobody, and its end is told by the kernel.
-            assert self._loop is not None
             self._loop.remove_reader(process.link.fileno())
-            if not self._is_closing:
+            if not self.is_closing:
                 process.kill()
         if process is self._current:
             self._hear(None)
@@ -544,26 +528,25 @@ class Keeper:
                 self._started.set_result(None)
 
     def _serve(self, name: str, ready: wire.Ready) -> None:
-        self._name, self._ready = name, ready
+        self.name, self._ready = name, ready
         if self._is_watched:
             self.watch(True)
         self._served()
         if self._has_spare:
-            self._start_next(AHEAD_S if self._has_settled else SETTLE_S)
+            self._later(AHEAD_S if self._has_settled else SETTLE_S, self._stand_by)
         self._has_settled = True
 
     def watch(self, serving: bool) -> None:
         """Somebody may be reading, or nobody is: the child makes progress for them, and is looked after."""
         self._is_watched = serving
         self.order(wire.Watch(serving))
-        if serving and self._beat_timer is None and self._loop is not None:
+        if serving and self._beat_timer is None and self._shares is not None:
             self._beat()
 
     def _beat(self) -> None:
         """Ask the child that serves whether it is there, and kill it if it has not answered for long."""
-        assert self._loop is not None
         self._beat_timer = None
-        if not self._is_watched or self._is_closing:
+        if not self._is_watched or self.is_closing:
             return
         process, now = self._current, self._loop.time()
         was_away, self._beat_at = now > self._beat_at + 3 * BEAT_S, now
@@ -580,11 +563,10 @@ class Keeper:
 
     def order(self, order: wire.Order) -> None:
         """Say something to the child that serves, with all else of this turn; nothing if none does."""
-        if not self.is_serving or self._is_closing:
+        if not self.is_serving or self.is_closing:
             return
         self._orders.append(order)
         if not self._is_flush_due:
-            assert self._loop is not None
             self._is_flush_due = True
             self._loop.call_soon(self._flush)
 
@@ -597,10 +579,8 @@ class Keeper:
         is_sent = process.link.send(self._orders)
         self._orders.clear()
         if not is_sent:
-            assert self._loop is not None
             self._loop.add_writer(process.link.fileno(), self._on_writable, process)
 
     def _on_writable(self, process: _Process) -> None:
         if process.link.flush():
-            assert self._loop is not None
             self._loop.remove_writer(process.link.fileno())

@@ -26,7 +26,7 @@ import re
 import stat
 import sys
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -37,14 +37,14 @@ import anyio.to_thread
 from asynckv.config import NixlConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges.agent import Agent
-from asynckv.edges.posters import Poster
+from asynckv.edges.agent import Agent, set_up
+from asynckv.edges.posters import Posters
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo
 
-__all__ = ["CLOSE_S", "NixlPlane", "load_nixl", "wait_all"]
+__all__ = ["NixlPlane", "load_nixl"]
 
 SAFETY_S = 0.005
 """Some wake-ups are missed; a timer this long finds what they would have told."""
@@ -56,9 +56,6 @@ TIGHT_POLLS = 200
 DEFAULTS = {"engine_config": "TCP_TX_SEG_SIZE=64k,TCP_RX_SEG_SIZE=64k"}
 MAX_KEPT = 64
 """Remote agents that are kept connected though nobody reads from them."""
-
-CLOSE_S = 10.0
-"""How long `close` waits for posting threads; one post takes milliseconds."""
 
 
 def _variant() -> str:
@@ -137,12 +134,6 @@ class _Remote:
         self.users = 1
 
 
-def wait_all(posters: Sequence[Poster], deadline: float) -> None:
-    """Wait for the ends of threads; not on the loop."""
-    for poster in posters:
-        poster.wait(max(0.0, deadline - time.monotonic()))
-
-
 class _Pace:
     """Whether handing bulk over pays, found by doing both.
 
@@ -192,11 +183,9 @@ class NixlPlane:
         self._starts = 0
         self._api: Any = None
         self._agent: Agent | None = None
-        self._posters: list[Poster] = []
+        self._posters = Posters(self._told, "a posting thread")
         self._ending: Agent | None = None
         """The loop's agent, which was closed and is not seen to be gone yet."""
-        self._close_by: float | None = None
-        """Until when `close` may still wait, if the waiting was begun off the loop."""
         self._pace = _Pace(config.num_posters)
         self._remotes: dict[str, _Remote] = {}
         self._kept: OrderedDict[str, None] = OrderedDict()
@@ -204,9 +193,6 @@ class NixlPlane:
         self._handed: set[TransferId] = set()
         """Reads that a posting thread took over, until their end is polled."""
         self._handed_doubtful: set[TransferId] = set()
-        self._inbox: deque[TransferEnded] = deque()
-        """What posting threads told and nobody polled yet."""
-        self._is_told = False
         self._fds: tuple[int, ...] = ()
         self._on_ready: Callable[[], None] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -214,7 +200,7 @@ class NixlPlane:
         self._is_sweep_due = False
         self._is_serving = False
         self._polls = 0
-        self._counts = dict.fromkeys(("posts", "posts_handed", "wakeups", "rescued", "posters_broken"), 0)
+        self._counts = dict.fromkeys(("posts", "posts_handed", "wakeups", "rescued"), 0)
         self._is_timer_poll = False
 
     # -- life --------------------------------------------------------------------------------------
@@ -236,12 +222,16 @@ class NixlPlane:
         if self._starts > 1:
             self._name = f"{self._base_name}-{self._starts}"
         self._loop, self._on_ready = asyncio.get_running_loop(), on_ready
-        self._is_told = self._is_sweep_due = False
+        self._is_sweep_due = False
+        self._posters.begin()
         try:
             self._agent = self._make_agent(self._name, memories)
             self._listen(self._agent, self._loop)
             for number in range(1, self._config.num_posters + 1):
-                self._posters.append(self._start_poster(number, memories))
+                # Made here and not on its thread: that would wait for Python's lock some hundred times, each time for
+                # up to 5 ms where another thread never sleeps, and a handshake has a deadline.
+                name = f"{self._name}-poster{number}"
+                self._posters.start(name, self._make_agent(name, memories))
             return self._agent.info()
         except BaseException:
             with suppress(BackendError):  # it is the next start's to say
@@ -258,31 +248,16 @@ class NixlPlane:
         self._fds = tuple(fds)
 
     def _make_agent(self, name: str, memories: Sequence[Memory]) -> Agent:
-        agent = Agent(self._api, name, self._config.backend, DEFAULTS | self._config.params)
-        try:
+        with set_up(Agent(self._api, name, self._config.backend, DEFAULTS | self._config.params)) as agent:
             agent.register(memories)
-        except BaseException:
-            with suppress(BackendError):
-                agent.close()  # nobody else could: it is not known to anybody yet
-            raise
         return agent
-
-    def _start_poster(self, number: int, memories: Sequence[Memory]) -> Poster:
-        # Made here and not on its thread: that would wait for Python's lock some hundred times, each time for up to
-        # 5 ms where another thread never sleeps, and a handshake has a deadline.
-        assert self._loop is not None
-        name = f"{self._name}-poster{number}"
-        return Poster(name, self._make_agent(name, memories), self._hear, self._loop, self._tell_broken)
 
     async def quiesce(self) -> None:
         """Stop posting threads, and wait for them off the loop, at most `CLOSE_S`; `close` waits no more then."""
-        for poster in self._posters:
-            poster.stop()
+        self._posters.stop()
         if self._taster is not None:
             await self._taster.quiesce()
-        if self._posters:
-            self._close_by = time.monotonic() + CLOSE_S
-            await anyio.to_thread.run_sync(wait_all, tuple(self._posters), self._close_by)
+        await self._posters.quiesce()
 
     def close(self) -> None:
         """Let go of everything; memory under a running transfer stays registered. Idempotent.
@@ -293,8 +268,7 @@ class NixlPlane:
             BackendError: One of them did not, or an agent lives on: the memory may still be written. Call again to
                 wait again.
         """
-        for poster in self._posters:
-            poster.stop()
+        self._posters.stop()
         if self._loop is not None:
             for fd in self._fds:
                 self._loop.remove_reader(fd)
@@ -303,8 +277,6 @@ class NixlPlane:
                 self._timer.cancel()
                 self._timer = None
         self._is_serving = False
-        deadline = self._close_by if self._close_by is not None else time.monotonic() + CLOSE_S
-        self._close_by = None
         if self._agent is not None:
             self._agent, self._ending = None, self._agent
         causes = []
@@ -314,21 +286,13 @@ class NixlPlane:
                 self._ending = None
             except BackendError as exc:
                 causes.append(str(exc))
-        left = []
-        for poster in self._posters:
-            try:
-                poster.join(max(0.0, deadline - time.monotonic()))
-            except BackendError as exc:
-                left.append(poster)
-                causes.append(str(exc))
-        self._posters = left
+        causes += self._posters.join()
         if causes:
             raise BackendError(
-                f"{'; '.join(causes)} (waited {CLOSE_S:g} s at most): memory that is read into may still be written; "
-                f"keep it, and call close() again"
+                f"{'; '.join(causes)}: memory that is read into may still be written; keep it, and call close() again"
             )
         # Every agent is gone: nothing writes any more.
-        for each in (self._remotes, self._kept, self._handed, self._handed_doubtful, self._inbox):
+        for each in (self._remotes, self._kept, self._handed, self._handed_doubtful, self._posters.inbox):
             each.clear()
 
     # -- remote agents -----------------------------------------------------------------------------
@@ -460,8 +424,8 @@ class NixlPlane:
             num_copied, seconds = poster.take_pace()
             if num_copied:
                 self._pace.note(by_thread=True, num_bytes=num_copied, seconds=seconds)
-        while self._inbox:
-            ended = self._inbox.popleft()
+        while self._posters.inbox:
+            ended = self._posters.inbox.popleft()
             if ended.ending is Ending.IN_DOUBT:
                 self._handed_doubtful.add(ended.transfer_id)
             else:
@@ -475,26 +439,11 @@ class NixlPlane:
         self._is_serving = serving
         self._arm()
 
-    # -- called by posting threads -----------------------------------------------------------------
-
-    def _hear(self, news: list[TransferEnded]) -> None:
-        self._inbox.extend(news)
-        if not self._is_told and self._loop is not None:
-            self._is_told = True
-            with suppress(RuntimeError):  # the loop is closed: nobody listens
-                self._loop.call_soon_threadsafe(self._told)
-
     # -- waking ------------------------------------------------------------------------------------
 
     def _told(self) -> None:
-        self._is_told = False
         if self._agent is not None:
             self._on_ready()
-
-    def _tell_broken(self, exc: BaseException) -> None:
-        assert self._loop is not None
-        self._counts["posters_broken"] += 1
-        self._loop.call_exception_handler({"message": "a posting thread broke", "exception": exc})
 
     def _woken(self) -> None:
         self._counts["wakeups"] += 1
@@ -553,6 +502,7 @@ class NixlPlane:
             "unreleased": sum(len(a.unreleased) for a in agents),
             "peers": len(self._remotes),
             "metadata_refused": self._taster.num_refused if self._taster is not None else 0,
+            "posters_broken": self._posters.num_broken,
             "posting_threads": sum(p.is_alive for p in self._posters),
             **of_posters,
         }

@@ -14,14 +14,12 @@ read of a table. What a thread's end may leave behind is nothing: it destroys it
 from __future__ import annotations
 
 import asyncio
-import atexit
 import enum
 import os
 import select
 import threading
 import time
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -29,15 +27,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import assert_never
 
+import anyio.to_thread
+
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.agent import Agent, make_epoll
+from asynckv.edges.aside import end_at_exit
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo
 
-__all__ = ["Poster"]
+__all__ = ["Poster", "Posters"]
 
 MAX_QUEUED = 1024
 """Reads that wait for one thread, at most. The windows of the core are far below; whatever is above is not taken."""
@@ -56,8 +57,8 @@ RESTLESS_S = 0.1
 
 DOUBT_S = 0.25
 TELL_S = 0.0005
-EXIT_S = 2.0
-"""How long the end of the interpreter waits for a thread that nobody closed."""
+CLOSE_S = 10.0
+"""How long `close` of a plane waits for its threads; one post takes milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,8 @@ class Poster:
         """Bytes of the reads that were posted, until their end is told; none if in doubt."""
         self._news: list[TransferEnded] = []
         self._told_at = self._swept_at = 0.0
-        self._queued = 0
+        self.num_taken = 0
+        """Reads that were handed over."""
         self._queued_bytes = 0
         self._ended_bytes = 0
         self._copied = (0, 0.0)
@@ -135,7 +137,7 @@ class Poster:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # A daemon, or the interpreter would wait for a thread that nobody told to end before it runs `atexit`.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        _started.add(self)
+        end_at_exit(self)
         self._thread.start()
 
     # -- called by the loop ------------------------------------------------------------------------
@@ -149,11 +151,6 @@ class Poster:
     def backlog(self) -> int:
         """Bytes that were handed over and whose end, or doubt, was not told yet."""
         return self._queued_bytes - self._ended_bytes
-
-    @property
-    def num_taken(self) -> int:
-        """Reads that were handed over."""
-        return self._queued
 
     def load(self, remote: AgentInfo, memories: Sequence[Memory]) -> Future[None]:
         """Load a remote agent; the future fails with `BackendError`."""
@@ -173,11 +170,11 @@ class Poster:
 
         `is_off` is asked on the thread when it would be posted: if it is not wanted any more, it ends as `FAILED`.
         """
-        if self._queued - self.posts >= MAX_QUEUED:
+        if self.num_taken - self.posts >= MAX_QUEUED:
             return False
         if not self._order(_Post(transfer_id, name, read, is_off)):
             return False
-        self._queued += 1
+        self.num_taken += 1
         self._queued_bytes += read.num_bytes
         return True
 
@@ -412,15 +409,77 @@ def _clear_frames(exc: BaseException) -> None:
             left += each.exceptions
 
 
-_started: weakref.WeakSet[Poster] = weakref.WeakSet()
+class Posters(list[Poster]):
+    """The posting threads of one plane, and what they tell it.
 
+    Args:
+        told: Called on the loop when threads have put news into `inbox`.
+        what: What one of them is, if it breaks.
+    """
 
-@atexit.register
-def _end_all() -> None:
-    """End threads that nobody closed: inside NIXL they would not survive the end of the interpreter."""
-    left = list(_started)
-    for poster in left:
-        poster.stop()
-    deadline = time.monotonic() + EXIT_S
-    for poster in left:
-        poster.wait(max(0.0, deadline - time.monotonic()))
+    def __init__(self, told: Callable[[], None], what: str) -> None:
+        super().__init__()
+        self.inbox: deque[TransferEnded] = deque()
+        self.num_broken = 0
+        self._told, self._what = told, what
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_told = False
+        self._close_by: float | None = None
+        """Until when `join` may still wait, if the waiting was begun off the loop."""
+
+    def begin(self) -> None:
+        """Begin on the running loop, perhaps anew."""
+        self._loop, self._is_told, self._close_by = asyncio.get_running_loop(), False, None
+
+    def start(self, name: str, agent: Agent, tell_s: float = TELL_S) -> None:
+        """Start a thread that has this agent from here on."""
+        assert self._loop is not None
+        self.append(Poster(name, agent, self._hear, self._loop, self._tell_broken, tell_s=tell_s))
+
+    def stop(self) -> None:
+        """Tell all threads to end."""
+        for poster in self:
+            poster.stop()
+
+    async def quiesce(self, timeout_s: float | None = None) -> None:
+        """Stop all, and wait for them off the loop, at most `CLOSE_S` or so long; `join` waits no more then."""
+        self.stop()
+        if self:
+            self._close_by = time.monotonic() + (CLOSE_S if timeout_s is None else timeout_s)
+            await anyio.to_thread.run_sync(self._wait, self._close_by)
+
+    def _wait(self, deadline: float) -> None:
+        for poster in self:
+            poster.wait(max(0.0, deadline - time.monotonic()))
+
+    def join(self) -> list[str]:
+        """Wait for all, at most `CLOSE_S` or what `quiesce` has left of it; those stay that do not end, and say why."""
+        self.stop()
+        deadline = self._close_by if self._close_by is not None else time.monotonic() + CLOSE_S
+        self._close_by = None
+        left, causes = [], []
+        for poster in self:
+            try:
+                poster.join(max(0.0, deadline - time.monotonic()))
+            except BackendError as exc:
+                left.append(poster)
+                causes.append(str(exc))
+        self[:] = left
+        return causes
+
+    def _hear(self, news: list[TransferEnded]) -> None:
+        """Take what a thread tells, on that thread."""
+        self.inbox.extend(news)
+        if not self._is_told and self._loop is not None:
+            self._is_told = True
+            with suppress(RuntimeError):  # the loop is closed: nobody listens
+                self._loop.call_soon_threadsafe(self._on_told)
+
+    def _on_told(self) -> None:
+        self._is_told = False
+        self._told()
+
+    def _tell_broken(self, exc: BaseException) -> None:
+        assert self._loop is not None
+        self.num_broken += 1
+        self._loop.call_exception_handler({"message": f"{self._what} broke", "exception": exc})

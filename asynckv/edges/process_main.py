@@ -51,15 +51,13 @@ def main() -> None:
 
 def _first_line(end: socket.socket) -> bytes:
     """Read what is to be mapped, and nothing of what follows."""
-    size = int.from_bytes(_exactly(end, 4), "little")
-    return _exactly(end, size)
+    return _exactly(end, int.from_bytes(_exactly(end, 4), "little"))
 
 
 def _exactly(end: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
-        more = end.recv(size - len(data))
-        if not more:
+        if not (more := end.recv(size - len(data))):
             sys.exit(0)  # nobody is there any more
         data += more
     return data

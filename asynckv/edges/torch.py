@@ -230,7 +230,7 @@ def register_parts(
     Raises:
         LayoutError: Naming the layer, both numbers and the remedy.
     """
-    memories: dict[int, tuple[int, Memory]] = {}
+    memories: dict[int, Memory] = {}
     views, owners = [], []
     if not isinstance(groups, list | tuple) or not all(isinstance(g, Group) for g in groups):
         raise LayoutError(f"groups is {shown(groups)}; give a sequence of Group")
@@ -243,7 +243,7 @@ def register_parts(
             raise LayoutError(f"parts holds {shown(part)}; give every part of every layer, as TensorPart")
         for what, name in (("layer", part.layer), ("name", part.name)):
             text(f"the {what} of a part", name, MAX_NAME, error=LayoutError)
-        _tensor(f"layer {part.layer!r} part {part.name!r}", part.tensor)
+        _check_tensor(f"layer {part.layer!r} part {part.name!r}", part.tensor)
     aliases = _aliases(aliases)
     given = {(part.layer, part.name): part.tensor for part in parts}
     for part in parts:
@@ -257,12 +257,11 @@ def register_parts(
             raise LayoutError(f"{where}: group {group} is not among the {len(groups)} groups")
         order = texts(f"{where}: order", part.order, MAX_DIMS, 64, LayoutError)
         sizes = _sizes(where, part.tensor, order, {}, groups[group].num_kernel_blocks)
-        memory, offset = _memory(where, part.tensor, memories)
+        memory, offset, strides = _place(where, part.tensor, order, memories)
         dtype = str(part.tensor.dtype).removeprefix("torch.")
         if dtype not in ITEMSIZE:
             raise LayoutError(f"{where}: dtype {dtype!r} is unknown; use one of {', '.join(sorted(ITEMSIZE))}")
         itemsize = part.tensor.element_size()
-        strides = dict(zip(order, (max(s, 1) * itemsize for s in part.tensor.stride()), strict=True))
         dims = tuple(Dim(n, sizes[n], strides[n]) for n in order if n != "block")
         made = Part(part.name, dtype, itemsize, 0, dims, part.axis, part.held, part.extent, part.tokens_per_entry)
         views.append(View(memory, group, part.layer, offset, strides["block"], (made,)))
@@ -275,7 +274,7 @@ def register_parts(
         tp_size=tp_size,
         pp_stage=pp_stage,
         pp_size=pp_size,
-        memories=tuple(memory for _, memory in memories.values()),
+        memories=tuple(memories.values()),
         groups=tuple(groups),
         views=tuple(views),
         aliases=tuple(aliases.items()),
@@ -315,7 +314,7 @@ def _checked(group: Group) -> Group:
         raise LayoutError(f"group {shown(group.name)} cannot be described: {exc}") from exc
 
 
-def _tensor(where: str, given: object) -> None:
+def _check_tensor(where: str, given: object) -> None:
     """Refuse what is no tensor."""
     import torch
 
@@ -323,15 +322,20 @@ def _tensor(where: str, given: object) -> None:
         raise LayoutError(f"{where}: is {shown(given)}; give a torch.Tensor")
 
 
-def _memory(where: str, tensor: torch.Tensor, memories: dict[int, tuple[int, Memory]]) -> tuple[int, int]:
-    """Index of the memory that holds a tensor, and the tensor's offset in it."""
+def _place(
+    where: str, tensor: torch.Tensor, order: Sequence[str], memories: dict[int, Memory]
+) -> tuple[int, int, dict[str, int]]:
+    """Return the index of the memory that holds a tensor, the tensor's offset in it, and its strides in bytes."""
     storage = tensor.untyped_storage()
     base, length = storage.data_ptr(), storage.nbytes()
     if base == 0 or length == 0:
         raise LayoutError(f"{where}: its storage is empty or freed; register tensors that hold memory")
     if base not in memories:
-        memories[base] = (len(memories), Memory(base, length, *_kind(where, tensor)))
-    return memories[base][0], tensor.data_ptr() - base
+        memories[base] = Memory(base, length, *_kind(where, tensor))
+    itemsize = tensor.element_size()
+    # A dim of one entry has any stride in torch; it is never stepped along.
+    strides = {name: max(stride, 1) * itemsize for name, stride in zip(order, tensor.stride(), strict=True)}
+    return list(memories).index(base), tensor.data_ptr() - base, strides
 
 
 def register_tensors(
@@ -375,7 +379,7 @@ def register_tensors(
         raise LayoutError("no tensors were given; pass one KV tensor per attention layer")
     for layer, tensor in tensors.items():
         text("a layer's name", layer, MAX_NAME, error=LayoutError)
-        _tensor(f"layer {layer!r}", tensor)
+        _check_tensor(f"layer {layer!r}", tensor)
     aliases = _aliases(aliases)
     order = texts("order", order, MAX_DIMS, 64, LayoutError)
     block_size = integer("block_size", block_size, 1, MAX_TOKENS, LayoutError)
@@ -387,7 +391,7 @@ def register_tensors(
     if block_size % ratio:
         raise LayoutError(f"block_size {block_size} is not a positive multiple of the ratio {ratio}")
     expected = {"kv": 2, "head": heads[1] - heads[0], TOKEN: block_size // ratio}
-    memories: dict[int, tuple[int, Memory]] = {}
+    memories: dict[int, Memory] = {}
     views = []
     for layer, tensor in tensors.items():
         if layer in aliases:
@@ -395,8 +399,7 @@ def register_tensors(
             continue
         where = f"layer {layer!r} of shape {tuple(tensor.shape)}"
         sizes = _sizes(where, tensor, order, expected, num_blocks * ratio)
-        memory, offset = _memory(where, tensor, memories)
-        itemsize = tensor.element_size()
+        memory, offset, strides = _place(where, tensor, order, memories)
         views.append(
             attention_view(
                 layer=layer,
@@ -405,8 +408,7 @@ def register_tensors(
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 heads=heads,
                 num_heads=num_heads,
-                # A dim of one entry has any stride in torch; it is never stepped along.
-                strides={n: max(s, 1) * itemsize for n, s in zip(order, tensor.stride(), strict=True)},
+                strides=strides,
                 memory=memory,
                 offset=offset,
             )
@@ -415,7 +417,7 @@ def register_tensors(
         model=model,
         tp_rank=tp_rank,
         tp_size=tp_size,
-        memories=tuple(memory for _, memory in memories.values()),
+        memories=tuple(memories.values()),
         groups=(Group("attention", block_size, num_blocks, ratio),),
         views=tuple(views),
         aliases=tuple(aliases.items()),

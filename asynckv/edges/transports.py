@@ -46,7 +46,9 @@ def is_emulated(tls: str, net_devices: str, rdma: Iterable[str], *, is_local: bo
         is_copied: Processes of this host can copy from each other's memory (`has_cma`).
     """
     wanted = _entries(net_devices)
-    has_rdma = any(not wanted or wanted & {"all"} or any(_names(w, device) for w in wanted) for device in rdma)
+    has_rdma = any(
+        not wanted or wanted & {"all"} or device in {entry.partition(":")[0] for entry in wanted} for device in rdma
+    )
     if has_rdma and _allows(tls, RDMA):
         return False
     if is_local or not _allows(tls, ("tcp",)):
@@ -56,11 +58,6 @@ def is_emulated(tls: str, net_devices: str, rdma: Iterable[str], *, is_local: bo
 
 def _entries(setting: str) -> set[str]:
     return {entry.strip() for entry in setting.split(",") if entry.strip()}
-
-
-def _names(entry: str, device: str) -> bool:
-    """An entry is a device, with a port or not."""
-    return entry.partition(":")[0] == device
 
 
 def _allows(tls: str, transports: tuple[str, ...]) -> bool:

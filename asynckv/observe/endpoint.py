@@ -15,12 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from socketserver import TCPServer, ThreadingMixIn
+from socketserver import TCPServer
 from typing import Any, Self
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 try:
     from prometheus_client import CollectorRegistry, make_wsgi_app
+    from prometheus_client.exposition import ThreadingWSGIServer
 except ImportError as exc:
     raise ImportError("metrics need prometheus_client: pip install 'asynckv[metrics]'") from exc
 
@@ -49,22 +50,23 @@ POLL_S = 0.1
 """How long closing may take at most for want of a request."""
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+class _Server(ThreadingWSGIServer):
+    def __init__(self, address: tuple[str, int], *args: Any) -> None:
         self._until: dict[Any, float] = {}
         """Clients, and for how long they may stay; entries are the acceptor's to make, and each thread's own to end."""
-        super().__init__(*args, **kwargs)
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, *args)
+
+    def _hang_up(self, request: Any) -> None:
+        with suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a client on a thread of its own."""
         oldest = next(iter(tuple(self._until)), None)
         if oldest is not None and len(self._until) >= MAX_CLIENTS:
             self._until.pop(oldest, None)
-            with suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)
+            self._hang_up(oldest)
         self._until[request] = time.monotonic() + MOST_S
         try:
             super().process_request(request, client_address)
@@ -84,8 +86,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         now = time.monotonic()
         for request, until in tuple(self._until.items()):
             if now > until:
-                with suppress(OSError):
-                    request.shutdown(socket.SHUT_RDWR)
+                self._hang_up(request)
 
     def server_bind(self) -> None:
         """Bind, and look no name up, which may take long."""
@@ -95,10 +96,6 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that hangs up is nobody's trouble."""
-
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6
 
 
 class _Handler(WSGIRequestHandler):
@@ -178,9 +175,8 @@ class MetricsEndpoint:
             raise LocalProtocolError(f"the endpoint listens at {self.url} already")
         if self._is_over:
             raise LocalProtocolError("the endpoint has ended; make a new one")
-        kind = _Server6 if ":" in self._host else _Server
         try:
-            server = make_server(self._host, self._port, self._answer, kind, _Handler)
+            server = make_server(self._host, self._port, self._answer, _Server, _Handler)
         except (OSError, OverflowError) as exc:
             raise ConfigError(f"metrics cannot be served on {self._host} port {self._port}: {exc}") from exc
         self._server = server
@@ -220,25 +216,19 @@ class MetricsEndpoint:
             case "/metrics":
                 shown: Iterable[bytes] = self._show(environ, respond)
                 return shown
-            case "/healthz":
-                return self._judge(respond, self._trouble)
-            case "/readyz":
-                return self._judge(respond, self._unready)
+            case "/healthz" | "/readyz" as path:
+                return self._judge(respond, must_run=path == "/readyz")
             case _:
                 return _say(respond, "404 Not Found", {"error": "there are /metrics, /healthz and /readyz"})
 
-    def _judge(self, respond: Respond, trouble_of: Callable[[Observed], str]) -> Iterable[bytes]:
+    def _judge(self, respond: Respond, *, must_run: bool) -> Iterable[bytes]:
+        """Say of each engine whether it is well, and takes new work if it `must_run`, and otherwise why not."""
         found = []
         for engine in self._metrics.engines:
-            trouble = trouble_of(engine)
-            found.append(
-                {
-                    "engine_id": engine.engine_id,
-                    "rank": engine.rank,
-                    "ok": not trouble,
-                    "why": trouble,
-                }
-            )
+            state, why = self._condition(engine)
+            if must_run and not why and state != LifeState.RUNNING.value:
+                why = f"the engine is {state}"
+            found.append({"engine_id": engine.engine_id, "rank": engine.rank, "ok": not why, "why": why})
         is_well = bool(found) and all(each["ok"] for each in found)
         body: dict[str, Any] = {"ok": is_well, "engines": found}
         if not found:
@@ -255,42 +245,22 @@ class MetricsEndpoint:
             return "", f"the event loop did not answer within {self._wait_s:g} s"
         return state, plane_down or ("something is stuck in the data plane" if state == LifeState.STUCK.value else "")
 
-    def _trouble(self, engine: Observed) -> str:
-        """Say what is wrong with an engine; empty if nothing is."""
-        return self._condition(engine)[1]
-
-    def _unready(self, engine: Observed) -> str:
-        """Say why an engine takes no new work; empty if it does."""
-        state, trouble = self._condition(engine)
-        return trouble or ("" if state == LifeState.RUNNING.value else f"the engine is {state}")
-
-    def _engine_stopped(self) -> None:
-        """End with the last engine; on its loop, so that closing is left to another thread."""
-        self._watcher.num_stopped += 1
-        if self._watcher.num_stopped >= len(self._metrics.engines):
-            threading.Thread(target=self.close, name="asynckv-metrics-end", daemon=True).start()
-
 
 class _Watcher(Observer):
-    """Hears that engines have stopped."""
+    """Ends an endpoint with its last engine."""
 
     def __init__(self, endpoint: MetricsEndpoint) -> None:
-        self._endpoint = endpoint
-        self.num_stopped = 0
+        self._endpoint, self._num_stopped = endpoint, 0
 
     def engine_stopped(self) -> None:
-        """One of them has."""
-        self._endpoint._engine_stopped()
+        """One of them has; this is its loop, so closing is left to another thread."""
+        self._num_stopped += 1
+        if self._num_stopped >= len(self._endpoint._metrics.engines):
+            threading.Thread(target=self._endpoint.close, name="asynckv-metrics-end", daemon=True).start()
 
 
 def _say(respond: Respond, status: str, body: dict[str, Any]) -> list[bytes]:
     data = json.dumps(body).encode() + b"\n"
-    respond(
-        status,
-        [
-            ("Content-Type", "application/json"),
-            ("Content-Length", str(len(data))),
-            ("Cache-Control", "no-store"),
-        ],
-    )
+    headers = {"Content-Type": "application/json", "Content-Length": str(len(data)), "Cache-Control": "no-store"}
+    respond(status, [*headers.items()])
     return [data]

@@ -19,7 +19,7 @@ from typing import Any, Literal, TextIO
 import structlog
 
 from asynckv.arguments import shown
-from asynckv.config import LogConfig
+from asynckv.config import LogConfig, check_choice
 from asynckv.errors import ConfigError
 from asynckv.observe.sink import FileSink, file_name
 
@@ -47,10 +47,8 @@ def configure_logging(
     Raises:
         ConfigError: There is no such level or form, or the file cannot be written.
     """
-    if not (isinstance(level, str) and isinstance(form, str) and level in LEVELS and form in ("json", "console")):
-        raise ConfigError(
-            f"log level {shown(level)} must be one of {', '.join(LEVELS)}, and form {shown(form)} json or console"
-        )
+    check_choice("log level", level, *LEVELS)
+    check_choice("form", form, "json", "console")
     if stream is not None and not callable(getattr(stream, "write", None)):
         raise ConfigError(f"stream is {shown(stream)}; give a text file, such as sys.stderr")
     config = LogConfig(file=file)

@@ -160,7 +160,11 @@ class FileSink:
 
     @classmethod
     def end_all(cls) -> None:
-        """Write what is still to be written to any file."""
+        """Write what is still to be written to any file, when the process ends: daemon threads are not waited for.
+
+        Engines that are still open then are closed before this (`embed/thread.py`), which was registered later; so
+        their last words are in the file as well.
+        """
         for sink in tuple(cls._writing):
             sink.end()
 
@@ -414,15 +418,6 @@ def _size(values: Iterable[object], depth: int = 4) -> int:
     return size
 
 
-def _at_exit() -> None:
-    """Write what is still to be written: threads that are daemons are not waited for.
-
-    Engines that are still open then are closed before this (`embed/thread.py`), which was registered later; so their
-    last words are in the file as well.
-    """
-    FileSink.end_all()
-
-
 def _after_fork() -> None:
     """Of a process that was forked none of the threads is here, and what waits is the parent's to write."""
     FileSink._lock = threading.Lock()
@@ -433,4 +428,4 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-atexit.register(_at_exit)
+atexit.register(FileSink.end_all)
