@@ -85,7 +85,7 @@ def test_every_combination_is_a_point_and_the_last_axis_varies_fastest() -> None
     assert found.points[1].argv == ("--concurrency", "1", "--layers", "2", "--transport", "tcp")
     assert found.points[1].params["concurrency"] == 1
     assert found.points[1].params["transport"] == "tcp"
-    assert found.points[1].params["block_size"] == 16  # defaults are part of a point
+    assert found.points[1].params["block_size"] == "16"  # defaults are part of a point
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=4, unique=True), st.permutations(["tp", "seed", "layers"]))

@@ -41,7 +41,7 @@ BENCH_EPILOG = """
 
 [bold]Prefill and decode cut differently, part of each prompt cached[/bold]
 
-  asynckv bench --model nemotron-h-8b --layers 4 --decode-tp 2 --prefill-block-size 64 --prefix-hit 30%
+  asynckv bench --model nemotron-h-8b --layers 4 --tp 1:2 --block-size 64:16 --prefix-hit 30%
 
 [bold]Open loop: a rate of requests, shared prefixes, cancellations[/bold]
 
@@ -49,7 +49,7 @@ BENCH_EPILOG = """
 
 [bold]A trace, over TCP, a tenth of the time between arrivals[/bold]
 
-  asynckv bench --layers 2 --trace trace.jsonl --requests 500 --arrivals trace --speed 10 --transport tcp
+  asynckv bench --layers 2 --trace trace.jsonl --requests 500 --speed 10 --transport tcp
 
 [bold]A grid of runs, and what changed since[/bold]
 
@@ -116,7 +116,7 @@ def bench(context: typer.Context, **given: Any) -> None:
 
     Starts one process per rank, on this host or (--remote) on two, with real NIXL and real ZMQ. Requests go in waves:
     blocks are filled with a seeded pattern, lent, pulled while the clock runs, and compared afterwards. In a closed
-    loop so many are in flight at any time; in an open loop (--rate, --arrivals) they come by a schedule, and latency
+    loop so many are in flight at any time; in an open loop (--rate, --speed) they come by a schedule, and latency
     counts from there.
     """
     if context.invoked_subcommand is not None:
@@ -144,12 +144,6 @@ def _refuse_idle(context: typer.Context, options: Options) -> None:
     has_prefixes = options.shared_prefix is not None or options.trace is not None
     for name, has_use, remedy in (
         (
-            "rounds",
-            options.floor,
-            "--rounds says nothing without --floor, whose rounds it counts; give --floor as well",
-        ),
-        ("cancel_within_s", given("cancel"), "--cancel-within-s says nothing without --cancel; give --cancel 5%"),
-        (
             "prefix_cache",
             has_prefixes,
             "--prefix-cache says nothing where prompts share no prefixes; give --shared-prefix or a --trace as well",
@@ -160,7 +154,6 @@ def _refuse_idle(context: typer.Context, options: Options) -> None:
             "--prompt-tokens and --trace were both given, and the trace says how long prompts are; choose one",
         ),
         ("remote_host", given("remote"), "--remote-host says nothing without --remote; give a command as well"),
-        ("remote_role", given("remote"), "--remote-role says nothing without --remote; give a command as well"),
     ):
         if given(name) and not has_use:
             raise ConfigError(remedy)

@@ -21,7 +21,6 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from msgspec.structs import replace as replace_struct
 
-from asynckv.config import LeaseConfig
 from asynckv.core.types import Endpoint
 from asynckv.errors import AsyncKVError
 from asynckv.scheduler import PrefillGroup
@@ -29,7 +28,7 @@ from asynckv.tools.bench import protocol as p
 from asynckv.tools.bench import ucx
 from asynckv.tools.bench.blocks import Allocation, Allocator
 from asynckv.tools.bench.experiment import Experiment
-from asynckv.tools.bench.floor import Round
+from asynckv.tools.bench.floor import ROUNDS, Round
 from asynckv.tools.bench.schedule import Place, Request
 from asynckv.tools.bench.workers import Worker, WorkerLost, Workers
 from asynckv.tools.plan.layouts import model_groups
@@ -194,8 +193,7 @@ class Driver:
                 self.found.environment = ready.environment
                 self.found.pids[worker.name] = ready.pid
                 endpoints.setdefault(place, []).append(ready.endpoint)
-        lease_s, engines = self._options.lease_s, self._experiment.engines
-        lease = LeaseConfig(lease_s=lease_s, grant_s=min(10.0, lease_s))
+        engines, lease = self._experiment.engines, self._options.lease
         return {
             place: PrefillGroup(
                 engines.name(place), endpoints[place], lease=lease, pp_size=self._experiment.sides[place.role].pp
@@ -213,7 +211,7 @@ class Driver:
         await self._warm_up(groups)
         self._enter("run", len(self._schedule))
         done, clock_s, total = 0, 0.0, len(self._schedule)
-        most = -(-total // self._options.rounds) if self._options.floor else total
+        most = -(-total // ROUNDS) if self._options.floor else total
         while done < total and not self._stop.is_set():
             wave = self._allocate(self._schedule[i] for i in range(done, min(done + most, total)))
             await self._wave(groups, wave, clock_s)
@@ -383,7 +381,7 @@ class Driver:
     async def _finish(self) -> None:
         found, readers = self.found, self._readers
         # Where a reader never came, the lease has to run out first.
-        patience = self._options.lease_s + 2 * min(10.0, self._options.lease_s) + 10.0
+        patience = self._options.lease.lease_s + 2 * self._options.lease.grant_s + 10.0
         async for worker, ended in self._ask(self._lenders, p.Finish(patience), p.Ended, patience + GRACE_S):
             for cause, n in ended.causes.items():
                 found.lease_ends[cause] = found.lease_ends.get(cause, 0) + n

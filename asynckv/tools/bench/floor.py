@@ -217,6 +217,8 @@ NAMES = {
 }
 HEAD = ("floor (the bare transfer)", "GB/s", "p50", "engine reaches", "p50 x", "CPU x")
 
+ROUNDS = 10
+"""Into how many waves a run beside the floor is cut, or more where pools are small."""
 QUIET_S = 0.005
 """What the p99 of the event loops' lag is below, on cores that do nothing else."""
 LEAST_ROUNDS = 6
@@ -263,14 +265,14 @@ def caveats(rounds: Sequence[Round]) -> list[str]:
     if not rounds:
         return []
     per_round, at_once = min(len(r.seconds) for r in rounds), max(r.concurrency for r in rounds)
-    least_rounds, least = max(len(rounds), LEAST_ROUNDS), LEAST_TURNS * at_once
+    most_rounds, least = max(len(rounds), ROUNDS), LEAST_TURNS * at_once
     if len(rounds) >= LEAST_ROUNDS and per_round >= least:
         return []
     few = [f"{len(rounds)} rounds, of which {LEAST_ROUNDS} make an interval"] if len(rounds) < LEAST_ROUNDS else []
     few += [f"{per_round} requests in a round with {at_once} in flight"] if per_round < least else []
     return [
         f"too few requests for these ratios and the throughput: {' and '.join(few)}; give --requests "
-        f"{least_rounds * least} --rounds {least_rounds}, or a lower --concurrency"
+        f"{most_rounds * least}, or a lower --concurrency"
     ]
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,19 +41,14 @@ TAKEN = (
     "hf_config",
     "layers",
     "kv_heads",
-    "head_dim",
     "dtype",
     "block_size",
-    "ratio",
     "order",
-    "conv_order",
     "prompt_tokens",
     "trace",
     "max_prompt_tokens",
     "shared_prefix",
-    "prefix_groups",
     "requests",
-    "block_order",
     "seed",
 )
 """Options of `asynckv bench` that mean the same here."""
@@ -87,9 +82,6 @@ def offload(
         bool, run("--no-bytes", help="Only decide: hit rates of tiers of any size, thousands of requests a second.")
     ] = False,
     concurrency: Annotated[int, run(help="Requests that are loaded, and then stored, at a time.", min=1, max=1024)] = 4,
-    verify: Annotated[
-        Literal["full", "off"], run(help="Compare every byte that is loaded, or fill and compare nothing.")
-    ] = "full",
     json: Annotated[str | None, run(help="Write the report there; - for stdout.", metavar="FILE")] = None,
     **given: Any,
 ) -> None:
@@ -111,7 +103,9 @@ def offload(
     _refuse_idle(context, no_bytes)
     if directory and not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(f"--directory {directory}: no folder in which files can be made")
-    experiment = Experiment(_sharing(options_given(given | {"tp": tp})))
+    experiment = Experiment(_sharing(options_given(given | {"tp": str(tp)})))
+    if experiment.sides["prefill"] != experiment.sides["decode"]:
+        raise ConfigError("--block-size and --order take one value here: there is one engine")
     runs = [
         offload_replay.Tiers(name, host * MiB, file * MiB)
         for file in _sizes("--file-mb", file_mb, 0)
@@ -144,8 +138,6 @@ def offload(
                 pool=pool,
                 directory=directory,
                 concurrency=concurrency,
-                seed=None if experiment.options.block_order == "runs" else experiment.options.seed,
-                verify=verify == "full",
                 progress=step,
             )
             done = [_told(tiers) | serve(tiers) for tiers in runs]
@@ -188,8 +180,7 @@ def _sharing(options: Any) -> Any:
     if options.trace is None and options.shared_prefix is None:
         requests = options.requests or 100
         lengths = [int(x) for x in options.prompt_tokens.replace(":", ",").split(",") if x.strip().isdecimal()]
-        groups = max(1, requests // 4) if options.prefix_groups is None else options.prefix_groups
-        return msgspec.structs.replace(options, shared_prefix=max(lengths, default=1), prefix_groups=groups)
+        return msgspec.structs.replace(options, shared_prefix=f"{max(lengths, default=1)}:{max(1, requests // 4)}")
     return options
 
 
@@ -217,7 +208,7 @@ def _refuse_idle(context: typer.Context, no_bytes: bool) -> None:
         ConfigError: One was given.
     """
     given = partial(is_given, context)
-    for name in ("directory", "concurrency", "verify"):
+    for name in ("directory", "concurrency"):
         if no_bytes and given(name):
             raise ConfigError(f"--{name} says nothing with --no-bytes, which moves none; leave one of them out")
     if given("prompt_tokens") and given("trace"):

@@ -49,6 +49,7 @@ class Setup(Struct, tag=True, kw_only=True):
         version: Of the driver; another one's lines may differ.
         keys: Of the engine's control plane; without keys it stays on this host.
         env: Environment, as far as the worker has none of its own.
+        log: The file that its log is appended to; None for stderr.
     """
 
     version: str = VERSION
@@ -62,9 +63,10 @@ class Setup(Struct, tag=True, kw_only=True):
     shape: Shape
     model: Model
     num_blocks: list[int]
-    bind: str = "tcp://127.0.0.1:0"
-    keys: Keys | None = None
-    env: dict[str, str] = {}
+    bind: str
+    keys: Keys | None
+    env: dict[str, str]
+    log: str | None
 
 
 class Ready(Struct, tag=True):

@@ -20,7 +20,7 @@ from typing import assert_never
 import anyio
 import anyio.to_thread
 
-from asynckv.config import EngineConfig, KeysConfig, LeaseConfig, NixlConfig, PullConfig
+from asynckv.config import EngineConfig, KeysConfig, NixlConfig, PullConfig
 from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
 from asynckv.keys import KeyPair, write_pair
@@ -310,7 +310,7 @@ async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
         folder: Of files that last as long as this process.
     """
     options = setup.options
-    stream = open(options.log, "a", buffering=1, encoding="utf-8") if options.log else sys.stderr  # noqa: ASYNC230, SIM115
+    stream = open(setup.log, "a", buffering=1, encoding="utf-8") if setup.log else sys.stderr  # noqa: ASYNC230, SIM115
     configure_logging(options.level, form="json", stream=stream)
     try:
         layout = setup.shape.layout(setup.model, setup.tp_rank, setup.pp_stage, setup.num_blocks)
@@ -325,7 +325,7 @@ async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
                 engine_id=setup.engine_id,
                 bind=setup.bind,
                 keys=_keys(setup.keys, folder),
-                lease=LeaseConfig(lease_s=options.lease_s, grant_s=min(10.0, options.lease_s)),
+                lease=options.lease,
                 pull=PullConfig(timeout_s=options.timeout_s),
                 nixl=NixlConfig(posting_threads=options.posting_threads, process=options.process),
             ),

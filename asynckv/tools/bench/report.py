@@ -176,7 +176,7 @@ def _config(experiment: Experiment, schedule: Sequence[Request]) -> dict[str, An
         "engines": msgspec.to_builtins(experiment.engines),
         "arrivals": experiment.arrivals.kind,
         # These mean nothing without what they are about.
-        "rounds": options.rounds if options.floor else None,
+        "rounds": floor.ROUNDS if options.floor else None,
         "prefix_cache": options.prefix_cache if work.chunks else None,
     }
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
-
-import msgspec
 
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.tools.bench import protocol as p
@@ -143,7 +142,7 @@ class Host:
         await asyncio.gather(*self._logs)
 
     def _is_remote(self, role: str) -> bool:
-        return self._options.remote is not None and self._options.remote_role == role
+        return self._options.remote is not None and role == "prefill"
 
     def _setups(self, num_blocks: Mapping[str, list[int]]) -> Iterator[Planned]:
         """Name every rank of every engine, stage by stage."""
@@ -155,13 +154,11 @@ class Host:
             keys = p.Keys(pair.public, pair.secret)
         for place in experiment.engines.places:
             shape, engine_id = experiment.sides[place.role], experiment.engines.name(place)
-            # A log elsewhere is stderr of the command, which comes here.
-            own = msgspec.structs.replace(options, log=None, log_level=options.level)
             for stage in range(shape.pp):
                 for rank in range(shape.tp):
                     name = f"{engine_id}/pp{stage}/tp{rank}" if shape.pp > 1 else f"{engine_id}/tp{rank}"
                     setup = p.Setup(
-                        options=own if self._is_remote(place.role) else options,
+                        options=options,
                         role=place.role,
                         engine_id=engine_id,
                         pulls=experiment.engines.pulls(place),
@@ -173,6 +170,8 @@ class Host:
                         bind=f"tcp://{experiment.hosts[place.role]}:0",
                         keys=keys,
                         env=self._env,
+                        # A log elsewhere is stderr of the command, which comes here.
+                        log=None if self._is_remote(place.role) else options.log,
                     )
                     yield Planned(name, place, setup)
 
@@ -200,8 +199,8 @@ def _environment(experiment: Experiment) -> dict[str, str]:
     options, env = experiment.options, dict[str, str]()
     if options.transport == "tcp":
         env["UCX_TLS"] = "tcp,cuda_copy" if options.memory == "cuda" else "tcp"
-    if options.net_device:
-        env["UCX_NET_DEVICES"] = options.net_device
+    if (device := os.environ.get("UCX_NET_DEVICES")) is not None:
+        env["UCX_NET_DEVICES"] = device
     elif options.transport == "tcp" and options.remote is None:
         env["UCX_NET_DEVICES"] = "lo"
     return env

@@ -73,7 +73,7 @@ class Workload:
         if not 1 <= tokens <= _MOST_TOKENS:
             raise ConfigError(f"--shared-prefix {tokens} is outside 1 ... {_MOST_TOKENS} tokens")
         if not 1 <= groups <= _MOST_TOKENS:
-            raise ConfigError(f"--prefix-groups {groups} is outside 1 ... {_MOST_TOKENS}")
+            raise ConfigError(f"--shared-prefix {tokens}:{groups}: there are 1 ... {_MOST_TOKENS} prefixes")
         size = math.gcd(tokens, SHARED_CHUNK_TOKENS)
         longest = min(tokens, max(self.prompt_tokens, default=0)) // size
         drawn = np.random.default_rng([seed, 1]).integers(0, groups, len(self.prompt_tokens)).tolist()
