@@ -65,7 +65,7 @@ class ClockOfPreparing:
 
 
 @contextmanager
-def polled(server: floor.Server) -> Iterator[None]:
+def polled(server: floor.Floor) -> Iterator[None]:
     """Let a server make progress in a thread, while the loop does nothing but read."""
     is_over = threading.Event()
 
@@ -92,14 +92,13 @@ async def test_descriptor_lists_are_prepared_before_the_clock_starts(monkeypatch
     params = group.make_params("p", [(0, [2, 3])], 32, written=True)
     there.fill(0, [(0, [2, 3])], 32)
     work = Work(0, [(0, [4, 5])], 32, params)
-    server = floor.Server(there)
-    probe = floor.Probe(here, server.opened(), PullConfig())
+    server, probe = (floor.Floor(pool, False, PullConfig()) for pool in (there, here))
     try:
-        await probe.connect()
+        await probe.connect(server.open())
         assert probe._plane._agent is not None
         clock = ClockOfPreparing(probe._plane._agent, monkeypatch)
         with polled(server):
-            found = await probe.measure([work], 1, verify=False)
+            found = await probe.measure([work], 1)
     finally:
         probe.close()
         server.close()

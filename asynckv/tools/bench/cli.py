@@ -179,8 +179,7 @@ def _bench(experiment: Any) -> int:
     import structlog
     from rich.console import Console
 
-    from asynckv.tools.bench import report, report_text, session
-    from asynckv.tools.bench.driver import Measured
+    from asynckv.tools.bench import driver, report, report_text
     from asynckv.tools.progress import Bar
 
     json = experiment.options.json
@@ -191,11 +190,11 @@ def _bench(experiment: Any) -> int:
     try:
         with Bar(errors, says_interrupted=False) as bar:
             bar.begin("sizing the pools")
-            found, result = asyncio.run(session.run(experiment, bar, log))
+            found = asyncio.run(driver.run(experiment, bar, log))
     except KeyboardInterrupt:
         # Before a driver was there to heed it.
-        found = Measured(interrupted=True)
-        result = report.make(experiment, found)
+        found = driver.Measured(interrupted=True)
+    result = report.make(experiment, found)
     result["command"] = shlex.join(["asynckv", *sys.argv[1:]])
     write_json(json, result)
     console = errors if json == "-" else Console()

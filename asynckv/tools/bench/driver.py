@@ -30,18 +30,20 @@ from asynckv.tools.bench.blocks import Allocation, Allocator
 from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.floor import ROUNDS, Round
 from asynckv.tools.bench.schedule import Place, Request
-from asynckv.tools.bench.workers import Worker, WorkerLost, Workers
+from asynckv.tools.bench.workers import END_S, Host, Worker, WorkerLost, Workers
 from asynckv.tools.plan.layouts import model_groups
 from asynckv.tools.plan.models import State
 from asynckv.tools.progress import Steps, Unseen
 
-__all__ = ["Driver", "Measured"]
+__all__ = ["Driver", "Measured", "run"]
 
 T = TypeVar("T")
 Groups = dict[Place, PrefillGroup]
 
 START_S = 120.0
 GRACE_S = 30.0
+FILLED_PER_S = 2e8
+"""Bytes that a slow machine fills, poisons or compares in a second."""
 
 
 @dataclass(slots=True)
@@ -59,7 +61,6 @@ class Measured:
     bytes_verified: int = 0
     bytes_wanted: int = 0
     bytes_wrong: int = 0
-    wrong_requests: list[int] = field(default_factory=list)
     prefill_leaked: int = 0
     decode_leaked: int = 0
     quarantined: int = 0
@@ -259,33 +260,18 @@ class Driver:
             lend[r.lender].append(work)
             arrival_s = r.arrival_s - clock_s if is_open else 0.0
             pull[r.reader].append(replace_struct(work, lists=pulled, arrival_s=arrival_s, cancel_s=r.cancel_s))
-        patience = (
-            GRACE_S
-            + sum(
-                n * size * len(workers)
-                for place, workers in self._engines.items()
-                for n, size in zip(self._num_blocks[place.role], it.block_bytes(place.role), strict=True)
-            )
-            / 2e8
-        )
+        patience = GRACE_S + self._pool_bytes() / FILLED_PER_S
         for place, workers in self._engines.items():
             for worker in workers:
-                if it.engines.lends(place):
-                    worker.tell(p.Fill(lend[place]))
-                if it.engines.pulls(place):
-                    worker.tell(p.Prepare(pull[place]))
+                worker.tell(p.Prepare(lend[place], pull[place]))
         self._progress.note("filling blocks" if options.verify != "off" else "")
-        for place, workers in self._engines.items():
-            for worker in workers:
-                if it.engines.lends(place):
-                    await worker.hear(p.Done, patience)
-                if it.engines.pulls(place):
-                    await worker.hear(p.Done, patience)
+        for worker in self._roles:
+            await worker.hear(p.Done, patience)
         sample: p.Sample | None = None
         if options.floor and len(found.floor) % 2:
             sample = await self._measure_floor(patience)
             (reader,) = self._readers
-            reader.tell(p.Prepare(pull[Place("decode", 0)]))
+            reader.tell(p.Prepare([], pull[Place("decode", 0)]))
             await reader.hear(p.Done, patience)
         # Only now: a floor keeps the readers' loops from answering, and leases would run out meanwhile.
         for worker in self._lenders:
@@ -312,6 +298,14 @@ class Driver:
             window_s = found.windows_s[-1]
             found.floor.append(Round(window_s, seconds, moved, cpu_s, options.concurrency, sample, failed))
 
+    def _pool_bytes(self) -> int:
+        """Bytes of all pools, which the slowest filling takes its time for."""
+        return sum(
+            n * size * len(workers)
+            for place, workers in self._engines.items()
+            for n, size in zip(self._num_blocks[place.role], self._experiment.block_bytes(place.role), strict=True)
+        )
+
     async def _open_floor(self) -> None:
         (lender,), (reader,) = self._lenders, self._readers
         lender.tell(p.Open())
@@ -324,7 +318,7 @@ class Driver:
         lender.tell(p.Serve(True))
         await lender.hear(p.Done, GRACE_S)
         reader.tell(p.Measure(self._options.concurrency))
-        sample = (await reader.hear(p.Floored, 4 * patience_s)).sample
+        sample = await reader.hear(p.Sample, 4 * patience_s)
         lender.tell(p.Serve(False))
         await lender.hear(p.Done, GRACE_S)
         return sample
@@ -376,7 +370,6 @@ class Driver:
             found.bytes_verified += verified.num_bytes
             found.bytes_wanted += verified.wanted
             found.bytes_wrong += verified.wrong
-            found.wrong_requests += verified.wrong_requests
 
     async def _finish(self) -> None:
         found, readers = self.found, self._readers
@@ -437,3 +430,26 @@ class Driver:
             self._lost(str(exc))
             # Whoever is left still has leases to see off.
             await self._finish()
+
+
+async def run(experiment: Experiment, progress: Steps | None = None, log: Any = None) -> Measured:
+    """Run a benchmark; nothing is left running.
+
+    Args:
+        experiment: The run.
+        progress: Is told how far the run is.
+        log: A structlog logger for the driver's own events.
+
+    Raises:
+        ConfigError: The input cannot be run.
+        AsyncKVError: A worker cannot go on.
+    """
+    num_blocks = await asyncio.to_thread(experiment.num_blocks)
+    driver = await asyncio.to_thread(Driver, experiment, num_blocks, progress, log)
+    host = Host(experiment, num_blocks)
+    with driver.heeding_signals():
+        try:
+            return await driver.run(await host.start())
+        finally:
+            # Who is interrupted while workers start does not wait for what they do first.
+            await host.end(0.5 if driver.found.interrupted and driver.found.stage == "start" else END_S)

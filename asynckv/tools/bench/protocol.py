@@ -20,19 +20,7 @@ from asynckv.tools.bench.processes import LIMIT
 from asynckv.tools.plan.models import Model
 from asynckv.version import VERSION
 
-__all__ = [
-    "Ended",
-    "Fill",
-    "Go",
-    "Lend",
-    "Outcome",
-    "Pipe",
-    "Prepare",
-    "Report",
-    "Setup",
-    "Stop",
-    "Work",
-]
+__all__ = ["MALFORMED", "Pipe", "answers", "commands", "encode"]
 
 
 class Keys(Struct):
@@ -94,20 +82,15 @@ class Work(Struct):
     """How long after its pull began it is cancelled."""
 
 
-class Fill(Struct, tag=True):
-    """Fill the blocks of these requests, which are lent later."""
+class Prepare(Struct, tag=True):
+    """Fill the blocks of what is lent later, and get ready to pull the others."""
 
-    works: list[Work]
+    lent: list[Work]
+    pulled: list[Work]
 
 
 class Lend(Struct, tag=True):
     """Lend what was filled: leases run from here on."""
-
-
-class Prepare(Struct, tag=True):
-    """Get ready to pull these requests."""
-
-    works: list[Work]
 
 
 class Done(Struct, tag=True):
@@ -162,7 +145,6 @@ class Verified(Struct, tag=True):
     wanted: int
     """Bytes of the completed requests in all."""
     wrong: int
-    wrong_requests: list[int]
 
 
 class Finish(Struct, tag=True):
@@ -192,7 +174,6 @@ class Report(Struct, tag=True):
     """A worker's last words."""
 
     gauges: dict[str, int]
-    counters: dict[str, int]
     release_s: list[float]
     integrity: str
     peak_rss_bytes: int
@@ -231,7 +212,7 @@ class Measure(Struct, tag=True):
     concurrency: int
 
 
-class Sample(Struct):
+class Sample(Struct, tag=True):
     """A wave that was moved without the engine.
 
     Attributes:
@@ -248,12 +229,6 @@ class Sample(Struct):
     error: str = ""
 
 
-class Floored(Struct, tag=True):
-    """What `Measure` found."""
-
-    sample: Sample
-
-
 class Failed(Struct, tag=True):
     """The worker cannot go on; `config` says that the input is to blame."""
 
@@ -261,9 +236,8 @@ class Failed(Struct, tag=True):
     config: bool
 
 
-FloorCommand = Open | Connect | Serve | Measure
-Command = Setup | Fill | Lend | Prepare | Go | Verify | Finish | Cancel | Stop | FloorCommand
-Answer = Ready | Done | Pulled | Verified | Ended | Report | Failed | Opened | Floored
+Command = Setup | Prepare | Lend | Go | Verify | Finish | Cancel | Stop | Open | Connect | Serve | Measure
+Answer = Ready | Done | Pulled | Verified | Ended | Report | Failed | Opened | Sample
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What decoding raises."""

@@ -88,11 +88,11 @@ class Worker:
         self.window: asyncio.Task[None] | None = None
         self.floor = Floor(pool, self.options.verify != "off", engine.config.pull)
 
-    async def fill(self, works: list[p.Work]) -> None:
-        self._check(works)
-        self.filled = works
+    async def prepare(self, lent: list[p.Work], pulled: list[p.Work]) -> None:
+        self._check([*lent, *pulled])
+        self.filled, self.works, self.outcomes = lent, pulled, []
         if self.options.verify != "off":
-            await anyio.to_thread.run_sync(self._fill, works)
+            await anyio.to_thread.run_sync(self._fill, lent, pulled)
             await self.pool.publish()
 
     def lend(self) -> None:
@@ -115,9 +115,10 @@ class Worker:
             if len(work.lists) != len(sizes):
                 raise AsyncKVError(f"request {work.number}: {len(work.lists)} lists of blocks for {len(sizes)} groups")
 
-    def _fill(self, works: list[p.Work]) -> None:
+    def _fill(self, lent: list[p.Work], pulled: list[p.Work]) -> None:
+        """Write what is lent, and poison what is pulled."""
         filled: list[set[int]] = [set() for _ in self.setup.num_blocks]
-        for work in works:
+        for work in lent:
             # What requests share is written once.
             new = [
                 (first, [None if b in there else b for b in blocks])
@@ -126,6 +127,8 @@ class Worker:
             for there, (_, blocks) in zip(filled, work.lists, strict=True):
                 there.update(b for b in blocks if b is not None)
             self.pool.fill(work.number, new, work.tokens, (work.chunk_tokens, work.chunks))
+        for work in pulled:
+            self.pool.poison(work.lists)
 
     async def announce(self) -> None:
         """Announce the wave, and wait until every rank has granted it."""
@@ -134,17 +137,6 @@ class Worker:
         with anyio.move_on_after(self.options.timeout_s):
             while self.engine.statistics().gauges["pulls_unanswered"]:  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.001)
-
-    async def prepare(self, works: list[p.Work]) -> None:
-        self.works, self.outcomes = works, []
-        self._check(works)
-        if self.options.verify != "off":
-            await anyio.to_thread.run_sync(self._poison, works)
-            await self.pool.publish()
-
-    def _poison(self, works: list[p.Work]) -> None:
-        for work in works:
-            self.pool.poison(work.lists)
 
     async def pull_all(self, concurrency: int, pipe: p.Pipe) -> None:
         """Pull the wave: in a closed loop, or when each request arrives."""
@@ -251,7 +243,6 @@ class Worker:
         compared = wanted = wrong = 0
         if self.options.verify != "off":
             self.pool.fetch()
-        bad = []
         for work in self.works:
             if work.number not in done:
                 continue
@@ -263,9 +254,7 @@ class Worker:
             looked_at, found = self.pool.check(work.number, work.lists, work.tokens, prefix, every=every)
             compared += looked_at
             wrong += found
-            if found:
-                bad.append(work.number)
-        return p.Verified(compared, wanted, wrong, bad)
+        return p.Verified(compared, wanted, wrong)
 
     async def finish(self, patience_s: float) -> p.Ended:
         """Wait for the leases of the wave."""
@@ -293,7 +282,6 @@ class Worker:
         statistics = self.engine.statistics()
         return p.Report(
             dict(statistics.gauges),
-            dict(statistics.counters),
             list(statistics.release_s),
             integrity,
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -365,14 +353,11 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
     """Obey, until the driver says stop, or is gone: then there is no report."""
     while (command := await pipe.read()) is not None:
         match command:
-            case p.Fill(works):
-                await worker.fill(works)
+            case p.Prepare(lent, pulled):
+                await worker.prepare(lent, pulled)
                 pipe.write(p.Done(time.process_time()))
             case p.Lend():
                 worker.lend()
-                pipe.write(p.Done(time.process_time()))
-            case p.Prepare(works):
-                await worker.prepare(works)
                 pipe.write(p.Done(time.process_time()))
             case p.Go(concurrency):
                 # A task of its own: a cancel must be heard while the window is open.
@@ -383,8 +368,16 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
                 pipe.write(await anyio.to_thread.run_sync(worker.verify, without))
             case p.Finish(patience_s):
                 pipe.write(await worker.finish(patience_s))
-            case p.Open() | p.Connect() | p.Serve() | p.Measure():
-                pipe.write(await worker.floor.obey(command, worker.works))
+            case p.Open():
+                pipe.write(worker.floor.open())
+            case p.Connect(opened):
+                await worker.floor.connect(opened)
+                pipe.write(p.Done(time.process_time()))
+            case p.Serve(on):
+                worker.floor.serve(on)
+                pipe.write(p.Done(time.process_time()))
+            case p.Measure(concurrency):
+                pipe.write(await worker.floor.measure(worker.works, concurrency))
             case p.Stop():
                 return await worker.stop()
             case p.Setup():
