@@ -72,6 +72,8 @@ def complaint(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         (["--speed", "10", "--rate", "5"], "--rate 5 and --speed 10 contradict each other"),
         (["--cancel", "5"], "--cancel '5' is no share such as 5%"),
         (["--cancel", "x%"], "--cancel 'x%'"),
+        (["--cancel", "nan%"], "--cancel 'nan%'"),
+        (["--cancel", "%"], "--cancel '%'"),
         (["--engines", "0"], "--engines 0:0 is outside 1 ... 256"),
         (["--engines", "1:1000"], "--engines 1:1000"),
         (["--shared-prefix", "0"], "--shared-prefix 0"),

@@ -17,7 +17,7 @@ import typer
 
 from asynckv.errors import ConfigError
 from asynckv.tools.bench import offload_cli
-from asynckv.tools.bench.options import Options
+from asynckv.tools.bench.options import Options, share_of
 from asynckv.tools.output import check_writable, help_of, write, write_json
 from asynckv.tools.parameters import is_given, options_given, taking_options
 
@@ -124,39 +124,12 @@ def bench(context: typer.Context, **given: Any) -> None:
         return
     from asynckv.tools.bench.experiment import Experiment
 
-    options = options_given(given)
-    experiment = Experiment(options)
-    _refuse_idle(context, options)
-    _open_log(options.log)
+    experiment = Experiment(options_given(given))
+    _open_log(experiment.options.log)
     raise typer.Exit(_bench(experiment))
 
 
 bench_app.callback(invoke_without_command=True, epilog=BENCH_EPILOG, help=help_of(bench))(bench)
-
-
-def _refuse_idle(context: typer.Context, options: Options) -> None:
-    """Refuse options that would do nothing beside the others.
-
-    Raises:
-        ConfigError: One was given.
-    """
-    given = partial(is_given, context)
-    has_prefixes = options.shared_prefix is not None or options.trace is not None
-    for name, has_use, remedy in (
-        (
-            "prefix_cache",
-            has_prefixes,
-            "--prefix-cache says nothing where prompts share no prefixes; give --shared-prefix or a --trace as well",
-        ),
-        (
-            "prompt_tokens",
-            not given("trace"),
-            "--prompt-tokens and --trace were both given, and the trace says how long prompts are; choose one",
-        ),
-        ("remote_host", given("remote"), "--remote-host says nothing without --remote; give a command as well"),
-    ):
-        if given(name) and not has_use:
-            raise ConfigError(remedy)
 
 
 def _open_log(target: str | None) -> None:
@@ -199,23 +172,9 @@ def _bench(experiment: Any) -> int:
     write_json(json, result)
     console = errors if json == "-" else Console()
     report_text.show(result, console)
-    _say_next(result, json, console)
     if stream is not sys.stderr:
         stream.close()
     return report.status(found, result)
-
-
-def _say_next(result: Any, json: str | None, console: Any) -> None:
-    """Tell whoever sits before a terminal what can be done with this."""
-    if not console.is_terminal or result["interrupted"]:
-        return
-    hints = []
-    if json is None:
-        hints.append("--json FILE keeps this report, for asynckv report FILE and asynckv bench compare FILE FILE")
-    if not result["config"]["floor"]:
-        hints.append("--floor measures the bare transfer beside it, so that you see how much the engine reaches of it")
-    for i, hint in enumerate(hints):
-        console.print(f"{'' if i else chr(10)}next: {hint}", style="dim", highlight=False)
 
 
 def _refuse_options(context: typer.Context) -> None:
@@ -407,7 +366,7 @@ def compare(
     from asynckv.tools.bench import compare as comparing
     from asynckv.tools.bench import sides
 
-    limit = None if fail_above is None else comparing.share("--fail-above", fail_above)
+    limit = None if fail_above is None else share_of("--fail-above", fail_above)
     names = [] if metrics is None else [x.strip() for x in metrics.split(",") if x.strip()]
     if metrics is not None and not names:
         raise ConfigError(f"--metrics {metrics!r} names none")

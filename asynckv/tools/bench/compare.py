@@ -8,7 +8,7 @@ no others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from asynckv.tools.bench.sides import Run, Side, flat
 from asynckv.tools.console import printable
 from asynckv.tools.output import print_table
 
-__all__ = ["SCHEMA", "Change", "compare", "judge", "share", "show"]
+__all__ = ["SCHEMA", "Change", "compare", "judge", "show"]
 
 SCHEMA = "asynckv.compare/1"
 Verdict = Literal["better", "worse", "changed", "noise", "unsure", "undefined"]
@@ -47,21 +47,6 @@ class Change:
     high: float | None
     verdict: Verdict
     excess: float
-
-
-def share(option: str, text: str) -> float:
-    """Read a percentage: `5%` is 0.05.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    try:
-        value = float(text.removesuffix("%")) / 100
-    except ValueError:
-        value = math.nan
-    if not text.endswith("%") or not 0 <= value < math.inf:
-        raise ConfigError(f"{option} {text!r} is no percentage such as 5%")
-    return value
 
 
 # -- judging ---------------------------------------------------------------------------------------
@@ -172,7 +157,6 @@ def compare(before: Side, after: Side, metrics: Sequence[str] = (), fail_above: 
                 "unhealthy": health,
                 "faulty": faulty,
                 "metrics": rows,
-                "remark": _remark(a, b),
                 "caveats": _caveats(a, b),
             }
         )
@@ -276,24 +260,6 @@ def _caveats(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, A
     return found
 
 
-def _remark(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:
-    """Clear the engine of a change of the rate, if the bare transfer changed as much or more."""
-
-    def change(get: Callable[[Mapping[str, Any]], float | None]) -> float:
-        """Return the ratio of the medians; 1 where it is unknown."""
-        one, two = (median_of([v for r in runs if (v := get(r)) is not None]).median for runs in (before, after))
-        return two / one if one > 0 and two > 0 else 1.0
-
-    rate = change(figures.FIGURES["gbytes_per_s"].of)
-    bare = change(figures.at("floor.raw_nixl.gbytes_per_s"))
-    pieces = change(figures.FIGURES["descriptors"].of)
-    if not _is_large(rate) or math.log(bare) / math.log(rate) < 2 / 3:
-        return ""
-    is_pieces = _is_large(pieces) and (pieces > 1) == (rate < 1)
-    cause = f"a request has {_change(pieces)} descriptors" if is_pieces else "look at the machine and the transport"
-    return f"the bare transfer changed as well ({_change(bare)} GB/s), so it is not the engine: {cause}"
-
-
 def _is_large(ratio: float) -> bool:
     return not 0.5 <= ratio <= 2
 
@@ -354,8 +320,6 @@ def show(result: dict[str, Any], console: Console) -> None:
         ]
         heads = ["", "before", "after", "change", "between", ""]
         print_table(console, heads, rows, texts=(0, 4, 5), wrapped=(5,), is_markup=True)
-        if point["remark"]:
-            console.print(f"  {point['remark']}", highlight=False)
         for text, (olds, news) in point["caveats"].items():
             many = f"{olds} of {point['judged'][0]} runs before, {news} of {point['judged'][1]} after"
             console.print(f"  [yellow]![/yellow] {text} ({many})", highlight=False)

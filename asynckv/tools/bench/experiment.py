@@ -17,7 +17,7 @@ from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign, remote_ranks
 from asynckv.geometry.tables import PeerTables
-from asynckv.tools.bench.options import DEFAULT_MODEL, Options, Shape
+from asynckv.tools.bench.options import DEFAULT_MODEL, PREFIX_CACHE, PROMPT_TOKENS, Options, Shape
 from asynckv.tools.bench.schedule import Arrivals, Engines, Place, Request, make_schedule
 from asynckv.tools.bench.workload import Workload, cached_tokens, drawn, traced
 from asynckv.tools.console import size
@@ -49,6 +49,7 @@ class Experiment:
         sides: Both engines' shapes, by role.
         engines: How many there are, and who lends to whom.
         arrivals: When requests come.
+        cache_tokens: What the modelled prefix cache of each engine holds.
         hosts: The address at which each side's engines listen, by role.
 
     Raises:
@@ -78,6 +79,11 @@ class Experiment:
                 f"--prefix-hit {options.prefix_hit} was given for prompts that share prefixes, of which the modelled "
                 f"cache says what is there; use --prefix-cache to size that, or leave --prefix-hit out"
             )
+        if options.prefix_cache is not None and not self.workload.chunks and options.trace is None:
+            raise ConfigError(
+                "--prefix-cache says nothing where prompts share no prefixes; give --shared-prefix or a --trace as well"
+            )
+        self.cache_tokens = PREFIX_CACHE if options.prefix_cache is None else options.prefix_cache
         self.hosts = _hosts(options)
         if options.floor:
             self._check_floor()
@@ -121,7 +127,7 @@ class Experiment:
             self.workload,
             engines=self.engines,
             arrivals=self.arrivals,
-            cache_tokens=self.options.prefix_cache,
+            cache_tokens=self.cache_tokens,
             cached=self.cached,
             cancel=self.options.cancel,
             seed=self.options.seed,
@@ -274,6 +280,8 @@ def _hosts(options: Options) -> dict[str, str]:
         ConfigError: There is none.
     """
     if options.remote is None:
+        if options.remote_host is not None:
+            raise ConfigError("--remote-host says nothing without --remote; give a command as well")
         return {"prefill": LOOPBACK, "decode": LOOPBACK}
     there = (options.remote_host or "").strip("[]")
     if not options.remote.split():
@@ -305,9 +313,13 @@ def _model(options: Options) -> Model:
 
 def _workload(options: Options) -> Workload:
     if options.trace is not None:
+        if options.prompt_tokens is not None:
+            raise ConfigError(
+                "--prompt-tokens and --trace were both given, and the trace says how long prompts are; choose one"
+            )
         found = traced(Path(options.trace), options.requests)
     else:
-        found = drawn(options.prompt_tokens, options.requests or 100, options.seed)
+        found = drawn(options.prompt_tokens or PROMPT_TOKENS, options.requests or 100, options.seed)
     found = found.capped(options.max_prompt_tokens)
     if options.shared_prefix is not None:
         tokens, colon, groups = options.shared_prefix.partition(":")

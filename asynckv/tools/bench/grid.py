@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,7 @@ def expand(command: Any, args: Sequence[str]) -> Grid:
         # Parsed and not run: wrong values are found before anything is measured.
         params = command.make_context("asynckv bench", list(argv)).params
         files |= _digests(params)
-        plain = {k: _plain(v) for k, v in sorted(params.items()) if k not in OF_SINGLE_RUNS}
+        plain = {k: str(v) if isinstance(v, Path) else v for k, v in sorted(params.items()) if k not in OF_SINGLE_RUNS}
         key = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
         axes = {
             name.lstrip("-"): value
@@ -162,11 +161,3 @@ def _digests(params: Mapping[str, Any]) -> dict[str, str]:
         except OSError as exc:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: {exc.strerror or exc}") from exc
     return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, tuple | list):
-        return [_plain(x) for x in value]
-    return value if isinstance(value, str | int | float | None) else str(value)

@@ -12,6 +12,7 @@ import typer
 
 from asynckv.config import POLICIES
 from asynckv.errors import ConfigError
+from asynckv.tools.bench.options import PROMPT_TOKENS
 from asynckv.tools.output import check_writable, write_json
 from asynckv.tools.parameters import is_given, options_given, taking_options
 
@@ -179,8 +180,9 @@ def _sharing(options: Any) -> Any:
 
     if options.trace is None and options.shared_prefix is None:
         requests = options.requests or 100
-        lengths = [int(x) for x in options.prompt_tokens.replace(":", ",").split(",") if x.strip().isdecimal()]
-        return msgspec.structs.replace(options, shared_prefix=f"{max(lengths, default=1)}:{max(1, requests // 4)}")
+        lengths = (options.prompt_tokens or PROMPT_TOKENS).replace(":", ",").split(",")
+        longest = max((int(x) for x in lengths if x.strip().isdecimal()), default=1)
+        return msgspec.structs.replace(options, shared_prefix=f"{longest}:{max(1, requests // 4)}")
     return options
 
 
@@ -211,5 +213,3 @@ def _refuse_idle(context: typer.Context, no_bytes: bool) -> None:
     for name in ("directory", "concurrency"):
         if no_bytes and given(name):
             raise ConfigError(f"--{name} says nothing with --no-bytes, which moves none; leave one of them out")
-    if given("prompt_tokens") and given("trace"):
-        raise ConfigError("--prompt-tokens and --trace were both given, and the trace says how long prompts are")

@@ -31,7 +31,18 @@ if TYPE_CHECKING:
     from asynckv.geometry.layout import Layout
     from asynckv.tools.plan.models import Model
 
-__all__ = ["DEFAULT_MODEL", "MOST", "Option", "Options", "Shape", "declared", "flag", "share_of"]
+__all__ = [
+    "DEFAULT_MODEL",
+    "MOST",
+    "PREFIX_CACHE",
+    "PROMPT_TOKENS",
+    "Option",
+    "Options",
+    "Shape",
+    "declared",
+    "flag",
+    "share_of",
+]
 
 T = TypeVar("T")
 Sides = int | tuple[int, int]
@@ -39,6 +50,8 @@ Order = Literal["nhd", "hnd", "block-nhd", "block-hnd", "cross-nhd", "cross-hnd"
 ConvOrder = Literal["channel", "row"]
 
 DEFAULT_MODEL = "llama-3.1-8b"
+PROMPT_TOKENS = "1024"
+PREFIX_CACHE = 1 << 20
 MOST = 1 << 20
 MOST_S = 86_400.0
 MOST_RATE = 1e6
@@ -216,11 +229,13 @@ class Options(Struct, frozen=True, kw_only=True):
     ] = "nhd"
 
     prompt_tokens: Annotated[
-        str,
+        str | None,
         common(
-            "Prompt length: 1024, 128:4096 for uniform ones, 128:0.8,8192:0.2 for a mix with weights.", in_record=False
+            "Prompt length: 1024, 128:4096 for uniform ones, 128:0.8,8192:0.2 for a mix with weights.",
+            shown=PROMPT_TOKENS,
+            in_record=False,
         ),
-    ] = "1024"
+    ] = None
     trace: Annotated[
         str | None,
         work(
@@ -245,14 +260,15 @@ class Options(Struct, frozen=True, kw_only=True):
         ),
     ] = None
     prefix_cache: Annotated[
-        int,
+        int | None,
         work(
             "Tokens that the modelled prefix cache of each reading engine holds, where prompts share prefixes; "
             "0 for none.",
+            shown=str(PREFIX_CACHE),
             least=0,
             most=1 << 40,
         ),
-    ] = 1 << 20
+    ] = None
     requests: Annotated[
         int | None, common("How many requests; 100, or all of the trace.", least=1, most=MOST, in_record=False)
     ] = None

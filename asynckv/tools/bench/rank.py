@@ -89,7 +89,6 @@ class Worker:
         self.floor = Floor(pool, self.options.verify != "off", engine.config.pull)
 
     async def prepare(self, lent: list[p.Work], pulled: list[p.Work]) -> None:
-        self._check([*lent, *pulled])
         self.filled, self.works, self.outcomes = lent, pulled, []
         if self.options.verify != "off":
             await anyio.to_thread.run_sync(self._fill, lent, pulled)
@@ -100,20 +99,6 @@ class Worker:
         garbage.settle()
         if not self.setup.pulls:
             self.sampler.start()
-
-    def _check(self, works: list[p.Work]) -> None:
-        """Refuse blocks that the pools do not have.
-
-        Raises:
-            AsyncKVError: A list does not fit the pools.
-        """
-        sizes = self.setup.num_blocks
-        for work in works:
-            for size, (_, blocks) in zip(sizes, work.lists, strict=False):
-                if any(b is not None and not 0 <= b < size for b in blocks):
-                    raise AsyncKVError(f"request {work.number}: a block is outside its pool of {size}")
-            if len(work.lists) != len(sizes):
-                raise AsyncKVError(f"request {work.number}: {len(work.lists)} lists of blocks for {len(sizes)} groups")
 
     def _fill(self, lent: list[p.Work], pulled: list[p.Work]) -> None:
         """Write what is lent, and poison what is pulled."""

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from asynckv.errors import AsyncKVError
-from asynckv.tools.bench import floor
+from asynckv.tools.bench import floor, machine
 from asynckv.tools.bench.driver import Measured
 from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.schedule import Request
 from asynckv.tools.bench.workload import Workload
 from asynckv.tools.plan.layouts import model_groups
-from asynckv.version import VERSION
 
 __all__ = ["SCHEMA", "faults", "is_good", "make", "quantiles", "status"]
 
@@ -63,12 +60,8 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
         "interruption": _interruption(found, completed, len(schedule)),
         "config": _config(experiment, schedule),
         "environment": {
-            "asynckv": VERSION,
-            "python": platform.python_version(),
-            "pyzmq": version("pyzmq"),
-            "numpy": version("numpy"),
+            **machine.environment(),
             "cpu_count": os.cpu_count(),
-            "platform": platform.platform(),
             **found.environment,
         },
         "warmup": {
@@ -177,7 +170,7 @@ def _config(experiment: Experiment, schedule: Sequence[Request]) -> dict[str, An
         "arrivals": experiment.arrivals.kind,
         # These mean nothing without what they are about.
         "rounds": floor.ROUNDS if options.floor else None,
-        "prefix_cache": options.prefix_cache if work.chunks else None,
+        "prefix_cache": experiment.cache_tokens if work.chunks else None,
     }
 
 

@@ -129,7 +129,7 @@ def _reached(found: dict[str, Any]) -> list[tuple[str, str]]:
     rows += [
         (
             "bytes",
-            f"{_bytes(moved['moved'])} moved, {_bytes(moved['wanted'])} wanted, {compared}, {moved['wrong']:,} wrong",
+            f"{moved['moved']:,} moved, {moved['wanted']:,} wanted, {compared}, {moved['wrong']:,} wrong",
         ),
         (
             "blocks",
@@ -250,13 +250,6 @@ def _workload(config: dict[str, Any], windows: dict[str, Any]) -> str:
 def _seconds(value: float) -> str:
     """Milliseconds, or microseconds where those would be 0.05 or 0.00."""
     return f"{value * 1e3:,.2f} ms" if value >= 1e-4 or not value else f"{value * 1e6:.1f} µs"
-
-
-def _bytes(number: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size:
-            return f"{number / size:,.3f} {unit}"
-    return f"{number:.0f} bytes"
 
 
 def _side(side: dict[str, Any]) -> str:
