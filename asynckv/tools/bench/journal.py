@@ -219,7 +219,7 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
-        self._name = f"--out {path}"
+        self.path, self._name = path, f"--out {path}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)

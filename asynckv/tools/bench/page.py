@@ -8,7 +8,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from asynckv.tools import frame
-from asynckv.tools.bench.figures import FIGURES, Figure, at
+from asynckv.tools.bench.figures import FIGURES, Figure
 from asynckv.tools.bench.floor import KIND, NAMES
 from asynckv.tools.bench.journal import Point, Sweep, label
 from asynckv.tools.bench.summary import SHARE, table
@@ -52,7 +52,7 @@ class Plot(NamedTuple):
 
 
 def _floor(path: str, scale: float = 1.0, name: str = "") -> Drawn:
-    return Drawn(Figure(path, path, "", "", at(f"floor.{KIND}.{path}", scale)), name, "dot")
+    return Drawn(Figure(path, path, "", "", f"floor.{KIND}.{path}", scale), name, "dot")
 
 
 PLOTS = (

@@ -168,6 +168,7 @@ def _config(experiment: Experiment, schedule: Sequence[Request]) -> dict[str, An
         "prompts_wholly_cached": sum(r.cached == r.tokens for r in schedule),
         "engines": msgspec.to_builtins(experiment.engines),
         "arrivals": experiment.arrivals.kind,
+        "speed": options.speed or 1.0,
         # These mean nothing without what they are about.
         "rounds": floor.ROUNDS if options.floor else None,
         "prefix_cache": experiment.cache_tokens if work.chunks else None,
