@@ -65,7 +65,6 @@ def run(
     groups: Sequence[StoredGroup],
     tiers: Tiers,
     pool: Pool,
-    *,
     directory: str,
     concurrency: int,
     progress: Callable[[int], None],
@@ -131,24 +130,27 @@ class _Run:
 
     async def wave(self, offload: Offload, prompts: Sequence[Prompt]) -> None:
         """Look up, load, compare, fill, store."""
-        taken = [self._taken(offload, each, free) for each, free in self._placed(prompts)]
-        for each in taken:
-            await anyio.to_thread.run_sync(self.pool.poison, self._all(each))
-        wanted = [each for each in taken if each.found.tokens > each.prompt.cached]
+        taken = []
+        for each, blocks in self._placed(prompts):
+            found = self.tally.looked_up(partial(offload.lookup, each.hashes, each.tokens - 1))
+            taken.append(Taken(each, found, blocks))
+        for new in taken:
+            await anyio.to_thread.run_sync(self.pool.poison, self._all(new))
+        wanted = [new for new in taken if new.found.tokens > new.prompt.cached]
         began = time.perf_counter()
-        results = await asyncio.gather(*(self._load(offload, each) for each in wanted))
+        results = await asyncio.gather(*(self._load(offload, new) for new in wanted))
         seconds = time.perf_counter() - began
         self._count("load", sum(size for _, size, _ in results), seconds)
         if not any(from_file for *_, from_file in results):
             self._count("load_from_host", sum(size for _, size, _ in results), seconds)
-        ends = {each.prompt.number: tokens for each, (tokens, *_) in zip(wanted, results, strict=True)}
-        for each in taken:
-            end = ends.get(each.prompt.number, 0)
-            self.tally.count(each.prompt, each.found, end)
-            await anyio.to_thread.run_sync(self._check_and_fill, each, end)
-        rests = [(each, max(ends.get(each.prompt.number, 0), each.prompt.cached)) for each in taken]
+        ends = {new.prompt.number: tokens for new, (tokens, *_) in zip(wanted, results, strict=True)}
+        for new in taken:
+            end = ends.get(new.prompt.number, 0)
+            self.tally.count(new.prompt, new.found, end)
+            await anyio.to_thread.run_sync(self._check_and_fill, new, end)
+        rests = [(new, max(ends.get(new.prompt.number, 0), new.prompt.cached)) for new in taken]
         began = time.perf_counter()
-        sizes = await asyncio.gather(*(self._store(offload, each, first) for each, first in rests))
+        sizes = await asyncio.gather(*(self._store(offload, new, first) for new, first in rests))
         self._count("store", sum(sizes), time.perf_counter() - began)
 
     def _placed(self, prompts: Sequence[Prompt]) -> Iterator[tuple[Prompt, Blocks]]:
@@ -160,10 +162,6 @@ class _Run:
                 blocks.append(list(range(at[g], at[g] + count)))
                 at[g] += count
             yield prompt, blocks
-
-    def _taken(self, offload: Offload, prompt: Prompt, blocks: Blocks) -> Taken:
-        found = self.tally.looked_up(partial(offload.lookup, prompt.hashes, prompt.tokens - 1))
-        return Taken(prompt, found, blocks)
 
     def _all(self, taken: Taken) -> Lists:
         return taken.since(self.groups, taken.prompt.cached)

@@ -15,19 +15,13 @@ from msgspec import Struct
 
 from asynckv.core.types import Endpoint
 from asynckv.geometry.layout import Layout
+from asynckv.keys import KeyPair
 from asynckv.tools.bench.options import Options, Shape
 from asynckv.tools.bench.processes import LIMIT
 from asynckv.tools.plan.models import Model
 from asynckv.version import VERSION
 
 __all__ = ["MALFORMED", "Pipe", "answers", "commands", "encode"]
-
-
-class Keys(Struct):
-    """The keys of one run, which all of its engines have."""
-
-    public: bytes
-    secret: bytes
 
 
 class Setup(Struct, tag=True, kw_only=True):
@@ -52,7 +46,7 @@ class Setup(Struct, tag=True, kw_only=True):
     model: Model
     num_blocks: list[int]
     bind: str
-    keys: Keys | None
+    keys: KeyPair | None
     env: dict[str, str]
     log: str | None
 

@@ -23,7 +23,7 @@ import anyio.to_thread
 from asynckv.config import EngineConfig, KeysConfig, NixlConfig, PullConfig
 from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
-from asynckv.keys import KeyPair, write_pair
+from asynckv.keys import write_pair
 from asynckv.observe.setup import configure_logging
 from asynckv.tools.bench import garbage, ucx
 from asynckv.tools.bench import protocol as p
@@ -292,12 +292,15 @@ async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
                 f"{setup.engine_id} is to have a pool of {need:,} bytes, and its host has {room:,} of memory; lower "
                 f"--pool-mb or --concurrency"
             )
+        keys = None
+        if setup.keys is not None:  # as engines read them
+            keys = KeysConfig(secret=write_pair(folder, "bench", setup.keys)[0], authorized=folder)
         pool = (CudaPool if options.memory == "cuda" else Pool)(layout, options.seed)
         engine = Engine(
             EngineConfig(
                 engine_id=setup.engine_id,
                 bind=setup.bind,
-                keys=_keys(setup.keys, folder),
+                keys=keys,
                 lease=options.lease,
                 pull=PullConfig(timeout_s=options.timeout_s),
                 nixl=NixlConfig(posting_threads=options.posting_threads, process=options.process),
@@ -317,14 +320,6 @@ async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
         pipe.write(
             p.Failed(f"no memory for a pool of {setup.num_blocks} blocks; lower --pool-mb or --concurrency", True)
         )
-
-
-def _keys(keys: p.Keys | None, folder: Path) -> KeysConfig | None:
-    """Write the run's keys down, as engines read them."""
-    if keys is None:
-        return None
-    secret, _ = write_pair(folder, "bench", KeyPair(keys.public, keys.secret))
-    return KeysConfig(secret=secret, authorized=folder)
 
 
 async def _guard(work: Coroutine[None, None, None], pipe: p.Pipe) -> None:

@@ -126,11 +126,7 @@ class Host:
     async def start(self) -> Workers:
         """Start all of them, and tell them who they are; they come up meanwhile."""
         for name, place, setup in self._planned:
-            if self._is_remote(place.role):
-                child = await self._start_remote(name)
-            else:
-                child = await self._processes.start_command(name, HERE)
-            worker = Worker(child)
+            worker = Worker(await self._start(name, is_remote=self._is_remote(place.role)))
             self.workers[place].append(worker)
             worker.tell(setup)
         return self.workers
@@ -150,8 +146,7 @@ class Host:
         if options.remote is not None:
             from asynckv.edges.zmq import make_pair
 
-            pair = make_pair()
-            keys = p.Keys(pair.public, pair.secret)
+            keys = make_pair()
         for place in experiment.engines.places:
             shape, engine_id = experiment.sides[place.role], experiment.engines.name(place)
             for stage in range(shape.pp):
@@ -175,12 +170,14 @@ class Host:
                     )
                     yield Planned(name, place, setup)
 
-    async def _start_remote(self, name: str) -> Child:
-        command, log = shlex.split(self._options.remote or ""), self._options.log
+    async def _start(self, name: str, *, is_remote: bool) -> Child:
+        remote, log = self._options.remote or "", self._options.log
+        command = shlex.split(remote) if is_remote else HERE
+        errors = asyncio.subprocess.PIPE if is_remote and log else None
         try:
-            child = await self._processes.start_command(name, command, errors=asyncio.subprocess.PIPE if log else None)
+            child = await self._processes.start_command(name, command, errors)
         except OSError as exc:
-            raise ConfigError(f"--remote {self._options.remote}: {command[0]} cannot be run: {exc.strerror}") from exc
+            raise ConfigError(f"--remote {remote}: {command[0]} cannot be run: {exc.strerror}") from exc
         if log and child.errors is not None:
             self._logs.append(asyncio.create_task(_sort(child.errors, Path(log))))
         return child
