@@ -126,7 +126,6 @@ def bench(context: typer.Context, **given: Any) -> None:
     if context.invoked_subcommand is not None:
         _refuse_options(context)
         return
-    import structlog
     from rich.console import Console
 
     from asynckv.observe.setup import configure_logging
@@ -147,7 +146,7 @@ def bench(context: typer.Context, **given: Any) -> None:
         try:
             with Bar(errors, says_interrupted=False) as bar:
                 bar.begin("sizing the pools")
-                found = asyncio.run(driver.run(experiment, bar, structlog.get_logger("asynckv.bench")))
+                found = asyncio.run(driver.run(experiment, bar))
         except KeyboardInterrupt:
             # Before a driver was there to heed it.
             found = driver.Measured(interrupted=True)

@@ -14,11 +14,12 @@ import contextlib
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
+import structlog
 from msgspec.structs import replace as replace_struct
 
 from asynckv.core.types import Endpoint
@@ -33,12 +34,14 @@ from asynckv.tools.bench.schedule import Place, Request
 from asynckv.tools.bench.workers import END_S, Host, Worker, WorkerLost, Workers
 from asynckv.tools.plan.layouts import model_groups
 from asynckv.tools.plan.models import State
-from asynckv.tools.progress import Steps, Unseen
+from asynckv.tools.progress import Bar
 
 __all__ = ["Driver", "Measured", "run"]
 
 T = TypeVar("T")
 Groups = dict[Place, PrefillGroup]
+
+_log = structlog.get_logger("asynckv.bench")
 
 START_S = 120.0
 GRACE_S = 30.0
@@ -86,25 +89,22 @@ class Driver:
         experiment: What to run.
         num_blocks: Size of the pools per group, by role.
         progress: Is told how far the run is.
-        log: A structlog logger for the driver's own events.
 
     Attributes:
         found: What was measured so far.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        num_blocks: Mapping[str, Sequence[int]],
-        progress: Steps | None = None,
-        log: Any = None,
-    ) -> None:
+    def __init__(self, experiment: Experiment, num_blocks: Mapping[str, Sequence[int]], progress: Bar) -> None:
         self.found = Measured()
         self._experiment, self._options = experiment, experiment.options
-        self._num_blocks, self._progress, self._log = num_blocks, progress or Unseen(), log
+        self._num_blocks, self._progress = num_blocks, progress
         self._schedule = experiment.schedule()
         self._engines: dict[Place, Sequence[Worker]] = {}
         self._roles: dict[Worker, str] = {}
+        self._lenders: list[Worker] = []
+        """Ranks of the engines that lend."""
+        self._readers: list[Worker] = []
+        self._starting: asyncio.Task[Groups] | None = None
         self._stop = asyncio.Event()
         self._rng = np.random.default_rng(self._options.seed)
         self._cpu_at: dict[str, float] = {}
@@ -129,16 +129,28 @@ class Driver:
             AsyncKVError: A worker cannot go on.
         """
         self._engines = {place: workers[place] for place in self._experiment.engines.places}
-        self._roles = {worker: place.role for place, ranks in self._engines.items() for worker in ranks}
+        engines = self._experiment.engines
+        for place, ranks in self._engines.items():
+            self._roles |= dict.fromkeys(ranks, place.role)
+            self._lenders += ranks if engines.lends(place) else []
+            self._readers += ranks if engines.pulls(place) else []
         started = time.monotonic()
         try:
-            groups = await self._unless_stopped(self._ready())
-            if groups is None:
+            self._starting = asyncio.create_task(self._ready())
+            if self._stop.is_set():
+                self._starting.cancel()
+            await asyncio.wait({self._starting})
+            if self._starting.cancelled():
                 return self.found
-            if self._log is not None:
-                self._log.info("workers_started", pids=self.found.pids, seconds=round(time.monotonic() - started, 3))
-            with contextlib.suppress(WorkerLost):
-                await self._or_note(self._waves(groups))
+            groups = self._starting.result()
+            _log.info("workers_started", pids=self.found.pids, seconds=round(time.monotonic() - started, 3))
+            try:
+                await self._waves(groups)
+            except WorkerLost as exc:
+                self._lost(str(exc))
+                with contextlib.suppress(WorkerLost):
+                    # Whoever is left still has leases to see off.
+                    await self._finish()
             await self._reports()
         except WorkerLost as exc:
             self.found.problems.append(str(exc))
@@ -148,19 +160,10 @@ class Driver:
         """Ctrl-C: stop pulling, then end in order."""
         self.found.interrupted = True
         self._stop.set()
+        if self._starting is not None:
+            self._starting.cancel()
         for worker in self._readers:
             worker.tell(p.Cancel())
-
-    async def _unless_stopped(self, work: Coroutine[None, None, T]) -> T | None:
-        """Do what Ctrl-C breaks off at once."""
-        doing, stopped = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
-        try:
-            await asyncio.wait({doing, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            return doing.result() if doing.done() else None
-        finally:
-            for task in (doing, stopped):
-                task.cancel()
-            await asyncio.gather(doing, stopped, return_exceptions=True)
 
     def _enter(self, stage: Literal["warm-up", "run"], total: int | None) -> None:
         """Go on to the next part of the run."""
@@ -168,19 +171,6 @@ class Driver:
             self.found.stage = stage
         what = {"warm-up": "warm-up, first handshakes", "run": "requests, with filling and comparing"}[stage]
         self._progress.begin(what, total, has_rate=stage == "run")
-
-    def _of(self, wanted: Callable[[Place], bool]) -> list[Worker]:
-        return [worker for place, workers in self._engines.items() if wanted(place) for worker in workers]
-
-    @property
-    def _lenders(self) -> list[Worker]:
-        """Ranks of the engines that lend."""
-        return self._of(self._experiment.engines.lends)
-
-    @property
-    def _readers(self) -> list[Worker]:
-        """Ranks of the engines that pull."""
-        return self._of(self._experiment.engines.pulls)
 
     async def _ready(self) -> Groups:
         """Wait until all workers are up; returns the schedulers' views of the engines that lend."""
@@ -423,29 +413,20 @@ class Driver:
             self.found.problems.append(what)
         self._stop.set()
 
-    async def _or_note(self, work: Coroutine[None, None, None]) -> None:
-        try:
-            await work
-        except WorkerLost as exc:
-            self._lost(str(exc))
-            # Whoever is left still has leases to see off.
-            await self._finish()
 
-
-async def run(experiment: Experiment, progress: Steps | None = None, log: Any = None) -> Measured:
+async def run(experiment: Experiment, progress: Bar) -> Measured:
     """Run a benchmark; nothing is left running.
 
     Args:
         experiment: The run.
         progress: Is told how far the run is.
-        log: A structlog logger for the driver's own events.
 
     Raises:
         ConfigError: The input cannot be run.
         AsyncKVError: A worker cannot go on.
     """
     num_blocks = await asyncio.to_thread(experiment.num_blocks)
-    driver = await asyncio.to_thread(Driver, experiment, num_blocks, progress, log)
+    driver = await asyncio.to_thread(Driver, experiment, num_blocks, progress)
     host = Host(experiment, num_blocks)
     with driver.heeding_signals():
         try:
