@@ -176,15 +176,7 @@ def test_a_block_is_anothers_only_if_it_is_lent_with_the_same_tokens(
     wave: tuple[Experiment, list[Request], dict[str, list[int]]], is_random: bool
 ) -> None:
     options, requests, sizes = wave
-    allocator = Allocator(
-        sizes,
-        options.engines.places,
-        places=options.places,
-        block_size={role: side.block_size for role, side in options.sides.items()},
-        shareable=[True, True, False],
-        chunk_tokens=options.workload.chunk_tokens,
-        rng=np.random.default_rng(0) if is_random else None,
-    )
+    allocator = Allocator(sizes, options, np.random.default_rng(0) if is_random else None)
     taken: list[Allocation] = []
     for request in requests:
         if (found := allocator.take(request)) is None:
@@ -233,15 +225,7 @@ def test_equal_prefixes_are_lent_from_the_same_blocks() -> None:
     options = Experiment(
         Options(), Model("one", (Heads(4, 16),)), Workload("t", (64,) * 3, chunks=chunks, chunk_tokens=16)
     )
-    allocator = Allocator(
-        {"prefill": [20], "decode": [20]},
-        options.engines.places,
-        places=options.places,
-        block_size={"prefill": 16, "decode": 16},
-        shareable=[True],
-        chunk_tokens=16,
-        rng=None,
-    )
+    allocator = Allocator({"prefill": [20], "decode": [20]}, options)
     lent = [a.lent[0][1] for a in map(allocator.take, options.schedule()) if a is not None]
     assert lent == [[0, 1, 2, 3], [0, 1, 4, 5], [0, 6, 7, 8]]
     assert (allocator.num_lent, allocator.num_shared) == (12, 3)

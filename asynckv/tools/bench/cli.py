@@ -39,13 +39,9 @@ BENCH_EPILOG = """
 
   asynckv bench --layers 4 --requests 400 --floor
 
-[bold]Two ranks on each side, mixed prompts, a report to keep[/bold]
+[bold]Prefill and decode cut differently, part of each prompt cached, a report to keep[/bold]
 
-  asynckv bench --model qwen3-32b --layers 2 --tp 2 --prompt-tokens 128:4096 --json report.json
-
-[bold]Prefill and decode cut differently, part of each prompt cached[/bold]
-
-  asynckv bench --model nemotron-h-8b --layers 4 --tp 1:2 --block-size 64:16 --prefix-hit 30%
+  asynckv bench --model nemotron-h-8b --layers 4 --tp 1:2 --block-size 64:16 --prefix-hit 30% --json report.json
 
 [bold]Open loop: a rate of requests, shared prefixes, cancellations[/bold]
 
@@ -60,10 +56,6 @@ BENCH_EPILOG = """
   asynckv bench sweep --concurrency 1,16,64 --layers 4 --rounds 5 --out sweep.jsonl
 
   asynckv bench compare before.json after.json
-
-[bold]Tiers in host memory and files[/bold]
-
-  asynckv bench offload --trace trace.jsonl --no-bytes
 
 [bold]Two machines: prefill ranks on another one, over ssh[/bold]
 
@@ -80,8 +72,6 @@ SWEEP_EPILOG = """
   asynckv bench sweep --concurrency 1,16,64,256 --prompt-tokens 128,1024,8192 --model llama-3.1-8b --out sweep.jsonl
 
   asynckv bench sweep --transport auto,tcp --tp 1,2 --layers 4 --requests 200 --rounds 8 --out results/
-
-  asynckv bench sweep --prompt-tokens "128:0.8,8192:0.2;1024" --layers 4 --out mixed.jsonl
 
 [bold]Going on[/bold]  the same command with the same --out runs what is missing; more --rounds add to what is there
 

@@ -32,8 +32,6 @@ from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.floor import ROUNDS, Round
 from asynckv.tools.bench.schedule import Place, Request
 from asynckv.tools.bench.workers import END_S, Host, Worker, WorkerLost, Workers
-from asynckv.tools.plan.layouts import model_groups
-from asynckv.tools.plan.models import State
 from asynckv.tools.progress import Bar
 
 __all__ = ["Driver", "Measured", "run"]
@@ -316,15 +314,7 @@ class Driver:
     def _allocate(self, requests: Iterable[Request]) -> list[Allocation]:
         """Give the first requests their blocks, as many as fit at once."""
         it, out = self._experiment, []
-        allocator = Allocator(
-            self._num_blocks,
-            it.engines.places,
-            places=it.places,
-            block_size={role: side.block_size for role, side in it.sides.items()},
-            shareable=[not isinstance(layer, State) for layer, _ in model_groups(it.model)],
-            chunk_tokens=it.workload.chunk_tokens,
-            rng=self._rng if it.options.block_order == "random" else None,
-        )
+        allocator = Allocator(self._num_blocks, it, self._rng if it.options.block_order == "random" else None)
         for request in requests:
             if (taken := allocator.take(request)) is None:
                 break

@@ -332,38 +332,38 @@ async def _guard(work: Coroutine[None, None, None], pipe: p.Pipe) -> None:
 async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
     """Obey, until the driver says stop, or is gone: then there is no report."""
     while (command := await pipe.read()) is not None:
+        answer: p.Answer | None = None
         match command:
             case p.Prepare(lent, pulled):
                 await worker.prepare(lent, pulled)
-                pipe.write(p.Done(time.process_time()))
             case p.Lend():
                 worker.lend()
-                pipe.write(p.Done(time.process_time()))
             case p.Go(concurrency):
                 # A task of its own: a cancel must be heard while the window is open.
                 worker.window = asyncio.create_task(_guard(worker.pull_all(concurrency, pipe), pipe))
+                continue
             case p.Cancel():
                 worker.cancel()
+                continue
             case p.Verify(without):
-                pipe.write(await anyio.to_thread.run_sync(worker.verify, without))
+                answer = await anyio.to_thread.run_sync(worker.verify, without)
             case p.Finish(patience_s):
-                pipe.write(await worker.finish(patience_s))
+                answer = await worker.finish(patience_s)
             case p.Open():
-                pipe.write(worker.floor.open())
+                answer = worker.floor.open()
             case p.Connect(opened):
                 await worker.floor.connect(opened)
-                pipe.write(p.Done(time.process_time()))
             case p.Serve(on):
                 worker.floor.serve(on)
-                pipe.write(p.Done(time.process_time()))
             case p.Measure(concurrency):
-                pipe.write(await worker.floor.measure(worker.works, concurrency))
+                answer = await worker.floor.measure(worker.works, concurrency)
             case p.Stop():
                 return await worker.stop()
             case p.Setup():
                 break
             case _:
                 assert_never(command)
+        pipe.write(answer or p.Done(time.process_time()))
     # The driver is gone: end what is being pulled, and go.
     worker.cancel()
     return None
