@@ -18,7 +18,7 @@ from rich.console import Console
 
 from asynckv.errors import ConfigError
 from asynckv.tools.bench import noise, sides
-from asynckv.tools.bench.compare import compare, judge, share, show
+from asynckv.tools.bench.compare import compare, judge, show
 from asynckv.tools.bench.floor import table
 from asynckv.tools.bench.sides import Run, Side
 from tests.test_bench_report import good, options
@@ -234,29 +234,6 @@ def test_a_large_change_is_a_factor_and_every_figure_has_a_verdict() -> None:
     assert "unsure" in printed(compare(side("a", fast[0]), side("b", slow[0])))
 
 
-@pytest.mark.parametrize(
-    ("engine", "bare", "pieces", "says"),
-    [
-        (36.0, 30.0, 36, "the bare transfer changed as well (1/30 GB/s), so it is not the engine: a request has x36"),
-        (36.0, 30.0, 1, "so it is not the engine: look at the machine and the transport"),
-        (12.0, 60.0, 36, "the bare transfer changed as well (1/60 GB/s)"),
-        (36.0, 3.0, 36, ""),
-        (36.0, 1 / 36, 36, ""),
-        (1.5, 1.5, 36, ""),
-    ],
-)
-def test_a_bare_transfer_that_changed_as_much_clears_the_engine(
-    engine: float, bare: float, pieces: int, says: str
-) -> None:
-    before, after = (copy.deepcopy(made() | floored(0.7)) for _ in range(2))
-    after["throughput"]["gbytes_per_s"] /= engine
-    after["floor"]["raw_nixl"]["gbytes_per_s"]["median"] /= bare
-    after["descriptors"]["posted"] *= pieces
-    text = " ".join(printed(compare(side("a", before), side("b", after))).split())
-    assert says in text
-    assert ("not the engine" in text) == bool(says)
-
-
 def test_caveats_of_reports_are_carried() -> None:
     doubtful = made() | floored(0.7)
     doubtful["floor"]["caveats"] = ["too few requests"]
@@ -416,13 +393,6 @@ def test_a_file_that_is_given_twice_is_refused_by_whatever_name(
 def test_an_unfinished_sweep_says_how_to_finish_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is unfinished, 2 of 3 runs are there; go on with: asynckv bench sweep"):
         sides.load(sweep(tmp_path / "a.jsonl", 1, 2))
-
-
-@pytest.mark.parametrize("text", ["5", "-1%", "x%", "nan%", "inf%", "%"])
-def test_a_share_is_a_percentage(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no percentage such as 5%"):
-        share("--fail-above", text)
-    assert share("--fail-above", "5%") == 0.05
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ class ClockOfPreparing:
 
 
 @contextmanager
-def polled(server: floor.Server) -> Iterator[None]:
+def polled(server: floor.Floor) -> Iterator[None]:
     """Let a server make progress in a thread, while the loop does nothing but read."""
     is_over = threading.Event()
 
@@ -92,14 +92,13 @@ async def test_descriptor_lists_are_prepared_before_the_clock_starts(monkeypatch
     params = group.make_params("p", [(0, [2, 3])], 32, written=True)
     there.fill(0, [(0, [2, 3])], 32)
     work = Work(0, [(0, [4, 5])], 32, params)
-    server = floor.Server(there)
-    probe = floor.Probe(here, server.opened(), PullConfig())
+    server, probe = (floor.Floor(pool, False, PullConfig()) for pool in (there, here))
     try:
-        await probe.connect()
+        await probe.connect(server.open())
         assert probe._plane._agent is not None
         clock = ClockOfPreparing(probe._plane._agent, monkeypatch)
         with polled(server):
-            found = await probe.measure([work], 1, verify=False)
+            found = await probe.measure([work], 1)
     finally:
         probe.close()
         server.close()
@@ -156,10 +155,10 @@ def test_ratios_of_too_few_requests_say_so_and_how_many_are_enough() -> None:
     few = msgspec.structs.replace(one, seconds=[0.1] * 31, concurrency=16)
     enough = msgspec.structs.replace(few, seconds=[0.1] * 32)
     (text,) = floor.caveats([enough] * 9 + [few])
-    assert "31 requests in a round with 16 in flight; give --requests 320 --rounds 10" in text
+    assert "31 requests in a round with 16 in flight; give --requests 320" in text
     assert floor.summary([enough] * 9 + [few])["floor"]["caveats"] == [text]
     (text,) = floor.caveats([enough] * 5)
-    assert "5 rounds, of which 6 make an interval; give --requests 192 --rounds 6" in text
+    assert "5 rounds, of which 6 make an interval; give --requests 320" in text
     assert floor.caveats([enough] * 6) == []
 
 
@@ -193,18 +192,16 @@ def test_a_floor_that_is_wrong_or_fails_is_a_problem() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"decode_tp": 2}, "--floor compares one decode rank with one prefill rank"),
-        ({"decode_engines": 2}, "--floor compares one decode rank with one prefill rank"),
+        ({"tp": (1, 2)}, "--floor compares one decode rank with one prefill rank"),
+        ({"engines": (1, 2)}, "--floor compares one decode rank with one prefill rank"),
         ({"rate": 5.0}, "--floor compares closed loops in host memory"),
         ({"cancel": 0.5}, "--floor compares closed loops in host memory"),
         ({"announced": True}, "--floor and --announced: claims that are granted before the window opens are not in it"),
-        ({"rounds": 3}, "--rounds 3 is outside 1 ... 2 (--requests)"),
-        ({"rounds": 0}, "--rounds 0 is outside"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Experiment(Options(floor=True, **({"rounds": 2} | changes)), MODEL, Workload("fixed 32", (32, 32)))
+        Experiment(Options(floor=True, **changes), MODEL, Workload("fixed 32", (32, 32)))
     assert says in str(caught.value)
 
 
@@ -224,7 +221,7 @@ def test_the_floor_is_measured_beside_the_engine(transport: str) -> None:
         "--block-order",
         "random",
     ]
-    argv += ["--prefix-hit", "40", "--prefill-block-size", "64", "--floor", "--rounds", "3", "--transport", transport]
+    argv += ["--prefix-hit", "40", "--block-size", "64:16", "--floor", "--transport", transport]
     command = [sys.executable, "-m", "asynckv", "bench", *argv, "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=dict(os.environ), check=False)
     assert done.returncode == 0, done.stderr
@@ -233,7 +230,7 @@ def test_the_floor_is_measured_beside_the_engine(transport: str) -> None:
     assert found["floor"]["not_measured"] == {}
     assert set(found["ratio_to_floor"]) == {"raw_nixl"}
     for ratios in found["ratio_to_floor"].values():
-        assert all(ratio["rounds"] == 3 and ratio["median"] > 0 for ratio in ratios.values())
+        assert all(ratio["rounds"] == 8 and ratio["median"] > 0 for ratio in ratios.values())
     assert found["bytes"]["verified"] == found["bytes"]["wanted"] > 0
 
 

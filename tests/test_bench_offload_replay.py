@@ -103,7 +103,8 @@ def test_every_combination_of_sizes_and_policies_is_a_run(
     [
         (["--host-mb", "0"], "--host-mb '0': '0' is no number of MiB from 1"),
         (["--policy", "arc"], "--policy 'arc': 'arc' is none of s3-fifo, lru"),
-        (["--no-bytes", "--verify", "off"], "--verify says nothing with --no-bytes"),
+        (["--no-bytes", "--concurrency", "2"], "--concurrency says nothing with --no-bytes"),
+        (["--block-size", "16:32"], "--block-size and --order take one value here"),
         (["--directory", "/nowhere"], "--directory /nowhere: no folder in which files can be made"),
         (["--prompt-tokens", "100000", "--concurrency", "1000"], "or only decide with --no-bytes"),
     ],

@@ -14,7 +14,7 @@ from asynckv.tools.bench.blocks import Allocation, Allocator
 from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.options import Options
 from asynckv.tools.bench.prefixes import PrefixCache
-from asynckv.tools.bench.schedule import Arrivals, Engines, Place, Request, make_schedule
+from asynckv.tools.bench.schedule import CANCEL_WITHIN_S, Arrivals, Engines, Place, Request, make_schedule
 from asynckv.tools.bench.workload import Workload
 from asynckv.tools.plan.models import Heads, Model, Projection, State
 
@@ -75,7 +75,6 @@ def schedule(work: Workload, **changes: Any) -> list[Request]:
         "cache_tokens": 1 << 20,
         "cached": lambda tokens: 0,
         "cancel": 0.0,
-        "cancel_within_s": 0.1,
         "seed": 0,
     }
     return make_schedule(work, **(defaults | changes))
@@ -83,19 +82,18 @@ def schedule(work: Workload, **changes: Any) -> list[Request]:
 
 def test_a_trace_keeps_its_gaps_and_speed_divides_them() -> None:
     work = Workload("t", (10,) * 3, arrivals_s=(0.0, 3.0, 9.0))
-    assert [r.arrival_s for r in schedule(work, arrivals=Arrivals("trace"))] == [0.0, 3.0, 9.0]
-    assert [r.arrival_s for r in schedule(work, arrivals=Arrivals("trace", speed=3.0))] == [0.0, 1.0, 3.0]
+    assert [r.arrival_s for r in schedule(work, arrivals=Arrivals(speed=1.0))] == [0.0, 3.0, 9.0]
+    assert [r.arrival_s for r in schedule(work, arrivals=Arrivals(speed=3.0))] == [0.0, 1.0, 3.0]
     assert [r.arrival_s for r in schedule(work)] == [0.0] * 3
 
 
-@pytest.mark.parametrize("kind", ["poisson", "uniform"])
-def test_arrivals_have_the_rate_that_was_asked_for(kind: Any) -> None:
-    times = np.array([r.arrival_s for r in schedule(Workload("t", (10,) * 5000), arrivals=Arrivals(kind, 200.0))])
+def test_arrivals_have_the_rate_that_was_asked_for() -> None:
+    times = np.array([r.arrival_s for r in schedule(Workload("t", (10,) * 5000), arrivals=Arrivals(rate=200.0))])
     gaps = np.diff(times, prepend=0.0)
     assert (gaps > 0).all()
     assert gaps.mean() == pytest.approx(1 / 200, rel=0.05)
-    # Exponential gaps vary by as much as their mean; even ones do not.
-    assert gaps.std() / gaps.mean() == pytest.approx(1.0 if kind == "poisson" else 0.0, abs=0.06)
+    # Exponential gaps vary by as much as their mean.
+    assert gaps.std() / gaps.mean() == pytest.approx(1.0, abs=0.06)
 
 
 def test_a_shared_prefix_is_cached_once_it_was_pulled() -> None:
@@ -118,10 +116,10 @@ def test_what_is_a_prompts_own_pushes_others_out() -> None:
 
 def test_what_is_cancelled_is_a_share_and_caches_nothing() -> None:
     work = Workload("t", (16,) * 40, chunks=((1,),) * 40, chunk_tokens=16)
-    requests = schedule(work, cancel=0.25, cancel_within_s=0.5)
+    requests = schedule(work, cancel=0.25)
     moments = [r.cancel_s for r in requests if r.cancel_s is not None]
     assert len(moments) == 10
-    assert all(0 <= m < 0.5 for m in moments)
+    assert all(0 <= m < CANCEL_WITHIN_S for m in moments)
     assert len(set(moments)) == 10
     assert [r.cached for r in schedule(work, cancel=1.0)] == [0] * 40
 
@@ -142,7 +140,7 @@ def test_every_pair_of_engines_gets_its_turn(prefill: int, decode: int, both_way
 def test_a_seed_gives_its_schedule_again(seed: int) -> None:
     def make(s: int) -> list[Request]:
         work = Workload("t", (64,) * 20).sharing(32, 3, s)
-        return schedule(work, arrivals=Arrivals("poisson", 5.0), cancel=0.3, seed=s)
+        return schedule(work, arrivals=Arrivals(rate=5.0), cancel=0.3, seed=s)
 
     assert make(seed) == make(seed)
     assert make(seed) != make(seed + 1)
@@ -159,8 +157,8 @@ def waves(draw: st.DrawFn) -> tuple[Experiment, list[Request], dict[str, list[in
     chunks = tuple(tuple(100 * g + i for i in range(min(n, 96) // chunk)) for n, g in zip(lengths, groups, strict=True))
     options = Experiment(
         Options(
-            prefill_block_size=draw(st.sampled_from([8, 16, 64])),
-            prefill_engines=draw(st.integers(1, 2)),
+            block_size=(draw(st.sampled_from([8, 16, 64])), 16),
+            engines=(draw(st.integers(1, 2)), 1),
             both_ways=draw(st.booleans()),
             prefix_cache=draw(st.sampled_from([0, 64, 10_000])),
         ),
@@ -178,15 +176,7 @@ def test_a_block_is_anothers_only_if_it_is_lent_with_the_same_tokens(
     wave: tuple[Experiment, list[Request], dict[str, list[int]]], is_random: bool
 ) -> None:
     options, requests, sizes = wave
-    allocator = Allocator(
-        sizes,
-        options.engines.places,
-        places=options.places,
-        block_size={role: side.block_size for role, side in options.sides.items()},
-        shareable=[True, True, False],
-        chunk_tokens=options.workload.chunk_tokens,
-        rng=np.random.default_rng(0) if is_random else None,
-    )
+    allocator = Allocator(sizes, options, np.random.default_rng(0) if is_random else None)
     taken: list[Allocation] = []
     for request in requests:
         if (found := allocator.take(request)) is None:
@@ -235,15 +225,7 @@ def test_equal_prefixes_are_lent_from_the_same_blocks() -> None:
     options = Experiment(
         Options(), Model("one", (Heads(4, 16),)), Workload("t", (64,) * 3, chunks=chunks, chunk_tokens=16)
     )
-    allocator = Allocator(
-        {"prefill": [20], "decode": [20]},
-        options.engines.places,
-        places=options.places,
-        block_size={"prefill": 16, "decode": 16},
-        shareable=[True],
-        chunk_tokens=16,
-        rng=None,
-    )
+    allocator = Allocator({"prefill": [20], "decode": [20]}, options)
     lent = [a.lent[0][1] for a in map(allocator.take, options.schedule()) if a is not None]
     assert lent == [[0, 1, 2, 3], [0, 1, 4, 5], [0, 6, 7, 8]]
     assert (allocator.num_lent, allocator.num_shared) == (12, 3)

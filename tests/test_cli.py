@@ -44,17 +44,18 @@ def complaint(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         (["--concurrency", "0"], "--concurrency 0"),
         (["--block-size", "0"], "--block-size 0"),
         (["--tp", "0"], "--tp 0"),
-        (["--tp", "3"], "--prefill-tp 3: 8 entries cannot be cut evenly over tp_size 3"),
-        (["--decode-tp", "0"], "--tp 0 (decode side) is outside 1 ... 1024"),
-        (["--prefill-block-size", "0"], "--block-size 0 (prefill side) is outside"),
-        (["--ratio", "3"], "--ratio 3 (prefill side) does not divide --block-size 16"),
+        (["--tp", "3"], "--tp 3 (prefill side): 8 entries cannot be cut evenly over tp_size 3"),
+        (["--tp", "1:0"], "--tp 0 (decode side) is outside 1 ... 1024"),
+        (["--block-size", "0:16"], "--block-size 0 (prefill side) is outside"),
+        (["--tp", "2:x"], "--tp 'x' is no number"),
+        (["--order", "hnd:zigzag"], "--order 'zigzag' is none of nhd, hnd,"),
         (["--prefix-hit", "101%"], "--prefix-hit '101%'"),
         (["--prefix-hit", "-1"], "--prefix-hit '-1'"),
-        (["--prefill-pp", "99"], "pp_size 99 does not exist for 32 layers"),
+        (["--pp", "99:1"], "pp_size 99 does not exist for 32 layers"),
         (["--model", "deepseek-v3", "--kv-heads", "2"], "--kv-heads 2: deepseek-v3"),
         (["--seed", "-1"], "--seed -1"),
-        (["--lease-s", "nan"], "--lease-s nan is outside 2"),
-        (["--lease-s", "1"], "--lease-s 1 is outside 2"),
+        (["--timeout-s", "nan"], "--timeout-s nan is outside 2"),
+        (["--timeout-s", "1"], "--timeout-s 1 is outside 2"),
         (["--timeout-s", "inf"], "--timeout-s inf"),
         (["--pool-mb", "1"], "--max-prompt-tokens"),
         (["--posting-threads", "two"], "posting_threads is 'two'; it must be 0 (post on the loop) to 16"),
@@ -67,27 +68,22 @@ def complaint(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         (["--prompt-tokens", "1:1e308,2:1e308"], "add up to inf"),
         (["--rate", "0"], "--rate 0 is outside"),
         (["--rate", "nan"], "--rate nan is outside"),
-        (["--arrivals", "poisson"], "--arrivals poisson needs a rate; give --rate 200"),
-        (["--arrivals", "trace"], "--arrivals trace needs a --trace whose lines have a timestamp"),
-        (["--arrivals", "closed", "--rate", "5"], "--rate 5 and --arrivals closed contradict each other"),
-        (["--arrivals", "trace", "--rate", "5"], "use --speed to hurry it"),
-        (["--speed", "10"], "--speed 10 is for the times of a trace"),
+        (["--speed", "10"], "--speed 10 needs a --trace whose lines have a timestamp"),
+        (["--speed", "10", "--rate", "5"], "--rate 5 and --speed 10 contradict each other"),
         (["--cancel", "5"], "--cancel '5' is no share such as 5%"),
         (["--cancel", "x%"], "--cancel 'x%'"),
-        (["--cancel", "5%", "--cancel-within-s", "-1"], "--cancel-within-s -1"),
-        (["--prefill-engines", "0"], "--prefill-engines 0 is outside 1 ... 256"),
-        (["--decode-engines", "1000"], "--decode-engines 1000"),
+        (["--cancel", "nan%"], "--cancel 'nan%'"),
+        (["--cancel", "%"], "--cancel '%'"),
+        (["--engines", "0"], "--engines 0:0 is outside 1 ... 256"),
+        (["--engines", "1:1000"], "--engines 1:1000"),
         (["--shared-prefix", "0"], "--shared-prefix 0"),
-        (["--shared-prefix", "64", "--prefix-groups", "0"], "--prefix-groups 0"),
-        (["--prefix-groups", "4"], "--prefix-groups 4 says nothing without --shared-prefix"),
+        (["--shared-prefix", "64:0"], "--shared-prefix 64:0: there are 1 ..."),
+        (["--shared-prefix", "64:x"], "--shared-prefix '64:x' is no length"),
         (["--shared-prefix", "64", "--prefix-hit", "10%"], "--prefix-hit 10% was given for prompts that share"),
         (["--shared-prefix", "64", "--prefix-cache", "-1"], "--prefix-cache -1"),
         (["--prefix-cache", "64"], "--prefix-cache says nothing where prompts share no prefixes"),
-        (["--rounds", "3"], "--rounds says nothing without --floor"),
         (["--floor", "--announced"], "--floor and --announced"),
-        (["--cancel-within-s", "1"], "--cancel-within-s says nothing without --cancel; give --cancel 5%"),
         (["--remote-host", "10.0.0.1"], "--remote-host says nothing without --remote"),
-        (["--remote-role", "decode"], "--remote-role says nothing without --remote"),
         (["--remote", "ssh host asynckv bench worker"], "--remote needs --remote-host"),
         (["--remote", "ssh host", "--remote-host", "0.0.0.0"], "--remote needs --remote-host"),
         (["--remote", "ssh host", "--remote-host", "no.such.invalid"], "--remote-host no.such.invalid: "),
@@ -144,8 +140,8 @@ def test_help_loads_nothing_heavy() -> None:
     [
         (2, []),
         (4, ["--tp", "2"]),
-        (3, ["--prefill-tp", "2", "--order", "hnd", "--prefix-hit", "37", "--prefill-block-size", "48"]),
-        (3, ["--model", "nemotron-h-8b", "--decode-tp", "2", "--prefix-hit", "30%", "--conv-order", "row"]),
+        (3, ["--tp", "2:1", "--order", "hnd", "--prefix-hit", "37", "--block-size", "48:16"]),
+        (3, ["--model", "nemotron-h-8b", "--tp", "1:2", "--prefix-hit", "30%", "--order", "nhd:hnd"]),
     ],
 )
 def test_a_small_run_verifies_every_byte(ranks: int, options: list[str], tmp_path: Path) -> None:
@@ -178,7 +174,7 @@ def trace_of_three_conversations(path: Path) -> Path:
 @pytest.mark.slow
 def test_a_trace_is_played_with_its_times_and_prefixes(tmp_path: Path) -> None:
     trace = trace_of_three_conversations(tmp_path / "trace.jsonl")
-    argv = ["--trace", str(trace), "--arrivals", "trace", "--speed", "2", "--prefill-engines", "3", "--json", "-"]
+    argv = ["--trace", str(trace), "--speed", "2", "--engines", "3:1", "--json", "-"]
     done = asynckv("bench", "--layers", "2", *argv)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -196,7 +192,7 @@ def test_a_trace_is_played_with_its_times_and_prefixes(tmp_path: Path) -> None:
 @pytest.mark.nixl
 @pytest.mark.slow
 def test_cancelled_pulls_leak_nothing_and_the_others_are_whole() -> None:
-    argv = ["--both-ways", "--decode-tp", "2", "--shared-prefix", "100", "--cancel", "30%", "--cancel-within-s", "0.02"]
+    argv = ["--both-ways", "--tp", "1:2", "--shared-prefix", "100", "--cancel", "30%"]
     done = asynckv(*SMALL[:3], "--requests", "60", "--prompt-tokens", "256:0.5,2048:0.5", *argv, "--json", "-")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -252,7 +248,7 @@ def test_ctrl_c_ends_cleanly_and_prints_what_was_measured(tmp_path: Path) -> Non
 def interfered(tmp_path: Path, victim: str, what: signal.Signals) -> dict[str, Any]:
     """Start a run that is far too long, send a signal once windows are under way, and collect the rest."""
     log, out = tmp_path / "log.jsonl", tmp_path / "report.json"
-    argv = [*SMALL, "--requests", "100000", "--lease-s", "3", "--log", str(log), "--json", str(out)]
+    argv = [*SMALL, "--requests", "100000", "--timeout-s", "5", "--log", str(log), "--json", str(out)]
     with subprocess.Popen(
         [sys.executable, "-m", "asynckv.tools.cli", *argv], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as driver:

@@ -30,7 +30,7 @@ def taking_options(command: C, *, names: Iterable[str] | None = None) -> C:
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
             kind, *extras = typing.get_args(hints[parameter.name]) or (hints[parameter.name],)
             option = next((x for x in extras if isinstance(x, Option)), None)
-            hint = hints[parameter.name] if option is None else _typed(kind, option)
+            hint = hints[parameter.name] if option is None else _typed(parameter.name, kind, option)
             made.append(parameter.replace(annotation=hint))
             continue
         defaults = Options()
@@ -39,7 +39,7 @@ def taking_options(command: C, *, names: Iterable[str] | None = None) -> C:
             default = option.shown if option.read is not None else getattr(defaults, name)
             made.append(
                 inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_typed(kind, option)
+                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_typed(name, kind, option)
                 )
             )
     command.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
@@ -47,11 +47,12 @@ def taking_options(command: C, *, names: Iterable[str] | None = None) -> C:
     return command
 
 
-def _typed(kind: Any, option: Option) -> Any:
-    """An option's type for typer: files are paths, and what is read is text."""
+def _typed(name: str, kind: Any, option: Option) -> Any:
+    """An option's type for typer: files are paths, what is read is text, and a flag has no opposite."""
+    names = [flag(name)] if kind is bool else []
     shown = True if option.shown is None or option.read is not None else option.shown
     extra = typer.Option(
-        *option.names, help=option.help, show_default=shown, metavar=option.metavar, rich_help_panel=option.panel
+        *names, help=option.help, show_default=shown, metavar=option.metavar, rich_help_panel=option.panel
     )
     return Annotated[Path | None if option.is_file else str if option.read is not None else kind, extra]
 

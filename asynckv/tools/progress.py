@@ -9,41 +9,15 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["EVERY_S", "Bar", "Steps", "Unseen"]
+__all__ = ["EVERY_S", "Bar"]
 
 EVERY_S = 15.0
 """Seconds between two lines where stderr is no terminal."""
-
-
-class Steps(Protocol):
-    """Who is told how far the work is."""
-
-    def begin(self, what: str, total: int | None = None, *, has_rate: bool = True) -> None:
-        """Say what is done from now on, how much of it there is, if anybody knows, and whether it goes at a rate."""
-
-    def at(self, done: int, total: int | None = None) -> None:
-        """Say how much of it is done."""
-
-    def note(self, text: str) -> None:
-        """Say what of it is done just now."""
-
-
-class Unseen:
-    """Nobody looks."""
-
-    def begin(self, what: str, total: int | None = None, *, has_rate: bool = True) -> None:
-        pass
-
-    def at(self, done: int, total: int | None = None) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
 
 
 class Bar:

@@ -6,20 +6,20 @@ by the same engine share the blocks that hold the same tokens, as they do in an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.schedule import Place, Request
+from asynckv.tools.plan.layouts import model_groups
+from asynckv.tools.plan.models import State
 
 __all__ = ["Allocation", "Allocator", "Lists"]
 
 Lists = list[tuple[int, list[int | None]]]
 """Per group the first token and the blocks."""
-
-Places = Callable[[str, int, int], list[tuple[int, list[bool]]]]
-"""Of a role, a prompt's tokens and how many are cached: per group the first token, and where there are blocks."""
 
 
 class Allocation(NamedTuple):
@@ -35,29 +35,17 @@ class Allocator:
 
     Args:
         num_blocks: Per role the size of its engines' pools, per group.
-        engines: All of them.
-        places: Which blocks a request needs.
-        block_size: Tokens per block of each role.
-        shareable: Per group whether its blocks hold tokens, and so may be shared.
-        chunk_tokens: Tokens per chunk of a prompt.
+        experiment: The engines, which blocks a request needs, and which of them may be shared.
         rng: Shuffles the free lists, if blocks are to lie anywhere; None for runs.
     """
 
     def __init__(
-        self,
-        num_blocks: Mapping[str, Sequence[int]],
-        engines: Sequence[Place],
-        *,
-        places: Places,
-        block_size: Mapping[str, int],
-        shareable: Sequence[bool],
-        chunk_tokens: int,
-        rng: np.random.Generator | None,
+        self, num_blocks: Mapping[str, Sequence[int]], experiment: Experiment, rng: np.random.Generator | None = None
     ) -> None:
-        self._places, self._block_size = places, block_size
-        self._shareable, self._chunk_tokens = shareable, chunk_tokens
+        self._experiment = experiment
+        self._shareable = [not isinstance(layer, State) for layer, _ in model_groups(experiment.model)]
         self._free: dict[Place, list[list[int]]] = {}
-        for place in engines:
+        for place in experiment.engines.places:
             pools = self._free[place] = []
             for blocks in num_blocks[place.role]:
                 ids = np.arange(blocks)
@@ -70,8 +58,8 @@ class Allocator:
 
     def take(self, request: Request) -> Allocation | None:
         """Give a request its blocks on both engines; None, and nothing is taken, if they do not fit."""
-        lent_at = self._places(request.lender.role, request.tokens, 0)
-        pulled_at = self._places(request.reader.role, request.tokens, request.cached)
+        lent_at = self._experiment.places(request.lender.role, request.tokens, 0)
+        pulled_at = self._experiment.places(request.reader.role, request.tokens, request.cached)
         keys = [self._keys(request, g, there) for g, (_, there) in enumerate(lent_at)]
         prefill = [sum(k is None or k not in self._shared for k in ks) for ks in keys]
         decode = [sum(there) for _, there in pulled_at]
@@ -100,11 +88,12 @@ class Allocator:
 
     def _keys(self, request: Request, group: int, there: Sequence[bool]) -> list[tuple[Place, int, int, int] | None]:
         """For every block that there is: what others know it by, if all of its tokens are of shared chunks."""
-        size, out = self._block_size[request.lender.role], []
+        size = self._experiment.sides[request.lender.role].block_size
+        chunk_tokens, out = self._experiment.workload.chunk_tokens, []
         for i, is_there in enumerate(there):
             if is_there:
                 end = (i + 1) * size
-                chunk = (end - 1) // self._chunk_tokens
+                chunk = (end - 1) // chunk_tokens
                 is_shared = self._shareable[group] and end <= request.tokens and chunk < len(request.chunks)
                 out.append((request.lender, group, i, request.chunks[chunk]) if is_shared else None)
         return out

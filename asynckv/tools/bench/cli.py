@@ -6,20 +6,24 @@ The parameters of a run are made from the declarations in `asynckv.tools.bench.o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from asynckv.errors import ConfigError
 from asynckv.tools.bench import offload_cli
-from asynckv.tools.bench.options import Options
+from asynckv.tools.bench.options import share_of
 from asynckv.tools.output import check_writable, help_of, write, write_json
 from asynckv.tools.parameters import is_given, options_given, taking_options
+
+if TYPE_CHECKING:
+    from asynckv.tools.bench import grid, journal
 
 __all__ = ["bench_app"]
 
@@ -35,13 +39,9 @@ BENCH_EPILOG = """
 
   asynckv bench --layers 4 --requests 400 --floor
 
-[bold]Two ranks on each side, mixed prompts, a report to keep[/bold]
+[bold]Prefill and decode cut differently, part of each prompt cached, a report to keep[/bold]
 
-  asynckv bench --model qwen3-32b --layers 2 --tp 2 --prompt-tokens 128:4096 --json report.json
-
-[bold]Prefill and decode cut differently, part of each prompt cached[/bold]
-
-  asynckv bench --model nemotron-h-8b --layers 4 --decode-tp 2 --prefill-block-size 64 --prefix-hit 30%
+  asynckv bench --model nemotron-h-8b --layers 4 --tp 1:2 --block-size 64:16 --prefix-hit 30% --json report.json
 
 [bold]Open loop: a rate of requests, shared prefixes, cancellations[/bold]
 
@@ -49,17 +49,13 @@ BENCH_EPILOG = """
 
 [bold]A trace, over TCP, a tenth of the time between arrivals[/bold]
 
-  asynckv bench --layers 2 --trace trace.jsonl --requests 500 --arrivals trace --speed 10 --transport tcp
+  asynckv bench --layers 2 --trace trace.jsonl --requests 500 --speed 10 --transport tcp
 
 [bold]A grid of runs, and what changed since[/bold]
 
   asynckv bench sweep --concurrency 1,16,64 --layers 4 --rounds 5 --out sweep.jsonl
 
   asynckv bench compare before.json after.json
-
-[bold]Tiers in host memory and files[/bold]
-
-  asynckv bench offload --trace trace.jsonl --no-bytes
 
 [bold]Two machines: prefill ranks on another one, over ssh[/bold]
 
@@ -76,8 +72,6 @@ SWEEP_EPILOG = """
   asynckv bench sweep --concurrency 1,16,64,256 --prompt-tokens 128,1024,8192 --model llama-3.1-8b --out sweep.jsonl
 
   asynckv bench sweep --transport auto,tcp --tp 1,2 --layers 4 --requests 200 --rounds 8 --out results/
-
-  asynckv bench sweep --prompt-tokens "128:0.8,8192:0.2;1024" --layers 4 --out mixed.jsonl
 
 [bold]Going on[/bold]  the same command with the same --out runs what is missing; more --rounds add to what is there
 
@@ -116,114 +110,44 @@ def bench(context: typer.Context, **given: Any) -> None:
 
     Starts one process per rank, on this host or (--remote) on two, with real NIXL and real ZMQ. Requests go in waves:
     blocks are filled with a seeded pattern, lent, pulled while the clock runs, and compared afterwards. In a closed
-    loop so many are in flight at any time; in an open loop (--rate, --arrivals) they come by a schedule, and latency
+    loop so many are in flight at any time; in an open loop (--rate, --speed) they come by a schedule, and latency
     counts from there.
     """
     if context.invoked_subcommand is not None:
         _refuse_options(context)
         return
+    from rich.console import Console
+
+    from asynckv.observe.setup import configure_logging
+    from asynckv.tools.bench import driver, report, report_text
     from asynckv.tools.bench.experiment import Experiment
+    from asynckv.tools.progress import Bar
 
-    options = options_given(given)
-    experiment = Experiment(options)
-    _refuse_idle(context, options)
-    _open_log(options.log)
-    raise typer.Exit(_bench(experiment))
-
-
-bench_app.callback(invoke_without_command=True, epilog=BENCH_EPILOG, help=help_of(bench))(bench)
-
-
-def _refuse_idle(context: typer.Context, options: Options) -> None:
-    """Refuse options that would do nothing beside the others.
-
-    Raises:
-        ConfigError: One was given.
-    """
-    given = partial(is_given, context)
-    has_prefixes = options.shared_prefix is not None or options.trace is not None
-    for name, has_use, remedy in (
-        (
-            "rounds",
-            options.floor,
-            "--rounds says nothing without --floor, whose rounds it counts; give --floor as well",
-        ),
-        ("cancel_within_s", given("cancel"), "--cancel-within-s says nothing without --cancel; give --cancel 5%"),
-        (
-            "prefix_cache",
-            has_prefixes,
-            "--prefix-cache says nothing where prompts share no prefixes; give --shared-prefix or a --trace as well",
-        ),
-        (
-            "prompt_tokens",
-            not given("trace"),
-            "--prompt-tokens and --trace were both given, and the trace says how long prompts are; choose one",
-        ),
-        ("remote_host", given("remote"), "--remote-host says nothing without --remote; give a command as well"),
-        ("remote_role", given("remote"), "--remote-role says nothing without --remote; give a command as well"),
-    ):
-        if given(name) and not has_use:
-            raise ConfigError(remedy)
-
-
-def _open_log(target: str | None) -> None:
-    """Begin the file of the logs anew."""
+    experiment = Experiment(options_given(given))
+    json, target = experiment.options.json, experiment.options.log
+    check_writable("--json", json)
     if target == "-":
         raise ConfigError("--log -: stdout is not for logs; give a file, or leave it out for errors on stderr")
     if target is not None:
         write("--log", target, "")
-
-
-def _logs(options: Options) -> Any:
-    from asynckv.observe.setup import configure_logging
-
-    stream = open(options.log, "a", buffering=1, encoding="utf-8") if options.log else sys.stderr  # noqa: SIM115
-    configure_logging(options.level, stream=stream)
-    return stream
-
-
-def _bench(experiment: Any) -> int:
-    import structlog
-    from rich.console import Console
-
-    from asynckv.tools.bench import report, report_text, session
-    from asynckv.tools.bench.driver import Measured
-    from asynckv.tools.progress import Bar
-
-    json = experiment.options.json
-    check_writable("--json", json)
     errors = Console(stderr=True)
-    stream = _logs(experiment.options)
-    log = structlog.get_logger("asynckv.bench")
-    try:
-        with Bar(errors, says_interrupted=False) as bar:
-            bar.begin("sizing the pools")
-            found, result = asyncio.run(session.run(experiment, bar, log))
-    except KeyboardInterrupt:
-        # Before a driver was there to heed it.
-        found = Measured(interrupted=True)
+    with contextlib.nullcontext(sys.stderr) if target is None else open(target, "a", 1, "utf-8") as stream:
+        configure_logging(experiment.options.level, stream=stream)
+        try:
+            with Bar(errors, says_interrupted=False) as bar:
+                bar.begin("sizing the pools")
+                found = asyncio.run(driver.run(experiment, bar))
+        except KeyboardInterrupt:
+            # Before a driver was there to heed it.
+            found = driver.Measured(interrupted=True)
         result = report.make(experiment, found)
-    result["command"] = shlex.join(["asynckv", *sys.argv[1:]])
+        result["command"] = shlex.join(["asynckv", *sys.argv[1:]])
     write_json(json, result)
-    console = errors if json == "-" else Console()
-    report_text.show(result, console)
-    _say_next(result, json, console)
-    if stream is not sys.stderr:
-        stream.close()
-    return report.status(found, result)
+    report_text.show(result, errors if json == "-" else Console())
+    raise typer.Exit(report.status(found, result))
 
 
-def _say_next(result: Any, json: str | None, console: Any) -> None:
-    """Tell whoever sits before a terminal what can be done with this."""
-    if not console.is_terminal or result["interrupted"]:
-        return
-    hints = []
-    if json is None:
-        hints.append("--json FILE keeps this report, for asynckv report FILE and asynckv bench compare FILE FILE")
-    if not result["config"]["floor"]:
-        hints.append("--floor measures the bare transfer beside it, so that you see how much the engine reaches of it")
-    for i, hint in enumerate(hints):
-        console.print(f"{'' if i else chr(10)}next: {hint}", style="dim", highlight=False)
+bench_app.callback(invoke_without_command=True, epilog=BENCH_EPILOG, help=help_of(bench))(bench)
 
 
 def _refuse_options(context: typer.Context) -> None:
@@ -278,6 +202,8 @@ def sweep(
     from asynckv.tools.bench import grid, journal, machine, summary
     from asynckv.tools.bench import page as pages
     from asynckv.tools.bench import sweep as sweeps
+    from asynckv.tools.console import printable
+    from asynckv.tools.progress import Bar
 
     if not 1 <= rounds <= journal.MOST_ROUNDS:
         raise ConfigError(f"--rounds {rounds} is outside 1 ... {journal.MOST_ROUNDS}")
@@ -285,41 +211,42 @@ def sweep(
     made = grid.expand(typer.main.get_command(bench_app), context.args)
     command = shlex.join(["asynckv", "bench", "sweep", *context.args, "--rounds", str(rounds), "--out", out])
     console, errors = Console(), Console(stderr=True)
+    say = partial(errors.print, highlight=False, markup=False, soft_wrap=True)
     with_page = pages.is_installed()
     if not with_page:
-        errors.print(f"there will be no page: {pages.REMEDY}", style="yellow", highlight=False, markup=False)
-    book = journal.Journal(target)
-    try:
-        head = journal.Head(
-            command=command,
-            rounds=rounds,
-            axes=made.axes,
-            points=[journal.Place(point.key, point.axes) for point in made.points],
-            files=made.files,
-            environment=machine.environment(),
-        )
-        book.begin(head)
-        if book.repaired:
-            errors.print(
-                f"{target}: a line that was cut off is measured again", highlight=False, markup=False, soft_wrap=True
+        say(f"there will be no page: {pages.REMEDY}", style="yellow")
+    with contextlib.closing(journal.Journal(target)) as book:
+        book.begin(
+            journal.Head(
+                command=command,
+                rounds=rounds,
+                axes=made.axes,
+                points=[journal.Place(point.key, point.axes) for point in made.points],
+                files=made.files,
+                environment=machine.environment(),
             )
-        ran = _run(book, made.points, retry_failed, errors)
-        if ran.refused:
-            # The options are to blame, and a corrected sweep shall not find this one in its way.
-            target.unlink()
-            raise ConfigError(f"every point was refused: {ran.refused}")
-    finally:
-        book.close()
+        )
+        if book.repaired:
+            say(f"{target}: a line that was cut off is measured again")
+        rounds = book.sweep.head.rounds
+        total = len(made.points) * rounds
+        with Bar(errors, math.inf, says_interrupted=False) as bar:
+            bar.begin("runs", total, has_rate=False)
+
+            def step(done: int, point: grid.Point, number: int, row: journal.Row | None) -> None:
+                name = printable(journal.label(point.axes)) or "the only point"
+                name += f" (round {number} of {rounds})" if rounds > 1 else ""
+                bar.at(done)
+                bar.note(name)
+                if row is not None:
+                    style = "" if row.status == "good" else "red"
+                    errors.print(f"{done}/{total} {name}: {_result(row)}", style=style, highlight=False, soft_wrap=True)
+
+            was_interrupted = asyncio.run(sweeps.run(book, made.points, retry_failed=retry_failed, progress=step))
     latest = book.sweep.latest()
     summary.show(book.sweep, console)
-    total = len(made.points) * book.sweep.head.rounds
-    if ran.interrupted:
-        errors.print(
-            f"interrupted after {len(latest)} of {total} runs; the same command goes on:\n  {command}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+    if was_interrupted:
+        say(f"interrupted after {len(latest)} of {total} runs; the same command goes on:\n  {command}")
         raise typer.Exit(130)
     if with_page:
         write("page", str(html), pages.make(book.sweep, target.name))
@@ -327,36 +254,18 @@ def sweep(
     raise typer.Exit(0 if all(row.status == "good" for row in latest.values()) else 1)
 
 
-def _run(book: Any, points: Any, retry_failed: bool, errors: Any) -> Any:
-    """Run with a bar on a terminal, and a line per run either way."""
-    from asynckv.tools.bench import journal
-    from asynckv.tools.bench import sweep as sweeps
+def _result(row: journal.Row) -> str:
+    """Say in one line what a run of a sweep found."""
     from asynckv.tools.console import printable
-    from asynckv.tools.progress import Bar
 
-    rounds = book.sweep.head.rounds
-    with Bar(errors, math.inf, says_interrupted=False) as bar:
-        bar.begin("runs", len(book.sweep.head.points) * rounds, has_rate=False)
-
-        def step(at: Any) -> None:
-            name = printable(journal.label(at.axes)) or "the only point"
-            name += f" (round {at.round} of {rounds})" if rounds > 1 else ""
-            bar.at(at.done)
-            bar.note(name)
-            if at.row is None:
-                return
-            said = printable(at.row.reason)
-            if at.row.report is not None:
-                rates, latency = at.row.report["throughput"], at.row.report["latency_s"]
-                said = (
-                    f"{rates['gbytes_per_s']:.3f} GB/s, {rates['requests_per_s']:.1f} requests/s, "
-                    f"p50 {latency['p50'] * 1e3:.2f} ms, p99 {latency['p99'] * 1e3:.2f} ms"
-                ) + (f"; {said}" if said else "")
-            style = {"good": "", "bad": "red", "failed": "red"}[at.row.status]
-            mark = "" if at.row.status == "good" else f"{at.row.status}: "
-            errors.print(f"{at.done}/{at.total} {name}: {mark}{said}", style=style, highlight=False, soft_wrap=True)
-
-        return asyncio.run(sweeps.run(book, points, retry_failed=retry_failed, progress=step))
+    said = [] if row.status == "good" else [f"{row.status}: {printable(row.reason)}"]
+    if row.report is not None:
+        rates, latency = row.report["throughput"], row.report["latency_s"]
+        said.append(
+            f"{rates['gbytes_per_s']:.3f} GB/s, {rates['requests_per_s']:.1f} requests/s, "
+            f"p50 {latency['p50'] * 1e3:.2f} ms, p99 {latency['p99'] * 1e3:.2f} ms"
+        )
+    return "; ".join(said)
 
 
 @bench_app.command(epilog=PAGE_EPILOG)
@@ -415,7 +324,7 @@ def compare(
     from asynckv.tools.bench import compare as comparing
     from asynckv.tools.bench import sides
 
-    limit = None if fail_above is None else comparing.share("--fail-above", fail_above)
+    limit = None if fail_above is None else share_of("--fail-above", fail_above)
     names = [] if metrics is None else [x.strip() for x in metrics.split(",") if x.strip()]
     if metrics is not None and not names:
         raise ConfigError(f"--metrics {metrics!r} names none")

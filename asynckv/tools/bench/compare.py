@@ -8,7 +8,7 @@ no others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,16 +16,17 @@ import msgspec
 from rich.console import Console
 
 from asynckv.errors import ConfigError
-from asynckv.tools.bench import figures, journal, report
+from asynckv.tools.bench import figures, journal
 from asynckv.tools.bench.figures import Figure
 from asynckv.tools.bench.noise import LEVEL, median_of, ratio_of
 from asynckv.tools.bench.sides import Run, Side, flat
 from asynckv.tools.console import printable
 from asynckv.tools.output import print_table
 
-__all__ = ["SCHEMA", "Change", "compare", "judge", "share", "show"]
+__all__ = ["SCHEMA", "Change", "compare", "judge", "show"]
 
 SCHEMA = "asynckv.compare/1"
+NAMES = "before", "after"
 Verdict = Literal["better", "worse", "changed", "noise", "unsure", "undefined"]
 
 
@@ -47,21 +48,6 @@ class Change:
     high: float | None
     verdict: Verdict
     excess: float
-
-
-def share(option: str, text: str) -> float:
-    """Read a percentage: `5%` is 0.05.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    try:
-        value = float(text.removesuffix("%")) / 100
-    except ValueError:
-        value = math.nan
-    if not text.endswith("%") or not 0 <= value < math.inf:
-        raise ConfigError(f"{option} {text!r} is no percentage such as 5%")
-    return value
 
 
 # -- judging ---------------------------------------------------------------------------------------
@@ -125,183 +111,143 @@ def compare(before: Side, after: Side, metrics: Sequence[str] = (), fail_above: 
     Raises:
         ConfigError: A metric is unknown, or no point is on both sides.
     """
-    if not (before.is_sweep and after.is_sweep):
-        # Reports have no options, so all are matched by what they say they ran.
-        for side in (before, after):
-            side.runs = [run._replace(params=flat(run.report["config"])) for run in side.runs]
-            side.failed = []
-    for side in (before, after):
-        if not side.runs:
+    sides = before, after
+    for side in sides:
+        if not (before.is_sweep and after.is_sweep):
+            # Reports have no options, so all are matched by what they say they ran.
+            side.runs = [run._replace(params=flat(run.report["config"])) for run in side.runs if run.report]
+        if not side.reports:
             raise ConfigError(f"{side.name}: every point failed, so there is nothing to compare")
-    chosen = _chosen(before, after, metrics)
-    changed, keys, shown = _columns(before, after)
-    sides = [_by_key(((run.params, run) for run in side.runs), keys) for side in (before, after)]
-    failures = [_by_key(side.failed, keys) for side in (before, after)]
-    common = [key for key in sides[0] if key in sides[1]]
-    if not common:
+    chosen = _chosen(sides, metrics)
+    changed, keys, shown = _columns(sides)
+    there = [_points(side, keys) for side in sides]
+    lost = [key for key in there[0] if key not in there[1]]
+    if len(lost) == len(there[0]):
         raise ConfigError(
-            f"no point of {before.name} is in {after.name}: they differ in {_what(before, after, keys) or 'everything'}"
+            f"no point of {before.name} is in {after.name}: they differ in {_what(sides, keys) or 'everything'}"
         )
-    points, exceeded = [], []
-    for key in common:
-        label = _label(keys, key, shown)
-        rows, held = {}, (sides[0][key], sides[1][key])
-        faulty = [
-            {"side": name, "run": run.name, "says": says}
-            for name, runs in zip(("before", "after"), held, strict=True)
-            for run in runs
-            if (says := _fault(run.report))
-        ]
-        a, b = (_judged(runs) for runs in held)
-        for figure in chosen:
-            one, two = ([v for r in runs if (v := figure.of(r)) is not None] for runs in (a, b))
-            if not one or not two:
-                continue
-            change = judge(one, two, figure.better, (figure.within(a[0]), figure.within(b[0])))
-            rows[figure.name] = {"unit": figure.unit, "better": figure.better, **msgspec.to_builtins(change)}
-            if fail_above is not None and change.verdict in ("worse", "unsure") and change.excess > fail_above:
-                exceeded.append({"point": label, "metric": figure.name, "excess": change.excess})
-        health = [_health(runs, failed.get(key, [])) for runs, failed in zip(held, failures, strict=True)]
-        if fail_above is not None and health[1] > health[0]:
-            exceeded.append({"point": label, "metric": "unhealthy_runs", "excess": float(health[1] - health[0])})
-        points.append(
-            {
-                "point": label,
-                "runs": [len(runs) for runs in held],
-                "judged": [len(a), len(b)],
-                "unhealthy": health,
-                "faulty": faulty,
-                "metrics": rows,
-                "remark": _remark(a, b),
-                "caveats": _caveats(a, b),
-            }
-        )
-    lost = [key for key in sides[0] if key not in sides[1]]
-    for key in lost if fail_above is not None else ():
-        label = _label(keys, key, shown)
-        exceeded.append({"point": label, "metric": "missing", "excess": 1.0})
+
+    def label(key: Sequence[Any]) -> dict[str, Any]:
+        return {name: value for name, value in zip(keys, key, strict=True) if name in shown}
+
+    points = [
+        {"point": label(key)} | _compared(chosen, [side[key] for side in there]) for key in there[0] if key in there[1]
+    ]
     return {
         "schema": SCHEMA,
         "before": before.name,
         "after": after.name,
         "changed": changed,
-        "environment": _environments(before, after),
+        "environment": _environments(sides),
         "points": points,
-        "only_before": [_label(keys, key, shown) for key in lost],
-        "only_after": [_label(keys, key, shown) for key in sides[1] if key not in sides[0]],
+        "only_before": [label(key) for key in lost],
+        "only_after": [label(key) for key in there[1] if key not in there[0]],
         "failed": {
-            name: [{"point": {k: v for k, v in params.items() if k in shown}, "reason": why} for params, why in failed]
-            for name, failed in (("before", before.failed), ("after", after.failed))
+            name: [
+                {"point": {k: v for k, v in run.params.items() if k in shown}, "reason": run.reason}
+                for run in side.runs
+                if not run.report
+            ]
+            for name, side in zip(NAMES, sides, strict=True)
         },
         "overall": {f.name: _overall(f, points) for f in chosen if any(f.name in p["metrics"] for p in points)},
-        "exceeded": exceeded,
+        "exceeded": [] if fail_above is None else _exceeded(points, [label(key) for key in lost], fail_above),
     }
 
 
-def _chosen(before: Side, after: Side, metrics: Sequence[str]) -> list[Figure]:
-    reports = [run.report for side in (before, after) for run in side.runs]
-    known = set(dict(figures.leaves(reports[0])))
-    everywhere = known.intersection(*(dict(figures.leaves(r)) for r in reports[1:]))
+def _compared(chosen: Sequence[Figure], held: Sequence[Sequence[Run]]) -> dict[str, Any]:
+    """Compare the runs of one point; those with faults count only where a side has no others."""
+    measured = [[run for run in runs if run.report] for runs in held]
+    judged = [[r.report for r in runs if not r.fault] or [r.report for r in runs] for runs in measured]
+    metrics, caveats = {}, dict[str, list[int]]()
+    for figure in chosen:
+        one, two = ([v for report in reports if (v := figure.of(report)) is not None] for reports in judged)
+        if one and two:
+            change = judge(one, two, figure.better, (figure.within(judged[0][0]), figure.within(judged[1][0])))
+            metrics[figure.name] = {"unit": figure.unit, "better": figure.better, **msgspec.to_builtins(change)}
+    for i, reports in enumerate(judged):
+        for each in reports:
+            # What a report says against its own figures.
+            for text in [*each.get("warnings", []), *each.get("floor", {}).get("caveats", [])]:
+                caveats.setdefault(text, [0, 0])[i] += 1
+    return {
+        "runs": [len(runs) for runs in measured],
+        "judged": [len(reports) for reports in judged],
+        "unhealthy": [sum(bool(run.fault) for run in runs) for runs in held],
+        "faulty": [
+            {"side": name, "run": run.name, "says": run.fault}
+            for name, runs in zip(NAMES, measured, strict=True)
+            for run in runs
+            if run.fault
+        ],
+        "metrics": metrics,
+        "caveats": caveats,
+    }
+
+
+def _exceeded(points: Sequence[Mapping[str, Any]], lost: Sequence[Any], fail_above: float) -> list[dict[str, Any]]:
+    """List what is worse than is allowed."""
+    found = []
+    for point in points:
+        for name, change in point["metrics"].items():
+            if change["verdict"] in ("worse", "unsure") and change["excess"] > fail_above:
+                found.append({"point": point["point"], "metric": name, "excess": change["excess"]})
+        if (more := point["unhealthy"][1] - point["unhealthy"][0]) > 0:
+            found.append({"point": point["point"], "metric": "unhealthy_runs", "excess": float(more)})
+    return [*found, *({"point": label, "metric": "missing", "excess": 1.0} for label in lost)]
+
+
+def _chosen(sides: Sequence[Side], metrics: Sequence[str]) -> list[Figure]:
+    known = [{name for name, _ in figures.leaves(report)} for side in sides for report in side.reports]
     if not metrics:
+        everywhere = set.intersection(*known)
         floors = [name for name in figures.FLOORS if name in everywhere]
         return [figures.named(name, everywhere) for name in (*figures.DEFAULT, *floors)]
-    chosen = [figures.named(name, known.union(*(dict(figures.leaves(r)) for r in reports[1:]))) for name in metrics]
+    chosen = [figures.named(name, set.union(*known)) for name in metrics]
     for figure in chosen:
-        for side in (before, after):
-            if all(figure.of(run.report) is None for run in side.runs):
+        for side in sides:
+            if all(figure.of(report) is None for report in side.reports):
                 raise ConfigError(f"--metrics {figure.name!r} is in no report of {side.name}")
     return chosen
 
 
-def _columns(before: Side, after: Side) -> tuple[dict[str, list[Any]], list[str], set[str]]:
-    """What was changed, the parameters that a point is known by, and those of them that vary."""
-    names = dict.fromkeys(n for side in (before, after) for params in _params(side) for n in params)
-    found = {name: [_values(side, name) for side in (before, after)] for name in names}
+def _columns(sides: Sequence[Side]) -> tuple[dict[str, list[Any]], list[str], set[str]]:
+    """What was changed, the parameters that a point is known by, and those of them that vary.
+
+    A parameter that only one side knows is of another version, and says nothing.
+    """
+    names = [dict.fromkeys(name for run in side.runs for name in run.params) for side in sides]
+    found = {name: [_values(side, name) for side in sides] for name in names[0] if name in names[1]}
     changed = {n: [*a, *b] for n, (a, b) in found.items() if len(a) == len(b) == 1 and a != b}
-    keys = [n for n in names if n not in changed]
+    keys = [n for n in found if n not in changed]
     return changed, keys, {n for n in keys if len(set(found[n][0]) | set(found[n][1])) > 1}
 
 
 def _values(side: Side, name: str) -> list[Any]:
-    return list(dict.fromkeys(params.get(name) for params in _params(side)))
+    return list(dict.fromkeys(run.params.get(name) for run in side.runs))
 
 
-def _params(side: Side) -> Iterator[dict[str, Any]]:
-    yield from (run.params for run in side.runs)
-    yield from (params for params, _ in side.failed)
+def _points(side: Side, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Run]]:
+    """Take the runs of one point together, where at least one of them has a report."""
+    out: dict[tuple[Any, ...], list[Run]] = {}
+    for run in side.runs:
+        out.setdefault(tuple(run.params.get(k) for k in keys), []).append(run)
+    return {key: runs for key, runs in out.items() if any(run.report for run in runs)}
 
 
-def _by_key(items: Iterable[tuple[dict[str, Any], Any]], keys: Sequence[str]) -> dict[tuple[Any, ...], list[Any]]:
-    out: dict[tuple[Any, ...], list[Any]] = {}
-    for params, value in items:
-        out.setdefault(tuple(params.get(k) for k in keys), []).append(value)
-    return out
+def _what(sides: Sequence[Side], keys: Sequence[str]) -> str:
+    found = {name: [_values(side, name) for side in sides] for name in keys}
+    return "; ".join(
+        f"{name} ({', '.join(map(str, a))} against {', '.join(map(str, b))})"
+        for name, (a, b) in found.items()
+        if not set(a) & set(b)
+    )
 
 
-def _label(keys: Sequence[str], key: Sequence[Any], shown: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in zip(keys, key, strict=True) if name in shown}
-
-
-def _what(before: Side, after: Side, keys: Sequence[str]) -> str:
-    found = []
-    for name in keys:
-        a, b = (_values(side, name) for side in (before, after))
-        if not set(a) & set(b):
-            found.append(f"{name} ({', '.join(map(str, a))} against {', '.join(map(str, b))})")
-    return "; ".join(found)
-
-
-def _health(runs: Sequence[Run], failed: Sequence[str]) -> int:
-    """How many runs were not clean."""
-    return len(failed) + sum(bool(_fault(run.report)) for run in runs)
-
-
-def _fault(found: Mapping[str, Any]) -> str:
-    """Say what went wrong in a run, in short."""
-    return "; ".join(text[:120] for text in report.faults(found)[:5])
-
-
-def _judged(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Leave runs with faults out, unless there are no others."""
-    return [run.report for run in runs if not _fault(run.report)] or [run.report for run in runs]
-
-
-def _caveats(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """What the reports say against their own figures, and how many of them on either side do."""
-    found: dict[str, list[int]] = {}
-    for i, reports in enumerate((before, after)):
-        for each in reports:
-            for text in [*each.get("warnings", []), *each.get("floor", {}).get("caveats", [])]:
-                found.setdefault(text, [0, 0])[i] += 1
-    return found
-
-
-def _remark(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:
-    """Clear the engine of a change of the rate, if the bare transfer changed as much or more."""
-
-    def change(get: Callable[[Mapping[str, Any]], float | None]) -> float:
-        """Return the ratio of the medians; 1 where it is unknown."""
-        one, two = (median_of([v for r in runs if (v := get(r)) is not None]).median for runs in (before, after))
-        return two / one if one > 0 and two > 0 else 1.0
-
-    rate = change(figures.FIGURES["gbytes_per_s"].of)
-    bare = change(figures.at("floor.raw_nixl.gbytes_per_s"))
-    pieces = change(figures.FIGURES["descriptors"].of)
-    if not _is_large(rate) or math.log(bare) / math.log(rate) < 2 / 3:
-        return ""
-    is_pieces = _is_large(pieces) and (pieces > 1) == (rate < 1)
-    cause = f"a request has {_change(pieces)} descriptors" if is_pieces else "look at the machine and the transport"
-    return f"the bare transfer changed as well ({_change(bare)} GB/s), so it is not the engine: {cause}"
-
-
-def _is_large(ratio: float) -> bool:
-    return not 0.5 <= ratio <= 2
-
-
-def _environments(before: Side, after: Side) -> dict[str, list[list[str]]]:
+def _environments(sides: Sequence[Side]) -> dict[str, list[list[str]]]:
     """What differs between the machines and versions, within a side or between them."""
-    names = dict.fromkeys(n for side in (before, after) for e in side.environments for n in e)
-    found = {n: [list(dict.fromkeys(e[n] for e in s.environments if n in e)) for s in (before, after)] for n in names}
+    names = dict.fromkeys(n for side in sides for e in side.environments for n in e)
+    found = {n: [list(dict.fromkeys(e[n] for e in s.environments if n in e)) for s in sides] for n in names}
     # What only one side states, such as a sweep beside a report, says nothing.
     return {n: both for n, both in found.items() if all(both) and (both[0] != both[1] or len(both[0]) > 1)}
 
@@ -354,8 +300,6 @@ def show(result: dict[str, Any], console: Console) -> None:
         ]
         heads = ["", "before", "after", "change", "between", ""]
         print_table(console, heads, rows, texts=(0, 4, 5), wrapped=(5,), is_markup=True)
-        if point["remark"]:
-            console.print(f"  {point['remark']}", highlight=False)
         for text, (olds, news) in point["caveats"].items():
             many = f"{olds} of {point['judged'][0]} runs before, {news} of {point['judged'][1]} after"
             console.print(f"  [yellow]![/yellow] {text} ({many})", highlight=False)
@@ -421,7 +365,7 @@ def _change(ratio: float | None) -> str:
     """Say a small change in percent, and a large one as a factor."""
     if ratio is None:
         return ""
-    if not _is_large(ratio):
+    if 0.5 <= ratio <= 2:
         return f"{ratio - 1:+.1%}"
     factor = ratio if ratio > 1 else 1 / ratio if ratio > 0 else math.inf
     number = f"{factor:,.1f}" if factor < 10 else f"{factor:,.0f}"

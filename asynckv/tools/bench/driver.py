@@ -14,14 +14,14 @@ import contextlib
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
+import structlog
 from msgspec.structs import replace as replace_struct
 
-from asynckv.config import LeaseConfig
 from asynckv.core.types import Endpoint
 from asynckv.errors import AsyncKVError
 from asynckv.scheduler import PrefillGroup
@@ -29,20 +29,22 @@ from asynckv.tools.bench import protocol as p
 from asynckv.tools.bench import ucx
 from asynckv.tools.bench.blocks import Allocation, Allocator
 from asynckv.tools.bench.experiment import Experiment
-from asynckv.tools.bench.floor import Round
+from asynckv.tools.bench.floor import ROUNDS, Round
 from asynckv.tools.bench.schedule import Place, Request
-from asynckv.tools.bench.workers import Worker, WorkerLost, Workers
-from asynckv.tools.plan.layouts import model_groups
-from asynckv.tools.plan.models import State
-from asynckv.tools.progress import Steps, Unseen
+from asynckv.tools.bench.workers import END_S, Host, Worker, WorkerLost, Workers
+from asynckv.tools.progress import Bar
 
-__all__ = ["Driver", "Measured"]
+__all__ = ["Driver", "Measured", "run"]
 
 T = TypeVar("T")
 Groups = dict[Place, PrefillGroup]
 
+_log = structlog.get_logger("asynckv.bench")
+
 START_S = 120.0
 GRACE_S = 30.0
+FILLED_PER_S = 2e8
+"""Bytes that a slow machine fills, poisons or compares in a second."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,6 @@ class Measured:
     bytes_verified: int = 0
     bytes_wanted: int = 0
     bytes_wrong: int = 0
-    wrong_requests: list[int] = field(default_factory=list)
     prefill_leaked: int = 0
     decode_leaked: int = 0
     quarantined: int = 0
@@ -86,25 +87,22 @@ class Driver:
         experiment: What to run.
         num_blocks: Size of the pools per group, by role.
         progress: Is told how far the run is.
-        log: A structlog logger for the driver's own events.
 
     Attributes:
         found: What was measured so far.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        num_blocks: Mapping[str, Sequence[int]],
-        progress: Steps | None = None,
-        log: Any = None,
-    ) -> None:
+    def __init__(self, experiment: Experiment, num_blocks: Mapping[str, Sequence[int]], progress: Bar) -> None:
         self.found = Measured()
         self._experiment, self._options = experiment, experiment.options
-        self._num_blocks, self._progress, self._log = num_blocks, progress or Unseen(), log
+        self._num_blocks, self._progress = num_blocks, progress
         self._schedule = experiment.schedule()
         self._engines: dict[Place, Sequence[Worker]] = {}
         self._roles: dict[Worker, str] = {}
+        self._lenders: list[Worker] = []
+        """Ranks of the engines that lend."""
+        self._readers: list[Worker] = []
+        self._starting: asyncio.Task[Groups] | None = None
         self._stop = asyncio.Event()
         self._rng = np.random.default_rng(self._options.seed)
         self._cpu_at: dict[str, float] = {}
@@ -129,16 +127,28 @@ class Driver:
             AsyncKVError: A worker cannot go on.
         """
         self._engines = {place: workers[place] for place in self._experiment.engines.places}
-        self._roles = {worker: place.role for place, ranks in self._engines.items() for worker in ranks}
+        engines = self._experiment.engines
+        for place, ranks in self._engines.items():
+            self._roles |= dict.fromkeys(ranks, place.role)
+            self._lenders += ranks if engines.lends(place) else []
+            self._readers += ranks if engines.pulls(place) else []
         started = time.monotonic()
         try:
-            groups = await self._unless_stopped(self._ready())
-            if groups is None:
+            self._starting = asyncio.create_task(self._ready())
+            if self._stop.is_set():
+                self._starting.cancel()
+            await asyncio.wait({self._starting})
+            if self._starting.cancelled():
                 return self.found
-            if self._log is not None:
-                self._log.info("workers_started", pids=self.found.pids, seconds=round(time.monotonic() - started, 3))
-            with contextlib.suppress(WorkerLost):
-                await self._or_note(self._waves(groups))
+            groups = self._starting.result()
+            _log.info("workers_started", pids=self.found.pids, seconds=round(time.monotonic() - started, 3))
+            try:
+                await self._waves(groups)
+            except WorkerLost as exc:
+                self._lost(str(exc))
+                with contextlib.suppress(WorkerLost):
+                    # Whoever is left still has leases to see off.
+                    await self._finish()
             await self._reports()
         except WorkerLost as exc:
             self.found.problems.append(str(exc))
@@ -148,19 +158,10 @@ class Driver:
         """Ctrl-C: stop pulling, then end in order."""
         self.found.interrupted = True
         self._stop.set()
+        if self._starting is not None:
+            self._starting.cancel()
         for worker in self._readers:
             worker.tell(p.Cancel())
-
-    async def _unless_stopped(self, work: Coroutine[None, None, T]) -> T | None:
-        """Do what Ctrl-C breaks off at once."""
-        doing, stopped = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
-        try:
-            await asyncio.wait({doing, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            return doing.result() if doing.done() else None
-        finally:
-            for task in (doing, stopped):
-                task.cancel()
-            await asyncio.gather(doing, stopped, return_exceptions=True)
 
     def _enter(self, stage: Literal["warm-up", "run"], total: int | None) -> None:
         """Go on to the next part of the run."""
@@ -168,19 +169,6 @@ class Driver:
             self.found.stage = stage
         what = {"warm-up": "warm-up, first handshakes", "run": "requests, with filling and comparing"}[stage]
         self._progress.begin(what, total, has_rate=stage == "run")
-
-    def _of(self, wanted: Callable[[Place], bool]) -> list[Worker]:
-        return [worker for place, workers in self._engines.items() if wanted(place) for worker in workers]
-
-    @property
-    def _lenders(self) -> list[Worker]:
-        """Ranks of the engines that lend."""
-        return self._of(self._experiment.engines.lends)
-
-    @property
-    def _readers(self) -> list[Worker]:
-        """Ranks of the engines that pull."""
-        return self._of(self._experiment.engines.pulls)
 
     async def _ready(self) -> Groups:
         """Wait until all workers are up; returns the schedulers' views of the engines that lend."""
@@ -194,8 +182,7 @@ class Driver:
                 self.found.environment = ready.environment
                 self.found.pids[worker.name] = ready.pid
                 endpoints.setdefault(place, []).append(ready.endpoint)
-        lease_s, engines = self._options.lease_s, self._experiment.engines
-        lease = LeaseConfig(lease_s=lease_s, grant_s=min(10.0, lease_s))
+        engines, lease = self._experiment.engines, self._options.lease
         return {
             place: PrefillGroup(
                 engines.name(place), endpoints[place], lease=lease, pp_size=self._experiment.sides[place.role].pp
@@ -213,7 +200,7 @@ class Driver:
         await self._warm_up(groups)
         self._enter("run", len(self._schedule))
         done, clock_s, total = 0, 0.0, len(self._schedule)
-        most = -(-total // self._options.rounds) if self._options.floor else total
+        most = -(-total // ROUNDS) if self._options.floor else total
         while done < total and not self._stop.is_set():
             wave = self._allocate(self._schedule[i] for i in range(done, min(done + most, total)))
             await self._wave(groups, wave, clock_s)
@@ -261,33 +248,18 @@ class Driver:
             lend[r.lender].append(work)
             arrival_s = r.arrival_s - clock_s if is_open else 0.0
             pull[r.reader].append(replace_struct(work, lists=pulled, arrival_s=arrival_s, cancel_s=r.cancel_s))
-        patience = (
-            GRACE_S
-            + sum(
-                n * size * len(workers)
-                for place, workers in self._engines.items()
-                for n, size in zip(self._num_blocks[place.role], it.block_bytes(place.role), strict=True)
-            )
-            / 2e8
-        )
+        patience = GRACE_S + self._pool_bytes() / FILLED_PER_S
         for place, workers in self._engines.items():
             for worker in workers:
-                if it.engines.lends(place):
-                    worker.tell(p.Fill(lend[place]))
-                if it.engines.pulls(place):
-                    worker.tell(p.Prepare(pull[place]))
+                worker.tell(p.Prepare(lend[place], pull[place]))
         self._progress.note("filling blocks" if options.verify != "off" else "")
-        for place, workers in self._engines.items():
-            for worker in workers:
-                if it.engines.lends(place):
-                    await worker.hear(p.Done, patience)
-                if it.engines.pulls(place):
-                    await worker.hear(p.Done, patience)
+        for worker in self._roles:
+            await worker.hear(p.Done, patience)
         sample: p.Sample | None = None
         if options.floor and len(found.floor) % 2:
             sample = await self._measure_floor(patience)
             (reader,) = self._readers
-            reader.tell(p.Prepare(pull[Place("decode", 0)]))
+            reader.tell(p.Prepare([], pull[Place("decode", 0)]))
             await reader.hear(p.Done, patience)
         # Only now: a floor keeps the readers' loops from answering, and leases would run out meanwhile.
         for worker in self._lenders:
@@ -314,6 +286,14 @@ class Driver:
             window_s = found.windows_s[-1]
             found.floor.append(Round(window_s, seconds, moved, cpu_s, options.concurrency, sample, failed))
 
+    def _pool_bytes(self) -> int:
+        """Bytes of all pools, which the slowest filling takes its time for."""
+        return sum(
+            n * size * len(workers)
+            for place, workers in self._engines.items()
+            for n, size in zip(self._num_blocks[place.role], self._experiment.block_bytes(place.role), strict=True)
+        )
+
     async def _open_floor(self) -> None:
         (lender,), (reader,) = self._lenders, self._readers
         lender.tell(p.Open())
@@ -326,7 +306,7 @@ class Driver:
         lender.tell(p.Serve(True))
         await lender.hear(p.Done, GRACE_S)
         reader.tell(p.Measure(self._options.concurrency))
-        sample = (await reader.hear(p.Floored, 4 * patience_s)).sample
+        sample = await reader.hear(p.Sample, 4 * patience_s)
         lender.tell(p.Serve(False))
         await lender.hear(p.Done, GRACE_S)
         return sample
@@ -334,15 +314,7 @@ class Driver:
     def _allocate(self, requests: Iterable[Request]) -> list[Allocation]:
         """Give the first requests their blocks, as many as fit at once."""
         it, out = self._experiment, []
-        allocator = Allocator(
-            self._num_blocks,
-            it.engines.places,
-            places=it.places,
-            block_size={role: side.block_size for role, side in it.sides.items()},
-            shareable=[not isinstance(layer, State) for layer, _ in model_groups(it.model)],
-            chunk_tokens=it.workload.chunk_tokens,
-            rng=self._rng if it.options.block_order == "random" else None,
-        )
+        allocator = Allocator(self._num_blocks, it, self._rng if it.options.block_order == "random" else None)
         for request in requests:
             if (taken := allocator.take(request)) is None:
                 break
@@ -378,12 +350,11 @@ class Driver:
             found.bytes_verified += verified.num_bytes
             found.bytes_wanted += verified.wanted
             found.bytes_wrong += verified.wrong
-            found.wrong_requests += verified.wrong_requests
 
     async def _finish(self) -> None:
         found, readers = self.found, self._readers
         # Where a reader never came, the lease has to run out first.
-        patience = self._options.lease_s + 2 * min(10.0, self._options.lease_s) + 10.0
+        patience = self._options.lease.lease_s + 2 * self._options.lease.grant_s + 10.0
         async for worker, ended in self._ask(self._lenders, p.Finish(patience), p.Ended, patience + GRACE_S):
             for cause, n in ended.causes.items():
                 found.lease_ends[cause] = found.lease_ends.get(cause, 0) + n
@@ -432,10 +403,24 @@ class Driver:
             self.found.problems.append(what)
         self._stop.set()
 
-    async def _or_note(self, work: Coroutine[None, None, None]) -> None:
+
+async def run(experiment: Experiment, progress: Bar) -> Measured:
+    """Run a benchmark; nothing is left running.
+
+    Args:
+        experiment: The run.
+        progress: Is told how far the run is.
+
+    Raises:
+        ConfigError: The input cannot be run.
+        AsyncKVError: A worker cannot go on.
+    """
+    num_blocks = await asyncio.to_thread(experiment.num_blocks)
+    driver = await asyncio.to_thread(Driver, experiment, num_blocks, progress)
+    host = Host(experiment, num_blocks)
+    with driver.heeding_signals():
         try:
-            await work
-        except WorkerLost as exc:
-            self._lost(str(exc))
-            # Whoever is left still has leases to see off.
-            await self._finish()
+            return await driver.run(await host.start())
+        finally:
+            # Who is interrupted while workers start does not wait for what they do first.
+            await host.end(0.5 if driver.found.interrupted and driver.found.stage == "start" else END_S)

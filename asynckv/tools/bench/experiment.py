@@ -17,9 +17,10 @@ from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign, remote_ranks
 from asynckv.geometry.tables import PeerTables
-from asynckv.tools.bench.options import DEFAULT_MODEL, Options, Shape
+from asynckv.tools.bench.options import DEFAULT_MODEL, PREFIX_CACHE, PROMPT_TOKENS, Options, Shape
 from asynckv.tools.bench.schedule import Arrivals, Engines, Place, Request, make_schedule
 from asynckv.tools.bench.workload import Workload, cached_tokens, drawn, traced
+from asynckv.tools.console import size
 from asynckv.tools.plan.layouts import model_groups
 from asynckv.tools.plan.models import Model, State, chosen
 
@@ -27,9 +28,11 @@ __all__ = ["Experiment", "memory_available"]
 
 MiB = 1 << 20
 MOST_RANKS = 1024
+MOST_ENGINES = 256
 MOST_BLOCK_SIZE = 1 << 20
 PROCESS_BYTES = 600 * MiB
 """What a process may use beside its pool."""
+PREFIXES = 8
 LOOPBACK = "127.0.0.1"
 OPEN_BYTES = 2048 * MiB
 """A pool's size in an open loop, if the schedule needs more: every window's end costs the time of its last pulls."""
@@ -46,6 +49,7 @@ class Experiment:
         sides: Both engines' shapes, by role.
         engines: How many there are, and who lends to whom.
         arrivals: When requests come.
+        cache_tokens: What the modelled prefix cache of each engine holds.
         hosts: The address at which each side's engines listen, by role.
 
     Raises:
@@ -57,28 +61,29 @@ class Experiment:
         self.model = _model(options) if model is None else model
         self.workload = _workload(options) if workload is None else workload
         self.sides: dict[str, Shape] = {role: options.shape(role) for role in ("prefill", "decode")}
-        self.engines = Engines(options.prefill_engines, options.decode_engines, options.both_ways)
-        kind = options.arrivals or ("closed" if options.rate is None else "poisson")
-        self.arrivals = Arrivals(kind, options.rate, options.speed)
+        prefill, decode = options.engines if isinstance(options.engines, tuple) else (options.engines,) * 2
+        if not 1 <= min(prefill, decode) <= max(prefill, decode) <= MOST_ENGINES:
+            raise ConfigError(f"--engines {prefill}:{decode} is outside 1 ... {MOST_ENGINES}")
+        self.engines = Engines(prefill, decode, options.both_ways)
+        self.arrivals = Arrivals(options.rate, options.speed)
         for role, side in self.sides.items():
             for name, value, most in (
                 ("tp", side.tp, MOST_RANKS),
                 ("pp", side.pp, MOST_RANKS),
                 ("block-size", side.block_size, MOST_BLOCK_SIZE),
-                ("ratio", side.ratio, MOST_BLOCK_SIZE),
             ):
                 if not 1 <= value <= most:
                     raise ConfigError(f"--{name} {value} ({role} side) is outside 1 ... {most}")
-            if side.block_size % side.ratio:
-                raise ConfigError(
-                    f"--ratio {side.ratio} ({role} side) does not divide --block-size {side.block_size}; a block is so "
-                    f"many kernel blocks of equal size"
-                )
         if any(self.workload.chunks) and options.prefix_hit not in ("0", "0%"):
             raise ConfigError(
                 f"--prefix-hit {options.prefix_hit} was given for prompts that share prefixes, of which the modelled "
                 f"cache says what is there; use --prefix-cache to size that, or leave --prefix-hit out"
             )
+        if options.prefix_cache is not None and not self.workload.chunks and options.trace is None:
+            raise ConfigError(
+                "--prefix-cache says nothing where prompts share no prefixes; give --shared-prefix or a --trace as well"
+            )
+        self.cache_tokens = PREFIX_CACHE if options.prefix_cache is None else options.prefix_cache
         self.hosts = _hosts(options)
         if options.floor:
             self._check_floor()
@@ -88,16 +93,16 @@ class Experiment:
             self.block_bytes(role)
 
     def _check_floor(self) -> None:
-        options, requests = self.options, len(self.workload.prompt_tokens)
+        options = self.options
         ranks = [side.tp * side.pp for side in self.sides.values()]
         if max(ranks) > 1 or len(self.engines.places) > 2 or self.engines.both_ways:
             raise ConfigError(
-                "--floor compares one decode rank with one prefill rank; leave out --tp, --pp, --prefill-engines, "
-                "--decode-engines and --both-ways"
+                "--floor compares one decode rank with one prefill rank; leave out --tp, --pp, --engines and "
+                "--both-ways"
             )
         if self.arrivals.is_open or options.cancel or options.memory != "host":
             raise ConfigError(
-                "--floor compares closed loops in host memory; leave out --rate, --arrivals, --cancel and --memory"
+                "--floor compares closed loops in host memory; leave out --rate, --speed, --cancel and --memory"
             )
         if options.remote is not None:
             raise ConfigError("--floor is measured on one machine; leave it or --remote out")
@@ -105,10 +110,6 @@ class Experiment:
             raise ConfigError(
                 "--floor and --announced: claims that are granted before the window opens are not in it, so the "
                 "engine's part of the floor would flatter; leave one of them out"
-            )
-        if not 1 <= options.rounds <= requests:
-            raise ConfigError(
-                f"--rounds {options.rounds} is outside 1 ... {requests} (--requests): each has one at least"
             )
 
     def num_ranks(self, number: int) -> int:
@@ -126,10 +127,9 @@ class Experiment:
             self.workload,
             engines=self.engines,
             arrivals=self.arrivals,
-            cache_tokens=self.options.prefix_cache,
+            cache_tokens=self.cache_tokens,
             cached=self.cached,
             cancel=self.options.cancel,
-            cancel_within_s=self.options.cancel_within_s,
             seed=self.options.seed,
         )
 
@@ -172,7 +172,7 @@ class Experiment:
         try:
             return shape.layout(self.model, tp_rank, pp_stage, num_blocks)
         except LayoutError as exc:
-            raise ConfigError(f"--{role}-tp {shape.tp}: {exc}") from exc
+            raise ConfigError(f"--tp {shape.tp} ({role} side): {exc}") from exc
 
     def small_pieces(self) -> list[str]:
         """Say where the two geometries cut what is read into pieces so small that it is slow."""
@@ -238,16 +238,16 @@ class Experiment:
         if not room:
             have = memory_available() if available is None else available
             raise ConfigError(
-                f"{ranks} worker processes need {_size(ranks * PROCESS_BYTES + 512 * MiB)} of memory beside their "
-                f"pools ({_size(PROCESS_BYTES)} each), but {_size(have)} can be had; use fewer ranks (--tp, "
-                f"--prefill-tp, --decode-tp) or engines"
+                f"{ranks} worker processes need {size(ranks * PROCESS_BYTES + 512 * MiB)} of memory beside their "
+                f"pools ({size(PROCESS_BYTES)} each), but {size(have)} can be had; use fewer ranks (--tp) "
+                f"or engines"
             )
         for role in self.sides:
             limit = self.options.pool_mb * MiB if self.options.pool_mb is not None else room // ranks
             if need[role] > limit:
                 raise ConfigError(
                     f"the longest prompt ({max(self.workload.prompt_tokens):,} tokens) needs a pool of "
-                    f"{_size(need[role])} on each of the {processes[role]} {role} ranks, but {_size(limit)} can be had "
+                    f"{size(need[role])} on each of the {processes[role]} {role} ranks, but {size(limit)} can be had "
                     f"for each of {ranks} processes; shorten it with --max-prompt-tokens, use fewer --layers or ranks, "
                     f"or {'raise --pool-mb' if limit < room // ranks else 'free memory'}"
                 )
@@ -265,14 +265,6 @@ class Experiment:
         return max(1, sum(n * size for n, size in zip(blocks, self.block_bytes(role), strict=True)))
 
 
-def _size(num_bytes: float) -> str:
-    """Say so many bytes in a unit that shows something of them."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.{0 if num_bytes >= 100 * size else 1}f} {unit}"
-    return f"{num_bytes:.0f} bytes"
-
-
 def memory_available() -> int:
     """Bytes of memory that this host could still give away."""
     for line in Path("/proc/meminfo").read_text().splitlines():
@@ -288,6 +280,8 @@ def _hosts(options: Options) -> dict[str, str]:
         ConfigError: There is none.
     """
     if options.remote is None:
+        if options.remote_host is not None:
+            raise ConfigError("--remote-host says nothing without --remote; give a command as well")
         return {"prefill": LOOPBACK, "decode": LOOPBACK}
     there = (options.remote_host or "").strip("[]")
     if not options.remote.split():
@@ -297,7 +291,6 @@ def _hosts(options: Options) -> dict[str, str]:
             "--remote needs --remote-host: the address of the other host in the data network, at which its engines "
             "listen"
         )
-    here = "decode" if options.remote_role == "prefill" else "prefill"
     try:
         # The address from which the other one is reached; nothing is sent.
         family, kind, _, _, address = socket.getaddrinfo(there, 9, type=socket.SOCK_DGRAM)[0]
@@ -306,26 +299,33 @@ def _hosts(options: Options) -> dict[str, str]:
             own: str = probe.getsockname()[0]
     except OSError as exc:
         raise ConfigError(f"--remote-host {there}: {exc.strerror or exc}; check the address and the route") from exc
-    return {role: f"[{host}]" if ":" in host else host for role, host in ((here, own), (options.remote_role, there))}
+    return {
+        role: f"[{host}]" if ":" in host else host
+        for role, host in zip(("prefill", "decode"), (there, own), strict=True)
+    }
 
 
 def _model(options: Options) -> Model:
     return chosen(options.model, options.hf_config, DEFAULT_MODEL).resized(
-        layers=options.layers, kv_heads=options.kv_heads, head_dim=options.head_dim, dtype=options.dtype
+        layers=options.layers, kv_heads=options.kv_heads, dtype=options.dtype
     )
 
 
 def _workload(options: Options) -> Workload:
     if options.trace is not None:
+        if options.prompt_tokens is not None:
+            raise ConfigError(
+                "--prompt-tokens and --trace were both given, and the trace says how long prompts are; choose one"
+            )
         found = traced(Path(options.trace), options.requests)
     else:
-        found = drawn(options.prompt_tokens, options.requests or 100, options.seed)
+        found = drawn(options.prompt_tokens or PROMPT_TOKENS, options.requests or 100, options.seed)
     found = found.capped(options.max_prompt_tokens)
-    groups = options.prefix_groups
     if options.shared_prefix is not None:
-        return found.sharing(options.shared_prefix, 8 if groups is None else groups, options.seed)
-    if groups is not None:
-        raise ConfigError(
-            f"--prefix-groups {groups} says nothing without --shared-prefix; give the prefixes' length as well"
-        )
+        tokens, colon, groups = options.shared_prefix.partition(":")
+        if not tokens.isdecimal() or not (groups.isdecimal() or not colon):
+            raise ConfigError(
+                f"--shared-prefix {options.shared_prefix!r} is no length such as 1024, and no 1024:8 (8 such prefixes)"
+            )
+        return found.sharing(int(tokens), int(groups or PREFIXES), options.seed)
     return found

@@ -20,16 +20,34 @@ class Figure:
     """One number of a report.
 
     Attributes:
-        of: Returns it in the figure's unit; None where a report does not have it.
-        within: Returns the interval that the run itself found, where it measured in rounds.
+        path: Where it is, with dots between.
+        scale: Makes the figure's unit of it.
+        is_per_request: It is shared out over the requests of a transfer.
     """
 
     name: str
     title: str
     unit: str
     better: Literal["higher", "lower", ""]
-    of: Callable[[Report], float | None]
-    within: Callable[[Report], tuple[float, float] | None] = lambda report: None
+    path: str
+    scale: float = 1.0
+    is_per_request: bool = False
+
+    def of(self, report: Report) -> float | None:
+        """Return it in the figure's unit; None where a report does not have it."""
+        value = _number(_find(report, self.path))
+        if value is None or not self.is_per_request:
+            return None if value is None else value * self.scale
+        # Those that read nothing, being cached whole, are no requests of a transfer.
+        number = report["requests"]["completed"] - report["requests"].get("read_nothing", 0)
+        return value * self.scale / number if number else None
+
+    def within(self, report: Report) -> tuple[float, float] | None:
+        """Return the interval that the run itself found, where it measured in rounds."""
+        value = _find(report, self.path)
+        if not isinstance(value, Mapping) or value.get("level", 0.0) < LEVEL:
+            return None
+        return value["low"] * self.scale, value["high"] * self.scale
 
 
 def _find(report: Report, path: str) -> Any:
@@ -48,49 +66,22 @@ def _number(value: Any) -> float | None:
 
 def at(path: str, scale: float = 1.0) -> Callable[[Report], float | None]:
     """Make what finds the number at a dotted path, times `scale`."""
-
-    def get(report: Report) -> float | None:
-        value = _number(_find(report, path))
-        return None if value is None else value * scale
-
-    return get
-
-
-def _within(path: str) -> Callable[[Report], tuple[float, float] | None]:
-    def get(report: Report) -> tuple[float, float] | None:
-        value = _find(report, path)
-        if not isinstance(value, Mapping) or value.get("level", 0.0) < LEVEL:
-            return None
-        return value["low"], value["high"]
-
-    return get
-
-
-def _per_request(path: str, scale: float = 1.0) -> Callable[[Report], float | None]:
-    get = at(path, scale)
-
-    def per_request(report: Report) -> float | None:
-        value, requests = get(report), report["requests"]
-        # Those that read nothing, being cached whole, are no requests of a transfer.
-        number = requests["completed"] - requests.get("read_nothing", 0)
-        return value / number if value is not None and number else None
-
-    return per_request
+    return Figure(path, path, "", "", path, scale).of
 
 
 FIGURES = {
     figure.name: figure
     for figure in (
-        Figure("gbytes_per_s", "throughput", "GB/s", "higher", at("throughput.gbytes_per_s")),
-        Figure("requests_per_s", "throughput", "requests/s", "higher", at("throughput.requests_per_s")),
-        Figure("p50", "latency p50", "ms", "lower", at("latency_s.p50", 1e3)),
-        Figure("p90", "latency p90", "ms", "lower", at("latency_s.p90", 1e3)),
-        Figure("p99", "latency p99", "ms", "lower", at("latency_s.p99", 1e3)),
-        Figure("max", "latency max", "ms", "lower", at("latency_s.max", 1e3)),
-        Figure("decode_cpu", "decode CPU per request", "µs", "lower", _per_request("cpu_s.decode", 1e6)),
-        Figure("prefill_cpu", "prefill CPU per request", "µs", "lower", _per_request("cpu_s.prefill", 1e6)),
-        Figure("loop_lag_p99", "loop lag p99", "ms", "lower", at("loop_lag_s.p99", 1e3)),
-        Figure("descriptors", "descriptors per request", "", "lower", _per_request("descriptors.posted")),
+        Figure("gbytes_per_s", "throughput", "GB/s", "higher", "throughput.gbytes_per_s"),
+        Figure("requests_per_s", "throughput", "requests/s", "higher", "throughput.requests_per_s"),
+        Figure("p50", "latency p50", "ms", "lower", "latency_s.p50", 1e3),
+        Figure("p90", "latency p90", "ms", "lower", "latency_s.p90", 1e3),
+        Figure("p99", "latency p99", "ms", "lower", "latency_s.p99", 1e3),
+        Figure("max", "latency max", "ms", "lower", "latency_s.max", 1e3),
+        Figure("decode_cpu", "decode CPU per request", "µs", "lower", "cpu_s.decode", 1e6, is_per_request=True),
+        Figure("prefill_cpu", "prefill CPU per request", "µs", "lower", "cpu_s.prefill", 1e6, is_per_request=True),
+        Figure("loop_lag_p99", "loop lag p99", "ms", "lower", "loop_lag_s.p99", 1e3),
+        Figure("descriptors", "descriptors per request", "", "lower", "descriptors.posted", is_per_request=True),
     )
 }
 FLOORS = {
@@ -138,7 +129,7 @@ def named(name: str, known: set[str]) -> Figure:
     root = name.split(".")[0]
     if root == "ratio_to_floor":
         better: Literal["higher", "lower"] = "higher" if name.endswith("per_s") else "lower"
-        return Figure(name, name, "", better, at(name), _within(name))
+        return Figure(name, name, "", better, name)
     if root in ("latency_s", "phases_s", "loop_lag_s", "cpu_s"):
-        return Figure(name, name, "ms", "lower", at(name, 1e3))
-    return Figure(name, name, "", "", at(name))
+        return Figure(name, name, "ms", "lower", name, 1e3)
+    return Figure(name, name, "", "", name)

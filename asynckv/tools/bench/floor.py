@@ -35,10 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HEAD",
+    "ROUNDS",
     "Floor",
-    "Probe",
     "Round",
-    "Server",
     "caveats",
     "faults",
     "latencies",
@@ -66,69 +65,61 @@ class Round(msgspec.Struct):
     failed: int = 0
 
 
-def _start_raw(pool: Pool, name: str) -> tuple[RawLoop, AgentInfo]:
-    from asynckv.edges.nixl_raw import RawLoop
+class Floor:
+    """A worker's part: a second agent over the same memory, which serves the other one's or reads from it.
 
-    plane = RawLoop(NixlConfig(posting_threads=0), f"floor-{name}-{os.getpid()}")
-    # The same duties as the engine's: woken by UCX it makes progress for whoever reads from here.
-    agent = plane.begin(pool.registration.layout.memories, lambda: _progress(plane))
-    return plane, agent
+    Args:
+        pool: This side's memory.
+        verify: Compare what landed.
+        config: Of the engine, whose posts are cut in the same way.
+    """
 
+    def __init__(self, pool: Pool, verify: bool, config: PullConfig) -> None:
+        self._pool, self._verify, self._config = pool, verify, config
+        self._here = pool.registration.layout
+        self._raw: RawLoop | None = None
 
-def _progress(plane: RawLoop) -> None:
-    plane.poll()
+    @property
+    def _plane(self) -> RawLoop:
+        assert self._raw is not None
+        return self._raw
 
+    def open(self) -> p.Opened:
+        """Start, and say how to read from here."""
+        from asynckv.edges.nixl_raw import RawLoop
 
-class Server:
-    """The prefill worker's part."""
+        self._raw = plane = RawLoop(NixlConfig(posting_threads=0), f"floor-{os.getpid()}-{id(self)}")
 
-    def __init__(self, pool: Pool) -> None:
-        self._layout = pool.registration.layout
-        self._plane, self._agent = _start_raw(pool, "prefill")
+        def progress() -> None:
+            plane.poll()
 
-    def opened(self) -> p.Opened:
-        """Say how to get at the memory."""
-        return p.Opened(self._agent.name, self._agent.metadata, self._layout)
+        # The same duties as the engine's: woken by UCX it makes progress for whoever reads from here.
+        agent = plane.begin(self._here.memories, progress)
+        return p.Opened(agent.name, agent.metadata, self._here)
 
     def serve(self, on: bool) -> None:
         """Make progress for the raw loop from now on, or only when woken."""
         self._plane.watch(on)
 
-    def close(self) -> None:
-        """Serve nobody any more."""
-        self._plane.close()
-
-
-class Probe:
-    """The decode worker's part.
-
-    Args:
-        pool: This side's memory.
-        opened: What the prefill worker said.
-    """
-
-    def __init__(self, pool: Pool, opened: p.Opened, config: PullConfig) -> None:
-        self._pool, self._opened, self._config = pool, opened, config
-        self._here, self._there = pool.registration.layout, opened.layout
-        (share,) = assign(self._here, [self._there])
-        self._map = PeerTables(self._here, self._there, share, itertools.count(1))
-        self._plane, _ = _start_raw(pool, "decode")
-
-    async def connect(self) -> None:
-        """Load the prefill worker's agent."""
-        agent = AgentInfo(self._opened.agent_name, self._opened.metadata)
-        await self._plane.add_remote_agent(agent, self._there.memories)
+    async def connect(self, opened: p.Opened) -> None:
+        """Start, and load the agent of the prefill worker."""
+        self.open()
+        self._there = opened
+        (share,) = assign(self._here, [opened.layout])
+        self._map = PeerTables(self._here, opened.layout, share, itertools.count(1))
+        await self._plane.add_remote_agent(AgentInfo(opened.agent_name, opened.metadata), opened.layout.memories)
 
     def close(self) -> None:
-        """Let go of the agent."""
-        self._plane.close()
+        """Let go of agents and sockets."""
+        if self._raw is not None:
+            self._raw.close()
 
-    async def measure(self, works: Sequence[p.Work], concurrency: int, verify: bool) -> p.Sample:
+    async def measure(self, works: Sequence[p.Work], concurrency: int) -> p.Sample:
         """Move all requests once more; the clock runs on the loop's thread, and nothing else does."""
         # What is cached whole is nothing to move, and no request of the engine's figures either.
         plans = [plan for work in works if (plan := self._plan(work)).num_bytes]
         num_bytes = sum(plan.num_bytes for plan in plans)
-        if verify:
+        if self._verify:
             await anyio.to_thread.run_sync(self._poison, works)
         try:
             move = self._prepared(plans, concurrency)
@@ -138,7 +129,7 @@ class Probe:
         except AsyncKVError as exc:
             return p.Sample([], 0.0, num_bytes, 0.0, 0, str(exc))
         window_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
-        wrong = await anyio.to_thread.run_sync(self._wrong, works) if verify else 0
+        wrong = await anyio.to_thread.run_sync(self._wrong, works) if self._verify else 0
         return p.Sample(ends, window_s, num_bytes, cpu_s, wrong)
 
     def _plan(self, work: p.Work) -> Plan:
@@ -159,7 +150,7 @@ class Probe:
     def _prepared(self, plans: Sequence[Plan], concurrency: int) -> Callable[[], list[float]]:
         config = self._config
         requests = [list(plan.posts(config.max_post_bytes, config.max_post_descriptors)) for plan in plans]
-        lists = self._plane.prepare_lists(self._opened.agent_name, requests)
+        lists = self._plane.prepare_lists(self._there.agent_name, requests)
         return lambda: self._plane.read_all(
             lists,
             requests,
@@ -217,6 +208,8 @@ NAMES = {
 }
 HEAD = ("floor (the bare transfer)", "GB/s", "p50", "engine reaches", "p50 x", "CPU x")
 
+ROUNDS = 10
+"""Into how many waves a run beside the floor is cut, or more where pools are small."""
 QUIET_S = 0.005
 """What the p99 of the event loops' lag is below, on cores that do nothing else."""
 LEAST_ROUNDS = 6
@@ -263,14 +256,14 @@ def caveats(rounds: Sequence[Round]) -> list[str]:
     if not rounds:
         return []
     per_round, at_once = min(len(r.seconds) for r in rounds), max(r.concurrency for r in rounds)
-    least_rounds, least = max(len(rounds), LEAST_ROUNDS), LEAST_TURNS * at_once
+    most_rounds, least = max(len(rounds), ROUNDS), LEAST_TURNS * at_once
     if len(rounds) >= LEAST_ROUNDS and per_round >= least:
         return []
     few = [f"{len(rounds)} rounds, of which {LEAST_ROUNDS} make an interval"] if len(rounds) < LEAST_ROUNDS else []
     few += [f"{per_round} requests in a round with {at_once} in flight"] if per_round < least else []
     return [
         f"too few requests for these ratios and the throughput: {' and '.join(few)}; give --requests "
-        f"{least_rounds * least} --rounds {least_rounds}, or a lower --concurrency"
+        f"{most_rounds * least}, or a lower --concurrency"
     ]
 
 
@@ -288,35 +281,3 @@ def _figures(
 def _medians(values: Sequence[dict[str, float]]) -> dict[str, Any]:
     keys = dict.fromkeys(key for value in values for key in value)
     return {key: msgspec.to_builtins(median_of([v[key] for v in values if key in v])) for key in keys}
-
-
-class Floor:
-    """Whichever part a worker plays."""
-
-    def __init__(self, pool: Pool, verify: bool, config: PullConfig) -> None:
-        self._pool, self._verify, self._config = pool, verify, config
-        self._server: Server | None = None
-        self._probe: Probe | None = None
-
-    async def obey(self, command: p.FloorCommand, works: Sequence[p.Work]) -> p.Answer:
-        """Do what the driver says."""
-        match command:
-            case p.Open():
-                self._server = Server(self._pool)
-                return self._server.opened()
-            case p.Serve(on):
-                if self._server is not None:
-                    self._server.serve(on)
-            case p.Connect(opened):
-                self._probe = Probe(self._pool, opened, self._config)
-                await self._probe.connect()
-            case p.Measure(concurrency):
-                assert self._probe is not None
-                return p.Floored(await self._probe.measure(works, concurrency, self._verify))
-        return p.Done(time.process_time())
-
-    def close(self) -> None:
-        """Let go of agents and sockets."""
-        for part in (self._server, self._probe):
-            if part is not None:
-                part.close()

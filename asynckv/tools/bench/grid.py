@@ -5,13 +5,11 @@ Knows the options of `asynckv bench` only through its command, so that an option
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -101,7 +99,7 @@ def expand(command: Any, args: Sequence[str]) -> Grid:
         # Parsed and not run: wrong values are found before anything is measured.
         params = command.make_context("asynckv bench", list(argv)).params
         files |= _digests(params)
-        plain = {k: _plain(v) for k, v in sorted(params.items()) if k not in OF_SINGLE_RUNS}
+        plain = {k: str(v) if isinstance(v, Path) else v for k, v in sorted(params.items()) if k not in OF_SINGLE_RUNS}
         key = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
         axes = {
             name.lstrip("-"): value
@@ -117,36 +115,22 @@ def expand(command: Any, args: Sequence[str]) -> Grid:
 
 def _options(command: Any, args: Sequence[str]) -> dict[str, list[str] | None]:
     """Option -> its values, None for a flag."""
-    known = {name: param for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    context = command.context_class(command, info_name="asynckv bench")
+    found, left, order = command.make_parser(context).parse_args(list(args))
+    if left:
+        raise ConfigError(f"{left[0]!r} is no option of asynckv bench; asynckv bench --help lists them")
     given: dict[str, list[str] | None] = {}
-    used: dict[str, str] = {}
-    rest = list(args)
-    while rest:
-        name, equals, text = rest.pop(0).partition("=")
-        param = known.get(name)
-        if param is None:
-            near = difflib.get_close_matches(name, known, 1)
-            raise ConfigError(
-                f"{name!r} is no option of asynckv bench{f'; did you mean {near[0]}?' if near else ''}; "
-                f"asynckv bench --help lists them"
-            )
+    for param in order:
+        name, text = param.opts[0], found[param.name]
         if param.name in OF_SINGLE_RUNS:
             raise ConfigError(f"{name} is of single runs, not of sweeps, whose reports are the lines of --out")
-        if param.name in used:
+        if name in given:
             raise ConfigError(f"{name} was given twice; an axis is one list, such as {name} 1,16,64")
-        used[param.name] = name
-        if param.is_flag:
-            given[name] = None
-            continue
-        if not equals:
-            if not rest:
-                raise ConfigError(f"{name} has no value")
-            text = rest.pop(0)
         try:
-            given[name] = values(text)
+            given[name] = None if param.is_flag else values(text)
         except ValueError as exc:
             raise ConfigError(f"{name} {text!r}: {exc}") from None
-        if not given[name]:
+        if given[name] == []:
             raise ConfigError(f"{name} {text!r} holds no value")
     return given
 
@@ -162,11 +146,3 @@ def _digests(params: Mapping[str, Any]) -> dict[str, str]:
         except OSError as exc:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: {exc.strerror or exc}") from exc
     return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, tuple | list):
-        return [_plain(x) for x in value]
-    return value if isinstance(value, str | int | float | None) else str(value)

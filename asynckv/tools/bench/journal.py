@@ -7,6 +7,7 @@ place of the grid taken together, for the table, the page and the comparison.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from collections.abc import Iterator, Mapping
@@ -219,28 +220,26 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
-        self._name = f"--out {path}"
+        self.path, self._name = path, f"--out {path}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._file = path.open("a+b", buffering=0)
         except OSError as exc:
             raise ConfigError(f"{self._name}: cannot be written: {exc.strerror}") from exc
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.sweep = read(path.read_bytes(), self._name)
-            self.repaired = self.sweep.torn
-            os.ftruncate(self._fd, self.sweep.whole)
-            os.fsync(self._fd)
-            _sync(path.parent)
-        except BlockingIOError as exc:
-            os.close(self._fd)
-            raise ConfigError(f"{self._name}: another sweep is writing it") from exc
-        except OSError as exc:
-            os.close(self._fd)
-            raise ConfigError(f"{self._name}: {exc.strerror or exc}") from exc
-        except BaseException:
-            os.close(self._fd)
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.sweep = read(path.read_bytes(), self._name)
+                self.repaired = self.sweep.torn
+                self._file.truncate(self.sweep.whole)
+                os.fsync(self._file)
+                _sync(path.parent)
+            except BlockingIOError as exc:
+                raise ConfigError(f"{self._name}: another sweep is writing it") from exc
+            except OSError as exc:
+                raise ConfigError(f"{self._name}: {exc.strerror or exc}") from exc
+            undo.pop_all()
 
     def begin(self, head: Head) -> None:
         """Begin this sweep, or go on with it.
@@ -262,7 +261,7 @@ class Journal:
 
     def close(self) -> None:
         """Let others write."""
-        os.close(self._fd)
+        self._file.close()
 
     def _check(self, head: Head) -> None:
         old = self.sweep.head
@@ -279,8 +278,8 @@ class Journal:
     def _append(self, line: Head | Row) -> None:
         data = _encoder.encode(line) + b"\n"
         while data:
-            data = data[os.write(self._fd, data) :]
-        os.fsync(self._fd)
+            data = data[self._file.write(data) :]
+        os.fsync(self._file)
 
 
 def _sync(folder: Path) -> None:

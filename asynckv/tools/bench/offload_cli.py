@@ -6,14 +6,15 @@ import math
 import os
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from asynckv.config import POLICIES
 from asynckv.errors import ConfigError
+from asynckv.tools.bench.options import PROMPT_TOKENS
 from asynckv.tools.output import check_writable, write_json
-from asynckv.tools.parameters import is_given, options_given, taking_options
+from asynckv.tools.parameters import options_given, taking_options
 
 if TYPE_CHECKING:
     from asynckv.geometry.layout import Layout
@@ -41,19 +42,14 @@ TAKEN = (
     "hf_config",
     "layers",
     "kv_heads",
-    "head_dim",
     "dtype",
     "block_size",
-    "ratio",
     "order",
-    "conv_order",
     "prompt_tokens",
     "trace",
     "max_prompt_tokens",
     "shared_prefix",
-    "prefix_groups",
     "requests",
-    "block_order",
     "seed",
 )
 """Options of `asynckv bench` that mean the same here."""
@@ -67,7 +63,6 @@ tier, geometry, run = (partial(typer.Option, rich_help_panel=panel) for panel in
 
 @partial(taking_options, names=TAKEN)
 def offload(
-    context: typer.Context,
     host_mb: Annotated[str, tier(help="MiB of host memory per rank; several sizes with commas between.")] = "1024",
     file_mb: Annotated[str, tier(help="MiB of files per rank, in the same way; 0 for none.")] = "0",
     policy: Annotated[str, tier(help="What leaves first: s3-fifo, lru, or both with a comma between.")] = "s3-fifo",
@@ -86,10 +81,10 @@ def offload(
     no_bytes: Annotated[
         bool, run("--no-bytes", help="Only decide: hit rates of tiers of any size, thousands of requests a second.")
     ] = False,
-    concurrency: Annotated[int, run(help="Requests that are loaded, and then stored, at a time.", min=1, max=1024)] = 4,
-    verify: Annotated[
-        Literal["full", "off"], run(help="Compare every byte that is loaded, or fill and compare nothing.")
-    ] = "full",
+    concurrency: Annotated[
+        int | None,
+        run(help="Requests that are loaded, and then stored, at a time.", show_default="4", min=1, max=1024),
+    ] = None,
     json: Annotated[str | None, run(help="Write the report there; - for stdout.", metavar="FILE")] = None,
     **given: Any,
 ) -> None:
@@ -108,10 +103,14 @@ def offload(
     from asynckv.tools.progress import Bar
 
     check_writable("--json", json)
-    _refuse_idle(context, no_bytes)
+    for name, value in (("directory", directory or None), ("concurrency", concurrency)):
+        if no_bytes and value is not None:
+            raise ConfigError(f"--{name} says nothing with --no-bytes, which moves none; leave one of them out")
     if directory and not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(f"--directory {directory}: no folder in which files can be made")
-    experiment = Experiment(_sharing(options_given(given | {"tp": tp})))
+    experiment = Experiment(_sharing(options_given(given | {"tp": str(tp)})))
+    if experiment.sides["prefill"] != experiment.sides["decode"]:
+        raise ConfigError("--block-size and --order take one value here: there is one engine")
     runs = [
         offload_replay.Tiers(name, host * MiB, file * MiB)
         for file in _sizes("--file-mb", file_mb, 0)
@@ -132,23 +131,16 @@ def offload(
         total, step = len(prompts) * len(runs), bar.advance
         if no_bytes:
             bar.begin("requests", total)
-            done = [_told(tiers) | offload_replay.replay(prompts, groups, tiers, step) for tiers in runs]
+            done = [tiers._asdict() | offload_replay.replay(prompts, groups, tiers, step) for tiers in runs]
         else:
-            sized = _sized(experiment, prompts, state_tokens, concurrency, runs)
+            at_once = concurrency or 4
+            sized = _sized(experiment, prompts, state_tokens, at_once, runs)
             bar.begin("requests", total)
             pool = Pool(sized, experiment.options.seed)
-            serve = partial(
-                offload_run.run,
-                prompts,
-                groups,
-                pool=pool,
-                directory=directory,
-                concurrency=concurrency,
-                seed=None if experiment.options.block_order == "runs" else experiment.options.seed,
-                verify=verify == "full",
-                progress=step,
-            )
-            done = [_told(tiers) | serve(tiers) for tiers in runs]
+            done = [
+                tiers._asdict() | offload_run.run(prompts, groups, tiers, pool, directory, at_once, step)
+                for tiers in runs
+            ]
     report = offload_report.make(experiment, prompts, layout, groups, done, with_bytes=not no_bytes)
     write_json(json, report)
     offload_report.show(report, errors if json == "-" else Console())
@@ -177,19 +169,15 @@ def _sized(experiment: Experiment, prompts: Prompts, state_tokens: int, concurre
     return kept_layout(layout, state_tokens)
 
 
-def _told(tiers: Tiers) -> dict[str, Any]:
-    return {"policy": tiers.policy, "host_bytes": tiers.host_bytes, "file_bytes": tiers.file_bytes}
-
-
 def _sharing(options: Any) -> Any:
     """Let prompts come again, where nothing was said of what they have in common."""
     import msgspec
 
     if options.trace is None and options.shared_prefix is None:
         requests = options.requests or 100
-        lengths = [int(x) for x in options.prompt_tokens.replace(":", ",").split(",") if x.strip().isdecimal()]
-        groups = max(1, requests // 4) if options.prefix_groups is None else options.prefix_groups
-        return msgspec.structs.replace(options, shared_prefix=max(lengths, default=1), prefix_groups=groups)
+        lengths = (options.prompt_tokens or PROMPT_TOKENS).replace(":", ",").split(",")
+        longest = max((int(x) for x in lengths if x.strip().isdecimal()), default=1)
+        return msgspec.structs.replace(options, shared_prefix=f"{longest}:{max(1, requests // 4)}")
     return options
 
 
@@ -208,17 +196,3 @@ def _policies(text: str) -> list[str]:
         if part not in POLICIES:
             raise ConfigError(f"--policy {text!r}: {part!r} is none of {', '.join(POLICIES)}")
     return list(dict.fromkeys(found))
-
-
-def _refuse_idle(context: typer.Context, no_bytes: bool) -> None:
-    """Refuse options that would do nothing beside the others.
-
-    Raises:
-        ConfigError: One was given.
-    """
-    given = partial(is_given, context)
-    for name in ("directory", "concurrency", "verify"):
-        if no_bytes and given(name):
-            raise ConfigError(f"--{name} says nothing with --no-bytes, which moves none; leave one of them out")
-    if given("prompt_tokens") and given("trace"):
-        raise ConfigError("--prompt-tokens and --trace were both given, and the trace says how long prompts are")

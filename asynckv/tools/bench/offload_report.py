@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from asynckv.tools.bench.machine import environment
-from asynckv.tools.console import printable
+from asynckv.tools.console import printable, size
 from asynckv.tools.output import print_table
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ def _hits(runs: Sequence[Mapping[str, Any]], console: Console) -> None:
         rate, evicted = run["hit_rate"], run["evicted"]
         row = (
             run["policy"],
-            _size(run["host_bytes"]),
-            _size(run["file_bytes"]),
+            size(run["host_bytes"]),
+            size(run["file_bytes"]) if run["file_bytes"] else "-",
             *(f"{rate[name]:.1%}" for name in ("all", "host", "file", "device")),
             f"{evicted['host'] + evicted['file']:,}",
             f"{run['requests_per_s']:,.0f}",
@@ -130,12 +130,3 @@ def _faults(runs: Sequence[Mapping[str, Any]], console: Console) -> None:
             console.print(f"{count:,} times {printable(text)}", style="red", highlight=False, soft_wrap=True)
     said = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in faults.items() if count)
     console.print(f"{compared:,} loaded bytes compared; {said or 'none wrong, nothing failed'}", highlight=False)
-
-
-def _size(num_bytes: int) -> str:
-    size = num_bytes / (1 << 20)
-    for unit in ("MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:,.4g} {unit}" if num_bytes else "-"

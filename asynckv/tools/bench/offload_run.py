@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import anyio.to_thread
-import numpy as np
 
 from asynckv.config import EngineConfig, OffloadConfig
 from asynckv.engine.engine import Engine
@@ -66,11 +65,8 @@ def run(
     groups: Sequence[StoredGroup],
     tiers: Tiers,
     pool: Pool,
-    *,
     directory: str,
     concurrency: int,
-    seed: int | None,
-    verify: bool,
     progress: Callable[[int], None],
 ) -> dict[str, Any]:
     """Serve all requests; a run of the report.
@@ -82,8 +78,6 @@ def run(
         pool: The engine's memory.
         directory: Where files are made and removed.
         concurrency: Requests per wave.
-        seed: Of the order of blocks; None for runs.
-        verify: Compare what was loaded.
         progress: Told how many requests are done.
 
     Raises:
@@ -99,7 +93,7 @@ def run(
             file_bytes=tiers.file_bytes,
             policy=tiers.policy,  # type: ignore[arg-type]
         )
-        return asyncio.run(_served(_Run(prompts, groups, pool, seed, verify), config, concurrency, progress))
+        return asyncio.run(_served(_Run(prompts, groups, pool), config, concurrency, progress))
 
 
 async def _served(it: _Run, config: OffloadConfig, concurrency: int, progress: Callable[[int], None]) -> dict[str, Any]:
@@ -121,15 +115,9 @@ async def _served(it: _Run, config: OffloadConfig, concurrency: int, progress: C
 class _Run:
     """What one run has measured so far."""
 
-    def __init__(
-        self, prompts: Prompts, groups: Sequence[StoredGroup], pool: Pool, seed: int | None, verify: bool
-    ) -> None:
+    def __init__(self, prompts: Prompts, groups: Sequence[StoredGroup], pool: Pool) -> None:
         self.prompts, self.pool, self.tally = prompts, pool, Tally(groups)
-        self.groups, self._verify = pool.registration.layout.groups, verify
-        self._order = [np.arange(group.num_blocks) for group in self.groups]
-        if seed is not None:
-            for ids in self._order:
-                np.random.default_rng(seed).shuffle(ids)
+        self.groups = pool.registration.layout.groups
         self.load_s: list[float] = []
         self.file_load_s: list[float] = []
         self.store_s: list[float] = []
@@ -142,26 +130,27 @@ class _Run:
 
     async def wave(self, offload: Offload, prompts: Sequence[Prompt]) -> None:
         """Look up, load, compare, fill, store."""
-        taken = [self._taken(offload, each, free) for each, free in self._placed(prompts)]
-        if self._verify:
-            for each in taken:
-                await anyio.to_thread.run_sync(self.pool.poison, self._all(each))
-        wanted = [each for each in taken if each.found.tokens > each.prompt.cached]
+        taken = []
+        for each, blocks in self._placed(prompts):
+            found = self.tally.looked_up(partial(offload.lookup, each.hashes, each.tokens - 1))
+            taken.append(Taken(each, found, blocks))
+        for new in taken:
+            await anyio.to_thread.run_sync(self.pool.poison, self._all(new))
+        wanted = [new for new in taken if new.found.tokens > new.prompt.cached]
         began = time.perf_counter()
-        results = await asyncio.gather(*(self._load(offload, each) for each in wanted))
+        results = await asyncio.gather(*(self._load(offload, new) for new in wanted))
         seconds = time.perf_counter() - began
         self._count("load", sum(size for _, size, _ in results), seconds)
         if not any(from_file for *_, from_file in results):
             self._count("load_from_host", sum(size for _, size, _ in results), seconds)
-        ends = {each.prompt.number: tokens for each, (tokens, *_) in zip(wanted, results, strict=True)}
-        for each in taken:
-            end = ends.get(each.prompt.number, 0)
-            self.tally.count(each.prompt, each.found, end)
-            if self._verify:
-                await anyio.to_thread.run_sync(self._check_and_fill, each, end)
-        rests = [(each, max(ends.get(each.prompt.number, 0), each.prompt.cached)) for each in taken]
+        ends = {new.prompt.number: tokens for new, (tokens, *_) in zip(wanted, results, strict=True)}
+        for new in taken:
+            end = ends.get(new.prompt.number, 0)
+            self.tally.count(new.prompt, new.found, end)
+            await anyio.to_thread.run_sync(self._check_and_fill, new, end)
+        rests = [(new, max(ends.get(new.prompt.number, 0), new.prompt.cached)) for new in taken]
         began = time.perf_counter()
-        sizes = await asyncio.gather(*(self._store(offload, each, first) for each, first in rests))
+        sizes = await asyncio.gather(*(self._store(offload, new, first) for new, first in rests))
         self._count("store", sum(sizes), time.perf_counter() - began)
 
     def _placed(self, prompts: Sequence[Prompt]) -> Iterator[tuple[Prompt, Blocks]]:
@@ -170,13 +159,9 @@ class _Run:
             whole, blocks = len(prompt.hashes) * self.prompts.hash_tokens, []
             for g, group in enumerate(self.groups):
                 count = max(0, whole // group.block_size - prompt.cached // group.block_size)
-                blocks.append(self._order[g][at[g] : at[g] + count].tolist())
+                blocks.append(list(range(at[g], at[g] + count)))
                 at[g] += count
             yield prompt, blocks
-
-    def _taken(self, offload: Offload, prompt: Prompt, blocks: Blocks) -> Taken:
-        found = self.tally.looked_up(partial(offload.lookup, prompt.hashes, prompt.tokens - 1))
-        return Taken(prompt, found, blocks)
 
     def _all(self, taken: Taken) -> Lists:
         return taken.since(self.groups, taken.prompt.cached)

@@ -20,20 +20,38 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 from msgspec import Struct
 
-from asynckv.config import MIN_LEASE_S
+from asynckv.config import MIN_LEASE_S, LeaseConfig
 from asynckv.errors import ConfigError
 
 if TYPE_CHECKING:
     from asynckv.geometry.layout import Layout
     from asynckv.tools.plan.models import Model
 
-__all__ = ["DEFAULT_MODEL", "MOST", "Option", "Options", "Shape", "declared", "flag", "share_of"]
+__all__ = [
+    "DEFAULT_MODEL",
+    "MOST",
+    "PREFIX_CACHE",
+    "PROMPT_TOKENS",
+    "Option",
+    "Options",
+    "Shape",
+    "declared",
+    "flag",
+    "share_of",
+]
+
+T = TypeVar("T")
+Sides = int | tuple[int, int]
+Order = Literal["nhd", "hnd", "block-nhd", "block-hnd", "cross-nhd", "cross-hnd"]
+ConvOrder = Literal["channel", "row"]
 
 DEFAULT_MODEL = "llama-3.1-8b"
+PROMPT_TOKENS = "1024"
+PREFIX_CACHE = 1 << 20
 MOST = 1 << 20
 MOST_S = 86_400.0
 MOST_RATE = 1e6
@@ -45,9 +63,8 @@ class Option:
 
     Attributes:
         panel: Of the help, where it stands.
-        names: How it is spelled, if not only as its name with dashes.
         shown: What the help gives as its default, if that is not the field's.
-        least, most, unit: Its bounds; `most` may be open.
+        least, most: Its bounds; `most` may be open.
         read: Makes the value of what the command line has as text, by the option's name; its default is then `shown`.
         is_file: Names a file that the run reads: a sweep takes other content for another sweep.
         in_record: It stands in the JSON record as it is. Otherwise the record has what became of it, or nothing.
@@ -56,12 +73,10 @@ class Option:
 
     panel: str
     help: str
-    names: tuple[str, ...] = ()
     metavar: str | None = None
     shown: str | None = None
     least: float | None = None
     most: float | None = None
-    unit: str = ""
     read: Callable[[str, str], Any] | None = None
     is_file: bool = False
     in_record: bool = True
@@ -80,7 +95,7 @@ class Option:
                 raise ConfigError(f"{name} {value} must be {self.least} or more")
         elif not self.least <= value <= self.most:
             value, least, most = (f"{x:g}" if isinstance(x, float) else x for x in (value, self.least, self.most))
-            raise ConfigError(f"{name} {value} is outside {least} ... {most} {self.unit}".rstrip())
+            raise ConfigError(f"{name} {value} is outside {least} ... {most}")
 
 
 def flag(name: str) -> str:
@@ -105,6 +120,29 @@ def share_of(option: str, text: str) -> float:
 
 def _number_or_word(option: str, text: str) -> int | str:
     return int(text) if text.isdecimal() else text
+
+
+def _number(option: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{option} {text!r} is no number") from None
+
+
+def _order(option: str, text: str) -> Order:
+    if text not in (known := typing.get_args(Order)):
+        raise ConfigError(f"{option} {text!r} is none of {', '.join(known)}")
+    return cast(Order, text)
+
+
+def _of_sides(one: Callable[[str, str], T]) -> Callable[[str, str], T | tuple[T, T]]:
+    """Make what reads one value for both engines, or `PREFILL:DECODE`."""
+
+    def read(option: str, text: str) -> T | tuple[T, T]:
+        prefill, colon, decode = text.partition(":")
+        return (one(option, prefill), one(option, decode)) if colon else one(option, text)
+
+    return read
 
 
 class Shape(Struct, frozen=True, kw_only=True):
@@ -142,13 +180,11 @@ class Shape(Struct, frozen=True, kw_only=True):
 # The record has the model, the two shapes and the engines that these make.
 common = partial(Option, "Begin with these")
 geometry = partial(Option, "Geometry", in_record=False)
+sizes = partial(Option, "Geometry", in_record=False, metavar="N|PREFILL:DECODE", read=_of_sides(_number))
 work = partial(Option, "Workload")
 run = partial(Option, "Run")
 apart = partial(Option, "Two machines", in_record=False)
 output = partial(Option, "Output", in_record=False, is_single=True)
-
-Order = Literal["nhd", "hnd", "block-nhd", "block-hnd", "cross-nhd", "cross-hnd"]
-ConvOrder = Literal["channel", "row"]
 
 # What `asynckv layout` asks for as well.
 HfConfig = Annotated[str | None, geometry("A Hugging Face config.json, instead of a preset.", is_file=True)]
@@ -161,7 +197,7 @@ Ratio = Annotated[int, geometry("Kernel blocks per block.")]
 
 
 class Options(Struct, frozen=True, kw_only=True):
-    """One run, as it was asked for."""
+    """One run, as it was asked for. What may differ between the engines is one value, or prefill's and decode's."""
 
     model: Annotated[
         str | None,
@@ -177,42 +213,34 @@ class Options(Struct, frozen=True, kw_only=True):
     ] = None
     hf_config: HfConfig = None
     kv_heads: KvHeads = None
-    head_dim: HeadDim = None
     dtype: Dtype = None
-    block_size: BlockSize = 16
-    prefill_block_size: Annotated[int | None, geometry("Tokens per block of the prefill side, if others.")] = None
-    ratio: Ratio = 1
-    prefill_ratio: Annotated[int | None, geometry("Kernel blocks per block of the prefill side.")] = None
+    tp: Annotated[Sides, sizes("Ranks of each engine, or of prefill and decode, such as 2:1.", shown="1")] = 1
+    pp: Annotated[Sides, sizes("Pipeline stages, in the same way.", shown="1")] = 1
+    block_size: Annotated[Sides, sizes("Tokens per block, in the same way.", shown="16")] = 16
     order: Annotated[
-        Order,
+        Order | tuple[Order, Order],
         geometry(
-            "Memory order: token before head (nhd) or after (hnd); block-nhd, block-hnd: K and V in one block; "
-            "cross-nhd, cross-hnd: all layers of a block adjacent.",
-            metavar="ORDER",
+            "Memory order, in the same way: token before head (nhd) or after (hnd); block-nhd, block-hnd: K and V in "
+            "one block; cross-nhd, cross-hnd: all layers of a block adjacent.",
+            metavar="ORDER|PREFILL:DECODE",
+            read=_of_sides(_order),
+            shown="nhd",
         ),
     ] = "nhd"
-    prefill_order: Annotated[
-        Order | None, geometry("Memory order of the prefill side, if another.", metavar="ORDER")
-    ] = None
-    conv_order: Annotated[ConvOrder, geometry("Which dim of a convolution's state varies slowest.")] = "channel"
-    prefill_conv_order: Annotated[ConvOrder | None, geometry("The same for the prefill side, if another.")] = None
-    tp: Annotated[int, geometry("Ranks of each engine: so many prefill and so many decode processes.")] = 1
-    prefill_tp: Annotated[int | None, geometry("Ranks of the prefill engine, if others.")] = None
-    decode_tp: Annotated[int | None, geometry("Ranks of the decode engine, if others.")] = None
-    prefill_pp: Annotated[int, geometry("Pipeline stages of the prefill engine.")] = 1
-    decode_pp: Annotated[int, geometry("Pipeline stages of the decode engine.")] = 1
 
     prompt_tokens: Annotated[
-        str,
+        str | None,
         common(
-            "Prompt length: 1024, 128:4096 for uniform ones, 128:0.8,8192:0.2 for a mix with weights.", in_record=False
+            "Prompt length: 1024, 128:4096 for uniform ones, 128:0.8,8192:0.2 for a mix with weights.",
+            shown=PROMPT_TOKENS,
+            in_record=False,
         ),
-    ] = "1024"
+    ] = None
     trace: Annotated[
         str | None,
         work(
             "Take requests from a file in Mooncake's format, one JSON object per line: input_length, and where "
-            "they are there hash_ids (shared prefixes) and timestamp (for --arrivals trace).",
+            "they are there hash_ids (shared prefixes) and timestamp (for --speed).",
             is_file=True,
             in_record=False,
         ),
@@ -224,62 +252,41 @@ class Options(Struct, frozen=True, kw_only=True):
         str, work("How much of every prompt the decode side has already: tokens (512) or a share (50%).")
     ] = "0"
     shared_prefix: Annotated[
-        int | None,
-        work("Let every prompt begin with one of --prefix-groups prefixes of so many tokens.", in_record=False),
+        str | None,
+        work(
+            "Let every prompt begin with one of 8 prefixes of so many tokens; 1024:32 for one of 32 prefixes.",
+            metavar="TOKENS[:PREFIXES]",
+            in_record=False,
+        ),
     ] = None
-    prefix_groups: Annotated[int | None, work("How many such prefixes there are.", shown="8", in_record=False)] = None
     prefix_cache: Annotated[
-        int,
+        int | None,
         work(
             "Tokens that the modelled prefix cache of each reading engine holds, where prompts share prefixes; "
             "0 for none.",
+            shown=str(PREFIX_CACHE),
             least=0,
             most=1 << 40,
-            unit="tokens",
         ),
-    ] = 1 << 20
+    ] = None
     requests: Annotated[
         int | None, common("How many requests; 100, or all of the trace.", least=1, most=MOST, in_record=False)
     ] = None
     concurrency: Annotated[int, common("Pulls in flight on each decode rank (closed loop).", least=1)] = 16
     rate: Annotated[
         float | None,
-        work("Open loop: requests per second, however slow they are served.", least=1e-6, most=MOST_RATE),
+        work("Open loop: requests per second at random, however slow they are served.", least=1e-6, most=MOST_RATE),
     ] = None
-    arrivals: Annotated[
-        Literal["closed", "trace", "poisson", "uniform"] | None,
-        work(
-            "When requests come: closed (one begins when another ends), at the trace's times, or with --rate at "
-            "random (poisson) or evenly (uniform).",
-            shown="closed, or poisson with --rate",
-            metavar="KIND",
-            in_record=False,
-        ),
+    speed: Annotated[
+        float | None,
+        work("Open loop: requests come at the trace's times, so many times as fast.", least=1e-6, most=MOST_RATE),
     ] = None
-    speed: Annotated[float, work("How many times as fast the trace's clock runs.", least=1e-6, most=MOST_RATE)] = 1.0
     cancel: Annotated[
-        float,
-        work("Share of the pulls that are cancelled while they run, such as 5%.", shown="0%", read=share_of),
+        float, work("Share of the pulls that are cancelled while they run, such as 5%.", shown="0%", read=share_of)
     ] = 0.0
-    cancel_within_s: Annotated[
-        float,
-        work(
-            "A random moment within so long after its call cancels such a pull.", least=0.0, most=MOST_S, unit="seconds"
-        ),
-    ] = 0.05
-    prefill_engines: Annotated[
-        int, work("Prefill engines; requests take turns among them.", least=1, most=256, in_record=False)
-    ] = 1
-    decode_engines: Annotated[
-        int, work("Decode engines; requests take turns among them.", least=1, most=256, in_record=False)
-    ] = 1
+    engines: Annotated[Sides, sizes("Engines, in the same way; requests take turns among them.", shown="1")] = 1
     both_ways: Annotated[
-        bool,
-        work(
-            "Every second request goes from decode to prefill: all lend, all pull.",
-            names=("--both-ways",),
-            in_record=False,
-        ),
+        bool, work("Every second request goes from decode to prefill: all lend, all pull.", in_record=False)
     ] = False
     warmup: Annotated[
         int,
@@ -295,19 +302,16 @@ class Options(Struct, frozen=True, kw_only=True):
     seed: Annotated[int, work("Of the pattern, the lengths and the block order.", least=0)] = 0
 
     verify: Annotated[
-        Literal["full", "sample", "off"],
-        run("Compare every byte, a sample of blocks, or nothing (and fill nothing)."),
+        Literal["full", "sample", "off"], run("Compare every byte, a sample of blocks, or nothing (and fill nothing).")
     ] = "full"
-    lease_s: Annotated[
+    timeout_s: Annotated[
         float,
         run(
-            "How long prefill holds the blocks of a request that nobody claims.",
+            "Deadline of each pull, and how long prefill holds the blocks of a request that nobody claims.",
             least=MIN_LEASE_S,
             most=MOST_S,
-            unit="seconds",
         ),
     ] = 30.0
-    timeout_s: Annotated[float, run("Deadline of each pull.", least=0.001, most=MOST_S, unit="seconds")] = 30.0
     pool_mb: Annotated[
         int | None,
         run(
@@ -317,8 +321,7 @@ class Options(Struct, frozen=True, kw_only=True):
         ),
     ] = None
     transport: Annotated[
-        Literal["auto", "tcp"],
-        run("What UCX may use: its own choice (shared memory on one host), or TCP on loopback."),
+        Literal["auto", "tcp"], run("What UCX may use: its own choice (shared memory on one host), or TCP on loopback.")
     ] = "auto"
     posting_threads: Annotated[
         int | str,
@@ -341,48 +344,29 @@ class Options(Struct, frozen=True, kw_only=True):
         bool,
         run(
             "Announce every request, and have its claim granted, before its window opens: as where the decode "
-            "engine hears of a request when its prefill begins.",
-            names=("--announced",),
+            "engine hears of a request when its prefill begins."
         ),
     ] = False
-    loop: Annotated[
-        Literal["auto", "asyncio", "uvloop"],
-        run(
-            "Event loop of the workers: asyncio, uvloop, or auto: uvloop where it is installed.",
-            metavar="LOOP",
-        ),
-    ] = "auto"
     floor: Annotated[
         bool,
         common(
             "Beside every wave move the same bytes by a raw NIXL loop, without the engine, and report how much of that "
-            "the engine reaches.",
-            names=("--floor",),
+            "the engine reaches."
         ),
     ] = False
-    rounds: Annotated[
-        int,
-        run(
-            "With --floor: how many waves the requests are cut into. (A sweep has --rounds of its own.)",
-            names=("--rounds", "--floor-rounds"),
-        ),
-    ] = 10
-    net_device: Annotated[str, run("Network device that UCX may use, such as eth0.", metavar="DEVICE")] = ""
     memory: Annotated[Literal["host", "cuda"], run("Where the pools lie: host memory, or a GPU's.")] = "host"
 
     remote: Annotated[
         str | None,
         apart(
-            "Start every worker of one side by this command, such as 'ssh HOST asynckv bench worker': it speaks over "
-            "its stdin and stdout.",
+            "Start every prefill worker by this command, such as 'ssh HOST asynckv bench worker': it speaks "
+            "over its stdin and stdout.",
             metavar="COMMAND",
         ),
     ] = None
     remote_host: Annotated[
-        str | None,
-        apart("The address at which engines there listen, reachable from here.", metavar="ADDRESS"),
+        str | None, apart("The address at which engines there listen, reachable from here.", metavar="ADDRESS")
     ] = None
-    remote_role: Annotated[Literal["prefill", "decode"], apart("Which side it is.")] = "prefill"
 
     json: Annotated[
         str | None,
@@ -396,37 +380,25 @@ class Options(Struct, frozen=True, kw_only=True):
     log: Annotated[str | None, output("Write all processes' structured logs there, as JSON lines.", metavar="FILE")] = (
         None
     )
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"] | None,
-        output(
-            "debug (every transition), info, warning or error; info with --log, else error to stderr.", metavar="LEVEL"
-        ),
-    ] = None
 
     def __post_init__(self) -> None:
         for name, (_, option) in declared().items():
             option.check(flag(name), getattr(self, name))
 
     def shape(self, role: str) -> Shape:
-        """How one side is cut and laid out: as both are, but for what was said of it alone."""
-
-        def of(name: str) -> Any:
-            own = getattr(self, f"{role}_{name}", None)
-            return getattr(self, name) if own is None else own
-
-        return Shape(
-            tp=of("tp"),
-            pp=self.prefill_pp if role == "prefill" else self.decode_pp,
-            block_size=of("block_size"),
-            ratio=of("ratio"),
-            order=of("order"),
-            conv_order=of("conv_order"),
-        )
+        """How one side is cut and laid out."""
+        sides = {name: getattr(self, name) for name in ("tp", "pp", "block_size", "order")}
+        return Shape(**{k: v[role == "decode"] if isinstance(v, tuple) else v for k, v in sides.items()})
 
     @property
-    def level(self) -> Literal["debug", "info", "warning", "error"]:
+    def lease(self) -> LeaseConfig:
+        """Of what is lent."""
+        return LeaseConfig(lease_s=self.timeout_s, grant_s=min(10.0, self.timeout_s))
+
+    @property
+    def level(self) -> Literal["info", "error"]:
         """Of the logs."""
-        return self.log_level or ("info" if self.log else "error")
+        return "info" if self.log else "error"
 
     def record(self) -> dict[str, Any]:
         """What stands in the JSON record as it is."""

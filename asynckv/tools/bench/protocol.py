@@ -15,31 +15,13 @@ from msgspec import Struct
 
 from asynckv.core.types import Endpoint
 from asynckv.geometry.layout import Layout
+from asynckv.keys import KeyPair
 from asynckv.tools.bench.options import Options, Shape
 from asynckv.tools.bench.processes import LIMIT
 from asynckv.tools.plan.models import Model
 from asynckv.version import VERSION
 
-__all__ = [
-    "Ended",
-    "Fill",
-    "Go",
-    "Lend",
-    "Outcome",
-    "Pipe",
-    "Prepare",
-    "Report",
-    "Setup",
-    "Stop",
-    "Work",
-]
-
-
-class Keys(Struct):
-    """The keys of one run, which all of its engines have."""
-
-    public: bytes
-    secret: bytes
+__all__ = ["MALFORMED", "Pipe", "answers", "commands", "encode"]
 
 
 class Setup(Struct, tag=True, kw_only=True):
@@ -49,6 +31,7 @@ class Setup(Struct, tag=True, kw_only=True):
         version: Of the driver; another one's lines may differ.
         keys: Of the engine's control plane; without keys it stays on this host.
         env: Environment, as far as the worker has none of its own.
+        log: The file that its log is appended to; None for stderr.
     """
 
     version: str = VERSION
@@ -62,9 +45,10 @@ class Setup(Struct, tag=True, kw_only=True):
     shape: Shape
     model: Model
     num_blocks: list[int]
-    bind: str = "tcp://127.0.0.1:0"
-    keys: Keys | None = None
-    env: dict[str, str] = {}
+    bind: str
+    keys: KeyPair | None
+    env: dict[str, str]
+    log: str | None
 
 
 class Ready(Struct, tag=True):
@@ -92,20 +76,15 @@ class Work(Struct):
     """How long after its pull began it is cancelled."""
 
 
-class Fill(Struct, tag=True):
-    """Fill the blocks of these requests, which are lent later."""
+class Prepare(Struct, tag=True):
+    """Fill the blocks of what is lent later, and get ready to pull the others."""
 
-    works: list[Work]
+    lent: list[Work]
+    pulled: list[Work]
 
 
 class Lend(Struct, tag=True):
     """Lend what was filled: leases run from here on."""
-
-
-class Prepare(Struct, tag=True):
-    """Get ready to pull these requests."""
-
-    works: list[Work]
 
 
 class Done(Struct, tag=True):
@@ -160,7 +139,6 @@ class Verified(Struct, tag=True):
     wanted: int
     """Bytes of the completed requests in all."""
     wrong: int
-    wrong_requests: list[int]
 
 
 class Finish(Struct, tag=True):
@@ -190,7 +168,6 @@ class Report(Struct, tag=True):
     """A worker's last words."""
 
     gauges: dict[str, int]
-    counters: dict[str, int]
     release_s: list[float]
     integrity: str
     peak_rss_bytes: int
@@ -229,7 +206,7 @@ class Measure(Struct, tag=True):
     concurrency: int
 
 
-class Sample(Struct):
+class Sample(Struct, tag=True):
     """A wave that was moved without the engine.
 
     Attributes:
@@ -246,12 +223,6 @@ class Sample(Struct):
     error: str = ""
 
 
-class Floored(Struct, tag=True):
-    """What `Measure` found."""
-
-    sample: Sample
-
-
 class Failed(Struct, tag=True):
     """The worker cannot go on; `config` says that the input is to blame."""
 
@@ -259,9 +230,8 @@ class Failed(Struct, tag=True):
     config: bool
 
 
-FloorCommand = Open | Connect | Serve | Measure
-Command = Setup | Fill | Lend | Prepare | Go | Verify | Finish | Cancel | Stop | FloorCommand
-Answer = Ready | Done | Pulled | Verified | Ended | Report | Failed | Opened | Floored
+Command = Setup | Prepare | Lend | Go | Verify | Finish | Cancel | Stop | Open | Connect | Serve | Measure
+Answer = Ready | Done | Pulled | Verified | Ended | Report | Failed | Opened | Sample
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What decoding raises."""

@@ -20,10 +20,10 @@ from typing import assert_never
 import anyio
 import anyio.to_thread
 
-from asynckv.config import EngineConfig, KeysConfig, LeaseConfig, NixlConfig, PullConfig
+from asynckv.config import EngineConfig, KeysConfig, NixlConfig, PullConfig
 from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
-from asynckv.keys import KeyPair, write_pair
+from asynckv.keys import write_pair
 from asynckv.observe.setup import configure_logging
 from asynckv.tools.bench import garbage, ucx
 from asynckv.tools.bench import protocol as p
@@ -88,11 +88,10 @@ class Worker:
         self.window: asyncio.Task[None] | None = None
         self.floor = Floor(pool, self.options.verify != "off", engine.config.pull)
 
-    async def fill(self, works: list[p.Work]) -> None:
-        self._check(works)
-        self.filled = works
+    async def prepare(self, lent: list[p.Work], pulled: list[p.Work]) -> None:
+        self.filled, self.works, self.outcomes = lent, pulled, []
         if self.options.verify != "off":
-            await anyio.to_thread.run_sync(self._fill, works)
+            await anyio.to_thread.run_sync(self._fill, lent, pulled)
             await self.pool.publish()
 
     def lend(self) -> None:
@@ -101,23 +100,10 @@ class Worker:
         if not self.setup.pulls:
             self.sampler.start()
 
-    def _check(self, works: list[p.Work]) -> None:
-        """Refuse blocks that the pools do not have.
-
-        Raises:
-            AsyncKVError: A list does not fit the pools.
-        """
-        sizes = self.setup.num_blocks
-        for work in works:
-            for size, (_, blocks) in zip(sizes, work.lists, strict=False):
-                if any(b is not None and not 0 <= b < size for b in blocks):
-                    raise AsyncKVError(f"request {work.number}: a block is outside its pool of {size}")
-            if len(work.lists) != len(sizes):
-                raise AsyncKVError(f"request {work.number}: {len(work.lists)} lists of blocks for {len(sizes)} groups")
-
-    def _fill(self, works: list[p.Work]) -> None:
+    def _fill(self, lent: list[p.Work], pulled: list[p.Work]) -> None:
+        """Write what is lent, and poison what is pulled."""
         filled: list[set[int]] = [set() for _ in self.setup.num_blocks]
-        for work in works:
+        for work in lent:
             # What requests share is written once.
             new = [
                 (first, [None if b in there else b for b in blocks])
@@ -126,6 +112,8 @@ class Worker:
             for there, (_, blocks) in zip(filled, work.lists, strict=True):
                 there.update(b for b in blocks if b is not None)
             self.pool.fill(work.number, new, work.tokens, (work.chunk_tokens, work.chunks))
+        for work in pulled:
+            self.pool.poison(work.lists)
 
     async def announce(self) -> None:
         """Announce the wave, and wait until every rank has granted it."""
@@ -134,17 +122,6 @@ class Worker:
         with anyio.move_on_after(self.options.timeout_s):
             while self.engine.statistics().gauges["pulls_unanswered"]:  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.001)
-
-    async def prepare(self, works: list[p.Work]) -> None:
-        self.works, self.outcomes = works, []
-        self._check(works)
-        if self.options.verify != "off":
-            await anyio.to_thread.run_sync(self._poison, works)
-            await self.pool.publish()
-
-    def _poison(self, works: list[p.Work]) -> None:
-        for work in works:
-            self.pool.poison(work.lists)
 
     async def pull_all(self, concurrency: int, pipe: p.Pipe) -> None:
         """Pull the wave: in a closed loop, or when each request arrives."""
@@ -251,7 +228,6 @@ class Worker:
         compared = wanted = wrong = 0
         if self.options.verify != "off":
             self.pool.fetch()
-        bad = []
         for work in self.works:
             if work.number not in done:
                 continue
@@ -263,9 +239,7 @@ class Worker:
             looked_at, found = self.pool.check(work.number, work.lists, work.tokens, prefix, every=every)
             compared += looked_at
             wrong += found
-            if found:
-                bad.append(work.number)
-        return p.Verified(compared, wanted, wrong, bad)
+        return p.Verified(compared, wanted, wrong)
 
     async def finish(self, patience_s: float) -> p.Ended:
         """Wait for the leases of the wave."""
@@ -293,7 +267,6 @@ class Worker:
         statistics = self.engine.statistics()
         return p.Report(
             dict(statistics.gauges),
-            dict(statistics.counters),
             list(statistics.release_s),
             integrity,
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -310,7 +283,7 @@ async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
         folder: Of files that last as long as this process.
     """
     options = setup.options
-    stream = open(options.log, "a", buffering=1, encoding="utf-8") if options.log else sys.stderr  # noqa: ASYNC230, SIM115
+    stream = open(setup.log, "a", buffering=1, encoding="utf-8") if setup.log else sys.stderr  # noqa: ASYNC230, SIM115
     configure_logging(options.level, form="json", stream=stream)
     try:
         layout = setup.shape.layout(setup.model, setup.tp_rank, setup.pp_stage, setup.num_blocks)
@@ -319,13 +292,16 @@ async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
                 f"{setup.engine_id} is to have a pool of {need:,} bytes, and its host has {room:,} of memory; lower "
                 f"--pool-mb or --concurrency"
             )
+        keys = None
+        if setup.keys is not None:  # as engines read them
+            keys = KeysConfig(secret=write_pair(folder, "bench", setup.keys)[0], authorized=folder)
         pool = (CudaPool if options.memory == "cuda" else Pool)(layout, options.seed)
         engine = Engine(
             EngineConfig(
                 engine_id=setup.engine_id,
                 bind=setup.bind,
-                keys=_keys(setup.keys, folder),
-                lease=LeaseConfig(lease_s=options.lease_s, grant_s=min(10.0, options.lease_s)),
+                keys=keys,
+                lease=options.lease,
                 pull=PullConfig(timeout_s=options.timeout_s),
                 nixl=NixlConfig(posting_threads=options.posting_threads, process=options.process),
             ),
@@ -346,14 +322,6 @@ async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
         )
 
 
-def _keys(keys: p.Keys | None, folder: Path) -> KeysConfig | None:
-    """Write the run's keys down, as engines read them."""
-    if keys is None:
-        return None
-    secret, _ = write_pair(folder, "bench", KeyPair(keys.public, keys.secret))
-    return KeysConfig(secret=secret, authorized=folder)
-
-
 async def _guard(work: Coroutine[None, None, None], pipe: p.Pipe) -> None:
     try:
         await work
@@ -364,33 +332,38 @@ async def _guard(work: Coroutine[None, None, None], pipe: p.Pipe) -> None:
 async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
     """Obey, until the driver says stop, or is gone: then there is no report."""
     while (command := await pipe.read()) is not None:
+        answer: p.Answer | None = None
         match command:
-            case p.Fill(works):
-                await worker.fill(works)
-                pipe.write(p.Done(time.process_time()))
+            case p.Prepare(lent, pulled):
+                await worker.prepare(lent, pulled)
             case p.Lend():
                 worker.lend()
-                pipe.write(p.Done(time.process_time()))
-            case p.Prepare(works):
-                await worker.prepare(works)
-                pipe.write(p.Done(time.process_time()))
             case p.Go(concurrency):
                 # A task of its own: a cancel must be heard while the window is open.
                 worker.window = asyncio.create_task(_guard(worker.pull_all(concurrency, pipe), pipe))
+                continue
             case p.Cancel():
                 worker.cancel()
+                continue
             case p.Verify(without):
-                pipe.write(await anyio.to_thread.run_sync(worker.verify, without))
+                answer = await anyio.to_thread.run_sync(worker.verify, without)
             case p.Finish(patience_s):
-                pipe.write(await worker.finish(patience_s))
-            case p.Open() | p.Connect() | p.Serve() | p.Measure():
-                pipe.write(await worker.floor.obey(command, worker.works))
+                answer = await worker.finish(patience_s)
+            case p.Open():
+                answer = worker.floor.open()
+            case p.Connect(opened):
+                await worker.floor.connect(opened)
+            case p.Serve(on):
+                worker.floor.serve(on)
+            case p.Measure(concurrency):
+                answer = await worker.floor.measure(worker.works, concurrency)
             case p.Stop():
                 return await worker.stop()
             case p.Setup():
                 break
             case _:
                 assert_never(command)
+        pipe.write(answer or p.Done(time.process_time()))
     # The driver is gone: end what is being pulled, and go.
     worker.cancel()
     return None

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from asynckv.errors import AsyncKVError
-from asynckv.tools.bench import floor
+from asynckv.tools.bench import floor, machine
 from asynckv.tools.bench.driver import Measured
 from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.schedule import Request
 from asynckv.tools.bench.workload import Workload
 from asynckv.tools.plan.layouts import model_groups
-from asynckv.version import VERSION
 
 __all__ = ["SCHEMA", "faults", "is_good", "make", "quantiles", "status"]
 
@@ -63,12 +60,8 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
         "interruption": _interruption(found, completed, len(schedule)),
         "config": _config(experiment, schedule),
         "environment": {
-            "asynckv": VERSION,
-            "python": platform.python_version(),
-            "pyzmq": version("pyzmq"),
-            "numpy": version("numpy"),
+            **machine.environment(),
             "cpu_count": os.cpu_count(),
-            "platform": platform.platform(),
             **found.environment,
         },
         "warmup": {
@@ -175,9 +168,10 @@ def _config(experiment: Experiment, schedule: Sequence[Request]) -> dict[str, An
         "prompts_wholly_cached": sum(r.cached == r.tokens for r in schedule),
         "engines": msgspec.to_builtins(experiment.engines),
         "arrivals": experiment.arrivals.kind,
+        "speed": options.speed or 1.0,
         # These mean nothing without what they are about.
-        "rounds": options.rounds if options.floor else None,
-        "prefix_cache": options.prefix_cache if work.chunks else None,
+        "rounds": floor.ROUNDS if options.floor else None,
+        "prefix_cache": experiment.cache_tokens if work.chunks else None,
     }
 
 

@@ -54,13 +54,9 @@ def verdict(found: dict[str, Any]) -> str:
 
 def parts(found: dict[str, Any]) -> list[Part]:
     """Say the report, the most important first."""
-    return [
-        Part(_reached(found)),
-        _latencies(found),
-        Part(_cost(found)),
-        *_floor(found),
-        Part(_run(found)),
-    ]
+    beside_floor, notes = floor.table(found)
+    floors = [Part(beside_floor, floor.HEAD, notes)] if beside_floor or notes else []
+    return [_reached(found), _latencies(found), _cost(found), *floors, _run(found)]
 
 
 def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -95,50 +91,35 @@ def show(found: dict[str, Any], console: Console) -> None:
             console.print(Padding(f"! {escape(note)}", (0, 0, 0, 2)), style="yellow", highlight=False)
 
 
-def _reached(found: dict[str, Any]) -> list[tuple[str, str]]:
+def _rows(said: dict[str, str]) -> Part:
+    return Part([(name, text) for name, text in said.items() if text])
+
+
+def _reached(found: dict[str, Any]) -> Part:
     requests, moved, prefix = found["requests"], found["bytes"], found["prefix"]
     total, cut = found["config"]["requests"], found["cancellations"]
     apart = f", and {requests['read_nothing']:,} that read nothing" if requests["read_nothing"] else ""
     counts = [f"{requests['completed']:,} of {total:,} completed", f"{requests['failed']:,} failed"]
     counts += [f"{requests['cancelled']:,} cut off by Ctrl-C"] if requests["cancelled"] else []
     counts += [f"{left:,} never started"] if (left := total - requests["submitted"]) else []
-    if moved["wanted"]:
-        compared = f"{moved['verified'] / moved['wanted']:.1%} verified"
-    else:
-        compared = "none wanted"
-    rows = [
-        (
-            "throughput",
-            "{gbytes_per_s:.3f} GB/s, {requests_per_s:,.1f} requests/s".format(**found["throughput"]) + apart,
-        ),
-        ("requests", ", ".join(counts)),
-    ]
-    if cut["asked"]:
-        rows.append(
-            ("to be cancelled", "{asked:,}: {cancelled:,} were, {too_late:,} had completed before".format(**cut))
-        )
-    if prefix["shared"]:
-        rows.append(
-            (
-                "prefixes",
-                f"{prefix['hit_rate']:.1%} of {prefix['prompt_tokens']:,} prompt tokens were cached at the reader; "
-                f"{prefix['lent_shared']:,} of {prefix['lent_blocks']:,} lent blocks were lent to another request "
-                f"as well",
-            )
-        )
-    rows += [
-        (
-            "bytes",
-            f"{_bytes(moved['moved'])} moved, {_bytes(moved['wanted'])} wanted, {compared}, {moved['wrong']:,} wrong",
-        ),
-        (
-            "blocks",
-            "{prefill_leaked:,} leaked on prefill, {decode_leaked:,} on decode, {quarantined:,} in quarantine".format(
-                **found["blocks"]
-            ),
-        ),
-    ]
-    return rows
+    compared = f"{moved['verified'] / moved['wanted']:.1%} verified" if moved["wanted"] else "none wanted"
+    cancelled = "{asked:,}: {cancelled:,} were, {too_late:,} had completed before".format(**cut)
+    shared = (
+        f"{prefix['hit_rate']:.1%} of {prefix['prompt_tokens']:,} prompt tokens were cached at the reader; "
+        f"{prefix['lent_shared']:,} of {prefix['lent_blocks']:,} lent blocks were lent to another request as well"
+    )
+    blocks = "{prefill_leaked:,} leaked on prefill, {decode_leaked:,} on decode, {quarantined:,} in quarantine"
+    return _rows(
+        {
+            "throughput": "{gbytes_per_s:.3f} GB/s, {requests_per_s:,.1f} requests/s".format(**found["throughput"])
+            + apart,
+            "requests": ", ".join(counts),
+            "to be cancelled": cancelled if cut["asked"] else "",
+            "prefixes": shared if prefix["shared"] else "",
+            "bytes": f"{moved['moved']:,} moved, {moved['wanted']:,} wanted, {compared}, {moved['wrong']:,} wrong",
+            "blocks": blocks.format(**found["blocks"]),
+        }
+    )
 
 
 _HEAD = ("latency", "p50", "p90", "p99", "max")
@@ -167,59 +148,46 @@ def _latencies(found: dict[str, Any]) -> Part:
     return Part(rows, _HEAD)
 
 
-def _cost(found: dict[str, Any]) -> list[tuple[str, str]]:
-    lag, warmup = found["loop_lag_s"], found["warmup"]
+def _cost(found: dict[str, Any]) -> Part:
+    lag, warmup, windows, it = found["loop_lag_s"], found["warmup"], found["windows"], found["schedule"]
     busy = f" (not quiet: above {floor.QUIET_S * 1e3:.0f} ms)" if lag["p99"] > floor.QUIET_S else ""
-    windows = found["windows"]
     several = f", in {windows['count']:,} measurement windows" if windows["count"] > 1 else ""
+    warm = "none: the latencies hold the first connections"
     if found["config"]["warmup"]:
         slowest = _seconds(warmup["max_latency_s"])
         warm = f"slowest pull {slowest} (with the first connections), {warmup['failed']:,} failed; not in the figures"
-    else:
-        warm = "none: the latencies hold the first connections"
-    return [
-        ("measured", f"{windows['seconds']:.3f} s{several}"),
-        *_schedule(found),
-        ("CPU", "prefill {prefill:.2f} s, decode {decode:.2f} s".format(**found["cpu_s"])),
-        ("event loop lag", f"p99 {_seconds(lag['p99'])}, max {_seconds(lag['max'])}{busy}"),
-        ("descriptors", "{planned:,} planned, {posted:,} posted after merging".format(**found["descriptors"])),
-        ("warm-up", warm),
-    ]
+    late = ", ".join(f"{name} {_seconds(value)}" for name, value in it["late_s"].items())
+    schedule = (
+        f"{it['scheduled_per_s']:,.1f} requests/s scheduled, {it['achieved_per_s']:,.1f} achieved; pull was called "
+        f"late by {late}"
+    )
+    return _rows(
+        {
+            "measured": f"{windows['seconds']:.3f} s{several}",
+            "schedule": "" if found["config"]["arrivals"] == "closed" else schedule,
+            "CPU": "prefill {prefill:.2f} s, decode {decode:.2f} s".format(**found["cpu_s"]),
+            "event loop lag": f"p99 {_seconds(lag['p99'])}, max {_seconds(lag['max'])}{busy}",
+            "descriptors": "{planned:,} planned, {posted:,} posted after merging".format(**found["descriptors"]),
+            "warm-up": warm,
+        }
+    )
 
 
-def _schedule(found: dict[str, Any]) -> list[tuple[str, str]]:
-    if found["config"]["arrivals"] == "closed":
-        return []
-    it = found["schedule"]
-    late = {k: _seconds(v) for k, v in it["late_s"].items()}
-    return [
-        (
-            "schedule",
-            f"{it['scheduled_per_s']:,.1f} requests/s scheduled, {it['achieved_per_s']:,.1f} achieved; pull was called "
-            f"late by p50 {late['p50']}, p99 {late['p99']}, max {late['max']}",
-        ),
-    ]
-
-
-def _floor(found: dict[str, Any]) -> list[Part]:
-    rows, notes = floor.table(found)
-    return [Part(rows, floor.HEAD, notes)] if rows or notes else []
-
-
-def _run(found: dict[str, Any]) -> list[tuple[str, str]]:
+def _run(found: dict[str, Any]) -> Part:
     config, environment = found["config"], found["environment"]
     state = f", {config['state_bytes']:,} per state" if config["state_bytes"] else ""
     capped = config["prompts_capped"]
-    return [
-        ("model", f"{config['model']}, {config['layers']} layers, {config['token_bytes']:,} bytes per token{state}"),
-        *((role, _side(config[role])) for role in ("prefill", "decode")),
-        ("workload", _workload(config, found["windows"])),
-        *([("capped", f"{capped:,} prompts were cut by --max-prompt-tokens")] if capped else []),
-        (
-            "transport",
-            f"{environment.get('ucx_transports', '?')}, error mode {environment.get('ucx_error_handling_mode', '?')}",
-        ),
-    ]
+    return _rows(
+        {
+            "model": f"{config['model']}, {config['layers']} layers, {config['token_bytes']:,} bytes per token{state}",
+            "prefill": _side(config["prefill"]),
+            "decode": _side(config["decode"]),
+            "workload": _workload(config, found["windows"]),
+            "capped": f"{capped:,} prompts were cut by --max-prompt-tokens" if capped else "",
+            "transport": f"{environment.get('ucx_transports', '?')}, error mode "
+            f"{environment.get('ucx_error_handling_mode', '?')}",
+        }
+    )
 
 
 def _workload(config: dict[str, Any], windows: dict[str, Any]) -> str:
@@ -250,13 +218,6 @@ def _workload(config: dict[str, Any], windows: dict[str, Any]) -> str:
 def _seconds(value: float) -> str:
     """Milliseconds, or microseconds where those would be 0.05 or 0.00."""
     return f"{value * 1e3:,.2f} ms" if value >= 1e-4 or not value else f"{value * 1e6:.1f} µs"
-
-
-def _bytes(number: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size:
-            return f"{number / size:,.3f} {unit}"
-    return f"{number:.0f} bytes"
 
 
 def _side(side: dict[str, Any]) -> str:

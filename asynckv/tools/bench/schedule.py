@@ -17,6 +17,8 @@ from asynckv.tools.bench.workload import Workload
 
 __all__ = ["Arrivals", "Engines", "Place", "Request", "make_schedule"]
 
+CANCEL_WITHIN_S = 0.05
+
 
 class Place(NamedTuple):
     """One engine: its role, and which one of that role."""
@@ -69,32 +71,27 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """When requests come.
+    """When requests come: in a closed loop the next begins when one ends; else by a clock, however slow they are.
 
     Attributes:
-        kind: `closed`: whenever a pull ends the next begins. The others are open: requests come whether or not
-            the ones before are through, at the trace's times, at random (Poisson), or evenly.
-        rate: Requests per second, if neither closed nor the trace's.
+        rate: Requests per second at random.
         speed: How many times as fast the trace's clock runs.
     """
 
-    kind: Literal["closed", "trace", "poisson", "uniform"] = "closed"
     rate: float | None = None
-    speed: float = 1.0
+    speed: float | None = None
 
     def __post_init__(self) -> None:
-        needs_rate = self.kind in ("poisson", "uniform")
-        if needs_rate and self.rate is None:
-            raise ConfigError(f"--arrivals {self.kind} needs a rate; give --rate 200 (requests per second)")
-        if self.rate is not None and not needs_rate:
-            remedy = "use --speed to hurry it" if self.kind == "trace" else "use --arrivals poisson or uniform"
-            raise ConfigError(f"--rate {self.rate:g} and --arrivals {self.kind} contradict each other; {remedy}")
-        if self.speed != 1.0 and self.kind != "trace":
-            raise ConfigError(f"--speed {self.speed:g} is for the times of a trace; give --arrivals trace as well")
+        if self.rate is not None and self.speed is not None:
+            raise ConfigError(
+                f"--rate {self.rate:g} and --speed {self.speed:g} contradict each other: --speed is of the trace's "
+                f"own times; leave one of them out"
+            )
 
-    def __str__(self) -> str:
-        at = f" at {self.rate:g}/s" if self.rate is not None else f" at speed {self.speed:g}" * (self.kind == "trace")
-        return self.kind + at
+    @property
+    def kind(self) -> Literal["closed", "poisson", "trace"]:
+        """Name it, as the report does."""
+        return "poisson" if self.rate is not None else "trace" if self.speed is not None else "closed"
 
     @property
     def is_open(self) -> bool:
@@ -108,23 +105,17 @@ class Arrivals:
             ConfigError: The trace has no times.
         """
         number = len(workload.prompt_tokens)
-        match self.kind:
-            case "closed":
-                return [0.0] * number
-            case "trace":
-                if len(workload.arrivals_s) != number:
-                    raise ConfigError(
-                        "--arrivals trace needs a --trace whose lines have a timestamp; use --rate for requests per "
-                        "second"
-                    )
-                return [t / self.speed for t in workload.arrivals_s]
-            case "poisson":
-                assert self.rate is not None
-                gaps = np.random.default_rng([seed, 2]).exponential(1 / self.rate, number)
-                return [float(t) for t in np.cumsum(gaps)]
-            case "uniform":
-                assert self.rate is not None
-                return [(i + 1) / self.rate for i in range(number)]
+        if self.rate is not None:
+            gaps = np.random.default_rng([seed, 2]).exponential(1 / self.rate, number)
+            return [float(t) for t in np.cumsum(gaps)]
+        if self.speed is None:
+            return [0.0] * number
+        if len(workload.arrivals_s) != number:
+            raise ConfigError(
+                f"--speed {self.speed:g} needs a --trace whose lines have a timestamp; use --rate for requests per "
+                f"second"
+            )
+        return [t / self.speed for t in workload.arrivals_s]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +149,6 @@ def make_schedule(
     cache_tokens: int,
     cached: Callable[[int], int],
     cancel: float,
-    cancel_within_s: float,
     seed: int,
 ) -> list[Request]:
     """Work every request out.
@@ -169,8 +159,7 @@ def make_schedule(
         arrivals: When they come.
         cache_tokens: Tokens that every reader's prefix cache holds, where prompts share chunks.
         cached: Tokens of a prompt that are cached, where they share none.
-        cancel: Share of the requests that are cancelled.
-        cancel_within_s: They are cancelled at a random moment of so many seconds.
+        cancel: Share of the requests that are cancelled, each at a random moment within `CANCEL_WITHIN_S`.
         seed: Of what is random.
 
     Raises:
@@ -180,7 +169,7 @@ def make_schedule(
     moments = np.random.default_rng([seed, 3])
     is_cancelled = np.zeros(number, np.bool_)
     is_cancelled[moments.permutation(number)[: round(cancel * number)]] = True
-    cancel_s = moments.uniform(0, cancel_within_s, number).tolist()
+    cancel_s = moments.uniform(0, CANCEL_WITHIN_S, number).tolist()
     times = arrivals.times(workload, seed)
     caches = {p: PrefixCache(cache_tokens // workload.chunk_tokens) for p in engines.places}
     out = []

@@ -30,27 +30,32 @@ FIGURES = {
 
 
 class Run(NamedTuple):
-    """One run: its parameters, its report, and what to call it."""
+    """One run: its parameters, its report, what to call it, and why it has no report."""
 
     params: dict[str, Any]
     report: dict[str, Any]
     name: str
+    reason: str = ""
+
+    @property
+    def fault(self) -> str:
+        """Say what went wrong, in short."""
+        return "; ".join(text[:120] for text in report.faults(self.report)[:5]) if self.report else self.reason
 
 
 @dataclass(slots=True)
 class Side:
-    """One side's runs.
-
-    Attributes:
-        runs: Those with a report.
-        failed: Parameters and reason of each run without a report.
-    """
+    """One side's runs; a run that failed has an empty report."""
 
     name: str
     is_sweep: bool = True
     runs: list[Run] = field(default_factory=list)
-    failed: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     environments: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        """Of the runs that have one."""
+        return [run.report for run in self.runs if run.report]
 
 
 def load(text: str) -> Side:
@@ -144,13 +149,12 @@ def _add_sweep(side: Side, path: Path, found: journal.Sweep) -> None:
             f"{path}: is unfinished, {total - len(missing)} of {total} runs are there; go on with: {found.head.command}"
         )
     for row in found.latest().values():
-        if row.report is None:
-            side.failed.append((flat(row.params), row.reason))
-            continue
-        if row.report.get("schema") != report.SCHEMA:
-            raise ConfigError(f"{path}: holds a report of schema {row.report.get('schema')}, not {report.SCHEMA}")
-        check(row.report, str(path))
-        side.runs.append(Run(flat(row.params), row.report, f"{path} (round {row.round}, {row.key})"))
+        if row.report is not None:
+            if row.report.get("schema") != report.SCHEMA:
+                raise ConfigError(f"{path}: holds a report of schema {row.report.get('schema')}, not {report.SCHEMA}")
+            check(row.report, str(path))
+        name = f"{path} (round {row.round}, {row.key})"
+        side.runs.append(Run(flat(row.params), row.report or {}, name, row.reason))
     side.environments.append(found.head.environment | {f"content of {k}": v for k, v in found.head.files.items()})
 
 

@@ -1,4 +1,4 @@
-"""The table of a sweep: medians over the rounds, a line per point."""
+"""The table of a sweep, a row per point with medians over its rounds: for the terminal, and for the page."""
 
 from __future__ import annotations
 
@@ -12,32 +12,43 @@ from asynckv.tools.bench.journal import Head, Point, Sweep
 from asynckv.tools.console import printable, without_control
 from asynckv.tools.output import print_table
 
-__all__ = ["SHARE", "show", "shown"]
+__all__ = ["SHARE", "show", "table"]
 
 SHARE = figures.named(share := "ratio_to_floor.raw_nixl.gbytes_per_s", {share})
 SHOWN = tuple(figures.FIGURES[name] for name in ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu"))
 
 
-def shown(points: Sequence[Point]) -> list[figures.Figure]:
-    """Choose the columns: the share of the floor where it was measured."""
-    return [*SHOWN, *([SHARE] if any(point.interval(SHARE) for point in points) else [])]
+def table(sweep: Sweep, *, has_noise: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Make heads and rows: the point's place, its figures, and what became of rounds that were not good.
+
+    Args:
+        sweep: Finished or not.
+        has_noise: Each median has its interval beside it.
+    """
+    points, rows = sweep.points(), []
+    columns = [*SHOWN, *([SHARE] if any(point.interval(SHARE) for point in points) else [])]
+    for point in points:
+        row = [without_control(point.axes[name]) for name in sweep.head.axes]
+        for figure in columns:
+            form, interval = ".1%" if figure is SHARE else ",.4g", point.interval(figure)
+            row.append("" if interval is None else format(interval.median, form))
+            if has_noise and interval is not None and interval.low < interval.high:
+                row[-1] += f" ({interval.low:{form}} … {interval.high:{form}})"
+        row.append("; ".join(point.faults) if has_noise else ", ".join({f.partition(":")[0]: "" for f in point.faults}))
+        rows.append(row)
+    axes = map(without_control, sweep.head.axes)
+    return [*axes, *(figures.head(each.name, each.unit) for each in columns), ""], rows
 
 
 def show(sweep: Sweep, console: Console) -> None:
     """Print the table."""
-    if not (points := sweep.points()):
+    heads, rows = table(sweep)
+    if not rows:
         return
-    columns, rows = shown(points), []
-    for point in points:
-        cells = [without_control(point.axes[name]) for name in sweep.head.axes]
-        for figure in columns:
-            interval = point.interval(figure)
-            form = ".1%" if figure is SHARE else ",.4g"
-            cells.append("" if interval is None else format(interval.median, form))
-        rows.append((*cells, ", ".join(dict.fromkeys(fault.partition(":")[0] for fault in point.faults))))
-    heads = [*map(without_control, sweep.head.axes), *(figures.head(each.name, each.unit) for each in columns)]
-    styles = ["red" if point.faults else "" for point in points]
-    print_table(console, [*heads, ""], rows, texts=(len(heads),), styles=styles)
+    points = sweep.points()
+    print_table(
+        console, heads, rows, texts=(len(heads) - 1,), styles=["red" if point.faults else "" for point in points]
+    )
     for fault, count in Counter(fault for point in points for fault in point.faults).items():
         where = "one point" if count == 1 else f"{count} points"
         console.print(f"  ! {where} {printable(fault)}", style="red", highlight=False)

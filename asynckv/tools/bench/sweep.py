@@ -10,8 +10,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -23,32 +22,9 @@ from asynckv.tools.bench import report
 from asynckv.tools.bench.grid import Point
 from asynckv.tools.bench.journal import Journal, Row
 
-__all__ = ["Progress", "Ran", "judged", "run", "targets"]
+__all__ = ["judged", "run", "targets"]
 
 Status = Literal["good", "bad", "failed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """A step of a sweep: `row` is None when the point begins."""
-
-    done: int
-    total: int
-    axes: Mapping[str, str]
-    round: int
-    row: Row | None
-
-
-@dataclass(slots=True)
-class Ran:
-    """How a sweep ended.
-
-    Attributes:
-        refused: What every single point was refused for as bad input; empty if any could run.
-    """
-
-    interrupted: bool = False
-    refused: str = ""
 
 
 def targets(out: str) -> tuple[Path, Path]:
@@ -114,22 +90,27 @@ async def run(
     points: Sequence[Point],
     *,
     retry_failed: bool = False,
-    progress: Callable[[Progress], None] = lambda step: None,
-) -> Ran:
+    progress: Callable[[int, Point, int, Row | None], None] = lambda done, point, number, row: None,
+) -> bool:
     """Run what the journal misses, in its order; Ctrl-C or SIGTERM ends it between lines.
 
     Args:
         journal: Begun with a head of these points.
         points: The grid's.
         retry_failed: Run again what failed or was bad.
-        progress: Called when a point begins, and when its line is written.
+        progress: Called with the number of runs that are done, a point and its round: when it begins, and with its
+            row when that is written.
+
+    Returns:
+        Whether it was interrupted.
+
+    Raises:
+        ConfigError: Every single point was refused as bad input; the file is gone again.
     """
-    runner, ran = _Runner(), Ran()
-    by_key = {point.key: point for point in points}
+    runner, by_key = _Runner(), {point.key: point for point in points}
     todo = journal.sweep.missing(retry_failed=retry_failed)
     total = len(journal.sweep.head.points) * journal.sweep.head.rounds
-    done = total - len(todo)
-    refusals: list[str] = []
+    done, refusals = total - len(todo), list[str]()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, runner.interrupt)
@@ -138,7 +119,7 @@ async def run(
             if runner.stopping:
                 break
             point = by_key[key]
-            progress(Progress(done, total, point.axes, index, None))
+            progress(done, point, index, None)
             began = time.monotonic()
             returncode, out, errors = await runner.run(point.argv)
             status, reason, found = judged(returncode, out, errors)
@@ -160,11 +141,12 @@ async def run(
             )
             journal.add(row)
             done += 1
-            progress(Progress(done, total, point.axes, index, row))
+            progress(done, point, index, row)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-    ran.interrupted = runner.stopping and done < total
     if refusals and len(refusals) == total:
-        ran.refused = refusals[0]
-    return ran
+        # The options are to blame, and a corrected sweep shall not find this one in its way.
+        journal.path.unlink()
+        raise ConfigError(f"every point was refused: {refusals[0]}")
+    return runner.stopping and done < total

@@ -78,8 +78,7 @@ def _run(setup: p.Setup, stdout: int, folder: Path) -> None:
         await rank.run(pipe, setup, folder)
         await pipe.close()
 
-    loop = setup.options.loop
-    if loop == "uvloop" or (loop == "auto" and importlib.util.find_spec("uvloop") is not None):
+    if importlib.util.find_spec("uvloop") is not None:
         import uvloop
 
         uvloop.run(run())

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
-
-import msgspec
 
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.tools.bench import protocol as p
@@ -127,11 +126,7 @@ class Host:
     async def start(self) -> Workers:
         """Start all of them, and tell them who they are; they come up meanwhile."""
         for name, place, setup in self._planned:
-            if self._is_remote(place.role):
-                child = await self._start_remote(name)
-            else:
-                child = await self._processes.start_command(name, HERE)
-            worker = Worker(child)
+            worker = Worker(await self._start(name, is_remote=self._is_remote(place.role)))
             self.workers[place].append(worker)
             worker.tell(setup)
         return self.workers
@@ -143,7 +138,7 @@ class Host:
         await asyncio.gather(*self._logs)
 
     def _is_remote(self, role: str) -> bool:
-        return self._options.remote is not None and self._options.remote_role == role
+        return self._options.remote is not None and role == "prefill"
 
     def _setups(self, num_blocks: Mapping[str, list[int]]) -> Iterator[Planned]:
         """Name every rank of every engine, stage by stage."""
@@ -151,17 +146,14 @@ class Host:
         if options.remote is not None:
             from asynckv.edges.zmq import make_pair
 
-            pair = make_pair()
-            keys = p.Keys(pair.public, pair.secret)
+            keys = make_pair()
         for place in experiment.engines.places:
             shape, engine_id = experiment.sides[place.role], experiment.engines.name(place)
-            # A log elsewhere is stderr of the command, which comes here.
-            own = msgspec.structs.replace(options, log=None, log_level=options.level)
             for stage in range(shape.pp):
                 for rank in range(shape.tp):
                     name = f"{engine_id}/pp{stage}/tp{rank}" if shape.pp > 1 else f"{engine_id}/tp{rank}"
                     setup = p.Setup(
-                        options=own if self._is_remote(place.role) else options,
+                        options=options,
                         role=place.role,
                         engine_id=engine_id,
                         pulls=experiment.engines.pulls(place),
@@ -173,15 +165,19 @@ class Host:
                         bind=f"tcp://{experiment.hosts[place.role]}:0",
                         keys=keys,
                         env=self._env,
+                        # A log elsewhere is stderr of the command, which comes here.
+                        log=None if self._is_remote(place.role) else options.log,
                     )
                     yield Planned(name, place, setup)
 
-    async def _start_remote(self, name: str) -> Child:
-        command, log = shlex.split(self._options.remote or ""), self._options.log
+    async def _start(self, name: str, *, is_remote: bool) -> Child:
+        remote, log = self._options.remote or "", self._options.log
+        command = shlex.split(remote) if is_remote else HERE
+        errors = asyncio.subprocess.PIPE if is_remote and log else None
         try:
-            child = await self._processes.start_command(name, command, errors=asyncio.subprocess.PIPE if log else None)
+            child = await self._processes.start_command(name, command, errors)
         except OSError as exc:
-            raise ConfigError(f"--remote {self._options.remote}: {command[0]} cannot be run: {exc.strerror}") from exc
+            raise ConfigError(f"--remote {remote}: {command[0]} cannot be run: {exc.strerror}") from exc
         if log and child.errors is not None:
             self._logs.append(asyncio.create_task(_sort(child.errors, Path(log))))
         return child
@@ -200,8 +196,8 @@ def _environment(experiment: Experiment) -> dict[str, str]:
     options, env = experiment.options, dict[str, str]()
     if options.transport == "tcp":
         env["UCX_TLS"] = "tcp,cuda_copy" if options.memory == "cuda" else "tcp"
-    if options.net_device:
-        env["UCX_NET_DEVICES"] = options.net_device
+    if (device := os.environ.get("UCX_NET_DEVICES")) is not None:
+        env["UCX_NET_DEVICES"] = device
     elif options.transport == "tcp" and options.remote is None:
         env["UCX_NET_DEVICES"] = "lo"
     return env

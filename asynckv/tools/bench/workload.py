@@ -6,14 +6,15 @@ standing for all tokens before it as well, as `hash_ids` do in Mooncake's traces
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from asynckv.errors import ConfigError
 
@@ -23,9 +24,7 @@ TRACE_CHUNK_TOKENS = 512
 """Tokens that one of a trace's `hash_ids` stands for."""
 SHARED_CHUNK_TOKENS = 16
 
-_LENGTH_KEYS = ("input_length", "prompt_tokens")
 _MOST_TOKENS = 1 << 30
-_MOST_ID = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class Workload:
         if not 1 <= tokens <= _MOST_TOKENS:
             raise ConfigError(f"--shared-prefix {tokens} is outside 1 ... {_MOST_TOKENS} tokens")
         if not 1 <= groups <= _MOST_TOKENS:
-            raise ConfigError(f"--prefix-groups {groups} is outside 1 ... {_MOST_TOKENS}")
+            raise ConfigError(f"--shared-prefix {tokens}:{groups}: there are 1 ... {_MOST_TOKENS} prefixes")
         size = math.gcd(tokens, SHARED_CHUNK_TOKENS)
         longest = min(tokens, max(self.prompt_tokens, default=0)) // size
         drawn = np.random.default_rng([seed, 1]).integers(0, groups, len(self.prompt_tokens)).tolist()
@@ -153,9 +152,9 @@ def traced(path: Path, requests: int | None) -> Workload:
         raise ConfigError(f"--trace {path}: holds no requests")
     if requests is not None and len(entries) < requests:
         raise ConfigError(f"--trace {path}: holds {len(entries)} requests, fewer than --requests {requests}")
-    times = [e.milliseconds for e in entries if e.milliseconds is not None]
+    times = [e.timestamp for e in entries if e.timestamp is not None]
     if times and len(times) < len(entries):
-        line = next(e.line for e in entries if e.milliseconds is None)
+        line = next(e.line for e in entries if e.timestamp is None)
         raise ConfigError(f"--trace {path} line {line}: has no timestamp, though others have; give all of them one")
     for (before, after), entry in zip(pairwise(times), entries[1:], strict=False):
         if after < before:
@@ -166,7 +165,7 @@ def traced(path: Path, requests: int | None) -> Workload:
     return Workload(
         f"trace {path.name}",
         tuple(e.tokens for e in entries),
-        chunks=tuple(e.chunks for e in entries) if any(e.chunks for e in entries) else (),
+        chunks=tuple(e.hash_ids for e in entries) if any(e.hash_ids for e in entries) else (),
         arrivals_s=tuple((t - times[0]) / 1e3 for t in times),
     )
 
@@ -187,37 +186,33 @@ def cached_tokens(text: str, tokens: int) -> int:
     return min(hit, tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    line: int
-    tokens: int
-    milliseconds: float | None
-    chunks: tuple[int, ...]
+class _Entry(msgspec.Struct, frozen=True):
+    input_length: Annotated[int, Meta(ge=1, le=_MOST_TOKENS)] | None = None
+    prompt_tokens: Annotated[int, Meta(ge=1, le=_MOST_TOKENS)] | None = None
+    timestamp: Annotated[float, Meta(ge=0, lt=1e15)] | None = None
+    hash_ids: tuple[Annotated[int, Meta(ge=0, lt=1 << 62)], ...] = ()
+    line: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Length of the prompt."""
+        return self.input_length or self.prompt_tokens or 0
+
+
+_decoder = msgspec.json.Decoder(_Entry)
 
 
 def _entry(path: Path, number: int, line: str) -> _Entry:
     where = f"--trace {path} line {number}"
     try:
-        entry: Any = json.loads(line)
-    except (ValueError, RecursionError) as exc:
-        raise ConfigError(f"{where}: is not JSON: {exc}") from exc
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{where}: is no JSON object")
-    key = next((k for k in _LENGTH_KEYS if k in entry), None)
-    if key is None:
-        raise ConfigError(f"{where}: has neither {' nor '.join(_LENGTH_KEYS)}")
-    tokens = entry[key]
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= _MOST_TOKENS:
-        raise ConfigError(f"{where}: {key} is {tokens!r:.80}, not a number of tokens of 1 or more")
-    time = entry.get("timestamp")
-    if time is not None and (isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < 1e15):
-        raise ConfigError(f"{where}: timestamp is {time!r:.80}, not a number of milliseconds of 0 or more")
-    ids = entry.get("hash_ids", [])
-    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < _MOST_ID for i in ids):
-        raise ConfigError(f"{where}: hash_ids is {ids!r:.80}, not a list of numbers from 0 to 2^62")
-    if ids and len(ids) != (need := -(-tokens // TRACE_CHUNK_TOKENS)):
+        entry = _decoder.decode(line)
+    except (msgspec.MsgspecError, RecursionError) as exc:
+        raise ConfigError(f"{where}: {exc}") from exc
+    if not entry.tokens:
+        raise ConfigError(f"{where}: has neither input_length nor prompt_tokens")
+    if entry.hash_ids and len(entry.hash_ids) != (need := -(-entry.tokens // TRACE_CHUNK_TOKENS)):
         raise ConfigError(
-            f"{where}: hash_ids has {len(ids)} entries, but {tokens} tokens need {need}: one per {TRACE_CHUNK_TOKENS} "
-            f"tokens, and one for what is left"
+            f"{where}: hash_ids has {len(entry.hash_ids)} entries, but {entry.tokens} tokens need {need}: one per "
+            f"{TRACE_CHUNK_TOKENS} tokens, and one for what is left"
         )
-    return _Entry(number, tokens, None if time is None else float(time), tuple(ids))
+    return msgspec.structs.replace(entry, line=number)
