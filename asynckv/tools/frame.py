@@ -8,23 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
 
-__all__ = ["REMEDY", "axis", "facts", "figure", "is_installed", "log_axis", "make", "plain", "table", "verdict"]
-
-_CODE = re.compile(r"`([^`<>]{1,200})`")
-_NAME = re.compile(
-    r"(?P<engine>[^\s,;:()<>&`/]{1,60}(?:/pp\d{1,6})?/)(?P<rank>tp\d{1,6}(?:@[0-9a-f]{1,16})?)"
-    r"|(?<!\S)[\w.-]{1,60}-\d+(?![^\s,])|(?<!\S)[\w.-]{1,60}:\d+(?![^\s,])"
-)
-"""A rank, a request's id that ends in a number, or a line of a file."""
-
-LONG = 80
-"""Letters of a cell that is a sentence."""
+__all__ = ["REMEDY", "axis", "facts", "figure", "is_installed", "log_axis", "make", "plain", "verdict"]
 
 REMEDY = "plots need plotly: pip install 'asynckv[plots]'"
 
@@ -57,9 +46,6 @@ def figure(
     spoken: str,
     traces: Sequence[Mapping[str, Any]],
     layout: Mapping[str, Any],
-    *,
-    note: str = "",
-    is_wide: bool = False,
 ) -> str:
     """Draw one plot, checked against plotly's own schema.
 
@@ -68,8 +54,6 @@ def figure(
         spoken: The same in words, for those who do not see it.
         traces: Of plotly.
         layout: Of plotly; `meta` may have a `height` in pixels, without the legend.
-        note: Below the caption: what to know to read it.
-        is_wide: It has a row of the page to itself.
     """
     import plotly.graph_objects as go
 
@@ -81,8 +65,7 @@ def figure(
     # A "</script" inside a string must not end the script.
     data = drawn.to_json().replace("<", "\\u003c")
     return (
-        f"<figure{' class=wide' if is_wide else ''}><figcaption>{escape(caption)}"
-        f"{f'<small>{escape(note)}</small>' if note else ''}</figcaption>"
+        f"<figure><figcaption>{escape(caption)}</figcaption>"
         f'<div class="plot" role="img" aria-label="{escape(spoken)}" style="min-height:{height}px"></div>'
         f'<script type="application/json">{data}</script></figure>\n'
     )
@@ -112,43 +95,10 @@ def plain(x: Any) -> str:
     return f"{x:g}" if isinstance(x, float) else str(x)
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, texts: Sequence[str] = ()) -> str:
-    """Make a table of texts; the first cell of a row names it, and the columns in `texts` are words, not numbers."""
-    kinds = [' class="text"' if head in texts else "" for head in heads]
-    top = "".join(f'<th scope="col"{kind}>{escape(head)}</th>' for head, kind in zip(heads, kinds, strict=True))
-    body = "".join(
-        f'<tr><th scope="row">{_words(name)}</th>'
-        f"{''.join(f'<td{_long(cell, kind)}>{_words(cell)}</td>' for cell, kind in zip(cells, kinds[1:], strict=True))}"
-        "</tr>\n"
-        for name, *cells in rows
-    )
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
-        f'<table class="words"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>\n'
-    )
-
-
-def _words(text: str) -> str:
-    """Make HTML of a text: what stands in backticks is code, and names are not broken at their hyphens."""
-    shown = _CODE.sub(r"<code>\1</code>", escape(text))
-    return _NAME.sub(_name, shown)
-
-
-def _name(found: re.Match[str]) -> str:
-    """Keep a name in one line; that of a rank may be broken before the rank."""
-    parts = [found["engine"], found["rank"]] if found["engine"] else [found[0]]
-    return "<wbr>".join(f'<span class="name">{x}</span>' for x in parts)
-
-
-def _long(cell: str, kind: str) -> str:
-    """Give a sentence room."""
-    return ' class="text long"' if kind and len(cell) > LONG else kind
-
-
 def verdict(said: Sequence[str], *, is_good: bool | None) -> str:
     """Say first what matters: whether all is well (None: nothing tells), and one sentence for each thing."""
     kind, first = {True: ("good", "All well."), False: ("bad", "Look here:"), None: ("", "Nothing to judge:")}[is_good]
-    rest = _words(" ".join(said)) if len(said) < 2 else f"<ul>{''.join(f'<li>{_words(x)}</li>' for x in said)}</ul>"
+    rest = escape(" ".join(said)) if len(said) < 2 else f"<ul>{''.join(f'<li>{escape(x)}</li>' for x in said)}</ul>"
     return f'<div class="verdict {kind}"><strong>{first}</strong> {rest}</div>\n'
 
 
