@@ -19,8 +19,7 @@ from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks_copies import late_copies
 from asynckv.tools.diagnose.leaks_live import records_of
 from asynckv.tools.diagnose.leaks_page import report
-from asynckv.tools.diagnose.records import Logs, read_logs
-from asynckv.tools.diagnose.summary import summarise
+from asynckv.tools.diagnose.records import Logs
 from tests.offloads import SIZE, Rank, chain, hybrid, layout_of, until
 
 pytestmark = pytest.mark.anyio
@@ -124,7 +123,4 @@ async def test_what_was_moved_is_logged_soon_and_then_ever_more_rarely(tmp_path:
     lines = log.read_text().splitlines(keepends=True)
     told = [(at, x) for at, x in enumerate(map(json.loads, lines)) if x["event"] == "offload_moved"]
     assert [round(x["seconds"]) for _, x in told[:-1]] == [1, 1, 2, 4, 8, 16, 32, 60, 60, 60]
-    (tmp_path / "killed.log").write_text("".join(lines[: told[-1][0]]))
-    [found] = summarise(read_logs([tmp_path / "killed.log"])).offloads.ranks
-    assert found.counters["blocks.store"] == 244
-    assert not found.has_stopped
+    assert sum(x["counters"]["blocks.store"] for _, x in told[:-1]) == 244  # as a killed process tells it

@@ -57,9 +57,6 @@ def figure(
     spoken: str,
     traces: Sequence[Mapping[str, Any]],
     layout: Mapping[str, Any],
-    *,
-    note: str = "",
-    is_wide: bool = False,
 ) -> str:
     """Draw one plot, checked against plotly's own schema.
 
@@ -68,8 +65,6 @@ def figure(
         spoken: The same in words, for those who do not see it.
         traces: Of plotly.
         layout: Of plotly; `meta` may have a `height` in pixels, without the legend.
-        note: Below the caption: what to know to read it.
-        is_wide: It has a row of the page to itself.
     """
     import plotly.graph_objects as go
 
@@ -81,8 +76,7 @@ def figure(
     # A "</script" inside a string must not end the script.
     data = drawn.to_json().replace("<", "\\u003c")
     return (
-        f"<figure{' class=wide' if is_wide else ''}><figcaption>{escape(caption)}"
-        f"{f'<small>{escape(note)}</small>' if note else ''}</figcaption>"
+        f"<figure><figcaption>{escape(caption)}</figcaption>"
         f'<div class="plot" role="img" aria-label="{escape(spoken)}" style="min-height:{height}px"></div>'
         f'<script type="application/json">{data}</script></figure>\n'
     )
@@ -148,7 +142,7 @@ def _long(cell: str, kind: str) -> str:
 def verdict(said: Sequence[str], *, is_good: bool | None) -> str:
     """Say first what matters: whether all is well (None: nothing tells), and one sentence for each thing."""
     kind, first = {True: ("good", "All well."), False: ("bad", "Look here:"), None: ("", "Nothing to judge:")}[is_good]
-    rest = _words(" ".join(said)) if len(said) < 2 else f"<ul>{''.join(f'<li>{_words(x)}</li>' for x in said)}</ul>"
+    rest = escape(" ".join(said)) if len(said) < 2 else f"<ul>{''.join(f'<li>{escape(x)}</li>' for x in said)}</ul>"
     return f'<div class="verdict {kind}"><strong>{first}</strong> {rest}</div>\n'
 
 

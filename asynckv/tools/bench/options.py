@@ -371,7 +371,7 @@ class Options(Struct, frozen=True, kw_only=True):
     json: Annotated[
         str | None,
         common(
-            "Write the report there; - for stdout. asynckv report draws it, asynckv bench compare compares two.",
+            "Write the report there; - for stdout. asynckv bench compare compares two.",
             metavar="FILE",
             in_record=False,
             is_single=True,

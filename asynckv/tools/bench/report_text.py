@@ -1,6 +1,6 @@
 """How a run's report reads: one line with the verdict, then what was reached, how long it took, what it cost, what ran.
 
-The same parts (`parts`) are printed on a terminal (`show`) and drawn on the page of `asynckv report`.
+`show` prints its `parts` on a terminal.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BAD", "OTHERS", "PHASES", "STATES", "WITHIN", "Colour"]
+__all__ = ["OTHERS", "PHASES", "Colour"]
 
 
 class Colour(NamedTuple):
@@ -40,19 +40,3 @@ OTHERS = {
     "unlogged": Colour("#b3a98c", "#8a8266"),
 }
 """What else a request goes through, on a timeline: its lease, and what comes between attempts or after a failure."""
-
-WITHIN = {"post": "read", "detect": "read"}
-"""Phases that lie inside another one, and have its colour."""
-
-STATES = {
-    "new": Colour("#8a94a0", "#7f8a97"),
-    "connecting": Colour("#6e5306", "#fdc97a"),
-    "loading": Colour("#691a9f", "#a63aa8"),
-    "ready": Colour("#0ea560", "#3fd0a4"),
-    "suspect": Colour("#f2099c", "#ef8cc8"),
-    "gone": Colour("#4c0701", "#ea2a06"),
-}
-"""States of a peer."""
-
-BAD = Colour("#b3261e", "#ff8a80")
-"""What should not be there."""

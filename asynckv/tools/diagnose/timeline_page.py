@@ -16,6 +16,8 @@ import msgspec
 
 from asynckv.tools.console import without_control
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
+from asynckv.tools.diagnose.leaks_values import Leak
+from asynckv.tools.diagnose.overview import Line
 from asynckv.tools.diagnose.timeline_ends import End
 from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, SUMS, Ground, Lane, Mark, Story
 
@@ -24,12 +26,17 @@ __all__ = ["make"]
 MAX_MARKS = 100_000
 """In one page; of more, those of requests that went well are left out."""
 IN_TABLE = 20
-MAX_TOLD = 2
-"""Deaths that are told above everything else."""
 NAMES = list(PHASES)
 
 
-def make(axis: Axis, stories: Sequence[Story], grounds: Sequence[Ground], logs: Sequence[str]) -> str:
+def make(
+    axis: Axis,
+    stories: Sequence[Story],
+    grounds: Sequence[Ground],
+    logs: Sequence[str],
+    lines: Sequence[Line] = (),
+    leaks: Sequence[Leak] = (),
+) -> str:
     """Make the page.
 
     Args:
@@ -37,16 +44,15 @@ def make(axis: Axis, stories: Sequence[Story], grounds: Sequence[Ground], logs: 
         stories: What is on it.
         grounds: Of the processes.
         logs: What was read, for its title.
+        lines: What is wrong, for its first screen.
+        leaks: What was late: the causes of requests.
     """
-    data = msgspec.json.encode(_Writer(axis, stories, grounds).data()).decode()
+    data = msgspec.json.encode(_Writer(axis, stories, grounds, leaks).data()).decode()
     named = ", ".join(logs[:3]) + (f" and {len(logs) - 3} more" if len(logs) > 3 else "")
     parts = {
         "title": escape(without_control(f"Timeline of {named}")),
         "about": escape(_about(axis, stories)),
-        "notes": "".join(
-            f'<p class="note" role="note">{escape(without_control(x))}.</p>'
-            for x in (*_ends(grounds), *(f"Clocks: {x}" for x in axis.notes()))
-        ),
+        "overview": _overview(lines),
         "table": _table(stories),
         "clocks": "".join(
             f"<tr><th>{escape(without_control(x.process.rank))}</th><td>{escape(without_control(x.compared))}</td>"
@@ -74,12 +80,16 @@ def _about(axis: Axis, stories: Sequence[Story]) -> str:
     return f"{said}. Times are by the clock of {', '.join(without_control(x.rank) for x in axis.references[:3])}."
 
 
-def _ends(grounds: Sequence[Ground]) -> list[str]:
-    """Say who died; a log that only ends early is said where its process is."""
-    found = sorted((x.gone for x in grounds if x.gone is not None and x.gone.is_death), key=lambda x: x.at)
-    said = [f"{x.process.rank} {x.text}" for x in found[:MAX_TOLD]]
-    more = len(found) - len(said)
-    return said + ([f"{counted(more, 'more process')} died or fell silent: see the table below"] if more > 0 else [])
+def _overview(lines: Sequence[Line]) -> str:
+    """Write the first screen: what is wrong, then what limits what can be said."""
+    bad = sum(x.is_bad for x in lines)
+    head = f'<p class="bad">Look here: {counted(bad, "thing")} went wrong.</p>' if bad else "<p>All well.</p>"
+    rows = []
+    for line in lines:
+        cells = "".join(f"<td>{escape(without_control(x))}</td>" for x in (line.what, line.example, line.remedy))
+        rows.append(f"<tr{' class=bad' if line.is_bad else ''}>{cells}</tr>")
+    heads = "<tr><th>what</th><th>for example</th><th>what to do</th></tr>"
+    return head + (f"<table><thead>{heads}</thead><tbody>{''.join(rows)}</tbody></table>" if rows else "")
 
 
 def _table(stories: Sequence[Story]) -> str:
@@ -95,11 +105,12 @@ def _table(stories: Sequence[Story]) -> str:
 class _Writer:
     """Writes everything as short lists: in a page of ten thousand requests names of fields are most of it."""
 
-    def __init__(self, axis: Axis, stories: Sequence[Story], grounds: Sequence[Ground]) -> None:
+    def __init__(self, axis: Axis, stories: Sequence[Story], grounds: Sequence[Ground], leaks: Sequence[Leak]) -> None:
         self._axis, self._stories, self._grounds = axis, stories, grounds
         self._zero = min([x.start for x in stories], default=min([x.start for x in grounds], default=0.0))
         self._processes = {x.process.incarnation: i for i, x in enumerate(grounds)}
         self._texts: dict[str, int] = {}
+        self._causes = {(x.engine_id, x.request_id): f"{x.sentence} {x.remedy}" for x in leaks}
         self._can_mark = sum(len(x.marks) for x in stories) <= MAX_MARKS
 
     def data(self) -> dict[str, Any]:
@@ -147,17 +158,19 @@ class _Writer:
 
     def _request(self, story: Story) -> list[Any]:
         marks = story.marks if self._can_mark or story.level != "info" else []
+        cause = self._causes.get((story.engine_id, story.name), "")
         return [
             without_control(story.name or "?"),
             without_control(", ".join(x for x in story.others if x != story.name)),
             self._text(story.ended),
-            0 if story.level == "info" else 1,
+            1 if cause or story.level != "info" else 0,
             round(story.seconds * 1e6),
             [self._lane(x) for x in story.lanes],
             [self._mark(x, story.lane_of(x)) for x in marks],
             story.group,
             story.sequence,
             [[x.sender, self._us(x.left), x.receiver, self._us(x.came)] for x in story.arrows()],
+            self._text(cause),
         ]
 
     def _lane(self, lane: Lane) -> list[Any]:
