@@ -226,7 +226,8 @@ class Experiment:
         engines = {role: sum(place.role == role for place in self.engines.places) for role in self.sides}
         processes = {role: side.tp * side.pp * engines[role] for role, side in self.sides.items()}
         ranks = sum(processes.values())
-        room = max(0, (memory_available() if available is None else available) - ranks * PROCESS_BYTES - 512 * MiB)
+        have = memory_available() if available is None else available
+        room = max(0, have - ranks * PROCESS_BYTES - 512 * MiB)
         total = sum(processes[role] * self._pool(role, wanted[role]) for role in self.sides)
         share = min(1.0, room / total)
         if self.options.pool_mb is not None:
@@ -236,7 +237,6 @@ class Experiment:
             out[role] = [max(a, int(b * share)) for a, b in zip(least[role], wanted[role], strict=True)]
         need = {role: self._pool(role, least[role]) for role in self.sides}
         if not room:
-            have = memory_available() if available is None else available
             raise ConfigError(
                 f"{ranks} worker processes need {size(ranks * PROCESS_BYTES + 512 * MiB)} of memory beside their "
                 f"pools ({size(PROCESS_BYTES)} each), but {size(have)} can be had; use fewer ranks (--tp) "
