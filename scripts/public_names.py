@@ -80,7 +80,6 @@ COMMANDS = {
     "plan": "plan LAYOUTS LAYOUTS --json OUT",
     "leaks": "leaks LOG --json OUT",
     "timeline": "timeline LOG --json OUT",
-    "report": "report LOG ONE -o PAGE --json OUT",
 }
 """Commands that need no engine; what is in capitals is a path."""
 
@@ -167,7 +166,7 @@ def reports(account: Account) -> dict[str, list[str]]:
 def commanded(name: str) -> dict[str, list[str]]:
     """The same of what a command writes that needs no engine."""
     with tempfile.TemporaryDirectory() as folder:
-        paths = {each: str(Path(folder) / each) for each in ("ONE", "OTHER", "LAYOUTS", "PAGE", "OUT")}
+        paths = {each: str(Path(folder) / each) for each in ("ONE", "OTHER", "LAYOUTS", "OUT")}
         paths["LOG"] = str(DATA / "leaks.jsonl")
         for each in ("ONE", "OTHER"):
             Path(paths[each]).write_bytes((DATA / "bench.json").read_bytes())

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from asynckv.errors import ConfigError
 from asynckv.tools.bench.noise import LEVEL
 
-__all__ = ["DEFAULT", "FIGURES", "FLOORS", "Figure", "at", "head", "leaves", "named"]
+__all__ = ["DEFAULT", "FIGURES", "FLOORS", "Figure", "head", "leaves", "named"]
 
 Report = Mapping[str, Any]
 
@@ -62,11 +62,6 @@ def _number(value: Any) -> float | None:
     if isinstance(value, Mapping):
         value = value.get("median")
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def at(path: str, scale: float = 1.0) -> Callable[[Report], float | None]:
-    """Make what finds the number at a dotted path, times `scale`."""
-    return Figure(path, path, "", "", path, scale).of
 
 
 FIGURES = {
