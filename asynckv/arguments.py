@@ -30,6 +30,7 @@ __all__ = [
     "shown",
     "text",
     "texts",
+    "without_control",
 ]
 
 MAX_INTEGER = 1 << 53
@@ -153,6 +154,11 @@ def flag(name: str, value: Any, error: Refusal = LocalProtocolError) -> bool:
     if isinstance(value, bool):
         return value
     raise error(f"{name} is {shown(value)}; it must be True or False")
+
+
+def without_control(text: str) -> str:
+    """Show control characters as escapes: text of others must not move a cursor, or begin a line."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def is_loopback_host(host: str) -> bool:

@@ -9,6 +9,7 @@ AsyncKVError
 │   └── RemoteProtocolError the other side sent something malformed
 ├── EngineClosed            the engine was closed or is draining
 ├── BackendError            NIXL or ZMQ could not do what it was asked at start-up
+├── BlocksRetired           blocks are given up for this process: something may still write them
 └── PullError               this one request; says which blocks are still held
     ├── Overloaded          too many pulls wait already; nothing was started
     ├── PlanRefused         the request cannot be planned on these layouts
@@ -32,6 +33,7 @@ from typing import Any
 __all__ = [
     "AsyncKVError",
     "BackendError",
+    "BlocksRetired",
     "ConfigError",
     "EngineClosed",
     "GeometryRefused",

@@ -106,7 +106,7 @@ def test_the_first_test_of_a_contributor_passes() -> None:
     test()
 
 
-MOST_LINES = {"asynckv": 65_800, "asynckv/tools": 25_550, "tests": 72_900, "scripts": 9_500}
+MOST_LINES = {"asynckv": 62_080, "asynckv/tools": 0, "tests": 0, "scripts": 0}
 """Lines of Python at most. A change that removes some lowers the number; one that adds some removes others."""
 
 

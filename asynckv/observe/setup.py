@@ -18,7 +18,7 @@ from typing import Any, Literal, TextIO
 
 import structlog
 
-from asynckv.arguments import shown
+from asynckv.arguments import shown, without_control
 from asynckv.config import LogConfig, check_choice
 from asynckv.errors import ConfigError
 from asynckv.observe.sink import FileSink, file_name
@@ -115,7 +115,7 @@ def _printable(value: Any) -> Any:
     """Show control characters as escapes, in text wherever it is."""
     match value:
         case str():
-            return value if value.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
+            return without_control(value)
         case dict():
             return {_printable(k): _printable(v) for k, v in value.items()}
         case list() | tuple():

@@ -6,14 +6,11 @@ from typing import TypeVar
 
 from rich.markup import escape
 
+from asynckv.arguments import without_control
+
 __all__ = ["printable", "size", "without_control"]
 
 T = TypeVar("T")
-
-
-def without_control(text: str) -> str:
-    """Show control characters as escapes."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def printable(value: T) -> T:

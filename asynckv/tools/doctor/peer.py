@@ -23,6 +23,7 @@ import msgspec
 
 from asynckv.config import KeysConfig
 from asynckv.core.account import decode_account
+from asynckv.core.readers import DOCTOR
 from asynckv.core.types import Address, Cohort, ReplyTo
 from asynckv.core.wire import (
     MAJOR,
@@ -335,5 +336,5 @@ class _Asking:
 
 
 def _hello(status: Status, stage: int) -> Callable[[int], Message]:
-    cohort = Cohort(f"asynckv-doctor-{os.getpid()}")
+    cohort = Cohort(f"{DOCTOR}{os.getpid()}")
     return lambda nonce: Hello(nonce, MAJOR, MINOR, status.engine_id, status.tp_rank, cohort, stage)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from asynckv.errors import ConfigError
+from asynckv.errors import ConfigError, LayoutError
 from asynckv.tools.bench import options as o
 from asynckv.tools.output import write, write_json
 from asynckv.tools.parameters import taking_options
@@ -78,7 +78,6 @@ def layout(
 
     The file is for `asynckv plan`; its fields are those of `asynckv.Layout`, so an engine can write its own.
     """
-    from asynckv.errors import LayoutError
     from asynckv.geometry.check import register_memory
     from asynckv.tools.plan import models
     from asynckv.tools.plan.layout_file import dump_layouts
