@@ -107,7 +107,7 @@ def test_what_is_wrong_comes_worst_first_with_what_to_do() -> None:
     )  # fmt: skip
     said = [x.what for x in lines]
     assert said[0] == f"The event loop of {DECODE} was away: 2 times, at most 22.0 s"
-    assert lines[0].example == "until 2027-01-15 08:00:50.000000Z; 0 leases and 5 pulls were open"
+    assert lines[0].example == "until 2027-01-15 08:00:50.000000Z; open: 0 leases, 5 pulls"
     assert said[1].startswith("Blocks came back late: ")
     assert "(1 request, 7 blocks, held for 30.0 s at most)" in said[1]
     assert lines[1].remedy

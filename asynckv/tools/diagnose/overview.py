@@ -29,6 +29,7 @@ MOST = 12
 """Lines of a kind."""
 
 MAX_TEXT = 300
+DIED = "Look at its stderr, its supervisor and the kernel's log (out of memory?); start it again."
 UNSEEN = "Give the logs of all processes, from level info on, and of the whole time."
 
 
@@ -65,7 +66,8 @@ def _gone(grounds: Sequence[Ground]) -> Iterator[Line]:
     """Processes whose logs end without a goodbye, the earliest first."""
     found = sorted((x.gone for x in grounds if x.gone is not None and x.gone.is_death), key=lambda end: end.at)
     for end in found[:MOST]:
-        yield Line(f"{end.process.rank} {end.text}", end.noticed[0].text if end.noticed else "")
+        noticed = f"{end.noticed[0].process.rank} {end.noticed[0].text}" if end.noticed else ""
+        yield Line(f"{end.process.rank} {end.text}", noticed, DIED)
     if (more := len(found) - MOST) > 0:
         yield Line(f"{counted(more, 'more process')} died or fell silent")
 
@@ -78,7 +80,9 @@ def _away(axis: Axis) -> Iterator[Line]:
         if away:
             found.append((*max(away, key=lambda x: x[0]), process, len(away)))
     for seconds, record, process, times in sorted(found, key=lambda x: -x[0])[:MOST]:
-        open_ones = f"{record.integer('leases', 0):,} leases and {record.integer('pulls', 0):,} pulls were open"
+        open_ones = (
+            f"open: {counted(record.integer('leases', 0), 'lease')}, {counted(record.integer('pulls', 0), 'pull')}"
+        )
         until = clock_time(axis.at(process, record.at))
         yield Line(
             f"The event loop of {process.rank} was away: {counted(times, 'time')}, at most {shown_seconds(seconds)}",
