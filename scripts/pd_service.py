@@ -37,7 +37,7 @@ Try
   curl {url}/metrics
   asynckv inspect {directory}      # who holds which blocks
   kill -9 PROCESS   # of an engine, as listed above
-  asynckv leaks {directory}        # what came of it; timeline and report take it as well
+  asynckv leaks {directory}        # what came of it; timeline takes it as well
 
 Its weights are random, and so is what it says. Ctrl-C ends all; the logs in {directory} stay.
 """
