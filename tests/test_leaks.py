@@ -26,7 +26,7 @@ from asynckv.tools import cli
 from asynckv.tools.cli import app
 from asynckv.tools.diagnose import leaks_page
 from asynckv.tools.diagnose.ask import Answer
-from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, WHY, cells
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, WHY, Owner, cells
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_clocks import aligned
@@ -500,7 +500,7 @@ def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
     [leak] = found([*RUNNING, expired(), say(42, "of_later")])
     assert leak.cause is C.READER_SILENT
     [leak] = found([*RUNNING, expired(), say(60, "of_later")])
-    assert leak.cause is C.READER_DIED
+    assert (leak.cause, leak.cell[0]) == (C.READER_DIED, Owner.CLAIMED)
     [leak] = found([*RUNNING, expired(False), say(42, "of_later")])
     assert leak.cause is C.NEVER_CLAIMED
     # Its release may still be answered, or given up.
@@ -511,7 +511,7 @@ def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
 def test_who_died_long_before_a_request_was_lent_is_not_its_reader() -> None:
     ended = [stopped(P, 2000.0)]
     [leak] = found([*RUNNING, *ended, expired(False, at=45.0)])
-    assert leak.cause is C.READER_DIED
+    assert (leak.cause, leak.cell[0]) == (C.READER_DIED, Owner.UNCLAIMED)
     [leak] = found([*RUNNING, *ended, expired(False, at=800.0)])
     assert leak.cause is C.NEVER_HEARD_OF
     assert f"{RANK[D]} had died before it was lent" in leak.sentence
@@ -524,7 +524,15 @@ def test_who_died_long_before_a_request_was_lent_is_not_its_reader() -> None:
     # One that is restarted late is known to be dead only then.
     again = replace(begun(E, 900.0), rank="decode/tp0@cccccccc", engine_id="decode")
     [leak] = found([*RUNNING, again, stopped(E, 1900.0), *ended, expired(False, at=800.0)])
-    assert leak.cause is C.READER_DIED
+    assert (leak.cause, leak.cell[0]) == (C.READER_DIED, Owner.UNCLAIMED)
+
+
+OWNERS = {
+    C.READER_DIED: {"died after claim": Owner.CLAIMED},
+    C.LEASE_TOO_SHORT: {"too short": Owner.CLAIMED, "another attempt came too late": Owner.CLAIMED},
+    C.PREFILL_DIED: {"read from the dead": Owner.READ, "owner died": Owner.DIED},
+}
+"""What the owner knows: within one cause it tells whether a reader had claimed. It had not, where no case says so."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -532,6 +540,8 @@ def test_a_cause_is_named_and_nothing_else(name: str) -> None:
     cause, records = CASES[name]
     [leak] = found(records)
     assert leak.cause is cause
+    if cause in OWNERS:
+        assert leak.cell[0] is OWNERS[cause].get(name, Owner.UNCLAIMED)
     assert leak.request_id == "a"
     assert "?" not in leak.sentence.replace("?@", "")
     assert not re.search("(Prefill|Decode)/tp", shown(records)), "names are as they were logged"
@@ -705,6 +715,7 @@ def test_two_at_once_are_both_named() -> None:
     second = [other(expired(False)), other(pull_ended(45, "expired", seconds=0.1))]
     leaks = found([*BOTH, *first, *second])
     assert {x.request_id: x.cause for x in leaks} == {"a": C.RELEASE_LOST, "b": C.LEASE_TOO_SHORT}
+    assert {x.request_id: x.cell[0] for x in leaks} == {"a": Owner.CLAIMED, "b": Owner.UNCLAIMED}
 
 
 def test_recorded_logs_of_real_processes() -> None:
@@ -943,7 +954,7 @@ def test_an_engine_that_does_not_answer_may_have_been_given_it() -> None:
     assert judged([*RUNNING, late, say(90, "of_later", D), now], RANK[D]).cause is not C.DECODE_UNRESPONSIVE
     # It had claimed.
     leak = judged([*RUNNING, expired(), now], RANK[D])
-    assert leak.cause is C.READER_DIED
+    assert (leak.cause, leak.cell[0]) == (C.READER_DIED, Owner.CLAIMED)
     assert "and hangs (it does not answer" in leak.sentence
     # Of an engine of which others have spoken, it is known that it was given it.
     owed = expired(False, owed=["decode/tp1"], readers={RANK[D]: "complete"})

@@ -18,7 +18,7 @@ from asynckv.edges.zmq import make_pair
 from asynckv.keys import write_pair
 from asynckv.tools.diagnose.ask import ask_all
 from asynckv.tools.diagnose.axis import make_axis
-from asynckv.tools.diagnose.causes import CAUSE
+from asynckv.tools.diagnose.causes import CAUSE, Owner
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_live import records_of
@@ -288,7 +288,10 @@ def judge(folder: Path) -> None:
     assert logs
     mine = [x for x in logs if x.name.startswith(PREFILL)]
     theirs = [x for x in logs if x not in mine]
-    assert named(find_leaks(join(read_logs(logs)))) == {k: v.value for k, v in EXPECTED.items()}
+    leaks = find_leaks(join(read_logs(logs)))
+    assert named(leaks) == {k: v.value for k, v in EXPECTED.items()}
+    owners = {x.request_id: x.cell[0] for x in leaks}
+    assert (owners["reading"], owners["late"]) == (Owner.CLAIMED, Owner.UNCLAIMED)
     # A timeline marks those that were killed, and nobody else.
     gone = [(x.process.engine_id, x.gone.is_death) for x in ground(make_axis(join(read_logs(logs)))) if x.gone]
     assert sorted(gone) == [("doomed", True), ("other", True), ("reading", True)]

@@ -190,6 +190,11 @@ def test_the_installed_bench_moves_and_verifies_bytes(installed: Path, elsewhere
     assert (report["requests"]["completed"], report["requests"]["failed"]) == (4, 0)
     assert (report["bytes"]["verified"], report["bytes"]["wrong"]) == (4 * 64 * 8192, 0)
 
+    no_plots = subprocess.run(
+        [asynckv, "bench", "page", "bench.json"], cwd=elsewhere, env=clean(), capture_output=True, text=True
+    )
+    assert (no_plots.returncode, no_plots.stdout) == (2, "")
+    assert "pip install 'asynckv[plots]'" in no_plots.stderr
     call([asynckv, "timeline", "bench.log", "--html", "timeline.html"], elsewhere)
     page = (elsewhere / "timeline.html").read_text()
     assert "<canvas" in page

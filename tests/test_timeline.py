@@ -20,7 +20,8 @@ from asynckv.tools.diagnose.axis import Axis, make_axis, shown_offset, shown_sec
 from asynckv.tools.diagnose.clocks import Offset
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks_values import moment
-from asynckv.tools.diagnose.records import read_logs
+from asynckv.tools.diagnose.overview import overview
+from asynckv.tools.diagnose.records import Logs, read_logs
 from asynckv.tools.diagnose.timeline_json import report
 from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, Bar, Story, ground, stories
 from asynckv.tools.diagnose.timeline_page import make
@@ -216,7 +217,8 @@ def test_a_process_that_died_is_marked_where_its_log_ends_with_who_noticed_when(
     assert "\x1b" not in said
     (found,) = [x["gone"] for x in report(axis, [], grounds)["processes"] if x["rank"] == P]
     assert (found["how"], len(found["noticed"])) == ("died", 2)
-    page = make(axis, stories(axis), grounds, ["x.log"])
+    page = make(axis, stories(axis), grounds, ["x.log"], overview(Logs(), axis, grounds, []))
+    assert f"<td>{P} died: " in page
     assert [x[8] and (x[8][2], len(x[8][4])) for x in page_data(page)["processes"]] == [(1, 2), None, None]
 
 
