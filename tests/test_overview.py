@@ -13,7 +13,7 @@ from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.overview import Line, overview
 from asynckv.tools.diagnose.records import Logs, Record, read_logs
-from asynckv.tools.diagnose.timeline_model import ground, stories
+from asynckv.tools.diagnose.timeline_model import families, ground, stories
 from asynckv.tools.diagnose.timeline_page import make
 from tests.test_timeline import page_data
 from tests.timeline_logs import service
@@ -60,7 +60,7 @@ def screen(records: list[Record]) -> tuple[list[Line], str]:
     joined = join(logs)
     axis, leaks = make_axis(joined), find_leaks(joined)
     grounds = ground(axis)
-    lines = overview(logs, axis, grounds, leaks)
+    lines = overview(logs, axis, families(joined.requests), grounds, leaks)
     return lines, make(axis, stories(axis), grounds, ["test.log"], lines, leaks)
 
 

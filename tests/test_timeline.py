@@ -217,7 +217,7 @@ def test_a_process_that_died_is_marked_where_its_log_ends_with_who_noticed_when(
     assert "\x1b" not in said
     (found,) = [x["gone"] for x in report(axis, [], grounds)["processes"] if x["rank"] == P]
     assert (found["how"], len(found["noticed"])) == ("died", 2)
-    page = make(axis, stories(axis), grounds, ["x.log"], overview(Logs(), axis, grounds, []))
+    page = make(axis, stories(axis), grounds, ["x.log"], overview(Logs(), axis, [], grounds, []))
     assert f"<td>{P} died: " in page
     assert [x[8] and (x[8][2], len(x[8][4])) for x in page_data(page)["processes"]] == [(1, 2), None, None]
 

@@ -25,7 +25,7 @@ from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy, has_offload
 from asynckv.tools.diagnose.leaks_values import Early, Leak, moment
 from asynckv.tools.diagnose.records import Logs
 
-__all__ = ["report", "show"]
+__all__ = ["by_cause", "report", "show", "summed"]
 
 SCHEMA = "asynckv.leaks/1"
 SHOWN_NAMES = 8
@@ -62,21 +62,10 @@ def report(
     others = [x for x in service.processes.values() if not x.lends and not x.pulls]
     keeps = {x.rank for x in others if has_offload(x)}
     times = [x.first_at for x in service.processes.values()] + [x.last_at for x in service.processes.values()]
-    causes: dict[str, dict[str, Any]] = {}
-    for cause, found in _by_cause(leaks).items():
-        seconds = [x.seconds for x in found if not math.isnan(x.seconds)]
-        causes[cause.value] = {
-            "title": CATALOGUE[cause].title,
-            "is_class": CATALOGUE[cause].is_class,
-            "requests": len(found),
-            "blocks": _blocks(found),
-            "longest_s": round(max(seconds), 3) if seconds else None,
-            "remedy": CATALOGUE[cause].remedy,
-        }
     return {
         "schema": SCHEMA,
         "leaked": len(leaks),
-        "causes": causes,
+        "causes": {cause.value: summed(cause, found) for cause, found in by_cause(leaks).items()},
         "leaks": [_entry(x) for x in leaks],
         "copies": [_plain(x) for x in copies],
         "stories": list(stories),
@@ -134,7 +123,21 @@ def _entry(leak: Leak) -> dict[str, Any]:
     }
 
 
-def _by_cause(leaks: Sequence[Leak]) -> dict[CAUSE, list[Leak]]:
+def summed(cause: CAUSE, found: Sequence[Leak]) -> dict[str, Any]:
+    """Sum up the findings of one cause."""
+    seconds = [x.seconds for x in found if not math.isnan(x.seconds)]
+    return {
+        "title": CATALOGUE[cause].title,
+        "is_class": CATALOGUE[cause].is_class,
+        "requests": len(found),
+        "blocks": _blocks(found),
+        "longest_s": round(max(seconds), 3) if seconds else None,
+        "remedy": CATALOGUE[cause].remedy,
+    }
+
+
+def by_cause(leaks: Sequence[Leak]) -> dict[CAUSE, list[Leak]]:
+    """Sort findings by their cause, the most frequent cause first."""
     found: dict[CAUSE, list[Leak]] = defaultdict(list)
     for leak in leaks:
         found[leak.cause].append(leak)

@@ -10,16 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from asynckv.core import told
-from asynckv.tools.diagnose import leaks_page
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
+from asynckv.tools.diagnose.join import Request
+from asynckv.tools.diagnose.leaks_page import by_cause, summed
 from asynckv.tools.diagnose.leaks_values import Leak
 from asynckv.tools.diagnose.records import Logs, Record
-from asynckv.tools.diagnose.timeline_model import Ground, families
+from asynckv.tools.diagnose.timeline_model import GOOD, Ground, last_attempt
 
 __all__ = ["Line", "overview"]
-
-GOOD = ("complete", "cancelled", "discharged")
-"""Ends of a pull that need no look."""
 
 ELSEWHERE = {told.PullEnded.event, told.LeaseEnded.event, told.LeaseHeld.event, told.PullHeld.event}
 ELSEWHERE |= {told.LoopWasAway.event}
@@ -49,16 +47,19 @@ class Line(NamedTuple):
     is_bad: bool = True
 
 
-def overview(logs: Logs, axis: Axis, grounds: Sequence[Ground], leaks: Sequence[Leak]) -> list[Line]:
+def overview(
+    logs: Logs, axis: Axis, requests: Iterable[Sequence[Request]], grounds: Sequence[Ground], leaks: Sequence[Leak]
+) -> list[Line]:
     """Say what is wrong, the worst first; empty if all is well and everything could be judged.
 
     Args:
         logs: What was read.
         axis: Gives all times.
+        requests: All of them, as `families` puts them together.
         grounds: All processes.
         leaks: What was late.
     """
-    every = (_gone(grounds), _away(axis), _late(logs, axis, leaks), _failed(axis), _warned(logs.records))
+    every = (_gone(grounds), _away(axis), _late(leaks), _failed(axis, requests), _warned(logs.records))
     return [line for lines in every for line in lines] + list(_unseen(logs, axis, grounds))
 
 
@@ -91,29 +92,23 @@ def _away(axis: Axis) -> Iterator[Line]:
         )
 
 
-def _late(logs: Logs, axis: Axis, leaks: Sequence[Leak]) -> Iterator[Line]:
+def _late(leaks: Sequence[Leak]) -> Iterator[Line]:
     """Causes of late blocks, the most frequent first."""
-    if not leaks:
-        return
-    found = leaks_page.report(leaks, axis.service, logs)
-    examples = {entry["cause"]: entry["sentence"] for entry in reversed(found["leaks"])}
-    for cause, about in found["causes"].items():
+    for cause, found in by_cause(leaks).items():
+        about = summed(cause, found)
         blocks = "" if about["blocks"] is None else f", {counted(about['blocks'], 'block')}"
         longest = "" if about["longest_s"] is None else f", held for {shown_seconds(about['longest_s'])} at most"
-        what = f"Blocks came back late: {about['title']} ({counted(about['requests'], 'request')}{blocks}{longest})"
-        yield Line(what, examples[cause], about["remedy"])
+        what = f"Blocks came back late: {about['title']} ({counted(len(found), 'request')}{blocks}{longest})"
+        yield Line(what, found[0].sentence, about["remedy"])
 
 
-def _failed(axis: Axis) -> Iterator[Line]:
+def _failed(axis: Axis, every: Iterable[Sequence[Request]]) -> Iterator[Line]:
     """Causes for which requests failed, the most frequent first; an attempt that another one followed is not told."""
     failed: dict[str, list[tuple[float, str]]] = defaultdict(list)
-    for family in families(axis.service.requests):
-        ended = [(x.attempt, x, x.ended) for request in family for x in request.all_pulls if x.ended is not None]
-        last = max((attempt for attempt, _, _ in ended), default=0)
-        bad = [(x, end) for attempt, x, end in ended if attempt == last and x.cause not in GOOD]
-        if bad:
-            pull, end = bad[0]
-            failed[pull.cause].append((axis.at(pull.process, end.at), end.text("detail")))
+    for family in every:
+        bad = (x for x in last_attempt([p for r in family for p in r.all_pulls]) if x.cause not in GOOD)
+        if (pull := next(bad, None)) is not None and pull.ended is not None:
+            failed[pull.cause].append((axis.at(pull.process, pull.ended.at), pull.ended.text("detail")))
     for cause, found in sorted(failed.items(), key=lambda x: -len(x[1]))[:MOST]:
         first, last_at = min(found)[0], max(found)[0]
         when = clock_time(first) + (f" to {clock_time(last_at)}" if len(found) > 1 else "")

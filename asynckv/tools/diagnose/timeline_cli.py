@@ -131,11 +131,14 @@ def timeline(
             write_json(json, report(axis, shown, grounds))
         if html is not None:
             from asynckv.tools.diagnose.leaks import find_leaks
+            from asynckv.tools.diagnose.leaks_clocks import aligned
             from asynckv.tools.diagnose.overview import overview
             from asynckv.tools.diagnose.timeline_page import make
 
-            leaks = find_leaks(service)
-            write("--html", html, make(axis, shown, grounds, logs, overview(found, axis, grounds, leaks), leaks))
+            leaks = find_leaks(service, aligned(service, axis))
+            write(
+                "--html", html, make(axis, shown, grounds, logs, overview(found, axis, together, grounds, leaks), leaks)
+            )
 
 
 def _named(every: Sequence[Sequence[Request]], wanted: str) -> list[Sequence[Request]]:

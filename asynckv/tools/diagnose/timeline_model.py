@@ -39,6 +39,7 @@ from asynckv.tools.diagnose.timeline_ends import End, ends
 
 __all__ = [
     "COLORS",
+    "GOOD",
     "PHASES",
     "SUMS",
     "Arrow",
@@ -49,6 +50,7 @@ __all__ = [
     "Story",
     "families",
     "ground",
+    "last_attempt",
     "names",
     "stories",
 ]
@@ -81,6 +83,9 @@ ORDER = ("announced", "handshake", "queue", "plan", "read", "confirm", "drain")
 SUMS = "sums: how long is exact, and the order is the protocol's"
 MAX_MARKS = 400
 """Of one request."""
+GOOD = frozenset({"complete", "cancelled", "discharged"})
+"""Ends of a pull that need no look."""
+
 MAX_GRANTS = 64
 """Lanes of one lease."""
 MAX_AWAY_S = 86_400.0
@@ -359,10 +364,8 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
     lanes = [x for x in lanes if x.bars]
     processes = [x.process for x in lanes] + [x.process for x in marks]
     first = requests[0]
-    ended = [p for p in pulls if p.ended is not None]
-    last = max((x.attempt for x in ended), default=0)
-    causes = [p.cause for p in ended if p.attempt == last]
-    bad = [x for x in causes if x not in ("complete", "discharged", "cancelled")]
+    causes = [p.cause for p in last_attempt(pulls)]
+    bad = [x for x in causes if x not in GOOD]
     states = [x.state for x in leases]
     late = [x for x in states if x in ("expired", "revoked")]
     pull_ = (bad or causes or [x for x in (p.state for p in pulls) if x] or [""])[0]
@@ -387,6 +390,13 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
         lanes=lanes,
         marks=marks[:MAX_MARKS],
     )
+
+
+def last_attempt(pulls: Sequence[Pull]) -> list[Pull]:
+    """Return the pulls of a request's last attempt that have ended."""
+    ended = [p for p in pulls if p.ended is not None]
+    last = max((x.attempt for x in ended), default=0)
+    return [p for p in ended if p.attempt == last]
 
 
 def _is_bad(pull: Pull) -> bool:

@@ -55,8 +55,8 @@ def make(
         "overview": _overview(lines),
         "table": _table(stories),
         "clocks": "".join(
-            f"<tr><th>{escape(without_control(x.process.rank))}</th><td>{escape(without_control(x.compared))}</td>"
-            f"<td>{escape(without_control(x.gone.text)) if x.gone is not None else ''}</td></tr>"
+            f"<tr><th>{escape(without_control(x.process.rank))}</th>"
+            f"{_cells(x.compared, x.gone.text if x.gone is not None else '')}</tr>"
             for x in grounds[:256]
         ),
         # A "</script" inside a string must not end the script.
@@ -86,8 +86,8 @@ def _overview(lines: Sequence[Line]) -> str:
     head = f'<p class="bad">Look here: {counted(bad, "thing")} went wrong.</p>' if bad else "<p>All well.</p>"
     rows = []
     for line in lines:
-        cells = "".join(f"<td>{escape(without_control(x))}</td>" for x in (line.what, line.example, line.remedy))
-        rows.append(f"<tr{' class=bad' if line.is_bad else ''}>{cells}</tr>")
+        kind = " class=bad" if line.is_bad else ""
+        rows.append(f"<tr{kind}>{_cells(line.what, line.example, line.remedy)}</tr>")
     heads = "<tr><th>what</th><th>for example</th><th>what to do</th></tr>"
     return head + (f"<table><thead>{heads}</thead><tbody>{''.join(rows)}</tbody></table>" if rows else "")
 
@@ -97,9 +97,13 @@ def _table(stories: Sequence[Story]) -> str:
     rows = []
     for x in sorted(stories, key=lambda x: -x.seconds)[:IN_TABLE]:
         phases = ", ".join(f"{name} {shown_seconds(s)}" for name, s in x.phases().items())
-        cells = (x.name or "?", x.ended, shown_seconds(x.seconds), clock_time(x.start), phases)
-        rows.append("<tr>" + "".join(f"<td>{escape(without_control(c))}</td>" for c in cells) + "</tr>")
+        cells = _cells(x.name or "?", x.ended, shown_seconds(x.seconds), clock_time(x.start), phases)
+        rows.append(f"<tr>{cells}</tr>")
     return "".join(rows)
+
+
+def _cells(*texts: str) -> str:
+    return "".join(f"<td>{escape(without_control(text))}</td>" for text in texts)
 
 
 class _Writer:
