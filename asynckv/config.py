@@ -383,8 +383,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         flag("allow_insecure", self.allow_insecure, ConfigError)
         kinds: dict[str, Any] = {"engine_id": str, "bind": str, "advertise": str, "keys": KeysConfig | None}
-        parts = LeaseConfig, PullConfig, NixlConfig, LogConfig, LimitsConfig, InspectConfig
-        for name, kind in (*kinds.items(), *((part.__name__.removesuffix("Config").lower(), part) for part in parts)):
+        kinds |= {"lease": LeaseConfig, "pull": PullConfig, "nixl": NixlConfig}
+        kinds |= {"log": LogConfig, "limits": LimitsConfig, "inspect": InspectConfig}
+        for name, kind in kinds.items():
             if not isinstance(value := getattr(self, name), kind):
                 wanted = getattr(kind, "__name__", str(kind))
                 raise ConfigError(f"{name} is {shown(value)}; it must be a {wanted}")

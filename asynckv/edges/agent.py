@@ -124,7 +124,7 @@ def make_epoll() -> select.epoll:
 
 @contextmanager
 def set_up(agent: Agent) -> Iterator[Agent]:
-    """Close an agent that cannot be set up: nobody else could, because it is not known to anybody yet."""
+    """Close an agent that cannot be set up, because the caller has no reference to it yet."""
     try:
         yield agent
     except BaseException:

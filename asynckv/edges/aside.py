@@ -1,4 +1,4 @@
-"""Work on a thread that nobody has to wait for, and the end of threads that nobody closed.
+"""Work on a thread that is never waited for, and the end of threads that were not closed.
 
 A call into a disk that hangs never returns, and cannot be ended. The threads of asyncio's own executor are waited for
 when a loop and when a process ends, each of which would hang as well; this one's are not.
@@ -18,7 +18,7 @@ from typing import ParamSpec, Protocol, TypeVar
 __all__ = ["Aside", "end_at_exit"]
 
 EXIT_S = 2.0
-"""How long the end of the interpreter waits for threads that nobody closed."""
+"""How long the end of the interpreter waits for threads that were not closed."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,7 +65,7 @@ os.register_at_fork(after_in_child=_started.clear)  # the threads are not there,
 
 
 def end_at_exit(thread: Ending) -> None:
-    """Have a thread ended that nobody closes: inside NIXL it would not survive the end of the interpreter."""
+    """Have a thread ended at exit, because inside NIXL it would not survive the end of the interpreter."""
     _started.add(thread)
 
 

@@ -384,7 +384,7 @@ class Poster:
         self._flush()
         # The exception may be kept for ever, but not what refers to the agent.
         _clear_frames(exc)
-        with suppress(RuntimeError):  # the loop is closed: nobody listens
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._broke, exc)
         try:
             self.agent.close()
@@ -472,7 +472,7 @@ class Posters(list[Poster]):
         self.inbox.extend(news)
         if not self._is_told and self._loop is not None:
             self._is_told = True
-            with suppress(RuntimeError):  # the loop is closed: nobody listens
+            with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._on_told)
 
     def _on_told(self) -> None:

@@ -142,7 +142,7 @@ def _long(cell: str, kind: str) -> str:
 def verdict(said: Sequence[str], *, is_good: bool | None) -> str:
     """Say first what matters: whether all is well (None: nothing tells), and one sentence for each thing."""
     kind, first = {True: ("good", "All well."), False: ("bad", "Look here:"), None: ("", "Nothing to judge:")}[is_good]
-    rest = escape(" ".join(said)) if len(said) < 2 else f"<ul>{''.join(f'<li>{escape(x)}</li>' for x in said)}</ul>"
+    rest = _words(" ".join(said)) if len(said) < 2 else f"<ul>{''.join(f'<li>{_words(x)}</li>' for x in said)}</ul>"
     return f'<div class="verdict {kind}"><strong>{first}</strong> {rest}</div>\n'
 
 

@@ -147,7 +147,7 @@ class Driver:
             except WorkerLost as exc:
                 self._lost(str(exc))
                 with contextlib.suppress(WorkerLost):
-                    # Whoever is left still has leases to see off.
+                    # The other workers still have leases to see off.
                     await self._finish()
             await self._reports()
         except WorkerLost as exc:
@@ -422,5 +422,5 @@ async def run(experiment: Experiment, progress: Bar) -> Measured:
         try:
             return await driver.run(await host.start())
         finally:
-            # Who is interrupted while workers start does not wait for what they do first.
+            # An interrupted start does not wait for what the workers do first.
             await host.end(0.5 if driver.found.interrupted and driver.found.stage == "start" else END_S)

@@ -71,7 +71,7 @@ class Floor:
     Args:
         pool: This side's memory.
         verify: Compare what landed.
-        config: Of the engine, whose posts are cut in the same way.
+        config: Of the engine; its posts are cut in the same way.
     """
 
     def __init__(self, pool: Pool, verify: bool, config: PullConfig) -> None:

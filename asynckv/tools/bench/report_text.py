@@ -18,7 +18,7 @@ from asynckv.tools.bench.schedule import Engines
 from asynckv.tools.console import without_control
 from asynckv.tools.output import print_table
 
-__all__ = ["Part", "facts", "parts", "show", "verdict"]
+__all__ = ["Part", "parts", "show", "verdict"]
 
 
 class Part(NamedTuple):
@@ -57,11 +57,6 @@ def parts(found: dict[str, Any]) -> list[Part]:
     beside_floor, notes = floor.table(found)
     floors = [Part(beside_floor, floor.HEAD, notes)] if beside_floor or notes else []
     return [_reached(found), _latencies(found), _cost(found), *floors, _run(found)]
-
-
-def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Say all that is no table."""
-    return [(name, text) for part in parts(found) if not part.head for name, text in part.rows]
 
 
 def show(found: dict[str, Any], console: Console) -> None:

@@ -314,7 +314,7 @@ def shown_offset(offset: Offset) -> str:
 
 def counted(number: int, what: str) -> str:
     """Write how many there are of something."""
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
+    return f"{number:,} {what}" + ("" if number == 1 else "es" if what.endswith("s") else "s")
 
 
 def clock_time(at: float) -> str:

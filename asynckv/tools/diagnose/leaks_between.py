@@ -13,7 +13,7 @@ from asynckv.core import told
 from asynckv.tools.diagnose.causes import Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_values import in_seconds, listed
-from asynckv.tools.diagnose.presence import Presence
+from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
 from asynckv.tools.diagnose.records import Record
 
 __all__ = [
@@ -30,9 +30,6 @@ __all__ = [
     "unanswered_ranks",
     "would_be_given_up",
 ]
-
-AT_ONCE_S = 0.01
-"""Lines of one moment are written within this time."""
 
 STALE = frozenset({"restarted", "stale_memory"})
 """Reasons for which a reader that asks for an earlier start is turned down."""

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asynckv.tools.console import printable, without_control
+from asynckv.tools.diagnose.axis import counted
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.tools.diagnose.join import Service
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy, has_offload
@@ -179,7 +180,7 @@ def show(found: dict[str, Any], console: Console, *, details: int, request: str 
             console.print()
             _show_one(leak, console)
         if rest := leaks[details:]:
-            more = _counted(len(rest), "more request" if details else "request")
+            more = counted(len(rest), "more request" if details else "request")
             names = _few([x["request_id"] for x in rest])
             console.print()
             _print(console, f"{cause}: {more}: {names}; --limit shows more, --request one")
@@ -240,7 +241,7 @@ def _show_copies(copies: Sequence[dict[str, Any]], console: Console, most: int) 
     which = "copy of a store or load" if len(copies) == 1 else "copies of stores and loads"
     _print(console, f"[bold]{len(copies):,} {which} did not end in time[/bold]")
     for copy in copies[: max(most, 1) * SHOWN_NAMES]:
-        blocks = "" if copy["blocks"] is None else f", {_counted(copy['blocks'], 'block')}"
+        blocks = "" if copy["blocks"] is None else f", {counted(copy['blocks'], 'block')}"
         held = "" if copy["seconds"] is None else f" {copy['seconds']:,.1f} s"
         name = f"{copy['what']} of {copy['request_id']} on {copy['rank']}{blocks}: held{held}, {_STATE[copy['state']]}"
         _print(console, f"{name}{': ' + copy['detail'] if copy['detail'] else ''}", 2)
@@ -278,15 +279,11 @@ def _show_one(leak: dict[str, Any], console: Console) -> None:
 
 def _held(leak: dict[str, Any]) -> str:
     """Whose blocks, how many and for how long, as far as that is known."""
-    blocks = "blocks" if leak["blocks"] is None else _counted(leak["blocks"], "block")
+    blocks = "blocks" if leak["blocks"] is None else counted(leak["blocks"], "block")
     took = "" if leak["seconds"] is None else f" {leak['seconds']:,.3f} s"
     since = "" if leak["since"] is None else f" since {moment(leak['since'])}"
     span = f",{took}{since}" if took or since else ""
     return f"{blocks} of {_few(leak['holders'])}{span}; {_STATE[leak['state']]}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 _STATE = {
@@ -308,10 +305,10 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _summary(read: dict[str, Any]) -> list[str]:
-    lines = _counted(read["lines"], "line")
-    source = f"{lines} of {_counted(read['files'], 'file')}" if read["files"] else "what running engines said"
+    lines = counted(read["lines"], "line")
+    source = f"{lines} of {counted(read['files'], 'file')}" if read["files"] else "what running engines said"
     out = [
-        f"[dim]read {_counted(read['events'], 'event')} in {source}, {_counted(read['requests'], 'request')}, "
+        f"[dim]read {counted(read['events'], 'event')} in {source}, {counted(read['requests'], 'request')}, "
         f"{read['first']} to {read['last']} UTC[/dim]"
     ]
     for side in ("prefill", "decode", "offload", "quiet"):
@@ -332,9 +329,9 @@ def _summary(read: dict[str, Any]) -> list[str]:
     for name, what in (("repeated", "that were there twice"), ("others", "of other programs")):
         if read[name]:
             where = _few([f"{x['path']} ({x['lines']:,})" for x in read[f"{name}_in"]])
-            out.append(f"[dim]{_counted(read[name], 'line')} {what}: {where}[/dim]")
+            out.append(f"[dim]{counted(read[name], 'line')} {what}: {where}[/dim]")
     out += [
-        f"[yellow]{_counted(x['lines'], 'line')} left out: {x['reason']} (first {x['where']})[/yellow]"
+        f"[yellow]{counted(x['lines'], 'line')} left out: {x['reason']} (first {x['where']})[/yellow]"
         for x in read["skipped"]
     ]
     return out

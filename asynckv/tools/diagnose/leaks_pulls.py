@@ -18,15 +18,12 @@ from asynckv.tools.diagnose.leaks_between import how_unanswered, refused_as, tur
 from asynckv.tools.diagnose.leaks_finding import make_leak, what_became_of_release, words_of
 from asynckv.tools.diagnose.leaks_values import Leak, Word, in_seconds, listed, moment, other_id
 from asynckv.tools.diagnose.leaks_why import Verdict
-from asynckv.tools.diagnose.presence import Presence
+from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
 from asynckv.tools.diagnose.records import Record
 
 __all__ = ["of_announcement", "of_blocks", "of_releases"]
 
 W, R = Owner, Reader
-
-AT_ONCE_S = 0.01
-"""Things that one process tells of within this time happened at the same moment."""
 
 
 # -- blocks of failed pulls --------------------------------------------------------------------------------------------

@@ -30,14 +30,11 @@ from asynckv.tools.diagnose.leaks_between import (
 from asynckv.tools.diagnose.leaks_clocks import CLOCKS_S
 from asynckv.tools.diagnose.leaks_late import is_forgotten, is_overdue
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, moment, other_id
-from asynckv.tools.diagnose.presence import LATE_S, SILENCE_S, UNDER_WAY_S, Presence
+from asynckv.tools.diagnose.presence import AT_ONCE_S, LATE_S, SILENCE_S, UNDER_WAY_S, Presence
 
 __all__ = ["Verdict", "verdicts"]
 
 W, R = Owner, Reader
-
-AT_ONCE_S = 0.01
-"""Lines of one moment are written within this time; promises are of whole milliseconds."""
 
 CLOSING_S = 1.0
 """An engine that ends so long after a lease had most likely not begun to when the lease ended."""
@@ -364,7 +361,7 @@ class _Debt:
         is_met = shook_hands(presence, pull.process, lease)
         is_unheard = is_unanswered(pull, lease)
         if cause != "peer_unreachable" and lease.request_id and pull.prefill_request_id not in ("", lease.request_id):
-            return self._is(R.RENAMED, None, missing=(), **other_id(pull.prefill_request_id))
+            return self._is(R.RENAMED, missing=(), **other_id(pull.prefill_request_id))
         if is_forgotten(presence, pull) and is_overdue(pull) and (is_met or not self._has_greeted(pull)):
             return self._is(R.ANNOUNCED)
         if pull.ended is None and fate.kind == "died":

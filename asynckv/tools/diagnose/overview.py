@@ -81,13 +81,10 @@ def _away(axis: Axis) -> Iterator[Line]:
         if away:
             found.append((*max(away, key=lambda x: x[0]), process, len(away)))
     for seconds, record, process, times in sorted(found, key=lambda x: -x[0])[:MOST]:
-        open_ones = (
-            f"open: {counted(record.integer('leases', 0), 'lease')}, {counted(record.integer('pulls', 0), 'pull')}"
-        )
-        until = clock_time(axis.at(process, record.at))
+        held = [counted(record.integer(f"{what}s", 0), what) for what in ("lease", "pull")]
         yield Line(
             f"The event loop of {process.rank} was away: {counted(times, 'time')}, at most {shown_seconds(seconds)}",
-            f"until {until}; {open_ones}",
+            f"until {clock_time(axis.at(process, record.at))}; open: {', '.join(held)}",
             "While it is away its engine answers nothing. Find what blocks it: a profiler, or asyncio's debug mode.",
         )
 

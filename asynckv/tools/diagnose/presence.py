@@ -19,10 +19,13 @@ from asynckv.tools.diagnose.leaks_clocks import CLOCKS_S, When
 from asynckv.tools.diagnose.leaks_values import Early, engine_of, in_seconds, moment
 from asynckv.tools.diagnose.records import Record
 
-__all__ = ["DEFAULT_LEASE_S", "HABIT", "LATE_S", "QUIET", "SILENCE_S", "UNDER_WAY_S", "Fate", "Presence", "early_ends"]
+__all__ = ["AT_ONCE_S", "DEFAULT_LEASE_S", "LATE_S", "SILENCE_S", "UNDER_WAY_S", "Fate", "Presence", "early_ends"]
 
 DEFAULT_LEASE_S = 30.0
 """As in `LeaseConfig`, where a log does not say."""
+
+AT_ONCE_S = 0.01
+"""Lines of one moment are written within this time; promises are of whole milliseconds."""
 
 LATE_S = 1.0
 """That a lease has expired is logged so much later than it is due, at most, where no loop is away."""
