@@ -26,10 +26,10 @@ from asynckv.tools import cli
 from asynckv.tools.cli import app
 from asynckv.tools.diagnose import leaks_page
 from asynckv.tools.diagnose.ask import Answer
+from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, WHY, Owner, cells
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
-from asynckv.tools.diagnose.leaks_clocks import aligned
 from asynckv.tools.diagnose.leaks_live import records_of, who_hangs
 from asynckv.tools.diagnose.leaks_values import Leak
 from asynckv.tools.diagnose.presence import early_ends
@@ -620,7 +620,7 @@ def test_a_prefill_log_that_ends_early_says_no_more_than_one_that_is_missing() -
         leaks = found(records)
         assert [(x.cause, x.state, x.missing) for x in leaks] == [(C.OTHER_REQUEST_ID, "unknown", (RANK[P],))] * is_late
         service = join(records)
-        early = early_ends(service, aligned(service))
+        early = early_ends(service, make_axis(service).when)
         assert [x.rank for x in early] == [RANK[P]]
         assert early[0].before_s == pytest.approx(90 - end, abs=0.2)
         report = leaks_page.report(leaks, service, Logs(records), early=early)

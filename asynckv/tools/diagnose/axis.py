@@ -4,10 +4,8 @@ A cause and its effect are two moments of two processes of which the protocol sa
 
 - a hello leaves (`peer_changed`, connecting), it is answered (`reader_met`), and the welcome comes (`peer_changed`,
   loading);
-- a grant is given (`lease_granted`) before the pull that needed it is complete (`pull_ended`);
-- an outcome is told (`pull_ended`) before its release ends the lease (`lease_ended`);
-- at level debug, and of what was slow or failed, every step is told: the first claim leaves after a pull has begun, an
-  answer comes after the grant that it tells of, a release is taken after it was sent and before its acknowledgement.
+- a request is lent, and granted to a pull, before that pull is complete (`pull_ended`);
+- an outcome is told (`pull_ended`) before its release is taken, or ends the lease (`lease_ended`).
 
 When a request began is worked out from when it ended and how long it took, for what counts seconds within a process is
 no wall clock. Of several lines that say when something began the earliest is right: the others were written late.
@@ -17,19 +15,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from asynckv.core import told
-from asynckv.core.notes import Granted, Note, Promised, Released, Settled
-from asynckv.tools.diagnose.clocks import DRIFT, STEP_S, Clocks, Offset, Pair, align
-from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, Service, history, note_of, start_of
+from asynckv.core.notes import Granted, Note, Released
+from asynckv.tools.diagnose.clocks import DRIFT, Clocks, Offset, Pair, align
+from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, history, note_of, start_of
 from asynckv.tools.diagnose.records import Record, number
 
 __all__ = [
+    "CLOCKS_S",
     "Axis",
     "Step",
+    "When",
     "clock_time",
     "counted",
     "exchanges",
@@ -40,8 +40,8 @@ __all__ = [
     "pull_steps",
 ]
 
-SURE_S = 0.25
-"""A lesser step of a clock may as well be lines that were written late."""
+CLOCKS_S = 10.0
+"""How far the clocks of two hosts may be apart where nothing else is known of them."""
 MAX_TIME = 1e11
 """Seconds since 1970: some thousand years."""
 MAX_STEPS = 2048
@@ -60,6 +60,10 @@ class Step:
     at: float
     what: str | Note
     within_s: float = 0.0
+
+
+When = Callable[[str, float], tuple[float, float]]
+"""Between which moments of one time for all something happened: the start of a process, and a time by its clock."""
 
 
 def is_time(at: float) -> bool:
@@ -144,15 +148,22 @@ def granted_in(steps: Iterable[Step]) -> Iterator[tuple[str, str, float]]:
 
 
 def exchanges(service: Service) -> Iterator[Pair]:
-    """Go through all causes in one process that had an effect in another; processes by their incarnation."""
-    met: set[tuple[str, str]] = set()
+    """Go through causes in one process that had an effect in another; processes by their incarnation."""
     for process in service.processes.values():
-        yield from _handshakes(service, process, met)
+        yield from _handshakes(service, process)
     for request in service.requests:
-        yield from _of_request(service, request)
+        pulls: dict[str, list[Pull]] = {}
+        for pull in request.all_pulls:
+            for start in {start_of(x) for x in pull.peer_ranks}:
+                pulls.setdefault(start, []).append(pull)
+        for lease in request.leases.values():
+            for pull in pulls.get(lease.process.start, ()):
+                if pull.process is not lease.process and pull.ended is not None and pull.cause == "complete":
+                    yield from _of_pull(lease, pull, pull.ended)
 
 
-def _handshakes(service: Service, decode: Process, met: set[tuple[str, str]]) -> Iterator[Pair]:
+def _handshakes(service: Service, decode: Process) -> Iterator[Pair]:
+    """A hello leaves, it is answered, and the welcome comes: the first of each."""
     left: dict[str, float] = {}
     came: dict[str, float] = {}
     for record in decode.of(told.PeerChanged):
@@ -165,73 +176,34 @@ def _handshakes(service: Service, decode: Process, met: set[tuple[str, str]]) ->
         prefill = service.process_named(f"x/tp0@{peer}") if peer else None
         if prefill is None:
             continue
-        welcomed = [x.at for x in prefill.of(told.ReaderMet) if start_of(x.text("reader")) == decode.start]
-        if welcomed and peer in left:
-            yield Pair(decode.incarnation, left[peer], prefill.incarnation, welcomed[0], "a hello")
+        met = next((x.at for x in prefill.of(told.ReaderMet) if start_of(x.text("reader")) == decode.start), None)
+        if met is not None and peer in left:
+            yield Pair(decode.incarnation, left[peer], prefill.incarnation, met)
         # Of a log that begins later the first welcome may be missing.
-        if welcomed and peer in came and prefill.started is not None:
-            yield Pair(prefill.incarnation, welcomed[0], decode.incarnation, came[peer], "a welcome")
-        met.add((decode.incarnation, prefill.incarnation))
+        if met is not None and peer in came and prefill.started is not None:
+            yield Pair(prefill.incarnation, met, decode.incarnation, came[peer])
 
 
-def _of_request(service: Service, request: Request) -> Iterator[Pair]:
-    pulls: dict[str, list[Pull]] = {}
-    for pull in request.all_pulls:
-        for start in {start_of(x) for x in pull.peer_ranks}:
-            pulls.setdefault(start, []).append(pull)
-    for lease in request.leases.values():
-        lines = _lines(lease)
-        lent = _worked_out(lines)
-        granted: dict[str, Step] = {}
-        for record in lease.granted:
-            after = record.number("after_s", 0.0)
-            told = [(record.at, 0.0), *((at, seconds - after) for at, seconds in lines)]
-            granted[record.text("pull_id")] = _worked_out(told)
-        released: dict[str, Step] = {}
-        for step in lease_steps(lease):
-            if isinstance(step.what, Granted):
-                granted.setdefault(step.what.pull_id, step)
-            elif isinstance(step.what, Released):
-                released.setdefault(step.what.pull_id, step)
-        for pull in pulls.get(lease.process.start, ()):
-            if pull.process is not lease.process:
-                yield from _of_pull(lease, pull, lent, granted.get(pull.pull_id), released.get(pull.pull_id))
-
-
-def _pair(cause: Process, left: Step, effect: Process, came: Step, kind: str) -> Iterator[Pair]:
-    """Make a pair that is sure: the cause as early as it may have been, the effect as late."""
-    one, other = left.at - left.within_s, came.at + came.within_s
-    if is_time(one) and is_time(other):
-        yield Pair(cause.incarnation, one, effect.incarnation, other, kind)
-
-
-def _of_pull(lease: Lease, pull: Pull, lent: Step, granted: Step | None, released: Step | None) -> Iterator[Pair]:
-    """Go through what one reader and one owner said to each other about a request."""
-    prefill, decode, ended = lease.process, pull.process, pull.ended
-    steps = pull_steps(pull)
-    end = Step(ended.at, "") if ended is not None else None
-    if granted is not None and steps:
-        yield from _pair(decode, steps[0], prefill, granted, "a claim")
-    answered = [s for s in steps if isinstance(s.what, Promised) and start_of(s.what.rank) == prefill.start]
-    if answered and granted is not None:
-        yield from _pair(prefill, granted, decode, answered[0], "a grant")
-    elif end is not None and ended is not None and pull.cause == "complete":
-        if prefill.rank in ended.texts("read_ranks"):
-            yield from _pair(prefill, granted or lent, decode, end, "a grant, and the end of its pull")
-    outcome = next((s for s in steps if s.what == "notifying"), end)
-    if outcome is None:
+def _of_pull(lease: Lease, pull: Pull, ended: Record) -> Iterator[Pair]:
+    """A request was lent before a pull of it was complete, and its outcome was told before its release was taken."""
+    prefill, decode = lease.process.incarnation, pull.process.incarnation
+    lines, steps = _lines(lease), lease_steps(lease)
+    notes: dict[tuple[type[Note], str], Step] = {
+        (type(x.what), x.what.pull_id): x for x in reversed(steps) if isinstance(x.what, Granted | Released)
+    }
+    granted = [_worked_out([(x.at, 0.0)]) for x in lease.granted if x.text("pull_id") == pull.pull_id]
+    cause = next(iter(granted), notes.get((Granted, pull.pull_id), _worked_out(lines)))
+    if lease.process.rank in ended.texts("read_ranks") and is_time(at := cause.at - cause.within_s):
+        yield Pair(prefill, at, decode, ended.at)
+    outcome = next((x.at - x.within_s for x in pull_steps(pull) if x.what == "notifying"), ended.at)
+    if (released := notes.get((Released, pull.pull_id))) is not None:
+        came = released.at + released.within_s
+    elif lease.ended is not None and any(start_of(name) == pull.process.start for name in lease.released):
+        came = lease.ended.at
+    else:
         return
-    if released is not None:
-        yield from _pair(decode, outcome, prefill, released, "a release")
-        for step in steps:
-            note = step.what
-            if isinstance(note, Settled) and note.how == "acknowledged" and start_of(note.rank) == prefill.start:
-                yield from _pair(prefill, released, decode, step, "its acknowledgement")
-                break
-    elif pull.cause == "complete" and lease.ended is not None and lease.ended.text("cause") == "released":
-        if any(start_of(name) == decode.start for name in lease.released):
-            over = Step(lease.ended.at, "")
-            yield from _pair(decode, outcome, prefill, over, "a release, and the end of its lease")
+    if is_time(outcome) and is_time(came):
+        yield Pair(decode, outcome, prefill, came)
 
 
 class Axis:
@@ -257,46 +229,38 @@ class Axis:
         """Return which axis it is on."""
         return self.clocks.group(process.incarnation)
 
+    def when(self, incarnation: str, at: float) -> tuple[float, float]:
+        """Return between which moments of the first group's axis something happened.
+
+        Of a process that exchanged nothing with that group it is only known that clocks are seldom more than
+        `CLOCKS_S` apart.
+        """
+        if self.clocks.group(incarnation):
+            return at - CLOCKS_S, at + CLOCKS_S
+        offset = self.clocks.offset(incarnation, at)
+        within_s = min(offset.within_s, CLOCKS_S)
+        return at - offset.seconds - within_s, at - offset.seconds + within_s
+
     def compared(self, process: Process, at: float) -> str:
         """Say how a process's clock was aligned."""
         reference = self.references[self.group(process)]
         if self.clocks.clock[process.incarnation] == reference.incarnation:
             return "by its own clock, which is the axis's" if process is reference else "by the same clock (one host)"
-        offset = self.offset(process, at)
-        if not math.isfinite(offset.within_s):
-            return f"not comparable with {reference.rank} at that time"
-        return f"clock {shown_offset(offset)} against {reference.rank}"
+        return f"clock {shown_offset(self.offset(process, at))} against {reference.rank}"
 
     def notes(self) -> list[str]:
         """Say what must be known about the clocks."""
         name = {x.incarnation: x.rank for x in self.service.processes.values()}
-        out = []
-        for step in self.clocks.steps:
-            one, other = (name[x] for x in step.names)
-            by = shown_seconds(abs(step.seconds))
-            if abs(step.seconds) < SURE_S:
-                out.append(
-                    f"from some moment on exchanges between {one} and {other} contradict those before by {by}: lines "
-                    f"were written late, or a clock was set"
-                )
-            else:
-                way = "forward" if step.seconds > 0 else "back"
-                out.append(
-                    f"the clock of {one} was put {way} by {by} against that of {other}, or that one's the other way"
-                )
+        out = [
+            f"exchanges between {name[x.names[0]]} and {name[x.names[1]]} contradict each other by up to "
+            f"{shown_seconds(x.seconds)}, from {clock_time(x.since)} to {clock_time(x.until)}: a clock was set, or "
+            f"lines were written late; the uncertainty includes it"
+            for x in self.clocks.conflicts
+        ]
         out += [
             f"processes of {host!r} say that they share a host, and what they exchanged says that they do not"
             for host in self.clocks.not_shared
         ]
-        if late := [x for x in self.clocks.doubted if x >= STEP_S]:
-            out.append(
-                f"{len(late):,} of {self.clocks.pairs:,} exchanges contradict the others by up to "
-                f"{shown_seconds(max(late))} and are not believed: their lines were written late, or a clock was set "
-                f"where nothing follows that would show it"
-            )
-        if self.clocks.widened_s:
-            by = shown_seconds(self.clocks.widened_s)
-            out.append(f"exchanges contradict each other by {by}; the uncertainty includes it")
         if (groups := len(self.clocks.groups)) > 1:
             out.append(
                 f"{groups} groups of processes never answered each other in these logs: each goes by a clock of its "

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
+from asynckv.tools.diagnose.axis import When, make_axis
 from asynckv.tools.diagnose.join import Lease, Request, Service
-from asynckv.tools.diagnose.leaks_clocks import When, aligned
 from asynckv.tools.diagnose.leaks_finding import make_leak, words_of
 from asynckv.tools.diagnose.leaks_late import how_late, is_forgotten, is_kept, is_overdue, was_read_since
 from asynckv.tools.diagnose.leaks_pulls import of_announcement, of_blocks, of_releases
@@ -31,7 +31,7 @@ def find_leaks(service: Service, when: When | None = None, of: Iterable[Request]
         when: Aligns clocks; if left out, they are aligned by what the processes said to each other.
         of: Of these requests only.
     """
-    presence = Presence(service, when or aligned(service))
+    presence = Presence(service, when or make_axis(service).when)
     leaks = [leak for request in (service.requests if of is None else of) for leak in _of_request(presence, request)]
     return sorted(leaks, key=lambda x: (math.isnan(x.since), x.since if not math.isnan(x.since) else 0.0))
 

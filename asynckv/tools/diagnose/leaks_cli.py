@@ -97,9 +97,9 @@ def leaks(
     from rich.console import Console
 
     from asynckv.tools.diagnose import leaks_copies, leaks_live, leaks_page, leaks_request
+    from asynckv.tools.diagnose.axis import make_axis
     from asynckv.tools.diagnose.join import join
     from asynckv.tools.diagnose.leaks import find_leaks
-    from asynckv.tools.diagnose.leaks_clocks import aligned
     from asynckv.tools.diagnose.leaks_values import moment as clock
     from asynckv.tools.diagnose.presence import early_ends
     from asynckv.tools.diagnose.reading import moment, read_with_progress
@@ -125,7 +125,7 @@ def leaks(
         raise ConfigError("; ".join([*unanswered, *ended]) or logs.nothing)
     service = join(logs)
     service.unanswered = leaks_live.who_hangs(answers, service)
-    when = aligned(service)
+    when = make_axis(service).when
     wanted, names = None, None
     if request is not None:
         wanted = leaks_request.find_requests(service, request, leaks_copies.called(service))

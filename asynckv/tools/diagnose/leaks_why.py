@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asynckv.core import told
+from asynckv.tools.diagnose.axis import CLOCKS_S
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, WHY, Owner, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Refusal, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import (
@@ -27,7 +28,6 @@ from asynckv.tools.diagnose.leaks_between import (
     turned_away,
     would_be_given_up,
 )
-from asynckv.tools.diagnose.leaks_clocks import CLOCKS_S
 from asynckv.tools.diagnose.leaks_late import is_forgotten, is_overdue
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, moment, other_id
 from asynckv.tools.diagnose.presence import AT_ONCE_S, LATE_S, SILENCE_S, UNDER_WAY_S, Presence

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from asynckv.core import told
+from asynckv.tools.diagnose.axis import CLOCKS_S, When
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, start_of
-from asynckv.tools.diagnose.leaks_clocks import CLOCKS_S, When
 from asynckv.tools.diagnose.leaks_values import Early, engine_of, in_seconds, moment
 from asynckv.tools.diagnose.records import Record
 

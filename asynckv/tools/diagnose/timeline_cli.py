@@ -131,11 +131,10 @@ def timeline(
             write_json(json, report(axis, shown, grounds))
         if html is not None:
             from asynckv.tools.diagnose.leaks import find_leaks
-            from asynckv.tools.diagnose.leaks_clocks import aligned
             from asynckv.tools.diagnose.overview import overview
             from asynckv.tools.diagnose.timeline_page import make
 
-            leaks = find_leaks(service, aligned(service, axis))
+            leaks = find_leaks(service, axis.when)
             write(
                 "--html", html, make(axis, shown, grounds, logs, overview(found, axis, together, grounds, leaks), leaks)
             )

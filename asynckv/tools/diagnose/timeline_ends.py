@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from asynckv.core import told
 from asynckv.tools.diagnose.axis import Axis, counted, shown_seconds
 from asynckv.tools.diagnose.join import Process
-from asynckv.tools.diagnose.leaks_clocks import aligned
 from asynckv.tools.diagnose.leaks_values import moment
 from asynckv.tools.diagnose.presence import Fate, Presence, early_ends
 
@@ -66,7 +65,7 @@ class End:
 
 def ends(axis: Axis) -> dict[str, End]:
     """Find them, by incarnation."""
-    when = aligned(axis.service, axis)
+    when = axis.when
     processes = Presence(axis.service, when)
     early = {x.rank: x.before_s for x in early_ends(axis.service, when)}
     noticed = _noticed(axis)

@@ -21,14 +21,14 @@ def report(axis: Axis, stories: Sequence[Story], grounds: Sequence[Ground]) -> d
             "references": [x.rank for x in axis.references],
             "exchanges": axis.clocks.pairs,
             "notes": axis.notes(),
-            "steps": [
+            "conflicts": [
                 {
-                    "ranks": [axis.service.processes[x].rank for x in s.names],
-                    "seconds": s.seconds,
-                    "after": s.after,
-                    "before": s.before,
+                    "ranks": [axis.service.processes[x].rank for x in each.names],
+                    "seconds": each.seconds,
+                    "since": each.since,
+                    "until": each.until,
                 }
-                for s in axis.clocks.steps
+                for each in axis.clocks.conflicts
             ],
         },
         "processes": [_process(axis, x) for x in grounds],
