@@ -318,13 +318,10 @@ def test_a_process_that_a_stranger_has_taken_over_is_believed_in_nothing(
 
 @pytest.mark.nixl
 @pytest.mark.slow
-def test_reads_are_measured_on_this_host() -> None:
+def test_reads_on_this_host_are_compared() -> None:
     report = run()
-    assert not bad(report) - {"slow-bulk", "slow-small"}
-    had = report["facts"]["ucx"]["measured"]
-    assert had["rounds"] >= 3
-    assert had["wrong"] == 0
-    assert had["of_copy"]["least"] <= had["of_copy"]["median"] <= had["of_copy"]["most"]
+    assert not bad(report)
+    assert report["facts"]["ucx"]["wrong"] == 0
     assert report["facts"]["ucx"]["uses"]
 
 
@@ -343,7 +340,7 @@ SETTINGS: dict[str, tuple[dict[str, str], set[str]]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_ucx_that_are_traps(name: str) -> None:
     given, wanted = SETTINGS[name]
-    report = run("--quick", environment=given)
+    report = run(environment=given)
     assert bad(report) == wanted
     assert ("reads-emulated-asked" in levels(report)) == (given.get("UCX_TLS") == "tcp")
 
@@ -368,7 +365,7 @@ os.execv(sys.argv[1], sys.argv[1:])
     platform.machine() != "x86_64", reason="the filter knows this machine's numbers of system calls only"
 )
 def test_a_filter_that_forbids_process_vm_readv_is_seen() -> None:
-    report = run("--quick", before=[sys.executable, "-c", FORBID])
+    report = run(before=[sys.executable, "-c", FORBID])
     found = levels(report)
     assert found["cma-forbidden"] == found["reads-emulated"] == "warning"
     assert "process-unforeseen" not in found  # "auto" makes the same call, and protects such an engine
@@ -383,7 +380,7 @@ def test_a_small_dev_shm_and_few_descriptors_are_seen() -> None:
     before = ["unshare", "--mount", "sh", "-c", script, "sh"]
     if subprocess.run([*before, "true"], capture_output=True).returncode:
         pytest.skip("mount namespaces cannot be made here")
-    report = run("--quick", before=before)
+    report = run(before=before)
     assert report["facts"]["machine"]["memlock"] == 64 << 10
     found = levels(report)
     assert found["shm-small"] == "warning"
@@ -440,7 +437,7 @@ def test_an_engine_is_asked_connected_to_and_left_as_it_was() -> None:
     command = [sys.executable, "-c", ENGINE, "tcp://127.0.0.1:0"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
         assert engine.stdout is not None
-        report = run("--quick", "--to", engine.stdout.readline().strip())
+        report = run("--to", engine.stdout.readline().strip())
         out, _ = engine.communicate("", timeout=30)
     assert not bad(report)
     assert {"to-engine", "to-round-trip", "to-cma", "to-loopback"} <= levels(report).keys()
@@ -482,7 +479,7 @@ from asynckv import NixlConfig
 from asynckv.tools.doctor import checks, facts, peer, probing
 probing.CONNECT_S = 1.0
 asked = asyncio.run(peer.ask(sys.argv[1], None, lambda text: None))
-ucx = probing.try_nixl(NixlConfig(posting_threads=0), 0.0, lambda text: None, asked.place)
+ucx = probing.try_nixl(NixlConfig(posting_threads=0), lambda text: None, asked.place)
 found = checks.examine(facts.Facts(peer=replace(asked.facts, ucx=ucx)))
 print(*[each.code for each in found if each.level == "error"])
 """

@@ -17,24 +17,16 @@ from asynckv.tools.doctor.facts import (
     KeyFacts,
     Listening,
     Machine,
-    Measured,
     Network,
     PeerFacts,
     Rdma,
     Software,
-    Spread,
     Ucx,
     Use,
 )
 
 DOCS = Path(__file__).parents[1] / "docs"
-MEASURED = Measured(
-    rounds=5,
-    read_p50=30e-6,
-    read=Spread(median=3.3e9, least=3.2e9, most=3.4e9),
-    of_copy=Spread(median=0.66, least=0.6, most=0.7),
-)
-GOOD = Facts(ucx=Ucx(measured=MEASURED))
+GOOD = Facts(ucx=Ucx())
 LO = Interface(name="lo", mtu=65_536, addresses=("127.0.0.1",), is_loopback=True)
 ETH = Interface(name="eth0", addresses=("10.0.0.1",))
 CARD = Rdma(name="mlx5_0", rate="200 Gb/sec")
@@ -67,10 +59,6 @@ def ucx(**given: object) -> Facts:
     return replace(GOOD, ucx=Ucx(**given))  # type: ignore[arg-type]
 
 
-def measured(**given: object) -> Facts:
-    return ucx(measured=replace(MEASURED, **given))
-
-
 def listening(**given: object) -> Facts:
     return replace(GOOD, listening=Listening(**given))  # type: ignore[arg-type]
 
@@ -85,10 +73,6 @@ def peer(**given: object) -> Facts:
 
 def silent(**given: object) -> Facts:
     return replace(GOOD, peer=PeerFacts(address=TO, round_trips=(), **given))  # type: ignore[arg-type]
-
-
-def spread(value: float) -> Spread:
-    return Spread(median=value, least=value, most=value)
 
 
 OPEN = {"bind": "tcp://0.0.0.0:5555", "has_keys": True}
@@ -127,11 +111,7 @@ PROVOKED: dict[str, list[Facts]] = {
     "completions": [ucx(facts={"completions": "polling"})],
     "ucx-elsewhere": [ucx(library="/usr/lib/libucp.so.0")],
     "gpu-transports": [replace(environment(UCX_TLS="rc,tcp"), gpu=Gpu(count=8))],
-    "speed": [GOOD],
-    "slow-bulk": [measured(of_copy=spread(0.1))],
-    "slow-small": [measured(read_p50=0.005)],
-    "wrong-bytes": [measured(wrong=1)],
-    "noisy": [measured(read=Spread(median=2e9, least=1e9, most=3e9))],
+    "wrong-bytes": [ucx(wrong=1)],
     "cma": [GOOD],
     "cma-forbidden": [machine(cma_error="EPERM: Operation not permitted", seccomp=True)],
     "ptrace-scope": [machine(ptrace_scope=2), machine(ptrace_scope=3)],
@@ -230,7 +210,6 @@ BESIDE = {
     "reads-emulated": {"process-unforeseen"},
     "process-unforeseen": {"reads-emulated"},
     "reads-memory": {"process-unforeseen"},
-    "slow-bulk": {"reads-emulated", "process-unforeseen"},
     "zmq-no-curve": {"keys"},
 }
 """What is worse than a note and found with it, because it is true as well."""
@@ -250,7 +229,7 @@ def test_facts_that_provoke_it_provoke_it_and_nothing_worse(code: str, facts: Fa
 
 def test_where_nothing_is_wrong_nothing_is_found() -> None:
     found = examine(GOOD)
-    assert {each.code for each in found} == {"cma", "reads-cma", "speed"}
+    assert {each.code for each in found} == {"cma", "reads-cma"}
     assert is_good(found)
 
 

@@ -21,7 +21,6 @@ LEVELS: tuple[Level, ...] = ("error", "warning", "note", "good")
 
 TOPICS = {
     "nixl": "NIXL and UCX",
-    "speed": "Speed",
     "peer": "The other side",
     "memory": "Processes and shared memory",
     "limits": "Limits and CPU",

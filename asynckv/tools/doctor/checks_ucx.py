@@ -7,17 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from asynckv.edges.transports import QUEUES, RDMA, SAME_HOST, is_emulated, is_loopback
-from asynckv.tools.doctor.catalogue import Finding, Level, finding
-from asynckv.tools.doctor.facts import Facts, Measured, Ucx
+from asynckv.tools.doctor.catalogue import Finding, finding
+from asynckv.tools.doctor.facts import Facts, Ucx
 
-__all__ = ["UCX_CHECKS", "Way", "rows", "said", "way_of"]
+__all__ = ["UCX_CHECKS", "Way", "said", "way_of"]
 
 Way = Literal["rdma", "cma", "memory", "tcp", ""]
 
 SEGMENT = 64 << 10
-SLOW_OF_COPY = 0.2
-SLOW_SMALL_S = 0.002
-NOISY = 2.0
 FATAL = ("no usable transports", "no active messages transport", "no remote registered memory access transport")
 UNITS = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 20, "g": 1 << 30, "gb": 1 << 30}
 
@@ -87,6 +84,8 @@ def here(facts: Facts) -> Iterator[Finding]:
         yield from _failed(facts, ucx)
     else:
         yield from _chosen(facts, ucx)
+        if ucx.wrong:
+            yield finding("wrong-bytes", f"{ucx.wrong} bytes differ")
 
 
 def said(ucx: Ucx) -> Iterator[Finding]:
@@ -182,52 +181,4 @@ def reasons(facts: Facts, way: Way) -> str:
     return "because " + ", ".join(causes) if causes else ""
 
 
-# -- speed -------------------------------------------------------------------------------------------------------------
-
-
-def speed(facts: Facts) -> Iterator[Finding]:
-    """Figures, and whether they are as they should be."""
-    ucx = facts.ucx
-    if ucx is None or ucx.measured is None:
-        return
-    had = ucx.measured
-    if had.wrong:
-        yield finding("wrong-bytes", f"{had.wrong} bytes differ")
-    if not had.rounds:
-        return
-    of_copy = f"{had.of_copy.median:.2f} ({had.of_copy.least:.2f} to {had.of_copy.most:.2f})"
-    text = f"large reads {_rate(had.read.median)} GB/s, {of_copy} of a copy within memory, 4 KiB in {_micros(had)} us"
-    # Whatever else runs takes its share, and is found by another check.
-    level: Level | None = "note" if facts.machine.load > facts.machine.cores_present else None
-    slow_bulk = way_of(ucx) == "cma" and had.of_copy.median < SLOW_OF_COPY
-    slow_small = had.read_p50 > SLOW_SMALL_S
-    if slow_bulk:
-        yield finding("slow-bulk", text, level=level)
-    if slow_small:
-        yield finding("slow-small", text, level=level)
-    if not slow_bulk and not slow_small:
-        yield finding("speed", text)
-    if had.read.least * NOISY < had.read.most:
-        yield finding("noisy", f"large reads from {_rate(had.read.least)} to {_rate(had.read.most)} GB/s")
-
-
-def rows(had: Measured) -> list[tuple[str, str]]:
-    """Write what was measured as a table: medians, and the least and the largest of all rounds."""
-    found = [
-        (f"reads of {had.block_bytes >> 20} MiB", had.read),
-        (f"reads of {had.piece_bytes >> 10} KiB pieces", had.scattered),
-        ("copies within memory", had.copied),
-    ]
-    lines = [(name, f"{_rate(x.median)} ({_rate(x.least)} to {_rate(x.most)}) GB/s") for name, x in found]
-    return [*lines, ("a read of 4 KiB", f"{_micros(had)} us, p99 {had.read_p99 * 1e6:.0f}")]
-
-
-def _micros(had: Measured) -> str:
-    return f"{had.read_p50 * 1e6:.0f}"
-
-
-def _rate(value: float) -> str:
-    return f"{value / 1e9:.3g}"
-
-
-UCX_CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (installed, environment, here, speed)
+UCX_CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (installed, environment, here)

@@ -25,7 +25,7 @@ EPILOG = """
 
   asynckv doctor
 
-  asynckv doctor --quick --json - | jq '.findings[] | select(.level == "error")'
+  asynckv doctor --json - | jq '.findings[] | select(.level == "error")'
 
   asynckv doctor --to tcp://10.0.0.1:5555
 
@@ -35,7 +35,6 @@ EPILOG = """
 """
 
 ADDRESSES, KEYS, OUT = "Addresses", "Keys", "Output"
-MEASURE_S = 3.0
 
 
 def doctor(
@@ -63,7 +62,6 @@ def doctor(
     authorized: Annotated[
         Path | None, typer.Option(help="Directory of the .key files of others.", rich_help_panel=KEYS, metavar="DIR")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
     json: Annotated[
         str | None,
         typer.Option(help="Write facts and findings there; - for stdout.", rich_help_panel=OUT, metavar="FILE"),
@@ -71,9 +69,9 @@ def doctor(
 ) -> None:
     """Say what is wrong with this host, or with the way to another one, and what to do about it.
 
-    Two processes of doctor's own move bytes by NIXL, as two ranks would: what UCX chose is read from its log, and
-    latency and bandwidth are measured beside a copy within memory. Limits, shared memory,
-    permissions, devices, addresses, keys and versions are looked at as well. Every finding comes with a remedy.
+    Two processes of doctor's own move bytes by NIXL, as two ranks would, and what UCX chose is read from its log.
+    Limits, shared memory, permissions, devices, addresses, keys and versions are looked at as well. Every finding
+    comes with a remedy. How fast it is, `asynckv bench` measures.
     """
     from rich.console import Console
 
@@ -89,7 +87,7 @@ def doctor(
     errors = Console(stderr=True)
     with errors.status("looking", spinner="line") as status:
         # A spinner is for people; what is piped gets no progress lines.
-        facts = _gather(settings, is_told, _address(to), quick, lambda text: status.update(printable(text)))
+        facts = _gather(settings, is_told, _address(to), lambda text: status.update(printable(text)))
     found = examine(facts)
     write_json(json, as_json(facts, found, time.monotonic() - began))
     show(facts, found, Console(stderr=json == "-"))
@@ -136,7 +134,7 @@ def _config(
     return config
 
 
-def _gather(config: EngineConfig, is_told: bool, to: str, quick: bool, note: Callable[[str], None]) -> Facts:
+def _gather(config: EngineConfig, is_told: bool, to: str, note: Callable[[str], None]) -> Facts:
     import os
     from dataclasses import replace
 
@@ -144,10 +142,10 @@ def _gather(config: EngineConfig, is_told: bool, to: str, quick: bool, note: Cal
     from asynckv.tools.doctor.facts import Facts
 
     has = software.software()
-    keys, seconds, nixl = config.keys, 0.0 if quick else MEASURE_S, replace(config.nixl, posting_threads=0)
+    keys, nixl = config.keys, replace(config.nixl, posting_threads=0)
     key_facts = None if keys is None else software.keys(os.fspath(keys.secret), os.fspath(keys.authorized))
     machine = host.machine()  # before anything of ours makes it busy
-    ucx = probing.try_nixl(nixl, 0.0 if to else seconds, note) if has.variant and nixl.backend == "UCX" else None
+    ucx = probing.try_nixl(nixl, note) if has.variant and nixl.backend == "UCX" else None
     peer = None
     if to and (key_facts is None or not (key_facts.secret_error or key_facts.authorized_error)):
         peer = _ask(to, config, note)
@@ -175,5 +173,5 @@ def _ask(to: str, config: EngineConfig, note: Callable[[str], None]) -> PeerFact
     asked = asyncio.run(peer.ask(to, config.keys, note))
     if asked.place is None:
         return asked.facts
-    ucx = probing.try_nixl(replace(config.nixl, posting_threads=0), 0.0, note, asked.place)
+    ucx = probing.try_nixl(replace(config.nixl, posting_threads=0), note, asked.place)
     return msgspec.structs.replace(asked.facts, ucx=ucx)

@@ -15,7 +15,6 @@ __all__ = [
     "PeerFacts",
     "Rdma",
     "Software",
-    "Spread",
     "Ucx",
     "Use",
 ]
@@ -194,6 +193,7 @@ class Ucx(Struct, frozen=True, kw_only=True):
         unavailable: What UCX said of transports and devices that were asked for and are not there.
         errors: UCX's other complaints.
         facts: What the data plane says of itself (`NixlPlane.describe`).
+        wrong: Bytes that were read and differ from those that were offered.
     """
 
     stage: str = "done"
@@ -208,39 +208,8 @@ class Ucx(Struct, frozen=True, kw_only=True):
     unavailable: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
     facts: dict[str, str] = field(default_factory=dict)
-    measured: Measured | None = None
-    seconds: float = 0.0
-
-
-class Spread(Struct, frozen=True, kw_only=True):
-    """Median, least and largest of some rounds."""
-
-    median: float = 0.0
-    least: float = 0.0
-    most: float = 0.0
-
-
-class Measured(Struct, frozen=True, kw_only=True):
-    """Latency in seconds, bandwidth in bytes per second; ratios are of figures of the same round.
-
-    Attributes:
-        rounds: 0 if nothing was measured, but bytes were compared.
-        read_p50, read_p99: Of a read of 4 KiB, one at a time.
-        read, copied: Large reads, and a copy within memory of the same bytes.
-        scattered: Reads of many small pieces.
-        of_copy: Large reads in relation to that copy.
-    """
-
-    rounds: int = 0
-    block_bytes: int = 0
-    piece_bytes: int = 0
-    read_p50: float = 0.0
-    read_p99: float = 0.0
-    read: Spread = Spread()
-    scattered: Spread = Spread()
-    copied: Spread = Spread()
-    of_copy: Spread = Spread()
     wrong: int = 0
+    seconds: float = 0.0
 
 
 class PeerFacts(Struct, frozen=True, kw_only=True):

@@ -16,10 +16,7 @@ import mmap
 import signal
 import socket
 import sys
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Literal
 
 import msgspec
@@ -33,18 +30,15 @@ from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import DescTable, ReadRequest, Span
 from asynckv.ports import AgentInfo
-from asynckv.tools.doctor.facts import Measured, Spread
 
 __all__ = ["Order", "Place", "Refused", "Result", "Said", "main"]
 
 SIZE = 64 << 20
-"""Bytes that are offered, and read in each round."""
-SMALL, PIECE, BLOCK = 4 << 10, 16 << 10, 4 << 20
-"""Bytes of a small read, of one of many pieces, and of a large read."""
+"""Bytes that are offered, and read twice."""
+PIECE, BLOCK = 16 << 10, 4 << 20
+"""Bytes of one of many pieces, and of a large read."""
 POST_DESCRIPTORS = 512
 WINDOW = 32 << 20
-SMALL_READS = 300
-ROUNDS, LEAST_ROUNDS = 7, 3
 LINGER_S = 0.5
 PR_SET_PDEATHSIG = 1
 NO_CUT = Span(0, 0, 0, 0, 1)
@@ -63,20 +57,18 @@ class Order(Struct, frozen=True):
     Attributes:
         place: Memory to read; None to offer some.
         read: Bytes are read; else a connection is opened, and no more.
-        seconds: How long to measure; 0 for a few reads only.
     """
 
     name: str
     config: NixlConfig
     place: Place | None = None
     read: bool = True
-    seconds: float = 0.0
 
 
 class Result(Struct, frozen=True, tag=True):
     """The end of a process that has read."""
 
-    measured: Measured | None = None
+    wrong: int = 0
     plugins: tuple[str, ...] = ()
     facts: dict[str, str] = field(default_factory=dict)
 
@@ -112,8 +104,7 @@ def _say(link: socket.socket, what: Said) -> None:
 
 async def _obey(order: Order, link: socket.socket) -> None:
     _say(link, "agent")
-    raw = np.frombuffer(mmap.mmap(-1, SIZE if order.read else SMALL), np.uint8)
-    raw[::4096] = 0  # pages are there before any clock runs
+    raw = np.frombuffer(mmap.mmap(-1, SIZE if order.read else PIECE), np.uint8)
     memory = Memory(int(raw.ctypes.data), len(raw))
     plane = RawLoop(order.config, order.name)
     agent = plane.begin([memory], lambda: _progress(plane))
@@ -127,11 +118,11 @@ async def _obey(order: Order, link: socket.socket) -> None:
             await closed.wait()
             return
         _say(link, "connect")
-        name, measured = order.place.agent.name, None
+        name, wrong = order.place.agent.name, 0
         await plane.add_remote_agent(order.place.agent, order.place.memories)
         if order.read:
             _say(link, "read")
-            measured = _Reader(plane, name, raw).measure(order.seconds)
+            wrong = _wrong_bytes(plane, name, raw)
         else:
             # The other side opens its half of the connection, in its own time; it would find nobody, and complain.
             plane.watch(True)
@@ -139,7 +130,7 @@ async def _obey(order: Order, link: socket.socket) -> None:
         plugins = tuple(sorted(plane._agent._agent.plugin_list)) if plane._agent is not None else ()
         facts = plane.describe()
         plane.remove_remote_agent(name)
-        _say(link, Result(measured, plugins, facts))
+        _say(link, Result(wrong, plugins, facts))
     finally:
         plane.close()
 
@@ -152,88 +143,18 @@ def _pattern() -> npt.NDArray[np.uint8]:
     return np.arange(1, SIZE // 4 + 1, dtype=np.uint32).view(np.uint8)
 
 
-class _Reader:
-    """Moves the same bytes in several ways, in turns."""
-
-    def __init__(self, plane: RawLoop, name: str, raw: npt.NDArray[np.uint8]) -> None:
-        self._plane, self._name, self._raw = plane, name, raw
-        self._source = np.ones(SIZE, np.uint8)  # what the copy within memory reads: as much as the owner has
-        self._tables = {
-            length: DescTable(
-                number,
-                NO_CUT,
-                np.array([length], np.int64),
-                np.array([[0, 0, length]], np.int64),
-                np.array([[0, 0, length]], np.int64),
-                SIZE // length,
-                SIZE // length,
-            )
-            for number, length in enumerate((SMALL, PIECE, BLOCK), 1)
-        }
-
-    def measure(self, seconds: float) -> Measured:
-        """Measure for about so long; with 0 the bytes are only compared."""
-        wrong = self._wrong(self._bulk) + self._wrong(self._scattered)
-        if not seconds:
-            return Measured(wrong=wrong)
-        began = time.perf_counter()
-        small = self._small(seconds / 6)
-        rounds: list[tuple[float, float, float]] = []
-        while len(rounds) < ROUNDS and (len(rounds) < LEAST_ROUNDS or time.perf_counter() - began < seconds):
-            rounds.append((SIZE / self._bulk(), SIZE / self._scattered(), SIZE / self._copy()))
-        read, scattered, copied = zip(*rounds, strict=True)
-        return Measured(
-            rounds=len(rounds),
-            block_bytes=BLOCK,
-            piece_bytes=PIECE,
-            read_p50=float(np.quantile(small, 0.5)),
-            read_p99=float(np.quantile(small, 0.99)),
-            read=_spread(read),
-            scattered=_spread(scattered),
-            copied=_spread(copied),
-            of_copy=_spread([a / b for a, b in zip(read, copied, strict=True)]),
-            wrong=wrong,
-        )
-
-    def _wrong(self, read: Callable[[], float]) -> int:
-        """Read, and count the bytes that are others than they should be."""
-        self._raw[:] = 0
-        read()
-        return int(np.count_nonzero(self._raw != _pattern()))
-
-    def _bulk(self) -> float:
-        blocks = np.arange(SIZE // BLOCK, dtype=np.int32)[:, None]
-        return self._run([ReadRequest(self._tables[BLOCK], b, b, BLOCK, 1) for b in blocks])[-1]
-
-    def _scattered(self) -> float:
-        order = np.random.default_rng(1).permutation(SIZE // PIECE).astype(np.int32)
-        parts = np.split(order, range(POST_DESCRIPTORS, len(order), POST_DESCRIPTORS))
-        return self._run([ReadRequest(self._tables[PIECE], p, p, PIECE * len(p), len(p)) for p in parts])[-1]
-
-    def _small(self, seconds: float) -> list[float]:
-        """Return how long small reads took, one after the other."""
-        table, at = self._tables[SMALL], np.zeros(1, np.int32)
-        taken: list[float] = []
-        began = time.perf_counter()
-        while len(taken) < SMALL_READS and time.perf_counter() - began < seconds:
-            ends = self._run([ReadRequest(table, at, at, SMALL, 1)] * 20, 1)
-            taken += np.diff(ends, prepend=0.0).tolist()
-        return taken
-
-    def _run(self, posts: Sequence[ReadRequest], concurrency: int = 16) -> list[float]:
-        requests = [[post] for post in posts]
-        lists = self._plane.prepare_lists(self._name, requests)
-        return self._plane.read_all(
-            lists, requests, concurrency=concurrency, window_bytes=WINDOW, window_descriptors=8192
-        )
-
-    def _copy(self) -> float:
-        to, source = self._raw.ctypes.data, self._source.ctypes.data
-        began = time.perf_counter()
-        for at in range(0, SIZE, BLOCK):
-            ctypes.memmove(to + at, source + at, BLOCK)
-        return time.perf_counter() - began
-
-
-def _spread(values: Sequence[float]) -> Spread:
-    return Spread(median=median(values), least=min(values), most=max(values))
+def _wrong_bytes(plane: RawLoop, name: str, raw: npt.NDArray[np.uint8]) -> int:
+    """Read all of it in large blocks, then in small pieces, and count the bytes that are others than they should be."""
+    wrong = 0
+    for number, length in enumerate((BLOCK, PIECE), 1):
+        count = SIZE // length
+        pieces = np.array([[0, 0, length]], np.int64)
+        table = DescTable(number, NO_CUT, np.array([length], np.int64), pieces, pieces, count, count)
+        order = np.random.default_rng(1).permutation(count).astype(np.int32)
+        parts = np.split(order, range(POST_DESCRIPTORS, count, POST_DESCRIPTORS))
+        requests = [[ReadRequest(table, p, p, length * len(p), len(p))] for p in parts]
+        raw[:] = 0
+        lists = plane.prepare_lists(name, requests)
+        plane.read_all(lists, requests, concurrency=16, window_bytes=WINDOW, window_descriptors=8192)
+        wrong += int(np.count_nonzero(raw != _pattern()))
+    return wrong

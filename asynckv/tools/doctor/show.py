@@ -10,7 +10,6 @@ import msgspec
 from asynckv.tools.console import printable, size
 from asynckv.tools.doctor.catalogue import LEVELS, TOPICS, Finding, Level
 from asynckv.tools.doctor.checks import is_good
-from asynckv.tools.doctor.checks_ucx import rows
 from asynckv.tools.doctor.facts import Facts
 
 if TYPE_CHECKING:
@@ -57,9 +56,6 @@ def show(facts: Facts, found: Sequence[Finding], console: Console) -> None:
                 if each.why:
                     say(more[1], 4)
                 say(f"-> {more[2]} [dim]{printable(f'[{each.link}]')}[/dim]", 4)
-        if topic == "speed" and facts.ucx is not None and facts.ucx.measured is not None and facts.ucx.measured.rounds:
-            for name, value in rows(facts.ucx.measured):
-                say(f"{name:26}{value}", 4)
     counts = [
         f"{n} {level}{'s' if n != 1 and level != 'good' else ''}"
         for level in LEVELS
