@@ -10,8 +10,6 @@ import signal
 import sys
 from types import FrameType
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command line."""

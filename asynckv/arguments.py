@@ -17,22 +17,6 @@ from typing import Any
 
 from asynckv.errors import AsyncKVError, LocalProtocolError
 
-__all__ = [
-    "MAX_INTEGER",
-    "MAX_NAME",
-    "NO_SEQUENCE",
-    "flag",
-    "integer",
-    "is_loopback_host",
-    "is_text",
-    "number",
-    "seconds",
-    "shown",
-    "text",
-    "texts",
-    "without_control",
-]
-
 MAX_INTEGER = 1 << 53
 """Whatever counts something fits into a message and an array."""
 

@@ -14,18 +14,6 @@ from typing import Any, Literal
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, is_text, number, seconds, shown, text
 from asynckv.errors import ConfigError
 
-__all__ = [
-    "EngineConfig",
-    "InspectConfig",
-    "KeysConfig",
-    "LeaseConfig",
-    "LimitsConfig",
-    "LogConfig",
-    "NixlConfig",
-    "OffloadConfig",
-    "PullConfig",
-]
-
 MAX_RETRIES = 1000
 MAX_PATH = 4096
 MAX_POSTING_THREADS = 16

@@ -30,32 +30,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-__all__ = [
-    "AsyncKVError",
-    "BackendError",
-    "BlocksRetired",
-    "ConfigError",
-    "EngineClosed",
-    "GeometryRefused",
-    "LayoutError",
-    "LeaseLost",
-    "LeaseRefused",
-    "LocalProtocolError",
-    "NotLentYet",
-    "Overloaded",
-    "PeerLost",
-    "PeerUnreachable",
-    "PlanRefused",
-    "ProtocolError",
-    "PullCancelled",
-    "PullError",
-    "PullTimeout",
-    "ReadFailed",
-    "RemoteProtocolError",
-    "RemoteTooShort",
-    "WrongThread",
-]
-
 
 class AsyncKVError(Exception):
     """Base of every error that asynckv raises on purpose."""

@@ -20,8 +20,6 @@ from asynckv.arguments import integer
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import MAX_TOKENS
 
-__all__ = ["token_hashes"]
-
 BYTES = 24
 """Of each digest that is given out: 32 characters."""
 

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from asynckv.errors import ConfigError
 
-__all__ = ["AllowList", "KeyPair", "decode_z85", "encode_z85", "read_pair", "read_public", "write_pair"]
-
 PUBLIC, SECRET = ".key", ".key_secret"
 MOST_BYTES = 64 * 1024
 """Of one key file."""

@@ -38,26 +38,6 @@ from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 
-__all__ = [
-    "FOUND_DAMAGED",
-    "AgentInfo",
-    "AgentLost",
-    "AgentReplaced",
-    "Clock",
-    "ControlPlane",
-    "CopyOp",
-    "CopyPlane",
-    "DataNews",
-    "DataPlane",
-    "Record",
-    "RecordNews",
-    "RecordPlane",
-    "RecordsEnded",
-    "RecordsLost",
-    "Stored",
-    "TimerHandle",
-]
-
 
 class TimerHandle(Protocol):
     """A timer that can be taken back."""

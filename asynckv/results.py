@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from asynckv.geometry.pairing import Padding
 
-__all__ = ["Evicted", "LeaseEnd", "Loaded", "PullResult", "Statistics", "Stored"]
-
 
 @dataclass(frozen=True, slots=True)
 class PullResult:

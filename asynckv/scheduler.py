@@ -27,8 +27,6 @@ from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.blocks import BlockIds, check_runs
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_GROUPS, MAX_RANKS, MAX_RUNS, MAX_TOKENS, NULL
 
-__all__ = ["PrefillGroup", "trace_of"]
-
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 

@@ -6,6 +6,4 @@ another copy's, where this one lies in a folder on PYTHONPATH.
 
 from __future__ import annotations
 
-__all__ = ["VERSION"]
-
 VERSION = "0.2.0"

@@ -47,7 +47,9 @@ from asynckv.geometry.blocks import check_block_ids, runs_of
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
+from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.plan import plan_read
+from asynckv.geometry.tables import PeerTables
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing.fabric import Fabric, Origin, Port
 from asynckv.tools.plan.layouts import model_layout

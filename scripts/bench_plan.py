@@ -26,7 +26,9 @@ from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
 from asynckv.geometry.match import assign, compare
-from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
+from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.plan import plan_read
+from asynckv.geometry.tables import PeerTables
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import Heads, Model
 from scripts import command

@@ -19,7 +19,9 @@ from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, shard
 from asynckv.geometry.match import assign, remote_ranks
 from asynckv.geometry.packed import packed
-from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
+from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.plan import Plan, plan_read
+from asynckv.geometry.tables import PeerTables
 from tests.world import Buffers
 
 Int64s = npt.NDArray[np.int64]

@@ -21,7 +21,8 @@ from asynckv.core.types import Endpoint
 from asynckv.edges.agent import Agent
 from asynckv.edges.nixl_raw import RawLoop
 from asynckv.errors import ConfigError
-from asynckv.geometry.plan import DescTable, ReadRequest
+from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.tables import DescTable
 from asynckv.scheduler import PrefillGroup
 from asynckv.tools.bench import floor, report
 from asynckv.tools.bench.driver import Measured

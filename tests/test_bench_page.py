@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from asynckv.tools import frame
 from asynckv.tools.bench import journal, page
 from asynckv.tools.bench.floor import NAMES
 from tests.test_bench_compare import floored, made
@@ -147,6 +148,6 @@ def test_what_is_no_sweep_is_one_line_and_status_2(
 def test_without_plotly_the_page_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(page, "is_installed", lambda: False)
+    monkeypatch.setattr(frame, "is_installed", lambda: False)
     text = complaint(["bench", "page", str(tmp_path / "s.jsonl")], monkeypatch, capsys)
     assert "pip install 'asynckv[plots]'" in text

@@ -21,7 +21,8 @@ from asynckv.edges.agent import Agent
 from asynckv.edges.copies import NixlCopies
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import DescTable, ReadRequest
+from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.tables import DescTable
 from asynckv.ports import CopyOp, CopyPlane
 from tests.test_nixl_edge import HERE, TABLES, THERE, contents, copied, request
 from tests.test_posters import Gate

@@ -20,7 +20,9 @@ from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Group, Layout, Memory, View, dense_part
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
+from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.plan import Plan, plan_read
+from asynckv.geometry.tables import PeerTables
 from asynckv.tools import cli
 from asynckv.tools.pictures import to_svg
 from asynckv.tools.plan.explain import _written_once, explain, pictures, show

@@ -17,8 +17,9 @@ from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import ONE_PER_REQUEST, Layout, fingerprint
 from asynckv.geometry.match import NotCovered, _cover, assign, compare, predicted, remote_ranks
 from asynckv.geometry.packed import record_form
-from asynckv.geometry.pairing import common_prefix
-from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
+from asynckv.geometry.pairing import BlockLists, common_prefix
+from asynckv.geometry.plan import plan_read
+from asynckv.geometry.tables import PeerTables
 from tests import oracle
 from tests.oracle import Cache, Engine, GroupSpec, LayerSpec, Lists, PartSpec, Rank, check_transfer, even
 from tests.world import make_layout, peer_map

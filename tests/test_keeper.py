@@ -34,7 +34,8 @@ from asynckv.edges.process import ProcessPlane, ServingPlane
 from asynckv.edges.process_main import COLLISION
 from asynckv.edges.taster import Taster
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import DescTable, ReadRequest, Span
+from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.tables import DescTable, Span
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced
 from asynckv.testing import SimData, SimNetwork
 from tests.engines import until

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from asynckv.config import OffloadConfig
-from asynckv.edges.file_index import ALIGN, INDEX, STORED_AT, DamagedIndex, Entry, FileIndex, read_index
+from asynckv.edges.file_index import INDEX, STORED_AT, DamagedIndex, Entry, FileIndex, read_index
+from asynckv.edges.file_io import ALIGN
 from asynckv.edges.file_store import OwnerLock
 from asynckv.edges.leftovers import left_in, rank_folder
 from asynckv.engine.shelf import Shelf

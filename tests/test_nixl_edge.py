@@ -34,7 +34,8 @@ from asynckv.edges.agent import Agent
 from asynckv.edges.nixl import NixlPlane
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import DescTable, ReadRequest, Span
+from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.tables import DescTable, Span
 from asynckv.ports import AgentInfo
 from tests.engines import until
 

@@ -12,11 +12,12 @@ import pytest
 
 from asynckv.core.events import Ending
 from asynckv.errors import ConfigError, LocalProtocolError
-from asynckv.offload.catalogue import Budgets, Catalogue
+from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.entry import Entry, EntryState
 from asynckv.offload.job import Item, Job, JobEnded, JobOutcome, JobReturned, Move, MoveKind
 from asynckv.offload.keys import StoredGroup, block_hashes
 from asynckv.offload.tier import SLICE, Place, Tier
+from asynckv.offload.traffic import Budgets
 
 KIB = 1024
 FULL = StoredGroup(name="full", block_size=16, record_bytes=KIB)

@@ -24,11 +24,12 @@ from hypothesis.stateful import (
 
 import asynckv.offload.tier as tier_module
 from asynckv.core.events import Ending
-from asynckv.offload.catalogue import Budgets, Catalogue
+from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.entry import EntryState
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome, JobReturned, Move, MoveKind
 from asynckv.offload.keys import StoredGroup, block_hashes, needed
 from asynckv.offload.tier import Place
+from asynckv.offload.traffic import Budgets
 
 PAGE = 1024
 MODELS = (

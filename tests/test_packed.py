@@ -28,7 +28,8 @@ from asynckv.geometry.layout import ONE_PER_REQUEST, Layout, Memory, fingerprint
 from asynckv.geometry.match import assign, compare
 from asynckv.geometry.overlap import pools
 from asynckv.geometry.packed import packed, placed, record_form, record_sizes
-from asynckv.geometry.plan import PeerTables, Plan
+from asynckv.geometry.plan import Plan
+from asynckv.geometry.tables import PeerTables
 from asynckv.ports import CopyOp
 from asynckv.testing import SimControl, SimData
 from asynckv.tools.plan.layouts import model_layout, with_addresses

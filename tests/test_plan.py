@@ -18,8 +18,8 @@ from asynckv.geometry.bounds import NULL, BlockRuns
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
 from asynckv.geometry.match import compare
-from asynckv.geometry.plan import DescTable, PeerTables, Plan, plan_read
-from asynckv.geometry.tables import Span
+from asynckv.geometry.plan import Plan, plan_read
+from asynckv.geometry.tables import DescTable, PeerTables, Span
 from tests import oracle
 from tests.lab.simulation import simulate
 from tests.world import Buffers, block_lists, make_layout, peer_map

@@ -29,7 +29,9 @@ from asynckv.errors import LocalProtocolError
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
+from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.plan import plan_read
+from asynckv.geometry.tables import PeerTables
 from tests.rows import unnoticed
 from tests.world import make_layout
 

@@ -16,7 +16,7 @@ from asynckv.core.peer import Peer, PeerEvent, PeerState
 from asynckv.core.pull import PullEvent, PullState
 from asynckv.core.types import Address
 from asynckv.errors import LocalProtocolError
-from asynckv.geometry.plan import BlockLists
+from asynckv.geometry.pairing import BlockLists
 from tests.world import World, make_layout
 
 TABLES: dict[str, tuple[Any, Enum, Mapping[Any, Mapping[Any, Any]], Mapping[Any, Mapping[Any, Any]]]] = {

@@ -32,7 +32,9 @@ from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, PeerTables, ReadRequest
+from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.tables import PeerTables
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing.fabric import Fabric, Nic, Origin, Port
 

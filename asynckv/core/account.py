@@ -17,8 +17,6 @@ from msgspec import Meta, Struct
 from asynckv.core.inspect import HeldBlocks, RequestStatus
 from asynckv.errors import RemoteProtocolError
 
-__all__ = ["Account", "Facts", "Lag", "PeerStatus", "PhaseCount", "decode_account", "encode_account"]
-
 MAX_ACCOUNT = 4 * 1024 * 1024
 """Bytes; whoever asks takes no more of an answer."""
 

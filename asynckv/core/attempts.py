@@ -24,8 +24,6 @@ from asynckv.core.types import Params, Reason
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import NULL
 
-__all__ = ["RETRYABLE", "RETRYABLE_ELSEWHERE", "Request", "RequestEvent", "RequestState", "blocks_of"]
-
 RETRYABLE = frozenset({Reason.UNREACHABLE, Reason.PEER_LOST, Reason.READ_FAILED, Reason.LEASE_LOST})
 """What the same params may get over: the lease may still stand, and another connection serve."""
 

@@ -58,9 +58,9 @@ from asynckv.core.wire import (
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
 from asynckv.geometry.bounds import Int64s
 from asynckv.geometry.layout import Layout
-from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
-
-__all__ = ["DecodeSide"]
+from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.plan import Plan, plan_read
+from asynckv.geometry.tables import PeerTables
 
 S, P = members(PeerState), members(PullState)
 

@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 from asynckv.core.types import TransferId, members
 
-__all__ = ["ENDING", "Ending", "TransferEnded"]
-
 
 class Ending(enum.StrEnum):
     """What is known about a transfer that is no longer simply running."""

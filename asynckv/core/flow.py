@@ -33,8 +33,6 @@ from msgspec import Struct
 from asynckv.core.types import Place, PullId, TransferId
 from asynckv.geometry.plan import ReadRequest
 
-__all__ = ["READING", "WAITING", "Admission", "Flow", "FlowKey", "InFlight", "Line", "Posting"]
-
 FlowKey = tuple[Place, ...]
 """The places of all ranks that a pull answers for: one prefill engine, as this rank sees it."""
 

@@ -23,9 +23,6 @@ from asynckv.core.pull import Kind, Pull
 from asynckv.core.source import ReleaseState, Source
 from asynckv.core.types import PullId
 
-__all__ = ["Guest", "HeldBlocks", "Inspector", "RankStatus", "RequestStatus", "Tally", "retry_status"]
-
-
 MAX_DETAIL = 200
 """Letters of why a message was turned down."""
 

@@ -43,8 +43,6 @@ from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.match import owed_readers
 
-__all__ = ["Effects", "Grant", "Lease", "LeaseState", "Lent", "Reader", "Refusal", "Revoke"]
-
 NOWHERE = ReplyTo(b"")
 MAX_READERS = 4096
 MAX_WAYS = 4

@@ -23,8 +23,6 @@ from msgspec import Struct
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import NULL, Int64s
 
-__all__ = ["FEW", "Holding", "Kind", "Ledger"]
-
 Kind = Literal["lent", "writing"]
 
 FEW = 16

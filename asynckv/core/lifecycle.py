@@ -14,8 +14,6 @@ from collections.abc import Mapping
 
 from asynckv.errors import LocalProtocolError
 
-__all__ = ["LifeEvent", "LifeState", "Lifecycle"]
-
 
 class LifeState(enum.StrEnum):
     """Where an engine stands."""

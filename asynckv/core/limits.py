@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 
-__all__ = ["Limiter"]
-
 MAX_BUCKETS = 16_384
 """Of more, those that have been silent for longest begin anew."""
 

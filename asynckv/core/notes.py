@@ -8,23 +8,6 @@ from msgspec import Struct, structs
 
 from asynckv.core.types import Outcome, PullId, Reason
 
-__all__ = [
-    "Failed",
-    "Gone",
-    "Granted",
-    "History",
-    "Lapsed",
-    "NotYet",
-    "Note",
-    "Promised",
-    "ReadAgain",
-    "Released",
-    "Retired",
-    "Revoked",
-    "Settled",
-    "Unrenewed",
-]
-
 
 class Note(Struct, frozen=True):
     """Something that happened to a lease or a pull.

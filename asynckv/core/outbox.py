@@ -37,23 +37,6 @@ from asynckv.core.wire import (
 )
 from asynckv.geometry.plan import ReadRequest
 
-__all__ = [
-    "BlocksRetired",
-    "BlocksReturned",
-    "Command",
-    "Disconnect",
-    "HeldForLong",
-    "LeaseEnded",
-    "LoadPeer",
-    "Outbox",
-    "PeerChanged",
-    "PostRead",
-    "PullEnded",
-    "PullOver",
-    "RemovePeer",
-    "Traced",
-]
-
 
 class LoadPeer(Struct, frozen=True):
     """Load the peer's metadata, then say `loaded` or `load_failed`."""

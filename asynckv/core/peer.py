@@ -31,9 +31,7 @@ from asynckv.core.types import Address, Cohort, Place, PullId, Reason, TransferI
 from asynckv.core.wire import MAJOR, MINOR, Hello, Ping
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.layout import Layout
-from asynckv.geometry.plan import PeerTables
-
-__all__ = ["FINAL", "Peer", "PeerEvent", "PeerState"]
+from asynckv.geometry.tables import PeerTables
 
 TOMBSTONE_S = 60.0
 """How long a peer that is gone is remembered, so that late requests fail with the same cause."""

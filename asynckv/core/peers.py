@@ -36,8 +36,6 @@ from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import compare
 
-__all__ = ["Peers"]
-
 S = members(PeerState)
 
 MAX_UNMET = 512

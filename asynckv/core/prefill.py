@@ -43,8 +43,6 @@ from asynckv.geometry.blocks import as_columns, check_blocks, check_covers, expa
 from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
 from asynckv.geometry.layout import Group, Layout
 
-__all__ = ["PrefillSide"]
-
 MAX_ENDED = 8192
 """Requests that have ended and are remembered; of older ones a late reader hears that they are unknown."""
 

@@ -35,9 +35,9 @@ from asynckv.core.types import Cohort, Outcome, Params, PullId, Reason, RequestI
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.blocks import BlockIds
-from asynckv.geometry.plan import BlockLists, PeerTables, Plan, ReadRequest
-
-__all__ = ["DO", "KIND", "Effect", "Kind", "Pull", "PullEvent", "PullLimits", "PullRequest", "PullState"]
+from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.plan import Plan, ReadRequest
+from asynckv.geometry.tables import PeerTables
 
 MAX_ASKED_S = 86_400.0
 """No claim asks for more at once, however far the deadline is; renewals ask again."""

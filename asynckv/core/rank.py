@@ -66,10 +66,7 @@ from asynckv.errors import (
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.overlap import pools
-from asynckv.geometry.pairing import common_prefix
-from asynckv.geometry.plan import BlockLists
-
-__all__ = ["RankCore"]
+from asynckv.geometry.pairing import BlockLists, common_prefix
 
 AGAIN_S = 1.0
 """When something is woken again whose turn met a bug."""

@@ -36,8 +36,6 @@ from asynckv.core.wire import (
 )
 from asynckv.geometry.layout import Layout
 
-__all__ = ["Identity", "Readers"]
-
 _Rank = tuple[str, int, int]
 """A rank that reads: its engine, TP rank and stage, by its own word."""
 

@@ -19,9 +19,7 @@ from asynckv.core.types import Address, Endpoint, Params, Place, Reason, rank_na
 from asynckv.errors import LayoutError, PlanRefused
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import NotCovered, assign, predicted, remote_ranks
-from asynckv.geometry.plan import PeerTables
-
-__all__ = ["Ready", "Route", "Routes"]
+from asynckv.geometry.tables import PeerTables
 
 MAX_ENDPOINTS = 65_536
 """Endpoints of prefill groups that are remembered."""

@@ -30,9 +30,8 @@ from typing import NamedTuple
 
 from asynckv.core.types import Address, Place, PullId, Reason, TransferId, members
 from asynckv.core.wire import Granted, Refused
-from asynckv.geometry.plan import PeerTables, Plan, ReadRequest
-
-__all__ = ["RATE_MARGIN", "RELEASE", "ROLE", "ReleaseState", "RemoteRank", "Role", "Source"]
+from asynckv.geometry.plan import Plan, ReadRequest
+from asynckv.geometry.tables import PeerTables
 
 RATE_MARGIN = 1e-3
 """Two hosts' clocks may run at rates that differ by this much (NTP slews by at most 500 ppm)."""

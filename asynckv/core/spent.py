@@ -17,8 +17,6 @@ from bisect import bisect_right
 
 from asynckv.core.types import Key
 
-__all__ = ["MAX_EPOCHS", "MAX_GAPS", "SpentKeys"]
-
 MAX_GAPS = 65_536
 """Gaps that are kept, over all schedulers: some 5 MB at most. Each is a request, or more, that later ones passed."""
 

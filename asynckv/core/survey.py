@@ -41,8 +41,6 @@ from asynckv.core.readers import Identity, Readers
 from asynckv.core.types import members
 from asynckv.core.wire import Status, StatusRequest
 
-__all__ = ["Survey"]
-
 RATE, BURST = 8.0, 16
 """Questions per second of one key or host, and how many may come at once after a silence."""
 

@@ -7,8 +7,6 @@ import itertools
 import math
 from typing import Protocol
 
-__all__ = ["Timed", "Timers"]
-
 
 class Timed(Protocol):
     """Something that wants to be woken."""

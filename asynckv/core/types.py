@@ -23,25 +23,6 @@ from asynckv.arguments import MAX_NAME
 from asynckv.errors import RemoteProtocolError
 from asynckv.geometry.bounds import MAX_GROUPS, MAX_RANKS, MAX_RUNS, BlockRuns, Rank, Size, Tokens
 
-__all__ = [
-    "Address",
-    "Cohort",
-    "Endpoint",
-    "Key",
-    "Outcome",
-    "Params",
-    "Place",
-    "PullId",
-    "Reason",
-    "ReplyTo",
-    "RequestId",
-    "Seconds",
-    "TransferId",
-    "decode_params",
-    "rank_name",
-    "sendable",
-]
-
 T = TypeVar("T")
 
 PullId = NewType("PullId", str)

@@ -14,8 +14,6 @@ from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.outbox import HeldForLong, Outbox
 from asynckv.core.pull import Pull, PullState
 
-__all__ = ["MIN_WARN_S", "Watch", "warn_after"]
-
 MIN_WARN_S = 0.5
 """Nothing is worth a word sooner, whatever a lease says that came with somebody's params."""
 

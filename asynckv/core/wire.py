@@ -39,38 +39,6 @@ from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Reason, RequestText
 from asynckv.errors import RemoteProtocolError
 from asynckv.geometry.bounds import BlockRuns, Name, Rank, Size
 
-__all__ = [
-    "MAJOR",
-    "MAX_MESSAGES",
-    "MAX_PACKET",
-    "MAX_REQUEST_PACKET",
-    "MAX_TOLD",
-    "MINOR",
-    "RELEASE_NONCE",
-    "Ack",
-    "Claim",
-    "Draining",
-    "Goodbye",
-    "Granted",
-    "Hello",
-    "Message",
-    "NotYet",
-    "OtherVersion",
-    "Packet",
-    "Ping",
-    "Pong",
-    "Refused",
-    "Release",
-    "Renew",
-    "Status",
-    "StatusRequest",
-    "Unwelcome",
-    "Welcome",
-    "blocks_digest",
-    "decode_packet",
-    "encode_packet",
-]
-
 MAJOR = 1
 MINOR = 3
 """1: `Draining`. 2: the reason `withdrawn`. 3: what is wanted of a status, and the account in it."""

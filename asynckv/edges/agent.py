@@ -39,11 +39,9 @@ from asynckv.core.types import TransferId
 from asynckv.edges.metadata import is_known, renamed
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import DescTable, ReadRequest
-from asynckv.geometry.tables import MAX_KEPT_ROWS
+from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.tables import MAX_KEPT_ROWS, DescTable
 from asynckv.ports import AgentInfo
-
-__all__ = ["SINK", "SOURCE", "Agent", "make_epoll", "set_up"]
 
 MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import ParamSpec, Protocol, TypeVar
 
-__all__ = ["Aside", "end_at_exit"]
-
 EXIT_S = 2.0
 """How long the end of the interpreter waits for threads that were not closed."""
 

@@ -12,8 +12,6 @@ from asynckv.offload.job import Move
 from asynckv.offload.keys import NAMESPACE_BYTES, StoredGroup
 from asynckv.ports import Record, Stored
 
-__all__ = ["BlockRecords"]
-
 MAX_TAG = 64
 
 

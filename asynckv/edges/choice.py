@@ -21,8 +21,6 @@ from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import DataPlane
 
-__all__ = ["choose_plane"]
-
 
 def choose_plane(
     config: EngineConfig, memories: Sequence[Memory], agent_name: str, warn: Callable[[str], None]

@@ -13,8 +13,6 @@ from collections.abc import Callable
 
 from asynckv.ports import TimerHandle
 
-__all__ = ["LoopClock"]
-
 # A suspended host must not stop its deadlines: BOOTTIME counts the time asleep, MONOTONIC does not.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 

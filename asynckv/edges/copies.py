@@ -31,8 +31,6 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import CopyOp
 
-__all__ = ["NixlCopies"]
-
 WINDOW_BYTES = 64 << 20
 """What one thread is given before it told of the end of something, some 10 ms of copying: two of the largest posts, so
 that the next one waits for the thread and not the thread for the loop."""

@@ -34,8 +34,6 @@ from operator import itemgetter
 
 from asynckv.errors import ConfigError
 
-__all__ = ["SPARE_FILES", "Connection", "Door", "Opened", "free_files"]
-
 TICK_S = 0.02
 QUIET_TICKS = 5
 """A connection is watched again after so many ticks without a byte."""

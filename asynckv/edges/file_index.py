@@ -27,22 +27,6 @@ from asynckv.edges.file_io import ALIGN, no_collection
 from asynckv.edges.file_store import NoRoom, explained_index
 from asynckv.errors import BackendError
 
-__all__ = [
-    "ALIGN",
-    "FORMAT",
-    "INDEX",
-    "MAX_CHANGES",
-    "STORED_AT",
-    "DamagedIndex",
-    "Entry",
-    "FileIndex",
-    "Said",
-    "checksum",
-    "now",
-    "read_index",
-    "typed",
-]
-
 INDEX = "index.sqlite"
 FORMAT = 1
 APPLICATION = 0x61736B76

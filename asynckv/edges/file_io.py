@@ -21,9 +21,6 @@ from typing import NamedTuple, Protocol
 
 from asynckv.geometry.layout import Memory
 
-__all__ = ["ALIGN", "Extent", "FileIO", "FileTooShort", "PlainFiles", "no_collection", "transfer", "view_of"]
-
-
 ALIGN = 4096
 """Places in files, and sizes, are multiples of it."""
 

@@ -15,8 +15,6 @@ from asynckv.edges.file_io import Extent
 from asynckv.edges.nixl import load_nixl
 from asynckv.geometry.layout import Memory
 
-__all__ = ["NixlFiles"]
-
 AIO = {"use_aio": "true"}
 """Of the ways in which the back end queues: as fast as io_uring, which many containers forbid; POSIX aio has 0.7 to 0.9
 of it."""

@@ -31,24 +31,6 @@ from msgspec import Meta, Struct
 from asynckv.edges.file_io import ALIGN, Extent
 from asynckv.errors import BackendError
 
-__all__ = [
-    "FULL",
-    "OWNER",
-    "SEGMENT_BYTES",
-    "NoRoom",
-    "Owner",
-    "OwnerLock",
-    "Segments",
-    "check_folder",
-    "check_parents",
-    "check_room",
-    "explained",
-    "explained_index",
-    "owner_of",
-    "segment_extents",
-    "segment_path",
-]
-
 OWNER = "owner"
 SEGMENT_BYTES = 1 << 30
 MAX_SEGMENTS = 99_999

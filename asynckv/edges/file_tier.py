@@ -36,15 +36,13 @@ import anyio.to_thread
 from asynckv.arguments import MAX_INTEGER, integer
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges.file_index import ALIGN, INDEX, DamagedIndex, Entry, FileIndex, Said, read_index
-from asynckv.edges.file_io import FileIO, PlainFiles, no_collection
+from asynckv.edges.file_index import INDEX, DamagedIndex, Entry, FileIndex, Said, read_index
+from asynckv.edges.file_io import ALIGN, FileIO, PlainFiles, no_collection
 from asynckv.edges.file_store import SEGMENT_BYTES, NoRoom, OwnerLock, Segments, check_folder, check_room
 from asynckv.edges.file_worker import Worker
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, RecordsLost, Stored
-
-__all__ = ["FileTier"]
 
 RECORD_BYTES = 64 << 10
 SLOW_S = 10.0

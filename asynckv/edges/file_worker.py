@@ -20,15 +20,13 @@ from asynckv.arguments import shown
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges.aside import end_at_exit
-from asynckv.edges.file_index import ALIGN, MAX_CHANGES, MAX_KEY, Entry, FileIndex, checksum, now
-from asynckv.edges.file_io import Extent, FileIO, FileTooShort, transfer, view_of
+from asynckv.edges.file_index import MAX_CHANGES, MAX_KEY, Entry, FileIndex, checksum, now
+from asynckv.edges.file_io import ALIGN, Extent, FileIO, FileTooShort, transfer, view_of
 from asynckv.edges.file_store import FULL, Segments, explained, explained_index
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.offload.keys import short
 from asynckv.ports import Record, RecordNews, RecordsEnded, RecordsLost
-
-__all__ = ["Worker"]
 
 BATCH_BYTES = 8 << 20
 """What is moved at a time, unless one record is larger: enough to pay for a post, and little enough to be in the caches

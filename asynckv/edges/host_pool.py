@@ -22,8 +22,6 @@ from asynckv.edges.sharing import shared_memory
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 
-__all__ = ["HUGE_PAGE", "HostPool"]
-
 HUGE_PAGE = 2 << 20
 POPULATE_WRITE = 23
 """`MADV_POPULATE_WRITE`, which Python does not name: since Linux 5.14."""

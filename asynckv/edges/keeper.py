@@ -34,8 +34,6 @@ from asynckv.errors import BackendError, EngineClosed
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 
-__all__ = ["DEATHS", "Keeper", "check_processes"]
-
 SETTLE_S = 10.0
 """How long after the engine's start the first one to stand by is started, which takes a core for half a second: then
 the engine has enough to do, and the others of its host, which start as well."""

@@ -16,14 +16,13 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from asynckv.edges.file_index import ALIGN, INDEX, STORED_AT, read_index
+from asynckv.edges.file_index import INDEX, STORED_AT, read_index
+from asynckv.edges.file_io import ALIGN
 from asynckv.edges.file_store import check_folder, owner_of
 from asynckv.errors import AsyncKVError, BackendError, LayoutError
 from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.kept import kept_tables
 from asynckv.geometry.layout import Layout, fingerprint
-
-__all__ = ["Left", "left_in", "rank_folder"]
 
 MAX_FOLDERS = 4096
 

@@ -25,8 +25,6 @@ from asynckv.core.wire import MAX_REQUEST_PACKET, Status, StatusRequest, decode_
 from asynckv.edges.file_store import check_parents
 from asynckv.errors import BackendError, RemoteProtocolError
 
-__all__ = ["SUFFIX", "LocalDoor", "is_left_behind", "pid_of", "rank_of", "read_packet", "socket_name", "write_packet"]
-
 SUFFIX = ".sock"
 MAX_PATH = 107
 """Bytes that the system has room for."""

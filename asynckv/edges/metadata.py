@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from asynckv.errors import BackendError
 
-__all__ = ["is_known", "renamed"]
-
 MAGIC, LENGTH = b"nixlSerDes|", 8
 VERSIONS = {0, 1}
 """Of UCX's worker addresses: the low half of their first byte. It knows no other."""

@@ -44,8 +44,6 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo
 
-__all__ = ["NixlPlane", "load_nixl"]
-
 SAFETY_S = 0.005
 """Some wake-ups are missed; a timer this long finds what they would have told."""
 

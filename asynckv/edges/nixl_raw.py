@@ -15,8 +15,6 @@ from asynckv.edges.nixl import NixlPlane
 from asynckv.errors import BackendError
 from asynckv.geometry.plan import ReadRequest
 
-__all__ = ["RawLoop"]
-
 
 class RawLoop(NixlPlane):
     """A NIXL agent whose reads are posted and polled in a plain loop."""

@@ -14,8 +14,6 @@ from typing import Any
 
 from asynckv.errors import BackendError
 
-__all__ = ["Pinned"]
-
 FLAGS = 0x01 | 0x02
 """`CU_MEMHOSTREGISTER_PORTABLE` and `_DEVICEMAP`: for every context of this process, and for kernels too."""
 

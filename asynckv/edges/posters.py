@@ -38,8 +38,6 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo
 
-__all__ = ["Poster", "Posters"]
-
 MAX_QUEUED = 1024
 """Reads that wait for one thread, at most. The windows of the core are far below; whatever is above is not taken."""
 

@@ -25,11 +25,9 @@ from asynckv.edges import process_wire as wire
 from asynckv.edges.keeper import DEATHS, Keeper
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import DescTable, ReadRequest
-from asynckv.geometry.tables import MAX_KEPT_ROWS
+from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.tables import MAX_KEPT_ROWS, DescTable
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews, DataPlane
-
-__all__ = ["ProcessPlane", "ServingPlane"]
 
 MAX_TABLES = 1024
 """Tables of one remote agent that the child is sent once and knows by number: as many as the core keeps of a peer

@@ -21,9 +21,8 @@ from asynckv.core.events import TransferEnded
 from asynckv.edges import process_wire as wire
 from asynckv.edges.nixl import NixlPlane
 from asynckv.errors import BackendError
-from asynckv.geometry.plan import DescTable, ReadRequest, Span
-
-__all__ = ["Child"]
+from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.tables import DescTable, Span
 
 TELL_S = 0.0005
 """News waits no longer than this for what was ordered after it."""

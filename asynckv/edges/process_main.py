@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from asynckv.edges.process_wire import Link
 
-__all__ = ["COLLISION", "main"]
-
 COLLISION = 75
 """Exit status: something of this process lies where memory was to be mapped; another process may fare better."""
 

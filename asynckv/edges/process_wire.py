@@ -23,25 +23,6 @@ from asynckv.core.types import TransferId
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 
-__all__ = [
-    "Close",
-    "Drop",
-    "Ends",
-    "Forget",
-    "Link",
-    "Load",
-    "Loaded",
-    "News",
-    "Order",
-    "Read",
-    "Ready",
-    "Setup",
-    "Stats",
-    "Table",
-    "Unready",
-    "Watch",
-]
-
 HEADER = 4
 CHUNK = 1 << 18
 """Bytes that are received at a time."""

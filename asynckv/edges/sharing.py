@@ -20,8 +20,6 @@ from asynckv.arguments import MAX_INTEGER, integer
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 
-__all__ = ["NotShared", "Share", "Shares", "shared_memory"]
-
 REMEDY = (
     "allocate it with asynckv.shared_tensor(shape, dtype) in place of torch.zeros, or with "
     "asynckv.shared_memory(num_bytes), which numpy.frombuffer takes"

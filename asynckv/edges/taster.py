@@ -23,8 +23,6 @@ from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 
-__all__ = ["Taster"]
-
 MAX_TRIED = 64
 """Peers after which another process tries: UCX keeps a socket of each, on both sides, until the process ends."""
 

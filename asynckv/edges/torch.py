@@ -35,19 +35,6 @@ if TYPE_CHECKING:
     Tensor: TypeAlias = torch.Tensor
     Dtype: TypeAlias = torch.dtype
 
-__all__ = [
-    "CudaMirror",
-    "Event",
-    "TensorPart",
-    "as_bytes",
-    "register_parts",
-    "register_tensors",
-    "shared_tensor",
-    "shared_zeros",
-    "written",
-]
-
-
 MAX_DIMS = 9
 """Of a tensor: `block`, and as many as a part may have."""
 

@@ -17,8 +17,6 @@ from urllib.parse import urlsplit
 
 from asynckv.arguments import is_loopback_host
 
-__all__ = ["copy_from", "has_cma", "is_emulated", "is_loopback", "rdma_devices", "ucx_setting"]
-
 SAME_HOST = ("cma", "knem", "xpmem", "sm", "shm")
 """UCX's transports, and aliases, that read another process's memory."""
 

@@ -41,8 +41,6 @@ from asynckv.edges.transports import is_loopback
 from asynckv.errors import BackendError, ConfigError
 from asynckv.keys import AllowList, KeyPair, decode_z85, encode_z85, read_pair
 
-__all__ = ["ZmqPlane", "host_and_port", "make_pair"]
-
 RECEIVE_BUFFER = MAX_REQUEST_PACKET
 """Of one connection of our listener, in the kernel."""
 

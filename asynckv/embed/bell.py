@@ -11,8 +11,6 @@ import ctypes
 import os
 import weakref
 
-__all__ = ["Bell"]
-
 _libc = ctypes.PyDLL(None)
 _write, _read = _libc.eventfd_write, _libc.eventfd_read
 _write.argtypes = (ctypes.c_int, ctypes.c_uint64)

@@ -39,8 +39,6 @@ from asynckv.engine import Engine, LentRequest, Offload
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullCancelled, PullError
 from asynckv.results import LeaseEnd, Statistics
 
-__all__ = ["EngineDesk", "checked", "snapshot"]
-
 SLICE_S = 0.001
 """How long a turn may go on carrying out orders."""
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-__all__ = ["InPlace"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -20,23 +20,6 @@ from asynckv.errors import PullError
 from asynckv.offload.found import Found
 from asynckv.results import LeaseEnd, Loaded, PullResult, Stored
 
-__all__ = [
-    "Announce",
-    "Cancel",
-    "Discharge",
-    "Failed",
-    "Finished",
-    "Lend",
-    "Load",
-    "Lookup",
-    "Order",
-    "Pull",
-    "Reclaim",
-    "Refused",
-    "Store",
-    "Withdraw",
-]
-
 
 class Order(msgspec.Struct, frozen=True):
     """Something that an engine is to do, as plain data: it may be pickled, and sent to a worker."""

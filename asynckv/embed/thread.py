@@ -42,8 +42,6 @@ from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, WrongT
 from asynckv.geometry.check import Registration
 from asynckv.results import Statistics
 
-__all__ = ["EngineThread"]
-
 T = TypeVar("T")
 
 START_S = 60.0

@@ -42,8 +42,6 @@ from asynckv.observe.log import phases
 from asynckv.observe.observer import Observer
 from asynckv.results import PullResult
 
-__all__ = ["RenewParams", "Retries", "attempt", "error_of", "result_of"]
-
 T = TypeVar("T")
 RenewParams = Callable[[PullError], Awaitable[Params | Mapping[str, Any] | None]]
 

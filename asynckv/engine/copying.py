@@ -18,11 +18,10 @@ from asynckv.geometry.blocks import BlockList, runs_of
 from asynckv.geometry.bounds import BlockRuns, Int64s
 from asynckv.geometry.kept import kept_tables, plan_copies, plan_loads
 from asynckv.geometry.layout import Group, Layout
-from asynckv.geometry.plan import PeerTables, ReadRequest
+from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.tables import PeerTables
 from asynckv.offload.job import Move
 from asynckv.offload.keys import StoredGroup, needed
-
-__all__ = ["ByTokens", "Copying", "SlotBySlot", "reading"]
 
 MAX_DESCRIPTORS = 4096
 """In one copy: as many as take no longer than the bytes of `max_post_bytes`."""

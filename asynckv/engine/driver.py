@@ -55,8 +55,6 @@ from asynckv.observe.log import SAME_S, Recorder
 from asynckv.observe.observer import Observer
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, TimerHandle
 
-__all__ = ["Driver", "Guest", "Waiting"]
-
 TURNED_AWAY = (
     "it seems to turn our connection away: with keys, this engine's .key file has to be in its directory of "
     "authorized keys"

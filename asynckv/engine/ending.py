@@ -30,8 +30,6 @@ from asynckv.engine.attempts import Retries
 from asynckv.engine.driver import Driver
 from asynckv.observe.observer import Observer
 
-__all__ = ["Ending"]
-
 GRACE_S = 1.0
 """How long closing waits for what owes nothing but an acknowledgement, or has no time left and is being loaded."""
 

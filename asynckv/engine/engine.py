@@ -56,8 +56,6 @@ from asynckv.ports import Clock, ControlPlane, DataPlane
 from asynckv.results import PullResult, Statistics
 from asynckv.version import VERSION
 
-__all__ = ["Engine"]
-
 Groups = Sequence[tuple[int, BlockIds]]
 
 UNNAMED = "the layout does not name its model, so nothing keeps engines of different models apart; give it model="

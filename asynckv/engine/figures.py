@@ -11,8 +11,6 @@ from asynckv.engine.mover import Mover
 from asynckv.offload.job import MoveKind
 from asynckv.results import Statistics
 
-__all__ = ["Figures"]
-
 COUNTED = {
     "host_evicted": "evicted.host",
     "file_evicted": "evicted.file",

@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 from asynckv.errors import EngineClosed, WrongThread
 
-__all__ = ["Home"]
-
 T = TypeVar("T")
 NOT_STARTED = "the engine is not started; use `async with Engine(...)`"
 

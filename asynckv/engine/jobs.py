@@ -19,8 +19,6 @@ from asynckv.geometry.bounds import Int64s
 from asynckv.offload.catalogue import Positions
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome
 
-__all__ = ["OffloadJob", "Shorter"]
-
 Shorter = Callable[["OffloadJob"], tuple[int, Mapping[Shelf, Positions]] | None]
 """Says which prefix can still be loaded, and which blocks of which shelves make it up."""
 

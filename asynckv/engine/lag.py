@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-__all__ = ["LoopLag"]
-
 LAGS_S = (0.001, 0.01, 0.1, 1.0, 10.0)
 
 

@@ -22,8 +22,6 @@ from asynckv.offload.job import JobEnded, JobKind, JobOutcome
 from asynckv.offload.keys import needed
 from asynckv.scheduler import PrefillGroup
 
-__all__ = ["Lending"]
-
 
 class Lending:
     """What is lent of a rank's own shelf."""

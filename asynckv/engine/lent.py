@@ -8,8 +8,6 @@ from asynckv.core.lease import Lease
 from asynckv.engine.driver import Driver
 from asynckv.results import LeaseEnd
 
-__all__ = ["LentRequest"]
-
 
 class LentRequest:
     """A lent request, as the prefill rank that lent it sees it."""

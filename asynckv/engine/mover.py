@@ -35,8 +35,6 @@ from asynckv.offload.catalogue import Positions
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome, JobReturned, Move, MoveKind
 from asynckv.ports import CopyOp, CopyPlane, RecordsEnded, RecordsLost, TimerHandle
 
-__all__ = ["Mover"]
-
 LATE_S = 1.0
 """How long a load's copy may take, though the time of its job is over: it takes milliseconds, or hangs. Nobody is in
 such a hurry for a store, whose copies wait for those of loads: they have `timeout_s` from when they are posted."""

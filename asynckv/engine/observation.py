@@ -19,8 +19,6 @@ from asynckv.errors import LocalProtocolError
 from asynckv.geometry.layout import Layout
 from asynckv.observe.observer import Observer, Reading
 
-__all__ = ["Observation"]
-
 T = TypeVar("T")
 
 _CHANGING = threading.Lock()

@@ -39,8 +39,6 @@ from asynckv.offload.keys import as_hashes, needed
 from asynckv.ports import CopyPlane, RecordPlane
 from asynckv.results import Evicted, Loaded, Statistics, Stored
 
-__all__ = ["Offload", "Pin"]
-
 
 class Pin:
     """Keeps stored blocks from being given up, until it is released or its `with` block is left."""

@@ -19,13 +19,11 @@ from asynckv.edges.block_records import BlockRecords
 from asynckv.edges.host_pool import HostPool
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.geometry.packed import placed, record_sizes
-from asynckv.offload.catalogue import Budgets, Catalogue
+from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.job import Move
 from asynckv.offload.keys import stored_groups
+from asynckv.offload.traffic import Budgets
 from asynckv.ports import Record, RecordPlane
-
-__all__ = ["Shelf"]
-
 
 LARGE = 256 << 20
 """Bytes of memory that the system takes back in more than a millisecond or two, so not on the loop."""

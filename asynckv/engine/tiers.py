@@ -39,8 +39,6 @@ from asynckv.offload.keys import StoredGroup
 from asynckv.offload.tier import Place
 from asynckv.ports import FOUND_DAMAGED, CopyPlane, RecordPlane
 
-__all__ = ["GRACE_S", "Leftovers", "Serve", "Tiers"]
-
 HOST = "host"
 """The name of the host tier's memory among what the copy plane knows."""
 

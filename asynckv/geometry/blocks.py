@@ -36,21 +36,6 @@ from asynckv.geometry.bounds import (
 )
 from asynckv.geometry.layout import Group, Layout
 
-__all__ = [
-    "BlockIds",
-    "BlockList",
-    "LentBlocks",
-    "as_block_ids",
-    "as_columns",
-    "blocks_of",
-    "check_block_ids",
-    "check_blocks",
-    "check_covers",
-    "check_runs",
-    "expanded",
-    "runs_of",
-]
-
 BlockIds = Sequence[int | None] | npt.NDArray[np.integer]
 """Block ids as an engine gives them."""
 

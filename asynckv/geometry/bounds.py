@@ -15,8 +15,6 @@ from msgspec import Meta, Struct
 
 from asynckv.arguments import MAX_NAME
 
-__all__ = ["NULL", "BlockId", "BlockRuns", "Count", "Int32s", "Int64s", "Name", "Rank", "Size", "Tokens"]
-
 MAX_RANKS = 65_536
 MAX_GROUPS = 64
 MAX_VIEWS = 2048

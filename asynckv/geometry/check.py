@@ -33,8 +33,6 @@ from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_BYTES, MAX_GROUPS, MAX_VIE
 from asynckv.geometry.layout import TOKEN, Dim, Group, Layout, Memory, Part, View
 from asynckv.geometry.overlap import Spot, check_overlap, check_pools, part_bytes, spot
 
-__all__ = ["Registration", "check_layout", "decode_layout", "register_memory", "valid_layout"]
-
 # Layouts come from strangers, and the event loop waits while one is decoded, checked and compared. The most that real
 # models need: 126 layers with keys, values and a scale of each, every part a view of its own under a long name, are 504
 # views and parts with 1,260 dims in 58 KB; the presets of `asynckv models` have up to 80 views, 256 parts and 18 KB.

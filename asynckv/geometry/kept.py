@@ -29,8 +29,6 @@ from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, Section, plan_read
 from asynckv.geometry.tables import GroupPair, PeerTables
 
-__all__ = ["kept_tables", "plan_copies", "plan_loads"]
-
 Ids = Sequence[int] | npt.NDArray[np.integer]
 
 

@@ -42,22 +42,6 @@ from asynckv.geometry.bounds import (
     Size,
 )
 
-__all__ = [
-    "ITEMSIZE",
-    "ONE_PER_REQUEST",
-    "TOKEN",
-    "Dim",
-    "Group",
-    "Layout",
-    "Memory",
-    "Part",
-    "View",
-    "attention_view",
-    "dense_part",
-    "fingerprint",
-    "shard",
-]
-
 TOKEN = "token"
 """The dim along which a part covers tokens, one entry each."""
 

@@ -29,20 +29,6 @@ from msgspec import structs
 from asynckv.errors import LayoutError
 from asynckv.geometry.layout import TOKEN, Dim, Group, Layout, Part, View, shard
 
-__all__ = [
-    "Difference",
-    "NotCovered",
-    "Share",
-    "assign",
-    "compare",
-    "layer_names",
-    "overlapping",
-    "owed_readers",
-    "predicted",
-    "remote_ranks",
-    "strange_layers",
-]
-
 MAX_DIFFERENCES = 16
 
 

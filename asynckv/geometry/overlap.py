@@ -28,8 +28,6 @@ from asynckv.errors import LayoutError
 from asynckv.geometry.layout import Layout, Part, View
 from asynckv.geometry.strides import count_descriptors, strided_descriptors
 
-__all__ = ["Spot", "check_overlap", "check_pools", "part_bytes", "pools", "spot"]
-
 MAX_CHECKED = 1 << 14
 """Most descriptors that are compared one by one in a search for overlaps: parts whose dims are not nested in each
 other."""

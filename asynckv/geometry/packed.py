@@ -41,8 +41,6 @@ from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Dim, Layout, Memory, Part, View
 from asynckv.geometry.overlap import part_bytes
 
-__all__ = ["ALIGN", "RecordSize", "packed", "placed", "record_form", "record_sizes"]
-
 ALIGN = 4096
 """Records are padded to a multiple of so many bytes: pages, and what files are read in without the page cache."""
 

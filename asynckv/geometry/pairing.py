@@ -40,8 +40,6 @@ from asynckv.geometry.bounds import NULL, BlockRuns, Int32s, Int64s
 from asynckv.geometry.layout import Group, Layout
 from asynckv.geometry.tables import GroupPair, PeerTables, Span
 
-__all__ = ["BlockLists", "Padding", "Pairs", "common_prefix"]
-
 
 class Padding(NamedTuple):
     """Tokens of a local block that the pull did not fill, for the engine to zero or ignore.

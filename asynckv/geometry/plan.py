@@ -22,9 +22,7 @@ import numpy.typing as npt
 
 from asynckv.geometry.bounds import Int32s, Int64s
 from asynckv.geometry.pairing import BlockLists
-from asynckv.geometry.tables import DescTable, PeerTables, Span
-
-__all__ = ["BlockLists", "DescTable", "PeerTables", "Plan", "ReadRequest", "Section", "Span", "plan_read"]
+from asynckv.geometry.tables import DescTable, PeerTables
 
 
 class ReadRequest(NamedTuple):

@@ -21,8 +21,6 @@ import numpy as np
 from asynckv.errors import LayoutError
 from asynckv.geometry.bounds import Int64s
 
-__all__ = ["count_descriptors", "strided_descriptors"]
-
 StridedDim = tuple[int, int, int]
 """`(entries, byte stride in a, byte stride in b)`."""
 

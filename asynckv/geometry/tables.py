@@ -39,8 +39,6 @@ from asynckv.geometry.layout import TOKEN, Group, Layout
 from asynckv.geometry.match import Share
 from asynckv.geometry.strides import count_descriptors, strided_descriptors
 
-__all__ = ["DescTable", "GroupPair", "PeerTables", "Span"]
-
 # What a stranger's layout may cost is bounded step by step:
 #
 #     spans of two block sizes        MAX_KINDS     before they are listed

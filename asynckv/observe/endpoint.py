@@ -32,8 +32,6 @@ from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError
 from asynckv.observe.metrics import Metrics
 from asynckv.observe.observer import Observed, Observer
 
-__all__ = ["MetricsEndpoint"]
-
 Environ = dict[str, Any]
 Respond = Callable[..., Any]
 

@@ -41,8 +41,6 @@ from asynckv.observe.sampling import Rate, Sampler
 from asynckv.observe.setup import LEVELS, file_sink, logger_for
 from asynckv.version import VERSION
 
-__all__ = ["LEVELS", "Recorder", "phases", "process_facts"]
-
 SAME_S = 1.0
 """For so long a failure with the same words as another is logged in short."""
 

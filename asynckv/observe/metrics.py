@@ -40,8 +40,6 @@ from asynckv.observe.metrics_tally import BUCKETS_S, ENDS, LEFT, Durations, Tall
 from asynckv.observe.observer import Observed, Reading, observation_of
 from asynckv.version import VERSION
 
-__all__ = ["FAMILIES", "Metrics"]
-
 log = logging.getLogger("asynckv")
 
 WAIT_S = 0.25

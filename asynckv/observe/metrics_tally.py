@@ -18,8 +18,6 @@ from asynckv.core.types import Reason
 from asynckv.observe.log import phases
 from asynckv.observe.observer import Observer
 
-__all__ = ["BUCKETS_S", "Durations", "Tally"]
-
 BUCKETS_S = (*(m * 10.0**e for e in range(-4, 2) for m in (1.0, 2.5, 5.0)), 100.0)
 """A small pull between two processes of one host takes some 300 us, one that fails its deadline 30 s and more."""
 

@@ -22,8 +22,6 @@ from asynckv.core.pull import Pull
 from asynckv.core.types import Params
 from asynckv.errors import ConfigError
 
-__all__ = ["Observed", "Observer", "Reading", "observation_of"]
-
 T = TypeVar("T")
 
 

@@ -18,8 +18,6 @@ from zlib import crc32
 
 from asynckv.core.limits import Limiter
 
-__all__ = ["Rate", "Sampler"]
-
 ROOM = 0.75
 """Of the rate that is configured so much is aimed at: what comes is never even."""
 

@@ -23,8 +23,6 @@ from asynckv.config import LogConfig, check_choice
 from asynckv.errors import ConfigError
 from asynckv.observe.sink import FileSink, file_name
 
-__all__ = ["LEVELS", "configure_logging", "file_sink", "logger_for"]
-
 _logfmt = structlog.processors.LogfmtRenderer()
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 

@@ -36,8 +36,6 @@ from typing import Any, ClassVar
 
 from asynckv.errors import ConfigError
 
-__all__ = ["FileSink", "file_name"]
-
 MAX_WAITING = 32 << 20
 """Bytes of lines that wait, and of those that are being written: of objects in memory, as `_size` takes them."""
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span, SpanContext, TracerProvider
 
-__all__ = ["Tracing", "trace_context"]
-
 MAX_KEPT = 4096
 """Attempts and leases of which something is remembered."""
 

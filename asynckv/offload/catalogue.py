@@ -42,8 +42,6 @@ from asynckv.offload.tier import Place, Tier
 from asynckv.offload.traffic import Budgets, Running, Traffic
 from asynckv.offload.write_back import WriteBack
 
-__all__ = ["Budgets", "Catalogue"]
-
 MAX_NAME = 16 * 1024
 """Characters of a job's id, and of a pin's name."""
 

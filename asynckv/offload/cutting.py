@@ -11,8 +11,6 @@ from asynckv.offload.keys import StoredGroup
 from asynckv.offload.tier import Tier
 from asynckv.offload.traffic import Traffic
 
-__all__ = ["Cutting"]
-
 LOOKED_AT = 64
 """Loads that wait, in one turn."""
 

@@ -27,8 +27,6 @@ from msgspec import Struct
 from asynckv.core.types import members
 from asynckv.errors import LocalProtocolError
 
-__all__ = ["ON_EVENT", "WHEN", "Entry", "EntryEvent", "EntryState"]
-
 
 class EntryState(enum.StrEnum):
     """Where a stored block stands."""

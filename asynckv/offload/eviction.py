@@ -24,8 +24,6 @@ from typing import Generic, Protocol, TypeVar
 from asynckv.arguments import shown
 from asynckv.errors import ConfigError
 
-__all__ = ["LRU", "POLICIES", "Policy", "S3Fifo", "policy_named"]
-
 K = TypeVar("K", bound=Hashable)
 
 

@@ -19,8 +19,6 @@ from msgspec import Struct
 from asynckv.offload.keys import StoredGroup, block_hashes, needed
 from asynckv.offload.tier import Tier
 
-__all__ = ["ABSENT", "IN_FILE", "READY", "STORING", "Codes", "Found", "GroupFound", "known", "longest", "look_up"]
-
 ABSENT, READY, IN_FILE, STORING = range(4)
 """What is known of one block: nothing; in host memory; in the file tier alone; being written into host memory. The
 first two are what an array of whether it is in host memory has."""

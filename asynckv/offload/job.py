@@ -27,22 +27,6 @@ from asynckv.core.types import members
 from asynckv.errors import LocalProtocolError
 from asynckv.offload.entry import Entry
 
-__all__ = [
-    "ON_EVENT",
-    "WHEN",
-    "Item",
-    "Job",
-    "JobEnded",
-    "JobEvent",
-    "JobKind",
-    "JobOutcome",
-    "JobReturned",
-    "JobState",
-    "Move",
-    "MoveKind",
-    "Piece",
-]
-
 
 class MoveKind(enum.StrEnum):
     """From where to where; the first matters most."""

@@ -13,8 +13,6 @@ from asynckv.offload.entry import Entry, EntryState
 from asynckv.offload.job import Item, Job, JobEnded, JobEvent, JobKind, JobOutcome, JobReturned, JobState
 from asynckv.offload.tier import Tier
 
-__all__ = ["Jobs"]
-
 
 class Jobs:
     """Jobs that are not over.

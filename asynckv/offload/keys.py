@@ -25,18 +25,6 @@ from asynckv.errors import ConfigError, LocalProtocolError
 from asynckv.geometry.bounds import MAX_TOKENS
 from asynckv.geometry.layout import ONE_PER_REQUEST, TOKEN, Group, Layout, View
 
-__all__ = [
-    "MAX_HASH_BYTES",
-    "NAMESPACE_BYTES",
-    "StoredGroup",
-    "as_hashes",
-    "block_hashes",
-    "namespace",
-    "needed",
-    "short",
-    "stored_groups",
-]
-
 MAX_HASH_BYTES = 64
 """Bytes of one hash, in UTF-8 if it is text: SHA-512, or SHA-256 in hex."""
 

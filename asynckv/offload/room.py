@@ -19,8 +19,6 @@ from asynckv.offload.found import longest
 from asynckv.offload.keys import StoredGroup
 from asynckv.offload.tier import Tier
 
-__all__ = ["make_room"]
-
 
 def make_room(
     groups: Sequence[StoredGroup],

@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 from asynckv.errors import ConfigError
 
-__all__ = ["Room", "Slots"]
-
 RECORDS_PER_CHUNK = 8
 """Of the largest records at least, so that little is lost at a chunk's ends."""
 

@@ -22,8 +22,6 @@ from asynckv.offload.eviction import Policy, S3Fifo, policy_named
 from asynckv.offload.keys import StoredGroup
 from asynckv.offload.slots import Room, Slots
 
-__all__ = ["Place", "Tier"]
-
 
 class Place(enum.StrEnum):
     """Where blocks are kept."""

@@ -18,8 +18,6 @@ from asynckv.offload.entry import Entry
 from asynckv.offload.job import Item, Job, Move, MoveKind, Piece
 from asynckv.offload.tier import Tier
 
-__all__ = ["Budgets", "Running", "Traffic"]
-
 
 class Budgets(Struct, frozen=True, kw_only=True):
     """How much may be under way at once, and how fast.

@@ -11,8 +11,6 @@ from asynckv.offload.keys import StoredGroup
 from asynckv.offload.tier import Tier
 from asynckv.offload.traffic import Running, Traffic
 
-__all__ = ["WriteBack"]
-
 TRIES = 3
 """A block that could not be written so often is left where it is."""
 

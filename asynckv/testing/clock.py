@@ -8,9 +8,6 @@ import heapq
 import itertools
 from collections.abc import Callable
 
-__all__ = ["ManualClock"]
-
-
 MOST_PER_ADVANCE = 1_000_000
 
 

@@ -21,10 +21,9 @@ from asynckv.edges.sharing import shared_memory
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import DescTable, PeerTables, ReadRequest, Span
+from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.tables import DescTable, PeerTables, Span
 from asynckv.ports import AgentInfo, ControlPlane, DataPlane
-
-__all__ = ["check_control_plane", "check_data_plane"]
 
 PATIENCE_S = 10.0
 BLOCKS, TOKENS, HEADS, DIM = 16, 4, 2, 8

@@ -32,10 +32,9 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import DescTable, ReadRequest
+from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.tables import DescTable
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
-
-__all__ = ["Fabric", "Nic", "Origin", "Port", "SimControl", "SimData", "SimNetwork", "Transfer", "Violation"]
 
 Bytes = npt.NDArray[np.uint8]
 Origin = Address | ReplyTo

@@ -20,8 +20,6 @@ from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, RecordsLost, Stored
 from asynckv.testing.fabric import Bytes, bytes_at
 
-__all__ = ["SimCopies", "SimDisk", "SimRecords"]
-
 
 class _Move:
     """One that was posted and has not ended."""

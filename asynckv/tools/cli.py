@@ -21,8 +21,6 @@ from asynckv.tools.output import help_of
 from asynckv.tools.plan import cli as plan_cli
 from asynckv.tools.streams import Unwritten, prepare
 
-__all__ = ["main", "run"]
-
 START_EPILOG = """
 [bold]Begin with[/bold]
 
@@ -167,7 +165,7 @@ def _usage(exc: Any) -> str:
 
 
 def _say(exc: object, status: int) -> int:
-    from asynckv.tools.console import without_control
+    from asynckv.arguments import without_control
 
     print(f"asynckv: {without_control(str(exc))}", file=sys.stderr)
     return status

@@ -8,8 +8,6 @@ from rich.markup import escape
 
 from asynckv.arguments import without_control
 
-__all__ = ["printable", "size", "without_control"]
-
 T = TypeVar("T")
 
 

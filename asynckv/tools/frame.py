@@ -14,8 +14,6 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-__all__ = ["REMEDY", "axis", "facts", "figure", "is_installed", "log_axis", "make", "plain", "table", "verdict"]
-
 _CODE = re.compile(r"`([^`<>]{1,200})`")
 _NAME = re.compile(
     r"(?P<engine>[^\s,;:()<>&`/]{1,60}(?:/pp\d{1,6})?/)(?P<rank>tp\d{1,6}(?:@[0-9a-f]{1,16})?)"

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["KEYGEN_EPILOG", "keygen"]
-
 KEYGEN_EPILOG = """
 [bold]Example[/bold]  two engines that trust each other
 

@@ -14,8 +14,6 @@ from asynckv.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["check_writable", "help_of", "print_table", "write", "write_json"]
-
 WORDS = 16
 """Columns of the terminal that a column of words needs at least; it is wrapped there."""
 

@@ -12,8 +12,6 @@ import typer
 
 from asynckv.tools.bench.options import Option, Options, declared, flag
 
-__all__ = ["is_given", "options_given", "taking_options"]
-
 C = TypeVar("C", bound=Callable[..., Any])
 
 

@@ -11,9 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from asynckv.tools.console import without_control
-
-__all__ = ["INK", "PAPER", "SHARED", "THEMES", "Bar", "Segment", "bars", "colours", "to_svg"]
+from asynckv.arguments import without_control
 
 PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bb5500", "#117777")
 """Paul Tol's bright scheme, told apart with colour-blind eyes too; the labels say the same without colour."""

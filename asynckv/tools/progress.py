@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["EVERY_S", "Bar"]
-
 EVERY_S = 15.0
 """Seconds between two lines where stderr is no terminal."""
 

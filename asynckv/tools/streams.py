@@ -14,8 +14,6 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["Unwritten", "prepare"]
-
 PLAIN = str.maketrans({"µ": "u", "×": "x", "–": "-", "—": "-", "…": "...", "●": "*", "○": "o", "━": "-", "→": "->"})
 """What stands for a letter where a terminal has only ASCII; all others are escaped."""
 HANDLER = "asynckv-plain"

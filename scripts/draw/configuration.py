@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +150,9 @@ def section(owner: type) -> str:
 
 def page() -> str:
     """The whole page."""
+    classes = {name for name, kind in vars(config).items() if is_dataclass(kind)}
     first = ["EngineConfig", "PullConfig", "LeaseConfig", "NixlConfig", "KeysConfig", "LogConfig", "InspectConfig"]
-    names = [*first, *(name for name in config.__all__ if name not in first)]
+    names = [*first, *(name for name in sorted(classes) if name not in first)]
     return "\n".join((HEAD, *(section(getattr(config, name)) for name in names), environment()))
 
 

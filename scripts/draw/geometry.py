@@ -13,7 +13,9 @@ from asynckv.geometry.blocks import check_block_ids, runs_of
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.layout import ONE_PER_REQUEST, Group, Layout, Memory, Part, View, dense_part
 from asynckv.geometry.match import assign, remote_ranks
-from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
+from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.plan import plan_read
+from asynckv.geometry.tables import PeerTables
 from asynckv.tools.pictures import Bar, Segment, bars, to_svg
 from asynckv.tools.plan import explain
 from asynckv.tools.plan.layouts import model_layout

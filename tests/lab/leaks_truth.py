@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from asynckv.tools.console import without_control
+from asynckv.arguments import without_control
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, Owner
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks

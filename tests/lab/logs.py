@@ -24,7 +24,7 @@ from typing import Any
 import structlog
 
 from asynckv.engine import Engine
-from asynckv.observe.log import LEVELS
+from asynckv.observe.setup import LEVELS
 from tests.lab.world import Process, World
 
 __all__ = ["BEGIN", "Host", "Logs", "ProcessLog"]

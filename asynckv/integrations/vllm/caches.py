@@ -28,20 +28,6 @@ from asynckv.geometry.layout import ITEMSIZE, TOKEN
 if TYPE_CHECKING:
     from asynckv.edges.torch import Dtype, Tensor
 
-__all__ = [
-    "Array",
-    "Attention",
-    "Opaque",
-    "Place",
-    "States",
-    "UnknownStructure",
-    "delta_net",
-    "kv_heads",
-    "mamba1",
-    "mamba2",
-    "parts",
-]
-
 
 class UnknownStructure(Exception):
     """A state is not what it is taken for, so that nobody knows what is where in it."""

@@ -19,8 +19,6 @@ from asynckv.integrations.vllm.scheduler import SchedulerHalf
 from asynckv.integrations.vllm.stats import AsyncKVPromMetrics, AsyncKVStats
 from asynckv.integrations.vllm.worker import WorkerHalf
 
-__all__ = ["AsyncKVConnector"]
-
 logger = logging.getLogger("vllm.asynckv")
 
 

@@ -25,8 +25,6 @@ from asynckv.core.types import Key, Params
 from asynckv.embed.orders import Announce, Cancel, Discharge, Order, Pull
 from asynckv.errors import LocalProtocolError
 
-__all__ = ["ON_EVENT", "Event", "Fetch", "Fetches", "State"]
-
 MAX_SPENT = 4096
 """Keys that are remembered once they were used up."""
 

@@ -10,8 +10,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from asynckv.embed.orders import Order
 
-__all__ = ["StepOrders", "WorkerAddress"]
-
 
 @dataclass
 class StepOrders(KVConnectorMetadata):

@@ -58,8 +58,6 @@ from asynckv.integrations.vllm.caches import (
 if TYPE_CHECKING:
     from asynckv.edges.torch import Tensor
 
-__all__ = ["NULL_BLOCK", "ModelFacts", "Tails", "check_supported", "describe", "place_of", "register"]
-
 log = logging.getLogger("vllm.asynckv")
 
 NULL_BLOCK = 0

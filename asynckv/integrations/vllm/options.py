@@ -25,8 +25,6 @@ from asynckv.config import (
 )
 from asynckv.errors import ConfigError
 
-__all__ = ["TESTED_VERSIONS", "MetricsOptions", "Options", "remarks"]
-
 TESTED_VERSIONS = ("0.33.0",)
 """The versions of vLLM that this was tested with. Its connector interface changes without notice."""
 

@@ -52,8 +52,6 @@ from asynckv.scheduler import PrefillGroup
 if TYPE_CHECKING:
     from asynckv.integrations.vllm.handover import WorkerAddress
 
-__all__ = ["SchedulerHalf"]
-
 PARAMS = "asynckv"
 """Where in `kv_transfer_params` ours are: vLLM and routers put other things beside them."""
 

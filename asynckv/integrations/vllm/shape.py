@@ -14,8 +14,6 @@ from typing import Any
 
 from asynckv.geometry.layout import ONE_PER_REQUEST
 
-__all__ = ["Blocks", "CacheGroup", "Shape"]
-
 NULL_BLOCK = 0
 
 Blocks = list[tuple[int, list[int | None]]]

@@ -16,8 +16,6 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from asynckv.results import PullResult
 
-__all__ = ["AsyncKVPromMetrics", "AsyncKVStats", "Tally"]
-
 EVERY_S = 1.0
 MAX_SAMPLES = 4096
 """Durations of one interval and worker at most: vLLM sends them between processes."""

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from asynckv.edges.torch import Tensor
     from asynckv.integrations.vllm.options import Options
 
-__all__ = ["WorkerHalf"]
-
 START_S = 120.0
 """Until the engine listens: registering much memory takes its time."""
 

@@ -16,8 +16,6 @@ from asynckv.tools.bench.schedule import Place, Request
 from asynckv.tools.plan.layouts import model_groups
 from asynckv.tools.plan.models import State
 
-__all__ = ["Allocation", "Allocator", "Lists"]
-
 Lists = list[tuple[int, list[int | None]]]
 """Per group the first token and the blocks."""
 

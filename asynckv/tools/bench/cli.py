@@ -25,9 +25,6 @@ from asynckv.tools.parameters import is_given, options_given, taking_options
 if TYPE_CHECKING:
     from asynckv.tools.bench import grid, journal
 
-__all__ = ["bench_app"]
-
-
 bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 bench_app.command(epilog=offload_cli.EPILOG, help=help_of(offload_cli.offload))(offload_cli.offload)
 
@@ -199,6 +196,7 @@ def sweep(
     """
     from rich.console import Console
 
+    from asynckv.tools import frame
     from asynckv.tools.bench import grid, journal, machine, summary
     from asynckv.tools.bench import page as pages
     from asynckv.tools.bench import sweep as sweeps
@@ -212,9 +210,9 @@ def sweep(
     command = shlex.join(["asynckv", "bench", "sweep", *context.args, "--rounds", str(rounds), "--out", out])
     console, errors = Console(), Console(stderr=True)
     say = partial(errors.print, highlight=False, markup=False, soft_wrap=True)
-    with_page = pages.is_installed()
+    with_page = frame.is_installed()
     if not with_page:
-        say(f"there will be no page: {pages.REMEDY}", style="yellow")
+        say(f"there will be no page: {frame.REMEDY}", style="yellow")
     with contextlib.closing(journal.Journal(target)) as book:
         book.begin(
             journal.Head(
@@ -282,11 +280,12 @@ def page(
 
     The page has everything inside and opens without a network.
     """
+    from asynckv.tools import frame
     from asynckv.tools.bench import journal
     from asynckv.tools.bench import page as pages
 
-    if not pages.is_installed():
-        raise ConfigError(pages.REMEDY)
+    if not frame.is_installed():
+        raise ConfigError(frame.REMEDY)
     target = target or str(file.with_suffix(".html"))
     write("--output", target, pages.make(journal.load(file), file.name))
     if target != "-":

@@ -23,8 +23,6 @@ from asynckv.tools.bench.sides import Run, Side, flat
 from asynckv.tools.console import printable
 from asynckv.tools.output import print_table
 
-__all__ = ["SCHEMA", "Change", "compare", "judge", "show"]
-
 SCHEMA = "asynckv.compare/1"
 NAMES = "before", "after"
 Verdict = Literal["better", "worse", "changed", "noise", "unsure", "undefined"]

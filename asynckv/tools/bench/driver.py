@@ -34,8 +34,6 @@ from asynckv.tools.bench.schedule import Place, Request
 from asynckv.tools.bench.workers import END_S, Host, Worker, WorkerLost, Workers
 from asynckv.tools.progress import Bar
 
-__all__ = ["Driver", "Measured", "run"]
-
 T = TypeVar("T")
 Groups = dict[Place, PrefillGroup]
 

@@ -24,8 +24,6 @@ from asynckv.tools.console import size
 from asynckv.tools.plan.layouts import model_groups
 from asynckv.tools.plan.models import Model, State, chosen
 
-__all__ = ["Experiment", "memory_available"]
-
 MiB = 1 << 20
 MOST_RANKS = 1024
 MOST_ENGINES = 256

@@ -10,8 +10,6 @@ from typing import Any, Literal
 from asynckv.errors import ConfigError
 from asynckv.tools.bench.noise import LEVEL
 
-__all__ = ["DEFAULT", "FIGURES", "FLOORS", "Figure", "head", "leaves", "named"]
-
 Report = Mapping[str, Any]
 
 

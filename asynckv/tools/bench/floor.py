@@ -23,7 +23,9 @@ from asynckv.core.types import decode_params
 from asynckv.errors import AsyncKVError
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
+from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.plan import Plan, plan_read
+from asynckv.geometry.tables import PeerTables
 from asynckv.ports import AgentInfo
 from asynckv.tools.bench import garbage
 from asynckv.tools.bench import protocol as p
@@ -32,18 +34,6 @@ from asynckv.tools.bench.noise import median_of
 
 if TYPE_CHECKING:
     from asynckv.edges.nixl_raw import RawLoop
-
-__all__ = [
-    "HEAD",
-    "ROUNDS",
-    "Floor",
-    "Round",
-    "caveats",
-    "faults",
-    "latencies",
-    "summary",
-    "table",
-]
 
 
 class Round(msgspec.Struct):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 
-__all__ = ["settle"]
-
 THRESHOLDS = (20_000, 20, 20)
 """New objects before the youngest are looked through, and how often before older ones are."""
 

@@ -18,8 +18,6 @@ from asynckv.errors import ConfigError
 from asynckv.tools.bench.journal import label
 from asynckv.tools.bench.options import declared
 
-__all__ = ["Grid", "Point", "expand", "values"]
-
 OF_SINGLE_RUNS = {name for name, (_, option) in declared().items() if option.is_single}
 """What belongs to one run: its output, and a second machine that has to be there for it."""
 MOST_POINTS = 10_000

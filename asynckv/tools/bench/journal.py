@@ -22,8 +22,6 @@ from asynckv.errors import ConfigError
 from asynckv.tools.bench.figures import Figure
 from asynckv.tools.bench.noise import Interval, median_of
 
-__all__ = ["SCHEMA", "Head", "Journal", "Place", "Point", "Row", "Sweep", "is_sweep", "label", "load", "read"]
-
 SCHEMA = "asynckv.sweep/1"
 MOST_ROUNDS = 1000
 

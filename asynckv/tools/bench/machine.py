@@ -10,8 +10,6 @@ from pathlib import Path
 
 from asynckv.version import VERSION
 
-__all__ = ["environment"]
-
 
 def environment() -> dict[str, str]:
     """Describe this machine and what is installed, for telling sweeps of different ones apart."""

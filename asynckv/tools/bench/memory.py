@@ -24,8 +24,6 @@ from asynckv.geometry.check import Registration, register_memory
 from asynckv.geometry.layout import TOKEN, Group, Layout, Part, View
 from asynckv.tools.plan.layouts import with_addresses
 
-__all__ = ["NOTHING_SHARED", "CudaPool", "Lists", "Pool", "Prefix"]
-
 Lists = Sequence[tuple[int, Sequence[int | None]]]
 """Per group the first token and the blocks from the one on that holds it, as the engines give them."""
 

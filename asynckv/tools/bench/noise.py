@@ -16,8 +16,6 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-__all__ = ["LEVEL", "Interval", "median_of", "ratio_of"]
-
 LEVEL = 0.95
 MOST_EXACT = 400
 """Pairs of runs up to which the rank sum's distribution is counted; beyond it is as good as normal."""

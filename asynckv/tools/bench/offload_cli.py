@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from asynckv.tools.bench.experiment import Experiment
     from asynckv.tools.bench.offload_replay import Prompts, Tiers
 
-__all__ = ["EPILOG", "offload"]
-
 EPILOG = """
 [bold]Examples[/bold]
 

@@ -30,8 +30,6 @@ from asynckv.tools.bench.prefixes import PrefixCache
 from asynckv.tools.bench.report import quantiles
 from asynckv.tools.bench.workload import Workload
 
-__all__ = ["MODEL", "Prompt", "Prompts", "Tally", "Tiers", "groups_of", "kept_layout", "replay"]
-
 MODEL = "bench"
 """Under which blocks are kept."""
 

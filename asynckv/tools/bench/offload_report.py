@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from asynckv.tools.bench.experiment import Experiment
     from asynckv.tools.bench.offload_replay import Prompts
 
-__all__ = ["SCHEMA", "make", "show", "status"]
-
 SCHEMA = "asynckv.bench.offload/1"
 
 

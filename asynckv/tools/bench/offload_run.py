@@ -32,8 +32,6 @@ from asynckv.tools.bench.memory import Lists, Pool
 from asynckv.tools.bench.offload_replay import MODEL, Prompt, Prompts, Tally, Tiers
 from asynckv.tools.bench.report import quantiles
 
-__all__ = ["blocks_needed", "run"]
-
 DRAIN_S = 60.0
 """How long the last write-backs are waited for."""
 

@@ -31,19 +31,6 @@ if TYPE_CHECKING:
     from asynckv.geometry.layout import Layout
     from asynckv.tools.plan.models import Model
 
-__all__ = [
-    "DEFAULT_MODEL",
-    "MOST",
-    "PREFIX_CACHE",
-    "PROMPT_TOKENS",
-    "Option",
-    "Options",
-    "Shape",
-    "declared",
-    "flag",
-    "share_of",
-]
-
 T = TypeVar("T")
 Sides = int | tuple[int, int]
 Order = Literal["nhd", "hnd", "block-nhd", "block-hnd", "cross-nhd", "cross-hnd"]

@@ -12,9 +12,6 @@ from asynckv.tools.bench.figures import FIGURES, Figure
 from asynckv.tools.bench.floor import KIND, NAMES
 from asynckv.tools.bench.journal import Point, Sweep, label
 from asynckv.tools.bench.summary import SHARE, table
-from asynckv.tools.frame import REMEDY, is_installed
-
-__all__ = ["REMEDY", "is_installed", "make"]
 
 HINT = (
     "Points are medians of their rounds. Bars are their 95 % intervals; with fewer than nine rounds they reach from "

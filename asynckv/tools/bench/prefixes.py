@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
-__all__ = ["PrefixCache"]
-
 
 class PrefixCache:
     """Chunks by least recent use.

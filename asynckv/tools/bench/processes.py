@@ -19,8 +19,6 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["LIMIT", "ROOT", "Child", "Failure", "Processes", "Streams", "end_with_driver"]
-
 ANSWER_S = 20.0
 """How long an answer, or an end in order, may take unless the caller says otherwise."""
 LIMIT = 1 << 28

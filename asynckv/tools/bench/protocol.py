@@ -21,8 +21,6 @@ from asynckv.tools.bench.processes import LIMIT
 from asynckv.tools.plan.models import Model
 from asynckv.version import VERSION
 
-__all__ = ["MALFORMED", "Pipe", "answers", "commands", "encode"]
-
 
 class Setup(Struct, tag=True, kw_only=True):
     """Who the worker is, and what it takes part in: the first line.

@@ -31,8 +31,6 @@ from asynckv.tools.bench.experiment import memory_available
 from asynckv.tools.bench.floor import Floor
 from asynckv.tools.bench.memory import CudaPool, Pool
 
-__all__ = ["LagSampler", "run"]
-
 LAG_S = 0.005
 SAMPLE = 16
 

@@ -17,8 +17,6 @@ from asynckv.tools.bench.schedule import Request
 from asynckv.tools.bench.workload import Workload
 from asynckv.tools.plan.layouts import model_groups
 
-__all__ = ["SCHEMA", "faults", "is_good", "make", "quantiles", "status"]
-
 SCHEMA = "asynckv.bench/1"
 PHASES = ("queue", "handshake", "plan", "post", "read", "detect", "confirm", "release")
 

@@ -13,12 +13,10 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from asynckv.arguments import without_control
 from asynckv.tools.bench import floor, report
 from asynckv.tools.bench.schedule import Engines
-from asynckv.tools.console import without_control
 from asynckv.tools.output import print_table
-
-__all__ = ["Part", "parts", "show", "verdict"]
 
 
 class Part(NamedTuple):

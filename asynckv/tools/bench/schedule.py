@@ -15,8 +15,6 @@ from asynckv.errors import ConfigError
 from asynckv.tools.bench.prefixes import PrefixCache
 from asynckv.tools.bench.workload import Workload
 
-__all__ = ["Arrivals", "Engines", "Place", "Request", "make_schedule"]
-
 CANCEL_WITHIN_S = 0.05
 
 

@@ -13,9 +13,6 @@ import msgspec
 from asynckv.errors import ConfigError
 from asynckv.tools.bench import journal, report
 
-__all__ = ["Run", "Side", "check", "flat", "load", "refuse_repeated"]
-
-
 FIGURES = {
     "throughput": ("gbytes_per_s", "requests_per_s"),
     "latency_s": ("p50", "p90", "p99", "max"),

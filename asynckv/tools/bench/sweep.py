@@ -22,8 +22,6 @@ from asynckv.tools.bench import report
 from asynckv.tools.bench.grid import Point
 from asynckv.tools.bench.journal import Journal, Row
 
-__all__ = ["judged", "run", "targets"]
-
 Status = Literal["good", "bad", "failed"]
 
 

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["environment", "named", "read"]
-
 _TITLE = re.compile(r"\| remote memory read ")
 _ROW = re.compile(r"\|\s*(\d+) \| [^|]+ \| ([^|]+?) +\| ([^|]+?) +\|\s*$")
 

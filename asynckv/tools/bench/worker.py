@@ -20,8 +20,6 @@ from asynckv.tools.bench import ucx
 from asynckv.tools.bench.processes import end_with_driver
 from asynckv.version import VERSION
 
-__all__ = ["main"]
-
 
 class _Version(msgspec.Struct):
     """The part of the first line that all versions have."""

@@ -22,8 +22,6 @@ from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.processes import Child, Failure, Processes
 from asynckv.tools.bench.schedule import Place
 
-__all__ = ["END_S", "Host", "Worker", "WorkerLost", "Workers"]
-
 T = TypeVar("T")
 
 HERE = (sys.executable, "-c", "from asynckv.tools.bench.worker import main; main()")

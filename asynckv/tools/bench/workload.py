@@ -18,8 +18,6 @@ from msgspec import Meta
 
 from asynckv.errors import ConfigError
 
-__all__ = ["Workload", "cached_tokens", "drawn", "traced"]
-
 TRACE_CHUNK_TOKENS = 512
 """Tokens that one of a trace's `hash_ids` stands for."""
 SHARED_CHUNK_TOKENS = 16

@@ -39,8 +39,6 @@ from asynckv.edges.zmq import ZmqPlane, host_and_port
 from asynckv.errors import ConfigError, RemoteProtocolError
 from asynckv.tools.diagnose.process import Seen, is_same, look, verdict
 
-__all__ = ["Answer", "Asker", "ask_all", "targets"]
-
 TIMEOUT_S = 5.0
 REPEAT_S = 1.0
 """An unanswered question is asked again."""

@@ -25,21 +25,6 @@ from asynckv.tools.diagnose.clocks import DRIFT, Clocks, Offset, Pair, align
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, history, note_of, start_of
 from asynckv.tools.diagnose.records import Record, number
 
-__all__ = [
-    "CLOCKS_S",
-    "Axis",
-    "Step",
-    "When",
-    "clock_time",
-    "counted",
-    "exchanges",
-    "granted_in",
-    "is_time",
-    "lease_steps",
-    "make_axis",
-    "pull_steps",
-]
-
 CLOCKS_S = 10.0
 """How far the clocks of two hosts may be apart where nothing else is known of them."""
 MAX_TIME = 1e11

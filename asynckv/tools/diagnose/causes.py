@@ -25,8 +25,6 @@ import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["CATALOGUE", "CAUSE", "WHY", "Entry", "Owner", "Reader", "cells"]
-
 
 class Owner(enum.Enum):
     """What a prefill rank knows of a reader that it waits for, and what became of its lease; as its log shows it."""

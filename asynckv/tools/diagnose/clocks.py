@@ -25,8 +25,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DRIFT", "LATE_S", "Clocks", "Conflict", "Offset", "Pair", "align"]
-
 DRIFT = 200e-6
 """How much faster one clock may run than another; crystals keep 100 ppm together, and NTP turns them by as much."""
 LATE_S = 0.001

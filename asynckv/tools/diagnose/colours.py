@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["OTHERS", "PHASES", "Colour"]
-
 
 class Colour(NamedTuple):
     """One colour, for a light page and for a dark one."""

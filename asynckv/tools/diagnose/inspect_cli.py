@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from asynckv.tools.diagnose.ask import Answer, Asker
 
-__all__ = ["EPILOG", "inspect"]
-
 EPILOG = """
 [bold]Examples[/bold]
 

@@ -20,8 +20,6 @@ import msgspec
 from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
 from asynckv.tools.diagnose.ask import Answer
 
-__all__ = ["SCHEMA", "Joined", "Other", "as_json", "has_doubts", "join", "unrepeated"]
-
 SCHEMA = "asynckv.inspect/1"
 
 NOT_ASKED = "was not asked"

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
+from asynckv.arguments import without_control
 from asynckv.core.account import Account
 from asynckv.core.inspect import RequestStatus
-from asynckv.tools.console import without_control
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.inspect_join import Joined, Other, join, unrepeated
-
-__all__ = ["one_request", "overview", "span"]
 
 MOST_PEERS = 12
 MOST_LETTERS = 200

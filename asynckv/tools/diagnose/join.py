@@ -30,21 +30,6 @@ from asynckv.core.notes import Granted, Lapsed, Note, Promised, Released, Revoke
 from asynckv.core.types import SHOWN_LETTERS
 from asynckv.tools.diagnose.records import Logs, Record, integer, number
 
-__all__ = [
-    "Claim",
-    "Lease",
-    "Process",
-    "Pull",
-    "Refusal",
-    "Request",
-    "Service",
-    "base_name",
-    "history",
-    "join",
-    "note_of",
-    "start_of",
-]
-
 DURATIONS = (
     "lease_s",
     "grant_s",

@@ -20,8 +20,6 @@ from asynckv.tools.diagnose.leaks_values import Leak
 from asynckv.tools.diagnose.leaks_why import verdicts
 from asynckv.tools.diagnose.presence import Presence
 
-__all__ = ["find_leaks"]
-
 
 def find_leaks(service: Service, when: When | None = None, of: Iterable[Request] | None = None) -> list[Leak]:
     """Find what was late, the oldest first.

@@ -16,21 +16,6 @@ from asynckv.tools.diagnose.leaks_values import in_seconds, listed
 from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
 from asynckv.tools.diagnose.records import Record
 
-__all__ = [
-    "STALE",
-    "has_read",
-    "how_unanswered",
-    "is_unanswered",
-    "pulls_of",
-    "refused_as",
-    "refused_keys",
-    "shook_hands",
-    "turned_away",
-    "turned_away_at",
-    "unanswered_ranks",
-    "would_be_given_up",
-]
-
 STALE = frozenset({"restarted", "stale_memory"})
 """Reasons for which a reader that asks for an earlier start is turned down."""
 

@@ -16,8 +16,6 @@ from asynckv.errors import ConfigError
 if TYPE_CHECKING:
     from asynckv.tools.diagnose.ask import Answer
 
-__all__ = ["EPILOG", "leaks"]
-
 EPILOG = """
 [bold]Examples[/bold]
 
@@ -96,7 +94,7 @@ def leaks(
     """
     from rich.console import Console
 
-    from asynckv.tools.diagnose import leaks_copies, leaks_live, leaks_page, leaks_request
+    from asynckv.tools.diagnose import leaks_copies, leaks_live, leaks_page, leaks_request, timeline_model
     from asynckv.tools.diagnose.axis import make_axis
     from asynckv.tools.diagnose.join import join
     from asynckv.tools.diagnose.leaks import find_leaks
@@ -129,7 +127,7 @@ def leaks(
     wanted, names = None, None
     if request is not None:
         wanted = leaks_request.find_requests(service, request, leaks_copies.called(service))
-        names = {request, *leaks_request.names(wanted)}
+        names = {request, *timeline_model.names(wanted)}
     last = max(x.at for x in logs.records)
     begin = moment("--since", since, last) if since is not None else -math.inf
     if begin > last:

@@ -15,8 +15,6 @@ from asynckv.core import told
 from asynckv.tools.diagnose.join import Process, Service
 from asynckv.tools.diagnose.leaks_values import moment
 
-__all__ = ["REMEDY", "LateCopy", "called", "failures", "has_offload", "late_copies"]
-
 _OFFLOADS = (told.OffloadStarted, told.OffloadMoved, told.OffloadStopped)
 _JOBS = (told.OffloadFailed, told.OffloadRetired, told.OffloadReturned)
 

@@ -14,8 +14,6 @@ from asynckv.tools.diagnose.leaks_why import Verdict
 from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Record
 
-__all__ = ["make_leak", "what_became_of_release", "words_of"]
-
 
 def words_of(presence: Presence, request: Request, leases: Iterable[Lease]) -> Iterator[Word]:
     """Say what became of each claim and release."""

@@ -13,8 +13,6 @@ from asynckv.tools.diagnose.leaks_between import has_read, pulls_of
 from asynckv.tools.diagnose.presence import DEFAULT_LEASE_S, Presence
 from asynckv.tools.diagnose.records import number
 
-__all__ = ["how_late", "is_forgotten", "is_kept", "is_overdue", "was_read_since"]
-
 GATHERED_S = 11.0
 """A warning may come so much later than it is due."""
 

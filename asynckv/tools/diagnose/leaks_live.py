@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from asynckv.tools.diagnose.ask import Answer
     from asynckv.tools.diagnose.join import Service
 
-__all__ = ["has_logs", "is_address", "records_of", "who_hangs"]
-
 FRACTION = 1 / 3
 """As `log.held_fraction` has it."""
 

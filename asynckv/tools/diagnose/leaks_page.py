@@ -18,15 +18,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from asynckv.tools.console import printable, without_control
+from asynckv.arguments import without_control
+from asynckv.tools.console import printable
 from asynckv.tools.diagnose.axis import counted
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.tools.diagnose.join import Service
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy, has_offload
 from asynckv.tools.diagnose.leaks_values import Early, Leak, moment
 from asynckv.tools.diagnose.records import Logs
-
-__all__ = ["by_cause", "report", "show", "summed"]
 
 SCHEMA = "asynckv.leaks/1"
 SHOWN_NAMES = 8

@@ -21,8 +21,6 @@ from asynckv.tools.diagnose.leaks_why import Verdict
 from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
 from asynckv.tools.diagnose.records import Record
 
-__all__ = ["of_announcement", "of_blocks", "of_releases"]
-
 W, R = Owner, Reader
 
 

@@ -12,13 +12,11 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
+from asynckv.arguments import without_control
 from asynckv.errors import ConfigError
-from asynckv.tools.console import without_control
 from asynckv.tools.diagnose.join import Lease, Pull, Request, Service
 from asynckv.tools.diagnose.leaks_values import moment
 from asynckv.tools.diagnose.timeline_model import handles, names
-
-__all__ = ["find_requests", "life", "names"]
 
 SHOWN = 5
 """Ids, leases or pulls that are named."""

@@ -10,8 +10,6 @@ from datetime import UTC, datetime
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, Owner, Reader
 from asynckv.tools.diagnose.join import base_name
 
-__all__ = ["Early", "Leak", "Word", "engine_of", "in_seconds", "listed", "moment", "other_id"]
-
 
 @dataclass(frozen=True, slots=True)
 class Word:

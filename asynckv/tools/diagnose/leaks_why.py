@@ -32,8 +32,6 @@ from asynckv.tools.diagnose.leaks_late import is_forgotten, is_overdue
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, moment, other_id
 from asynckv.tools.diagnose.presence import AT_ONCE_S, LATE_S, SILENCE_S, UNDER_WAY_S, Presence
 
-__all__ = ["Verdict", "verdicts"]
-
 W, R = Owner, Reader
 
 CLOSING_S = 1.0

@@ -17,8 +17,6 @@ from asynckv.tools.diagnose.leaks_values import Leak
 from asynckv.tools.diagnose.records import Logs, Record
 from asynckv.tools.diagnose.timeline_model import GOOD, Ground, last_attempt
 
-__all__ = ["Line", "overview"]
-
 ELSEWHERE = {told.PullEnded.event, told.LeaseEnded.event, told.LeaseHeld.event, told.PullHeld.event}
 ELSEWHERE |= {told.LoopWasAway.event}
 """Events of which other lines tell."""

@@ -19,8 +19,6 @@ from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, start_of
 from asynckv.tools.diagnose.leaks_values import Early, engine_of, in_seconds, moment
 from asynckv.tools.diagnose.records import Record
 
-__all__ = ["AT_ONCE_S", "DEFAULT_LEASE_S", "LATE_S", "SILENCE_S", "UNDER_WAY_S", "Fate", "Presence", "early_ends"]
-
 DEFAULT_LEASE_S = 30.0
 """As in `LeaseConfig`, where a log does not say."""
 

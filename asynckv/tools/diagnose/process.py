@@ -15,8 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Seen", "is_same", "look", "verdict"]
-
 BUSY = 0.5
 """Cores. A loop that waits for messages takes far less; one that is away because it computes takes one or more."""
 

@@ -14,8 +14,6 @@ from asynckv.tools.diagnose.records import Logs, read_logs
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["moment", "read_with_progress"]
-
 
 def read_with_progress(paths: Sequence[str], errors: Console, *, transitions: bool = False) -> Logs:
     """Read logs, and show on a terminal how far that is.

@@ -35,8 +35,6 @@ from asynckv.core.types import rank_name
 from asynckv.edges.file_io import no_collection
 from asynckv.errors import ConfigError
 
-__all__ = ["Logs", "Record", "Skipped", "Source", "read_logs"]
-
 CHUNK = 1 << 20
 GZIP = 31
 """What zlib calls archives with a header of gzip."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from asynckv.tools.diagnose.join import Request
     from asynckv.tools.diagnose.timeline_model import Story
 
-__all__ = ["EPILOG", "timeline"]
-
 EPILOG = """
 [bold]Examples[/bold]
 
@@ -69,7 +67,7 @@ def timeline(
     """
     from rich.console import Console
 
-    from asynckv.tools.console import without_control
+    from asynckv.arguments import without_control
     from asynckv.tools.diagnose import timeline_text
     from asynckv.tools.diagnose.axis import counted, make_axis
     from asynckv.tools.diagnose.join import join
@@ -142,7 +140,7 @@ def timeline(
 
 def _named(every: Sequence[Sequence[Request]], wanted: str) -> list[Sequence[Request]]:
     """Find requests by name, as it is or as it is shown: exact ones, else a sequence, else what begins so."""
-    from asynckv.tools.console import without_control
+    from asynckv.arguments import without_control
     from asynckv.tools.diagnose.timeline_model import handles, names
 
     if found := [x for x in every if wanted in (y := handles(x)) or wanted in map(without_control, y)]:

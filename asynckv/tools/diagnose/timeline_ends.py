@@ -19,8 +19,6 @@ from asynckv.tools.diagnose.join import Process
 from asynckv.tools.diagnose.leaks_values import moment
 from asynckv.tools.diagnose.presence import Fate, Presence, early_ends
 
-__all__ = ["MAX_NOTICED", "End", "Notice", "ends"]
-
 MAX_NOTICED = 8
 """Of one process; of a prefill rank with a thousand readers the first will do."""
 

@@ -10,8 +10,6 @@ from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.timeline_ends import End
 from asynckv.tools.diagnose.timeline_model import Bar, Ground, Lane, Mark, Story
 
-__all__ = ["report"]
-
 
 def report(axis: Axis, stories: Sequence[Story], grounds: Sequence[Ground]) -> dict[str, Any]:
     """Return all of it; times are seconds since 1970 by the clock of each group's reference."""

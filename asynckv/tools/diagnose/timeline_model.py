@@ -37,24 +37,6 @@ from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, start_of
 from asynckv.tools.diagnose.records import Record, number
 from asynckv.tools.diagnose.timeline_ends import End, ends
 
-__all__ = [
-    "COLORS",
-    "GOOD",
-    "PHASES",
-    "SUMS",
-    "Arrow",
-    "Bar",
-    "Ground",
-    "Lane",
-    "Mark",
-    "Story",
-    "families",
-    "ground",
-    "last_attempt",
-    "names",
-    "stories",
-]
-
 PHASES: Mapping[str, str] = {
     "lent": "lent, and not claimed yet",
     "granted": "promised to a reader",

@@ -14,14 +14,12 @@ from typing import Any
 
 import msgspec
 
-from asynckv.tools.console import without_control
+from asynckv.arguments import without_control
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.leaks_values import Leak
 from asynckv.tools.diagnose.overview import Line
 from asynckv.tools.diagnose.timeline_ends import End
 from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, SUMS, Ground, Lane, Mark, Story
-
-__all__ = ["make"]
 
 MAX_MARKS = 100_000
 """In one page; of more, those of requests that went well are left out."""

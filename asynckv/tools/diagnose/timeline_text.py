@@ -16,13 +16,11 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from asynckv.tools.console import without_control
+from asynckv.arguments import without_control
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.join import Service
 from asynckv.tools.diagnose.records import Logs
 from asynckv.tools.diagnose.timeline_model import COLORS, LOG_ENDS, NO_LOG, PHASES, Bar, Ground, Lane, Mark, Story
-
-__all__ = ["show_all", "show_ends", "show_list", "show_matches", "show_one", "show_read", "show_slowest"]
 
 LETTERS: Mapping[str, str] = {
     "lent": "-",

@@ -13,8 +13,6 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-__all__ = ["KINDS", "LEVELS", "TOPICS", "Finding", "Level", "finding"]
-
 Level = Literal["error", "warning", "note", "good"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "note", "good")
 """The worst first."""

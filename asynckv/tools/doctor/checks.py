@@ -14,8 +14,6 @@ from asynckv.tools.doctor.checks_peer import PEER_CHECKS
 from asynckv.tools.doctor.checks_ucx import UCX_CHECKS
 from asynckv.tools.doctor.facts import Facts, Network
 
-__all__ = ["CHECKS", "examine", "is_good"]
-
 Check = Callable[[Facts], Iterator[Finding]]
 
 SHM_SMALL = 256 << 20

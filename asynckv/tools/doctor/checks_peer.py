@@ -10,8 +10,6 @@ from asynckv.tools.doctor.catalogue import Finding, finding
 from asynckv.tools.doctor.checks_ucx import said, way_of
 from asynckv.tools.doctor.facts import Facts, PeerFacts, Ucx
 
-__all__ = ["PEER_CHECKS"]
-
 SLOW_S = 0.05
 AWAY_S = 1.0
 MOST_PACKET = 65_535

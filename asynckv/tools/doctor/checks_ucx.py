@@ -10,8 +10,6 @@ from asynckv.edges.transports import QUEUES, RDMA, SAME_HOST, is_emulated, is_lo
 from asynckv.tools.doctor.catalogue import Finding, finding
 from asynckv.tools.doctor.facts import Facts, Ucx
 
-__all__ = ["UCX_CHECKS", "Way", "said", "way_of"]
-
 Way = Literal["rdma", "cma", "memory", "tcp", ""]
 
 SEGMENT = 64 << 10

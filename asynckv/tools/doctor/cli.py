@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from asynckv.arguments import without_control
 from asynckv.errors import ConfigError
-from asynckv.tools.console import printable, without_control
+from asynckv.tools.console import printable
 from asynckv.tools.output import check_writable, write_json
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
     from asynckv.config import EngineConfig
     from asynckv.tools.doctor.facts import Facts, PeerFacts
-
-__all__ = ["EPILOG", "doctor"]
 
 EPILOG = """
 [bold]Examples[/bold]

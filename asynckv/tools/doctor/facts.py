@@ -4,21 +4,6 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-__all__ = [
-    "Facts",
-    "Gpu",
-    "Interface",
-    "KeyFacts",
-    "Listening",
-    "Machine",
-    "Network",
-    "PeerFacts",
-    "Rdma",
-    "Software",
-    "Ucx",
-    "Use",
-]
-
 UNLIMITED = -1
 
 

@@ -26,8 +26,6 @@ from asynckv.edges.transports import copy_from, rdma_devices
 from asynckv.errors import BackendError
 from asynckv.tools.doctor.facts import Gpu, Interface, Machine, Network, Rdma
 
-__all__ = ["gpu", "machine", "network", "resolve", "try_process_vm_readv"]
-
 INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 """Its inode, in every kernel."""
 

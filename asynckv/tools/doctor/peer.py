@@ -49,8 +49,6 @@ from asynckv.tools.doctor import host
 from asynckv.tools.doctor.facts import PeerFacts
 from asynckv.tools.doctor.probe import Place
 
-__all__ = ["Asked", "ask", "check_address"]
-
 ANSWER_S = 4.0
 SILENCE_S = 1.0
 """After so long without an answer the port itself is looked at."""

@@ -28,10 +28,9 @@ from asynckv.config import NixlConfig
 from asynckv.edges.nixl_raw import RawLoop
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import DescTable, ReadRequest, Span
+from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.tables import DescTable, Span
 from asynckv.ports import AgentInfo
-
-__all__ = ["Order", "Place", "Refused", "Result", "Said", "main"]
 
 SIZE = 64 << 20
 """Bytes that are offered, and read twice."""

@@ -23,8 +23,6 @@ from asynckv.tools.doctor.facts import Ucx
 from asynckv.tools.doctor.probe import Order, Place, Refused, Result, Said
 from asynckv.tools.doctor.ucx_log import ENVIRONMENT, read_log
 
-__all__ = ["Ended", "Probe", "try_nixl"]
-
 START_S = 15.0
 READ_S = 15.0
 CONNECT_S = 6.0

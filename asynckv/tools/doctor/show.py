@@ -15,8 +15,6 @@ from asynckv.tools.doctor.facts import Facts
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["SCHEMA", "as_json", "show"]
-
 SCHEMA = "asynckv.doctor/1"
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "good": "green"}
 

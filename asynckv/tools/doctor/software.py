@@ -16,17 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from asynckv.arguments import without_control
 from asynckv.config import EngineConfig, KeysConfig
 from asynckv.errors import AsyncKVError, BackendError, ConfigError
-from asynckv.tools.console import without_control
 from asynckv.tools.doctor import host
 from asynckv.tools.doctor.facts import KeyFacts, Listening, Software
 from asynckv.version import VERSION
 
 if TYPE_CHECKING:
     from asynckv.edges.zmq import ZmqPlane
-
-__all__ = ["keys", "listening", "read_config", "software"]
 
 PREFIXES = ("UCX_", "NIXL_")
 SECRETS = ("TOKEN", "SECRET", "PASSWORD", "KEY")

@@ -14,8 +14,6 @@ from typing import Any
 
 from asynckv.tools.doctor.facts import Ucx, Use
 
-__all__ = ["ENVIRONMENT", "read_log"]
-
 ENVIRONMENT = {"UCX_PROTO_INFO": "used", "UCX_LOG_LEVEL": "info", "UCX_WARN_UNUSED_ENV_VARS": "y"}
 MOST_LINES = 40_000
 MOST_KEPT = 20

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from asynckv.tools.offload.folder import Checked, Folder, Pruned
 
-__all__ = ["offload_app"]
-
 T = TypeVar("T")
 
 MAX_SHOWN = 8
@@ -152,7 +150,7 @@ def _each(
     """Use a directory, or each in it, show what came of it, and write it for `--json`, with errors of those in it."""
     from rich.console import Console
 
-    from asynckv.tools.console import without_control
+    from asynckv.arguments import without_control
     from asynckv.tools.offload.folder import folders_in
     from asynckv.tools.output import check_writable, write_json
 
@@ -193,7 +191,8 @@ def _seconds(text: str) -> float:
 
 
 def _show(found: Sequence[Folder], is_one: bool, console: Console) -> None:
-    from asynckv.tools.console import printable, size, without_control
+    from asynckv.arguments import without_control
+    from asynckv.tools.console import printable, size
     from asynckv.tools.output import print_table
 
     if not is_one:
@@ -223,7 +222,8 @@ def _show(found: Sequence[Folder], is_one: bool, console: Console) -> None:
 
 
 def _show_all(found: Sequence[Folder], console: Console) -> None:
-    from asynckv.tools.console import size, without_control
+    from asynckv.arguments import without_control
+    from asynckv.tools.console import size
     from asynckv.tools.output import print_table
 
     rows = [

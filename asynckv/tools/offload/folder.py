@@ -20,24 +20,11 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from asynckv.edges.file_index import ALIGN, INDEX, DamagedIndex, Entry, FileIndex, Said, checksum, read_index, typed
-from asynckv.edges.file_io import FileTooShort, transfer
+from asynckv.edges.file_index import INDEX, DamagedIndex, Entry, FileIndex, Said, checksum, read_index, typed
+from asynckv.edges.file_io import ALIGN, FileTooShort, transfer
 from asynckv.edges.file_store import OWNER, Owner, OwnerLock, explained, owner_of, segment_extents, segment_path
 from asynckv.errors import BackendError, ConfigError
 from asynckv.offload.keys import short
-
-__all__ = [
-    "BadBlock",
-    "Checked",
-    "Folder",
-    "Kind",
-    "Pruned",
-    "check",
-    "folders_in",
-    "known_layouts",
-    "look",
-    "prune_folder",
-]
 
 SEGMENTS = "segment-?????.kv"
 RANK = re.compile(r"tp\d+of\d+|vllm-")

@@ -12,8 +12,6 @@ from asynckv.tools.bench import options as o
 from asynckv.tools.output import write, write_json
 from asynckv.tools.parameters import taking_options
 
-__all__ = ["LAYOUT_EPILOG", "PLAN_EPILOG", "layout", "plan"]
-
 MOST_DRAWN = 32
 MOST_WRITTEN = 1 << 17
 """Layers of all ranks in one layout file."""

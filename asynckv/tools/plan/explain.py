@@ -30,13 +30,13 @@ from asynckv.geometry.match import (
     strange_layers,
 )
 from asynckv.geometry.overlap import pools
-from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
+from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.plan import Plan, plan_read
 from asynckv.geometry.strides import strided_descriptors
+from asynckv.geometry.tables import PeerTables
 from asynckv.tools.console import printable
 from asynckv.tools.output import print_table
 from asynckv.tools.pictures import SHARED, Bar, Segment, bars
-
-__all__ = ["SCHEMA", "explain", "pictures", "show"]
 
 SCHEMA = "asynckv.plan/1"
 LEGEND = (

@@ -24,8 +24,6 @@ from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
 
-__all__ = ["SCHEMA", "dump_layouts", "load_layouts"]
-
 SCHEMA = "asynckv.layout/1"
 MOST_BYTES = 256 << 20
 

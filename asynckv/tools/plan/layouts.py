@@ -16,8 +16,6 @@ from asynckv.errors import ConfigError
 from asynckv.geometry.layout import ITEMSIZE, ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View, dense_part, shard
 from asynckv.tools.plan.models import Heads, Latent, Model, State
 
-__all__ = ["CONV_ORDERS", "ORDERS", "model_groups", "model_layout", "stage_layers", "with_addresses"]
-
 ORDERS = ("nhd", "hnd", "block-nhd", "block-hnd", "cross-nhd", "cross-hnd")
 """`nhd` has tokens before heads, `hnd` heads before tokens. Keys of all blocks come first, then values;
 `block-`: both in one block; `cross-`: one region for all layers of a group, a block's layers adjacent."""

@@ -18,20 +18,6 @@ from msgspec import Struct
 from asynckv.errors import ConfigError
 from asynckv.geometry.layout import ITEMSIZE
 
-__all__ = [
-    "PRESETS",
-    "Heads",
-    "Latent",
-    "Model",
-    "Projection",
-    "State",
-    "chosen",
-    "dtype_named",
-    "model_of_config",
-    "preset",
-    "read_hf_config",
-]
-
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
 MOST = 1 << 20
 MOST_LAYERS = 4096

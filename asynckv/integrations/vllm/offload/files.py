@@ -26,8 +26,6 @@ from asynckv.integrations.vllm.offload.loop import LoopThread
 from asynckv.offload.keys import StoredGroup
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, Stored
 
-__all__ = ["Files", "folder_of", "tell_of_start"]
-
 log = logging.getLogger("vllm.asynckv")
 
 START_S = 600.0

@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-__all__ = ["LoopThread"]
-
 T = TypeVar("T")
 
 

@@ -52,13 +52,12 @@ from asynckv.integrations.vllm.offload.files import Files, folder_of, tell_of_st
 from asynckv.integrations.vllm.offload.open_moves import OpenMoves
 from asynckv.integrations.vllm.offload.region import Region, Shape, path_of
 from asynckv.integrations.vllm.offload.seen import Seen
-from asynckv.offload.catalogue import Budgets, Catalogue
+from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.entry import EntryState
 from asynckv.offload.job import JobEnded, JobOutcome, Move, MoveKind
 from asynckv.offload.keys import StoredGroup
+from asynckv.offload.traffic import Budgets
 from asynckv.ports import FOUND_DAMAGED, CopyOp, RecordNews, RecordPlane, RecordsEnded
-
-__all__ = ["COUNTED", "GAUGES", "PREFIX", "Manager"]
 
 log = logging.getLogger("vllm.asynckv")
 

@@ -9,8 +9,6 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from asynckv.offload.job import Move
 
-__all__ = ["OpenMoves"]
-
 
 class OpenMoves:
     """Moves of one direction."""

@@ -15,8 +15,6 @@ from asynckv.arguments import shown
 from asynckv.config import OffloadConfig
 from asynckv.errors import ConfigError
 
-__all__ = ["OURS", "THEIRS", "parse"]
-
 WHERE = "kv_connector_extra_config"
 
 OURS = ("host_bytes", "directory", "file_bytes", "policy", "write_back_bytes_per_s", "timeout_s", "model")

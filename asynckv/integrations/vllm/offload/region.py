@@ -24,8 +24,6 @@ from asynckv.edges.pinning import Pinned
 from asynckv.errors import AsyncKVError, BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 
-__all__ = ["Region", "Shape"]
-
 FOLDER = Path("/dev/shm")  # a name that cannot be guessed by who does not know the engine's id
 PREFIX = "asynckv-offload-"
 HEAD = mmap.ALLOCATIONGRANULARITY

@@ -14,8 +14,6 @@ from asynckv.offload.entry import EntryState
 from asynckv.offload.job import Move
 from asynckv.offload.tier import Tier
 
-__all__ = ["Seen"]
-
 
 class Seen:
     """What was told.

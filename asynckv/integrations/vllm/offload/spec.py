@@ -34,8 +34,6 @@ from asynckv.integrations.vllm.offload.region import Region, Shape
 from asynckv.integrations.vllm.offload.worker import Worker
 from asynckv.offload.keys import StoredGroup
 
-__all__ = ["AsyncKVOffloadingSpec", "shape_of", "stored"]
-
 log = logging.getLogger("vllm.asynckv")
 
 

@@ -47,8 +47,6 @@ from asynckv.integrations.vllm.offload.loop import LoopThread
 from asynckv.integrations.vllm.offload.region import Region, Shape
 from asynckv.ports import CopyOp, CopyPlane
 
-__all__ = ["Worker", "device_layout"]
-
 log = logging.getLogger("vllm.asynckv")
 
 HOST = "host"
