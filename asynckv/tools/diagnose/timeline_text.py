@@ -1,7 +1,7 @@
 """Timelines on a terminal: one request as bars, the slowest as a table, all of them in numbers.
 
-On a terminal bars are colours, with eighths of a cell where one phase follows another; elsewhere each phase is a letter
-of its own. Texts of logs are shown with their control characters escaped.
+Each phase is a letter of its own, on a terminal in its colour. Texts of logs are shown with their control characters
+escaped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ LETTERS: Mapping[str, str] = {
     "unlogged": "?",
 }
 AWAY = "event loop away"
-EIGHTHS = " ▏▎▍▌▋▊▉█"
 MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES, MAX_NAMES, MAX_NOTICES = 64, 60, 8, 32, 8, 3
 MAX_LISTED = 1000
 """Requests that are listed one by one."""
@@ -52,55 +51,29 @@ MOST_PHASES = 2
 """Phases of one request that are told in figures, the longest."""
 
 
-def bar_line(
-    bars: Sequence[Bar], start: float, end: float, width: int, is_plain: bool, away: Sequence[Bar] = ()
-) -> Text:
+def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, away: Sequence[Bar] = ()) -> Text:
     """Draw bars side by side; the shortest is still seen, unless there are fewer cells than phases.
 
     Where there is none, it is shown when the rank's event loop was `away`.
     """
-    units = width * 8
-    scale = units / (end - start) if end > start else 0.0
-    cells = [""] * units
-    for bar in bars:
-        first = min(max(round((bar.start - start) * scale), 0), units - 1)
-        last = min(max(round((bar.end - start) * scale), first + 1), units)
-        for i in range(first, last):
-            cells[i] = bar.phase
-    used = [i for i in range(width) if any(cells[8 * i : 8 * i + 8])]
-    if len(used) < len({x.phase for x in bars if x.seconds > 0}):
+    scale = width / (end - start) if end > start else 0.0
+
+    def cells(bar: Bar, least: int) -> range:
+        first = max(min(math.floor((bar.start - start) * scale), width - least), 0)
+        return range(first, min(max(round((bar.end - start) * scale), first + least), width))
+
+    phases = [""] * width
+    for bar in sorted(bars, key=lambda x: -x.seconds):
+        for i in cells(bar, 1):
+            phases[i] = bar.phase
+    if sum(map(bool, phases)) < len({x.phase for x in bars if x.seconds > 0}):
         # Which of them is drawn would be chance.
-        cells = [x and _dominant(bars)[0] for x in cells]
-    dark = {
-        i
-        for bar in away
-        for i in range(
-            max(math.floor((bar.start - start) * scale / 8), 0), min(math.ceil((bar.end - start) * scale / 8), width)
-        )
-    }
+        phases = [x and _by_phase(bars)[0][0] for x in phases]
+    dark = {i for bar in away for i in cells(bar, 0)}
     out = Text(no_wrap=True, overflow="crop")
-    for i in range(width):
-        eighth = cells[8 * i : 8 * i + 8]
-        found = list(dict.fromkeys(eighth))
-        if is_plain:
-            phases = [x for x in found if x]
-            # The one that is drawn least elsewhere is the one that would be missed.
-            out.append(LETTERS.get(min(phases, key=cells.count), "?") if phases else "~" if i in dark else " ")
-        elif found == [""]:
-            out.append("░" if i in dark else " ", "red")
-        else:
-            left, right = found[0], found[-1] if len(found) > 1 else found[0]
-            filled = eighth.count(left) if left != right else 8
-            if not left:  # there is no block that is filled from the right: the other way round
-                out.append(EIGHTHS[filled], Style(color=_color(right), reverse=True))
-            else:
-                out.append(EIGHTHS[filled], Style(color=_color(left), bgcolor=_color(right)))
+    for i, phase in enumerate(phases):
+        out.append(LETTERS[phase] if phase else "~" if i in dark else " ", _style(phase) if phase else "red")
     return out
-
-
-def _dominant(bars: Iterable[Bar]) -> tuple[str, float]:
-    """Return the phase that took longest, and how long."""
-    return next(iter(_by_phase(bars)), ("", 0.0))
 
 
 def _by_phase(bars: Iterable[Bar]) -> list[tuple[str, float]]:
@@ -111,30 +84,26 @@ def _by_phase(bars: Iterable[Bar]) -> list[tuple[str, float]]:
     return sorted(sums.items(), key=lambda x: -x[1])
 
 
-def _color(phase: str) -> str | None:
+def _style(phase: str) -> Style:
     """Terminals are dark, mostly."""
-    return COLORS[phase].dark if phase in COLORS else None
+    return Style(color=COLORS[phase].dark, reverse=True)
 
 
-def _legend(bars: Iterable[Bar], width: int, is_plain: bool, is_away: bool = False) -> Text:
+def _legend(bars: Iterable[Bar], width: int, is_away: bool = False) -> Text:
     out, used = Text(), {bar.phase for bar in bars}
     left = width
     for phase in (x for x in PHASES if x in used):
         if len(phase) + 2 > left:
             out.append("\n")
             left = width
-        out.append(LETTERS[phase] if is_plain else "█", Style(color=None if is_plain else _color(phase)))
+        out.append(LETTERS[phase], _style(phase))
         out.append(f" {phase}   "[: left - 1])
         left -= len(phase) + 5
     if is_away:
         out.append("\n" if left < len(AWAY) + 2 else "")
-        out.append("~" if is_plain else "░", "" if is_plain else "red")
+        out.append("~", "red")
         out.append(f" {AWAY}")
     return out
-
-
-def _label(lane: Lane) -> str:
-    return without_control(lane.title)
 
 
 def _ruler(width: int, seconds: float) -> Text:
@@ -149,7 +118,6 @@ def _ruler(width: int, seconds: float) -> Text:
 
 def show_one(axis: Axis, story: Story, grounds: Sequence[Ground], console: Console) -> None:
     """Show one request, with what befell its processes meanwhile."""
-    is_plain = not console.is_terminal or console.no_color
     names = f" (decode: {', '.join(story.others)})" if story.others and story.others != (story.name,) else ""
     _line(console, f"{story.name or '?'}{names}  {story.ended}", "bold", is_whole=True)
     engine = f"prefill engine {story.engine_id}, " if story.engine_id else ""
@@ -162,9 +130,9 @@ def show_one(axis: Axis, story: Story, grounds: Sequence[Ground], console: Conso
         each.process.incarnation: [x for x in each.away if x.end > story.start and x.start < story.end]
         for each in grounds
     }
-    _show(console, _gantt(story, away, console.width, is_plain))
+    _show(console, _gantt(story, away, console.width))
     is_away = any(away.get(x.process.incarnation) for x in story.lanes)
-    _show(console, _legend((b for x in story.lanes for b in x.bars), console.width, is_plain, is_away))
+    _show(console, _legend((b for x in story.lanes for b in x.bars), console.width, is_away))
     console.print()
     _show(console, _events(story, grounds), is_whole=True)
     _notes(axis, console)
@@ -184,10 +152,10 @@ def _clock_lines(axis: Axis, story: Story) -> list[str]:
     return out[:16] + ([f"... and {len(out) - 16} more"] if len(out) > 16 else [])
 
 
-def _gantt(story: Story, away: Mapping[str, Sequence[Bar]], width: int, is_plain: bool) -> RenderableType:
+def _gantt(story: Story, away: Mapping[str, Sequence[Bar]], width: int) -> RenderableType:
     lanes = story.lanes[:MAX_LANES]
     start, end = story.start, story.end
-    room = min(max((len(_label(x)) for x in lanes), default=0), max(width // 2, 30))
+    room = min(max((len(without_control(x.title)) for x in lanes), default=0), max(width // 2, 30))
     across = max(width - room - 12, 16)
     table = Table.grid(padding=(0, 1))
     table.add_column(width=room, no_wrap=True, overflow="ellipsis")
@@ -197,11 +165,11 @@ def _gantt(story: Story, away: Mapping[str, Sequence[Bar]], width: int, is_plain
     for lane in lanes:
         took = lane.end - lane.start
         is_open = any(b.is_open for b in lane.bars)
-        mark = ("> " if is_plain else "… ") if is_open else ""
-        line = bar_line(lane.bars, start, end, across, is_plain, away.get(lane.process.incarnation, ()))
-        table.add_row(Text(_label(lane)), line, Text(mark + shown_seconds(took)))
+        mark = "> " if is_open else ""
+        line = bar_line(lane.bars, start, end, across, away.get(lane.process.incarnation, ()))
+        table.add_row(Text(without_control(lane.title)), line, Text(mark + shown_seconds(took)))
         if len(lanes) > TOLD_LANES:
-            mark += f"{_dominant(lane.bars)[0]} "
+            mark += f"{_by_phase(lane.bars)[0][0]} "
         else:
             told = ", ".join(f"{b.phase} {shown_seconds(b.seconds)}{_parts(b)}" for b in lane.bars)
             table.add_row("", Text(told, style="dim", overflow="fold"), "")
@@ -257,56 +225,31 @@ def _since(seconds: float) -> str:
     return f"{seconds * 1e3:+,.3f} ms"
 
 
-WHERE = "where the time went"
-TOOK, WORDS = 7, 24
-"""Columns for a duration, and for what is said of it."""
-
-
 def show_slowest(axis: Axis, found: Sequence[Story], number: int, console: Console) -> None:
     """Show those that took longest on any side, with what they did on each."""
-    is_plain = not console.is_terminal or console.no_color
     slowest = sorted(found, key=lambda x: -x.seconds)[:number]
-    rows = [(x, [y for y in (_longest(x, "prefill"), _longest(x, "decode")) if y is not None]) for x in slowest]
-    room = max((len(without_control(x.name)) for x in slowest), default=0)
-    across = max(min(console.width - room - 52, 80), len(WHERE))
-    # Where there is no room for its id in a column, a request has a line above its own.
-    is_beside = not console.is_terminal or room + across + TOOK + WORDS + 3 <= console.width
-
-    def made() -> Table:
-        made = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim", show_header=is_beside)
-        made.add_column("took", justify="right", no_wrap=True, min_width=TOOK)
-        if is_beside:
-            made.add_column("request", no_wrap=True)
-        made.add_column(WHERE, width=across, no_wrap=True)
-        made.add_column("longest, and how it ended", overflow="fold")
-        return made
-
-    table = made()
-    for story, lanes in rows:
+    across = min(max(console.width - 52, 20), 80)
+    drawn: list[Bar] = []
+    for story in slowest:
         style = "yellow" if story.level == "warning" else ""
-        name = without_control(story.name or "?")
-        if not is_beside:
-            _line(console, name, "bold", is_whole=True)
+        _line(console, story.name or "?", f"bold {style}", is_whole=True)
+        lanes = [x for x in (_longest(story, "prefill"), _longest(story, "decode")) if x is not None]
         # One axis for both sides, of this request alone: a pull that began late is seen to, and none is one letter.
         first, last = min((x.start for x in lanes), default=0.0), max((x.end for x in lanes), default=0.0)
+        table = Table.grid(padding=(0, 1))
+        table.add_column(justify="right", no_wrap=True, min_width=7)
+        table.add_column(width=across, no_wrap=True)
+        table.add_column(overflow="fold")
         for lane in lanes:
             bars = [b for b in lane.bars if b.phase != "release"] or lane.bars
-            line = bar_line(bars, first, last, across, is_plain)
+            drawn += bars
             phases = ", ".join(f"{phase} {shown_seconds(seconds)}" for phase, seconds in _by_phase(bars)[:MOST_PHASES])
             how = f"lease {story.lease}" if lane.side == "prefill" else f"pull {story.pull or 'unknown'}"
             took = shown_seconds(max(b.end for b in bars) - lane.start)
             said = Text(without_control(f"{phases}; {how}"), style=style)
-            table.add_row(took, *([Text(name)] if is_beside else []), line, said)
-            name = ""
-        if not is_beside:
-            _show(console, table, is_whole=True)
-            table = made()
-    if is_beside:
+            table.add_row(took, bar_line(bars, first, last, across), said)
         _show(console, table, is_whole=True)
-    _show(
-        console,
-        _legend((b for _, x in rows for y in x for b in y.bars if b.phase != "release"), console.width, is_plain),
-    )
+    _show(console, _legend(drawn, console.width))
     why = Counter(x.took for x in slowest if x.took).most_common()
     ranked = (
         f", ranked by what took longest on any side ({', '.join(f'{what} {n:,}' for what, n in why)})" if why else ""
