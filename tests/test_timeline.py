@@ -406,7 +406,7 @@ def test_colours_come_only_on_a_terminal(axis: Axis) -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="truecolor")
     timeline_text.show_one(axis, named(axis, "chat-8"), ground(axis), console)
     out = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "\x1b[7;38;2;" in out
+    assert "\x1b[7" in out
     assert "\x1b[31mremote" not in out
 
 
