@@ -16,8 +16,9 @@ from asynckv import Engine, EngineConfig, Offload, OffloadConfig, Registration, 
 from asynckv.engine.shelf import Shelf
 from asynckv.geometry.check import decode_layout
 from asynckv.geometry.layout import Group, Layout, Memory, View, dense_part
-from asynckv.testing import ManualClock, SimControl, SimCopies, SimData, SimDisk, SimNetwork, SimRecords
+from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
 from tests.engines import until
+from tests.lab.tiers import SimCopies, SimDisk, SimRecords
 from tests.world import make_layout
 
 BLOCKS = 32

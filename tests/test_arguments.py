@@ -60,8 +60,8 @@ from asynckv import (
 from asynckv.core import wire as messages
 from asynckv.core.types import decode_params
 from asynckv.engine.offload import Pin
-from asynckv.testing import SimCopies
 from tests.engines import Bench, memory, until
+from tests.lab.tiers import SimCopies
 from tests.offloads import SIZE, Rank, chain, layout_of
 
 HOSTILE: dict[str, Any] = {

@@ -19,10 +19,9 @@ from asynckv.core import wire
 from asynckv.core.types import Reason
 from asynckv.engine.attempts import ERRORS
 from asynckv.errors import ConfigError
-from asynckv.tools.pictures import PAPER, THEMES
 from scripts.draw import configuration, states
 from scripts.draw.__main__ import MADE
-from scripts.draw.drawing import PICTURES
+from scripts.draw.drawing import PAPER, PICTURES, THEMES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

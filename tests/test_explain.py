@@ -24,10 +24,10 @@ from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, plan_read
 from asynckv.geometry.tables import PeerTables
 from asynckv.tools import cli
-from asynckv.tools.pictures import to_svg
 from asynckv.tools.plan.explain import _written_once, explain, pictures, show
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import PRESETS, Heads, Latent, Model
+from scripts.draw.drawing import to_svg
 
 
 def ranks(model: str | Model, tp: int, pp: int = 1, **sizes: Any) -> list[Layout]:
@@ -243,15 +243,14 @@ def run(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def test_the_command_line_from_model_to_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here, there, drawn = (str(tmp_path / name) for name in ("decode.json", "prefill.json", "plan.svg"))
+    here, there = (str(tmp_path / name) for name in ("decode.json", "prefill.json"))
     for path, more in ((here, ["--tp", "2"]), (there, ["--tp", "4", "--order", "hnd"])):
         argv = ["layout", "--model", "llama-3.1-8b", "--layers", "4", *more, "-o", path]
         assert run(argv, monkeypatch, capsys) == (0, "", "")
-    status, out, err = run(["plan", here, there, "--json", "-", "--picture", drawn], monkeypatch, capsys)
+    status, out, err = run(["plan", here, there, "--json", "-"], monkeypatch, capsys)
     assert status == 0
     assert json.loads(out)["plannable"] is True
     assert "Who releases whom" in err
-    assert Path(drawn).read_text().startswith("<svg")
     other = str(tmp_path / "other.json")
     run(["layout", "--layers", "4", "--head-dim", "64", "-o", other], monkeypatch, capsys)
     status, out, err = run(["plan", here, other], monkeypatch, capsys)
@@ -264,7 +263,6 @@ def test_the_command_line_from_model_to_plan(
     [
         (["plan", "NONE/a.json", "NONE/b.json"], "NONE/a.json: No such file"),
         (["plan", "NONE/a", "NONE/b", "--tokens", "0"], "--tokens 0"),
-        (["plan", "NONE/a", "NONE/b", "--json", "-", "--picture", "-"], "cannot share stdout"),
         (["layout", "--tp", "4", "--rank", "4"], "--rank 4 is outside its group of 4"),
         (["layout", "--pp", "2", "--stage", "-1"], "--stage -1 is outside its group of 2"),
         (["layout", "--tp", "3"], "--tp 3: "),

@@ -39,8 +39,8 @@ from asynckv.observe import endpoint as endpoints
 from asynckv.observe import metrics as metrics_module
 from asynckv.observe.metrics import FAMILIES, place_of
 from asynckv.observe.metrics_tally import BUCKETS_S, MAX_PEERS, PHASES, Durations, Tally
-from asynckv.testing.tiers import SimDisk
 from tests.engines import Bench, memory, until
+from tests.lab.tiers import SimDisk
 from tests.observed import QUICK, end, lived, passing, story
 from tests.offloads import RECORD, SIZE, Rank, chain, layout_of
 from tests.test_arguments import HOSTILE

@@ -44,8 +44,8 @@ from asynckv.embed import Cancel, EngineDesk, Lookup, Store
 from asynckv.geometry.layout import Layout
 from asynckv.offload.tier import Place
 from asynckv.results import Evicted, Loaded, Stored
-from asynckv.testing import SimCopies, SimDisk
 from asynckv.tools.cli import app
+from tests.lab.tiers import SimCopies, SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, until
 
 pytestmark = pytest.mark.anyio

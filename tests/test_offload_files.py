@@ -22,8 +22,8 @@ from asynckv.edges.leftovers import rank_folder
 from asynckv.engine.tiers import _left_by_others
 from asynckv.geometry.packed import record_form
 from asynckv.observe.setup import configure_logging
-from asynckv.testing import SimDisk
 from tests.engines import until
+from tests.lab.tiers import SimDisk
 from tests.offloads import RECORD, SIZE, Rank, chain, layout_of
 from tests.test_log_evidence import Lines
 

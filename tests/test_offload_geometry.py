@@ -13,8 +13,8 @@ import pytest
 from asynckv import EngineConfig, LocalProtocolError, Offload
 from asynckv.geometry.layout import Group, Layout, Memory, View, dense_part
 from asynckv.offload.keys import needed
-from asynckv.testing import SimDisk
 from tests.engines import until
+from tests.lab.tiers import SimDisk
 from tests.offloads import RECORD, SIZE, Rank, chain, layout_of
 
 WIDTHS, TOKENS, COUNT = (32, 64, 96), 384, 64

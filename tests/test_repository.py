@@ -106,7 +106,7 @@ def test_the_first_test_of_a_contributor_passes() -> None:
     test()
 
 
-MOST_LINES = {"asynckv": 62_090, "asynckv/tools": 21_930, "tests": 72_100, "scripts": 9_470}
+MOST_LINES = {"asynckv": 60_240, "asynckv/tools": 21_930, "tests": 72_400, "scripts": 9_520}
 """Lines of Python at most. A change that removes some lowers the number; one that adds some removes others."""
 
 

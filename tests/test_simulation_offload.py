@@ -19,8 +19,8 @@ from asynckv.engine.tiers import Tiers
 from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.entry import Entry
 from asynckv.offload.tier import Tier
-from asynckv.testing.tiers import SimRecords
 from tests.lab.simulation import TIER_FAULTS, make_tier_script, simulate, simulate_many
+from tests.lab.tiers import SimRecords
 
 
 def violation(seed: int) -> str:

@@ -1,4 +1,4 @@
-"""For testing what is built on asynckv: a manual clock, simulated planes and tiers, and the suite that planes pass.
+"""For testing what is built on asynckv: a manual clock, simulated planes, and the suite that planes pass.
 
 Nothing in here imports pytest, NIXL or ZMQ.
 """
@@ -8,16 +8,12 @@ from __future__ import annotations
 from asynckv.testing.clock import ManualClock
 from asynckv.testing.conformance import check_control_plane, check_data_plane
 from asynckv.testing.fabric import SimControl, SimData, SimNetwork
-from asynckv.testing.tiers import SimCopies, SimDisk, SimRecords
 
 __all__ = [
     "ManualClock",
     "SimControl",
-    "SimCopies",
     "SimData",
-    "SimDisk",
     "SimNetwork",
-    "SimRecords",
     "check_control_plane",
     "check_data_plane",
 ]

@@ -9,16 +9,51 @@ Draw with `currentColor` (ink), with `colours(i)` (a fill, and the ink that is r
 
 from __future__ import annotations
 
+import io
 from html import escape
 from pathlib import Path
 
-from asynckv.tools import pictures
-from asynckv.tools.pictures import INK, PAPER, THEMES
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.terminal_theme import TerminalTheme
 
-__all__ = ["DOCS", "PICTURES", "STYLE", "between", "colours", "svg", "text"]
+from asynckv.tools import pictures
+from asynckv.tools.pictures import EMPTY, INK
 
 DOCS = Path(__file__).parents[2] / "docs"
 PICTURES = DOCS / "pictures"
+PAPER = "#ffffff"
+THEMES = f""".picture {{ color: {INK}; }}
+@media (prefers-color-scheme: dark) {{
+.picture {{ color: #e6e6e6; }}
+.picture [fill="{PAPER}"] {{ fill: #131416; }}
+.picture [fill="{EMPTY}"] {{ fill: #484848; }}
+}}"""
+"""What a picture's colours are where the reader's system is dark. Its root has the class `picture`, its first
+rectangle the fill `PAPER`, and what is written on it is `currentColor`. A picture in a page is an image of its own: it
+cannot know the page's colours, so it brings its background."""
+CELL, LINE, MARGIN = 12.2, 24.4, 20
+"""Units of one character of rich's SVGs, and around all of them."""
+SCALE = 0.7
+"""Pixels per unit: letters are 14 pixels high."""
+FORM = (
+    """<svg class="picture" SIZE xmlns="http://www.w3.org/2000/svg">
+<style>
+THEMES
+.{unique_id}-matrix {{ font-family: Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: {char_height}px;
+line-height: {line_height}px; font-variant-east-asian: full-width; }}
+{styles}
+</style>
+<defs><clipPath id="{unique_id}-clip-terminal"><rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/>
+</clipPath>{lines}</defs>
+<rect x="MARGIN" y="MARGIN" width="100%" height="100%" fill="PAPER"/>
+<g clip-path="url(#{unique_id}-clip-terminal)">{backgrounds}<g class="{unique_id}-matrix">{matrix}</g></g>
+</svg>
+""".replace("THEMES", THEMES.replace("{", "{{").replace("}", "}}"))
+    .replace("PAPER", PAPER)
+    .replace("MARGIN", f"-{MARGIN}")
+)
+THEME = TerminalTheme((255, 255, 255), (20, 20, 20), [(0, 0, 0)] * 8)
 STYLE = f"""{THEMES}
 .picture text {{ fill: currentColor; font-family: system-ui, "Segoe UI", "DejaVu Sans", Arial, sans-serif; }}
 .picture .code {{ font-family: Menlo, Consolas, "DejaVu Sans Mono", monospace; }}
@@ -64,3 +99,17 @@ def between(page: str, begin: str, made: str, end: str) -> str:
     before, begin, rest = page.partition(begin)
     _, end, after = rest.partition(end)
     return f"{before}{begin}{made}{end}{after}"
+
+
+def to_svg(*drawn: RenderableType, width: int = 110, name: str = "asynckv") -> str:
+    """Render pictures as one SVG, at most `width` characters wide; the same input gives the same text."""
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    for picture in drawn:
+        console.print(picture, highlight=False)
+    rows = console.export_text(clear=False).rstrip().splitlines()
+    size = max(map(cell_len, rows)) * CELL + 2 * MARGIN, len(rows) * LINE + 2 * MARGIN
+    box = f'viewBox="{-MARGIN} {-MARGIN} {size[0]:.0f} {size[1]:.0f}"'
+    form = FORM.replace("SIZE", f'width="{size[0] * SCALE:.0f}" height="{size[1] * SCALE:.0f}" {box}')
+    text = console.export_svg(title="", theme=THEME, code_format=form, unique_id=name)
+    text = text.replace(f"fill: {INK}", "fill: currentColor")
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"

@@ -16,11 +16,11 @@ from asynckv.geometry.match import assign, remote_ranks
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import plan_read
 from asynckv.geometry.tables import PeerTables
-from asynckv.tools.pictures import Bar, Segment, bars, to_svg
+from asynckv.tools.pictures import Bar, Segment, bars
 from asynckv.tools.plan import explain
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import PRESETS, Heads, Latent, Model, Projection, State
-from scripts.draw.drawing import PICTURES
+from scripts.draw.drawing import PICTURES, to_svg
 
 
 def ranks(model: Model, tp_size: int) -> list[Layout]:

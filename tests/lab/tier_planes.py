@@ -19,7 +19,7 @@ from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import CopyOp, Record, Stored
-from asynckv.testing.tiers import SimCopies, SimDisk, SimRecords, digest
+from tests.lab.tiers import SimCopies, SimDisk, SimRecords, digest
 from tests.lab.world import Process
 
 __all__ = ["MoveFate", "WorldCopies", "WorldDisk", "WorldRecords"]

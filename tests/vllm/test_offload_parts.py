@@ -62,8 +62,8 @@ from asynckv.integrations.vllm.offload.region import Region, Shape
 from asynckv.integrations.vllm.offload.spec import AsyncKVOffloadingSpec, stored
 from asynckv.integrations.vllm.offload.worker import Worker, device_layout
 from asynckv.ports import CopyOp, Record, RecordsEnded, RecordsLost
-from asynckv.testing import SimDisk, SimRecords
 from asynckv.tools.offload.folder import look
+from tests.lab.tiers import SimDisk, SimRecords
 
 PAGE = 4096
 WITHIN_S = 20.0

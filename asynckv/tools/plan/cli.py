@@ -132,10 +132,6 @@ def plan(
     json: Annotated[
         str | None, typer.Option(help="Write the report there; - for stdout.", rich_help_panel=OUT, metavar="FILE")
     ] = None,
-    picture: Annotated[
-        str | None,
-        typer.Option(help="Draw who reads what from whom, as SVG; - for stdout.", rich_help_panel=OUT, metavar="FILE"),
-    ] = None,
 ) -> None:
     """Explain a transfer before anything runs: who reads what from whom, who releases whom, and how many pieces.
 
@@ -144,40 +140,25 @@ def plan(
     from rich.console import Console
 
     from asynckv.tools.bench.workload import cached_tokens
-    from asynckv.tools.pictures import to_svg
     from asynckv.tools.plan import explain
     from asynckv.tools.plan.layout_file import load_layouts
     from asynckv.tools.progress import Bar
 
     if not 1 <= tokens <= 1 << 24:
         raise ConfigError(f"--tokens {tokens} is outside 1 ... {1 << 24}")
-    if json == "-" and picture == "-":
-        raise ConfigError("--json - and --picture - cannot share stdout; give one of them a file")
     mine, theirs = load_layouts(local), load_layouts(remote)
     cached = cached_tokens(prefix_hit, tokens)
     with Bar() as bar:
         bar.begin("ranks", len(mine))
         report = explain.explain(mine, theirs, tokens, cached, bar.advance)
     write_json(json, report)
-    console = Console(stderr="-" in (json, picture))
+    console = Console(stderr=json == "-")
     explain.show(report, console)
     if report["plannable"]:
-        if picture is not None:
-            # Room for a name in every rank's bar.
-            width = max(72, 8 * max(len(mine), len(theirs)))
-            drawn = list(explain.pictures(mine, theirs, report, width))
-            write("--picture", picture, to_svg(*drawn, width=width + 38, name="asynckv-plan"))
-        drawn = list(explain.pictures(mine, theirs, report, max(min(72, console.width - 18), 20)))
         if len(mine) + len(theirs) > MOST_DRAWN:
-            if picture is None:
-                console.print(
-                    f"{len(mine) + len(theirs)} ranks are too many to draw here; --picture FILE.svg draws them",
-                    highlight=False,
-                )
-            drawn = []
-        for each in drawn:
-            console.print(each, highlight=False)
-    elif picture is not None:
-        console.print(f"--picture {picture}: nothing to draw, the plan is refused", highlight=False)
+            console.print(f"{len(mine) + len(theirs)} ranks are too many to draw", highlight=False)
+        else:
+            for each in explain.pictures(mine, theirs, report, max(min(72, console.width - 18), 20)):
+                console.print(each, highlight=False)
     good = report["plannable"] and report["written_exactly_once"] is not False and not report["problems"]
     raise typer.Exit(0 if good else 1)
