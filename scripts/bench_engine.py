@@ -38,10 +38,11 @@ from asynckv.config import LimitsConfig, PullConfig
 from asynckv.observe.setup import configure_logging
 from asynckv.testing import SimControl, SimData, SimNetwork
 from asynckv.tools.bench import garbage
+from asynckv.tools.bench.processes import Failure
 from asynckv.tools.plan.layouts import model_layout, with_addresses
 from asynckv.tools.plan.models import Heads, Model
 from scripts import command
-from tests.lab.fleet import Failure, Fleet
+from tests.lab.fleet import Fleet
 
 SCHEMA = 1
 Figures = dict[str, float]

@@ -25,11 +25,12 @@ from rich.table import Table
 
 from asynckv.errors import ConfigError
 from asynckv.tools.bench.noise import Interval, median_of
+from asynckv.tools.bench.processes import Failure
 from asynckv.tools.output import check_writable
 from scripts import command
 from scripts.versus.vllm_side import write_config
 from scripts.versus.workload import Setup, Window
-from tests.lab.fleet import Failure, Fleet, Process
+from tests.lab.fleet import Fleet, Process
 
 SCHEMA = "asynckv.versus/1"
 REMOTE_BLOCKS = 1024

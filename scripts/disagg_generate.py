@@ -25,10 +25,11 @@ import typer
 from asynckv import Engine, EngineConfig, PrefillGroup, configure_logging, register_memory
 from asynckv.errors import ConfigError
 from asynckv.geometry.layout import Part, View
+from asynckv.tools.bench.processes import Failure
 from asynckv.tools.plan.layouts import model_groups, model_layout, with_addresses
 from asynckv.tools.plan.models import Heads, Latent, Model, State, model_of_config
 from scripts import command
-from tests.lab.fleet import Failure, Fleet, Process
+from tests.lab.fleet import Fleet, Process
 
 ATTENTION = {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8, "vocab_size": 128}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -25,11 +25,12 @@ from asynckv import Engine, EngineConfig, NixlConfig, PrefillGroup
 from asynckv.config import MAX_POSTING_THREADS
 from asynckv.core.types import Endpoint
 from asynckv.tools.bench.memory import Pool
+from asynckv.tools.bench.processes import Failure
 from asynckv.tools.bench.rank import LagSampler
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import Heads, Model
 from scripts import command
-from tests.lab.fleet import TRANSPORTS, Failure, Fleet
+from tests.lab.fleet import TRANSPORTS, Fleet
 
 TICK_S = 0.001
 SHAPES = {

@@ -48,19 +48,6 @@ from asynckv.tools.output import print_table
 from asynckv.tools.plan.layouts import model_layout, with_addresses
 from asynckv.tools.plan.models import Model
 
-__all__ = [
-    "ABOUT",
-    "FACTOR",
-    "LEAST",
-    "LOOKED_UP",
-    "Rig",
-    "figures",
-    "interval",
-    "lookup_us",
-    "measured",
-    "met",
-]
-
 LEAST = 0.9
 """What a tier is worth, of what is raw."""
 

@@ -19,10 +19,11 @@ from typing import Annotated
 import typer
 from aiohttp import web
 
+from asynckv.tools.bench.processes import Failure
 from scripts import command
 from scripts.pd_http import log_as_json, serving, until_told
 from scripts.pd_proxy import GRACE_S, Router
-from tests.lab.fleet import Failure, Fleet, Process
+from tests.lab.fleet import Fleet, Process
 
 START_S = 300.0
 DRAIN_S = 5.0

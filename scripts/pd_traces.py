@@ -18,8 +18,6 @@ try:
 except ImportError:
     otel = None
 
-__all__ = ["Trace"]
-
 MAX_HEADER = 512
 """Characters; W3C allows a longer tracestate to be dropped, and a traceparent has 55."""
 

@@ -43,8 +43,6 @@ from asynckv.tools.doctor.facts import Facts
 from asynckv.tools.offload.folder import Checked, Folder, Pruned
 from asynckv.tools.plan.models import Heads, Model
 
-__all__ = ["COMMANDS", "DEFAULT", "commanded", "names", "reports"]
-
 DATA = Path(__file__).parents[1] / "tests" / "data"
 DEFAULT = ", has a default"
 

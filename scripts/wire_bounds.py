@@ -25,8 +25,6 @@ from msgspec import Raw, Struct, inspect
 from asynckv.core import account, types, wire
 from asynckv.geometry import bounds, check
 
-__all__ = ["expand", "limits", "packets", "params"]
-
 LONG = 16
 """What repeats more often than this is written as a recipe."""
 

@@ -9,8 +9,6 @@ import msgspec
 
 from asynckv.core import told
 
-__all__ = ["problems"]
-
 
 def problems(level: str, name: str, said: Mapping[str, Any]) -> list[str]:
     """Say how an event is not what its type says; empty is right. `said` is without the fields of every line."""

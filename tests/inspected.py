@@ -7,8 +7,6 @@ from typing import Any, Self
 from asynckv import InspectConfig, LeaseConfig, NixlConfig, PrefillGroup
 from tests.engines import Bench
 
-__all__ = ["Side"]
-
 
 class Side:
     """One rank, and what its driver may ask for."""

@@ -13,8 +13,6 @@ from asynckv.config import KeysConfig, LeaseConfig, LogConfig, PullConfig
 from asynckv.engine.lent import LentRequest
 from tests.engines import memory
 
-__all__ = ["LEASE_S", "Side"]
-
 LEASE_S = 2.0
 
 LEASES: dict[str, dict[str, Any]] = {"short": {"max_lease_s": LEASE_S + 0.5, "parked_s": 0.3}}

@@ -42,7 +42,8 @@ from asynckv.core.wire import (
 from asynckv.errors import AsyncKVError, BlocksRetired, LocalProtocolError, NotLentYet, PullError, PullTimeout
 from asynckv.ports import AgentInfo, AgentLost
 from asynckv.scheduler import PrefillGroup
-from tests.lab.world import Process, Violation
+from asynckv.testing.fabric import Violation
+from tests.lab.world import Process
 from tests.rigged import Aliases, EarlyEnd, Other, Rank, Rigged, Said, key_of
 
 Plant = Callable[[Rank], None]

@@ -17,7 +17,6 @@ from asynckv.engine.shelf import Shelf
 from asynckv.geometry.check import decode_layout
 from asynckv.geometry.layout import Group, Layout, Memory, View, dense_part
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
-from tests.engines import until
 from tests.lab.tiers import SimCopies, SimDisk, SimRecords
 from tests.world import make_layout
 
@@ -163,6 +162,3 @@ class Rank:
                 self.clock.advance(0.01)
             await closing
             assert not self.engine.holds()
-
-
-__all__ = ["BLOCKS", "RECORD", "SIZE", "Rank", "chain", "layout_of", "until"]

@@ -34,8 +34,6 @@ from asynckv.results import LeaseEnd
 from tests.lab.doors import Doors
 from tests.lab.world import Process
 
-__all__ = ["Aliases", "Door", "EarlyEnd", "Other", "Rank", "Rigged", "Said", "key_of"]
-
 Other = Address | ReplyTo
 
 

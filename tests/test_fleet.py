@@ -14,9 +14,9 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
+from asynckv.tools.bench.processes import Failure
 from tests.lab.fleet import (
     Blocks,
-    Failure,
     Fleet,
     Lost,
     Process,

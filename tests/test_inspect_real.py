@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.lab.fleet import ROOT, Fleet, Process
+from asynckv.tools.bench.processes import ROOT
+from tests.lab.fleet import Fleet, Process
 
 pytestmark = [pytest.mark.anyio, pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(120)]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}

@@ -45,8 +45,9 @@ from asynckv.geometry.layout import Layout
 from asynckv.offload.tier import Place
 from asynckv.results import Evicted, Loaded, Stored
 from asynckv.tools.cli import app
+from tests.engines import until
 from tests.lab.tiers import SimCopies, SimDisk
-from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, until
+from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of
 
 pytestmark = pytest.mark.anyio
 

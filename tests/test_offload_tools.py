@@ -20,7 +20,8 @@ from asynckv.tools.diagnose.leaks_copies import late_copies
 from asynckv.tools.diagnose.leaks_live import records_of
 from asynckv.tools.diagnose.leaks_page import report
 from asynckv.tools.diagnose.records import Logs
-from tests.offloads import SIZE, Rank, chain, hybrid, layout_of, until
+from tests.engines import until
+from tests.offloads import SIZE, Rank, chain, hybrid, layout_of
 
 pytestmark = pytest.mark.anyio
 

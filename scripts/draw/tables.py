@@ -9,8 +9,6 @@ from asynckv.tools.diagnose.causes import CATALOGUE, cells
 from asynckv.tools.doctor.catalogue import KINDS, TOPICS
 from scripts.draw.drawing import DOCS, between
 
-__all__ = ["files"]
-
 
 def files() -> dict[Path, str]:
     """Both pages, with their tables made anew."""

@@ -42,9 +42,10 @@ from asynckv import (
 from asynckv.edges.sharing import shared_memory
 from asynckv.errors import AsyncKVError, EngineClosed, PullError
 from asynckv.geometry.layout import Layout
+from asynckv.tools.bench.processes import Failure
 from asynckv.tools.plan.layouts import model_layout, with_addresses
 from asynckv.tools.plan.models import Heads, Model
-from tests.lab.fleet import TRANSPORTS, Blocks, Failure, Fleet, Lost, Process, Refused, Words, usage
+from tests.lab.fleet import TRANSPORTS, Blocks, Fleet, Lost, Process, Refused, Words, usage
 
 TARGET = "tests.lab.arena:Side"
 HEADS, LAYERS = (2, 64), 8

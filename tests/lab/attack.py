@@ -41,10 +41,10 @@ from asynckv.core import wire as m
 from asynckv.core.types import Cohort, Key, Outcome, Params, Reason, decode_params
 from asynckv.edges import zmq as edge
 from asynckv.keys import KeyPair, write_pair
+from asynckv.tools.bench.processes import Failure
 from scripts import command
 from tests.lab import strangers
 from tests.lab.arena import PATIENCE_S, Arena, Side, Worker, arena, layout_of
-from tests.lab.fleet import Failure
 from tests.lab.strangers import HUGE, Proxy, Stranger, connected, every_message, mutate, packets, place
 
 BATCH = 250

@@ -23,19 +23,6 @@ import numpy.typing as npt
 from asynckv.geometry.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, View, shard
 from asynckv.testing.fabric import Bytes
 
-__all__ = [
-    "FREED",
-    "Cache",
-    "GroupKind",
-    "Model",
-    "PartKind",
-    "Shape",
-    "chain",
-    "draw_model",
-    "draw_shape",
-    "layout_of",
-]
-
 Places = npt.NDArray[np.int64]
 FREED = 0xEE
 """What is in memory that nobody uses."""

@@ -20,9 +20,10 @@ import typer
 
 from asynckv.core import wire as m
 from asynckv.core.types import Cohort, decode_params
+from asynckv.tools.bench.processes import Failure
 from scripts import command
 from tests.lab.arena import MOST_BLOCKS, PATIENCE_S, TIMEOUT_S, Arena, Worker, layout_of, perform
-from tests.lab.fleet import Failure, Lost
+from tests.lab.fleet import Lost
 from tests.lab.strangers import (
     GREETING,
     HANDSHAKE,

@@ -17,8 +17,6 @@ from asynckv.engine import Engine
 from asynckv.ports import Clock, ControlPlane, DataPlane
 from tests.lab.world import Process
 
-__all__ = ["Doors"]
-
 
 class Doors:
     """What one start of a rank's process is connected by; a subclass passes on something else.

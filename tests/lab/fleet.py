@@ -56,26 +56,7 @@ from typing import IO, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from asynckv.tools.bench.processes import ANSWER_S, LIMIT, ROOT, Child, Failure, Processes, Streams, end_with_driver
-
-__all__ = [
-    "ROOT",
-    "TRANSPORTS",
-    "Blocks",
-    "Failure",
-    "Fleet",
-    "Link",
-    "Lost",
-    "Process",
-    "Refused",
-    "SharedNumber",
-    "answer",
-    "connect",
-    "free_memory",
-    "memory_kib",
-    "pattern",
-    "usage",
-]
+from asynckv.tools.bench.processes import ANSWER_S, LIMIT, Child, Failure, Processes, Streams, end_with_driver
 
 CHILD = "from tests.lab.fleet import run_child; run_child()"
 

@@ -52,8 +52,6 @@ from asynckv.errors import AsyncKVError
 from asynckv.testing.fabric import Port
 from tests.lab.world import Process, World
 
-__all__ = ["Hostile"]
-
 NOWHERE = Address("sim://nowhere")
 ROUTE = ReplyTo(b"hostile")
 HELLOS, CLAIMS, EACH = 100, 60, 6

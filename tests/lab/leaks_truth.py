@@ -43,8 +43,6 @@ from tests.lab.logs import Logs
 from tests.lab.script import Script, make_script
 from tests.lab.truth import Forgotten, LateLease, LatePull, Owed, Witness, watch
 
-__all__ = ["Disagreement", "Judge", "conclude", "main", "many", "one"]
-
 MODES = ("both", "prefill", "decode", "cut")
 """Whose logs are given; and those of both, cut short at the same moment."""
 

@@ -13,8 +13,6 @@ from dataclasses import replace
 from tests.lab.mishaps import MISHAPS, Mishap
 from tests.lab.script import BLOCK, Ask, Fault, Script
 
-__all__ = ["make_leaky"]
-
 SIZES = ((1, 1), (1, 1), (2, 2), (1, 2), (2, 1), (3, 2), (2, 3), (4, 2), (2, 4), (4, 4), (1, 4), (4, 1), (3, 3))
 """Ranks of a prefill engine and of a decode engine."""
 

@@ -27,8 +27,6 @@ from asynckv.engine import Engine
 from asynckv.observe.setup import LEVELS
 from tests.lab.world import Process, World
 
-__all__ = ["BEGIN", "Host", "Logs", "ProcessLog"]
-
 BEGIN = 1_800_000_000.0
 """When simulated services begin: seconds since 1970."""
 

@@ -21,9 +21,8 @@ from asynckv.core.events import Ending
 from asynckv.core.types import Address, Key
 from asynckv.core.wire import Ack, Claim, Granted, Message, Refused, Release, Renew, decode_packet, encode_packet
 from asynckv.errors import AsyncKVError
-from tests.lab.world import Process, Transfer, TransferFate
-
-__all__ = ["MISHAPS", "Mishap", "Mishaps"]
+from asynckv.testing.fabric import Transfer
+from tests.lab.world import Process, TransferFate
 
 MISHAPS = {
     "params_lost": "the router throws the params away",

@@ -20,8 +20,6 @@ from asynckv.core.wire import Claim, Granted, Hello, Message, NotYet, Refused, R
 from asynckv.errors import AsyncKVError
 from tests.lab.world import Process, World
 
-__all__ = ["Stopwatch", "Wire", "check_belief"]
-
 TURN_S = 0.1
 """How late a process may be with anything that is due."""
 

@@ -33,10 +33,11 @@ import typer
 from asynckv import Engine, PullCancelled
 from asynckv.core.flow import READING
 from asynckv.errors import AsyncKVError, EngineClosed, PullError
+from asynckv.tools.bench.processes import Failure
 from scripts import command
 from tests.lab import arena as workers
 from tests.lab.arena import BLOCK, BUSY, MOST_BLOCKS, Arena, Worker, allocate, perform
-from tests.lab.fleet import Failure, Lost, Words, free_memory, memory_kib
+from tests.lab.fleet import Lost, Words, free_memory, memory_kib
 
 TARGET = "tests.lab.pressure:Side"
 IN_FLIGHT = 64

@@ -12,21 +12,6 @@ from dataclasses import dataclass, replace
 from asynckv.geometry.match import owed_readers
 from tests.lab.mishaps import Mishap
 
-__all__ = [
-    "ABORTED",
-    "AFTER_FAILURE",
-    "BLOCK",
-    "FAULTS",
-    "LENT",
-    "NEVER_PULLED",
-    "RECIPES",
-    "WITHDRAWN",
-    "Ask",
-    "Fault",
-    "Script",
-    "make_script",
-]
-
 FAULTS = (
     "agent",
     "loss",

@@ -31,6 +31,7 @@ from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProto
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
 from asynckv.scheduler import PrefillGroup
+from asynckv.testing.fabric import Transfer
 from tests.lab.doors import Doors
 from tests.lab.hostile import Hostile
 from tests.lab.mishaps import Mishaps
@@ -48,9 +49,7 @@ from tests.lab.script import (
     Script,
 )
 from tests.lab.tier_script import TierScript
-from tests.lab.world import Process, Transfer, TransferFate, World, WorldClock, WorldControl, WorldData
-
-__all__ = ["Attempt", "Listener", "Service", "Stage", "StagedRank"]
+from tests.lab.world import Process, TransferFate, World, WorldClock, WorldControl, WorldData
 
 NUM_BLOCKS, HEAD_DIM = 16, 2
 FREED, UNUSED = 0xEEEE, 0xDDDD

@@ -34,11 +34,12 @@ from asynckv.config import NixlConfig
 from asynckv.engine import LentRequest
 from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError, PlanRefused, PullError
 from asynckv.tools.bench.memory import POISON, Pool
+from asynckv.tools.bench.processes import Failure
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import Heads, Model
 from asynckv.tools.progress import Bar
 from scripts import command
-from tests.lab.fleet import Blocks, Failure, Fleet, answer, connect, free_memory, memory_kib, usage
+from tests.lab.fleet import Blocks, Fleet, answer, connect, free_memory, memory_kib, usage
 
 MODEL = Model("soak", (Heads(2, 32),) * 2)
 BLOCK_SIZE = 4

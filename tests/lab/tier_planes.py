@@ -22,8 +22,6 @@ from asynckv.ports import CopyOp, Record, Stored
 from tests.lab.tiers import SimCopies, SimDisk, SimRecords, digest
 from tests.lab.world import Process
 
-__all__ = ["MoveFate", "WorldCopies", "WorldDisk", "WorldRecords"]
-
 
 @dataclass(frozen=True, slots=True)
 class MoveFate:

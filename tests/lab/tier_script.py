@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from tests.lab.caches import Model, Shape, draw_model, draw_shape
 from tests.lab.script import Fault
 
-__all__ = ["TIER_FAULTS", "TierAsk", "TierScript", "make_tier_script"]
-
 COPY_FAULTS = ("slow", "fail", "doubt", "stuck")
 DISK_FAULTS = ("disk_slow", "disk_fail", "disk_doubt", "disk_stuck", "disk_full", "disk_gone", "rot")
 

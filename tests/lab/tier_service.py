@@ -46,8 +46,6 @@ from tests.lab.tier_planes import MoveFate, WorldCopies, WorldDisk, WorldRecords
 from tests.lab.tier_script import LONG, TierAsk, TierScript, prompt_hashes
 from tests.lab.world import Process, WorldClock, WorldControl, WorldData
 
-__all__ = ["TierService"]
-
 HELD_S = 5.0
 TIMEOUT_S = 4.0
 SLACK_S = 3.0

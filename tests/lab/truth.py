@@ -47,8 +47,6 @@ from tests.lab.script import Script
 from tests.lab.service import LEASE, PULL, Attempt, Service
 from tests.lab.world import Process
 
-__all__ = ["WHY", "LateLease", "LatePull", "Owed", "Witness", "watch"]
-
 AWAY_S = 1.0
 """A loop that was away for as long is no accident."""
 

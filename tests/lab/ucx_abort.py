@@ -27,8 +27,9 @@ import numpy as np
 import typer
 
 from asynckv.errors import ConfigError
+from asynckv.tools.bench.processes import Failure
 from scripts import command
-from tests.lab.fleet import Failure, Fleet, Process, SharedNumber
+from tests.lab.fleet import Fleet, Process, SharedNumber
 
 Survivor = Literal["owner", "initiator", "both"]
 Fault = Literal["kill", "stop-kill", "away-kill", "close", "connect-kill"]

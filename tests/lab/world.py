@@ -31,8 +31,6 @@ from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
 from asynckv.testing.fabric import Bytes, Fabric, Nic, Origin, Port, Transfer, Violation
 
-__all__ = ["Process", "Transfer", "Violation", "WireFate", "World", "WorldClock", "WorldControl", "WorldData"]
-
 Ts = TypeVarTuple("Ts")
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
-__all__ = ["Shelf"]
-
 
 class Empty(KVConnectorMetadata):
     """Nothing to say to workers."""

@@ -42,8 +42,6 @@ from tests.vllm.executor import RankExecutor
 from tests.vllm.models import VOCABULARY
 from tests.vllm.setups import Setup, die_with_parent
 
-__all__ = ["run"]
-
 
 def run(connection: Connection, setup: Setup, folder: Path) -> None:
     """Be an engine, until the other end of the connection closes; models are written into the folder."""

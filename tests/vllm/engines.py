@@ -20,8 +20,6 @@ from typing import Any
 from tests.vllm.models import VOCABULARY, next_token
 from tests.vllm.setups import Setup
 
-__all__ = ["Dead", "Engine", "Reply", "Server", "continued", "prompt"]
-
 WITHIN_S = 60.0
 START_S = 240.0
 

@@ -25,8 +25,6 @@ from vllm.v1.serial_utils import run_method
 from tests.vllm.rank import Rank
 from tests.vllm.setups import die_with_parent
 
-__all__ = ["RankExecutor"]
-
 ANSWER_S = 120.0
 
 

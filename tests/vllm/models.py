@@ -17,8 +17,6 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Attention", "Layer", "Mamba", "Model", "attention_words", "next_token", "prefix_hash", "state_values"]
-
 VOCABULARY = 30_000
 MASK = (1 << 64) - 1
 

@@ -11,8 +11,6 @@ from typing import Any
 from tests.vllm.engines import Engine, Reply, Server, continued, prompt
 from tests.vllm.setups import Setup
 
-__all__ = ["ASKED", "Pair", "settle"]
-
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
 """What a router asks of a prefill engine, whichever connector it has."""
 

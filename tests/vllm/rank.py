@@ -45,8 +45,6 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from tests.vllm.models import Attention, Mamba, Model, attention_words, next_token, state_values
 
-__all__ = ["Rank"]
-
 MOST_WRONG = 20
 
 

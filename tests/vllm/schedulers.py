@@ -52,8 +52,6 @@ from asynckv.integrations.vllm.handover import WorkerAddress  # noqa: E402
 
 os.sched_setaffinity(0, CORES)
 
-__all__ = ["ABORTED", "DENSE", "HYBRID", "MIXED", "STATES", "WINDOW", "Side", "Told"]
-
 ABORTED = RequestStatus.FINISHED_ABORTED
 
 Group = tuple[Any, ...]

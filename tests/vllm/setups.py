@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 from tests.vllm.models import Model
 
-__all__ = ["Connector", "Setup", "die_with_parent"]
-
 PR_SET_PDEATHSIG = 1
 
 

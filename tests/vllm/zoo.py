@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.vllm.models import Attention, Mamba, Model
 
-__all__ = ["ATTENTION", "MODELS", "STATES"]
-
 ATTENTION = {
     "dense": Model(layers=(Attention(),) * 4, block_size=32),
     "mla": Model(layers=(Attention(heads=1, size=64, is_mla=True),) * 4, block_size=32),
