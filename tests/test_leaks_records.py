@@ -219,7 +219,7 @@ def test_a_damaged_archive_gives_what_is_whole(tmp_path: Path) -> None:
     (tmp_path / "a.gz").write_bytes(whole[: len(whole) // 2])
     logs = read_logs([tmp_path / "a.gz"])
     assert 50 < len(logs.records) < 150
-    assert {x.reason.partition(" (")[0] for x in logs.skipped} == {"compressed, and cut short or damaged", "cut short"}
+    assert {x.reason.partition(" (")[0] for x in logs.skipped} == {"compressed, and cut short or damaged"}
     (tmp_path / "a.gz").write_bytes(whole + gzip.compress(json.dumps(row(request_id="last")).encode()))
     logs = read_logs([tmp_path / "a.gz"])
     assert (len(logs.records), logs.skipped) == (201, [])
@@ -240,12 +240,12 @@ def test_bad_input(tmp_path: Path) -> None:
             read_logs(paths)
 
 
-def test_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stdin:
-        buffer = io.BytesIO((json.dumps(row()) + "\n").encode())
-
-    monkeypatch.setattr(sys, "stdin", Stdin)
-    logs = read_logs(["-", "-"])
+def test_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tmp_path / "given"
+    given.write_text(json.dumps(row()) + "\n")
+    with given.open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        logs = read_logs(["-", "-"])
     assert [x.where for x in logs.records] == ["stdin:1"]
 
 

@@ -14,6 +14,8 @@ counts are bounded, and whoever uses a record asks it for values of the type tha
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import math
 import os
@@ -26,7 +28,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -36,9 +38,6 @@ from asynckv.edges.file_io import no_collection
 from asynckv.errors import ConfigError
 
 CHUNK = 1 << 20
-GZIP = 31
-"""What zlib calls archives with a header of gzip."""
-
 MAX_LINE = 1 << 20
 """Bytes of one line; asynckv's longest, a request's whole history, has some 100 KB."""
 
@@ -330,18 +329,18 @@ class _Reader:
         shown = "stdin" if path == "-" else path
         damage: list[str] = []
         try:
-            raw: IO[bytes] = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115 - closed below
-            try:
-                for line, length in _lines(_Stream(raw, progress), damage.append):
+            # The standard input stays open.
+            file = io.FileIO(sys.stdin.fileno() if path == "-" else path, closefd=path != "-")
+            with io.BufferedReader(file, CHUNK) as raw:
+                for line, length in _lines(raw, damage.append):
                     lines += 1
                     size += length
+                    if size // CHUNK > (size - length) // CHUNK:
+                        progress(size if path == "-" else file.tell())
                     if length > MAX_LINE + 1:
                         self._skip(f"longer than {MAX_LINE:,} bytes", f"{shown}:{lines}", line)
                         continue
                     pending = self._line(line, shown, lines, pending)
-            finally:
-                if path != "-":
-                    raw.close()
         except OSError as exc:
             raise ConfigError(f"{path}: {exc.strerror or exc}; name a log that can be read, or - for stdin") from exc
         for why in damage:
@@ -457,66 +456,21 @@ class _Reader:
         found[0] += 1
 
 
-class _Stream:
-    """A file that is read from its start to its end, once: stdin cannot go back. It counts as it goes."""
+def _lines(raw: io.BufferedReader[io.FileIO], failed: Callable[[str], None]) -> Iterator[tuple[bytes, int]]:
+    """Split a file into lines, each with its length; of one that is too long only the beginning is kept.
 
-    def __init__(self, raw: IO[bytes], progress: Callable[[int], None]) -> None:
-        self._raw, self._progress = raw, progress
-        self._first = raw.read(CHUNK)
-        self._done = len(self._first)
-
-    @property
-    def is_compressed(self) -> bool:
-        return self._first.startswith(b"\x1f\x8b")
-
-    def read(self, size: int) -> bytes:
-        if self._first:
-            out, self._first = self._first[:size], self._first[size:]
-            return out
-        out = self._raw.read(size)
-        self._done += len(out)
-        self._progress(self._done)
-        return out
-
-
-def _lines(stream: _Stream, failed: Callable[[str], None]) -> Iterator[tuple[bytes, int]]:
-    """Split a file into lines, each with its length; of one that is too long only the beginning is kept."""
-    carry, cut = b"", 0
-    for piece in _unzipped(stream, failed) if stream.is_compressed else iter(lambda: stream.read(CHUNK), b""):
-        lines = piece.split(b"\n")
-        if len(lines) == 1:
-            if len(carry) > MAX_LINE:
-                cut += len(piece)
-            else:
-                carry += piece
-            continue
-        yield carry if cut else carry + lines[0], len(carry) + cut + len(lines[0]) + 1
-        cut = 0
-        for line in lines[1:-1]:
-            yield line, len(line) + 1
-        carry = lines[-1]
-    if carry:
-        yield carry, len(carry) + cut
-
-
-def _unzipped(stream: _Stream, failed: Callable[[str], None]) -> Iterator[bytes]:
-    """Unzip, one archive after the other as they follow; of one that is cut short all that can be read."""
-    unzip, is_within = zlib.decompressobj(wbits=GZIP), False
-    while data := stream.read(CHUNK):
-        while data:
-            try:
-                piece = unzip.decompress(data, CHUNK)
-            except zlib.error as exc:
-                failed(f"compressed, and cut short or damaged ({exc})")
-                return
-            yield piece
-            data, is_within = unzip.unconsumed_tail, not unzip.eof
-            if unzip.eof:
-                data = unzip.unused_data.lstrip(b"\0")
-                unzip = zlib.decompressobj(wbits=GZIP)
-    yield unzip.flush()
-    if is_within:
-        failed("compressed, and cut short or damaged (its end is missing)")
+    A file that is compressed is unzipped, one archive after the other as they follow; of one that is cut short all that
+    can be read is.
+    """
+    file = gzip.GzipFile(fileobj=raw) if raw.peek(2).startswith(b"\x1f\x8b") else raw
+    try:
+        while line := file.readline(MAX_LINE + 1):
+            length, last = len(line), line
+            while not last.endswith(b"\n") and (last := file.readline(MAX_LINE)):
+                length += len(last)
+            yield line.removesuffix(b"\n"), length
+    except (EOFError, gzip.BadGzipFile, zlib.error) as exc:
+        failed(f"compressed, and cut short or damaged ({exc})")
 
 
 def _each(record: Record) -> Iterator[Record]:
