@@ -16,7 +16,7 @@ from asynckv.arguments import without_control
 from asynckv.errors import ConfigError
 from asynckv.tools.diagnose.join import Lease, Pull, Request, Service
 from asynckv.tools.diagnose.leaks_values import moment
-from asynckv.tools.diagnose.timeline_model import handles, names
+from asynckv.tools.diagnose.timeline_model import named, names
 
 SHOWN = 5
 """Ids, leases or pulls that are named."""
@@ -35,25 +35,20 @@ def find_requests(service: Service, wanted: str, others: Iterable[str] = ()) -> 
     """
     if not wanted.strip():
         raise ConfigError("--request '' names nothing; give an id of either side, a pull id or a sequence")
-    called = [(x, {y for name in names([x]) for y in (name, without_control(name))}) for x in service.requests]
-    if found := [x for x in service.requests if wanted in (y := handles([x])) or wanted in map(without_control, y)]:
-        return found
-    if found := [x for x, known in called if wanted in known]:
+    every = [[x] for x in service.requests]
+    if found := [x for (x,) in named(every, wanted, exactly=True)]:
         return found
     if wanted in (others := set(others)):
         return []
-    number = wanted.removeprefix("#")
-    if number.isdecimal() and (found := [x for x, _ in called if str(x.sequence) == number]):
-        return found
-    found = [x for x, known in called if any(name.startswith(wanted) for name in known)]
+    found = [x for (x,) in named(every, wanted)]
     shown = without_control(wanted)[:MAX_LETTERS]
     if len({x.name for x in found}) > 1:  # a request that is tried again elsewhere may have its id there too
         begun = _some(x.name for x in found)
         raise ConfigError(f"--request {shown}: {len(found):,} requests begin so: {begun}; give more of its id")
     if not found:
-        near = _nearest(wanted, others.union(*(known for _, known in called)))
+        near = _nearest(wanted, others.union(*map(names, every)))
         raise ConfigError(
-            f"--request {shown}: no such request among {len(called):,}"
+            f"--request {shown}: no such request among {len(every):,}"
             + (f"; the nearest ids are {_some(near)}" if near else "")
             + "; successes are sampled, of stores and loads only failures are logged, and it may be in other logs"
         )

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from asynckv.tools.diagnose.join import Request
     from asynckv.tools.diagnose.timeline_model import Story
 
 EPILOG = """
@@ -72,7 +71,7 @@ def timeline(
     from asynckv.tools.diagnose.axis import counted, make_axis
     from asynckv.tools.diagnose.join import join
     from asynckv.tools.diagnose.reading import read_with_progress
-    from asynckv.tools.diagnose.timeline_model import families, ground, stories
+    from asynckv.tools.diagnose.timeline_model import families, ground, named, stories
     from asynckv.tools.output import check_writable, write, write_json
 
     if sum((request is not None, slowest is not None, all)) > 1:
@@ -97,7 +96,7 @@ def timeline(
     # Of a million requests one is wanted at times.
     together = list(families(service.requests))
     grounds = ground(axis)
-    every = stories(axis, _named(together, request) if request is not None else together)
+    every = stories(axis, named(together, request) if request is not None else together)
     if request is not None:
         chosen = every
         if not chosen:
@@ -136,22 +135,6 @@ def timeline(
             write(
                 "--html", html, make(axis, shown, grounds, logs, overview(found, axis, together, grounds, leaks), leaks)
             )
-
-
-def _named(every: Sequence[Sequence[Request]], wanted: str) -> list[Sequence[Request]]:
-    """Find requests by name, as it is or as it is shown: exact ones, else a sequence, else what begins so."""
-    from asynckv.arguments import without_control
-    from asynckv.tools.diagnose.timeline_model import handles, names
-
-    if found := [x for x in every if wanted in (y := handles(x)) or wanted in map(without_control, y)]:
-        return found
-    called = [{y for name in names(x) for y in (name, without_control(name))} for x in every]
-    if found := [x for x, known in zip(every, called, strict=True) if wanted in known]:
-        return found
-    number = wanted.removeprefix("#")
-    if number.isdecimal() and (found := [x for x in every if any(str(r.sequence) == number for r in x)]):
-        return found
-    return [x for x, known in zip(every, called, strict=True) if any(name.startswith(wanted) for name in known)]
 
 
 def _most(chosen: Sequence[Story], errors: Console) -> list[Story]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from asynckv.arguments import without_control
 from asynckv.core import told
 from asynckv.core.notes import Lapsed, Released, Revoked
 from asynckv.tools.diagnose import colours
@@ -289,6 +290,19 @@ def names(family: Sequence[Request]) -> set[str]:
 def handles(family: Sequence[Request]) -> set[str]:
     """Return what nothing else is called: ids and sequences behind the prefill engine's, `ENGINE:ID`."""
     return {f"{r.engine_id}:{x}" for r in family for x in (r.request_id, r.name, r.sequence) if x not in ("", -1)}
+
+
+def named(every: Iterable[Sequence[Request]], wanted: str, *, exactly: bool = False) -> list[Sequence[Request]]:
+    """Find requests by a name, as it is or as it is shown: what is called so, else of this sequence, else begins so."""
+    shown = [(x, {z for name in names(x) for z in (name, without_control(name))}) for x in every]
+    if found := [x for x, _ in shown if wanted in (y := handles(x)) or wanted in map(without_control, y)]:
+        return found
+    if found := [x for x, known in shown if wanted in known]:
+        return found
+    number = wanted.removeprefix("#")
+    if number.isdecimal() and (found := [x for x, _ in shown if any(str(r.sequence) == number for r in x)]):
+        return found
+    return [] if exactly else [x for x, known in shown if any(name.startswith(wanted) for name in known)]
 
 
 def families(requests: Iterable[Request]) -> Iterator[list[Request]]:
