@@ -279,31 +279,6 @@ def test_to_look_for_one_among_many_costs_more() -> None:
     assert answered("nobody") < 0.95 * survey.TOTAL_BURST
 
 
-def test_an_answer_is_not_repeated_to_everybody_for_ever() -> None:
-    world = World()
-    prefill = prefill_rank(world)
-    said = [x for n in range(600) for x in asked(world, prefill, StatusRequest(n, 1), who=b"%d" % n)]
-    answered = sum(not decode_account(status.account).refused for status in said)
-    assert survey.REPEAT_BURST <= answered <= survey.REPEAT_BURST + survey.TOTAL_BURST
-    assert len(said) == 600
-
-
-def test_who_asks_the_same_at_the_same_moment_hears_the_same() -> None:
-    world = World()
-    prefill = prefill_rank(world)
-    world.lend(prefill, world.params([prefill], "p1", [1], 4))
-    said: list[Status] = []
-    for n in range(5):
-        prefill.core.survey.ask(b"%d" % n, StatusRequest(n, 1), said.append, world.time(prefill))
-    said += asked(world, prefill)
-    assert [status.nonce for status in said] == [0, 1, 2, 3, 4]
-    assert {status.account for status in said} == {said[0].account}
-    world.lend(prefill, world.params([prefill], "p2", [2], 4))
-    assert [x.request_id for x in account(world, prefill, 1).requests] == ["p1"]
-    world.now += 2 * survey.FRESH_S
-    assert sum(x.number for x in account(world, prefill, 1).counts) == 2
-
-
 def test_an_engine_may_say_nothing_and_says_that() -> None:
     world = World(EngineConfig(engine_id="x", inspect=InspectConfig(enabled=False)))
     prefill, stranger = prefill_rank(world), world.add("s", make_layout(base=1 << 41))

@@ -2,8 +2,7 @@
 
 A question waits in a queue of bounded length, and `tick` carries it on by one slice. First everything is counted, which
 serves all questions of the next moment, or of a longer one where there is much. Then the requests that are wanted are
-told, the oldest first; who asks the same at the same moment hears the same, so that several watchers cost little more
-than one.
+told, the oldest first.
 
 Nothing is sorted for that: leases and pulls are kept in the order in which they began. Where a page ended is said by
 the last request on it, so that no page is kept for whoever asks, and none is left out or told twice while others come
@@ -24,7 +23,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from asynckv.config import EngineConfig
 from asynckv.core.account import Account, Facts, PeerStatus, PhaseCount, encode_account
@@ -50,18 +49,14 @@ TOTAL_RATE, TOTAL_BURST, TOLD_PER_TOKEN = 16.0, 400, 64
 MAX_WAITING = 64
 """Questions that wait for their answer."""
 
-REPEAT_RATE, REPEAT_BURST = 64.0, 400
-"""Answers per second that were made for somebody else, and are only sent once more: for all together, too, since they
-wait to be sent for as long as whoever asked does not read."""
-
 LOOKED_PER_TOKEN = 8192
 """To find one request by its name all are looked at: so many cost as much as one question more."""
 
 FRESH_S = 0.2
-"""For how long an answer, and what was counted, serve other questions."""
+"""For how long what was counted serves other questions."""
 
 FRESH_S_EACH = 50e-6
-"""The same for what was counted, for each request: to count one takes a hundredth of it."""
+"""The same for each request that was counted: to count one takes a hundredth of it."""
 
 SLICE_LEASES, SLICE_PULLS, SLICE_TOLD = 2048, 512, 16
 """Looked at in one turn of the loop: half a millisecond each."""
@@ -91,16 +86,6 @@ MAX_HISTORY, MAX_EVENT = 128, 400
 """Of a request that is wanted alone: the last events, and letters of each."""
 
 Answer = Callable[[Status], None]
-
-
-class _Question(Struct, frozen=True):
-    asked: StatusRequest
-    answer: Answer
-
-    def use(self, status: Status) -> StatusRequest:
-        """Answer it with what was said to the same question."""
-        self.answer(structs.replace(status, nonce=self.asked.nonce))
-        return self.asked
 
 
 class _Counts(Struct):
@@ -148,12 +133,10 @@ class Survey:
         self._identity, self._config, self._ledger = identity, config, ledger
         self._prefill, self._decode, self._readers, self._inspector = prefill, decode, readers, inspector
         self._limits, self._total = Limiter(RATE, BURST), Limiter(TOTAL_RATE, TOTAL_BURST)
-        self._refusals, self._repeats = Limiter(RATE, BURST), Limiter(REPEAT_RATE, REPEAT_BURST)
-        self._waiting: deque[_Question] = deque()
+        self._refusals = Limiter(RATE, BURST)
+        self._waiting: deque[tuple[StatusRequest, Answer]] = deque()
         self._working: Generator[None, float, Status] | None = None
         self._counts: _Counts | None = None
-        self._told: dict[StatusRequest, tuple[float, Status]] = {}
-        """Answers that are fresh, by what was asked."""
 
     def ask(self, whose: Hashable, asked: StatusRequest, answer: Answer, now: float, principal: str = "") -> bool:
         """Take a question of a connection; it is answered now if it is refused, or in one of the next turns.
@@ -167,15 +150,12 @@ class Survey:
             refusal = Account(refused="what follows was asked for with a place that is none; begin anew")
         elif not self._limits.take(principal or whose, now):
             refusal = Account(refused=f"asked more than {RATE:g} times a second", retry_s=2 / RATE)
-        elif (fresh := self._fresh(asked, now)) is not None and self._repeats.take(None, now):
-            answer(fresh)
-            return True
         elif len(self._waiting) >= MAX_WAITING or not self._total.take(None, now):
             refusal = Account(refused=f"all together ask for more than {TOTAL_RATE:g} answers a second", retry_s=0.5)
         else:
             looked = len(self._prefill.leases) + len(self._decode.pulls) if asked.request_id else 0
             self._total.charge(None, now, asked.most / TOLD_PER_TOKEN + looked / LOOKED_PER_TOKEN)
-            self._waiting.append(_Question(asked, answer))
+            self._waiting.append((asked, answer))
             self.next_at = now
             return True
         if not self._refusals.take(principal or whose, now):
@@ -188,14 +168,14 @@ class Survey:
         if now < self.next_at:
             return
         if self._working is None and self._waiting:
-            self._working = self._work(self._waiting[0].asked)
+            self._working = self._work(self._waiting[0][0])
             next(self._working)
         if self._working is not None:
             try:
                 self._working.send(now)
             except StopIteration as done:
                 self._working = None
-                self._answer(done.value, now)
+                self._waiting.popleft()[1](done.value)
             except BaseException:
                 # A bug of ours: whoever asked hears nothing, and all others are answered.
                 self._working = None
@@ -205,22 +185,6 @@ class Survey:
         self.next_at = now if self._waiting else math.inf
 
     # -- inside ------------------------------------------------------------------------------------
-
-    def _answer(self, status: Status, now: float) -> None:
-        """Give the answer to whoever asked first, and to all who have asked the same since."""
-        said = _unnumbered(self._waiting.popleft().use(status))
-        same = [each for each in self._waiting if _unnumbered(each.asked) == said]
-        self._waiting = deque(each for each in self._waiting if _unnumbered(each.asked) != said)
-        for each in same:
-            each.use(status)
-        self._told = {key: told for key, told in self._told.items() if now - told[0] <= FRESH_S}
-        self._told[said] = now, status
-
-    def _fresh(self, asked: StatusRequest, now: float) -> Status | None:
-        told = self._told.get(_unnumbered(asked))
-        if told is None or now - told[0] > FRESH_S:
-            return None
-        return structs.replace(told[1], nonce=asked.nonce)
 
     def _status(self, nonce: int, gauges: dict[str, int], account: Account) -> Status:
         layout = self._identity.layout
@@ -353,11 +317,6 @@ def _letters(status: RequestStatus) -> int:
     said = sum(len(x.rank) + len(x.address) + 80 for x in status.ranks)
     said += sum(len(who) + len(detail) for _, _, _, who, detail in status.refused)
     return said + len(status.request_id) + 2 * len(status.prefill_request_id) + len(status.waits)
-
-
-def _unnumbered(asked: StatusRequest) -> StatusRequest:
-    """What is asked, whoever asks."""
-    return structs.replace(asked, nonce=0, read=b"")
 
 
 def _begun_at(request: Lease | Pull) -> float:
