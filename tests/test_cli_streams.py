@@ -170,7 +170,7 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(capsys: pyte
     *first, last = capsys.readouterr().err.splitlines()
     assert first == ["starting 2 workers: 0/2", "starting 2 workers: 1/2", "requests: 0/1,000"]
     assert last.startswith("requests: 500/1,000, 5")
-    assert last.endswith("/s, 10 s left")
+    assert last.endswith("/s, 0:00:10 left")
     with Bar(Console(file=io.StringIO())) as bar:
         bar.begin("requests", 10)
         bar.at(10)

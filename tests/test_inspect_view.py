@@ -185,7 +185,7 @@ def test_one_screen_answers_who_holds_what() -> None:
         "prefill/tp0@aaaaaaaa",
         "draining for 62 min",
         "pid 7 on h, asynckv 0.2.0, NIXL 1.5.1, takes nothing new: draining",
-        "blocks held 2 of 32 · 4 quarantined · reading 1 of 1 · in flight 4 KiB of 256 MiB",
+        "blocks held 2 of 32 · 4 quarantined · reading 1 of 1 · in flight 4.0 KiB of 256.0 MiB",
         "pull: reading 1 (oldest 3.0 s) · quarantined 2 (oldest 99 s)",
         "p2/tp0@dd gone, never heard, 3 requests: refused the handshake",
         "p1  prefill/tp0@aaaaaaaa",
@@ -282,7 +282,7 @@ def test_one_request_is_shown_with_all_that_is_known() -> None:
         "p1, sequence 7",
         "2 held as reading for 2.0 s",
         "(200 told)",
-        "0 B of 4 KiB read",
+        "0 bytes of 4.0 KiB read",
     ):
         assert words in said, said
     told = lease(refused=((2.0, "claim", "wrong_cohort", DECODE, "not this one"),), history=((0.5, "granted"),))
@@ -440,15 +440,15 @@ def test_tiers_are_shown_with_how_full_they_are_and_what_is_found() -> None:
     assert [line.strip() for line in lines[at : at + 3]] == [
         "offload: stores and loads under way: 1 · found 3,000 of 4,000 tokens (75%) · 16 of them missed by loads · "
         "9 blocks not stored",
-        "host   3 blocks, 3 MiB of 4 MiB (75%) · 2 to be written back · 7 evicted",
-        "file   10 blocks, 10 MiB of 1 GiB (1%) · /nvme/kv/tp0of1-ab",
+        "host   3 blocks, 3.0 MiB of 4.0 MiB (75%) · 2 to be written back · 7 evicted",
+        "file   10 blocks, 10.0 MiB of 1.0 GiB (1%) · /nvme/kv/tp0of1-ab",
     ]
     assert not any("offload" in line or "MiB" in line for line in shown([answer(PREFILL)]).splitlines())
 
 
 def test_what_another_geometry_has_left_is_shown_as_only_read() -> None:
     said = shown([with_tiers({}, **{"kept.others": 5, "kept_bytes.others": 5 << 10})])
-    assert "others 5 blocks, 5 KiB · stored by ranks of another geometry, only read" in said
+    assert "others 5 blocks, 5.0 KiB · stored by ranks of another geometry, only read" in said
 
 
 @pytest.mark.parametrize(("reads", "says"), [(1, "takes no more blocks: the disk is full"), (0, "is off: the disk is")])

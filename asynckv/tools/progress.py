@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -105,11 +106,5 @@ class Bar:
             rate = self._done / seconds
             said += f", {rate:,.0f}/s" if rate >= 10 else f", {rate:.1f}/s"
             if self._done < self._total:
-                said += f", {_span((self._total - self._done) / rate)} left"
+                said += f", {timedelta(seconds=round((self._total - self._done) / rate))} left"
         return said
-
-
-def _span(seconds: float) -> str:
-    whole = round(seconds)
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}" if minutes else f"{rest} s"

@@ -198,19 +198,15 @@ def _part(
     held: Range | None,
     tokens_per_entry: int = 1,
 ) -> TensorPart:
-    if held is None:
-        return TensorPart(
-            layer=layer, name=name, tensor=tensor, order=order, group=group, tokens_per_entry=tokens_per_entry
-        )
     return TensorPart(
         layer=layer,
         name=name,
         tensor=tensor,
         order=order,
         group=group,
-        axis=axis,
-        held=(held.lo, held.hi),
-        extent=held.extent,
+        axis=axis if held is not None else "",
+        held=(held.lo, held.hi) if held is not None else (0, 0),
+        extent=held.extent if held is not None else 0,
         tokens_per_entry=tokens_per_entry,
     )
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from asynckv.arguments import without_control
 from asynckv.core.account import Account
 from asynckv.core.inspect import RequestStatus
+from asynckv.tools.console import size
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.inspect_join import Joined, Other, join, unrepeated
 
@@ -46,15 +47,6 @@ def span(seconds: float | None) -> str:
     if abs(seconds) < 7200:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if abs(seconds) < 172_800 else f"{seconds / 86_400:.0f} d"
-
-
-def size(number: float) -> str:
-    """Write a number of bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"
 
 
 def text(value: str, style: str = "") -> Text:

@@ -31,19 +31,16 @@ class Machine(Struct, frozen=True, kw_only=True):
     load: float = 0.1
     numa_nodes: int = 1
     memory_bytes: int = 64 << 30
-    memory_available: int = 48 << 30
     memory_limit: int = 0
     memory_used: int = 0
     huge_pages: str = "madvise"
     shmem_huge_pages: str = "advise"
-    huge_pages_reserved: int = 0
     shm_bytes: int = 32 << 30
     shm_free: int = 32 << 30
     nofile: int = 65_536
     memlock: int = UNLIMITED
     ptrace_scope: int = 0
     seccomp: bool = False
-    no_new_privileges: bool = False
     container: str = ""
     own_pid_namespace: bool = False
     uid: int = 1000
@@ -59,7 +56,6 @@ class Interface(Struct, frozen=True, kw_only=True):
     name: str
     mtu: int = 1500
     addresses: tuple[str, ...] = ()
-    speed_mbit: int = 0
     is_loopback: bool = False
 
 
@@ -112,7 +108,6 @@ class Software(Struct, frozen=True, kw_only=True):
     pyzmq: str = "27"
     libzmq: str = "4.3.5"
     curve: bool = True
-    msgspec: str = "0.20"
     environment: dict[str, str] = field(default_factory=dict)
     plugin_dir_error: str = ""
 
@@ -149,7 +144,6 @@ class KeyFacts(Struct, frozen=True, kw_only=True):
     mode: int = 0o600
     owner: int = 1000
     secret_error: str = ""
-    public: str = ""
     authorized: str = ""
     authorized_error: str = ""
     num_authorized: int = 2
@@ -228,7 +222,6 @@ class PeerFacts(Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...] = ("10.0.0.2",)
     local: str = "10.0.0.1"
     path_mtu: int = 1500
-    connect_s: float = 0.0002
     mechanism: str = ""
     turned_away: bool = False
     hung_up: bool = False

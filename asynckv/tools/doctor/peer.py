@@ -153,7 +153,6 @@ class _Asking:
 
     async def _talk(self) -> Asked:
         self._note(f"asking {self._number}")
-        began = time.perf_counter()
         status = await self._answer(StatusRequest, SILENCE_S)
         if status is None and not self._foreign:
             self._note("no answer; looking at the port itself")
@@ -166,7 +165,7 @@ class _Asking:
             if self._foreign or self._turned_away:
                 self._know(stage="speak", error=self._foreign, turned_away=self._turned_away)
             return self._done()
-        self._know(stage="hello", connect_s=time.perf_counter() - began, engine_id=status.engine_id)
+        self._know(stage="hello", engine_id=status.engine_id)
         self._know(rank=f"tp{status.tp_rank} of {status.tp_size}", gauges=dict(status.gauges))
         await self._measure()
         await self._ask_account()

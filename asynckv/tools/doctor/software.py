@@ -47,7 +47,6 @@ def software() -> Software:
         pyzmq=str(zmq.__version__),
         libzmq=str(zmq.zmq_version()),
         curve=bool(zmq.has("curve")),
-        msgspec=_version("msgspec"),
         environment={k: _shown(k, v) for k, v in sorted(os.environ.items()) if k.startswith(PREFIXES)},
         plugin_dir_error=_plugin_dir_error(os.environ.get("NIXL_PLUGIN_DIR")),
     )
@@ -130,7 +129,6 @@ def keys(secret: str, authorized: str) -> KeyFacts:
         mode=mode,
         owner=owner,
         secret_error=refused,
-        public=public.hex(),
         authorized=authorized,
         authorized_error=authorized_error,
         num_authorized=len(allowed) if allowed is not None else 0,
