@@ -318,7 +318,7 @@ def test_what_is_no_number_is_as_if_it_were_not_said(tmp_path: Path) -> None:
     assert "NaN" in log.read_text()
     (record,) = read_logs([log]).records
     assert (record.number("seconds", 7.0), record.integer("bytes")) == (7.0, -1)
-    result = CliRunner().invoke(app, ["timeline", "--html", str(tmp_path / "a.html"), "--all", str(log)])
+    result = CliRunner().invoke(app, ["timeline", "--html", str(tmp_path / "a.html"), str(log)])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     assert (
         "NaN" not in (tmp_path / "a.html").read_text().partition('type="application/json"')[2].partition("</script>")[0]

@@ -37,8 +37,8 @@ EPILOG = """
 """
 
 
-MAX_STORIES = 20
-"""Requests of one id that are told; attempts at one request have the same on the decode side."""
+MAX_FAILED = 20
+"""Stores and loads of one id that are told."""
 
 
 def leaks(
@@ -140,10 +140,9 @@ def leaks(
 
     found = [x for x in find_leaks(service, when, wanted) if counts(x.holders[0] if x.holders else "", x.until)]
     early = early_ends(service, when)
-    stories = [leaks_request.life(x) for x in (wanted or ())[:MAX_STORIES]]
-    stories += leaks_copies.failures(service, names or ())[:MAX_STORIES]
+    failed = leaks_copies.failures(service, names or ())[:MAX_FAILED]
     copies = [x for x in leaks_copies.late_copies(service, names) if counts(x.rank, x.since + x.seconds)]
-    report = leaks_page.report(found, service, logs, unanswered, stories, early, copies, begin)
+    report = leaks_page.report(found, service, logs, unanswered, failed, early, copies, begin)
     write_json(json, report)
     usual = 3 if details or request is not None else 1
     limit = usual if limit is None else limit

@@ -41,7 +41,7 @@ def report(
     service: Service,
     logs: Logs,
     unanswered: Sequence[str] = (),
-    stories: Sequence[str] = (),
+    failed: Sequence[str] = (),
     early: Sequence[Early] = (),
     copies: Sequence[LateCopy] = (),
     since: float = -math.inf,
@@ -53,7 +53,7 @@ def report(
         service: Of `join`.
         logs: What was read.
         unanswered: Engines that were asked in vain, and why.
-        stories: What became of the requests that were asked for, each in a line.
+        failed: Stores and loads of the requests that were asked for, each in a line.
         early: Of `early_ends`.
         copies: Of `late_copies`.
         since: Only what was late then or later is among these.
@@ -68,7 +68,7 @@ def report(
         "causes": {cause.value: summed(cause, found) for cause, found in by_cause(leaks).items()},
         "leaks": [_entry(x) for x in leaks],
         "copies": [_plain(x) for x in copies],
-        "stories": list(stories),
+        "failed": list(failed),
         "read": {
             "files": len(logs.sources),
             "lines": logs.num_lines,
@@ -166,12 +166,14 @@ def show(found: dict[str, Any], console: Console, *, details: int, request: str 
         elif (limits := _limits(shown["read"])) and not name:
             text += f", as far as {limits}"
         _print(console, f"[bold]{text}.[/bold]")
-        for story in shown["stories"]:
+        if name and shown["read"]["files"]:
+            _print(console, f"What became of it: asynckv timeline LOGS --request {name}", 2)
+        for story in shown["failed"]:
             _print(console, story, 2)
     elif shown["leaks"]:
         _show_table(shown, console)
     else:
-        for story in shown["stories"]:
+        for story in shown["failed"]:
             _print(console, story)
     for cause in shown["causes"]:
         leaks = [x for x in shown["leaks"] if x["cause"] == cause]

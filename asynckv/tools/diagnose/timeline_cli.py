@@ -47,10 +47,6 @@ def timeline(
     slowest: Annotated[
         int | None, typer.Option(help="So many that took longest, on any side.", rich_help_panel=CHOOSE, metavar="N")
     ] = None,
-    all: Annotated[
-        bool,
-        typer.Option("--all", help="All, one line each; without any of these, all in numbers.", rich_help_panel=CHOOSE),
-    ] = False,
     html: Annotated[
         str | None,
         typer.Option(help="Write a page to zoom into; - for stdout.", rich_help_panel=OUT, metavar="FILE"),
@@ -74,8 +70,8 @@ def timeline(
     from asynckv.tools.diagnose.timeline_model import families, ground, named, stories
     from asynckv.tools.output import check_writable, write, write_json
 
-    if sum((request is not None, slowest is not None, all)) > 1:
-        raise ConfigError("--request, --slowest and --all exclude each other; give one of them")
+    if request is not None and slowest is not None:
+        raise ConfigError("--request and --slowest exclude each other; give one of them")
     if slowest is not None and not 1 <= slowest <= MOST_SHOWN:
         raise ConfigError(f"--slowest {slowest} is outside 1 ... {MOST_SHOWN}")
     outputs = {"--html": html, "--json": json}
@@ -113,10 +109,7 @@ def timeline(
         timeline_text.show_slowest(axis, every, slowest, console)
     else:
         chosen = every
-        if all:
-            timeline_text.show_list(axis, every, console)
-        else:
-            timeline_text.show_all(axis, every, grounds, console)
+        timeline_text.show_all(axis, every, grounds, console)
     if request is None:
         timeline_text.show_ends(grounds, console)
     timeline_text.show_read(found, service, console)

@@ -41,8 +41,6 @@ LETTERS: Mapping[str, str] = {
 }
 AWAY = "event loop away"
 MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES, MAX_NAMES, MAX_NOTICES = 64, 60, 8, 32, 8, 3
-MAX_LISTED = 1000
-"""Requests that are listed one by one."""
 MOST_WIDE = 4096
 """Letters of a line in a file or pipe."""
 
@@ -262,24 +260,6 @@ def _longest(story: Story, side: str) -> Lane | None:
     """Return the lane of a side that says best where a request's time went."""
     lanes = [x for x in story.lanes if x.side == side]
     return max(lanes, key=lambda x: x.end - x.start, default=None)
-
-
-def show_list(axis: Axis, found: Sequence[Story], console: Console) -> None:
-    """Show all requests, one line each; of too many those that went wrong, or took longest."""
-    kept = sorted(found, key=lambda x: (x.level == "info", -x.seconds))[:MAX_LISTED]
-    room = min(max((len(without_control(x.name)) for x in kept), default=0), 60)
-    for x in sorted(kept, key=lambda x: x.number):
-        name = without_control(x.name or "?").ljust(room)
-        style = "yellow" if x.level == "warning" else ""
-        text = f"{clock_time(x.start)[11:]}  {shown_seconds(x.seconds):>7}  {name}  {x.ended}"
-        _line(console, text, style, is_whole=True)
-    console.print()
-    if len(found) > len(kept):
-        _line(
-            console, f"... and {len(found) - len(kept):,} more, which went well and took less; --json has more", "dim"
-        )
-    _outcomes(axis, found, console)
-    _notes(axis, console)
 
 
 WIDE = 72
