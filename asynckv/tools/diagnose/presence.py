@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -90,11 +90,18 @@ class Fate:
 
 
 class Presence:
-    """What became of all processes of a service, on one time for all."""
+    """What became of all processes of a service, on one time for all.
 
-    def __init__(self, service: Service, when: When) -> None:
-        self.service = service
-        self.when = when
+    Args:
+        service: Of `join`.
+        when: Aligns clocks.
+        shown: Writes a moment of a process's clock; as it is, if left out.
+    """
+
+    def __init__(
+        self, service: Service, when: When, shown: Callable[[Process, float], str] = lambda _, at: moment(at)
+    ) -> None:
+        self.service, self.when, self._shown = service, when, shown
         processes = service.processes.values()
         self.fate = cache(self._fate)
         """Says what became of a process."""
@@ -134,25 +141,26 @@ class Presence:
         return out
 
     def _fate(self, process: Process) -> Fate:
+        shown = self._shown
         low, high = self.when(process.incarnation, process.last_at)
-        ends = f"its log ends at {moment(process.last_at)} without a goodbye"
+        ends = f"its log ends at {shown(process, process.last_at)} without a goodbye"
         lost = self._lost.get(process.incarnation, ())
         if process.answers:
             return Fate("alive", "it answers", math.inf, math.inf)
         if process.stopped is not None:
             how = "closed" if process.stopped.event == told.EngineStopped.event else "suspended"
-            return Fate("stopped", f"{how} at {moment(process.stopped.at)}", low, high)
+            return Fate("stopped", f"{how} at {shown(process, process.stopped.at)}", low, high)
         if process.start in self._hanging:
-            why = f"it does not answer (its log ends at {moment(process.last_at)})"
+            why = f"it does not answer (its log ends at {shown(process, process.last_at)})"
             return Fate("silent", why, low, math.inf, False, hangs=True)
         for other, record in lost:
             if record.text("detail").endswith("said goodbye"):  # and its own log's level leaves that out
-                heard = f"{other.rank} heard at {moment(record.at)} that {record.text('detail')}"
+                heard = f"{other.rank} heard at {shown(other, record.at)} that {record.text('detail')}"
                 return Fate("stopped", heard, low, high)
         if (after := process.successor) is not None:
             began = self.when(after.incarnation, after.first_at)[1]
             if began >= low:  # else both go by one name at once, and one says nothing of the other
-                return Fate("died", f"{ends}, and {after.rank} started at {moment(after.first_at)}", low, began)
+                return Fate("died", f"{ends}, and {after.rank} started at {shown(after, after.first_at)}", low, began)
         for other, record in lost:
             at, detail = self.when(other.incarnation, record.at), record.text("detail")
             if detail == "failed" and at[0] <= low:
@@ -163,7 +171,7 @@ class Presence:
             if at[1] > low and not detail.startswith("forgotten") and self.last >= high + waits_s:
                 return Fate("died", f"{ends}, and {other.rank} lost it: {detail}", low, at[1])
         if not process.says_info:
-            why = f"its log has warnings only, the last of {moment(process.last_at)}"
+            why = f"its log has warnings only, the last of {shown(process, process.last_at)}"
             return Fate("silent", why, low, math.inf, False)
         gone_by = self._lapsed.get(process.incarnation, -math.inf)
         if gone_by >= low and self.last >= gone_by + SILENCE_S / 2:

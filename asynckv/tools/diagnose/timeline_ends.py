@@ -63,9 +63,8 @@ class End:
 
 def ends(axis: Axis) -> dict[str, End]:
     """Find them, by incarnation."""
-    when = axis.when
-    processes = Presence(axis.service, when)
-    early = {x.rank: x.before_s for x in early_ends(axis.service, when)}
+    processes = Presence(axis.service, axis.when, lambda process, at: moment(axis.at(process, at)))
+    early = {x.rank: x.before_s for x in early_ends(axis.service, axis.when)}
     noticed = _noticed(axis)
     out = {}
     for process in axis.service.processes.values():
@@ -73,20 +72,11 @@ def ends(axis: Axis) -> dict[str, End]:
         is_early = fate.kind == "silent" and process.rank in early
         if fate.kind != "died" and not is_early:
             continue
-        said = _by_the_axis(axis, process, fate.why)
+        said = fate.why[: 2 * MAX_TEXT]
         if is_early:
             said += f" ({shown_seconds(early[process.rank])} before the last line of all)"
         out[process.incarnation] = _end(axis, process, fate, said, noticed[process.incarnation])
     return out
-
-
-def _by_the_axis(axis: Axis, process: Process, said: str) -> str:
-    """Put the times of a sentence, which are of each process's own clock, on the axis."""
-    told = [(process, process.last_at)]
-    told += [(x, x.first_at) for x in (process.successor,) if x is not None]
-    for whose, at in told:
-        said = said.replace(f" at {moment(at)}", f" at {moment(axis.at(whose, at))}", 1)
-    return said[: 2 * MAX_TEXT]
 
 
 def _end(axis: Axis, process: Process, fate: Fate, said: str, noticed: list[Notice]) -> End:
