@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 from asynckv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
+
+MOST_WIDE = 4096
+"""Letters of a line in a file or pipe."""
 
 WORDS = 16
 """Columns of the terminal that a column of words needs at least; it is wrapped there."""
@@ -150,3 +154,17 @@ def _print_as_list(
             lines[-1] += ","
             lines.append(f"  {word}")
     console.print(safe("\n".join(filter(None, lines))), highlight=False, style=style)
+
+
+def print_unpadded(console: Console, what: RenderableType, *, is_whole: bool = False) -> None:
+    """Print a table; elsewhere than on a terminal without spaces at the ends, and what `is_whole` is not folded."""
+    from rich.console import Console
+
+    if console.is_terminal:
+        console.print(what, highlight=False)
+        return
+    drawn = Console(file=io.StringIO(), width=MOST_WIDE if is_whole else console.width, color_system=None)
+    with drawn.capture() as captured:
+        drawn.print(what, highlight=False)
+    for line in captured.get().removesuffix("\n").split("\n"):
+        console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)

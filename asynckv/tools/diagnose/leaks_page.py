@@ -5,7 +5,6 @@ Everything in it came from logs, which is to say from strangers: it is made prin
 
 from __future__ import annotations
 
-import io
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,14 +25,12 @@ from asynckv.tools.diagnose.join import Service
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy, has_offload
 from asynckv.tools.diagnose.leaks_values import Early, Leak, moment
 from asynckv.tools.diagnose.records import Logs
+from asynckv.tools.output import print_unpadded
 
 SCHEMA = "asynckv.leaks/1"
 SHOWN_NAMES = 8
 MAX_FILES = 100
 """Files that are told one by one."""
-
-WIDEST = 1000
-"""Letters of a table that no terminal shows."""
 
 
 def report(
@@ -224,14 +221,7 @@ def _show_table(shown: dict[str, Any], console: Console) -> None:
         longest = "" if row["longest_s"] is None else f"{row['longest_s']:,.1f} s"
         blocks = "" if row["blocks"] is None else f"{row['blocks']:,}"
         table.add_row(cause, f"{row['requests']:,}", blocks, longest, row["title"])
-    if console.is_terminal:
-        console.print(table)
-        return
-    wide = Console(file=io.StringIO(), width=WIDEST)
-    with wide.capture() as captured:
-        wide.print(table)
-    for line in captured.get().splitlines():
-        console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
+    print_unpadded(console, table, is_whole=True)
 
 
 def _show_copies(copies: Sequence[dict[str, Any]], console: Console, most: int) -> None:

@@ -6,7 +6,6 @@ escaped.
 
 from __future__ import annotations
 
-import io
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.join import Service
 from asynckv.tools.diagnose.records import Logs
 from asynckv.tools.diagnose.timeline_model import COLORS, LOG_ENDS, NO_LOG, PHASES, Bar, Ground, Lane, Mark, Story
+from asynckv.tools.output import print_unpadded
 
 LETTERS: Mapping[str, str] = {
     "lent": "-",
@@ -41,8 +41,6 @@ LETTERS: Mapping[str, str] = {
 }
 AWAY = "event loop away"
 MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES, MAX_NAMES, MAX_NOTICES = 64, 60, 8, 32, 8, 3
-MOST_WIDE = 4096
-"""Letters of a line in a file or pipe."""
 
 
 MOST_PHASES = 2
@@ -128,11 +126,11 @@ def show_one(axis: Axis, story: Story, grounds: Sequence[Ground], console: Conso
         each.process.incarnation: [x for x in each.away if x.end > story.start and x.start < story.end]
         for each in grounds
     }
-    _show(console, _gantt(story, away, console.width))
+    print_unpadded(console, _gantt(story, away, console.width))
     is_away = any(away.get(x.process.incarnation) for x in story.lanes)
-    _show(console, _legend((b for x in story.lanes for b in x.bars), console.width, is_away))
+    print_unpadded(console, _legend((b for x in story.lanes for b in x.bars), console.width, is_away))
     console.print()
-    _show(console, _events(story, grounds), is_whole=True)
+    print_unpadded(console, _events(story, grounds), is_whole=True)
     _notes(axis, console)
 
 
@@ -246,8 +244,8 @@ def show_slowest(axis: Axis, found: Sequence[Story], number: int, console: Conso
             took = shown_seconds(max(b.end for b in bars) - lane.start)
             said = Text(without_control(f"{phases}; {how}"), style=style)
             table.add_row(took, bar_line(bars, first, last, across), said)
-        _show(console, table, is_whole=True)
-    _show(console, _legend(drawn, console.width))
+        print_unpadded(console, table, is_whole=True)
+    print_unpadded(console, _legend(drawn, console.width))
     why = Counter(x.took for x in slowest if x.took).most_common()
     ranked = (
         f", ranked by what took longest on any side ({', '.join(f'{what} {n:,}' for what, n in why)})" if why else ""
@@ -271,7 +269,7 @@ def show_all(axis: Axis, found: Sequence[Story], grounds: Sequence[Ground], cons
     _outcomes(axis, found, console)
     console.print()
     is_wide = not console.is_terminal or console.width >= WIDE
-    _show(console, Group(_processes(found, grounds), "", _phases(found, is_wide)), is_whole=True)
+    print_unpadded(console, Group(_processes(found, grounds), "", _phases(found, is_wide)), is_whole=True)
     _notes(axis, console)
 
 
@@ -405,15 +403,3 @@ def _line(console: Console, text: str, style: str = "", *, is_whole: bool = Fals
     """Print a line; it is wrapped on a terminal only, and there not inside what is to be copied."""
     shown = Text(without_control(text), style=style)
     console.print(shown, highlight=False, soft_wrap=is_whole or not console.is_terminal)
-
-
-def _show(console: Console, what: RenderableType, *, is_whole: bool = False) -> None:
-    """Print a table; elsewhere than on a terminal without spaces at the ends, and what is whole is not folded."""
-    if console.is_terminal:
-        console.print(what, highlight=False)
-        return
-    drawn = Console(file=io.StringIO(), width=MOST_WIDE if is_whole else console.width, color_system=None)
-    with drawn.capture() as captured:
-        drawn.print(what, highlight=False)
-    for line in captured.get().removesuffix("\n").split("\n"):
-        console.print(Text(line.rstrip()), highlight=False, soft_wrap=True)
