@@ -292,12 +292,6 @@ def test_one_request_is_shown_with_all_that_is_known() -> None:
     assert "none of the 1 that answered knows of 'd1\\x1b'" in shown([answer(PREFILL), silent()], request="d1\x1b")
 
 
-def test_an_older_engine_is_shown_with_what_it_says() -> None:
-    said = shown([Answer(address="tcp://x:1", is_older=True, engine_id="e", gauges={"leases": 3, "pulls": 0})])
-    assert "gauges only, asynckv of an older version" in said
-    assert "leases 3" in said
-
-
 WILD = "\x1b]0;owned\x07[red]\u202e\n" * 50
 
 
@@ -329,7 +323,6 @@ def test_strangers_write_nothing_onto_the_terminal_but_letters() -> None:
     answers = [
         Answer(address=WILD, account=hostile, gauges={WILD: 1}),
         Answer(address=WILD, error=WILD),
-        Answer(address=WILD, is_older=True, engine_id=WILD, gauges={WILD: 1}),
     ]
     for said in (shown(answers), shown(answers, request=WILD)):
         assert "\\x1b" in said

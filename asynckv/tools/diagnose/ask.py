@@ -69,7 +69,6 @@ class Answer:
         is_left_behind: Nobody is behind this socket any more: its process has ended.
         is_away: Its process lives, and nobody answered: the event loop is away, or the process is stopped.
         pid: Of the process behind a socket that gave no answer; 0 if it is not known.
-        is_older: It says gauges only, as asynckv did that spoke protocol 1.2 or older.
         engine_id, tp_rank: As it calls itself.
         gauges: What is owed and held.
         account: Everything else that it says.
@@ -82,7 +81,6 @@ class Answer:
     is_left_behind: bool = False
     is_away: bool = False
     pid: int = 0
-    is_older: bool = False
     engine_id: str = ""
     tp_rank: int = 0
     gauges: Mapping[str, int] = field(default_factory=dict)
@@ -252,7 +250,7 @@ class Asker:
             async with asyncio.timeout(self._timeout_s):
                 status = await line.ask(min(most - told, MAX_TOLD), after, request_id)
             if not status.account:
-                return _of(status, address, is_older=True)
+                raise _Vain("it says gauges only: it is of an older version, ask it with its own asynckv")
             try:
                 account = decode_account(status.account)
             except RemoteProtocolError as exc:
@@ -270,7 +268,7 @@ class Asker:
             if not after or told >= most or len(requests) == before:
                 break
         whole = msgspec.structs.replace(first, requests=tuple(requests.values()), holds=tuple(holds), after=after)
-        return _of(status, address, account=whole, is_cut=bool(after))
+        return _of(status, address, whole, is_cut=bool(after))
 
     @asynccontextmanager
     async def _over_network(self, address: str) -> AsyncIterator[_Line]:
@@ -463,15 +461,12 @@ class _SocketLine:
 _Line = _NetworkLine | _SocketLine
 
 
-def _of(
-    status: Status, address: str, *, account: Account | None = None, is_older: bool = False, is_cut: bool = False
-) -> Answer:
+def _of(status: Status, address: str, account: Account, *, is_cut: bool) -> Answer:
     return Answer(
         address=address,
         engine_id=status.engine_id,
         tp_rank=status.tp_rank,
         gauges=status.gauges,
-        account=account or Account(),
-        is_older=is_older,
+        account=account,
         is_cut=is_cut,
     )

@@ -251,13 +251,6 @@ def _engine(answer: Answer) -> dict[str, Any]:
     head = {"address": answer.address, "took_s": round(answer.took_s, 6)}
     if answer.error:
         return head | {"error": answer.error, "is_left_behind": answer.is_left_behind, "pid": answer.pid or None}
-    if answer.is_older:
-        return head | {
-            "is_older": True,
-            "engine_id": answer.engine_id,
-            "tp_rank": answer.tp_rank,
-            "gauges": dict(answer.gauges),
-        }
     said: dict[str, Any] = msgspec.to_builtins(answer.account, str_keys=True)
     for name in ("refused", "retry_s", "after", "requests", "holds"):
         del said[name]

@@ -133,11 +133,6 @@ def _engine(answer: Answer) -> Iterator[Text]:
         yield Text.assemble("  ", Text(without_control(answer.error[:2000]), BAD))
         return
     gauges, account = answer.gauges, answer.account
-    if answer.is_older:
-        yield Text.assemble(text(answer.rank, STRONG), "  ", text(answer.address))
-        yield Text("  gauges only, asynckv of an older version", "yellow")
-        yield Text("  " + ", ".join(f"{without_control(k)} {v:,}" for k, v in gauges.items() if v)[:2000])
-        return
     facts = account.facts
     life = facts.life or "?"
     where = f"pid {facts.pid} on {facts.host}" if facts.pid else ""

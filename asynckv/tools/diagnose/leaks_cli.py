@@ -160,9 +160,7 @@ def _asked(
 
     pair = KeysConfig(secret=keys, authorized=authorized) if keys is not None and authorized is not None else None
     answers = asyncio.run(ask_all(targets(addresses), pair))
-    vain = [
-        (x, f"{x.address}: {x.error or 'answers in an older protocol'}") for x in answers if not x.account.incarnation
-    ]
+    vain = [(x, f"{x.address}: {x.error}") for x in answers if not x.account.incarnation]
     # A socket that was found in a directory, of a process that has ended, holds nothing: nobody asked for that one.
     ended = [why for x, why in vain if x.is_left_behind and x.address not in addresses]
     silent = [why for _, why in vain if why not in ended]
