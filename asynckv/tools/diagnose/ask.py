@@ -14,12 +14,11 @@ it wants keys, and behind a socket of this host, which process it is and what th
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
-import re
 import secrets
 import socket
 import stat
-import struct
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -38,6 +37,7 @@ from asynckv.edges.local import SUFFIX, is_left_behind, pid_of, rank_of, read_pa
 from asynckv.edges.zmq import ZmqPlane, host_and_port
 from asynckv.errors import ConfigError, RemoteProtocolError
 from asynckv.tools.diagnose.process import Seen, is_same, look, verdict
+from asynckv.tools.greeting import Greeted, look_at_port
 
 TIMEOUT_S = 5.0
 REPEAT_S = 1.0
@@ -51,12 +51,6 @@ MAX_AT_ONCE = 64
 
 MAX_SOCKETS = 4096
 """Sockets of one directory."""
-
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
-"""How every connection of ZMTP 3 begins (RFC 23): who hears so much says the rest of its own greeting."""
-
-GREETING_BYTES = 64
-"""Its byte 12 and those that follow name the mechanism: NULL or CURVE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,36 +337,28 @@ class Asker:
             gone = is_left_behind(Path(address))
             return vain + ("its process has ended meanwhile" if gone else f"it listens, so {AWAY}")
         host, port = host_and_port(address)
-        try:
-            async with asyncio.timeout(PROBE_S):
-                reader, writer = await asyncio.open_connection(host.strip("[]"), port)
-        except ConnectionRefusedError:
-            return vain + NOBODY
-        except TimeoutError:
-            return vain + "no TCP connection either; the host is down, or a firewall is in between"
-        except OSError as exc:
-            return vain + f"no TCP connection either ({exc.strerror or exc})"
-        try:
-            writer.write(GREETING)
-            async with asyncio.timeout(PROBE_S):
-                greeting = await reader.readexactly(GREETING_BYTES)
-        except TimeoutError:
-            return vain + STOPPED
-        except (OSError, EOFError):
-            return vain + "TCP connects, and is closed at once: it is no engine"
-        finally:
-            writer.close()
-        (mechanism,) = struct.unpack("20s", greeting[12:32])
-        wants_keys = mechanism.rstrip(b"\0") == b"CURVE"
-        if not re.match(rb"\xff.{8}\x7f", greeting, re.DOTALL):
-            return vain + "TCP connects, but what greets is no engine"
-        if wants_keys and not self._has_keys:
-            return vain + "it wants keys: give --keys and --authorized, and its address with what follows the #"
-        if wants_keys:
-            return vain + f"it has keys and may not know ours: put our .key file among its authorized keys; or {AWAY}"
-        if self._has_keys:
-            return vain + f"it has no keys, and we have; or {AWAY}"
-        return vain + f"TCP connects and ZMQ greets, so {AWAY}"
+        found = await asyncio.to_thread(look_at_port, host.strip("[]"), port, PROBE_S, PROBE_S)
+        match found:
+            case Greeted(mechanism="CURVE") if not self._has_keys:
+                return vain + "it wants keys: give --keys and --authorized, and its address with what follows the #"
+            case Greeted(mechanism="CURVE"):
+                return (
+                    vain + f"it has keys and may not know ours: put our .key file among its authorized keys; or {AWAY}"
+                )
+            case Greeted(mechanism=greeted) if greeted and self._has_keys:
+                return vain + f"it has no keys, and we have; or {AWAY}"
+            case Greeted(mechanism=greeted) if greeted:
+                return vain + f"TCP connects and ZMQ greets, so {AWAY}"
+            case Greeted(connected=True, errno=errno.ETIMEDOUT):
+                return vain + STOPPED
+            case Greeted(connected=True):
+                return vain + f"TCP connects, but what listens is no engine: {found.error}"
+            case Greeted(errno=errno.ECONNREFUSED):
+                return vain + NOBODY
+            case Greeted(errno=errno.ETIMEDOUT):
+                return vain + "no TCP connection either; the host is down, or a firewall is in between"
+            case _:
+                return vain + f"no TCP connection either ({found.error})"
 
 
 NOBODY = "nobody listens there (TCP connection refused): its process is gone, or the port is another"

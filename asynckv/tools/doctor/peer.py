@@ -8,7 +8,6 @@ without. (Done first, it would be one more stranger in the engine's log.)
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import os
 import re
@@ -48,6 +47,7 @@ from asynckv.ports import AgentInfo
 from asynckv.tools.doctor import host
 from asynckv.tools.doctor.facts import PeerFacts
 from asynckv.tools.doctor.probe import Place
+from asynckv.tools.greeting import look_at_port
 
 ANSWER_S = 4.0
 SILENCE_S = 1.0
@@ -61,9 +61,6 @@ HUNG_UP = 0x0200 | 0x0800 | 0x2000 | 0x4000
 """ZMQ's events: disconnected, and a handshake that failed for whatever cause."""
 
 IP_MTU, IPV6_MTU = 14, 24
-MECHANISM_END = 32
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
-"""As far as the version: whoever speaks ZMTP 3 answers with his own mechanism, before he has seen ours and hangs up."""
 
 
 class Asked(msgspec.Struct):
@@ -201,24 +198,9 @@ class _Asking:
 
     def _look_at_port(self) -> None:
         """Say what listens there, if anything does."""
-        try:
-            with socket.create_connection((self._number, self._port), CONNECT_S) as there:
-                self._know(stage="speak")
-                there.settimeout(GREETING_S)
-                there.sendall(GREETING)
-                data = b""
-                while len(data) < MECHANISM_END and (more := there.recv(64 - len(data))):
-                    data += more
-                if len(data) >= MECHANISM_END and data[0] == 0xFF and data[9] == 0x7F:
-                    self._know(mechanism=data[12:MECHANISM_END].rstrip(b"\0").decode("ascii", "replace"))
-                else:
-                    self._know(error=f"it said {data[:MECHANISM_END]!r}" if data else "it closed the connection")
-        except TimeoutError:
-            stage = self._told["stage"]
-            waited = CONNECT_S if stage == "connect" else GREETING_S
-            self._know(error=f"no answer within {waited:g} s", errno=errno.ETIMEDOUT)
-        except OSError as exc:
-            self._know(error=exc.strerror or str(exc), errno=exc.errno or 0)
+        found = look_at_port(self._number, self._port, CONNECT_S, GREETING_S)
+        stage = "speak" if found.connected else self._told["stage"]
+        self._know(stage=stage, mechanism=found.mechanism, error=found.error, errno=found.errno)
 
     async def _ask_account(self) -> None:
         """Ask for versions and settings, which an engine tells if it is asked for an account (`asynckv inspect`)."""
