@@ -325,9 +325,9 @@ def test_a_directory_is_several_runs(tmp_path: Path) -> None:
             "is of schema asynckv.bench/9, and this asynckv compares asynckv.bench/1",
         ),
         ('{"schema": "asynckv.sweep/9"}\n', "is of schema asynckv.sweep/9"),
-        ('{"schema": "asynckv.bench/1"}', "is damaged: config is missing"),
+        ('{"schema": "asynckv.bench/1"}', "is damaged: Object missing required field `config`"),
         (json.dumps(made() | {"interrupted": True}), "was interrupted"),
-        (json.dumps(made() | {"requests": {}}), "is damaged: completed is missing"),
+        (json.dumps(made() | {"requests": {}}), "is damaged: Object missing required field `completed`"),
         ("\x00\xff", "is neither"),
         ('{"kind":"sweep","schema":"asynckv.sweep/1"', "holds no sweep yet"),
         ('{"kind":"sweep","schema":"asynckv.sweep/1"}\n', "line 1: is damaged"),
@@ -361,11 +361,17 @@ def damaged(part: str, name: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("found", "says"),
     [
-        (damaged("throughput", "gbytes_per_s", "fast"), "is damaged: throughput.gbytes_per_s is 'fast', no number"),
-        (damaged("latency_s", "p99", None), "is damaged: latency_s.p99 is None, no number"),
-        (damaged("phases_s", "read", {"p50": True}), "is damaged: phases_s.read.p50 is True, no number"),
-        (made() | {"cpu_s": {"decode": 1.0}}, "is damaged: cpu_s.prefill is missing"),
-        (made() | {"throughput": {}}, "is damaged: throughput.gbytes_per_s is missing"),
+        (
+            damaged("throughput", "gbytes_per_s", "fast"),
+            "is damaged: Expected `float`, got `str` - at `$.throughput.gbytes_per_s`",
+        ),
+        (damaged("latency_s", "p99", None), "is damaged: Expected `float`, got `null` - at `$.latency_s.p99`"),
+        (
+            damaged("phases_s", "read", {"p50": True}),
+            "is damaged: Expected `float`, got `bool` - at `$.phases_s[...][...]`",
+        ),
+        (made() | {"cpu_s": {"decode": 1.0}}, "is damaged: Object missing required field `prefill`"),
+        (made() | {"throughput": {}}, "is damaged: Object missing required field `gbytes_per_s`"),
     ],
 )
 def test_a_figure_that_is_no_number_cannot_pass_for_unchanged(

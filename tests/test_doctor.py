@@ -515,11 +515,13 @@ def test_a_firewall_before_ucxs_ports_is_told_from_one_before_the_engines() -> N
 def test_bad_input_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"engine_id": "x", "bind": "http://x"}')
     for argv, text in (
         (["--to", "nonsense"], "is not an address"),
         (["--secret", "x"], "belong together"),
         (["--config", str(tmp_path / "none.json")], "--config"),
-        (["--bind", "http://x"], "is not an address"),
+        (["--config", str(bad)], "is not an address"),
         (["--json", str(tmp_path / "none/x.json")], "cannot be written"),
     ):
         monkeypatch.setattr(sys, "argv", ["asynckv", "doctor", *argv])

@@ -736,7 +736,7 @@ def test_recorded_logs_of_real_processes() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     run = CliRunner()
-    told = run.invoke(app, ["leaks", str(RECORDED), "--details"])
+    told = run.invoke(app, ["leaks", str(RECORDED), "--limit", "3"])
     assert told.exit_code == 1
     assert "reader_died" in told.stdout
     assert "whoever had them died" in told.stdout

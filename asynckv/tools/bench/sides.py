@@ -13,17 +13,33 @@ import msgspec
 from asynckv.errors import ConfigError
 from asynckv.tools.bench import journal, report
 
-FIGURES = {
-    "throughput": ("gbytes_per_s", "requests_per_s"),
-    "latency_s": ("p50", "p90", "p99", "max"),
-    "pull_s": (),
-    "phases_s": (),
-    "cpu_s": ("decode", "prefill"),
-    "loop_lag_s": (),
-    "descriptors": (),
-    "ratio_to_floor": (),
-}
-"""What holds numbers only, and which of them every report has."""
+
+def _having(kind: type, *names: str) -> type[msgspec.Struct]:
+    """Make the type of an object that has these fields, and maybe others."""
+    return msgspec.defstruct("Having", [(name, kind) for name in names])
+
+
+Figures = dict[str, float]
+SHAPE = msgspec.defstruct(
+    "Shape",
+    [
+        ("config", dict),
+        ("environment", dict),
+        ("blocks", dict),
+        ("interrupted", bool),
+        ("requests", _having(int, "completed", "failed")),
+        ("bytes", _having(int, "wrong")),
+        ("throughput", _having(float, "gbytes_per_s", "requests_per_s")),
+        ("latency_s", _having(float, "p50", "p90", "p99", "max")),
+        ("cpu_s", _having(float, "decode", "prefill")),
+        ("pull_s", Figures, {}),
+        ("loop_lag_s", Figures, {}),
+        ("descriptors", Figures, {}),
+        ("phases_s", dict[str, Figures], {}),
+        ("ratio_to_floor", dict[str, dict[str, Figures]], {}),
+    ],
+)
+"""What every report has, and what holds numbers only."""
 
 
 class Run(NamedTuple):
@@ -122,21 +138,10 @@ def _read(path: Path) -> dict[str, Any] | journal.Sweep:
 
 def check(found: Mapping[str, Any], where: str) -> None:
     """Refuse a report that lacks what every report has."""
-    parts = ("config", "environment", "requests", "bytes", "blocks", "throughput", "latency_s", "cpu_s")
-    if missing := [n for n in parts if not isinstance(found.get(n), dict)]:
-        raise ConfigError(f"{where}: is damaged: {missing[0]} is missing")
-    counts = {"completed": found["requests"], "failed": found["requests"], "wrong": found["bytes"]}
-    if missing := [n for n, part in counts.items() if not isinstance(part.get(n), int)]:
-        raise ConfigError(f"{where}: is damaged: {missing[0]} is missing")
-    if not isinstance(found.get("interrupted"), bool):
-        raise ConfigError(f"{where}: is damaged: interrupted is missing")
-    for part, names in FIGURES.items():
-        held = flat(found.get(part, {}), part)
-        if missing := [name for name in names if f"{part}.{name}" not in held]:
-            raise ConfigError(f"{where}: is damaged: {part}.{missing[0]} is missing")
-        for name, value in held.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ConfigError(f"{where}: is damaged: {name} is {value!r:.80}, no number")
+    try:
+        msgspec.convert(found, SHAPE)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"{where}: is damaged: {exc}") from exc
 
 
 def _add_sweep(side: Side, path: Path, found: journal.Sweep) -> None:

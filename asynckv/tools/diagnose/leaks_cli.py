@@ -21,7 +21,7 @@ EPILOG = """
 
   asynckv leaks prefill-*.log decode-*.log
 
-  asynckv leaks /var/log/asynckv/ --details
+  asynckv leaks /var/log/asynckv/ --limit 3
 
   zcat old.log.gz | asynckv leaks - --request chat-4711
 
@@ -51,9 +51,6 @@ def leaks(
             show_default=False,
         ),
     ],
-    details: Annotated[
-        bool, typer.Option("--details", help="Show more requests of each cause: 3, or --limit.")
-    ] = False,
     request: Annotated[
         str | None,
         typer.Option(
@@ -64,7 +61,7 @@ def leaks(
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option(help="Requests shown of each cause: 1, with --details 3.", metavar="N", show_default=False),
+        typer.Option(help="Requests shown of each cause: 1, with --request 3.", metavar="N", show_default=False),
     ] = None,
     since: Annotated[
         str | None,
@@ -144,8 +141,8 @@ def leaks(
     copies = [x for x in leaks_copies.late_copies(service, names) if counts(x.rank, x.since + x.seconds)]
     report = leaks_page.report(found, service, logs, unanswered, failed, early, copies, begin)
     write_json(json, report)
-    usual = 3 if details or request is not None else 1
-    limit = usual if limit is None else limit
+    if limit is None:
+        limit = 3 if request is not None else 1
     leaks_page.show(report, Console(stderr=json == "-"), details=limit, request=request or "")
     if found or copies or unanswered:
         raise typer.Exit(1 if found or copies else 2)

@@ -28,12 +28,12 @@ EPILOG = """
 
   asynckv doctor --to tcp://10.0.0.1:5555
 
-  asynckv doctor --bind tcp://0.0.0.0:5555 --advertise tcp://10.0.0.1:5555 --secret a.key_secret --authorized keys
+  asynckv doctor --config engine.json --secret a.key_secret --authorized keys
 
 [bold]Exit status[/bold]  0 nothing worse than a note, 1 a warning or an error was found, 2 bad input, 130 Ctrl-C
 """
 
-ADDRESSES, KEYS, OUT = "Addresses", "Keys", "Output"
+SETTINGS, KEYS, OUT = "Settings", "Keys", "Output"
 
 
 def doctor(
@@ -41,19 +41,9 @@ def doctor(
         str,
         typer.Option(help="Look at the way to this engine (or its socket) as well.", metavar="ADDRESS"),
     ] = "",
-    bind: Annotated[
-        str, typer.Option(help="Where an engine would listen.", rich_help_panel=ADDRESSES, metavar="ADDRESS")
-    ] = "",
-    advertise: Annotated[
-        str, typer.Option(help="What it would tell others.", rich_help_panel=ADDRESSES, metavar="ADDRESS")
-    ] = "",
-    allow_insecure: Annotated[
-        bool,
-        typer.Option("--allow-insecure", help="Listen beyond loopback without keys.", rich_help_panel=ADDRESSES),
-    ] = False,
     config: Annotated[
         Path | None,
-        typer.Option(help="Its whole EngineConfig, as JSON.", rich_help_panel=ADDRESSES, metavar="FILE"),
+        typer.Option(help="Its whole EngineConfig, as JSON.", rich_help_panel=SETTINGS, metavar="FILE"),
     ] = None,
     secret: Annotated[
         Path | None, typer.Option(help="Our NAME.key_secret.", rich_help_panel=KEYS, metavar="FILE")
@@ -80,13 +70,12 @@ def doctor(
     began = time.monotonic()
     if (secret is None) != (authorized is None):
         raise ConfigError("--secret and --authorized belong together; give both, or none")
-    settings = _config(config, bind, advertise, allow_insecure, secret, authorized)
+    settings = _config(config, secret, authorized)
     check_writable("--json", json)
-    is_told = config is not None or bool(bind or advertise)
     errors = Console(stderr=True)
     with errors.status("looking", spinner="line") as status:
         # A spinner is for people; what is piped gets no progress lines.
-        facts = _gather(settings, is_told, _address(to), lambda text: status.update(printable(text)))
+        facts = _gather(settings, config is not None, _address(to), lambda text: status.update(printable(text)))
     found = examine(facts)
     write_json(json, as_json(facts, found, time.monotonic() - began))
     show(facts, found, Console(stderr=json == "-"))
@@ -115,19 +104,13 @@ def _address(text: str) -> str:
     return text
 
 
-def _config(
-    path: Path | None, bind: str, advertise: str, allow_insecure: bool, secret: Path | None, authorized: Path | None
-) -> EngineConfig:
+def _config(path: Path | None, secret: Path | None, authorized: Path | None) -> EngineConfig:
     from dataclasses import replace
 
     from asynckv.config import EngineConfig, KeysConfig
     from asynckv.tools.doctor.software import read_config
 
     config = read_config(path) if path is not None else EngineConfig(engine_id="doctor")
-    if bind or advertise:
-        config = replace(config, bind=bind or config.bind, advertise=advertise or config.advertise)
-    if allow_insecure:
-        config = replace(config, allow_insecure=True)
     if secret is not None and authorized is not None:
         config = replace(config, keys=KeysConfig(secret=secret, authorized=authorized))
     return config

@@ -113,7 +113,7 @@ class Software(Struct, frozen=True, kw_only=True):
 
 
 class Listening(Struct, frozen=True, kw_only=True):
-    """What an engine would be told: from `--bind` and `--advertise`, or a configuration file.
+    """What an engine would be told: the addresses of a configuration file.
 
     Attributes:
         advertise_addresses: What the advertised name resolves to.

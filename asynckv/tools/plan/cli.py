@@ -22,7 +22,7 @@ LAYOUT_EPILOG = """
 
   asynckv layout --model llama-3.1-8b --tp 4 -o prefill.json
 
-  asynckv layout --hf-config config.json --tp 2 --rank 1 --block-size 32 --order hnd -o decode-1.json
+  asynckv layout --hf-config config.json --tp 2 --block-size 32 --order hnd -o decode.json
 
 [bold]Exit status[/bold]  0 written, 2 bad input
 """
@@ -62,12 +62,6 @@ def layout(
     ] = "channel",
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", rich_help_panel=GEOMETRY)] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.", rich_help_panel=GEOMETRY)] = 1,
-    rank: Annotated[
-        int | None, typer.Option(help="Only this tensor-parallel rank; all if left out.", rich_help_panel=OUT)
-    ] = None,
-    stage: Annotated[
-        int | None, typer.Option(help="Only this pipeline stage; all if left out.", rich_help_panel=OUT)
-    ] = None,
     output: Annotated[
         str, typer.Option("--output", "-o", help="Where to write; - for stdout.", rich_help_panel=OUT, metavar="FILE")
     ] = "-",
@@ -83,20 +77,16 @@ def layout(
     chosen = models.chosen(model, hf_config, o.DEFAULT_MODEL).resized(
         layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
     )
-    for name, number, size in (("--rank", rank, tp), ("--stage", stage, pp)):
-        if number is not None and not 0 <= number < size:
-            raise ConfigError(f"{name} {number} is outside its group of {size}; use 0 ... {size - 1}")
     for name, number in (("--tp", tp), ("--pp", pp), ("--num-blocks", num_blocks)):
         if not 1 <= number <= o.MOST:
             raise ConfigError(f"{name} {number} is outside 1 ... {o.MOST}")
     if not 1 <= block_size <= o.MOST:
         raise ConfigError(f"--block-size {block_size} is outside 1 ... {o.MOST}")
-    ranks = (tp if rank is None else 1) * (pp if stage is None else 1)
     # Every stage writes its own layers.
-    if ranks * len(chosen.layers) > MOST_WRITTEN * pp:
+    if tp * len(chosen.layers) > MOST_WRITTEN:
         raise ConfigError(
-            f"{ranks} ranks x {len(chosen.layers)} layers are more than can be written into one file ({MOST_WRITTEN}); "
-            f"choose some with --rank and --stage, or fewer --layers"
+            f"{tp * pp} ranks x {len(chosen.layers)} layers are more than can be written into one file "
+            f"({MOST_WRITTEN}); use fewer --layers"
         )
     if not 1 <= ratio <= o.MOST or block_size % ratio:
         raise ConfigError(
@@ -104,11 +94,7 @@ def layout(
         )
     shape = o.Shape(tp=tp, pp=pp, block_size=block_size, ratio=ratio, order=order, conv_order=conv_order)
     try:
-        made = [
-            shape.layout(chosen, r, s, num_blocks)
-            for s in (range(pp) if stage is None else [stage])
-            for r in (range(tp) if rank is None else [rank])
-        ]
+        made = [shape.layout(chosen, r, s, num_blocks) for s in range(pp) for r in range(tp)]
     except LayoutError as exc:
         raise ConfigError(f"--tp {tp}: {exc}") from exc
     for each in (made[0], made[-1]):

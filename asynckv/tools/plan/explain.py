@@ -81,8 +81,7 @@ def explain(
         if absent := [place for place in answered if place not in by_place]:
             raise ConfigError(
                 f"the remote file holds {len(remote)} of its engine's {size * stages} ranks, but decode "
-                f"{_place(layout)} answers for (pp_stage, tp_rank) {absent[:8]} as well; write all ranks (leave out "
-                f"--rank and --stage)"
+                f"{_place(layout)} answers for (pp_stage, tp_rank) {absent[:8]} as well; write all ranks"
             )
         ranks.append(_rank(layout, [by_place[place] for place in answered], num_tokens, cached))
         progress()
