@@ -440,7 +440,7 @@ def test_an_engine_is_asked_connected_to_and_left_as_it_was() -> None:
         report = run("--to", engine.stdout.readline().strip())
         out, _ = engine.communicate("", timeout=30)
     assert not bad(report)
-    assert {"to-engine", "to-round-trip", "to-cma", "to-loopback"} <= levels(report).keys()
+    assert {"to-engine", "to-cma", "to-loopback"} <= levels(report).keys()
     assert report["facts"]["peer"]["ucx"]["uses"] == []  # none of its bytes were read
     assert out.splitlines()[-1] == "0 0", out
 
@@ -465,7 +465,7 @@ def test_an_engine_on_another_host_is_reached_with_keys(tmp_path: Path) -> None:
             keys = [f"--secret={secrets[1]}", f"--authorized={authorized}"]
             report = run("--to", address, *keys, before=inside[1], environment=environment)
             engine.communicate("", timeout=30)
-    assert not bad(report) - {"to-slow"}
+    assert not bad(report)
     assert report["facts"]["peer"]["ucx"]["lanes"] == ["tcp/akv1"]
     assert "to-emulated" in levels(report)
     secret = Path(secrets[0]).read_text().split('"')[-2]

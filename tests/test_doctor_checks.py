@@ -72,7 +72,7 @@ def peer(**given: object) -> Facts:
 
 
 def silent(**given: object) -> Facts:
-    return replace(GOOD, peer=PeerFacts(address=TO, round_trips=(), **given))  # type: ignore[arg-type]
+    return replace(GOOD, peer=PeerFacts(address=TO, **given))  # type: ignore[arg-type]
 
 
 OPEN = {"bind": "tcp://0.0.0.0:5555", "has_keys": True}
@@ -161,8 +161,8 @@ PROVOKED: dict[str, list[Facts]] = {
     "nixl-mixed": [software(nixl="1.4.0")],
     "gpu-torch": [replace(software(torch="2.13.0+cpu"), gpu=Gpu(count=1))],
     "to-name": [silent(stage="resolve", addresses=(), error="Name or service not known")],
-    "to-wildcard": [replace(GOOD, peer=PeerFacts(address="tcp://0.0.0.0:5555", stage="resolve", round_trips=()))],
-    "to-port-zero": [replace(GOOD, peer=PeerFacts(address="tcp://10.0.0.2:0", stage="resolve", round_trips=()))],
+    "to-wildcard": [replace(GOOD, peer=PeerFacts(address="tcp://0.0.0.0:5555", stage="resolve"))],
+    "to-port-zero": [replace(GOOD, peer=PeerFacts(address="tcp://10.0.0.2:0", stage="resolve"))],
     "to-refused": [silent(stage="connect", errno=errno.ECONNREFUSED, error="Connection refused")],
     "to-timeout": [silent(stage="connect", errno=errno.ETIMEDOUT, error="no answer within 3 s")],
     "to-no-route": [silent(stage="connect", errno=errno.ENETUNREACH, error="Network is unreachable")],
@@ -187,8 +187,6 @@ PROVOKED: dict[str, list[Facts]] = {
     "to-unwelcome": [peer(stage="hello", agent="", ucx=None, unwelcome="engine_closed: the engine is draining")],
     "to-damaged": [peer(digest_ok=False, ucx=None)],
     "to-engine": [peer()],
-    "to-round-trip": [peer()],
-    "to-slow": [peer(round_trips=(0.2,) * 10), peer(lost=3), peer(round_trips=(), lost=9)],
     "to-loopback": [peer(address="tcp://127.0.0.1:5555", addresses=("127.0.0.1",))],
     "to-name-loopback": [peer(address="tcp://vm:5555", addresses=("127.0.1.1",))],
     "to-mtu": [peer(path_mtu=1400)],

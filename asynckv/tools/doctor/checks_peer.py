@@ -10,7 +10,6 @@ from asynckv.tools.doctor.catalogue import Finding, finding
 from asynckv.tools.doctor.checks_ucx import said, way_of
 from asynckv.tools.doctor.facts import Facts, PeerFacts, Ucx
 
-SLOW_S = 0.05
 AWAY_S = 1.0
 MOST_PACKET = 65_535
 """Of IP: loopback's own MTU is above it."""
@@ -107,7 +106,6 @@ def answered(facts: Facts) -> Iterator[Finding]:
         yield finding("to-minor", f"{peer.major}.{peer.minor} there, {peer.major}.{peer.our_minor} here")
     if not peer.digest_ok:
         yield finding("to-damaged", f"{peer.metadata_bytes} bytes do not have the digest that came with them")
-    yield from _round_trips(peer)
     yield from _differences(facts, peer)
 
 
@@ -125,18 +123,6 @@ def settings(facts: Facts) -> Iterator[Finding]:
         yield finding("to-device", f"UCX_NET_DEVICES={device} there")
     if peer.planes.get("ucx_error_handling_mode", "").startswith("none"):
         yield finding("to-error-mode", "ucx_error_handling_mode is none there")
-
-
-def _round_trips(peer: PeerFacts) -> Iterator[Finding]:
-    taken = sorted(peer.round_trips)
-    lost = f", {peer.lost} not answered within 1 s" if peer.lost else ""
-    if not taken:
-        if peer.lost:
-            yield finding("to-slow", f"{peer.lost} pings were not answered")
-        return
-    p50, p90, most = (taken[min(len(taken) - 1, int(share * len(taken)))] for share in (0.5, 0.9, 1.0))
-    text = f"p50 {p50 * 1e3:.2f}, p90 {p90 * 1e3:.2f}, most {most * 1e3:.2f} ms of {len(taken)}{lost}"
-    yield finding("to-slow" if p90 > SLOW_S or peer.lost else "to-round-trip", text)
 
 
 def _differences(facts: Facts, peer: PeerFacts) -> Iterator[Finding]:

@@ -203,7 +203,6 @@ class PeerFacts(Struct, frozen=True, kw_only=True):
         mechanism: What the listener's greeting offers (`CURVE`, `NULL`); empty if it was not asked or spoke no ZMTP.
         turned_away: The listener refused our key.
         hung_up: It ended the connection before, or while, hands were shaken.
-        round_trips: Seconds, of control packets.
         minor: Of the protocol, there.
         gauges: What the engine says of itself.
         versions: Of the other side, if it tells them.
@@ -225,8 +224,6 @@ class PeerFacts(Struct, frozen=True, kw_only=True):
     mechanism: str = ""
     turned_away: bool = False
     hung_up: bool = False
-    round_trips: tuple[float, ...] = (0.0002,)
-    lost: int = 0
     major: int = 1
     minor: int = 0
     our_minor: int = 0

@@ -30,8 +30,6 @@ from asynckv.core.wire import (
     Hello,
     Message,
     OtherVersion,
-    Ping,
-    Pong,
     Status,
     StatusRequest,
     Unwelcome,
@@ -54,7 +52,6 @@ SILENCE_S = 1.0
 """After so long without an answer the port itself is looked at."""
 
 RETRY_S = 0.25
-PINGS, PING_S, PINGS_S = 50, 1.0, 2.0
 CONNECT_S = 3.0
 GREETING_S = 2.0
 HUNG_UP = 0x0200 | 0x0800 | 0x2000 | 0x4000
@@ -92,7 +89,7 @@ async def ask(address: str, keys: KeysConfig | None, note: Callable[[str], None]
     _, name, port, key = check_address(address)
     first = PeerFacts(
         address=address, stage="resolve", has_key=key is not None, has_keys=keys is not None, our_minor=MINOR,
-        addresses=(), round_trips=(),
+        addresses=(),
     )  # fmt: skip
     if zmq._is_wildcard(name) or not port:
         return Asked(first)
@@ -164,7 +161,6 @@ class _Asking:
             return self._done()
         self._know(stage="hello", engine_id=status.engine_id)
         self._know(rank=f"tp{status.tp_rank} of {status.tp_size}", gauges=dict(status.gauges))
-        await self._measure()
         await self._ask_account()
         return await self._shake_hands(status)
 
@@ -184,17 +180,6 @@ class _Asking:
                 level, what = (41, IPV6_MTU) if family == socket.AF_INET6 else (0, IP_MTU)
                 self._know(path_mtu=asking.getsockopt(level, what))
         return True
-
-    async def _measure(self) -> None:
-        taken: list[float] = []
-        lost, began = 0, time.perf_counter()
-        while len(taken) + lost < PINGS and time.perf_counter() - began < PINGS_S:
-            sent = time.perf_counter()
-            if isinstance(await self._answer(Ping, PING_S, is_repeated=False), Pong):
-                taken.append(time.perf_counter() - sent)
-            else:
-                lost += 1
-        self._know(round_trips=tuple(taken), lost=lost)
 
     def _look_at_port(self) -> None:
         """Say what listens there, if anything does."""
@@ -264,9 +249,7 @@ class _Asking:
 
     # -- packets ---------------------------------------------------------------------------------------------
 
-    async def _answer(
-        self, make: Callable[[int], Message], seconds: float, *, is_repeated: bool = True
-    ) -> Message | None:
+    async def _answer(self, make: Callable[[int], Message], seconds: float) -> Message | None:
         """Ask until it is answered, or the time is up, or it is clear that it will not be."""
         nonce = next(self._nonces)
         packet = encode_packet(self._sender, "", [make(nonce)])
@@ -276,7 +259,7 @@ class _Asking:
             deadline = time.monotonic() + seconds
             while (left := deadline - time.monotonic()) > 0 and not self._foreign and not self._turned_away:
                 self._plane.send(self._address, packet)
-                done, _ = await asyncio.wait([future], timeout=min(left, RETRY_S) if is_repeated else left)
+                done, _ = await asyncio.wait([future], timeout=min(left, RETRY_S))
                 if done:
                     return future.result()
         finally:
@@ -294,7 +277,7 @@ class _Asking:
         except RemoteProtocolError:
             return
         for message in packet.messages:
-            if isinstance(message, Pong | Status | Welcome | Unwelcome):
+            if isinstance(message, Status | Welcome | Unwelcome):
                 self._know(incarnation=packet.sender)
                 self._tell(message.nonce, message)
 
