@@ -295,6 +295,7 @@ class _Rank(StagedRank):
             if process.is_dead:
                 raise  # what is left of it is being swept up
             service.world.violate(f"{what} raised {exc!r}")
+        call.begun.discard(self)  # whoever waits for blocks is not disturbed
         if outcome != "done":
             call.is_whole = False
             is_short = outcome == "timeout" and call.ask.timeout_s < 1.0  # for copies that are drawn to be slow
@@ -659,7 +660,7 @@ class TierService(Stage):
     def _give_up(self, rank: _Rank, call: _Call, is_task: bool) -> None:
         if is_task:
             if rank in call.begun:
-                call.begun.discard(rank)  # whoever waits for blocks is not disturbed
+                call.begun.discard(rank)  # once
                 call.tasks[rank].cancel()
         elif rank.offload is not None:
             with suppress(EngineClosed):
