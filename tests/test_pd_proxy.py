@@ -29,10 +29,10 @@ from structlog.testing import capture_logs
 
 from asynckv.errors import ConfigError
 from asynckv.tools.diagnose.ask import ask_all, targets
-from scripts import pd_service, tiny_request
-from scripts.pd_engines import UNHEARD, Limits
-from scripts.pd_http import COMPLETIONS, Bounds, Refused, serving
-from scripts.pd_proxy import GRACE_S, Router
+from docs.examples.service import pd_service, tiny_request
+from docs.examples.service.pd_engines import UNHEARD, Limits
+from docs.examples.service.pd_http import COMPLETIONS, Bounds, Refused, serving
+from docs.examples.service.pd_proxy import GRACE_S, Router
 
 pytestmark = pytest.mark.anyio
 
@@ -905,7 +905,7 @@ async def test_metrics_count_what_happened() -> None:
 @pytest.mark.timeout(300)
 async def test_the_command_serves_logs_and_ends_in_order() -> None:
     async with prefills().running() as prefill, decodes().running() as decode:
-        command = (sys.executable, "-m", "scripts.pd_proxy", "--port", "0", "--prefill", prefill.url)
+        command = (sys.executable, "-m", "docs.examples.service.pd_proxy", "--port", "0", "--prefill", prefill.url)
         process = await asyncio.create_subprocess_exec(*command, "--decode", decode.url, stderr=asyncio.subprocess.PIPE)
         assert process.stderr is not None
         try:
@@ -1007,7 +1007,7 @@ class Tiny:
     """A tiny engine in a process of its own."""
 
     def __init__(self, role: str, *options: str) -> None:
-        command = [sys.executable, "-m", "scripts.tiny_engine", "--role", role, *options]
+        command = [sys.executable, "-m", "docs.examples.service.tiny_engine", "--role", role, *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.url = ""
 
@@ -1185,7 +1185,7 @@ async def test_a_killed_prefill_engine_is_replaced_before_its_kv_cache_was_fetch
 @pytest.mark.timeout(600)
 async def test_one_command_starts_it_all_and_ctrl_c_ends_it(short_path: Path) -> None:
     # Asyncio's handler for the signal is there before the command says that it is up, whatever a shell has turned off.
-    command = (sys.executable, "-m", "scripts.pd_service", "--prefill", "1", "--dir", str(short_path))
+    command = (sys.executable, "-m", "docs.examples.service.pd_service", "--prefill", "1", "--dir", str(short_path))
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
     assert process.stdout is not None

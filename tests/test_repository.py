@@ -106,7 +106,7 @@ def test_the_first_test_of_a_contributor_passes() -> None:
     test()
 
 
-MOST_LINES = {"asynckv": 60_240, "asynckv/tools": 21_930, "tests": 72_400, "scripts": 9_520}
+MOST_LINES = {"asynckv": 59_970, "asynckv/tools": 20_780, "tests": 72_270, "scripts": 7_930, "docs/examples": 2_540}
 """Lines of Python at most. A change that removes some lowers the number; one that adds some removes others."""
 
 

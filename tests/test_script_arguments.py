@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-LAB = Path(__file__).parent / "lab"
+ROOT = Path(__file__).parents[1]
 
 VERSUS = "bench_vs_vllm --contenders asynckv"
 CASE = "a case is LAYERSxBLOCK_BYTES:BLOCKS:IN_FLIGHT"
@@ -95,9 +95,9 @@ TEACHES = {
     "bench_engine": ["handshake: Meet three peers", "--cases"],
     "bench_vs_vllm": ["vllm-pinned: as shipped", "To install it beside", "--steps-ms"],
     "disagg_generate": ["gemma3_text", "--cached-tokens", "Controls"],
-    "pd_proxy": ["/health/ready", "--prefill", "504", "python -m scripts.pd_service", "Exit status"],
+    "pd_proxy": ["/health/ready", "--prefill", "504", "python -m docs.examples.service.pd_service", "Exit status"],
     "pd_service": ["--decode", "Exit status"],
-    "tiny_engine": ["--step-ms", "python -m scripts.pd_service", "Exit status"],
+    "tiny_engine": ["--step-ms", "python -m docs.examples.service.pd_service", "Exit status"],
 }
 
 
@@ -107,8 +107,9 @@ def run(script: str, *arguments: str) -> int:
 
 
 def module(script: str) -> ModuleType:
-    """A script, or a command of the laboratory."""
-    where = "tests.lab" if (LAB / f"{script}.py").exists() else "scripts"
+    """A script, a command of the laboratory, or an example."""
+    folders = ("tests/lab", "docs/examples/service", "scripts")
+    where = next(x for x in folders if (ROOT / x / f"{script}.py").exists() or x == "scripts").replace("/", ".")
     return importlib.import_module(f"{where}.{script}" + ".__main__" * (script == "draw"))
 
 

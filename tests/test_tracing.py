@@ -20,10 +20,10 @@ from opentelemetry.trace import SpanKind, StatusCode
 from asynckv import ConfigError, Endpoint, Metrics, PrefillGroup, Tracing, trace_context
 from asynckv.core.types import MAX_TRACESTATE, decode_params
 from asynckv.observe import tracing
-from scripts import pd_traces
-from scripts.pd_engines import Limits
-from scripts.pd_http import serving
-from scripts.pd_proxy import Router
+from docs.examples.service import pd_traces
+from docs.examples.service.pd_engines import Limits
+from docs.examples.service.pd_http import serving
+from docs.examples.service.pd_proxy import Router
 from tests.engines import Bench, Side, until
 from tests.observed import QUICK, end, passing, story
 

@@ -1,8 +1,8 @@
-"""Prefill and decode apart, all on this host: `python -m scripts.pd_service`.
+"""Prefill and decode apart, all on this host: `python -m docs.examples.service.pd_service`.
 
-Starts tiny engines (`scripts.tiny_engine`) as processes of their own and the router (`scripts.pd_proxy`) before them,
-and says what to try. Each engine writes its log into one directory and listens there for questions, so that `asynckv
-inspect DIR` and `asynckv leaks DIR` are one copy away. Ctrl-C ends everything; the logs stay.
+Starts tiny engines (`tiny_engine.py`) as processes of their own and the router (`pd_proxy.py`) before them, and says
+what to try. Each engine writes its log into one directory and listens there for questions, so that `asynckv inspect`
+and `asynckv leaks` need only its name. Ctrl-C ends everything; the logs stay.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import typer
 from aiohttp import web
 
 from asynckv.tools.bench.processes import Failure
+from docs.examples.service.pd_http import log_as_json, serving, until_told
+from docs.examples.service.pd_proxy import GRACE_S, Router
 from scripts import command
-from scripts.pd_http import log_as_json, serving, until_told
-from scripts.pd_proxy import GRACE_S, Router
 from tests.lab.fleet import Fleet, Process
 
 START_S = 300.0
@@ -63,7 +63,7 @@ async def serve(prefill: int, decode: int, host: str, port: int, directory: Path
             started = [
                 await fleet.start(
                     name,
-                    "scripts.tiny_engine:TinyEngine",
+                    "docs.examples.service.tiny_engine:TinyEngine",
                     role=name.rstrip("0123456789"),
                     directory=os.fspath(directory),
                 )

@@ -1,4 +1,4 @@
-"""A router of prefill and decode engines for OpenAI's clients: `python -m scripts.pd_proxy --help`.
+"""A router of prefill and decode engines for OpenAI's clients: `python -m docs.examples.service.pd_proxy --help`.
 
 To its clients the router looks like one engine. Of each request it makes two: a prefill engine computes the prompt and
 one token, and answers with `kv_transfer_params`, which say where the KV cache lies; a decode engine gets the request
@@ -21,7 +21,7 @@ An engine that embeds asynckv need not fail when a prefill engine is lost: it as
 (`X-Prefill-Again`, and `renew_params` of `Engine.pull`), and keeps its blocks and its place meanwhile.
 
 Whatever speaks HTTP and passes `kv_transfer_params` in vLLM's way will do as an engine: vLLM with NixlConnector or
-AsyncKVConnector, and `scripts.tiny_engine`.
+AsyncKVConnector, and `docs.examples.service.tiny_engine`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ import structlog
 import typer
 from aiohttp import web
 
+from docs.examples.service.pd_engines import Engine, EngineFault, Engines, Limits
+from docs.examples.service.pd_http import COMPLETIONS, Bounds, Refused, errors_as_json, log_as_json, serving, until_told
+from docs.examples.service.pd_traces import Trace
 from scripts import command
-from scripts.pd_engines import Engine, EngineFault, Engines, Limits
-from scripts.pd_http import COMPLETIONS, Bounds, Refused, errors_as_json, log_as_json, serving, until_told
-from scripts.pd_traces import Trace
 
 OF_GENERATION = {"min_tokens", "min_completion_tokens", "stream_options"}
 """What a request may say of its generation that does not go with one token in one piece."""
@@ -471,9 +471,9 @@ EPILOG = """
 
 [bold]Examples[/bold]
 
-  python -m scripts.pd_service   # all on this host, with tiny engines
+  python -m docs.examples.service.pd_service   # all on this host, with tiny engines
 
-  python -m scripts.pd_proxy --prefill http://10.0.0.7:8100 --prefill http://10.0.0.8:8100 --decode http://10.0.0.9:8200
+  python -m docs.examples.service.pd_proxy --prefill http://10.0.0.7:8100 --prefill http://10.0.0.8:8100 --decode http://10.0.0.9:8200
 
 [bold]Exit status[/bold]  0 stopped in order, 2 bad input
 """

@@ -31,7 +31,7 @@ import msgspec
 import prometheus_client as prometheus
 import structlog
 
-from scripts.pd_http import Refused
+from docs.examples.service.pd_http import Refused
 
 STATUS = {"unreachable": 503, "overloaded": 503, "timeout": 504, "silent": 504}
 UNHEARD = 2

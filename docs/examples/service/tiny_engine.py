@@ -1,4 +1,4 @@
-"""A tiny engine for `scripts.pd_proxy`, with everything that matters in it: `python -m scripts.tiny_engine --help`.
+"""A tiny engine for `pd_proxy.py`, with everything in it that matters: `python -m docs.examples.service.tiny_engine`.
 
 A real transformer with random weights (`scripts.disagg_generate`), its KV cache in paged memory, asynckv on the same
 event loop as the HTTP server, and the model on a thread of its own. It speaks as vLLM does, as far as the router can
@@ -47,9 +47,10 @@ from asynckv import (
     trace_context,
 )
 from asynckv.errors import AsyncKVError, BlocksRetired, PullError
-from scripts import command, tiny_request
+from docs.examples.service import tiny_request
+from docs.examples.service.pd_http import COMPLETIONS, Refused, errors_as_json, serving, until_told
+from scripts import command
 from scripts.disagg_generate import Pages, Subject, gather, load, store
-from scripts.pd_http import COMPLETIONS, Refused, errors_as_json, serving, until_told
 
 CHUNK = 64
 """Tokens of a prompt per step."""
@@ -370,9 +371,9 @@ def engine(
 EPILOG = """
 [bold]Examples[/bold]
 
-  python -m scripts.tiny_engine --role prefill --port 8100
+  python -m docs.examples.service.tiny_engine --role prefill --port 8100
 
-  python -m scripts.pd_service   # two of these to prefill, one to decode, and the router
+  python -m docs.examples.service.pd_service   # two of these to prefill, one to decode, and the router
 
 [bold]Exit status[/bold]  0 stopped in order, 2 bad input
 """

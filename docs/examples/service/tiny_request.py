@@ -1,6 +1,6 @@
 """What a client asks of a tiny engine, read and checked.
 
-Apart from `scripts.tiny_engine`, so that it can be tested without loading a model.
+Apart from `docs.examples.service.tiny_engine`, so that it can be tested without loading a model.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from scripts.pd_http import COMPLETIONS, Refused
+from docs.examples.service.pd_http import COMPLETIONS, Refused
 
 MAX_TOKENS = 4096
 
