@@ -26,14 +26,15 @@ def script(work: Callable[..., Any], epilog: str) -> Callable[..., int]:
     """Make a script's `main`: it runs what the command line says, and returns the exit status."""
     spec = sys.modules[work.__module__].__spec__
     path = (spec.name if spec else work.__module__).removesuffix(".__main__")
-    name = path.rpartition(".")[2]
+    folder, _, name = path.rpartition(".")
+    called = f"{folder} {name}" if folder == "scripts.bench" else path
     app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
     app.command(epilog=epilog, context_settings={"help_option_names": ["-h", "--help"]})(work)
 
     def main(arguments: Sequence[str] | None = None) -> int:
         prepare()
         try:
-            found = app(arguments, prog_name=f"python -m {path}", standalone_mode=False)
+            found = app(arguments, prog_name=f"python -m {called}", standalone_mode=False)
             sys.stdout.flush()
         except (typer.Abort, KeyboardInterrupt):
             return 130

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import bench_core
+from scripts.bench import core as bench_core
 
 
 def report_of(path: Path) -> dict[str, dict[str, float]]:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from scripts import loop_stall
+from scripts.bench import loop_stall
 
 
 @pytest.mark.nixl

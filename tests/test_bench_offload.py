@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts import bench_offload, offload_copies
-from scripts.offload_copies import ABOUT
+from scripts.bench import offload as bench_offload
+from scripts.bench import offload_copies
+from scripts.bench.offload_copies import ABOUT
 
 ROUNDED = 0.0006
 """How far a figure may be off that is told with three digits."""

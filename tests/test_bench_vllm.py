@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asynckv.errors import ConfigError
-from scripts import bench_vllm
-from scripts.bench_vllm import Case
+from scripts.bench import vllm as bench_vllm
+from scripts.bench.vllm import Case
 
 
 def test_a_case_is_written_as_it_is_read() -> None:
@@ -31,7 +31,7 @@ def test_other_cases_are_refused(text: str) -> None:
 @pytest.mark.parametrize("arguments", [["--contenders", "mooncake"], ["--rounds", "0"], ["--cases", "x"]])
 def test_bad_input_is_exit_status_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_vllm.main(arguments) == 2
-    assert "bench_vllm:" in capsys.readouterr().err
+    assert "vllm:" in capsys.readouterr().err
 
 
 def test_a_quantile_is_one_of_the_values() -> None:

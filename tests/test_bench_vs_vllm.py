@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts import bench_vs_vllm
-from scripts.versus.workload import Checks, Memory, Setup, Window, slots, sources
+from scripts.bench import vs_vllm as bench_vs_vllm
+from scripts.bench.versus.workload import Checks, Memory, Setup, Window, slots, sources
 
 
 def a_setup(folder: str = "", blocks: int = 16) -> Setup:
@@ -48,7 +48,7 @@ def test_a_wrong_byte_is_seen() -> None:
 def test_without_vllm_it_says_how_to_get_it(python: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_vs_vllm.main(python) == 2
     said = capsys.readouterr().err
-    assert said.startswith("bench_vs_vllm: ")
+    assert said.startswith("vs_vllm: ")
     assert "To install it beside" in said
 
 

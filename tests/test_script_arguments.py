@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-VERSUS = "bench_vs_vllm --contenders asynckv"
+VERSUS = "vs_vllm --contenders asynckv"
 CASE = "a case is LAYERSxBLOCK_BYTES:BLOCKS:IN_FLIGHT"
 BAD = [
     ("chaos kil", "unknown scenario 'kil'; choose from kill, away, restart,"),
@@ -40,23 +40,21 @@ BAD = [
     ("loop_stall bulk --requests x", "--requests: 'x' is no number"),
     ("loop_stall bulk --posting-threads 99", "--posting-threads: '99' is no number in 0 ... 16"),
     ("loop_stall bulk --posting-threads two", "--posting-threads: 'two' is no number"),
-    ("bench_core --cases nothing", "matches none of pull/1-in-flight"),
-    ("bench_core --rounds 0", "--rounds 0 must be 1 or more"),
-    ("bench_core --scale nan", "--scale nan is outside"),
-    ("bench_core --compare /nowhere", "this is no report"),
-    ("bench_core --json /nowhere/file", "--json /nowhere/file: No such file"),
-    ("bench_plan --ranks 0", "--ranks"),
-    ("bench_offload --order zigzag", "--order 'zigzag' is none of nhd, hnd,"),
-    ("bench_offload --blocks 100000 --layers 1000", "use fewer"),
-    ("bench_offload --folder /nowhere", "--folder /nowhere: no folder in which files can be made"),
-    ("bench_offload --json /nowhere/file", "--json /nowhere/file: No such file"),
-    ("bench_params --blocks 0", "--blocks"),
-    ("bench_params --before /nowhere", "--before /nowhere: there is no asynckv in it"),
+    ("core --cases nothing", "matches none of pull/1-in-flight"),
+    ("core --rounds 0", "--rounds 0 must be 1 or more"),
+    ("core --scale nan", "--scale nan is outside"),
+    ("core --compare /nowhere", "this is no report"),
+    ("core --json /nowhere/file", "--json /nowhere/file: No such file"),
+    ("plan --ranks 0", "--ranks"),
+    ("offload --order zigzag", "--order 'zigzag' is none of nhd, hnd,"),
+    ("offload --blocks 100000 --layers 1000", "use fewer"),
+    ("offload --folder /nowhere", "--folder /nowhere: no folder in which files can be made"),
+    ("offload --json /nowhere/file", "--json /nowhere/file: No such file"),
     ("tests_of nowhere", "nowhere: there is no such file"),
     ("tests_of tests/test_lease.py", "does not lie in"),
     ("tests_of asynckv/py.typed", "no test runs anything of asynckv/py.typed"),
-    ("bench_log --rounds 1", "--rounds"),
-    ("bench_engine --cases idle,none", "unknown cases none; there are handshake, idle,"),
+    ("log --rounds 1", "--rounds"),
+    ("engine --cases idle,none", "unknown cases none; there are handshake, idle,"),
     (f"{VERSUS} --cases 32x16384:16", CASE),
     (f"{VERSUS} --cases 0x4096:1:1", CASE),
     (f"{VERSUS} --cases 1x4097:1:1", CASE),
@@ -85,15 +83,14 @@ TEACHES = {
     "attack": ["malicious peer", "--frames", "Exit status"],
     "ucx_abort": ["owner: the victim reads", "away-kill: stop the survivor", "Exit status"],
     "loop_stall": ["scattered: blocks anywhere", "--posting-threads"],
-    "bench_core": ["ledger/1024: ", "--tolerance", "Exit status"],
-    "bench_plan": ["--layouts", "per request", "Exit status"],
-    "bench_offload": ["write: records from", "--page-cache", "Exit status"],
-    "bench_params": ["make_x_before_median", "--before", "Exit status"],
+    "core": ["ledger/1024: ", "--tolerance", "Exit status"],
+    "plan": ["--layouts", "per request", "Exit status"],
+    "offload": ["write: records from", "--page-cache", "Exit status"],
     "tests_of": ["asynckv/core/lease.py", "Exit status"],
     "draw": ["Run it after", "Graphviz"],
-    "bench_log": ["file: the engine writes", "--real", "Exit status"],
-    "bench_engine": ["handshake: Meet three peers", "--cases"],
-    "bench_vs_vllm": ["vllm-pinned: as shipped", "To install it beside", "--steps-ms"],
+    "log": ["file: the engine writes", "--real", "Exit status"],
+    "engine": ["handshake: Meet three peers", "--cases"],
+    "vs_vllm": ["vllm-pinned: as shipped", "To install it beside", "--steps-ms"],
     "disagg_generate": ["gemma3_text", "--cached-tokens", "Controls"],
     "pd_proxy": ["/health/ready", "--prefill", "504", "python -m docs.examples.service.pd_service", "Exit status"],
     "pd_service": ["--decode", "Exit status"],
@@ -108,7 +105,7 @@ def run(script: str, *arguments: str) -> int:
 
 def module(script: str) -> ModuleType:
     """A script, a command of the laboratory, or an example."""
-    folders = ("tests/lab", "docs/examples/service", "scripts")
+    folders = ("tests/lab", "docs/examples/service", "scripts/bench", "scripts")
     where = next(x for x in folders if (ROOT / x / f"{script}.py").exists() or x == "scripts").replace("/", ".")
     return importlib.import_module(f"{where}.{script}" + ".__main__" * (script == "draw"))
 

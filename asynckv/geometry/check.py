@@ -36,7 +36,7 @@ from asynckv.geometry.overlap import Spot, check_overlap, check_pools, part_byte
 # Layouts come from strangers, and the event loop waits while one is decoded, checked and compared. The most that real
 # models need: 126 layers with keys, values and a scale of each, every part a view of its own under a long name, are 504
 # views and parts with 1,260 dims in 58 KB; the presets of `asynckv models` have up to 80 views, 256 parts and 18 KB.
-# Four times as much fits, and takes 17 ms; what costs most takes 41 (`python -m scripts.bench_plan --layouts`).
+# Four times as much fits, and takes 17 ms; what costs most takes 41 (`python -m scripts.bench plan --layouts`).
 
 MAX_LAYOUT_BYTES = 256 * 1024
 """Most bytes that a layout takes on the wire: what bounds decoding, and is known before it."""

@@ -11,7 +11,7 @@ prepared lands, and ends, when its driver says so. Time, losses, deaths and dice
 
 `SimNetwork`, `SimControl` and `SimData` drive one for real engines on any asyncio loop: packets arrive in the next turn
 and reads are done when posted, until told otherwise. `tests.lab.world` drives another through seeded faults in
-virtual time. Cores without engines are driven by hand in the tests, and as fast as they go in `scripts/bench_core.py`.
+virtual time. Cores without engines are driven by hand in the tests, and as fast as they go in `scripts/bench/core.py`.
 """
 
 from __future__ import annotations

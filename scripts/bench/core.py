@@ -444,7 +444,7 @@ def counter() -> str:
 def instructions(tool: str, case: Case, number: int) -> float | None:
     """Instructions per operation, in user space; None if they could not be counted."""
     few, many = (
-        _counted(tool, [sys.executable, "-m", "scripts.bench_core", "--child", case.name, str(2 * number), str(n)])
+        _counted(tool, [sys.executable, "-m", "scripts.bench", "core", "--child", case.name, str(2 * number), str(n)])
         for n in (number, 2 * number)
     )
     return None if few is None or many is None else (many - few) / number
@@ -512,7 +512,7 @@ def earlier(path: Path, scale: float) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text())
         is_ours, was = found["schema"] == SCHEMA and isinstance(found["cases"], dict), float(found["scale"])
     except (OSError, ValueError, TypeError, KeyError) as exc:
-        raise ConfigError(f"--compare: this is no report of bench_core: {exc!r}") from exc
+        raise ConfigError(f"--compare: this is no report of this: {exc!r}") from exc
     check(is_ours, "--compare: the report is of another version; measure the old tree anew")
     check(was == scale, f"--compare: the report was made with --scale {was:g}; give the same")
     return found
@@ -577,16 +577,12 @@ EPILOG = f"""
 
 [bold]Examples[/bold]
 
-  python -m scripts.bench_core --json old.json
+  python -m scripts.bench core --json old.json
 
-  python -m scripts.bench_core --compare old.json
+  python -m scripts.bench core --compare old.json
 
-  python -m scripts.bench_core --cases 'pull/*' --json - --no-instructions
+  python -m scripts.bench core --cases 'pull/*' --json - --no-instructions
 
 [bold]Exit status[/bold]  0 measured, 1 something takes more instructions than --tolerance, 2 bad input, 130 Ctrl-C
 """
 main = script(bench, EPILOG)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

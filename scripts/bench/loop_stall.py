@@ -1,4 +1,4 @@
-"""Measure how long bulk reads keep an event loop away: `python -m scripts.loop_stall --help`.
+"""Measure how long bulk reads keep an event loop away: `python -m scripts.bench loop_stall --help`.
 
 A prefill engine in a process of its own, a decode engine in this one, real NIXL and ZMQ. The decode side pulls
 in a closed loop while a timer of 1 ms on its loop notes how late it is called. Prints one JSON line.
@@ -74,7 +74,7 @@ async def decode(workload: str, posting_threads: int | str, requests: int) -> di
     """Pull all requests, some in flight at a time."""
     _, _, _, blocks, in_flight = SHAPES[workload]
     async with Fleet() as fleet:
-        lender = await fleet.start("prefill", "scripts.loop_stall:Prefill", workload=workload)
+        lender = await fleet.start("prefill", "scripts.bench.loop_stall:Prefill", workload=workload)
         endpoint = msgspec.convert(await lender.ask("endpoint"), Endpoint)
         engine, _pool = make_engine("decode", workload, posting_threads)
         async with engine:
@@ -162,12 +162,8 @@ EPILOG = """
 
 [bold]Example[/bold]
 
-  python -m scripts.loop_stall bulk --posting-threads 0 | jq .lag_ms
+  python -m scripts.bench loop_stall bulk --posting-threads 0 | jq .lag_ms
 
 [bold]Exit status[/bold]  0 measured, 1 the prefill process was lost, 2 bad input, 130 Ctrl-C
 """
 main = command.script(stall, EPILOG)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

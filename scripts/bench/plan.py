@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -182,14 +181,10 @@ def plan(
 EPILOG = """
 [bold]Examples[/bold]
 
-  python -m scripts.bench_plan --blocks 1000 --ranks 1 | jq .per_request_ms
+  python -m scripts.bench plan --blocks 1000 --ranks 1 | jq .per_request_ms
 
-  python -m scripts.bench_plan --layouts | jq -c '[.layout, .map_ms, .refused]'
+  python -m scripts.bench plan --layouts | jq -c '[.layout, .map_ms, .refused]'
 
 [bold]Exit status[/bold]  0 measured, 2 bad input, 130 Ctrl-C
 """
 main = command.script(plan, EPILOG)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

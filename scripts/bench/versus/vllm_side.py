@@ -1,4 +1,4 @@
-"""One process of vLLM's NixlConnector, as its model runner would drive it. Run by `scripts.bench_vs_vllm`.
+"""One process of vLLM's NixlConnector, as its model runner would drive it. Run by `scripts.bench.vs_vllm`.
 
 Real connector classes, their own ZMQ handshake and real NIXL, on CPU memory, without a model or a GPU. Only what
 vLLM's scheduler would put into the connector's metadata is made here. Needs vLLM's Python files, not its kernels.
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from scripts.versus.workload import (
+from scripts.bench.versus.workload import (
     BLOCK_TOKENS,
     SERVE_S,
     Checks,

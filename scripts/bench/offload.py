@@ -1,6 +1,6 @@
-"""How fast blocks go to host memory and to files, and come back: `python -m scripts.bench_offload --help`.
+"""How fast blocks go to host memory and to files, and come back: `python -m scripts.bench offload --help`.
 
-For layouts of all kinds, each in turns with the same bytes moved raw (`scripts/offload_copies.py`).
+For layouts of all kinds, each in turns with the same bytes moved raw (`scripts/bench/offload_copies.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import os
-import sys
 import tempfile
 from typing import Annotated, Any
 
@@ -22,7 +21,7 @@ from asynckv.tools.bench import garbage
 from asynckv.tools.plan.layouts import ORDERS
 from asynckv.tools.plan.models import Heads, Model
 from scripts import command
-from scripts.offload_copies import (
+from scripts.bench.offload_copies import (
     ABOUT,
     FACTOR,
     LEAST,
@@ -128,16 +127,12 @@ EPILOG = f"""
 
 [bold]Examples[/bold]
 
-  python -m scripts.bench_offload --order cross-nhd --runs
+  python -m scripts.bench offload --order cross-nhd --runs
 
-  python -m scripts.bench_offload --host-only --blocks 16 --at-once 8
+  python -m scripts.bench offload --host-only --blocks 16 --at-once 8
 
-  python -m scripts.bench_offload --heads 1 --json - | jq .ways.store.of_raw
+  python -m scripts.bench offload --heads 1 --json - | jq .ways.store.of_raw
 
 [bold]Exit status[/bold]  0 {LEAST:.0%} of raw or more, as far as can be told; 1 less, 2 bad input, 130 Ctrl-C
 """
 main = command.script(measure, EPILOG)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What whole engines cost beside the bytes they move: `python -m scripts.bench_engine --help`.
+"""What whole engines cost beside the bytes they move: `python -m scripts.bench engine --help`.
 
 Every case runs in a process of its own and prints figures next to the goal they are held to:
 
@@ -317,7 +317,7 @@ async def _run(cases: Sequence[str]) -> dict[str, float]:
     async with Fleet() as fleet:
         for case in cases:
             with Console(stderr=True).status(f"{case} ..."):
-                process = await fleet.start(case, "scripts.bench_engine:Alone", case=case)
+                process = await fleet.start(case, "scripts.bench.engine:Alone", case=case)
                 try:
                     figures = await process.ask("figures", None)
                 except Failure as exc:
@@ -354,7 +354,7 @@ def measure(
     try:
         figures = asyncio.run(_run(chosen))
     except Failure as exc:
-        print(f"bench_engine: {exc}", file=sys.stderr)
+        print(f"engine: {exc}", file=sys.stderr)
         return 1
     report: dict[str, Any] = {"schema": SCHEMA, "figures": figures, "goals": {n: g.most for n, g in GOALS.items()}}
     if json_to != "-":
@@ -373,12 +373,8 @@ EPILOG = f"""
 
 [bold]Example[/bold]
 
-  python -m scripts.bench_engine --cases flight,peers --json - | jq .figures
+  python -m scripts.bench engine --cases flight,peers --json - | jq .figures
 
 [bold]Exit status[/bold]  0 measured, 1 a case failed, 2 bad input, 130 Ctrl-C
 """
 main = command.script(measure, EPILOG)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What logging costs at the default level: `python -m scripts.bench_log --help`.
+"""What logging costs at the default level: `python -m scripts.bench log --help`.
 
 Pairs of engines in one process move small requests, in turns, in an order that is drawn anew for every round: one
 that logs nothing (level `error`), another such as a control, one whose application writes JSON lines to a file
@@ -39,7 +39,7 @@ from asynckv.ports import TimerHandle
 from asynckv.testing import SimControl, SimData, SimNetwork
 from asynckv.tools.bench import garbage
 from scripts import command
-from scripts.bench_engine import Pair, _config, _memory
+from scripts.bench.engine import Pair, _config, _memory
 
 SCHEMA = 1
 MOST = 1.02
@@ -212,12 +212,8 @@ EPILOG = f"""
 
 [bold]Example[/bold]
 
-  python -m scripts.bench_log --rounds 51 --json - | jq .figures.file.cpu_ratio
+  python -m scripts.bench log --rounds 51 --json - | jq .figures.file.cpu_ratio
 
 [bold]Exit status[/bold]  0 {(MOST - 1):.0%} of CPU at most, as far as can be told; 1 more, 2 bad input, 130 Ctrl-C
 """
 main = command.script(measure, EPILOG)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

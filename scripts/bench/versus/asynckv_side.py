@@ -1,4 +1,4 @@
-"""One process of asynckv on the workload of `scripts.versus.workload`. Run by `scripts.bench_vs_vllm`."""
+"""One process of asynckv on the workload of `scripts.bench.versus.workload`. Run by `scripts.bench.vs_vllm`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asynckv.config import LeaseConfig
 from asynckv.errors import AsyncKVError
 from asynckv.tools.plan.layouts import model_layout, with_addresses
 from asynckv.tools.plan.models import Heads, Model
-from scripts.versus.workload import (
+from scripts.bench.versus.workload import (
     BLOCK_TOKENS,
     SERVE_S,
     Checks,

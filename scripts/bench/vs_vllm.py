@@ -1,4 +1,4 @@
-"""asynckv and vLLM's own NixlConnector on the same workload, alternating: `python -m scripts.bench_vs_vllm --help`.
+"""asynckv and vLLM's own NixlConnector on the same workload, alternating: `python -m scripts.bench vs_vllm --help`.
 
 Both move the same blocks of the same memory, in the same order, between two processes on this host over NIXL (UCX)
 and check the bytes. Whoever is not being measured is stopped (SIGSTOP): vLLM's idle processes use a core each. Every
@@ -28,8 +28,8 @@ from asynckv.tools.bench.noise import Interval, median_of
 from asynckv.tools.bench.processes import Failure
 from asynckv.tools.output import check_writable
 from scripts import command
-from scripts.versus.vllm_side import write_config
-from scripts.versus.workload import Setup, Window
+from scripts.bench.versus.vllm_side import write_config
+from scripts.bench.versus.workload import Setup, Window
 from tests.lab.fleet import Fleet, Process
 
 SCHEMA = "asynckv.versus/1"
@@ -140,9 +140,9 @@ class Engine:
     async def _start(self, role: str, setup: Setup, given: Given) -> Process:
         name, fields = f"{self.kind}-{role}", asdict(setup)
         if self.kind == "asynckv":
-            return await self._fleet.start(name, "scripts.versus.asynckv_side:Side", **fields)
+            return await self._fleet.start(name, "scripts.bench.versus.asynckv_side:Side", **fields)
         python = given.vllm_python or sys.executable
-        return await self._fleet.start(name, "scripts.versus.vllm_side:Side", python=python, **fields)
+        return await self._fleet.start(name, "scripts.bench.versus.vllm_side:Side", python=python, **fields)
 
     async def window(self, window: Window) -> dict[str, Any]:
         """Measure once.
@@ -383,7 +383,7 @@ def compare(
     try:
         report = asyncio.run(run(given))
     except Failure as exc:
-        said(f"bench_vs_vllm: {exc}")
+        said(f"vs_vllm: {exc}")
         return 1
     if json == "-":
         print(msgspec.json.format(msgspec.json.encode(report), indent=1).decode())
@@ -403,9 +403,9 @@ INSTALL = """To install it beside (no GPU, nothing is compiled, a few minutes):
   VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 SETUPTOOLS_SCM_PRETEND_VERSION=0.33.0 \\
     VENV/bin/pip download --no-deps --no-build-isolation --no-binary vllm vllm==0.33.0 && tar xzf vllm-0.33.0.tar.gz
 
-  VENV/bin/pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1 -r scripts/versus/requirements-vllm.txt
+  VENV/bin/pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1 -r scripts/bench/versus/requirements-vllm.txt
 
-then: python -m scripts.bench_vs_vllm --vllm-python VENV/bin/python --vllm-source vllm-0.33.0
+then: python -m scripts.bench vs_vllm --vllm-python VENV/bin/python --vllm-source vllm-0.33.0
 """
 CONTENDERS = {
     "asynckv": "driven by steps, like vLLM: submits when a step begins, takes results when it ends, and the engine's "
@@ -429,7 +429,3 @@ EPILOG = f"""
 [bold]Exit status[/bold]  0 measured, 1 a process or a request failed, 2 bad input, 130 Ctrl-C
 """
 main = command.script(compare, EPILOG)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

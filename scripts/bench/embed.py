@@ -1,4 +1,4 @@
-"""What each way to embed an engine costs the worker's thread: `python -m scripts.bench_embed --help`.
+"""What each way to embed an engine costs the worker's thread: `python -m scripts.bench embed --help`.
 
 A prefill engine in a process of its own lends; a decode engine in this one is embedded in each of the ways, in turns,
 beside a loop of steps: every step hands over new requests and takes what has ended. A step computes for so many
@@ -280,7 +280,7 @@ async def measure(name: str, rounds: int) -> dict[str, Any]:
     work = step_of(case)
     alone = []
     async with Fleet() as fleet:
-        lender = await fleet.start("prefill", "scripts.bench_embed:Prefill")
+        lender = await fleet.start("prefill", "scripts.bench.embed:Prefill")
         group = PrefillGroup("prefill", [msgspec.convert(await lender.ask("endpoint"), Endpoint)])
         config = EngineConfig(engine_id="decode", log=LogConfig(successes_per_s=0.0, slow_per_s=0.0, held_fraction=0.0))
         for number in range(rounds):
@@ -349,6 +349,3 @@ def bench(
 
 
 main = command.script(bench, command.listed(ABOUT))
-
-if __name__ == "__main__":
-    sys.exit(main())

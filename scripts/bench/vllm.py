@@ -1,4 +1,4 @@
-"""AsyncKVConnector and NixlConnector inside vLLM, in turns: `python -m scripts.bench_vllm --help`.
+"""AsyncKVConnector and NixlConnector inside vLLM, in turns: `python -m scripts.bench vllm --help`.
 
 Both move the same requests between two processes that run vLLM's `EngineCore`, scheduler and KV cache manager over
 CPU memory (`tests/vllm`), with real NIXL between; only the connector's class differs. The model costs nothing, so a
@@ -207,7 +207,3 @@ for each request.
 [bold]Exit status[/bold]  0 measured, 1 a request failed, 2 bad input, 130 Ctrl-C
 """
 main = command.script(compare, EPILOG)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,1 +1,0 @@
-"""The two sides of `scripts.bench_vs_vllm`: the same workload through asynckv and through vLLM's own connector."""
