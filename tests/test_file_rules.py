@@ -23,7 +23,10 @@ from asynckv.errors import BackendError
 from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.keys import StoredGroup
 from asynckv.ports import RecordsEnded
-from tests.test_file_tier import COUNT, DONE, PAGE, READ, SIZE, WRITE, Make, records
+from tests.test_file_tier import COUNT, DONE, PAGE, READ, SIZE, WRITE, Make, make, records
+
+__all__ = ["make"]
+"""A fixture of theirs."""
 
 pytestmark = pytest.mark.anyio
 

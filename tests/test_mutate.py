@@ -99,7 +99,7 @@ def test_a_mutant_says_in_which_function_it_is() -> None:
     }
 
 
-UNSEEN = {"asynckv/__main__.py"}
+UNSEEN = {"asynckv/__main__.py", "asynckv/testing/__init__.py"}
 """Tests, and no files of the package, start these: in processes of their own, or among the slow tests."""
 LEASE, FLOW = "asynckv/core/lease.py", "asynckv/core/flow.py"
 MEASURED = Reach(
