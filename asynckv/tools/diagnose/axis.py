@@ -142,9 +142,9 @@ def exchanges(service: Service) -> Iterator[Pair]:
             for start in {start_of(x) for x in pull.peer_ranks}:
                 pulls.setdefault(start, []).append(pull)
         for lease in request.leases.values():
-            for pull in pulls.get(lease.process.start, ()):
-                if pull.process is not lease.process and pull.ended is not None and pull.cause == "complete":
-                    yield from _of_pull(lease, pull, pull.ended)
+            own = [x for x in pulls.get(lease.process.start, ()) if x.process is not lease.process]
+            if complete := [x for x in own if x.cause == "complete"]:
+                yield from _of_lease(lease, complete)
 
 
 def _handshakes(service: Service, decode: Process) -> Iterator[Pair]:
@@ -169,26 +169,30 @@ def _handshakes(service: Service, decode: Process) -> Iterator[Pair]:
             yield Pair(prefill.incarnation, met, decode.incarnation, came[peer])
 
 
-def _of_pull(lease: Lease, pull: Pull, ended: Record) -> Iterator[Pair]:
+def _of_lease(lease: Lease, pulls: Iterable[Pull]) -> Iterator[Pair]:
     """A request was lent before a pull of it was complete, and its outcome was told before its release was taken."""
-    prefill, decode = lease.process.incarnation, pull.process.incarnation
-    lines, steps = _lines(lease), lease_steps(lease)
-    notes: dict[tuple[type[Note], str], Step] = {
-        (type(x.what), x.what.pull_id): x for x in reversed(steps) if isinstance(x.what, Granted | Released)
-    }
-    granted = [_worked_out([(x.at, 0.0)]) for x in lease.granted if x.text("pull_id") == pull.pull_id]
-    cause = next(iter(granted), notes.get((Granted, pull.pull_id), _worked_out(lines)))
-    if lease.process.rank in ended.texts("read_ranks") and is_time(at := cause.at - cause.within_s):
-        yield Pair(prefill, at, decode, ended.at)
-    outcome = next((x.at - x.within_s for x in pull_steps(pull) if x.what == "notifying"), ended.at)
-    if (released := notes.get((Released, pull.pull_id))) is not None:
-        came = released.at + released.within_s
-    elif lease.ended is not None and any(start_of(name) == pull.process.start for name in lease.released):
-        came = lease.ended.at
-    else:
-        return
-    if is_time(outcome) and is_time(came):
-        yield Pair(decode, outcome, prefill, came)
+    prefill, lent = lease.process.incarnation, _worked_out(_lines(lease))
+    notes: dict[tuple[type[Note], str], Step] = {}
+    for step in lease_steps(lease):
+        if isinstance(step.what, Granted | Released):
+            notes.setdefault((type(step.what), step.what.pull_id), step)
+    told_at = {x.text("pull_id"): _worked_out([(x.at, 0.0)]) for x in reversed(lease.granted)}
+    released_by = set(map(start_of, lease.released))
+    for pull in pulls:
+        decode, ended = pull.process.incarnation, pull.ended
+        if ended is None:
+            continue
+        cause = told_at.get(pull.pull_id) or notes.get((Granted, pull.pull_id)) or lent
+        if lease.process.rank in ended.texts("read_ranks") and is_time(at := cause.at - cause.within_s):
+            yield Pair(prefill, at, decode, ended.at)
+        outcome = next((x.at - x.within_s for x in pull_steps(pull) if x.what == "notifying"), ended.at)
+        came = math.nan
+        if (released := notes.get((Released, pull.pull_id))) is not None:
+            came = released.at + released.within_s
+        elif lease.ended is not None and pull.process.start in released_by:
+            came = lease.ended.at
+        if is_time(outcome) and is_time(came):
+            yield Pair(decode, outcome, prefill, came)
 
 
 class Axis:

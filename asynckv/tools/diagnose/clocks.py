@@ -129,17 +129,18 @@ class _Way:
 
     Attributes:
         to: The other clock.
-        lower: Rows of (when by the first clock, how far it is ahead at least), by time.
-        upper: The same, at most.
+        upper: Rows of (when by the first clock, how far it is ahead at most), by time.
+        lower: The same, at least, with its sign changed.
     """
 
     def __init__(self, to: str, lower: Sequence[tuple[float, float]], upper: Sequence[tuple[float, float]]) -> None:
         self.to = to
         self.lower, self.upper = (np.array(sorted(x), np.float64) for x in (lower, upper))
+        self.lower[:, 1] *= -1
 
     def bounds(self, at: float) -> tuple[float, float, float]:
         """Return how far ahead the clock is at least and at most, and by how much exchanges contradict that."""
-        low, high = -_near(self.lower * (1, -1), at), _near(self.upper, at)
+        low, high = -_near(self.lower, at), _near(self.upper, at)
         gap = float(low[0] - high[0])
         if gap <= 0:
             return float(low[0]), float(high[0]), 0.0
