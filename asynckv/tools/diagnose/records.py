@@ -328,6 +328,8 @@ class _Reader:
         others, repeated = self._others, self._repeated
         shown = "stdin" if path == "-" else path
         damage: list[str] = []
+        if path == "-" and sys.stdin is None:
+            raise ConfigError("-: the standard input is closed; name a log")
         try:
             # The standard input stays open.
             file = io.FileIO(sys.stdin.fileno() if path == "-" else path, closefd=path != "-")
