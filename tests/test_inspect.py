@@ -279,6 +279,16 @@ def test_to_look_for_one_among_many_costs_more() -> None:
     assert answered("nobody") < 0.95 * survey.TOTAL_BURST
 
 
+def test_a_question_that_is_repeated_while_it_waits_is_answered_once() -> None:
+    world = World()
+    prefill = prefill_rank(world)
+    said: list[Status] = []
+    for whose in (b"one", b"one", b"another"):
+        assert prefill.core.survey.ask(whose, StatusRequest(7, 1), said.append, world.time(prefill))
+    said += asked(world, prefill, StatusRequest(8, 1), who=b"third")
+    assert [status.nonce for status in said] == [7, 7, 8]
+
+
 def test_an_engine_may_say_nothing_and_says_that() -> None:
     world = World(EngineConfig(engine_id="x", inspect=InspectConfig(enabled=False)))
     prefill, stranger = prefill_rank(world), world.add("s", make_layout(base=1 << 41))

@@ -134,7 +134,7 @@ class Survey:
         self._prefill, self._decode, self._readers, self._inspector = prefill, decode, readers, inspector
         self._limits, self._total = Limiter(RATE, BURST), Limiter(TOTAL_RATE, TOTAL_BURST)
         self._refusals = Limiter(RATE, BURST)
-        self._waiting: deque[tuple[StatusRequest, Answer]] = deque()
+        self._waiting: deque[tuple[Hashable, StatusRequest, Answer]] = deque()
         self._working: Generator[None, float, Status] | None = None
         self._counts: _Counts | None = None
 
@@ -150,12 +150,14 @@ class Survey:
             refusal = Account(refused="what follows was asked for with a place that is none; begin anew")
         elif not self._limits.take(principal or whose, now):
             refusal = Account(refused=f"asked more than {RATE:g} times a second", retry_s=2 / RATE)
+        elif any(each[:2] == (whose, asked) for each in self._waiting):
+            return True  # it is asked again, because it waits
         elif len(self._waiting) >= MAX_WAITING or not self._total.take(None, now):
             refusal = Account(refused=f"all together ask for more than {TOTAL_RATE:g} answers a second", retry_s=0.5)
         else:
             looked = len(self._prefill.leases) + len(self._decode.pulls) if asked.request_id else 0
             self._total.charge(None, now, asked.most / TOLD_PER_TOKEN + looked / LOOKED_PER_TOKEN)
-            self._waiting.append((asked, answer))
+            self._waiting.append((whose, asked, answer))
             self.next_at = now
             return True
         if not self._refusals.take(principal or whose, now):
@@ -168,14 +170,14 @@ class Survey:
         if now < self.next_at:
             return
         if self._working is None and self._waiting:
-            self._working = self._work(self._waiting[0][0])
+            self._working = self._work(self._waiting[0][1])
             next(self._working)
         if self._working is not None:
             try:
                 self._working.send(now)
             except StopIteration as done:
                 self._working = None
-                self._waiting.popleft()[1](done.value)
+                self._waiting.popleft()[2](done.value)
             except BaseException:
                 # A bug of ours: whoever asked hears nothing, and all others are answered.
                 self._working = None
