@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from asynckv.edges.torch import written as written
     from asynckv.embed import Announce as Announce
     from asynckv.embed import Cancel as Cancel
+    from asynckv.embed import DecodeLedger as DecodeLedger
     from asynckv.embed import Discharge as Discharge
     from asynckv.embed import EngineDesk as EngineDesk
     from asynckv.embed import EngineThread as EngineThread
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from asynckv.embed import Load as Load
     from asynckv.embed import Lookup as Lookup
     from asynckv.embed import Order as Order
+    from asynckv.embed import PrefillLedger as PrefillLedger
     from asynckv.embed import Pull as Pull
     from asynckv.embed import Reclaim as Reclaim
     from asynckv.embed import Refused as Refused
@@ -113,8 +115,8 @@ _HOMES = {
     "asynckv.edges.sharing": "shared_memory",
     "asynckv.edges.torch": "TensorPart register_parts register_tensors shared_tensor written",
     "asynckv.embed": (
-        "Announce Cancel Discharge EngineDesk EngineThread Failed Finished Lend Load Lookup Order Pull "
-        "Reclaim Refused Store Withdraw"
+        "Announce Cancel DecodeLedger Discharge EngineDesk EngineThread Failed Finished Lend Load Lookup Order "
+        "PrefillLedger Pull Reclaim Refused Store Withdraw"
     ),
     "asynckv.engine": "Engine LentRequest Offload",
     "asynckv.errors": (

@@ -34,7 +34,7 @@ class PrefillGroup:
     """All ranks of one prefill engine, as its scheduler knows them. It may be used from any thread.
 
     Make one per scheduler, not one per request: the ranks remember a bounded number of schedulers, and for each of them
-    which of its requests were lent. (A forked process may go on with its parent's; do not copy one otherwise.)
+    which of its requests were lent. A copy (pickled, forked) is another scheduler to them.
 
     Args:
         engine_id: The prefill engine.
@@ -88,6 +88,13 @@ class PrefillGroup:
 
     def __repr__(self) -> str:
         return f"<PrefillGroup {self.engine_id!r}, tp_size {self.tp_size}, pp_size {self.pp_size}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mint": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._mint = self._new_mint()  # a copy must not mint the keys of its original
 
     def _new_mint(self) -> tuple[int, str, Iterator[int]]:
         """Process, epoch and sequence of keys; random, for a restarted scheduler must never repeat a key."""

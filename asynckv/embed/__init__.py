@@ -6,12 +6,15 @@ over a list of orders (`orders`) and takes a `Finished`, whichever way the engin
 - `thread`: on a thread and event loop of its own, usable from any thread. What most engines want.
 - `desk`: on an event loop that is there already, beside whatever else runs on it; the other is built on it.
 
+The scheduler's half is `ledgers`: which request has which blocks, and what every rank has said of it.
+
 `bell` is how one thread wakes another without giving it Python's lock.
 """
 
 from __future__ import annotations
 
 from asynckv.embed.desk import EngineDesk
+from asynckv.embed.ledgers import DecodeLedger, PrefillLedger
 from asynckv.embed.orders import (
     Announce,
     Cancel,
@@ -33,6 +36,7 @@ from asynckv.embed.thread import EngineThread
 __all__ = [
     "Announce",
     "Cancel",
+    "DecodeLedger",
     "Discharge",
     "EngineDesk",
     "EngineThread",
@@ -42,6 +46,7 @@ __all__ = [
     "Load",
     "Lookup",
     "Order",
+    "PrefillLedger",
     "Pull",
     "Reclaim",
     "Refused",

@@ -143,6 +143,11 @@ class Failed:
         """Whether blocks may still be written or read. Then wait for the id in `Finished.returned`."""
         return isinstance(self.error, PullError) and bool(self.error.held)
 
+    @property
+    def is_unbegun(self) -> bool:
+        """Whether it was refused before it began. A pull has released nothing then: give a `Discharge`."""
+        return not getattr(self.error, "failed_in", "")
+
 
 @dataclass(frozen=True, slots=True)
 class Refused:

@@ -1,10 +1,10 @@
-"""EngineThread: prefill, decode and scheduler, each a process of its own. A worker is a loop of steps."""
+"""An engine of your own: two workers, each a process with an EngineThread, and a scheduler with two ledgers."""
 
 from multiprocessing.connection import Connection
 
 import kv
 
-from asynckv import Announce, EngineConfig, EngineThread, Lend, PrefillGroup, Pull
+from asynckv import DecodeLedger, EngineConfig, EngineThread, PrefillGroup, PrefillLedger
 
 
 def worker(role: str, seed: int, pipe: Connection) -> None:
@@ -20,17 +20,20 @@ def worker(role: str, seed: int, pipe: Connection) -> None:
 
 def scheduler() -> None:
     prefill, decode = kv.start(worker, "prefill", 1), kv.start(worker, "decode", 2)
-    group, _ = PrefillGroup("prefill", [prefill.recv()]), decode.recv()
-    params = group.make_params("r1", [(0, [3, 4, 9])], num_tokens=40, written=True)
-    prefill.send([Lend(params)])
-    decode.send([Announce("r1", params), Pull(request_id="r1", groups=[(0, [7, 5, 6])], params=params)])
-    lent, pulled = prefill.recv(), decode.recv()
-    while not (lent.sent and pulled.received):
-        for each in (prefill, decode):
-            each.send([])  # a step in which nothing new is asked for
-        lent, pulled = prefill.recv() or lent, decode.recv() or pulled
+    loans, pulls = PrefillLedger(PrefillGroup("prefill", [prefill.recv()])), DecodeLedger(num_ranks=1)
+    decode.recv()  # where it listens: no other engine reads from it
+    params = loans.lend("r1", [(0, [3, 4, 9])], num_tokens=40)
+    pulls.announce("r1", params)
+    pulls.pull("r1", [(0, [7, 5, 6])])
+    free, received = [], []
+    while not (free and received):  # a step of either engine; in most of them nothing new is asked for
+        for rank, ledger in ((prefill, loans), (decode, pulls)):
+            rank.send(ledger.take_orders())
+            ledger.take_finished(0, rank.recv())
+        free += loans.take_free()
+        received += pulls.take_outcome().received
     assert kv.end(prefill, [3, 4, 9]) == kv.end(decode, [7, 5, 6])
-    print(pulled.received[0].num_bytes, "bytes,", lent.sent[0].cause)
+    print(received[0].results[0].num_bytes, "bytes,", free[0].ends[0].cause)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from vllm.sampling_params import SamplingParams
@@ -21,9 +20,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from asynckv.arguments import MAX_INTEGER
 from asynckv.core.types import decode_params
+from asynckv.embed.ledgers import State
 from asynckv.embed.orders import Announce, Cancel, Discharge, Lend, Pull, Reclaim
 from asynckv.errors import ConfigError
-from asynckv.integrations.vllm.fetches import MAX_SPENT, Fetches, State
 from asynckv.integrations.vllm.handover import WorkerAddress
 from asynckv.integrations.vllm.shape import CacheGroup, Shape
 from tests.vllm.schedulers import DENSE, HYBRID, MIXED, STATES, WINDOW, Group, Side
@@ -52,7 +51,7 @@ def num_read(pull: Pull, group: int = 0) -> int:
 
 def is_clean(side: Side) -> bool:
     """All is forgotten, free, and asleep."""
-    return side.is_idle() and side.num_free() == side.free_blocks and not len(side.half.fetches)
+    return side.is_idle() and side.num_free() == side.free_blocks and not len(side.half.pulls)
 
 
 # -- the prefill engine -------------------------------------------------------------------------------
@@ -296,33 +295,6 @@ def test_drafts_that_look_ahead_leave_those_tokens_to_the_reader(
 ) -> None:
     config = SimpleNamespace(num_prefill_lookahead_tokens=ahead, speculative_config=None)
     assert Shape.of(config, Side(groups).kv).back_off == back_off
-
-
-def test_an_id_that_comes_twice_changes_nothing_of_the_first() -> None:
-    fetches, plain = Fetches(), brought(prompt_of(100))["asynckv"]
-    params = decode_params(plain)
-    assert fetches.add("a", params, plain)
-    other = msgspec.structs.replace(params.key, sequence=params.key.sequence + 1)
-    assert not fetches.add("a", msgspec.structs.replace(params, key=other), plain)
-    assert [type(order) for order in fetches.take_orders()] == [Announce]
-    fetches.end("a")
-    assert [type(order) for order in fetches.take_orders()] == [Discharge]
-    assert len(fetches) == 0
-
-
-def test_keys_that_were_used_up_are_remembered_for_a_while() -> None:
-    fetches, plain = Fetches(), brought(prompt_of(100))["asynckv"]
-    params = decode_params(plain)
-
-    def comes(number: int) -> bool:
-        key = msgspec.structs.replace(params.key, sequence=number)
-        return fetches.add("a", msgspec.structs.replace(params, key=key), plain)
-
-    for number in range(MAX_SPENT + 1):
-        assert comes(number)
-        fetches.end("a")
-    assert not comes(1)
-    assert comes(0), "the oldest is forgotten"
 
 
 @pytest.mark.parametrize(("given", "ordered"), [(-3, -3), (1 << 70, MAX_INTEGER), (-1 << 70, -MAX_INTEGER)])
@@ -663,7 +635,7 @@ def test_a_request_that_is_preempted_while_others_load_touches_none_of_them() ->
     side.step()
     for _ in range(150):
         side.step()
-    assert side.half.fetches.get("a").state is State.LOADING
+    assert side.half.pulls.get("a").state is State.PULLING
     side.step(loaded=["a"])
     for _ in range(5):
         side.step()

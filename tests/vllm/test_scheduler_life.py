@@ -192,7 +192,7 @@ def live(side: Side, groups: tuple[Group, ...], seed: int, num_steps: int = 120)
     assert not life.pulling
     assert not life.lent
     assert not side.half.has_orders
-    assert len(side.half.fetches) == 0
+    assert len(side.half.pulls) == 0
     assert side.scheduler.requests == {}
     assert side.num_free() == side.free_blocks
     assert {Pull, Discharge, Lend} <= {type(order) for order in life.orders}
@@ -275,7 +275,7 @@ def test_no_params_are_too_strange(groups: tuple[Group, ...], seed: int) -> None
         done |= set(side.finish(out, failed=failed, sent=sent).reasons)
     assert side.is_idle()
     assert side.num_free() == side.free_blocks
-    assert len(side.half.fetches) == 0
+    assert len(side.half.pulls) == 0
 
 
 def test_what_is_wrong_is_said_once_per_request(caplog: pytest.LogCaptureFixture) -> None:
@@ -315,7 +315,7 @@ def test_any_life_inside_multi_connector_never_raises(groups: tuple[Group, ...],
         life.step(patience=0.8)
     assert side.is_idle()
     life.check()
-    assert len(side.half.fetches) == 0
+    assert len(side.half.pulls) == 0
     assert side.num_free() == side.free_blocks
 
 

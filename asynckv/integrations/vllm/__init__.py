@@ -7,7 +7,6 @@ step. So there are two halves, and little between them:
 - `connector`: the class that vLLM makes. Every hook of vLLM is one line to its half.
 - `options`: what a user may say in `kv_connector_extra_config`.
 - `scheduler`: the scheduler's half. What vLLM's hooks mean, and vLLM's requests and blocks in asynckv's words.
-- `fetches`: the life of a request whose KV comes from another engine, as a table. Knows nothing of vLLM.
 - `handover`: the values that cross.
 - `worker`, `memory`, `stats`: the workers' half, the memory that vLLM registers, and what is counted.
 

@@ -100,7 +100,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
         return StepOrders(self._scheduler.take_orders())
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduler.loaded(connector_output.finished_recving)
+        self._scheduler.loaded(connector_output.finished_recving, connector_output.finished_sending)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

@@ -31,19 +31,17 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from asynckv.arguments import MAX_INTEGER, shown
-from asynckv.core.types import Params, decode_params
-from asynckv.embed.orders import Lend, Order, Reclaim
+from asynckv.core.types import Params
+from asynckv.embed.ledgers import DecodeLedger, Fetch, PrefillLedger, State
+from asynckv.embed.orders import Order, Reclaim
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.geometry.pairing import common_prefix
 from asynckv.hashes import token_hashes
-from asynckv.integrations.vllm.fetches import Fetch, Fetches, State
 from asynckv.integrations.vllm.options import Options
 from asynckv.integrations.vllm.shape import Blocks, Shape
 from asynckv.observe.tracing import trace_context
@@ -83,16 +81,22 @@ class SchedulerHalf:
         self.options = options
         self.engine_id: str = vllm_config.kv_transfer_config.engine_id
         self.shape = Shape.of(vllm_config, kv_cache_config)
-        self.fetches = Fetches()
+        self.pulls = DecodeLedger(num_ranks=1)  # vLLM's workers agree among themselves before they report
+        self.loans: PrefillLedger | None = None
+        """None until the workers' addresses are known."""
+        self._same: dict[str, int] = {}
+        """Tokens from the start on which a queued request's prompt is known to be the one that was lent."""
+        self._first: dict[str, int] = {}
+        """The first token that the local prefix cache lacks, as was asked last of a queued request."""
         from asynckv.integrations.vllm.stats import Tally
 
         self.tally = Tally()
-        self._group: PrefillGroup | None = None
         self._told: set[str] = set()
         self._pool: Any = None
         self._queued: dict[str, tuple[Any, float]] = {}
         """Requests that never had blocks, and since when; the oldest first."""
         self._reclaimed_at = -math.inf
+        self._reclaims: list[Order] = []
 
     # -- where the workers are ----------------------------------------------------------------------
 
@@ -109,7 +113,7 @@ class SchedulerHalf:
         if not found:
             logger.warning("asynckv: no worker has an address; nothing can be lent")
             return
-        self._group = PrefillGroup(
+        ranks = PrefillGroup(
             self.engine_id,
             [address.endpoint for address in found.values()],
             lease=self.options.lease,
@@ -117,6 +121,9 @@ class SchedulerHalf:
             pp_size=1 + max(stage for stage, _ in found),
             null_block=0,
         )
+        if self.loans is None:
+            self.loans = PrefillLedger(ranks)
+        self.loans.ranks = ranks
 
     def bind(self, pool: Any) -> None:
         """Take the pool of blocks, which says how many are free (`bind_gpu_block_pool`)."""
@@ -141,31 +148,28 @@ class SchedulerHalf:
         if reads and not self._fetch(request, given.get(PARAMS)):
             _reads_no_more(request)
 
-    def _fetch(self, request: Any, given: object) -> bool:
+    def _fetch(self, request: Any, given: Any) -> bool:
         if given is None:
             _refuse(request, f"do_remote_prefill is true, but there is no {PARAMS!r} beside it")
             return False
         try:
-            params = decode_params(given)
-            # What is handed on holds what was checked, and nothing besides.
-            plain: dict[str, Any] = msgspec.to_builtins(params)
             # The question that the router has asked this engine is nearer than what the params bring.
-            plain |= trace_context(_headers(request))
+            fetch = self.pulls.announce(request.request_id, given, trace=trace_context(_headers(request)))
         except AsyncKVError as exc:
             _refuse(request, str(exc))
             self.tally.unread("malformed")
             return False
-        if not self.fetches.add(request.request_id, params, plain):
+        if fetch is None:
             return False
         # Where log-probabilities of the prompt are asked for, vLLM computes every token, and reads nothing.
-        same = 0 if request.skip_reading_prefix_cache else self._same(request, params)
+        same = 0 if request.skip_reading_prefix_cache else self._num_same(request, fetch.params)
         if not same:
             self.spare(request)
             return False
-        self.fetches.limit(request.request_id, same)
+        self._same[request.request_id] = same
         return True
 
-    def _same(self, request: Any, params: Params) -> int:
+    def _num_same(self, request: Any, params: Params) -> int:
         """Count the tokens of this prompt whose KV was lent: what is read is covered by a hash that was compared."""
         most, every, cause = min(params.num_tokens, request.num_tokens), params.hash_tokens, "other_prompt"
         if not params.hashes:
@@ -205,14 +209,12 @@ class SchedulerHalf:
 
         None asks to be asked again: a request with the same params is being read, and will be in the prefix cache.
         """
-        fetch = self.fetches.get(request.request_id)
-        if fetch is None:
-            return 0, False
-        if self.fetches.must_wait(fetch):
-            return None, False
-        if fetch.state is not State.ANNOUNCED:
-            return 0, False
-        fetch.first_token = num_cached
+        may_pull = self.pulls.may_pull(request.request_id)
+        if not may_pull:
+            return (None if may_pull is None else 0), False
+        fetch = self.pulls.get(request.request_id)
+        assert fetch is not None
+        self._first[request.request_id] = num_cached
         more = self._readable(request, fetch) - num_cached
         return (more, True) if more > 0 else (0, False)
 
@@ -221,40 +223,44 @@ class SchedulerHalf:
         most: int = request.num_prompt_tokens - self.shape.back_off
         if self.shape.back_off and fetch.params.num_tokens > most:
             return 0  # of another prompt, or too far: there is no way back from its last state
-        return min(fetch.num_same, most)
+        return min(self._same[request.request_id], most)
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """A request has got its blocks (`update_state_after_alloc`); asked again after a load, with 0."""
         self._queued.pop(request.request_id, None)
-        fetch = self.fetches.get(request.request_id)
-        if fetch is None or fetch.state not in (State.ANNOUNCED, State.WAITING):
+        fetch = self.pulls.get(request.request_id)
+        if fetch is None or fetch.state not in (State.QUEUED, State.WAITING):
             return
-        if num_external > 0 and fetch.state is State.ANNOUNCED:
-            end = fetch.first_token + num_external
-            lists = self.shape.missing(blocks, fetch.first_token, end)
+        if num_external > 0 and fetch.state is State.QUEUED:
+            first = self._first[request.request_id]
+            end = first + num_external
+            lists = self.shape.missing(blocks, first, end)
             priority = max(-MAX_INTEGER, min(request.priority, MAX_INTEGER))
-            self.fetches.allocate(fetch, lists, end, priority)
+            self.pulls.pull(request.request_id, lists, num_tokens=end, priority=priority)
         else:
-            self.fetches.spare(fetch)
+            self.spare(request)
         _reads_no_more(request)
 
     def spare(self, request: Any) -> None:
-        """A request needs nothing of what was lent."""
-        if (fetch := self.fetches.get(request.request_id)) is not None:
-            self.fetches.spare(fetch)
+        """A request needs nothing of what was lent, or is gone; it may be known to nobody here."""
+        self._same.pop(request.request_id, None)
+        self._first.pop(request.request_id, None)
+        self.pulls.cancel(request.request_id)
 
     # -- steps --------------------------------------------------------------------------------------
 
     @property
     def has_orders(self) -> bool:
         """Something waits for the next step."""
-        return self.fetches.has_orders
+        return bool(self._reclaims or self.pulls.has_orders or (self.loans is not None and self.loans.has_orders))
 
     def take_orders(self) -> Sequence[Order]:
         """What the next step asks of the workers."""
         if self._queued:
             self._reclaim(monotonic())
-        return self.fetches.take_orders()
+        reclaims, self._reclaims = self._reclaims, []
+        lends = () if self.loans is None else self.loans.take_orders()
+        return [*self.pulls.take_orders(), *lends, *reclaims]
 
     def _reclaim(self, now: float) -> None:
         """Ask for room for the request that was queued first, once it has waited for as long as a grant."""
@@ -263,19 +269,24 @@ class SchedulerHalf:
             return
         if (lacking := self.shape.num_blocks(request.num_tokens) - self._pool.get_num_free_blocks()) > 0:
             self._reclaimed_at = now
-            self.fetches.order(Reclaim(lacking))
+            self._reclaims.append(Reclaim(lacking))
 
-    def loaded(self, request_ids: Sequence[str] | set[str] | None) -> None:
-        """All workers have said that these loads are over, well or badly (`update_connector_output`)."""
-        for request_id in request_ids or ():
-            self.fetches.report(request_id)
+    def loaded(self, received: Iterable[str] | None, sent: Iterable[str] | None) -> None:
+        """All workers have said that these pulls and loans are over, well or badly (`update_connector_output`)."""
+        for request_id in received or ():
+            self.pulls.ended(request_id)
+        self.pulls.take_outcome()  # vLLM's own scheduler acts on what the workers reported
+        if self.loans is not None:
+            for request_id in sent or ():
+                self.loans.ended(request_id)
+            self.loans.take_free()
 
     # -- a request ends -----------------------------------------------------------------------------
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: True if its blocks are lent, and what to give to the engine that goes on with it."""
         self._queued.pop(request.request_id, None)
-        self.fetches.end(request.request_id)
+        self.spare(request)
         given = request.kv_transfer_params
         if not given:
             return False, None
@@ -286,7 +297,6 @@ class SchedulerHalf:
             return False, None
         if (params := self._make_params(request, *lists)) is None:
             return False, None
-        self.fetches.order(Lend(params))
         # The block ids once more, as routers that were written for NixlConnector count them; nothing here reads them.
         blocks = [ids for _, ids in lists[0]]
         return True, {
@@ -311,18 +321,17 @@ class SchedulerHalf:
         return None if lists is None else (lists, num_tokens)
 
     def _make_params(self, request: Any, lists: Blocks, num_tokens: int) -> dict[str, Any] | None:
-        if self._group is None:
+        if self.loans is None:
             _refuse(request, "the workers' addresses are not known, so its blocks cannot be lent")
             return None
         lease_s = self.options.turn_lease_s if request.max_tokens > 1 else None
         every = hash_tokens_of(num_tokens)
         try:
-            return self._group.make_params(
+            return self.loans.lend(
                 request.request_id,
                 lists,
                 num_tokens,
                 lease_s=lease_s,
-                written=True,
                 hashes=chain_of(request, num_tokens, every),
                 hash_tokens=every,
                 trace=_headers(request),

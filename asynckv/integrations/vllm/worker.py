@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from asynckv.edges.torch import shared_zeros
 from asynckv.embed import Discharge, EngineThread, Finished, Lend, Order, Pull, Withdraw
-from asynckv.errors import BlocksRetired, EngineClosed, LocalProtocolError, Overloaded, PlanRefused
+from asynckv.errors import BlocksRetired, EngineClosed, LocalProtocolError
 from asynckv.geometry.check import Registration
 from asynckv.integrations.vllm.handover import StepOrders, WorkerAddress
 from asynckv.integrations.vllm.memory import ModelFacts, Tails, check_supported, place_of, register
@@ -51,9 +51,6 @@ LET_GO_S = 30.0
 
 CLOSE_S = 3.5
 """Until all has ended. vLLM kills a worker 5 s after it asked it to end."""
-
-NEVER_BEGUN = (PlanRefused, Overloaded, LocalProtocolError)
-"""Pulls that the engine refuses before it does anything: the prefill side hears nothing of them."""
 
 log = logging.getLogger("vllm.asynckv")
 
@@ -209,7 +206,7 @@ class WorkerHalf:
         for failed in finished.failed:
             self._tally.failed(failed.error)
             order = self._pulling.get(failed.request_id)
-            if order is not None and isinstance(failed.error, NEVER_BEGUN):
+            if order is not None and failed.is_unbegun:
                 # Its announcement goes on, and would be renewed for as long as a request may wait in a queue.
                 more.append(Discharge(order.request_id, order.params, order.cohort_id))
             if not failed.is_held:  # else it follows in `returned` or `retired`

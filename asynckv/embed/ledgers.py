@@ -1,0 +1,628 @@
+"""The books of an engine's schedulers: which request has which blocks, and what every rank has said of it.
+
+A scheduler decides once per step for all ranks of its engine. A ledger makes the orders of the step, hears what each
+rank reports (`Finished`), and says what a scheduler acts on: these requests are complete, these have failed, these
+blocks are free. All ranks of an engine use the same block ids, so a block is free when every rank has let go of it.
+
+Both ledgers are plain data for one thread: they know no event loop, and can be pickled between two steps. A step is:
+
+    for rank, finished in step_all_ranks(ledger.take_orders()):   # the same orders for every rank
+        ledger.take_finished(rank, finished)                      # or ledger.rank_died(rank)
+
+A request id may come again at any time. While blocks of an earlier request of that id are held, the new one is called
+`ID~2` on the wire and in logs, because ranks report by ids.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from asynckv.arguments import integer
+from asynckv.core.types import Key, Params, decode_params
+from asynckv.embed.orders import Announce, Cancel, Discharge, Finished, Lend, Order, Pull, Withdraw
+from asynckv.errors import LocalProtocolError, PeerLost
+from asynckv.geometry.bounds import MAX_RANKS
+from asynckv.results import LeaseEnd, PullResult
+from asynckv.scheduler import PrefillGroup
+
+MAX_SPENT = 4096
+"""Params that are remembered once they were used up."""
+
+Groups = Sequence[tuple[int, Sequence[int | None]]]
+
+
+# -- decode ----------------------------------------------------------------------------------------
+
+
+class State(enum.Enum):
+    """Where a request of the decode engine is."""
+
+    QUEUED = "queued"
+    """Announced: its prefill ranks are met, and its claim is renewed."""
+    WAITING = "waiting"
+    """Queued behind a request with the same params, which is pulled for both."""
+    PULLING = "pulling"
+    """Its blocks are being filled."""
+    ENDING = "ending"
+    """It was cancelled, or has failed on a rank; another rank has not said how its pull ended."""
+    HELD = "held"
+    """Its pull has ended on every rank, and on one of them its blocks may still be written."""
+    OVER = "over"
+
+
+class Event(enum.Enum):
+    """What a request of the decode engine meets."""
+
+    PULL = "pull"
+    CANCEL = "cancel"
+    FAIL = "fail"
+    """Its pull has failed on one rank, or the rank has died."""
+    COMPLETE = "complete"
+    """Every rank has said how its pull ended."""
+    RETURN = "return"
+    """No rank holds its blocks."""
+
+
+ON_EVENT: Mapping[State, Mapping[Event, State]] = {
+    State.QUEUED: {Event.PULL: State.PULLING, Event.CANCEL: State.OVER},
+    State.WAITING: {Event.CANCEL: State.OVER},
+    State.PULLING: {Event.COMPLETE: State.OVER, Event.FAIL: State.ENDING, Event.CANCEL: State.ENDING},
+    State.ENDING: {Event.FAIL: State.ENDING, Event.CANCEL: State.ENDING, Event.COMPLETE: State.HELD},
+    State.HELD: {Event.RETURN: State.OVER},
+    State.OVER: {},
+}
+"""What each state takes, and where it leads; anything else raises before anything has changed."""
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """A request of the decode engine that brought params.
+
+    Attributes:
+        request_id: The scheduler's id.
+        name: The same on the wire; another one while an earlier request of this id holds blocks.
+        params: The params, checked.
+        plain: The params as they travel.
+        state: Where the request is.
+        groups: The blocks that its pull fills, as they were given to `pull`.
+        results: What the ranks received.
+        errors: Why it failed, by rank; the first one is the cause, the ranks after it may have been cancelled.
+        is_cancelled: The scheduler wants it no more.
+        ranks: Ranks that have not said how the pull ended; None until its order has left.
+        held: Ranks on which something may still write the blocks.
+        announcement: The number of the announcement among all orders.
+        is_discharged: A rank has refused the pull, and was told to release the request.
+    """
+
+    request_id: str
+    name: str
+    params: Params
+    plain: dict[str, Any]
+    state: State = State.QUEUED
+    groups: Groups = ()
+    results: dict[int, PullResult] = field(default_factory=dict)
+    errors: dict[int, Exception] = field(default_factory=dict)
+    is_cancelled: bool = False
+    ranks: set[int] | None = None
+    held: set[int] = field(default_factory=set)
+    announcement: int = 0
+    is_discharged: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens from the prompt's start that are in place on every rank."""
+        return min((result.num_tokens for result in self.results.values()), default=0)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the decode engine's scheduler has to act on; each thing is told once.
+
+    Attributes:
+        received: Requests whose KV is in place on every rank. Look at `num_tokens`, and compute the rest.
+        failed: Requests that failed (`errors`): compute the prompt, or have it prefilled again. Use other blocks.
+        free: Requests that failed or were cancelled, and whose blocks (`groups`) nothing writes any more.
+        retired: Requests whose blocks a rank gave up (`BlocksRetired`). They follow in `free` only if the rank dies.
+    """
+
+    received: list[Fetch] = field(default_factory=list)
+    failed: list[Fetch] = field(default_factory=list)
+    free: list[Fetch] = field(default_factory=list)
+    retired: list[Fetch] = field(default_factory=list)
+
+
+class DecodeLedger:
+    """The books of a decode engine's scheduler.
+
+    Per request: `announce` when it is queued, `pull` when it has blocks, `cancel` when it is not wanted, whatever it is
+    at. The ledger makes the orders, and cancels the other ranks' pulls where one has failed.
+
+    Args:
+        num_ranks: Ranks of this engine; they are called 0, 1, ...
+
+    Raises:
+        LocalProtocolError: `num_ranks` is out of range.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._ranks = set(range(integer("num_ranks", num_ranks, 1, MAX_RANKS)))
+        self._missing: set[int] = set()
+        self._orders: dict[int, Order] = {}
+        """In the sequence in which they were given, by number."""
+        self._num_orders = 0
+        self._fetches: dict[str, Fetch] = {}
+        """All that are not over, by name."""
+        self._current: dict[str, Fetch] = {}
+        """Those that the scheduler still thinks of, by its own id."""
+        self._readers: dict[Key, Fetch] = {}
+        """Who is to read what, and has not yet."""
+        self._spent: dict[Key, None] = {}
+        """Params that were read or given up, oldest first."""
+        self._outcome = Outcome()
+
+    def __len__(self) -> int:
+        return len(self._fetches)
+
+    def get(self, request_id: str) -> Fetch | None:
+        """Return a request that is neither received nor failed, nor cancelled."""
+        return self._current.get(request_id)
+
+    # -- what the scheduler decides ----------------------------------------------------------------
+
+    def announce(
+        self, request_id: str, params: Mapping[str, Any], *, trace: Mapping[str, str] | None = None
+    ) -> Fetch | None:
+        """Queue a request: from now on its lease is kept. The order is left out if its pull follows in the same step.
+
+        Args:
+            request_id: The scheduler's id.
+            params: What came with the request.
+            trace: `traceparent` and `tracestate` in place of those that the params carry.
+
+        Returns:
+            The request; None if its params were used up before, so that the prompt is computed here.
+
+        Raises:
+            LocalProtocolError: A request of this id is queued or pulled.
+            RemoteProtocolError: The params are malformed.
+        """
+        if request_id in self._current:
+            raise LocalProtocolError(f"request {request_id[:200]!r} is {self._current[request_id].state.value} already")
+        checked = decode_params(params)
+        if checked.key in self._spent:
+            return None
+        plain: dict[str, Any] = msgspec.to_builtins(checked) | dict(trace or {})
+        fetch = Fetch(request_id, unused(request_id, self._fetches), checked, plain)
+        self._fetches[fetch.name] = self._current[request_id] = fetch
+        if checked.key in self._readers:
+            fetch.state = State.WAITING
+        else:
+            self._readers[checked.key] = fetch
+            fetch.announcement = self._order(Announce(fetch.name, plain))
+        return fetch
+
+    def may_pull(self, request_id: str) -> bool | None:
+        """Say whether a request can be pulled: True, or False to compute its prompt here.
+
+        None asks to be asked again: a request with the same params is being pulled, and its blocks will serve both, by
+        way of a prefix cache.
+        """
+        fetch = self._current.get(request_id)
+        if fetch is not None and fetch.state is State.WAITING and fetch.params.key in self._readers:
+            return None
+        return fetch is not None and fetch.state is State.QUEUED
+
+    def pull(
+        self,
+        request_id: str,
+        groups: Groups,
+        *,
+        num_tokens: int | None = None,
+        timeout_s: float | None = None,
+        hashes: Sequence[str] | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Have every rank fill blocks; the arguments are those of `Engine.pull`.
+
+        Raises:
+            LocalProtocolError: The request may not be pulled (`may_pull`).
+        """
+        fetch = self._current.get(request_id)
+        if fetch is None:
+            raise LocalProtocolError(f"request {request_id[:200]!r} was not announced, or is over")
+        self._move(fetch, Event.PULL)
+        fetch.groups = groups
+        self._orders.pop(fetch.announcement, None)
+        self._order(
+            Pull(
+                request_id=fetch.name,
+                groups=groups,
+                params=fetch.plain,
+                num_tokens=num_tokens,
+                timeout_s=timeout_s,
+                hashes=hashes,
+                priority=priority,
+            )
+        )
+
+    def cancel(self, request_id: str) -> None:
+        """Give a request up, whatever it is at; one that is unknown or over is left alone.
+
+        The blocks of a pull follow in `Outcome.free`.
+        """
+        fetch = self._current.pop(request_id, None)
+        if fetch is None:
+            return
+        before, fetch.is_cancelled = fetch.state, True
+        self._move(fetch, Event.CANCEL)
+        if before is State.QUEUED:
+            self._orders.pop(fetch.announcement, None)
+            self._order(Discharge(fetch.name, fetch.plain))
+        elif before is State.PULLING:
+            self._order(Cancel(fetch.name))
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether something waits for the next step."""
+        return bool(self._orders)
+
+    def take_orders(self) -> Sequence[Order]:
+        """Return the orders of this step. Give them to every rank."""
+        if not self._orders:
+            return ()
+        orders, self._orders = list(self._orders.values()), {}
+        for order in orders:
+            if isinstance(order, Pull):
+                fetch = self._fetches[order.request_id]
+                fetch.ranks = self._ranks - self._missing
+                for rank in self._missing:
+                    self._fail(fetch, rank, died(rank))
+                self._conclude(fetch)
+        return orders
+
+    def take_finished(self, rank: int, finished: Finished) -> None:
+        """Hear what has ended on a rank. What is no pull of this ledger is left to the caller."""
+        for result in finished.received:
+            if (fetch := self._ended(rank, result.request_id)) is not None:
+                fetch.results[rank] = result
+                self._conclude(fetch)
+        for failed in finished.failed:
+            if getattr(failed.error, "failed_in", "") in ("store", "load"):
+                continue
+            if (fetch := self._ended(rank, failed.request_id)) is not None:
+                if failed.is_held:
+                    fetch.held.add(rank)
+                if failed.is_unbegun and not fetch.is_discharged:
+                    # It was refused before it began, so this rank has released nothing; to the others it is no news.
+                    fetch.is_discharged = True
+                    self._order(Discharge(fetch.name, fetch.plain))
+                self._fail(fetch, rank, failed.error)
+                self._conclude(fetch)
+        for name in finished.returned:
+            if (fetch := self._fetches.get(name)) is not None:
+                fetch.held.discard(rank)
+                self._conclude(fetch)
+        self._outcome.retired += [self._fetches[name] for name in finished.retired if name in self._fetches]
+
+    def ended(self, request_id: str) -> None:
+        """Every rank has ended a pull, and holds nothing: for workers that agree among themselves, as vLLM's do."""
+        fetch = self._fetches.get(request_id)
+        if fetch is not None and fetch.ranks is not None:
+            fetch.ranks.clear()
+            self._conclude(fetch)
+
+    def rank_died(self, rank: int) -> None:
+        """Go on without a rank. Nothing writes its memory any more, and every pull under way has failed."""
+        self._missing.add(rank)
+        for fetch in list(self._fetches.values()):
+            if fetch.ranks is not None:
+                fetch.ranks.discard(rank)
+                fetch.held.discard(rank)
+                if fetch.state in (State.PULLING, State.ENDING):
+                    self._fail(fetch, rank, died(rank))
+                self._conclude(fetch)
+
+    def rank_joined(self, rank: int) -> None:
+        """Go on with a new rank in the place of one that died: what is queued is announced to it as well."""
+        self._missing.discard(rank)
+        for fetch in self._fetches.values():
+            if fetch.state is State.QUEUED and fetch.announcement not in self._orders:
+                fetch.announcement = self._order(Announce(fetch.name, fetch.plain))
+
+    def take_outcome(self) -> Outcome:
+        """Return what has come of all that was reported since the last call."""
+        outcome, self._outcome = self._outcome, Outcome()
+        return outcome
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _order(self, order: Order) -> int:
+        self._num_orders += 1
+        self._orders[self._num_orders] = order
+        return self._num_orders
+
+    def _ended(self, rank: int, name: str) -> Fetch | None:
+        """Take note that a rank has ended a pull; None if it was not asked for one."""
+        fetch = self._fetches.get(name)
+        if fetch is None or fetch.ranks is None or rank not in fetch.ranks:
+            return None
+        fetch.ranks.discard(rank)
+        return fetch
+
+    def _fail(self, fetch: Fetch, rank: int, error: Exception) -> None:
+        """Take note of a failure, and end the pull on the other ranks: nobody needs their part any more."""
+        fetch.errors[rank] = error
+        if fetch.state is State.PULLING and fetch.ranks:
+            self._order(Cancel(fetch.name))
+        self._move(fetch, Event.FAIL)
+
+    def _conclude(self, fetch: Fetch) -> None:
+        """Tell the scheduler what is certain by now."""
+        if fetch.ranks or fetch.ranks is None:
+            return
+        if fetch.state is State.PULLING:
+            self._move(fetch, Event.COMPLETE)
+            self._outcome.received.append(fetch)
+        elif fetch.state is State.ENDING:
+            self._move(fetch, Event.COMPLETE)
+            if not fetch.is_cancelled:
+                del self._current[fetch.request_id]
+                self._outcome.failed.append(fetch)
+        if fetch.state is State.HELD and not fetch.held:
+            self._move(fetch, Event.RETURN)
+            self._outcome.free.append(fetch)
+
+    def _move(self, fetch: Fetch, event: Event) -> None:
+        before, after = fetch.state, ON_EVENT[fetch.state].get(event)
+        if after is None:
+            raise LocalProtocolError(
+                f"request {fetch.request_id[:200]!r} is {before.value}: {event.value} is not possible"
+            )
+        fetch.state = after
+        if after in (State.HELD, State.OVER) and self._readers.get(fetch.params.key) is fetch:
+            # Siblings are served by what is in place by now, or compute their prompts.
+            del self._readers[fetch.params.key]
+            self._spent[fetch.params.key] = None
+            if len(self._spent) > MAX_SPENT:
+                del self._spent[next(iter(self._spent))]
+        if after is State.OVER:
+            del self._fetches[fetch.name]
+            if self._current.get(fetch.request_id) is fetch:
+                del self._current[fetch.request_id]
+
+
+# -- prefill ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Loan:
+    """A request of the prefill engine whose blocks are not the engine's to use.
+
+    Attributes:
+        request_id: The scheduler's id.
+        name: The same on the wire; another one while an earlier request of this id is lent.
+        params: What travels to the decode engine.
+        groups: The blocks that are lent, as they were given to `lend`.
+        decode_engines: The only decode engines that have the params; empty if that is not known.
+        is_written: The KV is in the blocks, so that ranks lend them.
+        ends: How the loan ended, by rank. A rank that refused to lend, or has died, is not in here.
+        ranks: Ranks on which the loan has not ended; None until its order has left.
+        is_withdrawn: The scheduler has taken it back, or a rank of it is missing.
+    """
+
+    request_id: str
+    name: str
+    params: dict[str, Any]
+    groups: Groups
+    decode_engines: set[str]
+    is_written: bool
+    ends: dict[int, LeaseEnd] = field(default_factory=dict)
+    ranks: set[int] | None = None
+    is_withdrawn: bool = False
+
+
+class PrefillLedger:
+    """The books of a prefill engine's scheduler.
+
+    Per request: `lend` when its KV is in the blocks, and `withdraw` if it is aborted afterwards. `take_free` returns
+    the loans that are over, however they ended.
+
+    Args:
+        ranks: The engine's ranks, as its scheduler describes them to readers.
+    """
+
+    def __init__(self, ranks: PrefillGroup) -> None:
+        self.ranks = ranks
+        self._missing: set[int] = set()
+        self._orders: list[Order] = []
+        self._loans: dict[str, Loan] = {}
+        """All that are not over, by name."""
+        self._current: dict[str, Loan] = {}
+        """The newest of each of the scheduler's ids."""
+        self._free: list[Loan] = []
+
+    def __len__(self) -> int:
+        return len(self._loans)
+
+    def get(self, request_id: str) -> Loan | None:
+        """Return the newest loan of an id that is not over."""
+        return self._current.get(request_id)
+
+    # -- what the scheduler decides ----------------------------------------------------------------
+
+    def lend(
+        self,
+        request_id: str,
+        groups: Groups,
+        num_tokens: int,
+        *,
+        is_written: bool = True,
+        decode_engines: Collection[str] = (),
+        lease_s: float | None = None,
+        hashes: Sequence[str] = (),
+        hash_tokens: int = 0,
+        trace: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Lend a request on every rank; returns its params for the decode engine. The blocks return in `take_free`.
+
+        The arguments are those of `PrefillGroup.make_params`, and:
+
+        Args:
+            is_written: Whether the KV is in the blocks already. Else the params may travel ahead of the data: call
+                `written` when it is there.
+            decode_engines: The ids of all decode engines that get the params, where that is known: if they restart,
+                nobody will read the request (`decode_restarted`).
+
+        Raises:
+            ConfigError: A value is out of range or of another type.
+            LocalProtocolError: A rank has died, and no other is in its place: nobody could read the request. Or a
+                request of this id waits for its KV.
+        """
+        if self._missing:
+            raise LocalProtocolError(f"rank {min(self._missing)} has died: nothing can be lent before rank_joined")
+        if (loan := self._current.get(request_id)) is not None and not loan.is_written:
+            raise LocalProtocolError(f"request {request_id[:200]!r} waits for its KV already; withdraw it first")
+        name = unused(request_id, self._loans)
+        params = self.ranks.make_params(
+            name,
+            groups,
+            num_tokens,
+            lease_s=lease_s,
+            written=is_written,
+            hashes=hashes,
+            hash_tokens=hash_tokens,
+            trace=trace,
+        )
+        loan = Loan(request_id, name, params, groups, set(decode_engines), is_written)
+        self._loans[name] = self._current[request_id] = loan
+        if is_written:
+            self._orders.append(Lend(params))
+        return params
+
+    def written(self, request_id: str) -> None:
+        """Lend what was announced by its params before: the KV is in the blocks now.
+
+        Raises:
+            LocalProtocolError: No request of this id waits for that.
+        """
+        loan = self._current.get(request_id)
+        if loan is None or loan.is_written:
+            raise LocalProtocolError(f"no request {request_id[:200]!r} waits for its KV")
+        loan.is_written = True
+        self._orders.append(Lend(loan.params))
+
+    def withdraw(self, request_id: str) -> None:
+        """Take a request back, on all ranks: readers are refused from now on. One that is over is left alone.
+
+        Blocks that a reader was promised return when the promise is kept (`lease.grant_s`, 10 s, at most).
+        """
+        if (loan := self._current.get(request_id)) is not None:
+            self._withdraw(loan)
+
+    def decode_restarted(self, engine_id: str) -> None:
+        """Take back what only this decode engine was to read: it has lost the params."""
+        for loan in list(self._loans.values()):
+            if engine_id in loan.decode_engines:
+                loan.decode_engines.discard(engine_id)
+                if not loan.decode_engines:
+                    self._withdraw(loan)
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether something waits for the next step."""
+        return bool(self._orders)
+
+    def take_orders(self) -> Sequence[Order]:
+        """Return the orders of this step. Give them to every rank."""
+        orders, self._orders = self._orders, []
+        for order in orders:
+            if isinstance(order, Lend):
+                loan = self._loans[str(order.params["request_id"])]
+                loan.ranks = set(range(len(self.ranks.endpoints))) - self._missing
+                self._conclude(loan)
+        return orders
+
+    def take_finished(self, rank: int, finished: Finished) -> None:
+        """Hear what has ended on a rank. What is no loan of this ledger is left to the caller."""
+        for end in finished.sent:
+            # If the engine was closed too soon, readers may read until its process ends (`rank_died`).
+            if (loan := self._loans.get(end.request_id)) is not None and end.cause != "closed":
+                loan.ends[rank] = end
+                self._ended(loan, rank)
+        for refused in finished.refused:
+            if isinstance(refused.order, Lend):
+                if (loan := self._loans.get(str(refused.order.params["request_id"]))) is not None:
+                    self._ended(loan, rank)
+                    self._withdraw(loan)  # no reader can have all of it
+
+    def ended(self, request_id: str) -> None:
+        """Every rank has ended a loan: for workers that agree among themselves, as vLLM's do."""
+        if (loan := self._loans.get(request_id)) is not None and loan.ranks is not None:
+            loan.ranks.clear()
+            self._conclude(loan)
+
+    def rank_died(self, rank: int) -> None:
+        """Go on without a rank. Its part of every request is lost, so all of them are taken back."""
+        self._missing.add(rank)
+        for loan in list(self._loans.values()):
+            self._withdraw(loan)
+            self._ended(loan, rank)
+
+    def rank_joined(self, rank: int, ranks: PrefillGroup) -> None:
+        """Go on with a new rank in the place of one that died.
+
+        Args:
+            rank: Which one.
+            ranks: The engine's ranks as they are now: the new one listens elsewhere.
+        """
+        self._missing.discard(rank)
+        self.ranks = ranks
+
+    def take_free(self) -> list[Loan]:
+        """Return the loans that have ended on every rank since the last call: their blocks are free."""
+        free, self._free = self._free, []
+        return free
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _withdraw(self, loan: Loan) -> None:
+        if not loan.is_withdrawn:
+            loan.is_withdrawn = True
+            self._orders.append(Withdraw(loan.params))
+        if not loan.is_written:
+            # No rank lends it, so none will tell of its end.
+            loan.is_written, loan.ranks = True, set()
+            self._conclude(loan)
+
+    def _ended(self, loan: Loan, rank: int) -> None:
+        if loan.ranks is not None:
+            loan.ranks.discard(rank)
+            self._conclude(loan)
+
+    def _conclude(self, loan: Loan) -> None:
+        if not loan.ranks and self._loans.pop(loan.name, None) is not None:
+            self._free.append(loan)
+            if self._current.get(loan.request_id) is loan:
+                del self._current[loan.request_id]
+
+
+def unused(request_id: str, names: Container[str]) -> str:
+    """Return a name for a request: its id, unless an earlier request of that id has it still."""
+    if request_id not in names:
+        return request_id
+    return next(name for number in itertools.count(2) if (name := f"{request_id}~{number}") not in names)
+
+
+def died(rank: int) -> PeerLost:
+    """Return why a pull failed on a rank that is gone."""
+    return PeerLost(f"rank {rank} of this engine has died", reason="rank_died")

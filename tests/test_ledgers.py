@@ -1,0 +1,707 @@
+"""The ledgers of schedulers, against simulated ranks that end pulls and loans as they like, refuse orders, and die."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from asynckv.embed.ledgers import MAX_SPENT, ON_EVENT, DecodeLedger, Event, Fetch, PrefillLedger, State
+from asynckv.embed.orders import (
+    Announce,
+    Cancel,
+    Discharge,
+    Failed,
+    Finished,
+    Lend,
+    Order,
+    Pull,
+    Refused,
+    Withdraw,
+)
+from asynckv.errors import EngineClosed, LocalProtocolError, PullError, RemoteProtocolError
+from asynckv.results import LeaseEnd, PullResult
+from asynckv.scheduler import PrefillGroup
+
+NUM_BLOCKS, NUM_RANKS = 24, 2
+IDS = st.sampled_from("abc")
+RANKS = st.integers(0, NUM_RANKS - 1)
+
+
+def ranks_of(size: int = NUM_RANKS, incarnation: str = "a") -> PrefillGroup:
+    endpoints = [{"tp_rank": i, "address": f"tcp://127.0.0.1:{i + 1}", "incarnation": incarnation} for i in range(size)]
+    return PrefillGroup("prefill", endpoints)
+
+
+GROUP = ranks_of()
+
+
+def new_params(request_id: str = "p") -> dict[str, Any]:
+    return GROUP.make_params(request_id, [(0, [1, 2])], 32)
+
+
+def received(name: str, num_tokens: int = 32) -> PullResult:
+    return PullResult(name, "p", 1, 1, 1, 1, {}, (), num_tokens)
+
+
+def failed(name: str, *held: int, failed_in: str = "read") -> Failed:
+    return Failed(name, PullError("it broke", request_id=name, held={0: held} if held else {}, failed_in=failed_in))
+
+
+def ended(name: str, cause: str = "released") -> LeaseEnd:
+    return LeaseEnd(name, cause, {}, (), 1.0)
+
+
+def kinds(orders: Iterable[Any]) -> list[tuple[str, str]]:
+    return [
+        (type(order).__name__, order.params["request_id"] if isinstance(order, Lend | Withdraw) else order.request_id)
+        for order in orders
+    ]
+
+
+# -- decode: simulated ranks -----------------------------------------------------------------------
+
+
+@dataclass
+class DecodeRank:
+    """A rank that pulls: what it writes, what it may still write, and what it keeps claimed."""
+
+    writes: dict[str, set[int]] = field(default_factory=dict)
+    held: dict[str, set[int]] = field(default_factory=dict)
+    retired: set[int] = field(default_factory=set)
+    claims: set[str] = field(default_factory=set)
+    """Tokens of keys."""
+    news: Finished = field(default_factory=Finished)
+    keys: dict[str, str] = field(default_factory=dict)
+    cancelled: set[str] = field(default_factory=set)
+
+    def do(self, order: Order, refuses: bool) -> None:
+        match order:
+            case Announce():
+                self.claims.add(key_of(order))
+            case Pull():
+                assert order.request_id not in self.writes, "a name is given to one pull at a time"
+                assert order.request_id not in self.held, "`returned` would not say of which"
+                self.keys[order.request_id] = key_of(order)
+                if refuses:
+                    self.news.failed.append(failed(order.request_id, failed_in=""))
+                else:
+                    self.claims.add(key_of(order))
+                    self.writes[order.request_id] = {block for _, ids in order.groups for block in ids if block}
+            case Discharge():
+                if order.request_id not in self.writes:
+                    self.claims.discard(key_of(order))
+            case Cancel():
+                self.cancelled.add(order.request_id)
+            case _:
+                raise AssertionError(order)
+
+    def end(self, name: str, how: str) -> None:
+        blocks = self.writes.pop(name)
+        self.claims.discard(self.keys[name])
+        if how == "received" and name not in self.cancelled:
+            self.news.received.append(received(name))
+        elif how == "held":
+            self.held[name] = blocks
+            self.news.failed.append(failed(name, *blocks))
+        else:
+            self.news.failed.append(failed(name))
+
+    def let_go(self, name: str, for_good: bool) -> None:
+        blocks = self.held.pop(name)
+        if for_good:
+            self.retired |= blocks
+            self.news.retired.append(name)
+        else:
+            self.news.returned.append(name)
+
+
+def key_of(order: Any) -> str:
+    return str(order.params["key"])
+
+
+class DecodeMachine(RuleBasedStateMachine):
+    """A scheduler of a decode engine does what a ledger says, whatever its ranks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = DecodeLedger(NUM_RANKS)
+        self.ranks: list[DecodeRank | None] = [DecodeRank() for _ in range(NUM_RANKS)]
+        self.noticed: set[int] = set()
+        self.free = set(range(1, NUM_BLOCKS + 1))
+        self.pulled: dict[int, set[int]] = {}
+        """Blocks of pulls whose end was not told, by the fetch."""
+        self.live: dict[str, Fetch] = {}
+        self.retired: set[int] = set()
+        self.params = [new_params() for _ in range(3)]
+
+    # -- what the scheduler does
+
+    @rule(request_id=IDS, which=st.integers(0, 2), is_new=st.booleans())
+    def announce(self, request_id: str, which: int, is_new: bool) -> None:
+        if is_new:
+            self.params[which] = new_params()
+        if request_id in self.live:
+            with pytest.raises(LocalProtocolError):
+                self.ledger.announce(request_id, self.params[which])
+        elif (fetch := self.ledger.announce(request_id, self.params[which])) is not None:
+            self.live[request_id] = fetch
+
+    @rule(request_id=IDS)
+    def pull(self, request_id: str) -> None:
+        if self.ledger.may_pull(request_id) and len(self.free) >= 2:
+            blocks = sorted(self.free)[:2]
+            self.free -= set(blocks)
+            self.pulled[id(self.live[request_id])] = set(blocks)
+            self.ledger.pull(request_id, [(0, blocks)])
+        elif request_id not in self.live:
+            with pytest.raises(LocalProtocolError):
+                self.ledger.pull(request_id, [(0, [1])])
+
+    @rule(request_id=IDS)
+    def cancel(self, request_id: str) -> None:
+        self.ledger.cancel(request_id)
+        self.live.pop(request_id, None)
+        assert self.ledger.get(request_id) is None
+
+    @rule(refuses=st.booleans(), joins=st.booleans())
+    def step(self, refuses: bool, joins: bool) -> None:
+        orders = self.ledger.take_orders()
+        for number, rank in enumerate(self.ranks):
+            if rank is None:
+                if number not in self.noticed:
+                    self.noticed.add(number)
+                    self.ledger.rank_died(number)
+                if joins:
+                    self.noticed.discard(number)
+                    self.ranks[number] = DecodeRank()
+                    self.ledger.rank_joined(number)
+                continue
+            for order in orders:
+                rank.do(order, refuses and number == 0)
+            news, rank.news = rank.news, Finished()
+            self.ledger.take_finished(number, pickle.loads(pickle.dumps(news)))
+        self.act()
+
+    def act(self) -> None:
+        outcome = self.ledger.take_outcome()
+        for fetch in outcome.received:
+            assert self.live.pop(fetch.request_id) is fetch
+            assert set(fetch.results) == set(range(NUM_RANKS))
+            assert fetch.num_tokens == 32
+            self.free |= self.pulled.pop(id(fetch))
+        for fetch in outcome.failed:
+            assert self.live.pop(fetch.request_id) is fetch
+            assert fetch.errors
+        for fetch in outcome.free:
+            self.free |= self.pulled.pop(id(fetch))
+        for fetch in outcome.retired:
+            self.retired |= self.pulled[id(fetch)]
+
+    @rule(number=RANKS, data=st.data(), how=st.sampled_from(["received", "received", "failed", "held"]))
+    def a_pull_ends(self, number: int, data: st.DataObject, how: str) -> None:
+        rank = self.ranks[number]
+        if rank is not None and rank.writes:
+            rank.end(data.draw(st.sampled_from(sorted(rank.writes))), how)
+
+    @rule(number=RANKS, data=st.data(), for_good=st.integers(0, 9))
+    def blocks_return(self, number: int, data: st.DataObject, for_good: int) -> None:
+        rank = self.ranks[number]
+        if rank is not None and rank.held:
+            rank.let_go(data.draw(st.sampled_from(sorted(rank.held))), for_good == 0)
+
+    @rule(number=RANKS)
+    def a_rank_dies(self, number: int) -> None:
+        self.ranks[number] = None
+
+    # -- what must hold
+
+    @invariant()
+    def no_free_block_is_written(self) -> None:
+        for rank in self.ranks:
+            if rank is not None:
+                busy = set().union(*rank.writes.values(), *rank.held.values(), rank.retired)
+                assert not busy & self.free
+
+    def teardown(self) -> None:
+        """Let everything end: no block, no request and no claim is left behind."""
+        for request_id in list(self.live):
+            if self.live[request_id].state in (State.QUEUED, State.WAITING):
+                self.cancel(request_id)
+        for _ in range(4):
+            self.step(refuses=False, joins=True)
+            for rank in filter(None, self.ranks):
+                for name in list(rank.writes):
+                    rank.end(name, "received")
+                for name in list(rank.held):
+                    rank.let_go(name, for_good=False)
+        assert not self.live
+        retired = set().union(*(rank.retired for rank in self.ranks if rank is not None))
+        assert self.free | retired == set(range(1, NUM_BLOCKS + 1))
+        assert not self.free & retired
+        assert retired <= self.retired
+        assert len(self.ledger) == len(retired) / 2
+        assert not any(rank.claims for rank in self.ranks if rank is not None)
+
+
+TestDecode = DecodeMachine.TestCase
+TestDecode.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+# -- prefill: simulated ranks ----------------------------------------------------------------------
+
+
+@dataclass
+class PrefillRank:
+    """A rank that lends: which blocks may be read, and of which requests readers need not wait."""
+
+    lent: dict[str, set[int]] = field(default_factory=dict)
+    revoked: set[str] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
+    """Keys that were lent or withdrawn here: no reader waits for them."""
+    news: Finished = field(default_factory=Finished)
+
+    def do(self, order: Order, refuses: bool) -> None:
+        assert isinstance(order, Lend | Withdraw)
+        name = str(order.params["request_id"])
+        if isinstance(order, Withdraw):
+            self.told.add(key_of(order))
+            if name in self.lent:
+                self.revoked.add(name)
+        elif refuses:
+            self.news.refused.append(Refused(order, EngineClosed("it drains")))
+        else:
+            assert name not in self.lent, "`sent` would not say of which"
+            self.told.add(key_of(order))
+            self.lent[name] = {
+                block for _, runs in order.params["groups"] for run in runs for block in range(run[0], run[0] + run[1])
+            }
+
+    def end(self, name: str, cause: str) -> None:
+        del self.lent[name]
+        self.news.sent.append(ended(name, "revoked" if name in self.revoked else cause))
+        self.revoked.discard(name)
+
+
+class PrefillMachine(RuleBasedStateMachine):
+    """A scheduler of a prefill engine does what a ledger says, whatever its ranks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = PrefillLedger(ranks_of())
+        self.ranks: list[PrefillRank | None] = [PrefillRank() for _ in range(NUM_RANKS)]
+        self.noticed: set[int] = set()
+        self.free = set(range(NUM_BLOCKS))
+        self.keys: set[str] = set()
+        self.incarnations = itertools.count()
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.noticed
+
+    @precondition(lambda self: self.is_whole and len(self.free) >= 2)
+    @rule(request_id=IDS, is_written=st.booleans(), reader=st.sampled_from(["", "d0", "d1"]))
+    def lend(self, request_id: str, is_written: bool, reader: str) -> None:
+        if (loan := self.ledger.get(request_id)) is not None and not loan.is_written:
+            with pytest.raises(LocalProtocolError, match="waits for its KV already"):
+                self.ledger.lend(request_id, [(0, [1])], 16)
+            return
+        blocks = sorted(self.free)[:2]
+        self.free -= set(blocks)
+        params = self.ledger.lend(
+            request_id, [(0, blocks)], 32, is_written=is_written, decode_engines=[reader] if reader else []
+        )
+        assert params["written"] is is_written
+        self.keys.add(str(params["key"]))
+
+    @rule(request_id=IDS)
+    def written(self, request_id: str) -> None:
+        loan = self.ledger.get(request_id)
+        if loan is None or loan.is_written:
+            with pytest.raises(LocalProtocolError):
+                self.ledger.written(request_id)
+        else:
+            self.ledger.written(request_id)
+
+    @rule(request_id=IDS)
+    def withdraw(self, request_id: str) -> None:
+        self.ledger.withdraw(request_id)
+
+    @rule(reader=st.sampled_from(["d0", "d1"]))
+    def a_decode_engine_restarts(self, reader: str) -> None:
+        self.ledger.decode_restarted(reader)
+
+    @rule(refuses=st.booleans(), joins=st.booleans())
+    def step(self, refuses: bool, joins: bool) -> None:
+        orders = self.ledger.take_orders()
+        for number, rank in enumerate(self.ranks):
+            if rank is None:
+                if number not in self.noticed:
+                    self.noticed.add(number)
+                    self.ledger.rank_died(number)
+                if joins:
+                    self.noticed.discard(number)
+                    self.ranks[number] = PrefillRank(told=set(self.keys))  # nobody waits for a rank that died
+                    self.ledger.rank_joined(number, ranks_of(incarnation=f"i{next(self.incarnations)}"))
+                continue
+            for order in orders:
+                rank.do(order, refuses and number == 0)
+            news, rank.news = rank.news, Finished()
+            self.ledger.take_finished(number, news)
+        for loan in self.ledger.take_free():
+            self.free |= {block for _, ids in loan.groups for block in ids if block is not None}
+
+    @precondition(lambda self: self.is_whole)
+    @rule()
+    def the_scheduler_is_pickled(self) -> None:
+        self.ledger = pickle.loads(pickle.dumps(self.ledger))
+
+    @rule(number=RANKS, data=st.data(), cause=st.sampled_from(["released", "expired"]))
+    def a_loan_ends(self, number: int, data: st.DataObject, cause: str) -> None:
+        rank = self.ranks[number]
+        if rank is not None and rank.lent:
+            rank.end(data.draw(st.sampled_from(sorted(rank.lent))), cause)
+
+    @rule(number=RANKS)
+    def a_rank_dies(self, number: int) -> None:
+        self.ranks[number] = None
+
+    @invariant()
+    def no_free_block_is_lent(self) -> None:
+        for rank in self.ranks:
+            if rank is not None:
+                assert not set().union(*rank.lent.values()) & self.free
+
+    def teardown(self) -> None:
+        """Let everything end: every block is back, and no reader waits for what no rank lends."""
+        for request_id in "abc":
+            if (loan := self.ledger.get(request_id)) is not None and not loan.is_written:
+                self.ledger.withdraw(request_id)
+        for _ in range(4):
+            self.step(refuses=False, joins=True)
+            for rank in filter(None, self.ranks):
+                for name in list(rank.lent):
+                    rank.end(name, "expired")
+        assert len(self.ledger) == 0
+        assert self.free == set(range(NUM_BLOCKS))
+        for rank in filter(None, self.ranks):
+            assert rank.told >= self.keys
+
+
+TestPrefill = PrefillMachine.TestCase
+TestPrefill.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+# -- one thing at a time ---------------------------------------------------------------------------
+
+
+def pulling(num_ranks: int = 2, request_id: str = "a") -> DecodeLedger:
+    ledger = DecodeLedger(num_ranks)
+    ledger.announce(request_id, new_params())
+    ledger.pull(request_id, [(0, [1, 2])])
+    ledger.take_orders()
+    return ledger
+
+
+@pytest.mark.parametrize("event", Event)
+@pytest.mark.parametrize("state", State)
+def test_what_does_not_stand_in_the_table_is_refused_and_changes_nothing(state: State, event: Event) -> None:
+    ledger = DecodeLedger(1)
+    fetch = ledger.announce("a", new_params())
+    assert fetch is not None
+    fetch.state = state
+    if event in ON_EVENT[state]:
+        ledger._move(fetch, event)
+        assert fetch.state is ON_EVENT[state][event]
+    else:
+        with pytest.raises(LocalProtocolError, match=f"'a' is {state.value}: {event.value} is not possible"):
+            ledger._move(fetch, event)
+        assert fetch.state is state
+
+
+def test_an_announcement_is_left_out_if_what_it_announces_comes_at_once() -> None:
+    ledger = DecodeLedger(1)
+    for name in "abc":
+        ledger.announce(name, new_params())
+    assert ledger.has_orders
+    ledger.pull("b", [(0, [1])], num_tokens=16, timeout_s=3.0, hashes=["h"], priority=-2)
+    ledger.cancel("c")
+    orders = ledger.take_orders()
+    assert kinds(orders) == [("Announce", "a"), ("Pull", "b"), ("Discharge", "c")]
+    assert isinstance(orders[1], Pull)
+    assert (orders[1].num_tokens, orders[1].timeout_s, orders[1].hashes, orders[1].priority) == (16, 3.0, ["h"], -2)
+    assert not ledger.has_orders
+    assert ledger.take_orders() == ()
+    ledger.pull("a", [(0, [2])])
+    assert kinds(ledger.take_orders()) == [("Pull", "a")]
+
+
+def test_siblings_wait_for_the_first_and_read_nothing_themselves() -> None:
+    ledger, params = DecodeLedger(1), new_params()
+    ledger.announce("a", params)
+    ledger.announce("b", params)
+    assert (ledger.may_pull("a"), ledger.may_pull("b"), ledger.may_pull("c")) == (True, None, False)
+    ledger.pull("a", [(0, [1])])
+    ledger.take_orders()
+    assert ledger.may_pull("b") is None
+    ledger.take_finished(0, Finished(received=[received("a", 20)]))
+    (done,) = ledger.take_outcome().received
+    assert (done.request_id, done.num_tokens) == ("a", 20)
+    assert ledger.may_pull("b") is False
+    ledger.cancel("b")
+    assert not ledger.has_orders, "there is nothing that b could release"
+    assert ledger.announce("c", params) is None, "they were used up"
+
+
+def test_params_are_remembered_for_a_while_once_they_were_used_up() -> None:
+    ledger, first = DecodeLedger(1), new_params()
+    ledger.announce("a", first)
+    ledger.cancel("a")
+    for _ in range(MAX_SPENT):
+        assert ledger.announce("a", first) is None
+        ledger.announce("a", new_params())
+        ledger.cancel("a")
+    assert ledger.announce("a", first) is not None
+
+
+def test_malformed_params_are_refused_before_anything_is_ordered() -> None:
+    ledger = DecodeLedger(1)
+    with pytest.raises(RemoteProtocolError):
+        ledger.announce("a", {"junk": True})
+    assert (len(ledger), ledger.has_orders, ledger.get("a")) == (0, False, None)
+
+
+def test_where_one_rank_fails_the_others_are_cancelled_and_the_blocks_wait_for_all() -> None:
+    ledger = pulling()
+    ledger.take_finished(0, Finished(failed=[failed("a", 1, 2)]))
+    assert kinds(ledger.take_orders()) == [("Cancel", "a")]
+    assert ledger.take_outcome().failed == [], "rank 1 has not said how its pull ended"
+    ledger.take_finished(1, Finished(received=[received("a")]))
+    outcome = ledger.take_outcome()
+    assert [(each.request_id, list(each.errors)) for each in outcome.failed] == [("a", [0])]
+    assert (outcome.received, outcome.free) == ([], [])
+    ledger.take_finished(0, Finished(returned=["a"]))
+    assert [each.groups for each in ledger.take_outcome().free] == [[(0, [1, 2])]]
+    assert len(ledger) == 0
+
+
+def test_an_id_that_comes_again_while_its_blocks_are_held_has_another_name() -> None:
+    ledger = pulling(1)
+    ledger.take_finished(0, Finished(failed=[failed("a", 1, 2)]))
+    assert len(ledger.take_outcome().failed) == 1
+    ledger.announce("a", new_params())
+    ledger.pull("a", [(0, [3])])
+    assert kinds(ledger.take_orders()) == [("Pull", "a~2")]
+    ledger.take_finished(0, Finished(received=[received("a~2")], returned=["a"]))
+    outcome = ledger.take_outcome()
+    assert [each.request_id for each in outcome.received] == ["a"]
+    assert [each.groups for each in outcome.free] == [[(0, [1, 2])]]
+
+
+def test_a_pull_that_was_refused_before_it_began_releases_its_request_once() -> None:
+    ledger = pulling(3)
+    for rank in range(2):
+        ledger.take_finished(rank, Finished(failed=[failed("a", failed_in="")]))
+    assert kinds(ledger.take_orders()) == [("Discharge", "a"), ("Cancel", "a")]
+
+
+def test_what_is_no_pull_of_the_ledger_is_left_alone() -> None:
+    ledger = pulling()
+    loads = [failed("a", failed_in=each) for each in ("load", "store")]
+    ledger.take_finished(0, Finished(failed=[*loads, failed("b")], received=[received("c")], returned=["d"]))
+    ledger.take_finished(0, Finished(retired=["e"]))
+    assert (ledger.has_orders, len(ledger), ledger.take_outcome().failed) == (False, 1, [])
+    ledger.ended("unknown")
+    ledger.take_finished(0, Finished(received=[received("a")]))
+    ledger.take_finished(0, Finished(received=[received("a")]))
+    assert ledger.take_outcome().received == [], "rank 1 has said nothing, however often rank 0 has"
+
+
+def test_workers_that_agree_among_themselves_say_once_that_a_pull_is_over() -> None:
+    ledger = pulling(1)
+    ledger.ended("a")
+    assert len(ledger.take_outcome().received) == 1
+    ledger.announce("b", new_params())
+    ledger.pull("b", [(0, [1])])
+    ledger.ended("b")
+    assert ledger.take_outcome().received == [], "its order has not left"
+    ledger.cancel("b")
+    assert kinds(ledger.take_orders()) == [("Pull", "b"), ("Cancel", "b")]
+    ledger.ended("b")
+    outcome = ledger.take_outcome()
+    assert (len(outcome.received), len(outcome.failed), len(outcome.free)) == (0, 0, 1)
+
+
+def test_a_rank_that_died_has_failed_what_it_pulled_and_a_new_one_hears_what_is_queued() -> None:
+    ledger = pulling()
+    ledger.announce("b", new_params())
+    ledger.take_orders()
+    ledger.announce("c", new_params())
+    ledger.rank_died(1)
+    ledger.rank_joined(1)
+    assert kinds(ledger.take_orders()) == [("Announce", "c"), ("Cancel", "a"), ("Announce", "b")]
+    ledger.take_finished(0, Finished(failed=[failed("a")]))
+    outcome = ledger.take_outcome()
+    assert (len(outcome.failed), len(outcome.free)) == (1, 1)
+    assert "rank 1 of this engine has died" in str(outcome.failed[0].errors[1])
+
+
+def test_a_pull_that_leaves_while_a_rank_is_missing_has_failed() -> None:
+    ledger = DecodeLedger(2)
+    ledger.announce("a", new_params())
+    ledger.rank_died(1)
+    ledger.pull("a", [(0, [1])])
+    assert kinds(ledger.take_orders()) == [("Pull", "a")]
+    assert kinds(ledger.take_orders()) == [("Cancel", "a")]
+    ledger.take_finished(0, Finished(received=[received("a")]))
+    assert list(ledger.take_outcome().failed[0].errors) == [1]
+
+
+def test_retired_blocks_are_free_when_their_rank_has_died() -> None:
+    ledger = pulling(1)
+    ledger.take_finished(0, Finished(failed=[failed("a", 1, 2)], retired=["a"]))
+    outcome = ledger.take_outcome()
+    assert (len(outcome.retired), len(outcome.free)) == (1, 0)
+    ledger.rank_died(0)
+    assert [each.groups for each in ledger.take_outcome().free] == [[(0, [1, 2])]]
+
+
+def test_a_decode_ledger_can_be_pickled_in_the_middle_of_everything() -> None:
+    ledger = pulling()
+    ledger.take_finished(0, Finished(failed=[failed("a", 1, 2)]))
+    other: DecodeLedger = pickle.loads(pickle.dumps(ledger))
+    assert kinds(other.take_orders()) == [("Cancel", "a")]
+    other.take_finished(1, Finished(failed=[failed("a")]))
+    other.take_finished(0, Finished(returned=["a"]))
+    assert len(other.take_outcome().free) == 1
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, "2", 100_000])
+def test_a_number_of_ranks_that_cannot_be_is_refused(wrong: Any) -> None:
+    with pytest.raises(LocalProtocolError, match="num_ranks"):
+        DecodeLedger(wrong)
+
+
+def lent(**options: Any) -> tuple[PrefillLedger, dict[str, Any]]:
+    ledger = PrefillLedger(ranks_of())
+    params = ledger.lend("a", [(0, [1, 2])], 32, **options)
+    return ledger, params
+
+
+def test_a_loan_is_over_when_every_rank_has_told_its_end() -> None:
+    ledger, params = lent(lease_s=7.0, hashes=["h", "i"], hash_tokens=16)
+    assert (params["lease_s"], params["hashes"], params["hash_tokens"]) == (7.0, ("h", "i"), 16)
+    assert ledger.has_orders
+    assert kinds(ledger.take_orders()) == [("Lend", "a")]
+    ledger.take_finished(0, Finished(sent=[ended("a"), ended("unknown")]))
+    assert ledger.take_free() == []
+    ledger.take_finished(1, Finished(sent=[ended("a", "expired")]))
+    (loan,) = ledger.take_free()
+    assert (loan.request_id, loan.groups, {rank: end.cause for rank, end in loan.ends.items()}) == (
+        "a",
+        [(0, [1, 2])],
+        {0: "released", 1: "expired"},
+    )
+    assert (ledger.take_free(), ledger.get("a"), len(ledger), ledger.has_orders) == ([], None, 0, False)
+
+
+def test_params_that_leave_ahead_of_the_data_are_lent_when_it_is_there() -> None:
+    ledger, params = lent(is_written=False)
+    assert (params["written"], ledger.has_orders) == (False, False)
+    ledger.written("a")
+    assert kinds(ledger.take_orders()) == [("Lend", "a")]
+    with pytest.raises(LocalProtocolError, match="no request 'a' waits for its KV"):
+        ledger.written("a")
+
+
+def test_a_request_that_is_aborted_before_its_kv_is_there_has_its_blocks_back_at_once() -> None:
+    ledger, _ = lent(is_written=False)
+    ledger.withdraw("a")
+    ledger.withdraw("a")
+    assert len(ledger.take_free()) == 1
+    assert kinds(ledger.take_orders()) == [("Withdraw", "a")]
+
+
+def test_a_refused_loan_is_withdrawn_once_on_every_rank() -> None:
+    ledger, _ = lent()
+    (order,) = ledger.take_orders()
+    refused = Finished(refused=[Refused(order, EngineClosed("it drains")), Refused(Cancel("a"), EngineClosed("-"))])
+    ledger.take_finished(0, refused)
+    ledger.withdraw("a")
+    assert kinds(ledger.take_orders()) == [("Withdraw", "a")]
+    ledger.take_finished(1, Finished(sent=[ended("a", "revoked")]))
+    assert [list(loan.ends) for loan in ledger.take_free()] == [[1]]
+
+
+def test_blocks_of_an_engine_that_closed_too_soon_wait_for_the_end_of_its_process() -> None:
+    ledger, _ = lent()
+    ledger.take_orders()
+    ledger.take_finished(0, Finished(sent=[ended("a", "closed")]))
+    ledger.take_finished(1, Finished(sent=[ended("a")]))
+    assert ledger.take_free() == []
+    ledger.rank_died(0)
+    assert len(ledger.take_free()) == 1
+
+
+def test_an_id_that_is_lent_again_has_another_name_and_the_newest_is_withdrawn() -> None:
+    ledger, _ = lent()
+    second = ledger.lend("a", [(0, [3])], 16)
+    assert second["request_id"] == "a~2"
+    ledger.withdraw("a")
+    assert kinds(ledger.take_orders()) == [("Lend", "a"), ("Lend", "a~2"), ("Withdraw", "a~2")]
+    for rank in range(2):
+        ledger.take_finished(rank, Finished(sent=[ended("a")]))
+    assert ledger.get("a") is not None, "the second one is still lent"
+    ledger.ended("a~2")
+    ledger.ended("a~2")
+    assert [each.groups for each in ledger.take_free()] == [[(0, [1, 2])], [(0, [3])]]
+    assert ledger.get("a") is None
+
+
+def test_only_what_nobody_else_may_read_is_withdrawn_when_a_decode_engine_restarts() -> None:
+    ledger, _ = lent(decode_engines=["d0"])
+    ledger.lend("b", [(0, [3])], 16, decode_engines=["d0", "d1"])
+    ledger.lend("c", [(0, [4])], 16)
+    ledger.take_orders()
+    ledger.decode_restarted("d0")
+    assert kinds(ledger.take_orders()) == [("Withdraw", "a")]
+    ledger.decode_restarted("d1")
+    assert kinds(ledger.take_orders()) == [("Withdraw", "b")]
+
+
+def test_nothing_is_lent_while_a_rank_is_missing_and_params_name_the_new_one_afterwards() -> None:
+    ledger, _ = lent()
+    ledger.take_orders()
+    ledger.rank_died(1)
+    with pytest.raises(LocalProtocolError, match="rank 1 has died"):
+        ledger.lend("b", [(0, [3])], 16)
+    assert kinds(ledger.take_orders()) == [("Withdraw", "a")]
+    ledger.take_finished(0, Finished(sent=[ended("a", "revoked")]))
+    assert len(ledger.take_free()) == 1
+    ledger.rank_joined(1, ranks_of(incarnation="b"))
+    assert ledger.lend("b", [(0, [3])], 16)["endpoints"][1]["incarnation"] == "b"
+
+
+def test_a_lend_that_leaves_after_a_rank_has_died_waits_for_the_others_alone() -> None:
+    ledger, _ = lent()
+    ledger.rank_died(1)
+    assert kinds(ledger.take_orders()) == [("Lend", "a"), ("Withdraw", "a")]
+    ledger.take_finished(0, Finished(sent=[ended("a", "revoked")]))
+    assert len(ledger.take_free()) == 1
+
+
+def test_copies_of_a_scheduler_mint_keys_of_their_own() -> None:
+    ledger, _ = lent()
+    keys = []
+    for each in (ledger, pickle.loads(pickle.dumps(ledger)), copy.copy(ledger.ranks)):
+        group = each if isinstance(each, PrefillGroup) else each.ranks
+        keys.append(str(group.make_params("x", [(0, [9])], 16)["key"][0]))
+    assert len(set(keys)) == 3
