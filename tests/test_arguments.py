@@ -464,7 +464,6 @@ def arguments(params: dict[str, Any], number: int) -> dict[str, dict[str, Any]]:
             "is_last": True,
             "priority": 0,
             "retries": 1,
-            "renew_params": None,
         },
         "cancel": {"request_id": f"d{number}"},
         "discharge": {"request_id": f"d{number}", "params": params, "cohort_id": ""},

@@ -125,7 +125,7 @@ def test_no_attempt_begins_while_the_one_before_it_may_still_write() -> None:
     params = world.params([prefill], "r", [3], 4, written=True)
     world.lend(prefill, params)
     wanted = PullRequest("d", [(0, [9])], params)
-    request = Request(wanted, 2, 0.1, 60.0, False, 0.0)
+    request = Request(wanted, 2, 0.1, 60.0, 0.0)
     pull = decode.core.pull(wanted, 30.0, 0.0, retryable=request.retryable)
     world.settle(decode)
     world.deliver_all()
@@ -146,7 +146,7 @@ def test_no_attempt_begins_while_the_one_before_it_may_still_write() -> None:
     world.run()
     request.ended(4.0)
     assert (again.reason, state_of(request)) == (Reason.COMPLETE, RequestState.OVER)
-    assert request.take_discharges() == [], "nobody was told that another would follow"
+    assert request.take_discharge() is None, "nobody was told that another would follow"
 
 
 def state_of(request: Request) -> RequestState:

@@ -196,53 +196,6 @@ async def test_what_no_retry_can_cure_is_told_at_once(sim: Bench) -> None:
         assert (caught.value.attempts, caught.value.is_retryable) == (1, False)
 
 
-@pytest.mark.parametrize("answer", ["new", "none", "late"])
-async def test_a_restarted_prefill_rank_is_read_again_with_new_params(bench: Bench, answer: str) -> None:
-    """The old rank's KV is gone: a router has the prompt prefilled again, while the caller waits."""
-    prefill, decode = bench.side("prefill", 1, lease=QUICK), bench.side("decode", 100, lease=QUICK)
-    async with decode.engine:
-        await prefill.engine.start()
-        old = PrefillGroup("prefill", [prefill.engine.endpoint]).make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(old)
-        close = asyncio.create_task(prefill.engine.aclose())
-        await passing(bench, close)
-        address = prefill.engine.endpoint.address
-        again = bench.side("prefill", 7, lease=QUICK, **({"bind": address} if bench.real else {}))
-        if not bench.real:
-            again.engine._driver.control.address = address  # type: ignore[assignment, misc]
-        async with again.engine:
-            asked: list[PullError] = []
-
-            async def renew(error: PullError) -> Any:
-                asked.append(error)
-                if answer == "none":
-                    return None
-                if answer == "late":
-                    await asyncio.get_running_loop().create_future()
-                group = PrefillGroup("prefill", [again.engine.endpoint])
-                params = group.make_params("r2", [(0, [3])], 16, written=True)
-                again.engine.lend(params)
-                return params
-
-            timeout_s = 2.0 if answer == "late" else 3.0
-            pull = decode.engine.pull("d", [(0, [6])], old, retries=1, renew_params=renew, timeout_s=timeout_s)
-            task = asyncio.create_task(pull)
-            if answer == "new":
-                result = await passing(bench, task)
-                assert result.attempts == 2
-                assert decode.blocks([6]) == again.blocks([3])
-            else:
-                with pytest.raises(PullError) as caught:
-                    await passing(bench, task)
-                assert caught.value is asked[0]
-                assert caught.value.reason in ("restarted", "peer_unreachable", "engine_closed", "peer_lost")
-            assert len(asked) == 1
-            closing = asyncio.create_task(again.engine.aclose())
-            await passing(bench, closing)
-        closing = asyncio.create_task(decode.engine.aclose())
-        await passing(bench, closing)
-
-
 # -- drain ------------------------------------------------------------------------------------------------------------
 
 

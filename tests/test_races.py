@@ -7,7 +7,6 @@ import contextlib
 import random
 from typing import Any
 
-import anyio
 import pytest
 
 from asynckv import AsyncKVError, BackendError, LocalProtocolError, PrefillGroup, PullCancelled, PullError, ReadFailed
@@ -40,17 +39,13 @@ def fail(side: Side) -> None:
     side.data.fail(next(iter(side.data.running)))
 
 
-async def never(error: PullError) -> Any:
-    return await asyncio.get_running_loop().create_future()
-
-
 async def test_a_drain_names_what_waits_for_another_attempt(sim: Bench) -> None:
-    async with reading(sim, retries=3, timeout_s=30.0, renew_params=never) as (_, decode, _, task, _):
+    async with reading(sim, retries=3, timeout_s=30.0) as (_, decode, _, task, _):
         fail(decode)
-        await spin(sim, 2.0)
-        (straggler,) = await passing(sim, asyncio.create_task(decode.engine.drain(1.0)))
-        assert (straggler.request_id, straggler.reason, straggler.blocks) == ("d", "retrying", {0: (6,)})
-        assert [hold.reason for hold in decode.engine.holds()] == ["retrying"]
+        await spin(sim, 0.05)  # half of the pause
+        left = await passing(sim, asyncio.create_task(decode.engine.drain(0.0)))
+        (straggler,) = [hold for hold in left if hold.reason == "retrying"]
+        assert (straggler.request_id, straggler.blocks) == ("d", {0: (6,)})
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -90,81 +85,6 @@ async def test_cancelling_between_attempts_discharges_whatever_is_last_said(sim:
             await passing(sim, task)
         await spin(sim, 0.5)
         assert lent.is_over
-
-
-@pytest.mark.parametrize("which", ["same", "new"])
-async def test_cancelling_as_new_params_come_discharges_old_and_new(sim: Bench, which: str) -> None:
-    box: dict[str, Any] = {}
-
-    async def renew(error: PullError) -> Any:
-        asyncio.get_running_loop().call_soon(lambda: box.update(said=box["decode"].cancel("d")))
-        if which == "same":
-            return box["params"]
-        fresh = box["group"].make_params("r2", [(0, [3])], 16, written=True)
-        box["lent"] = box["prefill"].lend(fresh)
-        return fresh
-
-    async with reading(sim, retries=3, renew_params=renew, timeout_s=20.0) as (prefill, decode, lent, task, params):
-        box.update(group=PrefillGroup("prefill", [prefill.engine.endpoint]), params=params)
-        box.update(decode=decode.engine, prefill=prefill.engine)
-        fail(decode)
-        with pytest.raises(PullCancelled):
-            await passing(sim, task)
-        await spin(sim, 1.0)
-        assert box["said"]
-        assert lent.is_over
-        assert which == "same" or box["lent"].is_over
-
-
-async def test_what_renew_params_raises_is_the_cause_of_the_last_error(sim: Bench) -> None:
-    async def renew(error: PullError) -> Any:
-        raise RuntimeError("the router is down")
-
-    async with reading(sim, retries=3, renew_params=renew) as (_, decode, lent, task, _):
-        fail(decode)
-        with pytest.raises(ReadFailed) as caught:
-            await passing(sim, task)
-        assert repr(caught.value.__cause__) == "RuntimeError('the router is down')"
-        await spin(sim, 0.5)
-        assert lent.is_over
-
-
-async def test_a_renewal_that_does_not_let_itself_be_cancelled_outlives_no_deadline(sim: Bench) -> None:
-    gate = asyncio.Event()
-
-    async def renew(error: PullError) -> Any:
-        try:
-            return await never(error)
-        finally:
-            with anyio.CancelScope(shield=True):
-                await gate.wait()
-
-    async with reading(sim, retries=1, renew_params=renew, timeout_s=3.0) as (_, decode, lent, task, _):
-        fail(decode)
-        await spin(sim, 4.0)
-        assert task.done()
-        with pytest.raises(ReadFailed):
-            await task
-        assert lent.is_over
-        gate.set()
-        await spin(sim, 0.1)
-
-
-async def test_closing_as_new_params_come_begins_nothing(sim: Bench) -> None:
-    box: dict[str, Any] = {}
-
-    async def renew(error: PullError) -> Any:
-        box["closing"] = asyncio.ensure_future(box["decode"].aclose())
-        await asyncio.sleep(0)
-        return box["params"]
-
-    async with reading(sim, retries=2, renew_params=renew, timeout_s=20.0) as (_, decode, _, task, params):
-        box.update(decode=decode.engine, params=params)
-        fail(decode)
-        await spin(sim, 3.0)
-        assert (running(decode), task.done(), box["closing"].done()) == (0, True, True)
-        with pytest.raises(ReadFailed):
-            await task
 
 
 async def test_a_failed_awakening_leaves_the_endpoint_as_it_was(sim: Bench) -> None:
@@ -418,51 +338,21 @@ async def test_a_bug_while_a_pull_begins_leaves_nothing_behind(sim: Bench, monke
         assert (running(decode), lent.is_over) == (0, True)
 
 
-async def test_new_params_discharge_the_old(sim: Bench) -> None:
-    box: dict[str, Any] = {}
-
-    async def renew(error: PullError) -> Any:
-        fresh = box["group"].make_params("r2", [(0, [3])], 16, written=True)
-        box["lent"] = box["prefill"].lend(fresh)
-        return fresh
-
-    async with reading(sim, retries=3, renew_params=renew, timeout_s=20.0) as (prefill, decode, lent, task, _):
-        assert decode.data is not None
-        box.update(group=PrefillGroup("prefill", [prefill.engine.endpoint]), prefill=prefill.engine)
-        fail(decode)
-        while not running(decode):
-            await spin(sim, 0.05)
-        decode.data.finish()
-        await passing(sim, task)
-        await spin(sim, 0.5)
-        assert (lent.is_over, box["lent"].is_over) == (True, True)
-        assert (await lent.wait_released()).readers == {"decode/tp0": "failed"}
-        assert decode.blocks([6]) == prefill.blocks([3])
-
-
 MAY_BE_READ_YET = {Reason.UNREACHABLE, Reason.PEER_LOST, Reason.READ_FAILED, Reason.LEASE_LOST}
 """Whoever has lent the request may lend it still: the same params, another connection."""
-
-LENT_NO_MORE = {Reason.EXPIRED, Reason.REVOKED, Reason.WITHDRAWN, Reason.CONSUMED, Reason.UNKNOWN}
-LENDER_IS_GONE = {Reason.RESTARTED, Reason.ENGINE_CLOSED, Reason.STALE_MEMORY}
-"""Whoever says so, or is gone, will never lend it again: new params, of a prompt that was prefilled anew."""
 
 
 @pytest.mark.parametrize("reason", [each for each in Reason if each is not Reason.COMPLETE])
 def test_what_is_tried_again_may_do_better_then(reason: Reason) -> None:
-    """With new params where the old ones are worth nothing; never where the answer would be the same, or too late."""
-    follows = []
-    for can_renew in (False, True):
-        world, (prefill,), decode = world_of()
-        pull = ask(world, prefill, decode, 0)
-        request = Request(PullRequest("d0", [(0, [0])], pull.params), 1, 0.1, 50.0, can_renew, 0.0)
-        pull.wanted(True, 0, request.retryable)
-        decode.core.decode.fail(pull, reason, "because", world.time(decode))
-        request.tried(pull)
-        request.ended(world.time(decode))
-        follows.append(request.state is RequestState.PAUSING)
-    is_lost = reason in LENT_NO_MORE | LENDER_IS_GONE
-    assert follows == [reason in MAY_BE_READ_YET, reason in MAY_BE_READ_YET or is_lost]
+    """Never where the answer would be the same."""
+    world, (prefill,), decode = world_of()
+    pull = ask(world, prefill, decode, 0)
+    request = Request(PullRequest("d0", [(0, [0])], pull.params), 1, 0.1, 50.0, 0.0)
+    pull.wanted(True, 0, request.retryable)
+    decode.core.decode.fail(pull, reason, "because", world.time(decode))
+    request.tried(pull)
+    request.ended(world.time(decode))
+    assert (request.state is RequestState.PAUSING) is (reason in MAY_BE_READ_YET)
 
 
 @pytest.mark.parametrize("not_before", [0.0, 3.0, 60.0])
@@ -470,7 +360,7 @@ def test_an_attempt_begins_when_its_rank_may_be_met_again_or_not_at_all(not_befo
     """Sooner it would fail for the same cause; and later than the deadline nobody waits for it."""
     world, (prefill,), decode = world_of()
     pull = ask(world, prefill, decode, 0)
-    request = Request(PullRequest("d0", [(0, [0])], pull.params), 1, 0.1, 50.0, False, 0.0)
+    request = Request(PullRequest("d0", [(0, [0])], pull.params), 1, 0.1, 50.0, 0.0)
     pull.could_not_meet(not_before)
     decode.core.decode.fail(pull, Reason.UNREACHABLE, "no answer", world.time(decode))
     request.tried(pull)
@@ -482,7 +372,7 @@ def test_an_attempt_begins_when_its_rank_may_be_met_again_or_not_at_all(not_befo
 
 def test_there_are_as_many_attempts_as_were_asked_for_and_pauses_between_them_have_a_bound() -> None:
     world, (prefill,), decode = world_of()
-    request = Request(PullRequest("d0", [(0, [0])], ask(world, prefill, decode, 0).params), 8, 0.1, 1e6, False, 0.0)
+    request = Request(PullRequest("d0", [(0, [0])], ask(world, prefill, decode, 0).params), 8, 0.1, 1e6, 0.0)
     pauses = []
     while request.state is not RequestState.OVER:
         pull = ask(world, prefill, decode, request.attempts)

@@ -18,7 +18,6 @@ import pytest
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core import wire as m
-from asynckv.core.attempts import RETRYABLE, RETRYABLE_ELSEWHERE
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import LeaseState
 from asynckv.core.peer import Peer, PeerState
@@ -604,11 +603,6 @@ def test_what_is_remembered_to_have_ended_is_not_lent_again_though_its_scheduler
     late = world.pull(decode, "late", [1], first)
     world.run()
     assert late.reason is Reason.REVOKED
-
-
-def test_a_withdrawn_request_is_tried_again_with_new_params_only() -> None:
-    assert Reason.WITHDRAWN not in RETRYABLE
-    assert Reason.WITHDRAWN in RETRYABLE_ELSEWHERE
 
 
 def test_a_pull_whose_claim_is_not_answered_says_so() -> None:

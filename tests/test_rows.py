@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 import pytest
 
 from asynckv.config import PullConfig
@@ -325,9 +324,9 @@ def test_no_row_of_a_peer_can_be_made_wrong_unnoticed() -> None:
 # -- attempts --------------------------------------------------------------------------------------------
 
 
-def request(*, can_renew: bool = False, is_last: bool = True) -> Request:
+def request(*, is_last: bool = True) -> Request:
     wanted = PullRequest("d", [(0, [2])], PARAMS, is_last=is_last)
-    it = Request(wanted, 2, 0.1, 50.0, can_renew, 0.0)
+    it = Request(wanted, 2, 0.1, 50.0, 0.0)
     attempt = Attempt()
     attempt.pull.wanted(is_last, 0, it.retryable)
     it.tried(attempt.to(S.READING).pull)
@@ -358,7 +357,7 @@ def check_attempts() -> None:
     attempt.grant()
     it.tried(attempt.pull)
     it.ended(1.0)
-    assert (it.state, it.take_discharges()) == (RequestState.OVER, [])
+    assert (it.state, it.take_discharge()) == (RequestState.OVER, None)
     it, attempt = request(), Attempt().draining()
     attempt.end(Ending.DONE)
     it.tried(attempt.pull)
@@ -371,32 +370,21 @@ def check_attempts() -> None:
     it = failed(request())
     assert (it.state, it.next_at, it.attempts) == (RequestState.PAUSING, 1.1, 1)
     it.time(2.0)
-    assert (it.state, it.attempts, it.take_discharges()) == (RequestState.TRYING, 2, [])
-    # The blocks are waited for, and then the caller's word.
-    it = failed(request(can_renew=True), doubt=True)
-    for step, there in (
-        (time_is_over, RequestState.RECOVERING),
-        (is_returned, RequestState.RENEWING),
-        (lambda x: x.renewed(PARAMS, 2.0), RequestState.TRYING),
-    ):
-        step(it)
-        assert it.state is there
-    assert (it.attempts, it.take_discharges()) == (2, [])
+    assert (it.state, it.attempts, it.take_discharge()) == (RequestState.TRYING, 2, None)
+    # The blocks are waited for.
     it = failed(request(), doubt=True)
     it.time(2.0)
+    assert it.state is RequestState.RECOVERING
     it.returned(2.0)
-    assert it.state is RequestState.TRYING
-    it = failed(request(can_renew=True))
-    it.time(2.0)
-    assert it.state is RequestState.RENEWING
+    assert (it.state, it.attempts, it.take_discharge()) == (RequestState.TRYING, 2, None)
     # Given up, wherever it stands: who was told that another attempt follows hears that none does.
-    for steps in ((), (time_is_over,), (time_is_over, is_returned)):
-        it = failed(request(can_renew=True), doubt=True)
-        for step in steps:
-            step(it)
+    for is_paused in (True, False):
+        it = failed(request(), doubt=True)
+        if not is_paused:
+            it.time(2.0)
         it.give_up()
         assert it.state is RequestState.OVER
-        assert [reason for _, reason in it.take_discharges()] == [Reason.READ_FAILED]
+        assert it.take_discharge() is Reason.READ_FAILED
     for step in (time_is_over, is_returned, Request.give_up, Request.refused):
         with pytest.raises(LocalProtocolError):
             step(it)
@@ -414,55 +402,39 @@ def test_whoever_stopped_while_blocks_come_back_is_not_tried_again() -> None:
         it.stop(reason)
         it.returned(2.0)
         assert (it.state, it.attempts) == (RequestState.OVER, 1)
-        assert [why for _, why in it.take_discharges()] == [reason]
+        assert it.take_discharge() is reason
 
 
 def test_what_comes_after_the_deadline_is_followed_by_no_attempt() -> None:
-    """A pause, blocks that come back and new params may all be late: nobody waits for another attempt by then."""
-    other = msgspec.structs.replace(PARAMS, request_id="prefilled anew")
+    """A pause and blocks that come back may be late."""
     cases: list[tuple[tuple[Callable[[Request], None], ...], Callable[[Request], None]]] = [
         ((), lambda x: x.time(50.0)),
         ((time_is_over,), lambda x: x.returned(50.0)),
-        ((time_is_over, is_returned), lambda x: x.renewed(PARAMS, 50.0)),
-        ((time_is_over, is_returned), lambda x: x.renewed(other, 50.0)),
     ]
     for steps, late in cases:
-        it = failed(request(can_renew=True), doubt=True)
+        it = failed(request(), doubt=True)
         for step in steps:
             step(it)
         late(it)
-        assert (it.state, it.attempts) == (RequestState.OVER, 1)
-        found = {(wanted.params.request_id, why) for wanted, why in it.take_discharges()}
-        assert (PARAMS.request_id, Reason.READ_FAILED) in found
-    assert (other.request_id, Reason.TIMEOUT) in found, "what was prefilled anew is needed by nobody"
-
-
-def test_params_that_come_too_late_are_kept_by_a_caller_that_tries_again_himself() -> None:
-    """His next attempt may use them: they are not given back behind his back."""
-    it = failed(request(can_renew=True, is_last=False))
-    it.time(2.0)
-    if it.state is RequestState.RECOVERING:
-        it.returned(2.0)
-    it.renewed(msgspec.structs.replace(PARAMS, request_id="prefilled anew"), 50.0)
-    assert (it.state, it.take_discharges()) == (RequestState.OVER, [])
+        assert (it.state, it.attempts, it.take_discharge()) == (RequestState.OVER, 1, Reason.READ_FAILED)
 
 
 def test_a_request_is_discharged_once() -> None:
     it = failed(request())
     it.time(2.0)
     it.refused()
-    assert [why for _, why in it.take_discharges()] == [Reason.UNPLANNABLE]
-    assert it.take_discharges() == []
+    assert it.take_discharge() is Reason.UNPLANNABLE
+    assert it.take_discharge() is None
 
 
 def test_a_caller_that_tries_again_himself_is_not_discharged() -> None:
     it = failed(request(is_last=False))
     it.give_up()
-    assert it.take_discharges() == []
+    assert it.take_discharge() is None
     it = failed(request(is_last=False))
     it.stop(Reason.CANCELLED)
     it.give_up()
-    assert [reason for _, reason in it.take_discharges()] == [Reason.CANCELLED]
+    assert it.take_discharge() is Reason.CANCELLED
 
 
 def test_no_attempt_follows_after_the_deadline_or_a_refusal_that_stays() -> None:
@@ -473,11 +445,10 @@ def test_no_attempt_follows_after_the_deadline_or_a_refusal_that_stays() -> None
     nonce = next(iter(attempt.source.nonces))
     attempt.pull.answered(attempt.source, Refused(PARAMS.key, "x-1", nonce, Reason.EXPIRED), attempt.later())
     attempt.end(Ending.DONE)
-    for can_renew, state in ((False, RequestState.OVER), (True, RequestState.PAUSING)):
-        it = request(can_renew=can_renew)
-        it.tried(attempt.pull)
-        it.ended(1.0)
-        assert it.state is state, "the same params cannot get over what has expired"
+    it = request()
+    it.tried(attempt.pull)
+    it.ended(1.0)
+    assert it.state is RequestState.OVER, "the same params cannot get over what has expired"
 
 
 # -- the engine's life -----------------------------------------------------------------------------------

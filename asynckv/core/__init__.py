@@ -107,8 +107,7 @@ Words
   one start of a remote process, for all attempts.
 - *reader*: a decode rank, as the lease sees it. *Cohort*: the ranks of one start of a decode engine that read a request
   together.
-- *claim*: ask for a promise. *Grant*: the promise, for some seconds. *Renew*: ask again before it ends. (RENEWING, of a
-  request, is another matter: its caller is asked for new params.)
+- *claim*: ask for a promise. *Grant*: the promise, for some seconds. *Renew*: ask again before it ends.
 - *covered*: a grant runs. *Proven*: the bytes are known to be what was lent.
 - *release*: the message that one attempt is over, to every rank of its route. *Owed*: a reader whose last release is
   still awaited.

@@ -1,15 +1,14 @@
-"""One request over its attempts: whether it is tried again, when, with which params, and who is told that it is not.
+"""One request over its attempts: whether it is tried again, when, and who is told that it is not.
 
-    TRYING -> PAUSING -> RECOVERING -> RENEWING -> TRYING ...
-         \\_______\\___________\\___________\\-> OVER
+    TRYING -> PAUSING -> RECOVERING -> TRYING ...
+         \\_______\\___________\\-> OVER
 
 Every attempt is a pull of its own, with an id of its own, and begins when nothing of the one before can write its
 blocks any more. So a late first attempt can neither complete nor overwrite the second. While an attempt may follow, the
-prefill ranks were told so, and keep the request lent to this reader; once none follows, somebody has to say so:
-`take_discharges` names what.
+prefill ranks were told so, and keep the request lent to this reader; once none follows, `take_discharge` says that they
+have to be told.
 
-The machine decides; whoever drives it waits for what its state waits for (a moment, the blocks, new params), and says
-what came.
+The machine decides; its driver waits for what a state waits for (a moment, the blocks), and says what came.
 """
 
 from __future__ import annotations
@@ -17,27 +16,14 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from asynckv.core.pull import Pull, PullRequest
-from asynckv.core.types import Params, Reason
+from asynckv.core.types import Reason
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import NULL
 
 RETRYABLE = frozenset({Reason.UNREACHABLE, Reason.PEER_LOST, Reason.READ_FAILED, Reason.LEASE_LOST})
 """What the same params may get over: the lease may still stand, and another connection serve."""
-
-RETRYABLE_ELSEWHERE = RETRYABLE | {
-    Reason.RESTARTED,
-    Reason.ENGINE_CLOSED,
-    Reason.EXPIRED,
-    Reason.REVOKED,
-    Reason.WITHDRAWN,
-    Reason.CONSUMED,
-    Reason.UNKNOWN,
-    Reason.STALE_MEMORY,
-}
-"""What new params get over: the request has to be prefilled again, here or elsewhere."""
 
 MAX_PAUSE_S = 2.0
 
@@ -50,8 +36,6 @@ class RequestState(enum.StrEnum):
     """Until its next attempt may begin."""
     RECOVERING = "recovering"
     """Until nothing can write the blocks of the last attempt any more."""
-    RENEWING = "renewing"
-    """Until its caller has said with which params to go on."""
     OVER = "over"
 
 
@@ -68,18 +52,15 @@ class RequestEvent(enum.StrEnum):
     """The pause is over."""
     RETURNED = "returned"
     """The blocks are free."""
-    RENEWED = "renewed"
-    """There are params to go on with."""
     GIVEN_UP = "given_up"
-    """It was cancelled, the engine closes, the deadline passed, or there are no blocks or params to go on with."""
+    """It was cancelled, the engine closes, the deadline passed, or its blocks never came back."""
 
 
 S, E = RequestState, RequestEvent
 ON_EVENT: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
     S.TRYING: {E.COMPLETED: S.OVER, E.FAILED: S.OVER, E.FAILED_FOR_NOW: S.PAUSING},
     S.PAUSING: {E.TIME: S.RECOVERING, E.GIVEN_UP: S.OVER},
-    S.RECOVERING: {E.RETURNED: S.RENEWING, E.GIVEN_UP: S.OVER},
-    S.RENEWING: {E.RENEWED: S.TRYING, E.GIVEN_UP: S.OVER},
+    S.RECOVERING: {E.RETURNED: S.TRYING, E.GIVEN_UP: S.OVER},
     S.OVER: {},
 }
 """What each state takes, and where it leads; anything else raises before anything has changed."""
@@ -90,16 +71,10 @@ def holds_nothing(request: Request) -> bool:
     return request.pull is not None and request.pull.is_returned
 
 
-def keeps_its_params(request: Request) -> bool:
-    """Nobody is asked for other params."""
-    return not request.can_renew
-
-
 WHEN: Mapping[RequestState, Mapping[Callable[[Request], bool], RequestState]] = {
     S.TRYING: {},
     S.PAUSING: {},
-    S.RECOVERING: {holds_nothing: S.RENEWING},
-    S.RENEWING: {keeps_its_params: S.TRYING},
+    S.RECOVERING: {holds_nothing: S.TRYING},
     S.OVER: {},
 }
 """What is acted upon at once: the first condition that holds, until none does."""
@@ -119,15 +94,12 @@ class Request:
         retries: Attempts after the first, at most.
         pause_s: Before the first retry; then doubling to `MAX_PAUSE_S`.
         deadline: Of the whole request.
-        can_renew: The caller can give new params.
         now: The time.
     """
 
-    def __init__(
-        self, wanted: PullRequest, retries: int, pause_s: float, deadline: float, can_renew: bool, now: float
-    ) -> None:
+    def __init__(self, wanted: PullRequest, retries: int, pause_s: float, deadline: float, now: float) -> None:
         self.state = S.TRYING
-        self.wanted, self.deadline, self.can_renew, self.begun_at = wanted, deadline, can_renew, now
+        self.wanted, self.deadline, self.begun_at = wanted, deadline, now
         self.attempts = 1
         """Begun so far."""
         self.pull: Pull | None = None
@@ -139,14 +111,12 @@ class Request:
         self._retries, self._pause_s = retries, pause_s
         self._given_up_for: Reason | None = None
         """What is told instead of why the last attempt failed."""
-        self._discharges: list[tuple[PullRequest, Reason]] = []
+        self._discharge: Reason | None = None
 
     @property
     def retryable(self) -> frozenset[Reason]:
         """Failures of this attempt after which another follows."""
-        if self.attempts > self._retries:
-            return frozenset()
-        return RETRYABLE_ELSEWHERE if self.can_renew else RETRYABLE
+        return RETRYABLE if self.attempts <= self._retries else frozenset()
 
     @property
     def was_promised(self) -> bool:
@@ -158,9 +128,9 @@ class Request:
         """It was cancelled where another attempt would have followed."""
         return self.stopped is Reason.CANCELLED and self.was_promised
 
-    def take_discharges(self) -> list[tuple[PullRequest, Reason]]:
-        """Take out of which requests the prefill ranks are to be told that no attempt follows after all, and why."""
-        found, self._discharges = self._discharges, []
+    def take_discharge(self) -> Reason | None:
+        """Take out why the prefill ranks are to be told that no attempt follows after all; None if they are not."""
+        found, self._discharge = self._discharge, None
         return found
 
     # -- events ------------------------------------------------------------------------------------
@@ -206,18 +176,6 @@ class Request:
         """Nothing can write the blocks of the last attempt any more."""
         self._go_on(E.RETURNED, now)
 
-    def renewed(self, params: Params, now: float) -> None:
-        """The caller has said with which params to go on."""
-        self._allow(E.RENEWED)
-        if params != self.wanted.params:
-            if self._may_go_on(now):
-                self._discharge()
-                self.wanted = replace(self.wanted, params=params)
-            elif self._is_last:
-                # Given up meanwhile: what was prefilled anew is needed no more either.
-                self._discharges.append((replace(self.wanted, params=params), self.stopped or Reason.TIMEOUT))
-        self._go_on(E.RENEWED, now)
-
     def stop(self, reason: Reason) -> None:
         """No attempt may follow; what waits for one is to give up."""
         self.stopped = self.stopped or reason
@@ -227,11 +185,6 @@ class Request:
         self._enter(self._allow(E.GIVEN_UP))
 
     # -- inside ------------------------------------------------------------------------------------
-
-    @property
-    def _is_last(self) -> bool:
-        """The caller has no other attempt of its own in mind."""
-        return self.wanted.is_last or self.stopped is Reason.CANCELLED
 
     def _may_go_on(self, now: float) -> bool:
         # Whatever is waited for may come late: no attempt begins when its caller waits no longer.
@@ -261,10 +214,7 @@ class Request:
         if after is S.TRYING:
             self.attempts += 1
         elif after is S.OVER:
-            self._discharge()
-
-    def _discharge(self) -> None:
-        """Whoever was told that another attempt would follow is told that none does."""
-        pull = self.pull
-        if pull is not None and pull.reason is not None and self.was_promised and self._is_last:
-            self._discharges.append((self.wanted, self.stopped or self._given_up_for or pull.reason))
+            # The ranks that were told that another attempt would follow are told that none does.
+            pull, is_last = self.pull, self.wanted.is_last or self.stopped is Reason.CANCELLED
+            if pull is not None and pull.reason is not None and self.was_promised and is_last:
+                self._discharge = self.stopped or self._given_up_for or pull.reason

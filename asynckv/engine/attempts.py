@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
 
 import anyio
 
 from asynckv.core.attempts import RETRYABLE, Request, RequestState, blocks_of
 from asynckv.core.lifecycle import LifeState
 from asynckv.core.pull import Pull
-from asynckv.core.types import Params, Reason, decode_params
+from asynckv.core.types import Reason
 from asynckv.engine.driver import Driver, Waiting
 from asynckv.errors import (
     AsyncKVError,
@@ -41,9 +40,6 @@ from asynckv.geometry.layout import Layout
 from asynckv.observe.log import phases
 from asynckv.observe.observer import Observer
 from asynckv.results import PullResult
-
-T = TypeVar("T")
-RenewParams = Callable[[PullError], Awaitable[Params | Mapping[str, Any] | None]]
 
 ERRORS: Mapping[Reason, type[PullError]] = {
     Reason.CANCELLED: PullCancelled,
@@ -134,11 +130,11 @@ def error_of(waiting: Waiting) -> PullError:
 
 def let_go(driver: Driver, request: Request) -> None:
     """Tell the prefill ranks that no attempt follows, if they were told that one would."""
-    for wanted, reason in request.take_discharges():
-        if not driver.life.is_shut and driver.life.state is not LifeState.SUSPENDED:
-            with suppress(AsyncKVError):
-                driver.core.let_go(wanted, reason, driver.clock.now())
-            driver.soon()
+    reason = request.take_discharge()
+    if reason is not None and not driver.life.is_shut and driver.life.state is not LifeState.SUSPENDED:
+        with suppress(AsyncKVError):
+            driver.core.let_go(request.wanted, reason, driver.clock.now())
+        driver.soon()
 
 
 # -- several ---------------------------------------------------------------------------------------------
@@ -150,12 +146,11 @@ class Retries:
     Args:
         driver: Of the engine.
         request: New.
-        renew_params: What to ask for other params before every retry.
     """
 
-    def __init__(self, driver: Driver, request: Request, renew_params: RenewParams | None) -> None:
+    def __init__(self, driver: Driver, request: Request) -> None:
         self.request = request
-        self._driver, self._renew_params = driver, renew_params
+        self._driver = driver
         self._wake = asyncio.Event()
         """Time is up, or no attempt may follow."""
 
@@ -208,16 +203,10 @@ class Retries:
         with self._waking(request.deadline):
             try:
                 if request.state is state.RECOVERING:
-                    found = await self._first(error.returned())
-                    request.give_up() if found is None else request.returned(driver.clock.now())
-                if request.state is state.RENEWING and self._renew_params is not None:
-                    given = await self._first(self._renew_params(error))
-                    params = None if given is None or given[0] is None else decode_params(given[0])
-                    request.give_up() if params is None else request.renewed(params, driver.clock.now())
+                    is_returned = await self._before_time_is_up(error.returned())
+                    request.returned(driver.clock.now()) if is_returned else request.give_up()
             except BlocksRetired:
                 request.give_up()
-            except Exception as exc:
-                raise error from exc  # `renew_params` failed, so there is nothing to go on with
 
     @contextmanager
     def _waking(self, when: float) -> Iterator[None]:
@@ -230,23 +219,17 @@ class Retries:
         finally:
             timer.cancel()
 
-    async def _first(self, work: Awaitable[T]) -> tuple[T] | None:
-        """Wait for some work, at most until woken; None if that came first."""
+    async def _before_time_is_up(self, work: Awaitable[None]) -> bool:
+        """Wait for some work, at most until woken; False if that came first."""
         task, woken = asyncio.ensure_future(work), asyncio.ensure_future(self._wake.wait())
         try:
             await asyncio.wait({task, woken}, return_when=asyncio.FIRST_COMPLETED)
-            return (task.result(),) if task.done() and not task.cancelled() else None
+            if is_done := task.done() and not task.cancelled():
+                task.result()
+            return is_done
         finally:
-            # Not awaited: what does not let itself be cancelled must not keep the caller beyond his deadline.
-            task.add_done_callback(_swallow)
             for each in (task, woken):
                 each.cancel()
-
-
-def _swallow(task: asyncio.Future[Any]) -> None:
-    """Nobody waits for this one any more, nor for what it may raise."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _cancelled(last: PullError) -> PullCancelled:

@@ -39,7 +39,7 @@ from asynckv.core.types import (
     sendable,
 )
 from asynckv.edges.local import LocalDoor, socket_name
-from asynckv.engine.attempts import RenewParams, Retries, attempt, error_of, result_of
+from asynckv.engine.attempts import Retries, attempt, error_of, result_of
 from asynckv.engine.driver import Driver, Waiting
 from asynckv.engine.ending import Ending
 from asynckv.engine.home import NOT_STARTED, Home
@@ -499,7 +499,6 @@ class Engine:
         is_last: bool = True,
         priority: int = 0,
         retries: int | None = None,
-        renew_params: RenewParams | None = None,
     ) -> PullResult:
         """Fill blocks with a lent request's KV. Call it on every decode rank.
 
@@ -524,10 +523,6 @@ class Engine:
             priority: Of pulls that wait, the one with the smaller number goes first (as in vLLM), then the older one.
             retries: How often to try again within the deadline, into the same blocks once nothing can write them any
                 more; `pull.retries` if left out.
-            renew_params: Called before every retry with the error. It returns params to go on with (a router may have
-                had the prompt prefilled elsewhere; the old params are discharged), or None to give up. With it,
-                refusals are retried that the same params cannot get over, such as a restarted prefill rank. If it
-                raises, the pull fails with the last error, and the exception is that error's cause.
 
         Returns:
             What was read, once it is proven to be what was lent.
@@ -554,19 +549,17 @@ class Engine:
             groups = tuple(groups)  # which can be looked at again by another attempt
         if request_id in self._retrying:
             raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled already; cancel it first")
-        if renew_params is not None and not (callable(renew_params) and most):
-            raise LocalProtocolError("renew_params is called before retries: give a callable, and retries of 1 or more")
         driver, now = self._driver, self._clock.now()
         wanted = PullRequest(
             request_id, groups, decode_params(params), cohort_id, hashes, num_tokens, is_last, priority
         )
-        request = Request(wanted, most, config.retry_s, now + timeout, renew_params is not None, now)
+        request = Request(wanted, most, config.retry_s, now + timeout, now)
         if not most:
             waiting = await attempt(driver, request, timeout, now)
             if waiting.pull.reason is not Reason.COMPLETE:
                 raise error_of(waiting)
             return result_of(waiting.pull, self.registration.layout)
-        retrying = self._retrying[request_id] = Retries(driver, request, renew_params)
+        retrying = self._retrying[request_id] = Retries(driver, request)
         try:
             return await retrying.result(timeout, now)
         finally:

@@ -28,7 +28,7 @@ except ImportError as exc:
     raise ImportError("metrics need prometheus_client: pip install 'asynckv[metrics]'") from exc
 
 from asynckv.arguments import number
-from asynckv.core.attempts import RETRYABLE_ELSEWHERE
+from asynckv.core.attempts import RETRYABLE
 from asynckv.core.lease import LeaseState
 from asynckv.core.lifecycle import LifeState
 from asynckv.core.peer import PeerState
@@ -473,7 +473,7 @@ def _tallied(tally: Tally) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     yield "transfers_posted", (), tally.posts
     yield "pull_rereads", (), tally.rereads
     yield "blocks_given_up", (), tally.blocks_given_up
-    for reason in sorted(RETRYABLE_ELSEWHERE):
+    for reason in sorted(RETRYABLE):
         yield "pulls_retried", (reason.value,), tally.retried[reason.value]
     for peer_state in (*(state.value for state in PeerState), LEFT):
         yield "peer_changes", (peer_state,), tally.peer_states[peer_state]

@@ -111,7 +111,6 @@ class Side(workers.Side):
         self._asleep: list[int] = []
         self._left: Words | None = None
         """Memory that was left at the last waking."""
-        self._renewals: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def state(self, wait_s: float) -> dict[str, Any]:
@@ -378,22 +377,10 @@ class Side(workers.Side):
 
     # -- retrying ----------------------------------------------------------------------------------
 
-    async def pull_retrying(self, lent: dict[str, Any], retries: int, timeout_s: float, renews: bool) -> dict[str, Any]:
-        """Pull with retries; the driver may give new params for them."""
+    async def pull_retrying(self, lent: dict[str, Any], retries: int, timeout_s: float) -> dict[str, Any]:
+        """Pull with retries."""
         engine, blocks, number = self.engine, self.blocks, lent["number"]
         mine, name, source = await blocks.take(lent["blocks"]), f"d-{number}", number
-        answer: asyncio.Future[dict[str, Any] | None] = asyncio.get_running_loop().create_future()
-        self._renewals[number] = answer
-        asked: list[str] = []
-
-        async def renew(error: PullError) -> Any:
-            nonlocal source
-            asked.append(error.reason)
-            fresh = await asyncio.shield(answer)
-            if fresh is not None:
-                source = fresh["number"]
-            return None if fresh is None else fresh["params"]
-
         reason, attempts, wrong, text = "complete", 0, 0, ""
         try:
             result = await engine.pull(
@@ -402,7 +389,6 @@ class Side(workers.Side):
                 lent["params"],
                 timeout_s=timeout_s,
                 retries=retries,
-                renew_params=renew if renews else None,
             )
             attempts = result.attempts
             wrong = blocks.wrong(source, mine)
@@ -411,11 +397,7 @@ class Side(workers.Side):
             await exc.returned()
         blocks.give(mine)
         size = len(mine) * blocks.words[0].nbytes
-        return {"reason": reason, "attempts": attempts, "wrong": wrong, "bytes": size, "asked": asked, "detail": text}
-
-    def renew(self, number: int, fresh: dict[str, Any] | None) -> None:
-        """Give a pull that is retried new params."""
-        self._renewals.pop(number).set_result(fresh)
+        return {"reason": reason, "attempts": attempts, "wrong": wrong, "bytes": size, "detail": text}
 
     def cut_wires(self, ports: list[int]) -> int:
         """Shut every TCP connection of UCX's down; `ports` are the control planes'."""
@@ -792,7 +774,7 @@ async def sleep(arena: Arena, sizes: Sizes) -> None:
             refused = await victim.ask("try_lend", params=unlent["params"])
             check(refused == "EngineClosed", f"lending in its sleep: {refused}")
             if not is_deaf:
-                said = await arena.decode.ask("pull_retrying", lent=old[0], retries=0, timeout_s=4.0, renews=False)
+                said = await arena.decode.ask("pull_retrying", lent=old[0], retries=0, timeout_s=4.0)
                 refusals.setdefault("asleep", Counter())[said["reason"]] += 1
                 check(said["reason"] != "complete", "a sleeper was read")
         if is_deaf:
@@ -807,13 +789,13 @@ async def sleep(arena: Arena, sizes: Sizes) -> None:
             refused = await victim.ask("try_lend", params=unlent["params"])
             check(refused == "LocalProtocolError", f"what was made before the sleep was lent: {refused}")
             for lent in (*old, unlent):
-                said = await arena.decode.ask("pull_retrying", lent=lent, retries=0, timeout_s=4.0, renews=False)
+                said = await arena.decode.ask("pull_retrying", lent=lent, retries=0, timeout_s=4.0)
                 refusals.setdefault("awake", Counter())[said["reason"]] += 1
                 check(said["reason"] in {"restarted", "peer_lost"}, f"an old reference: {said}")
         else:
             # The owner did not sleep: what it lent and nobody was told of is good.
             for lent in old:
-                said = await arena.decode.ask("pull_retrying", lent=lent, retries=0, timeout_s=4.0, renews=False)
+                said = await arena.decode.ask("pull_retrying", lent=lent, retries=0, timeout_s=4.0)
                 victim.counts.update({"bytes_compared": said["bytes"], "bytes_wrong": said["wrong"]})
                 check(said["reason"] == "complete", f"lent before the reader slept: {said}")
         await asyncio.gather(*cut_short, return_exceptions=True)
@@ -904,13 +886,13 @@ async def stuck(arena: Arena, sizes: Sizes, victim: Worker) -> None:
 
 
 async def retry(arena: Arena, sizes: Sizes) -> None:
-    """Cut the wire in the middle of reads, and restart the owner; with retries pulls complete where they can."""
+    """Cut the wire in the middle of reads; with retries pulls complete where they can."""
     check, blocks = arena.check, 384
     small = {"window_bytes": 1 << 17, "max_post_bytes": 1 << 15, "gone_s": 3.0}
     await arena.decode.start(pull=small)
     victim = await arena.start("victim")
 
-    async def begin(retries: int, renews: bool = False) -> tuple[dict[str, Any], asyncio.Task[dict[str, Any]]]:
+    async def begin(retries: int) -> tuple[dict[str, Any], asyncio.Task[dict[str, Any]]]:
         for _ in range(10):
             try:
                 reason = await victim.pull(await victim.lend(1, reads=True))
@@ -922,7 +904,7 @@ async def retry(arena: Arena, sizes: Sizes) -> None:
                     break
         else:
             raise Failure("no pull would begin")
-        how = {"lent": lent, "retries": retries, "timeout_s": 15.0, "renews": renews}
+        how = {"lent": lent, "retries": retries, "timeout_s": 15.0}
         task = asyncio.create_task(arena.decode.ask("pull_retrying", 40.0, **how))
         await arena.decode.ask("read_some", least=blocks << 13)
         return lent, task
@@ -946,19 +928,6 @@ async def retry(arena: Arena, sizes: Sizes) -> None:
                 check(expected, f"{what}: ended {found}")
         arena.found[what] = {"outcomes": dict(results), "attempts": dict(attempts)}
         arena.note(f"{what}: {arena.found[what]}; {messages(arena, victim)}")
-    renewed = Counter[str]()
-    for _ in range(sizes.trials):
-        lent, task = await begin(2, True)
-        await victim.kill()
-        await victim.start(victim.address)
-        (fresh,) = await lend_many(arena, victim, 1, blocks)
-        await arena.decode.ask("renew", number=lent["number"], fresh=fresh)
-        found = await task
-        renewed[f"{found['reason']} after {found['asked']}"] += 1
-        check(found["reason"] == "complete", f"restarted: {found}")
-        check(found["attempts"] > 1 and bool(found["asked"]), f"restarted, but the first attempt was good: {found}")
-        check(not found["wrong"], f"restarted: {found['wrong']} wrong bytes were published")
-    arena.found["restarted_with_new_params"] = dict(renewed)
     await settle(arena, arena.decode, victim)
 
 

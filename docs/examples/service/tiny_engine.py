@@ -231,8 +231,14 @@ class TinyEngine:
                 self._engine.cancel(request_id)
                 raise
             try:
-                renew = (lambda _: _renewed(again)) if again else None
-                await self._engine.pull(request_id, [(0, blocks)], lent, retries=1, renew_params=renew)
+                try:
+                    await self._engine.pull(request_id, [(0, blocks)], lent, retries=1)
+                except PullError:
+                    # Its KV is lost, but place and blocks need not be: another prefill engine may compute it.
+                    if not again or (renewed := await _renewed(again)) is None:
+                        raise
+                    await self._engine.returned(request_id)
+                    await self._engine.pull(request_id, [(0, blocks)], renewed)
                 yield await self._on_model(self._gather, blocks, tokens)
             finally:
                 # A pull that was cut short may still write.
