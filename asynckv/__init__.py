@@ -17,40 +17,32 @@ if TYPE_CHECKING:
     from asynckv.config import LimitsConfig as LimitsConfig
     from asynckv.config import LogConfig as LogConfig
     from asynckv.config import NixlConfig as NixlConfig
-    from asynckv.config import OffloadConfig as OffloadConfig
     from asynckv.config import PullConfig as PullConfig
     from asynckv.core.inspect import HeldBlocks as HeldBlocks
     from asynckv.core.inspect import RankStatus as RankStatus
     from asynckv.core.inspect import RequestStatus as RequestStatus
     from asynckv.core.types import Endpoint as Endpoint
-    from asynckv.core.types import Params as Params
+    from asynckv.core.types import KVTransferParams as KVTransferParams
     from asynckv.edges.sharing import shared_memory as shared_memory
-    from asynckv.edges.torch import TensorPart as TensorPart
-    from asynckv.edges.torch import register_parts as register_parts
     from asynckv.edges.torch import register_tensors as register_tensors
     from asynckv.edges.torch import shared_tensor as shared_tensor
-    from asynckv.edges.torch import written as written
+    from asynckv.edges.torch import synchronize as synchronize
     from asynckv.embed import Announce as Announce
     from asynckv.embed import Cancel as Cancel
     from asynckv.embed import DecodeLedger as DecodeLedger
-    from asynckv.embed import Discharge as Discharge
     from asynckv.embed import EngineDesk as EngineDesk
     from asynckv.embed import EngineThread as EngineThread
     from asynckv.embed import Failed as Failed
     from asynckv.embed import Finished as Finished
     from asynckv.embed import Lend as Lend
-    from asynckv.embed import Load as Load
-    from asynckv.embed import Lookup as Lookup
     from asynckv.embed import Order as Order
     from asynckv.embed import PrefillLedger as PrefillLedger
     from asynckv.embed import Pull as Pull
     from asynckv.embed import Reclaim as Reclaim
     from asynckv.embed import Refused as Refused
-    from asynckv.embed import Store as Store
     from asynckv.embed import Withdraw as Withdraw
     from asynckv.engine import Engine as Engine
     from asynckv.engine import LentRequest as LentRequest
-    from asynckv.engine import Offload as Offload
     from asynckv.errors import AsyncKVError as AsyncKVError
     from asynckv.errors import BackendError as BackendError
     from asynckv.errors import BlocksRetired as BlocksRetired
@@ -75,16 +67,6 @@ if TYPE_CHECKING:
     from asynckv.errors import RemoteTooShort as RemoteTooShort
     from asynckv.errors import WrongThread as WrongThread
     from asynckv.geometry.check import Registration as Registration
-    from asynckv.geometry.check import register_memory as register_memory
-    from asynckv.geometry.layout import ONE_PER_REQUEST as ONE_PER_REQUEST
-    from asynckv.geometry.layout import Dim as Dim
-    from asynckv.geometry.layout import Group as Group
-    from asynckv.geometry.layout import Layout as Layout
-    from asynckv.geometry.layout import Memory as Memory
-    from asynckv.geometry.layout import Part as Part
-    from asynckv.geometry.layout import View as View
-    from asynckv.geometry.layout import attention_view as attention_view
-    from asynckv.geometry.layout import dense_part as dense_part
     from asynckv.geometry.layout import shard as shard
     from asynckv.hashes import token_hashes as token_hashes
     from asynckv.observe.endpoint import MetricsEndpoint as MetricsEndpoint
@@ -94,31 +76,27 @@ if TYPE_CHECKING:
     from asynckv.observe.setup import configure_logging as configure_logging
     from asynckv.observe.tracing import Tracing as Tracing
     from asynckv.observe.tracing import trace_context as trace_context
-    from asynckv.offload.found import Found as Found
-    from asynckv.results import Evicted as Evicted
     from asynckv.results import LeaseEnd as LeaseEnd
-    from asynckv.results import Loaded as Loaded
     from asynckv.results import PullResult as PullResult
     from asynckv.results import Statistics as Statistics
-    from asynckv.results import Stored as Stored
-    from asynckv.scheduler import PrefillGroup as PrefillGroup
+    from asynckv.scheduler import PrefillRanks as PrefillRanks
 
 _HOMES = {
     "asynckv.config": (
-        "EngineConfig InspectConfig KeysConfig LeaseConfig LimitsConfig LogConfig NixlConfig OffloadConfig PullConfig"
+        "EngineConfig InspectConfig KeysConfig LeaseConfig LimitsConfig LogConfig NixlConfig PullConfig"
     ),
     "asynckv.hashes": "token_hashes",
-    "asynckv.scheduler": "PrefillGroup",
+    "asynckv.scheduler": "PrefillRanks",
     "asynckv.core.inspect": "HeldBlocks RankStatus RequestStatus",
-    "asynckv.geometry.layout": "ONE_PER_REQUEST Dim Group Layout Memory Part View attention_view dense_part shard",
-    "asynckv.core.types": "Endpoint Params",
+    "asynckv.geometry.layout": "shard",
+    "asynckv.core.types": "Endpoint KVTransferParams",
     "asynckv.edges.sharing": "shared_memory",
-    "asynckv.edges.torch": "TensorPart register_parts register_tensors shared_tensor written",
+    "asynckv.edges.torch": "register_tensors shared_tensor synchronize",
     "asynckv.embed": (
-        "Announce Cancel DecodeLedger Discharge EngineDesk EngineThread Failed Finished Lend Load Lookup Order "
-        "PrefillLedger Pull Reclaim Refused Store Withdraw"
+        "Announce Cancel DecodeLedger EngineDesk EngineThread Failed Finished Lend Order "
+        "PrefillLedger Pull Reclaim Refused Withdraw"
     ),
-    "asynckv.engine": "Engine LentRequest Offload",
+    "asynckv.engine": "Engine LentRequest",
     "asynckv.errors": (
         "AsyncKVError BackendError BlocksRetired ConfigError EngineClosed GeometryRefused LayoutError LeaseLost "
         "LeaseRefused LocalProtocolError NotLentYet Overloaded PeerLost PeerUnreachable PlanRefused ProtocolError "
@@ -129,9 +107,8 @@ _HOMES = {
     "asynckv.observe.metrics": "Metrics",
     "asynckv.observe.observer": "Observer Reading",
     "asynckv.observe.tracing": "Tracing trace_context",
-    "asynckv.geometry.check": "Registration register_memory",
-    "asynckv.offload.found": "Found",
-    "asynckv.results": "Evicted LeaseEnd Loaded PullResult Statistics Stored",
+    "asynckv.geometry.check": "Registration",
+    "asynckv.results": "LeaseEnd PullResult Statistics",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 _NEEDS_EXTRA = {"asynckv.observe.endpoint", "asynckv.observe.metrics"}

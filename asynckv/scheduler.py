@@ -22,7 +22,7 @@ import msgspec
 
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, seconds, shown, text, texts
 from asynckv.config import LeaseConfig, check_lease
-from asynckv.core.types import MAX_HASH, MAX_HASHES, MAX_ID, MAX_TRACESTATE, Endpoint, Key, Params, sendable
+from asynckv.core.types import MAX_HASH, MAX_HASHES, MAX_ID, MAX_TRACESTATE, Endpoint, Key, KVTransferParams, sendable
 from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.blocks import BlockIds, check_runs
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_GROUPS, MAX_RANKS, MAX_RUNS, MAX_TOKENS, NULL
@@ -30,7 +30,7 @@ from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_GROUPS, MAX_RANKS, MAX_RUN
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-class PrefillGroup:
+class PrefillRanks:
     """All ranks of one prefill engine, as its scheduler knows them. It may be used from any thread.
 
     Make one per scheduler, not one per request: the ranks remember a bounded number of schedulers, and for each of them
@@ -87,7 +87,7 @@ class PrefillGroup:
         self._mint = self._new_mint()
 
     def __repr__(self) -> str:
-        return f"<PrefillGroup {self.engine_id!r}, tp_size {self.tp_size}, pp_size {self.pp_size}>"
+        return f"<PrefillRanks {self.engine_id!r}, tp_size {self.tp_size}, pp_size {self.pp_size}>"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mint": None}
@@ -162,7 +162,7 @@ class PrefillGroup:
         # What the caller gave has been checked by now, and is only written down: this is the scheduler's thread, and a
         # long prompt may have thousands of runs.
         plain: dict[str, Any] = msgspec.to_builtins(
-            Params(
+            KVTransferParams(
                 engine_id=self.engine_id,
                 request_id=name,
                 key=self._key(),

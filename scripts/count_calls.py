@@ -27,8 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 import asynckv
-from asynckv import Engine, EngineConfig, PrefillGroup, Registration, register_memory
+from asynckv import Engine, EngineConfig, PrefillRanks, Registration
 from asynckv.geometry.layout import Memory
+from asynckv.layout import register_memory
 from asynckv.testing.fabric import SimControl, SimData, SimNetwork
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import Heads, Model
@@ -82,7 +83,7 @@ async def count(warm: int, pulls: int) -> Calls:
         sides[name] = Engine(EngineConfig(engine_id=name), registration, data=data, control=control)
     prefill, decode = sides.values()
     async with prefill, decode:
-        group = PrefillGroup("prefill", [prefill.endpoint])
+        group = PrefillRanks("prefill", [prefill.endpoint])
         calls = Calls({id(x): side for side, engine in sides.items() for x in (engine, engine._driver, engine._home)})
         for number in range(warm + pulls):
             params = group.make_params(f"p{number}", [(0, [1])], 16, written=True)

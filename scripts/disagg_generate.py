@@ -22,9 +22,10 @@ import msgspec
 import torch
 import typer
 
-from asynckv import Engine, EngineConfig, PrefillGroup, configure_logging, register_memory
+from asynckv import Engine, EngineConfig, PrefillRanks, configure_logging
 from asynckv.errors import ConfigError
 from asynckv.geometry.layout import Part, View
+from asynckv.layout import register_memory
 from asynckv.tools.bench.processes import Failure
 from asynckv.tools.plan.layouts import model_groups, model_layout, with_addresses
 from asynckv.tools.plan.models import Heads, Latent, Model, State, model_of_config
@@ -473,7 +474,7 @@ class Prefill:
         async with contextlib.AsyncExitStack() as stack:
             for rank in ranks:
                 await stack.enter_async_context(rank.engine)
-            group = PrefillGroup("prefill", [rank.engine.endpoint for rank in ranks])
+            group = PrefillRanks("prefill", [rank.engine.endpoint for rank in ranks])
             params = [group.make_params(f"{family}-P{i}", blocks, tokens, written=True) for i in range(2)]
             lent = [rank.engine.lend(each) for each in params for rank in ranks]
             yield {"params": params, "first": int(logits.argmax())}

@@ -39,12 +39,12 @@ from asynckv.core.account import (
     encode_account,
 )
 from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
-from asynckv.core.types import Cohort, Endpoint, Key, Outcome, Params, decode_params
+from asynckv.core.types import Cohort, Endpoint, Key, KVTransferParams, Outcome, decode_params
 from asynckv.errors import ConfigError
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.layout import ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View
-from asynckv.scheduler import PrefillGroup
+from asynckv.scheduler import PrefillRanks
 from asynckv.tools.plan.layout_file import dump_layouts
 from asynckv.version import VERSION
 from scripts import command, public_names, wire_bounds
@@ -97,7 +97,7 @@ LAYOUT = Layout(
 )
 """A layout in which no field has its default."""
 
-PARAMS = Params(
+PARAMS = KVTransferParams(
     engine_id="prefill",
     request_id="req:1,\n\x00é",
     key=KEY,
@@ -118,7 +118,7 @@ PARAMS = Params(
     traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     tracestate="vendor=1",
 )
-LEAST_PARAMS = Params(
+LEAST_PARAMS = KVTransferParams(
     engine_id="p",
     request_id="r",
     key=KEY,
@@ -135,8 +135,8 @@ NO_BLOCKS = msgspec.structs.replace(
 
 
 def minted() -> dict[str, Any]:
-    """Params as a scheduler makes them, without anything random."""
-    group = PrefillGroup("prefill", PARAMS.endpoints[:1], token_hex=lambda n: "7f" * n)
+    """KVTransferParams as a scheduler makes them, without anything random."""
+    group = PrefillRanks("prefill", PARAMS.endpoints[:1], token_hex=lambda n: "7f" * n)
     return group.make_params("req", [(0, [0, 1, 2, 17]), (16, [None, 5, 6])], 63, written=True)
 
 

@@ -64,7 +64,7 @@ def _packet(messages: Any) -> list[Any]:
     return [wire.MAJOR, *({"text": NARROW, "times": 64},) * 2, messages]
 
 
-def params(example: types.Params) -> dict[str, Any]:
+def params(example: types.KVTransferParams) -> dict[str, Any]:
     """Recipes for params: each field alone at its upper and its lower bound, for all of them would be gigabytes."""
     kind = inspect.type_info(type(example))
     assert isinstance(kind, inspect.StructType)

@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from asynckv import Engine, EngineConfig, NixlConfig, PrefillGroup, Registration, register_memory
+from asynckv import Engine, EngineConfig, NixlConfig, PrefillRanks, Registration
 from asynckv.geometry.layout import Memory
+from asynckv.layout import register_memory
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
 from tests.world import make_layout
 
@@ -61,11 +62,11 @@ class Bench:
         return Side(engine, arrays, data)
 
     @contextlib.asynccontextmanager
-    async def pair(self, **config: Any) -> AsyncIterator[tuple[Side, Side, PrefillGroup]]:
+    async def pair(self, **config: Any) -> AsyncIterator[tuple[Side, Side, PrefillRanks]]:
         prefill, decode = self.side("prefill", 1, **config), self.side("decode", 100, **config)
         async with prefill.engine, decode.engine:
             try:
-                yield prefill, decode, PrefillGroup("prefill", [prefill.engine.endpoint])
+                yield prefill, decode, PrefillRanks("prefill", [prefill.engine.endpoint])
                 prefill.engine.check_integrity()
                 decode.engine.check_integrity()
             finally:

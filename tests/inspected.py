@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from asynckv import InspectConfig, LeaseConfig, NixlConfig, PrefillGroup
+from asynckv import InspectConfig, LeaseConfig, NixlConfig, PrefillRanks
 from tests.engines import Bench
 
 
@@ -24,7 +24,7 @@ class Side:
 
     async def __aenter__(self) -> Self:
         await self.engine.start()
-        self._group = PrefillGroup(self.engine.config.engine_id, [self.engine.endpoint], lease=self._lease)
+        self._group = PrefillRanks(self.engine.config.engine_id, [self.engine.endpoint], lease=self._lease)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from asynckv import AsyncKVError, Engine, EngineConfig, PrefillGroup
+from asynckv import AsyncKVError, Engine, EngineConfig, PrefillRanks
 from asynckv.config import KeysConfig, LeaseConfig, LogConfig, PullConfig
 from asynckv.engine.lent import LentRequest
 from tests.engines import memory
@@ -34,7 +34,7 @@ class Side:
                 keys=KeysConfig(secret=keys[name], authorized=keys[f"{name}.authorized"]) if name in keys else None,
             )
             self._engines[name] = Engine(config, memory(seed)[0])
-        self._groups: dict[str, PrefillGroup] = {}
+        self._groups: dict[str, PrefillRanks] = {}
         self._lent: dict[str, LentRequest] = {}
         self._stack = contextlib.AsyncExitStack()
         self._next = 0
@@ -42,7 +42,7 @@ class Side:
     async def __aenter__(self) -> Self:
         for name, engine in self._engines.items():
             await self._stack.enter_async_context(engine)
-            self._groups[name] = PrefillGroup(name, [engine.endpoint])
+            self._groups[name] = PrefillRanks(name, [engine.endpoint])
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -93,7 +93,7 @@ class Side:
 
     async def discharge(self, engine: str, request_id: str, params: dict[str, Any]) -> None:
         """Say that nothing of a request is needed, and wait until that was taken."""
-        self._engines[engine].discharge(f"D-{request_id}", params)
+        self._engines[engine].cancel(f"D-{request_id}", params)
         await self._done(engine, request_id)
 
     async def forgotten(self, engine: str) -> None:

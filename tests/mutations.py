@@ -41,7 +41,7 @@ from asynckv.core.wire import (
 )
 from asynckv.errors import AsyncKVError, BlocksRetired, LocalProtocolError, NotLentYet, PullError, PullTimeout
 from asynckv.ports import AgentInfo, AgentLost
-from asynckv.scheduler import PrefillGroup
+from asynckv.scheduler import PrefillRanks
 from asynckv.testing.fabric import Violation
 from tests.lab.world import Process
 from tests.rigged import Aliases, EarlyEnd, Other, Rank, Rigged, Said, key_of
@@ -351,17 +351,17 @@ def revoking_breaks_promises(rank: Rank) -> None:
 
     def begin(params: Any, handle: EarlyEnd) -> None:
         def revoke() -> None:
-            handle.honest.revoke()
+            handle.honest.withdraw()
             handle.give_back("revoked")
 
-        handle.revoke = revoke
+        handle.withdraw = revoke
 
     lent = lends(rank, begin)
     withdrawal_frees(rank, lent)
 
     async def aclose(timeout_s: float | None = None) -> Any:
         for handle in lent.values():
-            handle.revoke()
+            handle.withdraw()
         return await rank.engine.honest.aclose(timeout_s)
 
     rank.engine.aclose = aclose
@@ -385,16 +385,16 @@ def keys_are_used_again(rank: Rank) -> None:
 
 @inside("keys_are_used_again")
 def _(patch: pytest.MonkeyPatch) -> None:
-    honest = PrefillGroup.make_params
+    honest = PrefillRanks.make_params
 
-    def make_params(self: PrefillGroup, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def make_params(self: PrefillRanks, *args: Any, **kwargs: Any) -> dict[str, Any]:
         params = honest(self, *args, **kwargs)
         epoch, memory, sequence, _ = params["key"]
         params["key"] = [epoch, memory, sequence % 2, "0" * 32]
         params["request_id"] = "P"
         return params
 
-    patch.setattr(PrefillGroup, "make_params", make_params)
+    patch.setattr(PrefillRanks, "make_params", make_params)
 
 
 @planted
@@ -441,7 +441,7 @@ def any_cohort_may_read(rank: Rank) -> None:
 
     def lend(params: Any, **options: Any) -> Any:
         handle = rank.engine.honest.lend(params, **options)
-        readers[key_of(params)] = options.get("readers", 1)
+        readers[key_of(params)] = options.get("num_readers", 1)
         return handle
 
     rank.engine.lend = lend
@@ -525,7 +525,7 @@ def a_lease_is_cut_short(rank: Rank) -> None:
             rank.clock.call_at(promised[key], partial(end, key, handle))
         elif handle.is_open:
             handle.give_back("expired")
-            handle.honest.revoke()
+            handle.honest.withdraw()
 
     def begin(params: Any, handle: EarlyEnd) -> None:
         rank.clock.call_at(rank.now + params["lease_s"] / 2, partial(end, key_of(params), handle))
@@ -548,7 +548,7 @@ def revoking_does_nothing(rank: Rank) -> None:
     """A lease that is revoked goes on as before."""
 
     def begin(params: Any, handle: EarlyEnd) -> None:
-        handle.revoke = lambda: None
+        handle.withdraw = lambda: None
 
     lends(rank, begin)
 
@@ -1118,20 +1118,25 @@ def the_deadline_is_forgotten(rank: Rank) -> None:
 @planted
 def discharging_does_nothing(rank: Rank) -> None:
     """What nobody needs is kept for its reader until its lease runs out."""
-    rank.engine.discharge = lambda request_id, params, **options: None
+
+    def cancel(request_id: str, params: Any = None, **options: Any) -> bool:
+        return params is not None or bool(rank.engine.honest.cancel(request_id))
+
+    rank.engine.cancel = cancel
 
 
 @planted
 def a_discharge_is_a_cancellation(rank: Rank) -> None:
     """The prefill side is told that something was broken off."""
 
-    def discharge(request_id: str, params: Any, **options: Any) -> None:
+    def cancel(request_id: str, params: Any = None, **options: Any) -> bool:
         honest = rank.engine.honest
-        with suppress(AsyncKVError):
-            honest.announce(request_id, params, **options)
-        honest.cancel(request_id)
+        if params is not None:
+            with suppress(AsyncKVError):
+                honest.announce(request_id, params, **options)
+        return bool(honest.cancel(request_id))
 
-    rank.engine.discharge = discharge
+    rank.engine.cancel = cancel
 
 
 @planted
@@ -1183,7 +1188,7 @@ def draining_revokes(rank: Rank) -> None:
 
     async def drain(timeout_s: float) -> Any:
         for handle in lent.values():
-            handle.revoke()
+            handle.withdraw()
         return await rank.engine.honest.drain(timeout_s)
 
     rank.engine.drain = drain

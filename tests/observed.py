@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from asynckv import AsyncKVError, LeaseConfig, Metrics, PrefillGroup, PullConfig
+from asynckv import AsyncKVError, LeaseConfig, Metrics, PrefillRanks, PullConfig
 from tests.engines import Bench, Side, until
 
 QUICK: dict[str, Any] = {"lease": LeaseConfig(lease_s=4.0, grant_s=2.0), "pull": PullConfig(held_s=30.0)}
@@ -26,7 +26,7 @@ async def passing(bench: Bench, task: asyncio.Task[Any]) -> Any:
     return task.exception()
 
 
-async def story(sim: Bench, prefill: Side, decode: Side, group: PrefillGroup, make: Make | None = None) -> None:
+async def story(sim: Bench, prefill: Side, decode: Side, group: PrefillRanks, make: Make | None = None) -> None:
     """Live through it all: five requests end in five ways, and one is held on at the end.
 
     In turn: `well`, `retried` (its first read fails), `cancelled`, `withdrawn`, `expired` (lent to nobody),

@@ -21,45 +21,48 @@ import asynckv
 from asynckv import (
     AsyncKVError,
     ConfigError,
-    Dim,
     Endpoint,
     Engine,
     EngineConfig,
-    Group,
     InspectConfig,
     KeysConfig,
-    Layout,
+    KVTransferParams,
     LayoutError,
     LeaseConfig,
     LimitsConfig,
     LocalProtocolError,
     LogConfig,
-    Memory,
     NixlConfig,
-    Offload,
-    OffloadConfig,
-    Params,
-    Part,
     PlanRefused,
-    PrefillGroup,
+    PrefillRanks,
     PullConfig,
     Registration,
     RemoteProtocolError,
-    TensorPart,
-    View,
-    attention_view,
     configure_logging,
-    dense_part,
     embed,
-    register_memory,
-    register_parts,
+    layout,
+    offload,
     register_tensors,
     shard,
-    written,
+    synchronize,
 )
 from asynckv.core import wire as messages
 from asynckv.core.types import decode_params
 from asynckv.engine.offload import Pin
+from asynckv.layout import (
+    Dim,
+    Group,
+    Layout,
+    Memory,
+    Part,
+    TensorPart,
+    View,
+    attention_view,
+    dense_part,
+    register_memory,
+    register_parts,
+)
+from asynckv.offload import Offload, OffloadConfig
 from tests.engines import Bench, memory, until
 from tests.lab.tiers import SimCopies
 from tests.offloads import SIZE, Rank, chain, layout_of
@@ -105,7 +108,7 @@ CLASSES = {
     "Engine",
     "Offload",
     "OffloadConfig",
-    "PrefillGroup",
+    "PrefillRanks",
     "Metrics",  # these in tests/test_metrics.py and tests/test_tracing.py
     "MetricsEndpoint",
     "Tracing",
@@ -122,9 +125,20 @@ FUNCTIONS = {
     "shared_tensor",
     "token_hashes",  # in tests/test_hashes.py
     "trace_context",
-    "written",
+    "synchronize",
 }
-VALUES = {"Dim", "Endpoint", "Group", "Layout", "Memory", "Params", "Part", "Registration", "TensorPart", "View"}
+VALUES = {
+    "Dim",
+    "Endpoint",
+    "Group",
+    "KVTransferParams",
+    "Layout",
+    "Memory",
+    "Part",
+    "Registration",
+    "TensorPart",
+    "View",
+}
 """Written down by callers, and checked by whoever is given them."""
 RESULTS = {
     "Evicted",
@@ -148,7 +162,8 @@ RESULTS = {
 def test_every_public_name_is_tried_here() -> None:
     """Or in `tests/test_embed.py`, which hands all that it is given to an engine."""
     errors = {n for n in asynckv._HOME if isinstance(e := getattr(asynckv, n), type) and issubclass(e, Exception)}
-    assert set(asynckv._HOME) == CLASSES | FUNCTIONS | VALUES | RESULTS | set(embed.__all__) | errors
+    public = {*asynckv._HOME, *layout.__all__, *offload.__all__}
+    assert public == CLASSES | FUNCTIONS | VALUES | RESULTS | set(embed.__all__) | errors
 
 
 def parameters(call: Callable[..., Any]) -> list[str]:
@@ -208,22 +223,22 @@ ENDPOINT = Endpoint(0, "tcp://127.0.0.1:5555", "abc")
 
 def test_a_group_is_made_or_refused() -> None:
     given: dict[str, Any] = {"engine_id": "p", "endpoints": [ENDPOINT]}
-    for name in parameters(PrefillGroup):
+    for name in parameters(PrefillRanks):
         for what, value in HOSTILE.items():
-            made = tried(ConfigError, PrefillGroup, **{**given, name: value})
+            made = tried(ConfigError, PrefillRanks, **{**given, name: value})
             assert isinstance(made, ConfigError) or name != "endpoints", what
     for name in Endpoint.__struct_fields__:
         for what, value in HOSTILE.items():
-            made = tried(ConfigError, PrefillGroup, "p", [msgspec.structs.replace(ENDPOINT, **{name: value})])
+            made = tried(ConfigError, PrefillRanks, "p", [msgspec.structs.replace(ENDPOINT, **{name: value})])
             is_text = isinstance(value, str) and name in ("address", "incarnation")
             assert isinstance(made, ConfigError) or is_text, (name, what)
     with pytest.raises(ConfigError, match="pp_size is 1208925819614629174706176"):
-        PrefillGroup("p", [ENDPOINT], pp_size=1 << 80)
+        PrefillRanks("p", [ENDPOINT], pp_size=1 << 80)
 
 
-@pytest.mark.parametrize("name", parameters(PrefillGroup.make_params))
+@pytest.mark.parametrize("name", parameters(PrefillRanks.make_params))
 def test_params_are_made_or_refused_and_no_key_is_minted(name: str) -> None:
-    group = PrefillGroup("p", [ENDPOINT])
+    group = PrefillRanks("p", [ENDPOINT])
     given: dict[str, Any] = {
         "request_id": "r",
         "groups": [(0, [1, 2])],
@@ -242,7 +257,7 @@ def test_params_are_made_or_refused_and_no_key_is_minted(name: str) -> None:
 
 
 def test_numpy_integers_make_the_same_params_as_pythons() -> None:
-    group = PrefillGroup("p", [ENDPOINT], token_hex=lambda n: "0" * 2 * n)
+    group = PrefillRanks("p", [ENDPOINT], token_hex=lambda n: "0" * 2 * n)
     plain = group.make_params("r", [(16, [1, 2])], 40, lease_s=4.0, hashes=["a"], hash_tokens=16)
     numbers = group.make_params(
         "r",
@@ -256,7 +271,7 @@ def test_numpy_integers_make_the_same_params_as_pythons() -> None:
 
 
 def test_what_was_described_can_be_decoded_or_was_not_described() -> None:
-    group = PrefillGroup("p", [ENDPOINT])
+    group = PrefillRanks("p", [ENDPOINT])
     with pytest.raises(ConfigError, match=r"request_id is 'a\\ud800' .*without lone surrogates"):
         group.make_params("a\ud800", [(0, [1])], 16)
     with pytest.raises(ConfigError, match="groups is None; give one"):
@@ -385,7 +400,7 @@ def test_tensors_that_are_none_are_named() -> None:
 async def test_events_are_waited_for_or_refused() -> None:
     for value in HOSTILE.values():
         with pytest.raises(LocalProtocolError, match="is no event"):
-            await written(value)
+            await synchronize(value)
 
 
 def test_logging_is_configured_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,7 +464,7 @@ def arguments(params: dict[str, Any], number: int) -> dict[str, dict[str, Any]]:
         "aclose": {"timeout_s": 0.1},
         "suspend": {"timeout_s": 0.1},
         "resume": {"registration": None},
-        "lend": {"params": params, "readers": 1},
+        "lend": {"params": params, "num_readers": 1},
         "withdraw": {"params": params},
         "reclaim": {"num_blocks": 1},
         "announce": {"request_id": f"d{number}", "params": params, "wait_s": 5.0, "cohort_id": ""},
@@ -465,8 +480,7 @@ def arguments(params: dict[str, Any], number: int) -> dict[str, dict[str, Any]]:
             "priority": 0,
             "retries": 1,
         },
-        "cancel": {"request_id": f"d{number}"},
-        "discharge": {"request_id": f"d{number}", "params": params, "cohort_id": ""},
+        "cancel": {"request_id": f"d{number}", "params": params, "cohort_id": ""},
         "returned": {"request_id": f"d{number}"},
         "would_block": {"params": params},
         "forget_peer": {"address": "sim://99"},
@@ -482,7 +496,7 @@ def to_an_offload(number: int) -> dict[str, dict[str, Any]]:
         "aclose": {"timeout_s": 0.1},
         "cancel": {"request_id": "a"},
         "evict": hashes,
-        "lend": {"request_id": f"r{number}", **asked, "lease_s": 20.0, "readers": 1},
+        "lend": {"request_id": f"r{number}", **asked, "lease_s": 20.0, "num_readers": 1},
         "load": {**moved, "num_tokens": 2 * SIZE, "timeout_s": 5.0},
         "lookup": asked,
         "pin": asked,
@@ -538,7 +552,7 @@ async def test_an_argument_is_taken_or_refused_before_anything_happens(sim: Benc
                 if isinstance(request_id, str) and len(request_id) < 100 and request_id.isascii():
                     decode.engine.cancel(request_id)
             if lent is not None:
-                lent.revoke()
+                lent.withdraw()
                 await pumped(sim, lent.wait_released)
         assert not {"lone surrogate", "bytes", "object", "nan", "10^400"} & taken
         if method in ("drain", "aclose"):
@@ -589,7 +603,7 @@ async def test_what_an_offload_is_given_is_taken_or_refused_before_anything_happ
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("field", Params.__struct_fields__)
+@pytest.mark.parametrize("field", KVTransferParams.__struct_fields__)
 async def test_params_that_a_caller_made_are_checked_as_those_that_were_sent(sim: Bench, field: str) -> None:
     async with sim.pair() as (prefill, decode, group):
         good = decode_params(group.make_params("r", [(0, [1])], 16, written=True))
@@ -605,7 +619,7 @@ async def test_params_that_a_caller_made_are_checked_as_those_that_were_sent(sim
                 with contextlib.suppress(AsyncKVError):
                     found = await pumped(sim, call)
                     if isinstance(found, asynckv.LentRequest):
-                        found.revoke()
+                        found.withdraw()
                     assert what not in ("lone surrogate", "bytes", "object", "nan", "10^400"), what
             decode.engine.cancel("d")
             for _ in range(20):
@@ -653,11 +667,11 @@ async def test_lists_that_can_be_read_once_serve_every_attempt(sim: Bench) -> No
 @pytest.mark.anyio
 async def test_a_lend_that_is_refused_leaves_the_memorys_epoch(sim: Bench) -> None:
     async with sim.pair() as (prefill, _, _):
-        newer = PrefillGroup("prefill", [prefill.engine.endpoint], memory_epoch=3)
+        newer = PrefillRanks("prefill", [prefill.engine.endpoint], memory_epoch=3)
         with pytest.raises(PlanRefused, match="block id 500"):
             prefill.engine.lend(newer.make_params("r", [(0, [500])], 16))
         assert prefill.engine.memory_epoch == 0
-        prefill.engine.lend(newer.make_params("r", [(0, [1])], 16)).revoke()
+        prefill.engine.lend(newer.make_params("r", [(0, [1])], 16)).withdraw()
         assert prefill.engine.memory_epoch == 3
 
 
@@ -676,6 +690,6 @@ def test_an_engine_may_have_as_long_a_name_as_is_said_and_one_of_numpys() -> Non
 
 
 def test_params_that_hold_numpys_text_are_refused_by_name() -> None:
-    params = asynckv.PrefillGroup("p", [asynckv.Endpoint(0, "tcp://127.0.0.1:1", "i")]).make_params("r", [(0, [1])], 16)
+    params = asynckv.PrefillRanks("p", [asynckv.Endpoint(0, "tcp://127.0.0.1:1", "i")]).make_params("r", [(0, [1])], 16)
     with pytest.raises(asynckv.RemoteProtocolError, match="what cannot be sent"):
         decode_params(params | {"engine_id": np.str_("p")})

@@ -23,7 +23,7 @@ from asynckv.edges.nixl_raw import RawLoop
 from asynckv.errors import ConfigError
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.tables import DescTable
-from asynckv.scheduler import PrefillGroup
+from asynckv.scheduler import PrefillRanks
 from asynckv.tools.bench import floor, report
 from asynckv.tools.bench.driver import Measured
 from asynckv.tools.bench.experiment import Experiment
@@ -89,7 +89,7 @@ def polled(server: floor.Floor) -> Iterator[None]:
 async def test_descriptor_lists_are_prepared_before_the_clock_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = model_layout(MODEL, num_blocks=8)
     there, here = Pool(layout, seed=5), Pool(layout, seed=5)
-    group = PrefillGroup("prefill", [Endpoint(0, "tcp://127.0.0.1:1", "one")])
+    group = PrefillRanks("prefill", [Endpoint(0, "tcp://127.0.0.1:1", "one")])
     params = group.make_params("p", [(0, [2, 3])], 32, written=True)
     there.fill(0, [(0, [2, 3])], 32)
     work = Work(0, [(0, [4, 5])], 32, params)

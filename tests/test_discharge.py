@@ -40,7 +40,7 @@ async def test_a_discharge_frees_at_once_and_is_no_failure(
         elif stage == "parked":
             await until(lambda: prefill.engine.statistics().gauges["parked"] == 1)
         for _ in range(times):
-            decode.engine.discharge("d", params)
+            decode.engine.cancel("d", params)
         if stage == "parked":
             await until(lambda: decode.engine.statistics().gauges["pulls"] == 0)
             lent = prefill.engine.lend(params)
@@ -53,7 +53,7 @@ async def test_a_discharge_frees_at_once_and_is_no_failure(
         assert (counters["pulls.started"], counters["pulls.discharged"]) == (times, times)
         assert ("sent.hello" in counters) == (stage != "nothing")
         assert (decode.engine.requests(), decode.engine.holds()) == ((), ())
-        assert not decode.engine.cancel("d")
+        assert not decode.engine.cancel("d"), "without params there is nothing to give up"
     said = [record.getMessage() for record in caplog.records]
     assert any("pull_ended" in text and "cause=discharged" in text for text in said)
     warned = [text for text, record in zip(said, caplog.records, strict=True) if record.levelno > logging.INFO]
@@ -64,12 +64,12 @@ async def test_after_its_discharge_a_request_is_used_up(bench: Bench) -> None:
     async with bench.pair() as (prefill, decode, group):
         params, other = (group.make_params(name, [(0, [1])], 16, written=True) for name in ("r", "s"))
         prefill.engine.lend(params)
-        decode.engine.discharge("d", params)
+        decode.engine.cancel("d", params)
         lent = prefill.engine.lend(other)
         # The id is free at once; and what is over may be discharged as well.
         await decode.engine.pull("d", [(0, [4])], other)
         assert decode.blocks([4]) == prefill.blocks([1])
-        decode.engine.discharge("d", other)
+        decode.engine.cancel("d", other)
         with anyio.fail_after(10):
             assert (await lent.wait_released()).readers == {"decode/tp0": "complete"}
         await until(lambda: decode.engine.statistics().gauges["pulls"] == 0)
@@ -83,18 +83,17 @@ async def test_an_attempt_that_was_not_the_last_is_followed_by_a_discharge(sim: 
         lent = prefill.engine.lend(params)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, is_last=False))
         await until(lambda: decode.data is not None and decode.data.running)
-        with pytest.raises(LocalProtocolError, match="'d' is being pulled; cancel it"):
-            decode.engine.discharge("d", params)
         decode.data.fail(next(iter(decode.data.running)))
         with pytest.raises(Exception, match="a transfer from"):
             await task
         await spin(sim, 0.3)
         assert not lent.is_over
-        decode.engine.discharge("d", params)
+        decode.engine.cancel("d", params)
         assert (await lent.wait_released()).readers == {"decode/tp0": "complete"}
 
 
-async def test_what_is_being_pulled_or_retried_is_cancelled_not_discharged(sim: Bench) -> None:
+@pytest.mark.parametrize("is_retried", [False, True])
+async def test_what_is_pulled_or_retried_is_cancelled_with_params_as_well(sim: Bench, is_retried: bool) -> None:
     async with sim.pair(pull=PullConfig(retries=3, retry_s=1.0)) as (prefill, decode, group):
         assert decode.data is not None
         decode.data.deferred = True
@@ -102,11 +101,12 @@ async def test_what_is_being_pulled_or_retried_is_cancelled_not_discharged(sim: 
         prefill.engine.lend(params)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
         await until(lambda: decode.data is not None and decode.data.running)
-        decode.data.fail(next(iter(decode.data.running)))
-        await until(lambda: decode.engine.statistics().gauges["pulls_waiting"] == 0)
-        with pytest.raises(LocalProtocolError, match="'d' is being pulled; cancel it"):
-            decode.engine.discharge("d", params)
-        assert decode.engine.cancel("d")
+        if is_retried:
+            decode.data.fail(next(iter(decode.data.running)))
+            await until(lambda: decode.engine.statistics().gauges["pulls_waiting"] == 0)
+        assert decode.engine.cancel("d", params)
+        if not is_retried:
+            decode.data.fail(next(iter(decode.data.running)))
         with pytest.raises(PullCancelled):
             await passing(sim, task)
 
@@ -117,8 +117,8 @@ async def test_other_params_than_were_announced_are_refused(sim: Bench) -> None:
         decode.engine.announce("d", params)
         for given, cohort_id in ((other, ""), (params, "sibling")):
             with pytest.raises(LocalProtocolError, match="announced with other params or another cohort_id"):
-                decode.engine.discharge("d", given, cohort_id=cohort_id)
-        decode.engine.discharge("d", params)
+                decode.engine.cancel("d", given, cohort_id=cohort_id)
+        decode.engine.cancel("d", params)
         lent = prefill.engine.lend(params)
         await spin(sim, 0.5)
         assert lent.is_over
@@ -131,16 +131,16 @@ async def test_a_draining_engine_discharges_and_a_sleeping_one_cannot(bench: Ben
         decode.engine.announce("d", first)
         draining = asyncio.create_task(decode.engine.drain(5.0))
         await until(lambda: decode.engine._core.is_closed)
-        decode.engine.discharge("d", first)
-        decode.engine.discharge("never announced", second)
+        decode.engine.cancel("d", first)
+        decode.engine.cancel("never announced", second)
         assert await passing(bench, draining) == ()
         assert [(await each.wait_released()).cause for each in lent] == ["released", "released"]
         await passing(bench, asyncio.create_task(decode.engine.suspend()))
         with pytest.raises(EngineClosed, match="suspended"):
-            decode.engine.discharge("d", first)
+            decode.engine.cancel("d", first)
         await passing(bench, asyncio.create_task(decode.engine.aclose()))
         with pytest.raises(EngineClosed, match="closed"):
-            decode.engine.discharge("d", first)
+            decode.engine.cancel("d", first)
 
 
 @pytest.mark.parametrize("is_announced", [True, False])
@@ -152,8 +152,8 @@ async def test_an_unreachable_rank_is_given_up_and_nothing_is_left(sim: Bench, i
         honest, sim.network.fate = sim.network.fate, lambda *_: "drop"
         if is_announced:
             decode.engine.announce("d", params)
-        decode.engine.discharge("d", params)
-        decode.engine.discharge("d", params)
+        decode.engine.cancel("d", params)
+        decode.engine.cancel("d", params)
         assert decode.engine.requests()
         await spin(sim, 6.0)
         assert (decode.engine.requests(), decode.engine.statistics().gauges["pulls"]) == ((), 0)

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
-from asynckv import Engine, EngineConfig, GeometryRefused, PrefillGroup, Registration
+from asynckv import Engine, EngineConfig, GeometryRefused, PrefillRanks, Registration
 from asynckv.core.types import Reason
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
 from tests.engines import memory
@@ -60,7 +60,7 @@ async def exchange(names: tuple[str, str], models: tuple[str, str]) -> None:
         side(network, clock, name, seed, model) for seed, (name, model) in enumerate(zip(names, models, strict=True))
     )
     async with prefill, decode:
-        params = PrefillGroup(names[0], [prefill.endpoint]).make_params("p", [(0, [3])], 16, written=True)
+        params = PrefillRanks(names[0], [prefill.endpoint]).make_params("p", [(0, [3])], 16, written=True)
         prefill.lend(params)
         try:
             await decode.pull("d", [(0, [5])], params)

@@ -26,7 +26,7 @@ from asynckv import (
     NixlConfig,
     PeerLost,
     PeerUnreachable,
-    PrefillGroup,
+    PrefillRanks,
     PullCancelled,
     PullConfig,
     PullError,
@@ -36,7 +36,6 @@ from asynckv.edges.nixl import NixlPlane
 from asynckv.embed import (
     Announce,
     Cancel,
-    Discharge,
     EngineThread,
     Finished,
     Lend,
@@ -95,7 +94,7 @@ class Pair:
     def start(self) -> Pair:
         self.prefill.way.start()
         self.decode.way.start()
-        self.group = PrefillGroup("prefill", [self.prefill.way.engine.endpoint])
+        self.group = PrefillRanks("prefill", [self.prefill.way.engine.endpoint])
         return self
 
     def close(self) -> None:
@@ -147,12 +146,14 @@ def test_orders_of_a_step_move_the_right_bytes_and_each_is_told_once(pair: Pair)
         *(Announce(name, params) for name, params in every.items()),
         *(pull(name, [31 - i, i], every[name]) for i, name in enumerate(every)),
     )
-    pair.until(lambda p, d: len(p.sent) == len(d.received) == 8)
-    assert {result.request_id for result in decode.told.received} == set(every)
-    assert {(end.request_id, end.cause) for end in prefill.told.sent} == {(name, "released") for name in every}
+    pair.until(lambda p, d: len(p.finished_sending) == len(d.finished_recving) == 8)
+    assert {result.request_id for result in decode.told.finished_recving} == set(every)
+    assert {(end.request_id, end.cause) for end in prefill.told.finished_sending} == {
+        (name, "released") for name in every
+    }
     for i in range(8):
         assert decode.blocks([31 - i, i]) == prefill.blocks([i, i + 8])
-    told = len(decode.told.received), len(prefill.told.sent)
+    told = len(decode.told.finished_recving), len(prefill.told.finished_sending)
     decode.way.turn()
     assert not decode.way.take_finished()
     assert not prefill.way.take_finished()
@@ -164,11 +165,11 @@ def test_a_full_prefix_hit_is_discharged_without_a_read(pair: Pair) -> None:
     first, second, third = (pair.params(name, [1]) for name in ("a", "b", "c"))
     pair.prefill.submit(Lend(first), Lend(second), Lend(third))
     # Announced or not, and as a pull of nothing.
-    pair.decode.submit(Announce("b", second), Discharge("a", first), Discharge("b", second))
+    pair.decode.submit(Announce("b", second), Cancel("a", first), Cancel("b", second))
     pair.decode.submit(Pull(request_id="c", groups=[(0, [])], params=third))
-    pair.until(lambda p, d: len(p.sent) == 3 and d.received)
-    assert {end.cause for end in pair.prefill.told.sent} == {"released"}
-    assert [result.num_bytes for result in pair.decode.told.received] == [0]
+    pair.until(lambda p, d: len(p.finished_sending) == 3 and d.finished_recving)
+    assert {end.cause for end in pair.prefill.told.finished_sending} == {"released"}
+    assert [result.num_bytes for result in pair.decode.told.finished_recving] == [0]
     assert not pair.decode.told.refused
 
 
@@ -177,7 +178,7 @@ def test_what_is_lent_later_is_read_when_it_is_there(pair: Pair) -> None:
     pair.decode.submit(pull("r", [5], params))
     until(lambda: gauge(pair.prefill, "parked"), pair.decode.way, pair.prefill.way)
     pair.prefill.submit(Lend(params))
-    pair.until(lambda p, d: d.received and p.sent)
+    pair.until(lambda p, d: d.finished_recving and p.finished_sending)
     assert pair.decode.blocks([5]) == pair.prefill.blocks([3])
 
 
@@ -203,8 +204,8 @@ def test_a_cancelled_request_is_discharged_in_every_stage(pair: Pair) -> None:
         ("waiting", PullCancelled, False),
     }
     prefill.submit(Lend(announced), Lend(waiting), Lend(at_once))
-    pair.until(lambda p, d: len(p.sent) == 3)
-    assert {end.cause for end in prefill.told.sent} == {"released"}
+    pair.until(lambda p, d: len(p.finished_sending) == 3)
+    assert {end.cause for end in prefill.told.finished_sending} == {"released"}
     assert not decode.told.refused
     until(lambda: gauge(decode, "pulls") == 0, decode.way, prefill.way)
 
@@ -226,7 +227,7 @@ def test_blocks_that_may_still_be_written_are_held_and_then_returned(way: str) -
     assert failed.error.held == {0: (2,)}
     assert not pair.decode.told.returned
     pair.decode.way.call(plane.let_go(), PATIENCE_S)
-    pair.until(lambda p, d: d.returned and p.sent)
+    pair.until(lambda p, d: d.returned and p.finished_sending)
     assert pair.decode.told.returned == ["r"]
     assert not pair.decode.told.retired
     pair.close()
@@ -250,7 +251,7 @@ def test_an_id_is_returned_when_no_attempt_under_it_holds_blocks(way: str) -> No
     fail_and_hold(2)
     fail_and_hold(3)
     pair.decode.way.call(plane.let_go(), PATIENCE_S)
-    pair.until(lambda p, d: d.returned and len(p.sent) == 2)
+    pair.until(lambda p, d: d.returned and len(p.finished_sending) == 2)
     assert [failed.is_held for failed in pair.decode.told.failed] == [True, True]
     assert pair.decode.told.returned == ["r"]
     pair.close()
@@ -279,14 +280,17 @@ def test_a_lent_request_expires_or_is_taken_back(pair: Pair) -> None:
     revoked, never = pair.params("revoked", [2]), pair.params("never", [3])
     expired = pair.group.make_params("expired", [(0, [1])], 16, written=True, lease_s=2.0)
     pair.prefill.submit(Lend(expired), Lend(revoked), Withdraw(revoked), Withdraw(never), Reclaim(9))
-    pair.until(lambda p, d: p.sent)
-    assert [(end.request_id, end.cause) for end in pair.prefill.told.sent] == [("revoked", "revoked")]
+    pair.until(lambda p, d: p.finished_sending)
+    assert [(end.request_id, end.cause) for end in pair.prefill.told.finished_sending] == [("revoked", "revoked")]
     # What was withdrawn is refused, and by the owner.
     pair.decode.submit(pull("revoked", [1], revoked), pull("never", [2], never))
     pair.until(lambda p, d: len(d.failed) == 2)
     assert {type(f.error) for f in pair.decode.told.failed} == {LeaseRefused}
-    pair.until(lambda p, d: len(p.sent) == 2)
-    assert (pair.prefill.told.sent[1].request_id, pair.prefill.told.sent[1].cause) == ("expired", "expired")
+    pair.until(lambda p, d: len(p.finished_sending) == 2)
+    assert (pair.prefill.told.finished_sending[1].request_id, pair.prefill.told.finished_sending[1].cause) == (
+        "expired",
+        "expired",
+    )
     pair.decode.submit(pull("expired", [1], expired))
     pair.until(lambda p, d: len(d.failed) == 3)
     assert isinstance(pair.decode.told.failed[2].error, LeaseRefused)
@@ -294,7 +298,7 @@ def test_a_lent_request_expires_or_is_taken_back(pair: Pair) -> None:
 
 def test_what_is_wrong_with_one_order_loses_none_of_the_others(pair: Pair) -> None:
     good, used = pair.params("good", [1]), pair.params("used", [2])
-    foreign = PrefillGroup("other", [pair.prefill.way.engine.endpoint]).make_params("f", [(0, [1])], 16)
+    foreign = PrefillRanks("other", [pair.prefill.way.engine.endpoint]).make_params("f", [(0, [1])], 16)
     wrong: list[Any] = [
         Lend({"junk": True}),
         Lend(foreign),
@@ -304,7 +308,7 @@ def test_what_is_wrong_with_one_order_loses_none_of_the_others(pair: Pair) -> No
         Lend(used),
         Lend(used),
         Announce(cast(Any, 7), good),
-        Discharge("d", {}),
+        Cancel("d", {}),
         Cancel(cast(Any, None)),
         Withdraw(cast(Any, object())),
         Lend(good),
@@ -319,37 +323,39 @@ def test_what_is_wrong_with_one_order_loses_none_of_the_others(pair: Pair) -> No
         pull("good", [3], good),
     ]
     pair.decode.way.submit(pulls)
-    pair.until(lambda p, d: d.received and len(p.sent) == 1 and len(d.failed) == 5 and len(p.refused) == 10)
+    pair.until(
+        lambda p, d: d.finished_recving and len(p.finished_sending) == 1 and len(d.failed) == 5 and len(p.refused) == 10
+    )
     refused = pair.prefill.told.refused
     assert [r.order for r in refused] == [order for i, order in enumerate(wrong) if i not in (5, 11)]
     kinds = {type(r.error) for r in refused}
     assert kinds == {RemoteProtocolError, LocalProtocolError}
     assert [f.request_id for f in pair.decode.told.failed] == [order.request_id for order in pulls[:-1]]
     assert pair.decode.blocks([3]) == pair.prefill.blocks([1])
-    assert [r.request_id for r in pair.decode.told.received] == ["good"]
+    assert [r.request_id for r in pair.decode.told.finished_recving] == ["good"]
 
 
 @pytest.mark.slow
 def test_a_prefill_engine_that_is_gone_fails_its_pulls_and_no_others(way: str) -> None:
     pair, other = Pair(way, pull=PullConfig(handshake_s=1.0)).start(), Side(way, "other", 7)
     other.way.start()
-    gone = PrefillGroup("other", [other.way.engine.endpoint]).make_params("gone", [(0, [1])], 16)
+    gone = PrefillRanks("other", [other.way.engine.endpoint]).make_params("gone", [(0, [1])], 16)
     other.way.close()
     good = pair.params("good", [1])
     pair.prefill.submit(Lend(good))
     pair.decode.submit(pull("gone", [4], gone), pull("good", [5], good))
-    pair.until(lambda p, d: d.failed and d.received)
+    pair.until(lambda p, d: d.failed and d.finished_recving)
     assert [type(f.error) for f in pair.decode.told.failed] == [PeerUnreachable]
     pair.close()
 
 
 PREFILL = """
 import json, sys
-from asynckv import EngineConfig, EngineThread, PrefillGroup
+from asynckv import EngineConfig, EngineThread, PrefillRanks
 from tests.engines import memory
 
 with EngineThread(EngineConfig(engine_id="prefill"), memory(1)[0]) as thread:
-    group = PrefillGroup("prefill", [thread.engine.endpoint])
+    group = PrefillRanks("prefill", [thread.engine.endpoint])
     print(json.dumps([group.make_params(name, [(0, [1])], 16) for name in ("waiting", "announced")]), flush=True)
     sys.stdin.read()
 """
@@ -384,7 +390,7 @@ def test_a_drained_engine_takes_nothing_new_and_names_what_is_left(pair: Pair) -
     assert left.request_id == "r"
     pair.prefill.submit(Lend(late))
     pair.decode.submit(pull("r", [3], params))
-    pair.until(lambda p, d: p.refused and d.received and p.sent)
+    pair.until(lambda p, d: p.refused and d.finished_recving and p.finished_sending)
     assert [(r.order, type(r.error)) for r in pair.prefill.told.refused] == [(Lend(late), EngineClosed)]
     assert pair.prefill.way.call(pair.prefill.way.engine.drain(1.0), PATIENCE_S) == ()
 
@@ -397,19 +403,19 @@ def test_a_suspended_engine_tells_what_was_cut_short_and_serves_anew(pair: Pair)
     until(lambda: gauge(prefill, "parked") and gauge(prefill, "leases"), prefill.way, decode.way)
     for side in (decode, prefill):
         side.way.call(side.way.engine.suspend(0.0), PATIENCE_S)
-    pair.until(lambda p, d: p.sent and d.failed)
-    assert [end.cause for end in prefill.told.sent] == ["revoked"]
+    pair.until(lambda p, d: p.finished_sending and d.failed)
+    assert [end.cause for end in prefill.told.finished_sending] == ["revoked"]
     decode.submit(pull("asleep", [1], params))
     pair.until(lambda p, d: len(d.failed) == 2)
     assert isinstance(decode.told.failed[1].error, EngineClosed)
     for side in (decode, prefill):
         side.way.call(side.way.engine.resume(), PATIENCE_S)
     engine = prefill.way.engine
-    pair.group = PrefillGroup("prefill", [engine.endpoint], memory_epoch=engine.memory_epoch)
+    pair.group = PrefillRanks("prefill", [engine.endpoint], memory_epoch=engine.memory_epoch)
     again = pair.params("again", [4])
     prefill.submit(Lend(again))
     decode.submit(pull("again", [6], again))
-    pair.until(lambda p, d: d.received and len(p.sent) == 2)
+    pair.until(lambda p, d: d.finished_recving and len(p.finished_sending) == 2)
     assert decode.blocks([6]) == prefill.blocks([4])
 
 
@@ -425,7 +431,7 @@ def test_a_promise_is_cut_short_for_who_has_no_time(way: str) -> None:
     until(lambda: plane.running and not gauge(pair.decode, "pulls_unanswered"), pair.prefill.way, pair.decode.way)
     [left] = pair.prefill.way.close(4.0)
     assert left.request_id == "r"
-    assert [end.cause for end in pair.prefill.take().sent] == ["closed"]
+    assert [end.cause for end in pair.prefill.take().finished_sending] == ["closed"]
     pair.decode.way.call(plane.let_go(), PATIENCE_S)
     until(lambda: pair.decode.take().failed, pair.decode.way)
     pair.close()
@@ -444,7 +450,7 @@ def test_closing_tells_of_everything_that_was_under_way(way: str) -> None:
     decode.way.close()
     prefill.way.close()
     told = decode.take()
-    failed, received = {f.request_id for f in told.failed}, {r.request_id for r in told.received}
+    failed, received = {f.request_id for f in told.failed}, {r.request_id for r in told.finished_recving}
     # What was just handed over may be read before the engine looks at its end, and is then told as received.
     assert "waiting" in failed
     assert sorted([*failed, *received]) == ["just handed over", "waiting"]
@@ -452,7 +458,7 @@ def test_closing_tells_of_everything_that_was_under_way(way: str) -> None:
     assert {f.request_id for f in told.failed if f.is_held} == set(told.returned)
     assert not told.retired
     ended = prefill.take()
-    assert {end.request_id for end in ended.sent} | {
+    assert {end.request_id for end in ended.finished_sending} | {
         cast(Lend, r.order).params["request_id"] for r in ended.refused
     } == {"lent", "late"}
     for side in (prefill, decode):
@@ -496,8 +502,8 @@ def test_requests_leave_no_garbage_that_only_the_collector_finds(pair: Pair) -> 
         every = [pair.params(f"{first}-{i}", [i]) for i in range(8)]
         pair.prefill.submit(*map(Lend, every))
         pair.decode.submit(*(pull(p["request_id"], [8 + i], p) for i, p in enumerate(every)))
-        pair.decode.submit(pull("junk", [BLOCKS], every[0]), Discharge("junk", {}))
-        pair.until(lambda p, d: len(p.sent) == len(d.received) == 8 and d.failed and d.refused)
+        pair.decode.submit(pull("junk", [BLOCKS], every[0]), Cancel("junk", {}))
+        pair.until(lambda p, d: len(p.finished_sending) == len(d.finished_recving) == 8 and d.failed and d.refused)
         pair.prefill.told, pair.decode.told = Finished(), Finished()
 
     some(0)
@@ -516,7 +522,7 @@ def test_statistics_are_a_snapshot(pair: Pair) -> None:
     params = pair.params("r", [1])
     pair.prefill.submit(Lend(params))
     pair.decode.submit(pull("r", [2], params))
-    pair.until(lambda p, d: d.received and p.sent)
+    pair.until(lambda p, d: d.finished_recving and p.finished_sending)
     until(lambda: pair.decode.way.statistics(0.0).counters.get("data.posts"), pair.decode.way)
     if not isinstance(pair.decode.way, Native):
         counters = pair.decode.way.statistics(3600.0).counters
@@ -532,7 +538,7 @@ def test_whatever_stands_in_an_order_it_is_told_once_and_the_others_are_carried_
     for good in (
         Announce("a", params),
         pull("p", [2], params),
-        Discharge("d", params),
+        Cancel("d", params),
         Cancel("c"),
         Lend(params),
         Withdraw(params),
@@ -547,11 +553,15 @@ def test_whatever_stands_in_an_order_it_is_told_once_and_the_others_are_carried_
     late = pair.params("late", [3])
     pair.decode.way.submit([*orders, pull("late", [9], late)])
     pair.prefill.submit(Lend(late))
-    until(lambda: pair.decode.take().received and pair.prefill.take().sent, pair.decode.way, pair.prefill.way)
+    until(
+        lambda: pair.decode.take().finished_recving and pair.prefill.take().finished_sending,
+        pair.decode.way,
+        pair.prefill.way,
+    )
     pair.close()
     told = pair.decode.take()
     pulls = [order for order in orders if isinstance(order, Pull)]
-    ended = [*(f.request_id for f in told.failed), *(r.request_id for r in told.received)]
+    ended = [*(f.request_id for f in told.failed), *(r.request_id for r in told.finished_recving)]
     assert len(ended) == len(pulls) + 1
     assert [id(r.order) for r in told.refused[: len(HOSTILE)]] == [id(value) for value in HOSTILE.values()]
     lends = [r for r in told.refused if isinstance(r.order, Lend)]
@@ -590,11 +600,11 @@ def test_a_worker_that_stands_still_lets_go_of_what_it_only_announced() -> None:
     pair = Pair("thread").start()
     try:
         lease = LeaseConfig(lease_s=2.0, grant_s=0.5)
-        group = PrefillGroup("prefill", [pair.prefill.way.engine.endpoint], lease=lease)
+        group = PrefillRanks("prefill", [pair.prefill.way.engine.endpoint], lease=lease)
         params = group.make_params("p", [(0, [3])], 16, written=True)
         pair.prefill.submit(Lend(params=params))
         pair.decode.submit(Announce(request_id="d", params=params, wait_s=3600.0))
-        until(lambda: pair.prefill.take().sent, pair.prefill.way)  # nothing is taken of the decode engine
+        until(lambda: pair.prefill.take().finished_sending, pair.prefill.way)  # nothing is taken of the decode engine
         pair.decode.submit(pull("d", [5], params))
         until(lambda: pair.decode.take().failed, pair.decode.way)
         assert pair.decode.told.failed[0].error.reason == "standstill"  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asynckv import Engine, EngineClosed, EngineConfig, PrefillGroup, PullError, RemoteProtocolError
+from asynckv import Engine, EngineClosed, EngineConfig, PrefillRanks, PullError, RemoteProtocolError
 from asynckv.embed import Announce, Cancel, EngineDesk, EngineThread, Lend, Pull
 from tests.engines import memory
 
@@ -25,14 +25,14 @@ def test_a_pull_that_was_carried_out_just_before_the_engine_ends_has_begun() -> 
         async with Engine(EngineConfig(engine_id="prefill"), ours) as prefill:
             decode = Engine(EngineConfig(engine_id="decode"), theirs)
             await decode.start()
-            params = PrefillGroup("prefill", [prefill.endpoint]).make_params("r", [(0, [1])], 16, written=True)
+            params = PrefillRanks("prefill", [prefill.endpoint]).make_params("r", [(0, [1])], 16, written=True)
             lent, desk = prefill.lend(params), EngineDesk(decode, lambda: None)
             desk.submit([Pull(request_id="r", groups=[(0, [1])], params=params)])
             desk.carry_out()
             await desk.finish()
             assert list(decode._driver.core.decode.by_request) == ["r"]
             await decode.aclose()
-            await desk.settle()
+            await desk._settle()
             (failed,) = desk.take_finished().failed
             assert isinstance(failed.error, PullError)
             assert (await lent.wait_released()).cause == "released"
@@ -86,7 +86,7 @@ def test_a_loan_whose_task_somebody_cancels_is_told_as_closed_with_whom_it_waite
 
     async def run() -> None:
         async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
-            params = PrefillGroup("prefill", [engine.endpoint]).make_params("r", [(0, [1])], 16, written=True)
+            params = PrefillRanks("prefill", [engine.endpoint]).make_params("r", [(0, [1])], 16, written=True)
             desk = EngineDesk(engine, lambda: None)
             desk.submit([Lend(params)])
             desk.carry_out()
@@ -94,7 +94,7 @@ def test_a_loan_whose_task_somebody_cancels_is_told_as_closed_with_whom_it_waite
             [task] = desk._tasks
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            [sent] = desk.take_finished().sent
+            [sent] = desk.take_finished().finished_sending
             assert (sent.request_id, sent.cause, sent.owed) == ("r", "closed", ("*",))
 
     asyncio.run(run())

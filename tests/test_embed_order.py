@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asynckv import Engine, EngineClosed, EngineConfig, PrefillGroup, WrongThread
+from asynckv import Engine, EngineClosed, EngineConfig, PrefillRanks, WrongThread
 from asynckv.embed import Announce, Cancel, EngineDesk, Lend, Pull
 from asynckv.embed import desk as embed_desk
 from tests.engines import memory, until
@@ -23,7 +23,7 @@ def test_a_cancellation_finds_the_pull_before_it_though_the_loop_is_woken_twice_
             Engine(EngineConfig(engine_id="prefill"), ours) as prefill,
             Engine(EngineConfig(engine_id="decode"), theirs) as decode,
         ):
-            group = PrefillGroup("prefill", [prefill.endpoint])
+            group = PrefillRanks("prefill", [prefill.endpoint])
             params = group.make_params("request", [(0, [1])], 16, written=True)
             lent, desk = prefill.lend(params), EngineDesk(decode)
             desk.submit(
@@ -67,7 +67,7 @@ def test_what_is_handed_over_as_the_desk_ends_is_refused_and_not_lost() -> None:
 
     class Ending(deque[Any]):
         def append(self, handed: Any) -> None:
-            desk.refuse_all()
+            desk._refuse_all()
             super().append(handed)
 
     desk = EngineDesk(Engine(EngineConfig(engine_id="prefill"), memory(1)[0]), lambda: None)
@@ -92,7 +92,7 @@ def test_a_pull_whose_task_never_had_a_turn_is_told_as_one_that_was_not_carried_
             desk.carry_out()
             tasks = list(desk._tasks)
             if how == "abandoned":
-                desk.abandon(RuntimeError("the loop is gone"))
+                desk._abandon(RuntimeError("the loop is gone"))
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -120,7 +120,7 @@ def test_who_settles_waits_until_all_that_was_begun_has_been_told(monkeypatch: p
             desk.submit([Pull(request_id="request", groups=[], params={})])
             await desk.finish()
             go.set()
-            await desk.settle()
+            await desk._settle()
             assert [failed.request_id for failed in desk.take_finished().failed] == ["request"]
 
     asyncio.run(run())
@@ -138,7 +138,7 @@ def test_what_the_loop_took_over_and_did_not_carry_out_is_refused_in_order_as_th
             desk.submit(orders[:2])
             desk.carry_out()
             desk.submit(orders[2:])
-            desk.refuse_all()
+            desk._refuse_all()
             assert [each.order for each in desk.take_finished().refused] == orders
 
     asyncio.run(run())

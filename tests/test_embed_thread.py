@@ -26,7 +26,7 @@ from asynckv import (
     LeaseConfig,
     LocalProtocolError,
     NixlConfig,
-    PrefillGroup,
+    PrefillRanks,
     PullConfig,
     WrongThread,
 )
@@ -67,7 +67,7 @@ def on_loop(thread: EngineThread, call: Callable[[], object]) -> None:
 
 
 def params_of(thread: EngineThread, name: str = "r", block: int = 1) -> dict[str, Any]:
-    return PrefillGroup("prefill", [thread.engine.endpoint]).make_params(name, [(0, [block])], 16, written=True)
+    return PrefillRanks("prefill", [thread.engine.endpoint]).make_params(name, [(0, [block])], 16, written=True)
 
 
 def test_what_a_question_raises_is_raised_where_it_was_asked(thread: EngineThread) -> None:
@@ -303,16 +303,16 @@ def test_an_exception_that_ends_the_loop_is_told_once_and_by_name(thread: Engine
     found: list[BaseException] = []
     told = Finished()
     deadline = time.monotonic() + PATIENCE_S
-    while not found or len(told.sent) < 2:
+    while not found or len(told.finished_sending) < 2:
         assert time.monotonic() < deadline
         try:
-            told.sent += thread.take_finished().sent
+            told.finished_sending += thread.take_finished().finished_sending
         except BaseException as exc:
             found.append(exc)
         thread.wait(0.05)
     assert [(type(exc), str(exc)) for exc in found] == [(SystemExit, "enough")]
     # The engine was ended in order, and told so.
-    assert {end.cause for end in told.sent} == {"revoked"}
+    assert {end.cause for end in told.finished_sending} == {"revoked"}
     assert end_of(thread) == []
     with pytest.raises(EngineClosed, match="SystemExit: enough"):
         thread.submit([Cancel("r")])
@@ -410,7 +410,7 @@ def test_closing_a_stuck_loop_is_bounded_and_can_be_tried_again(thread: EngineTh
             thread.submit([Cancel("r")])
         assert not thread.take_finished()
     thread.close(PATIENCE_S)
-    assert [end.request_id for end in thread.take_finished().sent] == ["r"]
+    assert [end.request_id for end in thread.take_finished().finished_sending] == ["r"]
     assert not thread._thread.is_alive()
 
 
@@ -424,7 +424,7 @@ def test_whoever_closes_has_what_was_handed_over_before_carried_out(thread: Engi
             thread.close(0.0)
     thread.close(PATIENCE_S)
     told = thread.take_finished()
-    assert [end.request_id for end in told.sent] == [failed.request_id for failed in told.failed] == names
+    assert [end.request_id for end in told.finished_sending] == [failed.request_id for failed in told.failed] == names
     assert not told.refused
 
 
@@ -469,7 +469,7 @@ def test_each_pull_is_told_once_though_the_loop_cannot_end_the_engine() -> None:
         decode.take_finished()
     last = decode.take_finished()
     assert [(f.request_id, f.is_held) for f in told.failed + last.failed] == [(name, True) for name in every]
-    assert (last.retired, last.returned, last.received) == (list(every), [], [])
+    assert (last.retired, last.returned, last.finished_recving) == (list(every), [], [])
     prefill.close(PATIENCE_S)
 
 
@@ -577,7 +577,7 @@ def test_another_kind_of_loop_serves_as_well() -> None:
         stuck = threading.Event()
         on_loop(thread, stuck.set)
         assert stuck.wait(PATIENCE_S)
-    assert [end.request_id for end in thread.take_finished().sent] == ["r"]
+    assert [end.request_id for end in thread.take_finished().finished_sending] == ["r"]
 
 
 SCRIPT = """
@@ -588,12 +588,12 @@ from tests.engines import memory
 config = NixlConfig(posting_threads=1)
 prefill = EngineThread(EngineConfig(engine_id="prefill", nixl=config), memory(1)[0]).start()
 decode = EngineThread(EngineConfig(engine_id="decode", nixl=config), memory(2)[0]).start()
-params = PrefillGroup("prefill", [prefill.engine.endpoint]).make_params("r", [(0, [1])], 16, written=True)
+params = PrefillRanks("prefill", [prefill.engine.endpoint]).make_params("r", [(0, [1])], 16, written=True)
 prefill.submit([Lend(params)])
 decode.submit([Pull(request_id="r", groups=[(0, [2])], params=params)])
 while not (finished := decode.take_finished()):
     assert decode.wait(10)
-assert finished.received, finished
+assert finished.finished_recving, finished
 """
 
 

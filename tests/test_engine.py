@@ -20,7 +20,7 @@ from asynckv import (
     PeerLost,
     PeerUnreachable,
     PlanRefused,
-    PrefillGroup,
+    PrefillRanks,
     PullCancelled,
     PullError,
     PullTimeout,
@@ -318,7 +318,7 @@ async def test_a_bug_that_one_command_meets_keeps_no_other_from_being_carried_ou
         assert data is not None
         async with second.engine:
             for number, (side, key) in enumerate(
-                [(prefill, group), (second, PrefillGroup("second", [second.engine.endpoint]))]
+                [(prefill, group), (second, PrefillRanks("second", [second.engine.endpoint]))]
             ):
                 params = key.make_params(f"r{number}", [(0, [1])], 16, written=True)
                 side.engine.lend(params)
@@ -437,7 +437,7 @@ async def test_a_living_peer_that_was_idle_is_met_again_without_a_new_connection
 async def test_leases_of_a_closed_engine_end_for_whoever_waits(sim: Bench) -> None:
     prefill = sim.side("prefill", 1)
     async with prefill.engine:
-        group = PrefillGroup("prefill", [prefill.engine.endpoint])
+        group = PrefillRanks("prefill", [prefill.engine.endpoint])
         lent = prefill.engine.lend(group.make_params("r", [(0, [1])], 16))
         prefill.engine._core.prefill.revoke = lambda lease, now, by="": None  # type: ignore[method-assign]
         closing = asyncio.create_task(prefill.engine.aclose())
@@ -628,7 +628,7 @@ async def test_what_is_printed_says_what_it_is_and_no_secret(sim: Bench) -> None
         shown = repr(prefill.engine)
         assert shown.startswith("<Engine prefill/tp0@")
         assert ", running, sim://" in shown
-        assert repr(group) == "<PrefillGroup 'prefill', tp_size 1, pp_size 1>"
+        assert repr(group) == "<PrefillRanks 'prefill', tp_size 1, pp_size 1>"
         assert repr(lent) == "<LentRequest 'r' lent>"
         assert params["key"][3] not in f"{shown}{group!r}{lent!r}"
     assert ", closed, " in repr(prefill.engine)

@@ -93,7 +93,7 @@ async def test_what_real_engines_log_is_documented(tmp_path: Path) -> None:
             lent = prefill.engine.lend(params)
             await decode.engine.pull(f"d{i}", [(0, [i])], params)
             await lent.wait_released()
-        lent.revoke()
+        lent.withdraw()
         decode.engine.announce("never", group.make_params("never", [(0, [9])], 16))
         await until(lambda: prefill.engine.statistics().gauges["parked"] == 1)
     seen = set()

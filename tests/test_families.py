@@ -10,19 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv import (
-    ONE_PER_REQUEST,
-    Engine,
-    EngineConfig,
-    GeometryRefused,
-    Group,
-    NixlConfig,
-    PrefillGroup,
-    Registration,
-    TensorPart,
-    register_parts,
-    shard,
-)
+from asynckv import Engine, EngineConfig, GeometryRefused, NixlConfig, PrefillRanks, Registration, shard
+from asynckv.layout import ONE_PER_REQUEST, Group, TensorPart, register_parts
 from asynckv.tools.bench.memory import Lists, Pool
 from asynckv.tools.plan.layouts import model_groups, model_layout
 from asynckv.tools.plan.models import Heads, Latent, Model, Projection, State
@@ -93,7 +82,7 @@ async def move(
             for pool in row:
                 engine = Engine(EngineConfig(engine_id=role, nixl=NIXL), pool.registration)
                 engines[role].append(await stack.enter_async_context(engine))
-        group = PrefillGroup("prefill", [e.endpoint for e in engines["prefill"]], pp_size=prefill[1])
+        group = PrefillRanks("prefill", [e.endpoint for e in engines["prefill"]], pp_size=prefill[1])
         for number, hit in enumerate(cached):
             params = group.make_params(f"req-P{number}", theirs, TOKENS, written=True)
             mine = lists(model, here["block_size"], hit, 9)
@@ -204,7 +193,7 @@ async def test_pages_shared_by_groups_with_a_ratio_of_each_sides_own(prefill: in
         for role, sides in (("prefill", there), ("decode", here)):
             made = [Engine(EngineConfig(engine_id=role, nixl=NIXL), side.registration) for side in sides]
             engines.append([await stack.enter_async_context(engine) for engine in made])
-        group = PrefillGroup("prefill", [e.endpoint for e in engines[0]], null_block=0)
+        group = PrefillRanks("prefill", [e.endpoint for e in engines[0]], null_block=0)
         params = group.make_params("P", [(0, [3, 9, 4]), (0, [7])], 50, written=True)
         lent = [engine.lend(params) for engine in engines[0]]
         for r, (engine, side) in enumerate(zip(engines[1], here, strict=True)):
@@ -245,6 +234,6 @@ async def test_what_cannot_be_planned_is_refused_at_the_handshake(model: Model, 
         Engine(EngineConfig(engine_id="decode", nixl=NIXL), registration()),
     ]
     async with sides[0] as prefill, sides[1] as decode:
-        params = PrefillGroup("prefill", [prefill.endpoint]).make_params("P", [(0, [1])] * len(there.layout.groups), 5)
+        params = PrefillRanks("prefill", [prefill.endpoint]).make_params("P", [(0, [1])] * len(there.layout.groups), 5)
         with pytest.raises(GeometryRefused, match=message):
             await decode.pull("D", [(0, [1]), (0, [1])], params)

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv import ConfigError, KeysConfig, LayoutError, LeaseConfig, PrefillGroup, RemoteProtocolError
+from asynckv import ConfigError, KeysConfig, LayoutError, LeaseConfig, PrefillRanks, RemoteProtocolError
 from asynckv.core import wire as m
 from asynckv.core.account import Account, Facts, Lag, PeerStatus, PhaseCount, decode_account, encode_account
 from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
-from asynckv.core.types import Address, Cohort, Params, decode_params
+from asynckv.core.types import Address, Cohort, KVTransferParams, decode_params
 from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Layout
@@ -37,7 +37,7 @@ ENDPOINTS = [
     {"tp_rank": r, "address": f"tcp://[::1]:{5000 + r}#{'0' * 64}", "incarnation": "i" * 32, "pp_stage": 0}
     for r in range(2)
 ]
-GROUP = PrefillGroup("prefill", ENDPOINTS, lease=LeaseConfig())
+GROUP = PrefillRanks("prefill", ENDPOINTS, lease=LeaseConfig())
 PARAMS = GROUP.make_params(
     "req:1,\n\u00e9", [(0, [1, 2, 3, None, 9]), (16, [4])], 70, hashes=["a", "b"], hash_tokens=16
 )
@@ -173,7 +173,7 @@ def account(rng: random.Random, path: Path) -> object:
 
 def params(rng: random.Random, path: Path) -> object:
     found = decode_params(spoil(rng, PARAMS))
-    assert isinstance(found, Params)
+    assert isinstance(found, KVTransferParams)
     return found
 
 
@@ -181,7 +181,7 @@ def endpoints(rng: random.Random, path: Path) -> object:
     endpoints = spoil(rng, ENDPOINTS)
     # What is no list of objects the type checker and the caller see to.
     endpoints = endpoints if isinstance(endpoints, list) else [endpoints]
-    return PrefillGroup("prefill", endpoints, tp_size=rng.choice((None, 2)))
+    return PrefillRanks("prefill", endpoints, tp_size=rng.choice((None, 2)))
 
 
 def layout_file(rng: random.Random, path: Path) -> object:

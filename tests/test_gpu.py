@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import asynckv
-from asynckv.edges.torch import CudaMirror, written
+from asynckv.edges.torch import CudaMirror, synchronize
 from asynckv.errors import ConfigError
 
 
@@ -39,7 +39,7 @@ class ThreadEvent:
 @pytest.mark.anyio
 async def test_waiting_for_an_event_leaves_the_loop_free() -> None:
     first, second = ThreadEvent(True), ThreadEvent(False)
-    waiting = asyncio.create_task(written(first, second))
+    waiting = asyncio.create_task(synchronize(first, second))
     turned = asyncio.Event()
     asyncio.get_running_loop().call_soon(turned.set)
     await asyncio.wait_for(turned.wait(), 5)
@@ -53,7 +53,7 @@ async def test_waiting_for_an_event_leaves_the_loop_free() -> None:
 async def test_whoever_waits_for_an_event_may_be_cancelled() -> None:
     event = ThreadEvent(False)
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(written(event), 0.01)
+        await asyncio.wait_for(synchronize(event), 0.01)
     event.record()
 
 
@@ -120,7 +120,7 @@ def test_a_lend_after_the_event_hands_over_what_the_kernels_wrote(torch_cuda: An
             engines.append(asynckv.Engine(asynckv.EngineConfig(engine_id=engine_id), registration))
         prefill, decode = engines
         async with prefill, decode:
-            group = asynckv.PrefillGroup("prefill", [prefill.endpoint])
+            group = asynckv.PrefillRanks("prefill", [prefill.endpoint])
             for turn in range(1, 21):
                 blocks = [(0, list(range(64)))]
                 params = group.make_params(f"prefill-{turn}", blocks, 1024)
@@ -131,7 +131,7 @@ def test_a_lend_after_the_event_hands_over_what_the_kernels_wrote(torch_cuda: An
                 tensors[0].mul_(-1.0)
                 event = torch_cuda.cuda.Event(blocking=True)
                 event.record()
-                await written(event)
+                await synchronize(event)
                 lent = prefill.lend(params)
                 await pulled
                 # The first kernel after the pull sees what was read.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from asynckv import LocalProtocolError, token_hashes
 from asynckv.core.pull import PullRequest
-from asynckv.core.types import Params, Reason, decode_params
+from asynckv.core.types import KVTransferParams, Reason, decode_params
 from asynckv.core.wire import blocks_digest
 from asynckv.geometry.pairing import common_prefix
 from tests.world import World, make_layout, reason
@@ -100,7 +100,7 @@ def test_what_is_no_prompt_is_refused(tokens: Any, every: Any, also: Any) -> Non
 # -- bound to what is lent ------------------------------------------------------------------------------
 
 
-def lent(world: World, **changed: Any) -> tuple[Params, Any]:
+def lent(world: World, **changed: Any) -> tuple[KVTransferParams, Any]:
     """A prompt of 8 tokens, lent with its chain; the decode rank."""
     prefill = world.add("prefill", make_layout())
     chain = token_hashes(range(8), 3)

@@ -69,7 +69,10 @@ ROOMS = {
     "core": CORE_MAY_IMPORT,
     "offload": CORE_MAY_IMPORT | {"asynckv.offload"},
 }
-PURE = [path for room in ROOMS for path in sorted((PACKAGE / room).glob("*.py"))]
+PUBLIC = PACKAGE / "offload" / "__init__.py"
+"""What users import of offload; it loads when it is asked for, so that the room itself knows nothing of an engine."""
+
+PURE = [path for room in ROOMS for path in sorted((PACKAGE / room).glob("*.py")) if path != PUBLIC]
 
 
 @pytest.mark.parametrize("path", PURE, ids=lambda p: f"{p.parent.name}/{p.name}")
@@ -105,6 +108,7 @@ ORDER = (
     "edges",
     "engine",
     "embed",
+    "layout",
     "asynckv",  # the public names
     "integrations",
     "testing",
@@ -125,6 +129,8 @@ def room(module: str) -> str:
 
 def arrows(path: Path) -> set[str]:
     """Modules of ours that one imports: at its top, inside functions, and for types alone."""
+    if path == PUBLIC:
+        return set()
     found = set()
     for node in import_statements(path):
         match node:
@@ -233,7 +239,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
         "import sys, asynckv\n"
         "heavy = {'torch', 'nixl', 'nixl_cu12', 'nixl_cu13', 'numpy', 'zmq', 'structlog'} & sys.modules.keys()\n"
         "assert not heavy, heavy\n"
-        "assert asynckv.Engine and asynckv.PrefillGroup\n"
+        "assert asynckv.Engine and asynckv.PrefillRanks\n"
         "heavy = {'torch', 'nixl', 'nixl_cu12', 'nixl_cu13', 'zmq'} & sys.modules.keys()\n"
         "assert not heavy, heavy\n"
     )

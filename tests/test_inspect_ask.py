@@ -26,7 +26,7 @@ from asynckv import (
     InspectConfig,
     KeysConfig,
     NixlConfig,
-    PrefillGroup,
+    PrefillRanks,
 )
 from asynckv.core import survey
 from asynckv.core.account import MAX_ACCOUNT, Account, encode_account
@@ -49,7 +49,7 @@ LOOPBACK = "tcp://127.0.0.1:0"
 
 
 @asynccontextmanager
-async def pair(**config: Any) -> AsyncIterator[tuple[Engine, Engine, PrefillGroup]]:
+async def pair(**config: Any) -> AsyncIterator[tuple[Engine, Engine, PrefillRanks]]:
     """A prefill and a decode engine, on real sockets and without NIXL."""
     network = SimNetwork()
     engines = [
@@ -57,11 +57,11 @@ async def pair(**config: Any) -> AsyncIterator[tuple[Engine, Engine, PrefillGrou
         for seed, name in enumerate(("prefill", "decode"))
     ]
     async with engines[0] as prefill, engines[1] as decode:
-        yield prefill, decode, PrefillGroup("prefill", [prefill.endpoint])
+        yield prefill, decode, PrefillRanks("prefill", [prefill.endpoint])
         await asyncio.gather(*(engine.aclose(timeout_s=0) for engine in engines))
 
 
-def lend(engine: Engine, group: PrefillGroup, number: int) -> list[dict[str, Any]]:
+def lend(engine: Engine, group: PrefillRanks, number: int) -> list[dict[str, Any]]:
     params = [group.make_params(f"p{n}", [(0, [n % 32])], 16) for n in range(number)]
     for each in params:
         engine.lend(each)

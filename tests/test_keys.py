@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 import asynckv
-from asynckv import ConfigError, Engine, EngineConfig, KeysConfig, register_memory
+from asynckv import ConfigError, Engine, EngineConfig, KeysConfig
 from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.keys import AllowList, KeyPair, decode_z85, encode_z85, read_pair, read_public, write_pair
+from asynckv.layout import register_memory
 from asynckv.tools import cli
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import PRESETS

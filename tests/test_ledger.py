@@ -15,7 +15,7 @@ from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
 from asynckv.core.types import Address, Endpoint, decode_params
 from asynckv.errors import LocalProtocolError
-from asynckv.scheduler import PrefillGroup
+from asynckv.scheduler import PrefillRanks
 from tests.world import BLOCK, make_layout
 
 MANY = [*range(20, 21 + 2 * FEW)]
@@ -47,7 +47,7 @@ def test_a_rank_knows_which_of_its_groups_see_the_same_pages() -> None:
     groups = tuple(msgspec.structs.replace(whole.groups[0], name=name) for name in "ab")
     layout = msgspec.structs.replace(whole, memories=whole.memories[:1], groups=groups, views=shared)
     core = RankCore(Identity("p", "a" * 32, "agent", b"", layout), EngineConfig(engine_id="p"))
-    group = PrefillGroup("p", [Endpoint(0, Address("tcp://127.0.0.1:1"), "a" * 32)])
+    group = PrefillRanks("p", [Endpoint(0, Address("tcp://127.0.0.1:1"), "a" * 32)])
 
     def lend(name: str, *blocks: int) -> None:
         core.lend(decode_params(group.make_params(name, [(0, [b]) for b in blocks], BLOCK, written=True)), 1, 0.0)

@@ -18,7 +18,6 @@ from asynckv.embed.ledgers import MAX_SPENT, ON_EVENT, DecodeLedger, Event, Fetc
 from asynckv.embed.orders import (
     Announce,
     Cancel,
-    Discharge,
     Failed,
     Finished,
     Lend,
@@ -29,16 +28,16 @@ from asynckv.embed.orders import (
 )
 from asynckv.errors import EngineClosed, LocalProtocolError, PullError, RemoteProtocolError
 from asynckv.results import LeaseEnd, PullResult
-from asynckv.scheduler import PrefillGroup
+from asynckv.scheduler import PrefillRanks
 
 NUM_BLOCKS, NUM_RANKS = 24, 2
 IDS = st.sampled_from("abc")
 RANKS = st.integers(0, NUM_RANKS - 1)
 
 
-def ranks_of(size: int = NUM_RANKS, incarnation: str = "a") -> PrefillGroup:
+def ranks_of(size: int = NUM_RANKS, incarnation: str = "a") -> PrefillRanks:
     endpoints = [{"tp_rank": i, "address": f"tcp://127.0.0.1:{i + 1}", "incarnation": incarnation} for i in range(size)]
-    return PrefillGroup("prefill", endpoints)
+    return PrefillRanks("prefill", endpoints)
 
 
 GROUP = ranks_of()
@@ -96,11 +95,11 @@ class DecodeRank:
                 else:
                     self.claims.add(key_of(order))
                     self.writes[order.request_id] = {block for _, ids in order.groups for block in ids if block}
-            case Discharge():
-                if order.request_id not in self.writes:
-                    self.claims.discard(key_of(order))
             case Cancel():
-                self.cancelled.add(order.request_id)
+                if order.request_id in self.writes:
+                    self.cancelled.add(order.request_id)
+                elif order.params is not None:
+                    self.claims.discard(key_of(order))
             case _:
                 raise AssertionError(order)
 
@@ -108,7 +107,7 @@ class DecodeRank:
         blocks = self.writes.pop(name)
         self.claims.discard(self.keys[name])
         if how == "received" and name not in self.cancelled:
-            self.news.received.append(received(name))
+            self.news.finished_recving.append(received(name))
         elif how == "held":
             self.held[name] = blocks
             self.news.failed.append(failed(name, *blocks))
@@ -287,7 +286,7 @@ class PrefillRank:
 
     def end(self, name: str, cause: str) -> None:
         del self.lent[name]
-        self.news.sent.append(ended(name, "revoked" if name in self.revoked else cause))
+        self.news.finished_sending.append(ended(name, "revoked" if name in self.revoked else cause))
         self.revoked.discard(name)
 
 
@@ -435,7 +434,7 @@ def test_an_announcement_is_left_out_if_what_it_announces_comes_at_once() -> Non
     ledger.pull("b", [(0, [1])], num_tokens=16, timeout_s=3.0, hashes=["h"], priority=-2)
     ledger.cancel("c")
     orders = ledger.take_orders()
-    assert kinds(orders) == [("Announce", "a"), ("Pull", "b"), ("Discharge", "c")]
+    assert kinds(orders) == [("Announce", "a"), ("Pull", "b"), ("Cancel", "c")]
     assert isinstance(orders[1], Pull)
     assert (orders[1].num_tokens, orders[1].timeout_s, orders[1].hashes, orders[1].priority) == (16, 3.0, ["h"], -2)
     assert not ledger.has_orders
@@ -452,7 +451,7 @@ def test_siblings_wait_for_the_first_and_read_nothing_themselves() -> None:
     ledger.pull("a", [(0, [1])])
     ledger.take_orders()
     assert ledger.may_pull("b") is None
-    ledger.take_finished(0, Finished(received=[received("a", 20)]))
+    ledger.take_finished(0, Finished(finished_recving=[received("a", 20)]))
     (done,) = ledger.take_outcome().received
     assert (done.request_id, done.num_tokens) == ("a", 20)
     assert ledger.may_pull("b") is False
@@ -484,7 +483,7 @@ def test_where_one_rank_fails_the_others_are_cancelled_and_the_blocks_wait_for_a
     ledger.take_finished(0, Finished(failed=[failed("a", 1, 2)]))
     assert kinds(ledger.take_orders()) == [("Cancel", "a")]
     assert ledger.take_outcome().failed == [], "rank 1 has not said how its pull ended"
-    ledger.take_finished(1, Finished(received=[received("a")]))
+    ledger.take_finished(1, Finished(finished_recving=[received("a")]))
     outcome = ledger.take_outcome()
     assert [(each.request_id, list(each.errors)) for each in outcome.failed] == [("a", [0])]
     assert (outcome.received, outcome.free) == ([], [])
@@ -500,7 +499,7 @@ def test_an_id_that_comes_again_while_its_blocks_are_held_has_another_name() -> 
     ledger.announce("a", new_params())
     ledger.pull("a", [(0, [3])])
     assert kinds(ledger.take_orders()) == [("Pull", "a~2")]
-    ledger.take_finished(0, Finished(received=[received("a~2")], returned=["a"]))
+    ledger.take_finished(0, Finished(finished_recving=[received("a~2")], returned=["a"]))
     outcome = ledger.take_outcome()
     assert [each.request_id for each in outcome.received] == ["a"]
     assert [each.groups for each in outcome.free] == [[(0, [1, 2])]]
@@ -510,18 +509,20 @@ def test_a_pull_that_was_refused_before_it_began_releases_its_request_once() -> 
     ledger = pulling(3)
     for rank in range(2):
         ledger.take_finished(rank, Finished(failed=[failed("a", failed_in="")]))
-    assert kinds(ledger.take_orders()) == [("Discharge", "a"), ("Cancel", "a")]
+    (order,) = ledger.take_orders()
+    assert isinstance(order, Cancel)
+    assert order.params is not None
 
 
 def test_what_is_no_pull_of_the_ledger_is_left_alone() -> None:
     ledger = pulling()
     loads = [failed("a", failed_in=each) for each in ("load", "store")]
-    ledger.take_finished(0, Finished(failed=[*loads, failed("b")], received=[received("c")], returned=["d"]))
+    ledger.take_finished(0, Finished(failed=[*loads, failed("b")], finished_recving=[received("c")], returned=["d"]))
     ledger.take_finished(0, Finished(retired=["e"]))
     assert (ledger.has_orders, len(ledger), ledger.take_outcome().failed) == (False, 1, [])
     ledger.ended("unknown")
-    ledger.take_finished(0, Finished(received=[received("a")]))
-    ledger.take_finished(0, Finished(received=[received("a")]))
+    ledger.take_finished(0, Finished(finished_recving=[received("a")]))
+    ledger.take_finished(0, Finished(finished_recving=[received("a")]))
     assert ledger.take_outcome().received == [], "rank 1 has said nothing, however often rank 0 has"
 
 
@@ -561,7 +562,7 @@ def test_a_pull_that_leaves_while_a_rank_is_missing_has_failed() -> None:
     ledger.pull("a", [(0, [1])])
     assert kinds(ledger.take_orders()) == [("Pull", "a")]
     assert kinds(ledger.take_orders()) == [("Cancel", "a")]
-    ledger.take_finished(0, Finished(received=[received("a")]))
+    ledger.take_finished(0, Finished(finished_recving=[received("a")]))
     assert list(ledger.take_outcome().failed[0].errors) == [1]
 
 
@@ -601,9 +602,9 @@ def test_a_loan_is_over_when_every_rank_has_told_its_end() -> None:
     assert (params["lease_s"], params["hashes"], params["hash_tokens"]) == (7.0, ("h", "i"), 16)
     assert ledger.has_orders
     assert kinds(ledger.take_orders()) == [("Lend", "a")]
-    ledger.take_finished(0, Finished(sent=[ended("a"), ended("unknown")]))
+    ledger.take_finished(0, Finished(finished_sending=[ended("a"), ended("unknown")]))
     assert ledger.take_free() == []
-    ledger.take_finished(1, Finished(sent=[ended("a", "expired")]))
+    ledger.take_finished(1, Finished(finished_sending=[ended("a", "expired")]))
     (loan,) = ledger.take_free()
     assert (loan.request_id, loan.groups, {rank: end.cause for rank, end in loan.ends.items()}) == (
         "a",
@@ -637,15 +638,15 @@ def test_a_refused_loan_is_withdrawn_once_on_every_rank() -> None:
     ledger.take_finished(0, refused)
     ledger.withdraw("a")
     assert kinds(ledger.take_orders()) == [("Withdraw", "a")]
-    ledger.take_finished(1, Finished(sent=[ended("a", "revoked")]))
+    ledger.take_finished(1, Finished(finished_sending=[ended("a", "revoked")]))
     assert [list(loan.ends) for loan in ledger.take_free()] == [[1]]
 
 
 def test_blocks_of_an_engine_that_closed_too_soon_wait_for_the_end_of_its_process() -> None:
     ledger, _ = lent()
     ledger.take_orders()
-    ledger.take_finished(0, Finished(sent=[ended("a", "closed")]))
-    ledger.take_finished(1, Finished(sent=[ended("a")]))
+    ledger.take_finished(0, Finished(finished_sending=[ended("a", "closed")]))
+    ledger.take_finished(1, Finished(finished_sending=[ended("a")]))
     assert ledger.take_free() == []
     ledger.rank_died(0)
     assert len(ledger.take_free()) == 1
@@ -658,7 +659,7 @@ def test_an_id_that_is_lent_again_has_another_name_and_the_newest_is_withdrawn()
     ledger.withdraw("a")
     assert kinds(ledger.take_orders()) == [("Lend", "a"), ("Lend", "a~2"), ("Withdraw", "a~2")]
     for rank in range(2):
-        ledger.take_finished(rank, Finished(sent=[ended("a")]))
+        ledger.take_finished(rank, Finished(finished_sending=[ended("a")]))
     assert ledger.get("a") is not None, "the second one is still lent"
     ledger.ended("a~2")
     ledger.ended("a~2")
@@ -684,7 +685,7 @@ def test_nothing_is_lent_while_a_rank_is_missing_and_params_name_the_new_one_aft
     with pytest.raises(LocalProtocolError, match="rank 1 has died"):
         ledger.lend("b", [(0, [3])], 16)
     assert kinds(ledger.take_orders()) == [("Withdraw", "a")]
-    ledger.take_finished(0, Finished(sent=[ended("a", "revoked")]))
+    ledger.take_finished(0, Finished(finished_sending=[ended("a", "revoked")]))
     assert len(ledger.take_free()) == 1
     ledger.rank_joined(1, ranks_of(incarnation="b"))
     assert ledger.lend("b", [(0, [3])], 16)["endpoints"][1]["incarnation"] == "b"
@@ -694,7 +695,7 @@ def test_a_lend_that_leaves_after_a_rank_has_died_waits_for_the_others_alone() -
     ledger, _ = lent()
     ledger.rank_died(1)
     assert kinds(ledger.take_orders()) == [("Lend", "a"), ("Withdraw", "a")]
-    ledger.take_finished(0, Finished(sent=[ended("a", "revoked")]))
+    ledger.take_finished(0, Finished(finished_sending=[ended("a", "revoked")]))
     assert len(ledger.take_free()) == 1
 
 
@@ -702,6 +703,6 @@ def test_copies_of_a_scheduler_mint_keys_of_their_own() -> None:
     ledger, _ = lent()
     keys = []
     for each in (ledger, pickle.loads(pickle.dumps(ledger)), copy.copy(ledger.ranks)):
-        group = each if isinstance(each, PrefillGroup) else each.ranks
+        group = each if isinstance(each, PrefillRanks) else each.ranks
         keys.append(str(group.make_params("x", [(0, [9])], 16)["key"][0]))
     assert len(set(keys)) == 3

@@ -18,7 +18,7 @@ from asynckv import (
     LeaseRefused,
     LocalProtocolError,
     PeerLost,
-    PrefillGroup,
+    PrefillRanks,
     PullCancelled,
     PullError,
     PullTimeout,
@@ -190,7 +190,7 @@ async def test_a_cancelled_task_between_two_attempts_discharges(sim: Bench) -> N
 async def test_what_no_retry_can_cure_is_told_at_once(sim: Bench) -> None:
     async with sim.pair(lease=QUICK, pull=PullConfig(retries=5)) as (prefill, decode, group):
         params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params).revoke()
+        prefill.engine.lend(params).withdraw()
         with pytest.raises(LeaseRefused, match="revoked") as caught:
             await decode.engine.pull("d", [(0, [6])], params)
         assert (caught.value.attempts, caught.value.is_retryable) == (1, False)
@@ -318,7 +318,7 @@ async def test_after_sleep_old_references_are_refused_and_new_ones_work(bench: B
                 with pytest.raises(PullError) as caught:
                     await passing(bench, asyncio.create_task(decode.engine.pull("e", [(0, [7])], old, timeout_s=2.5)))
                 assert caught.value.reason in ("restarted", "peer_lost")
-            group = PrefillGroup(
+            group = PrefillRanks(
                 "prefill", [prefill.engine.endpoint], memory_epoch=prefill.engine.memory_epoch, lease=QUICK
             )
             prefill.engine.check_integrity()

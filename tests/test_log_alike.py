@@ -170,7 +170,7 @@ async def test_a_lease_whose_history_says_more_keeps_a_line_of_its_own(sim: Benc
     async with sim.pair() as (prefill, _, group):
         lent = [prefill.engine.lend(group.make_params(f"r{i}", [(0, [i % 8])], 16)) for i in range(2 * MAX_TOLD + 4)]
         for x in lent[::2]:
-            x.revoke()
+            x.withdraw()
         await turns(sim, 33.0)
         [line] = said(stream, "leases_ended_alike")
         assert (line["cause"], line["requests"]) == ("expired", 2)

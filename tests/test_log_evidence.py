@@ -158,7 +158,7 @@ async def test_a_release_under_another_id_is_seen_on_both_sides(sim: Bench, logs
         params = group.make_params("chatcmpl-1", [(0, [1])], 16, written=True)
         lent = prefill.engine.lend(params)
         renamed = {**params, "request_id": "chatcmpl-2"}
-        decode.engine.discharge("d", renamed)
+        decode.engine.cancel("d", renamed)
         await until(lambda: logs.of("release_refused"))
         for _ in range(4):  # 10, 20, 30
             sim.clock.advance(8)
@@ -241,7 +241,7 @@ async def test_a_pull_that_fails_says_what_it_waited_for(sim: Bench, logs: Lines
 async def test_a_release_that_came_too_early_is_told_when_its_request_is_lent(sim: Bench, logs: Lines) -> None:
     async with sim.pair(lease=LeaseConfig(parked_s=5.0)) as (prefill, decode, group):
         params = group.make_params("r", [(0, [1])], 16, written=True)
-        decode.engine.discharge("d", params)
+        decode.engine.cancel("d", params)
         await until(lambda: prefill.engine.statistics().gauges["parked"] == 1)
         sim.clock.advance(6.0)
         await until(lambda: prefill.engine.statistics().gauges["parked"] == 0)
@@ -260,7 +260,7 @@ async def test_a_lease_that_was_taken_back_says_by_whom(sim: Bench, logs: Lines,
         params = group.make_params("r", [(0, [1])], 16, written=True)
         lent = prefill.engine.lend(params)
         if how == "caller":
-            lent.revoke()
+            lent.withdraw()
         elif how == "withdraw":
             prefill.engine.withdraw(params)
         else:
@@ -295,7 +295,7 @@ async def test_what_a_reader_repeats_is_kept_once(sim: Bench, logs: Lines) -> No
                 core.receive(ReplyTo(b"x"), encode_packet(who, "", [release, claim]), sim.clock.now())
         (lease,) = core.prefill.leases.values()
         assert len(lease.refused) == MAX_REFUSALS
-        lent.revoke()
+        lent.withdraw()
         await lent.wait_released()
     ended = logs.one("lease_ended")
     assert len({tuple(x[1:4]) for x in ended["refused"]}) == len(ended["refused"]) == MAX_REFUSALS

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import structlog
 
-from asynckv import KeysConfig, LeaseConfig, LogConfig, PrefillGroup, PullConfig, PullError
+from asynckv import KeysConfig, LeaseConfig, LogConfig, PrefillRanks, PullConfig, PullError
 from asynckv.core.types import Cohort, Outcome, PullId, ReplyTo, decode_params
 from asynckv.core.wire import Claim, Release, encode_packet
 from asynckv.edges.zmq import make_pair
@@ -71,7 +71,7 @@ def spellings(secret: bytes) -> set[str]:
 
 
 def test_a_key_does_not_tell_its_token() -> None:
-    group = PrefillGroup("p", [_endpoint()], token_hex=planted())
+    group = PrefillRanks("p", [_endpoint()], token_hex=planted())
     params = decode_params(group.make_params("r", [(0, [1])], 16))
     assert params.key.token.startswith(PLANTED)
     for shown in (repr(params), str(params.key), f"{params.key!r}", repr(KeyError(params.key)), repr([params])):
@@ -89,7 +89,7 @@ def _endpoint() -> Any:
 async def test_no_token_is_in_logs_or_errors_whatever_fails(sim: Bench, heard: Heard) -> None:
     config = {"log": heard.config, "pull": PullConfig(release_timeout_s=3.0), "lease": LeaseConfig(parked_s=4.0)}
     async with sim.pair(**config) as (prefill, decode, _):
-        group = PrefillGroup("prefill", [prefill.engine.endpoint], token_hex=planted())
+        group = PrefillRanks("prefill", [prefill.engine.endpoint], token_hex=planted())
         lend, pull, core = prefill.engine.lend, decode.engine.pull, prefill.engine._driver.core
 
         def made(name: str, block: int, **more: Any) -> dict[str, Any]:
@@ -108,7 +108,7 @@ async def test_no_token_is_in_logs_or_errors_whatever_fails(sim: Bench, heard: H
         await heard.failing(pull("late", [(0, [1])], good))
         expired = made("expired", 1, written=True)
         lend(expired)
-        decode.engine.discharge("other-id", {**expired, "request_id": "other"})
+        decode.engine.cancel("other-id", {**expired, "request_id": "other"})
         await heard.failing(pull("differs", [(0, [2])], {**expired, "num_tokens": 15}))
         await heard.failing(lambda: decode.engine.announce("x", {**expired, "key": {"token": PLANTED}}))
         await heard.failing(lambda: decode.engine.announce("x", {**expired, "key": [PLANTED, 0, 0, PLANTED * 40]}))
@@ -120,7 +120,7 @@ async def test_no_token_is_in_logs_or_errors_whatever_fails(sim: Bench, heard: H
         decode.engine.announce("early", early)
         await heard.failing(lambda: decode.engine.announce("early", {**early, "num_tokens": 3}))
         revoked = lend(made("revoked", 4, written=True))
-        revoked.revoke()
+        revoked.withdraw()
         prefill.engine.withdraw(made("withdrawn", 5))
         stranger = decode_params(lend(made("stranger", 6, written=True)) and group.make_params("n", [(0, [9])], 16))
         claim = Claim(stranger.key, "n", Cohort("s"), "p", 1, bytes(16), 1.0)
@@ -186,7 +186,7 @@ async def test_no_secret_is_in_what_real_engines_log(tmp_path: Path, heard: Hear
         sides.append(bench.side(name, seed, keys=keys, log=heard.config, lease=LeaseConfig(lease_s=2.0), **more))
     prefill, decode, stranger = (side.engine for side in sides)
     async with prefill, decode, stranger:
-        group = PrefillGroup("prefill", [prefill.endpoint], lease=LeaseConfig(lease_s=2.0), token_hex=planted())
+        group = PrefillRanks("prefill", [prefill.endpoint], lease=LeaseConfig(lease_s=2.0), token_hex=planted())
         params = group.make_params("r", [(0, [1])], 16, written=True)
         lent = prefill.lend(params)
         await decode.pull("d", [(0, [6])], params)

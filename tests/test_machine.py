@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.types import Params, Reason
+from asynckv.core.types import KVTransferParams, Reason
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.match import remote_ranks
 from asynckv.observe.log import phases
@@ -52,7 +52,7 @@ class Machine(RuleBasedStateMachine):
         self.prefill: list[Rank] = []
         self.decode: list[Rank] = []
         self.source: dict[tuple[str, str], list[bytes]] = {}
-        self.pulls: list[tuple[Rank, Any, Params, list[int]]] = []
+        self.pulls: list[tuple[Rank, Any, KVTransferParams, list[int]]] = []
         self.leases: list[tuple[Rank, Any]] = []
         self.checked: set[str] = set()
         self.count = 0
@@ -77,13 +77,13 @@ class Machine(RuleBasedStateMachine):
             )
 
     @rule(target=requests, data=st.data())
-    def make(self, data: st.DataObject) -> Params:
+    def make(self, data: st.DataObject) -> KVTransferParams:
         blocks = data.draw(st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=3, unique=True))
         self.count += 1
         return self.world.params(self.prefill, f"req:{self.count},\n", blocks, len(blocks) * BLOCK - 1, lease_s=4.0)
 
     @rule(params=requests, r=st.integers(0, 2), fill=st.integers(1, 200), readers=st.sampled_from([1, 1, 1, 2]))
-    def lend(self, params: Params, r: int, fill: int, readers: int) -> None:
+    def lend(self, params: KVTransferParams, r: int, fill: int, readers: int) -> None:
         rank = self.prefill[r % len(self.prefill)]
         blocks = [b for f, n in params.groups[0].runs for b in range(f, f + n)]
         lent = {b for hold in rank.core.ledger for b in hold.blocks.get(0, ())}
@@ -95,7 +95,7 @@ class Machine(RuleBasedStateMachine):
         self.leases.append((rank, self.world.lend(rank, params, readers)))
 
     @rule(params=requests, r=st.integers(0, 2), announce=st.booleans(), data=st.data())
-    def pull(self, params: Params, r: int, announce: bool, data: st.DataObject) -> None:
+    def pull(self, params: KVTransferParams, r: int, announce: bool, data: st.DataObject) -> None:
         rank = self.decode[r % len(self.decode)]
         n = sum(count for _, count in params.groups[0].runs)
         blocks = data.draw(st.permutations(range(NUM_BLOCKS)))[:n]

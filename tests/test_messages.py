@@ -24,8 +24,8 @@ from asynckv.core.types import (
     Cohort,
     Endpoint,
     Key,
+    KVTransferParams,
     Outcome,
-    Params,
     Reason,
     ReplyTo,
     decode_params,
@@ -35,7 +35,7 @@ from asynckv.errors import ConfigError, LayoutError, RemoteProtocolError
 from asynckv.geometry.blocks import runs_of
 from asynckv.geometry.bounds import MAX_RANKS, MAX_RUNS, BlockRuns
 from asynckv.geometry.check import decode_layout
-from asynckv.scheduler import PrefillGroup
+from asynckv.scheduler import PrefillRanks
 from tests.world import World, make_layout
 
 KEY = Key("epoch", 0, 7, "0" * 32)
@@ -219,7 +219,7 @@ def test_params_are_validated() -> None:
     for field, value in [("num_tokens", -1), ("endpoints", []), ("lease_s", math.nan), ("groups", [[0, [[-2, 2]]]])]:
         with pytest.raises(RemoteProtocolError, match=field):
             decode_params({**plain, field: value})
-    assert isinstance(params, Params)
+    assert isinstance(params, KVTransferParams)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 64])
@@ -238,7 +238,7 @@ def test_params_are_counted_before_they_are_looked_at(groups: int) -> None:
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_params_with_more_runs_than_are_taken_are_not_made(groups: int) -> None:
-    group = PrefillGroup("p", [Endpoint(0, "tcp://h:1", "0" * 32)])
+    group = PrefillRanks("p", [Endpoint(0, "tcp://h:1", "0" * 32)])
     ids = np.arange(MAX_RUNS // groups) * 2
     decode_params(group.make_params("r", [(0, ids)] * groups, 16))
     with pytest.raises(ConfigError, match=f"{MAX_RUNS + 1} runs of block ids; at most {MAX_RUNS} can be sent in all"):
@@ -254,7 +254,7 @@ def test_params_with_more_runs_than_are_taken_are_not_made(groups: int) -> None:
 def test_params_are_made_as_their_type_would_be_written(
     groups: list[tuple[int, list[int | None], bool]], null_block: int
 ) -> None:
-    group = PrefillGroup(
+    group = PrefillRanks(
         "p", [Endpoint(0, "tcp://h:1", "0" * 32), Endpoint(1, "tcp://h:2", "1" * 32)], null_block=null_block
     )
     given_ids: list[Any] = [
@@ -271,7 +271,7 @@ def test_params_are_made_as_their_type_would_be_written(
 
 @pytest.mark.parametrize("field", ["engine_id", "request_id", "endpoints", "key", "hashes"])
 def test_text_that_cannot_be_sent_is_refused_wherever_params_have_some(field: str) -> None:
-    group = PrefillGroup("p", [Endpoint(0, "tcp://h:1", "0" * 32)])
+    group = PrefillRanks("p", [Endpoint(0, "tcp://h:1", "0" * 32)])
     plain = json.loads(json.dumps(group.make_params("r", [(0, [1])], 16, hashes=["a"], hash_tokens=16)))
     bad = "\ud800" * 16
     for value in {

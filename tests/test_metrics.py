@@ -31,7 +31,7 @@ from asynckv import (
     MetricsEndpoint,
     NixlConfig,
     Observer,
-    PrefillGroup,
+    PrefillRanks,
     WrongThread,
 )
 from asynckv.core.pull import Pull as CorePull
@@ -156,7 +156,7 @@ async def test_what_is_under_way_is_shown_by_state_and_age(sim: Bench) -> None:
         assert value(samples, "pull_oldest_seconds", "decode") == pytest.approx(2.0, abs=0.1)
         decode.engine.cancel("d")
         for each in lent:
-            each.revoke()
+            each.withdraw()
 
 
 async def test_tiers_are_shown_and_a_disk_that_is_lost_is_counted() -> None:
@@ -238,7 +238,7 @@ async def test_labels_take_few_values_and_name_no_request(sim: Bench) -> None:
     async with sim.pair(**QUICK) as (prefill, decode, group):
         registry.register(Metrics(prefill.engine, decode.engine))
         for i in range(MAX_PEERS + 10):
-            other = PrefillGroup(f"prefill-{i}", [prefill.engine.endpoint])
+            other = PrefillRanks(f"prefill-{i}", [prefill.engine.endpoint])
             params = other.make_params(f"r{i}", [(0, [1])], 16)
             await passing(sim, asyncio.create_task(decode.engine.pull(f"d{i}", [(0, [1])], params, timeout_s=0.5)))
         await story(sim, prefill, decode, group)

@@ -27,8 +27,6 @@ from asynckv import (
     EngineConfig,
     LocalProtocolError,
     LogConfig,
-    Offload,
-    OffloadConfig,
     Overloaded,
     PlanRefused,
     PullCancelled,
@@ -42,6 +40,7 @@ from asynckv.core.account import decode_account
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.embed import Cancel, EngineDesk, Lookup, Store
 from asynckv.geometry.layout import Layout
+from asynckv.offload import Offload, OffloadConfig
 from asynckv.offload.tier import Place
 from asynckv.results import Evicted, Loaded, Stored
 from asynckv.tools.cli import app

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from asynckv import EngineConfig, LocalProtocolError, Offload
+from asynckv import EngineConfig, LocalProtocolError
 from asynckv.geometry.layout import Group, Layout, Memory, View, dense_part
+from asynckv.offload import Offload
 from asynckv.offload.keys import needed
 from tests.engines import until
 from tests.lab.tiers import SimDisk

@@ -13,9 +13,11 @@ from typing import Any
 import anyio
 import pytest
 
-from asynckv import EngineConfig, EngineThread, Load, Lookup, Offload, OffloadConfig, Store, register_memory
+from asynckv import EngineConfig, EngineThread
 from asynckv.embed import Cancel, Finished
 from asynckv.errors import LocalProtocolError, PullCancelled
+from asynckv.layout import register_memory
+from asynckv.offload import Load, Lookup, Offload, OffloadConfig, Store
 from asynckv.results import Loaded
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, layout_of
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asynckv
-from asynckv import EngineConfig, PrefillGroup, register_memory
+from asynckv import EngineConfig, PrefillRanks
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.copies import NixlCopies
@@ -30,6 +30,7 @@ from asynckv.geometry.overlap import pools
 from asynckv.geometry.packed import packed, placed, record_form, record_sizes
 from asynckv.geometry.plan import Plan
 from asynckv.geometry.tables import PeerTables
+from asynckv.layout import register_memory
 from asynckv.ports import CopyOp
 from asynckv.testing import SimControl, SimData
 from asynckv.tools.plan.layouts import model_layout, with_addresses
@@ -587,7 +588,7 @@ async def test_what_is_kept_is_lent_as_any_block_is(sim: Bench) -> None:
         )
 
     async with made("prefill-host", kept) as host, made("decode", local) as decode:
-        group = PrefillGroup("prefill-host", [host.endpoint])
+        group = PrefillRanks("prefill-host", [host.endpoint])
         params = group.make_params("r", [(0, [slot for _, slot in each]) for each in pairs], tokens, written=True)
         lent = host.lend(params)
         mine = allocate(loading, tokens, rng, [0, 0], lean=True)

@@ -15,7 +15,7 @@ from asynckv.config import EngineConfig
 from asynckv.core import routes
 from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
-from asynckv.core.types import Endpoint, Key, Params
+from asynckv.core.types import Endpoint, Key, KVTransferParams
 from asynckv.errors import PlanRefused, RemoteTooShort
 from asynckv.geometry.bounds import NULL, BlockRuns
 from asynckv.geometry.layout import Group
@@ -143,7 +143,7 @@ def make_node() -> RankCore:
     return RankCore(Identity("d", "b" * 32, "agent", b"", make_layout()), EngineConfig(engine_id="d"))
 
 
-def params(number: int, endpoints: Sequence[Endpoint], changes: dict[str, Any]) -> Params:
+def params(number: int, endpoints: Sequence[Endpoint], changes: dict[str, Any]) -> KVTransferParams:
     given: dict[str, Any] = {
         "engine_id": "p",
         "request_id": f"r{number}",
@@ -153,7 +153,7 @@ def params(number: int, endpoints: Sequence[Endpoint], changes: dict[str, Any]) 
         "groups": (BlockRuns(0, ((0, 1),)),),
         "num_tokens": 4,
     }
-    return Params(**given | changes)
+    return KVTransferParams(**given | changes)
 
 
 def places(core: RankCore, number: int, endpoints: Sequence[Endpoint], **changes: Any) -> list[tuple[int, str]]:

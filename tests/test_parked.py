@@ -9,7 +9,7 @@ import pytest
 
 from asynckv.config import LeaseConfig
 from asynckv.core import prefill
-from asynckv.core.types import Outcome, Params, Reason
+from asynckv.core.types import KVTransferParams, Outcome, Reason
 from asynckv.core.wire import Ack, NotYet, Refused, Release
 from asynckv.errors import PlanRefused
 from tests.test_prefill import READER, claim, prefill_rank, say
@@ -18,11 +18,11 @@ from tests.world import Rank, World, make_layout
 PARKED = LeaseConfig(lease_s=10.0, grant_s=4.0, parked_s=5.0, max_parked=8)
 
 
-def release(params: Params, pull_id: str = "pull") -> Release:
+def release(params: KVTransferParams, pull_id: str = "pull") -> Release:
     return Release(params.key, params.request_id, READER, pull_id, Outcome.COMPLETE)
 
 
-def many(world: World, rank: Rank, number: int) -> list[Params]:
+def many(world: World, rank: Rank, number: int) -> list[KVTransferParams]:
     return [world.params([rank], f"r{i}", [3], 4) for i in range(number)]
 
 

@@ -24,7 +24,7 @@ from asynckv.core.peers import MAX_UNMET
 from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.routes import MAX_SOURCES
 from asynckv.core.told import ReleaseUnanswered
-from asynckv.core.types import Address, Endpoint, Outcome, Params, Reason, ReplyTo
+from asynckv.core.types import Address, Endpoint, KVTransferParams, Outcome, Reason, ReplyTo
 from asynckv.core.wire import (
     Ack,
     Claim,
@@ -44,7 +44,7 @@ from asynckv.core.wire import (
     encode_packet,
 )
 from asynckv.errors import ConfigError, LocalProtocolError, PlanRefused
-from asynckv.scheduler import PrefillGroup
+from asynckv.scheduler import PrefillRanks
 from asynckv.testing import SimControl
 from asynckv.testing.fabric import Port
 from tests.engines import Bench
@@ -655,7 +655,7 @@ def test_a_group_lists_each_of_its_ranks_once(places: list[tuple[int, int]], tp_
         for number, (stage, rank) in enumerate(places)
     )
     with pytest.raises(ConfigError, match="one endpoint for each of its ranks"):
-        PrefillGroup("prefill0", endpoints, tp_size=tp_size)
+        PrefillRanks("prefill0", endpoints, tp_size=tp_size)
     params = world.params([prefill], "r", [0], 4, written=True)
     params = msgspec.structs.replace(params, endpoints=endpoints, tp_size=tp_size)
     with pytest.raises(PlanRefused, match="must be listed once"):
@@ -673,7 +673,7 @@ def replicas(**pull: Any) -> tuple[World, Rank, Rank, Rank]:
     return world, first, second, world.add("d", make_layout(num_heads=1))
 
 
-def lent(world: World, ranks: tuple[Rank, ...], number: int) -> Params:
+def lent(world: World, ranks: tuple[Rank, ...], number: int) -> KVTransferParams:
     params = world.params(ranks, f"r{number}", [1, 2], 8)
     for rank in ranks:
         world.lend(rank, params)
@@ -702,7 +702,7 @@ def test_a_rank_that_missed_a_handshake_is_read_again_by_those_who_come_later() 
     assert [source.plan is not None for source in pull.sources] == [True, False]
 
 
-def announced_at_a_replaced_peer() -> tuple[World, Rank, Pull, Params, Address]:
+def announced_at_a_replaced_peer() -> tuple[World, Rank, Pull, KVTransferParams, Address]:
     """An announcement whose second rank was lost, and met anew by a request that has ended since."""
     world, first, second, decode = replicas(idle_s=30.0)
     params = lent(world, (first, second), 0)
@@ -818,7 +818,7 @@ def test_a_table_that_is_refused_when_the_time_is_up_returns_the_blocks() -> Non
 # -- endpoints that params made up -----------------------------------------------------------------------
 
 
-def made_up(world: World, prefill: Rank, number: int, tp_size: int, **changed: Any) -> Params:
+def made_up(world: World, prefill: Rank, number: int, tp_size: int, **changed: Any) -> KVTransferParams:
     """Params of a prefill rank with the addresses of so many others, which nobody listens at."""
     params = world.params([prefill], f"made up {number}", [3], 4, written=True)
     endpoints = tuple(Endpoint(r, f"tcp://10.0.{number}.{r}:1", f"start-{number}-{r}") for r in range(tp_size))
@@ -973,8 +973,8 @@ async def test_a_last_word_to_a_rank_that_gave_way_leaves_no_link_behind() -> No
     world = World()
     prefill = world.add("prefill", make_layout())
     async with Bench(False).pair() as (_, decode, _):
-        for number, name in enumerate((decode.engine.announce, decode.engine.discharge), 1):
-            name(f"d{number}", made_up(world, prefill, number, 128))
+        for number, call in ((1, decode.engine.announce), (2, decode.engine.cancel)):
+            call(f"d{number}", made_up(world, prefill, number, 128))
             for _ in range(10):
                 await asyncio.sleep(0)
         control = decode.engine._driver.control

@@ -16,7 +16,7 @@ from asynckv.core.lease import MAX_ATTEMPTS, MAX_HISTORY, Lease, LeaseState, Len
 from asynckv.core.ledger import FEW
 from asynckv.core.prefill import _blocks_of
 from asynckv.core.told import ReaderRefused
-from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Params, Reason, ReplyTo, RequestId
+from asynckv.core.types import MAX_ID, Cohort, Key, KVTransferParams, Outcome, Reason, ReplyTo, RequestId
 from asynckv.core.wire import (
     MAJOR,
     MINOR,
@@ -52,7 +52,7 @@ def prefill_rank(config: LeaseConfig) -> tuple[World, Rank]:
     return world, world.add("p", make_layout(), engine_id="prefill")
 
 
-def claim(params: Params, pull_id: str = "pull", nonce: int = 1) -> Claim:
+def claim(params: KVTransferParams, pull_id: str = "pull", nonce: int = 1) -> Claim:
     digest = blocks_digest(params.groups, params.num_tokens, params.written)
     return Claim(params.key, params.request_id, READER, pull_id, nonce, digest, 600.0)
 
@@ -66,7 +66,7 @@ def say(rank: Rank, message: Claim | Renew | Release, now: float, reply_to: Repl
 # -- readers that are gone -----------------------------------------------------------------------------
 
 
-def claimed_by(world: World, name: str, prefill: Rank, params: Params) -> Rank:
+def claimed_by(world: World, name: str, prefill: Rank, params: KVTransferParams) -> Rank:
     """A start of the decode rank's process, which has claimed."""
     reader = world.add(name, make_layout(), engine_id="decode")
     reader.core.announce(f"by {name}", params, "", 600.0, world.time(reader))

@@ -30,11 +30,10 @@ from asynckv import (
     GeometryRefused,
     LeaseConfig,
     NixlConfig,
-    PrefillGroup,
+    PrefillRanks,
     PullConfig,
     ReadFailed,
     Registration,
-    register_memory,
     shared_memory,
 )
 from asynckv.core.events import Ending, TransferEnded
@@ -46,6 +45,7 @@ from asynckv.edges.nixl import NixlPlane
 from asynckv.edges.process import ProcessPlane, ServingPlane
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
+from asynckv.layout import register_memory
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced
 from tests.engines import Bench, Side, until
 from tests.test_nixl_edge import TABLES
@@ -341,10 +341,10 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def pair(process: Where, **config: Any) -> AsyncIterator[tuple[Real, Real, PrefillGroup]]:
+async def pair(process: Where, **config: Any) -> AsyncIterator[tuple[Real, Real, PrefillRanks]]:
     prefill, decode = Real("prefill", 1, process, **config), Real("decode", 100, process, **config)
     async with prefill.engine, decode.engine:
-        yield prefill, decode, PrefillGroup("prefill", [prefill.engine.endpoint])
+        yield prefill, decode, PrefillRanks("prefill", [prefill.engine.endpoint])
 
 
 async def stands_by(*sides: Real) -> None:
@@ -580,7 +580,7 @@ async def test_an_engine_sleeps_and_wakes_with_its_own_process(process: Where) -
         assert prefill.plane.statistics()["processes"] == prefill.plane.pid == 0
         prefill.arrays[0][:] = 7  # nothing reads or writes it
         await prefill.engine.resume()
-        group = PrefillGroup("prefill", [prefill.engine.endpoint], memory_epoch=prefill.engine.memory_epoch)
+        group = PrefillRanks("prefill", [prefill.engine.endpoint], memory_epoch=prefill.engine.memory_epoch)
         params = group.make_params("r", [(0, [3])], 16, written=True)
         prefill.engine.lend(params)
         await decode.engine.pull("d", [(0, [5])], params)

@@ -13,7 +13,7 @@ from asynckv.config import EngineConfig, PullConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.pull import Pull
 from asynckv.core.source import RemoteRank, Role, Source
-from asynckv.core.types import Address, Params, PullId, Reason
+from asynckv.core.types import Address, KVTransferParams, PullId, Reason
 from asynckv.observe.setup import configure_logging
 from tests.engines import Bench
 from tests.world import Rank, World, make_layout
@@ -202,7 +202,7 @@ def test_while_one_rank_is_read_another_that_has_not_lent_is_named_beside_it() -
     assert waits.startswith("still reading from prefill/tp0@p0-0 (world://p0), and not lent yet by prefill/tp1@p1-1 (")
 
 
-def _announced(world: World, decode: Rank, params: Params) -> Pull:
+def _announced(world: World, decode: Rank, params: KVTransferParams) -> Pull:
     pull = decode.core.announce("d", params, "", 3600.0, world.time(decode))
     world.settle(decode)
     world.run()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asynckv import AsyncKVError, BackendError, LocalProtocolError, PrefillGroup, PullCancelled, PullError, ReadFailed
+from asynckv import AsyncKVError, BackendError, LocalProtocolError, PrefillRanks, PullCancelled, PullError, ReadFailed
 from asynckv.config import PullConfig
 from asynckv.core.attempts import Request, RequestState
 from asynckv.core.decode import DecodeSide
@@ -178,7 +178,7 @@ async def test_who_closes_says_goodbye_to_all_its_readers_once_it_has_kept_its_p
     async with reading(sim) as (prefill, decode, lent, task, _):
         second = sim.side("second", 7, lease=QUICK)
         async with second.engine:
-            group = PrefillGroup("prefill", [prefill.engine.endpoint])
+            group = PrefillRanks("prefill", [prefill.engine.endpoint])
             params = group.make_params("other", [(0, [2])], 16, written=True)
             prefill.engine.lend(params)
             await second.engine.pull("d2", [(0, [6])], params)
@@ -457,7 +457,7 @@ def test_memory_epochs_are_kept_by_ranks_that_were_not_there() -> None:
     world, (prefill,), decode = world_of()
     old = world.params([prefill], "old", [3], 4, written=True)
     endpoints = [prefill.endpoint]
-    fresh = PrefillGroup("prefill0", endpoints, memory_epoch=2).make_params("new", [(0, [4])], 4, written=True)
+    fresh = PrefillRanks("prefill0", endpoints, memory_epoch=2).make_params("new", [(0, [4])], 4, written=True)
     world.lend(prefill, decode_params(fresh))
     assert prefill.core.prefill.memory_epoch == 2
     with pytest.raises(LocalProtocolError, match="registered anew"):
@@ -492,7 +492,7 @@ async def storm(rng: random.Random) -> None:
             )[0]:
                 case "pull":
                     epoch, n = prefill.engine.memory_epoch, len(pulls)
-                    group = PrefillGroup("prefill", [prefill.engine.endpoint], memory_epoch=epoch, lease=QUICK)
+                    group = PrefillRanks("prefill", [prefill.engine.endpoint], memory_epoch=epoch, lease=QUICK)
                     params = group.make_params(f"r{n}", [(0, [n % 32])], 16, written=True)
                     prefill.engine.lend(params)
                     pulls.append(asyncio.create_task(decode.engine.pull(f"d{n}", [(0, [n % 32])], params)))

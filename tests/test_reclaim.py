@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asynckv import EngineClosed, LeaseConfig, LeaseRefused, LocalProtocolError, PrefillGroup
+from asynckv import EngineClosed, LeaseConfig, LeaseRefused, LocalProtocolError, PrefillRanks
 from tests.engines import Bench, until
 
 pytestmark = pytest.mark.anyio
@@ -21,7 +21,7 @@ async def test_a_reader_engine_that_only_announces_makes_room_for_another() -> N
     with pytest.raises(EngineClosed):
         prefill.engine.reclaim(1)
     async with prefill.engine, slow.engine, quick.engine:
-        group = PrefillGroup("prefill", [prefill.engine.endpoint])
+        group = PrefillRanks("prefill", [prefill.engine.endpoint])
         params = [group.make_params(f"r{i}", [(0, [*range(6 * i, 6 * i + 6)])], 96) for i in range(5)]
         leases = [prefill.engine.lend(each) for each in params]
         for i, each in enumerate(params):

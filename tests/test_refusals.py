@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv import KeysConfig, PeerUnreachable, PrefillGroup, PullConfig
+from asynckv import KeysConfig, PeerUnreachable, PrefillRanks, PullConfig
 from asynckv.edges.zmq import make_pair
 from asynckv.engine import ending
 from asynckv.keys import write_pair
@@ -59,7 +59,7 @@ def params(prefill: Side, address: str = "") -> dict[str, Any]:
     endpoint = prefill.engine.endpoint
     if address:
         endpoint = msgspec.structs.replace(endpoint, address=address)
-    return PrefillGroup("prefill", [endpoint]).make_params("r", [(0, [1])], 16, written=True)
+    return PrefillRanks("prefill", [endpoint]).make_params("r", [(0, [1])], 16, written=True)
 
 
 async def test_engines_that_list_each_other_read(tmp_path: Path) -> None:
@@ -113,6 +113,6 @@ async def test_an_address_that_is_none_is_named(tmp_path: Path) -> None:
     side = Bench(True).side("plain", 7)
     async with side.engine:
         endpoint = msgspec.structs.replace(side.engine.endpoint, address="nonsense", incarnation="0" * 32)
-        wanted = PrefillGroup("plain", [endpoint]).make_params("r", [(0, [1])], 16)
+        wanted = PrefillRanks("plain", [endpoint]).make_params("r", [(0, [1])], 16)
         with pytest.raises(PeerUnreachable, match="'nonsense' is not an address such as"):
             await side.engine.pull("d", [(0, [6])], wanted)

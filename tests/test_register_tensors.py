@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv import Group, LayoutError, TensorPart, register_parts, register_tensors
+from asynckv import LayoutError, register_tensors
 from asynckv.geometry.match import compare
+from asynckv.layout import Group, TensorPart, register_parts
 
 ORDER = ("kv", "block", "token", "head", "dim")
 DECLARED: dict[str, Any] = {

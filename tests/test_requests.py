@@ -24,9 +24,9 @@ from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
-from asynckv.core.types import Cohort, Endpoint, Outcome, Params, Reason, ReplyTo, decode_params
+from asynckv.core.types import Cohort, Endpoint, KVTransferParams, Outcome, Reason, ReplyTo, decode_params
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
-from asynckv.scheduler import PrefillGroup
+from asynckv.scheduler import PrefillRanks
 from tests.world import NUM_BLOCKS, Rank, World, make_layout, reason
 
 CONFIG = EngineConfig(engine_id="x", lease=LeaseConfig(lease_s=30.0, grant_s=10.0))
@@ -76,7 +76,7 @@ def test_a_consumed_request_is_refused_at_once_and_the_refusal_says_who_read_it(
     again = world.pull(decode, "two", [9], params)
     world.run()
     assert again.reason in (Reason.LEASE_LOST, Reason.CONSUMED)
-    assert "refused: consumed (released by 'decode'; lent with readers=1)" in again.detail
+    assert "refused: consumed (released by 'decode'; lent with num_readers=1)" in again.detail
 
 
 def test_of_many_decode_engines_that_read_a_request_a_refusal_names_a_few() -> None:
@@ -88,7 +88,7 @@ def test_of_many_decode_engines_that_read_a_request_a_refusal_names_a_few() -> N
         pull = decode.core.pull(wanted, 30, world.time(decode))
         world.settle(decode)
         world.run()
-    assert "(released by 'd/0', 'd/1', 'd/2', 'd/3' and others; lent with readers=6)" in pull.detail
+    assert "(released by 'd/0', 'd/1', 'd/2', 'd/3' and others; lent with num_readers=6)" in pull.detail
 
 
 def test_an_unclaimed_lease_expires_and_names_whom_it_waited_for() -> None:
@@ -452,7 +452,7 @@ def test_withdrawing_what_is_lent_revokes_it_and_keeps_its_promises() -> None:
     assert str(lease.state) == "revoked"
 
 
-def announce(world: World, decode: Rank, params: Params) -> Pull:
+def announce(world: World, decode: Rank, params: KVTransferParams) -> Pull:
     pull = decode.core.announce("d-req", params, "", 300.0, world.time(decode))
     world.settle(decode)
     world.run()
@@ -818,7 +818,7 @@ def test_a_restarted_engine_refuses_old_references_and_serves_new_ones() -> None
 
 def test_the_wrong_engine_at_an_address_is_named_with_both_ids() -> None:
     world, prefill, decode = pair()
-    other = PrefillGroup("somebody-else", [Endpoint(0, prefill.address, prefill.core.identity.incarnation)])
+    other = PrefillRanks("somebody-else", [Endpoint(0, prefill.address, prefill.core.identity.incarnation)])
     it = world.pull(decode, "d", [9], decode_params(other.make_params("req", [(0, [1])], 4)))
     world.run()
     assert it.reason is Reason.WRONG_TARGET
@@ -952,16 +952,16 @@ def test_absurd_leases_are_refused(lease_s: float) -> None:
         LeaseConfig(lease_s=lease_s)
     endpoint = Endpoint(0, "tcp://127.0.0.1:1", "i")
     with pytest.raises(ConfigError, match="lease_s"):
-        PrefillGroup("p", [endpoint]).make_params("req", [(0, [1])], 4, lease_s=lease_s)
+        PrefillRanks("p", [endpoint]).make_params("req", [(0, [1])], 4, lease_s=lease_s)
 
 
 def test_endpoints_with_holes_is_refused() -> None:
     ranks: Sequence[Endpoint] = [Endpoint(r, f"tcp://127.0.0.1:{r + 1}", "i") for r in (0, 2)]
     with pytest.raises(ConfigError, match=r"\[\(0, 0\), \(0, 2\)\]"):
-        PrefillGroup("p", ranks, tp_size=3)
+        PrefillRanks("p", ranks, tp_size=3)
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4)
-    broken: Params = msgspec.structs.replace(params, tp_size=2)
+    broken: KVTransferParams = msgspec.structs.replace(params, tp_size=2)
     with pytest.raises(PlanRefused, match="must be listed once"):
         decode.core.pull(PullRequest("d", [(0, [1])], broken), 30, 0.0)
 
@@ -1013,8 +1013,8 @@ def test_blocks_that_cannot_hold_the_tokens_are_not_lent() -> None:
 
 FORK = """
 import json, os
-from asynckv import Endpoint, PrefillGroup
-group = PrefillGroup("prefill", [Endpoint(0, "tcp://127.0.0.1:1", "i")])
+from asynckv import Endpoint, PrefillRanks
+group = PrefillRanks("prefill", [Endpoint(0, "tcp://127.0.0.1:1", "i")])
 make = lambda name: group.make_params(name, [(0, [1])], 4)["key"]
 make("before")
 child = os.fork()

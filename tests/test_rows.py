@@ -22,7 +22,7 @@ from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Effect, Pull, PullLimits, PullRequest, PullState
 from asynckv.core.routes import Route
 from asynckv.core.source import RemoteRank, Role, Source
-from asynckv.core.types import Address, Cohort, Endpoint, Key, Params, PullId, Reason, RequestId, TransferId
+from asynckv.core.types import Address, Cohort, Endpoint, Key, KVTransferParams, PullId, Reason, RequestId, TransferId
 from asynckv.core.wire import Granted, NotYet, Refused
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.blocks import check_block_ids
@@ -38,7 +38,7 @@ S = PullState
 PLACE = (Address("tcp://127.0.0.1:1"), "i" * 32)
 RANK = RemoteRank(0, 0, PLACE, "p/tp0", True)
 LIMITS = PullLimits(1.0, 0.2, 0.2, 3.0, 30.0, 1 << 30, 1 << 20)
-PARAMS = Params(
+PARAMS = KVTransferParams(
     engine_id="p",
     request_id="r",
     key=Key("epoch", 0, 7, "0" * 32),

@@ -15,11 +15,11 @@ from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.outbox import Disconnect, RemovePeer
 from asynckv.core.peer import PeerState
 from asynckv.core.pull import Pull, PullRequest
-from asynckv.core.types import Endpoint, Outcome, Params, Reason, decode_params
+from asynckv.core.types import Endpoint, KVTransferParams, Outcome, Reason, decode_params
 from asynckv.errors import LocalProtocolError, PlanRefused
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.layout import Layout
-from asynckv.scheduler import PrefillGroup
+from asynckv.scheduler import PrefillRanks
 from tests import oracle
 from tests.oracle import Engine, GroupSpec, LayerSpec, PartSpec
 from tests.world import Buffers, Rank, World, make_layout, reason
@@ -47,7 +47,7 @@ class Pair:
     def add(self, name: str, layout: Layout, seed: int) -> Rank:
         return self.world.add(name, layout, engine_id={"p": "prefill", "d": "decode"}[name[0]], seed=seed)
 
-    def lend(self, blocks: Sequence[int], tokens: int, **kwargs: object) -> tuple[Params, list[Lease]]:
+    def lend(self, blocks: Sequence[int], tokens: int, **kwargs: object) -> tuple[KVTransferParams, list[Lease]]:
         """Replicas of a head hold the same; then lend on every rank."""
         for head in range(self.heads):
             holds = [p for p in self.prefill if head in range(*p.buffers.layout.views[0].parts[0].held)]
@@ -62,7 +62,7 @@ class Pair:
         params = self.world.params(self.prefill, "req-P", blocks, tokens, **{"written": True, **kwargs})
         return params, [self.world.lend(p, params) for p in self.prefill]
 
-    def pull(self, blocks: Sequence[int], params: Params) -> list[Pull]:
+    def pull(self, blocks: Sequence[int], params: KVTransferParams) -> list[Pull]:
         return [self.world.pull(d, "req-D", blocks, params) for d in self.decode]
 
     def check(self, blocks: Sequence[int]) -> None:
@@ -399,7 +399,7 @@ def test_a_rank_that_holds_nothing_of_what_is_wanted_is_not_waited_for() -> None
         for s in range(2)
     ]
     decode = world.add("d0", oracle.Rank(Engine(layers, groups), 0, base=1 << 50).layout, engine_id="decode", seed=99)
-    key = PrefillGroup("prefill", [p.endpoint for p in prefill], pp_size=2)
+    key = PrefillRanks("prefill", [p.endpoint for p in prefill], pp_size=2)
     del world.ranks["p1"]
     for i, wanted in enumerate([[(0, [5]), (4, [])], [(0, [6]), (4, [7])]]):
         params = decode_params(key.make_params(f"req{i}", [(0, [3 + i]), (0, [3 + i])], 4, written=True))
@@ -474,7 +474,7 @@ def test_an_address_that_is_met_again_at_once_keeps_its_link() -> None:
     assert links_closed(decode) == []
 
 
-def hit(it: Pair, rank: Rank, request_id: str, params: Params) -> None:
+def hit(it: Pair, rank: Rank, request_id: str, params: KVTransferParams) -> None:
     """All of a request's blocks are here already: its ranks are only released."""
     pull = rank.core.pull(PullRequest(request_id, [(0, [])], params), 30.0, it.world.time(rank))
     for to, data in rank.core.outbox.take_packets():

@@ -24,17 +24,17 @@ from asynckv import (
     LentRequest,
     LocalProtocolError,
     PeerUnreachable,
-    PrefillGroup,
+    PrefillRanks,
     PullConfig,
     PullTimeout,
     ReadFailed,
     Statistics,
     WrongThread,
-    register_memory,
 )
 from asynckv.core.events import TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.geometry.plan import ReadRequest
+from asynckv.layout import register_memory
 from asynckv.ports import AgentInfo
 from asynckv.testing import SimControl, SimData, SimNetwork
 from tests.engines import Bench, memory, until
@@ -67,7 +67,6 @@ def calls(params: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
         "announce": ("another", params),
         "pull": ("another", [(0, [2])], params),
         "cancel": ("d",),
-        "discharge": ("d", params),
         "returned": ("d",),
         "would_block": (params,),
         "forget_peer": ("sim://1",),
@@ -127,7 +126,7 @@ async def test_every_public_method_is_refused_from_another_thread_and_nothing_ch
                     assert remedy in str(error)
                 assert state(engine) == before, name
         before = state(prefill.engine)
-        assert public(LentRequest) - HARMLESS == {"owed", "revoke", "wait_released"}
+        assert public(LentRequest) - HARMLESS == {"owed", "wait_released", "withdraw"}
         for name in sorted(public(LentRequest) - HARMLESS):
             assert isinstance(elsewhere(getattr(lent, name)), WrongThread), name
         assert state(prefill.engine) == before
@@ -164,7 +163,7 @@ async def test_what_cannot_change_is_read_from_any_thread(sim: Bench) -> None:
         for name in HARMLESS:
             owner = lent if hasattr(lent, name) else prefill.engine
             assert elsewhere(lambda owner=owner, name=name: getattr(owner, name)) is None  # type: ignore[misc]
-        lent.revoke()
+        lent.withdraw()
 
 
 @pytest.mark.anyio
@@ -194,7 +193,7 @@ def test_outside_of_its_loop_an_engine_answers_questions_and_does_nothing() -> N
     engine = sim.side("prefill", 1).engine
     loop = asyncio.new_event_loop()
     loop.run_until_complete(engine.start())
-    params = PrefillGroup("prefill", [engine.endpoint]).make_params("r", [(0, [1])], 16)
+    params = PrefillRanks("prefill", [engine.endpoint]).make_params("r", [(0, [1])], 16)
     before = state(engine)
     with pytest.raises(WrongThread, match=r"call_soon_threadsafe\(engine\.lend, \.\.\.\)"):
         engine.lend(params)
@@ -305,7 +304,7 @@ class BrokenData(SimData):
 
 async def served(bench: Bench, prefill: Engine, decode: Engine, number: int) -> None:
     """One request, from its params to the end of its lease, however long repeats take."""
-    group = PrefillGroup("prefill", [prefill.endpoint])
+    group = PrefillRanks("prefill", [prefill.endpoint])
     params = group.make_params(f"r{number}", [(0, [1])], 16, written=True)
     lent = prefill.lend(params)
     # Blocks of its own: one that may have been posted by a plane that raised is kept from everybody.
@@ -351,7 +350,7 @@ async def test_a_plane_that_raises_costs_no_turn(role: str, plane: str, nth: int
 
 async def timed_out(bench: Bench, prefill: Engine, decode: Engine) -> None:
     """A request that is never lent."""
-    params = PrefillGroup("prefill", [prefill.endpoint]).make_params("never", [(0, [1])], 16)
+    params = PrefillRanks("prefill", [prefill.endpoint]).make_params("never", [(0, [1])], 16)
     task = asyncio.create_task(decode.pull("never", [(0, [9])], params, timeout_s=1.0))
     while not task.done():
         await asyncio.sleep(0)
@@ -444,7 +443,7 @@ class Alone:
         self.world.run(0.1)
 
     def lend(self) -> None:
-        group = PrefillGroup("prefill", [self.engine.endpoint])
+        group = PrefillRanks("prefill", [self.engine.endpoint])
         params = group.make_params("r", [(0, [1])], 16, lease_s=3000.0)
         self.process.call_at(self.world.now, self.engine.lend, params)
 
@@ -554,7 +553,7 @@ async def test_a_step_that_holds_a_real_loop_is_noticed_when_it_ends(caplog: pyt
         assert 1.6 <= time.monotonic() - began < 2.5
         assert all(1.3 < r.seconds < 2.5 for r in said(caplog))  # type: ignore[attr-defined]
         assert prefill.engine.statistics().loop_lag_most_s > 1.3
-        lent.revoke()
+        lent.withdraw()
 
 
 @pytest.mark.anyio

@@ -13,7 +13,7 @@ from typing import Any, Self
 import pytest
 import structlog
 
-from asynckv import Engine, EngineConfig, LogConfig, PrefillGroup
+from asynckv import Engine, EngineConfig, LogConfig, PrefillRanks
 from asynckv.tools.diagnose.axis import Axis, make_axis
 from asynckv.tools.diagnose.join import Pull, join
 from asynckv.tools.diagnose.records import read_logs
@@ -59,7 +59,7 @@ class Side:
 
     async def __aenter__(self) -> Self:
         await self.engine.start()
-        self.group = PrefillGroup(self.engine.config.engine_id, [self.engine.endpoint])
+        self.group = PrefillRanks(self.engine.config.engine_id, [self.engine.endpoint])
         return self
 
     async def __aexit__(

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from asynckv import ConfigError, Endpoint, Metrics, PrefillGroup, Tracing, trace_context
+from asynckv import ConfigError, Endpoint, Metrics, PrefillRanks, Tracing, trace_context
 from asynckv.core.types import MAX_TRACESTATE, decode_params
 from asynckv.observe import tracing
 from docs.examples.service import pd_traces
@@ -234,7 +234,7 @@ async def test_of_what_never_ends_little_is_kept(sim: Bench, spans: Spans, monke
         ]
         assert len(traced._lent) == 3
         for each in lent:
-            each.revoke()
+            each.withdraw()
         await until(lambda: not traced._lent)
         assert {attributes(span)["asynckv.request_id"] for span in spans} == {"r3", "r4", "r5"}
 
@@ -259,12 +259,12 @@ ENDPOINT = Endpoint(0, "tcp://127.0.0.1:5555", "abc")
     ],
 )
 def test_a_context_that_is_none_is_left_out_and_fails_no_request(given: Any, found: tuple[str, str]) -> None:
-    params = decode_params(PrefillGroup("p", [ENDPOINT]).make_params("r", [(0, [1])], 16, trace=given))
+    params = decode_params(PrefillRanks("p", [ENDPOINT]).make_params("r", [(0, [1])], 16, trace=given))
     assert (params.traceparent, params.tracestate) == found
 
 
 def test_a_nearer_context_takes_the_place_of_that_in_the_params() -> None:
-    params = PrefillGroup("p", [ENDPOINT]).make_params("r", [(0, [1])], 16, trace={"traceparent": TRACEPARENT})
+    params = PrefillRanks("p", [ENDPOINT]).make_params("r", [(0, [1])], 16, trace={"traceparent": TRACEPARENT})
     nearer = TRACEPARENT.replace("00f067aa0ba902b7", "00f067aa0ba902b8")
     assert decode_params(params | trace_context({"traceparent": nearer})).traceparent == nearer
     assert decode_params(params | trace_context({"traceparent": "garbage"})).traceparent == TRACEPARENT
@@ -290,7 +290,7 @@ async def test_a_context_that_a_router_has_garbled_is_none(sim: Bench, spans: Sp
 class Told:
     """An engine behind HTTP that does what its role asks of asynckv."""
 
-    def __init__(self, side: Side, group: PrefillGroup, role: str) -> None:
+    def __init__(self, side: Side, group: PrefillRanks, role: str) -> None:
         self.side, self.group, self.role = side, group, role
         self.headers: list[Mapping[str, str]] = []
         self.fails = 0

@@ -26,7 +26,7 @@ import pytest
 import zmq
 from anyio.from_thread import start_blocking_portal
 
-from asynckv import Engine, EngineClosed, EngineConfig, PrefillGroup, PullError
+from asynckv import Engine, EngineClosed, EngineConfig, PrefillRanks, PullError
 from asynckv.config import KeysConfig
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAX_PACKET, MAX_REQUEST_PACKET
@@ -1017,7 +1017,7 @@ async def test_an_engine_whose_control_plane_has_ended_says_so_and_takes_nothing
         for seed, (name, control) in enumerate({"prefill": ZmqPlane(LOOPBACK), "decode": plane}.items())
     ]
     async with sides[0] as prefill, sides[1] as decode:
-        group = PrefillGroup("prefill", [prefill.endpoint])
+        group = PrefillRanks("prefill", [prefill.endpoint])
         never, later = (group.make_params(name, [(0, [3])], 16, written=True) for name in ("never", "later"))
         pull = asyncio.create_task(decode.pull("d1", [(0, [7])], never))
         await until(lambda: prefill.statistics().gauges["parked"] == 1)

@@ -27,7 +27,7 @@ from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
-from asynckv.core.types import Address, Endpoint, Params, Reason, TransferId, decode_params
+from asynckv.core.types import Address, Endpoint, KVTransferParams, Reason, TransferId, decode_params
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
@@ -35,7 +35,7 @@ from asynckv.geometry.match import assign
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.tables import PeerTables
-from asynckv.scheduler import PrefillGroup
+from asynckv.scheduler import PrefillRanks
 from asynckv.testing.fabric import Fabric, Nic, Origin, Port
 
 NUM_BLOCKS = 12
@@ -193,7 +193,7 @@ class World(Fabric):
         self.now = 0.0
         self.ranks: dict[str, Rank] = {}
         self.letters: list[Letter] = []
-        self.groups: dict[str, PrefillGroup] = {}
+        self.groups: dict[str, PrefillRanks] = {}
         self.config = config
         self.reuse = reuse
         self.auto_load = True
@@ -218,22 +218,29 @@ class World(Fabric):
 
     def params(
         self, ranks: Sequence[Rank], request_id: str, blocks: Sequence[int | None], num_tokens: int, **kwargs: object
-    ) -> Params:
+    ) -> KVTransferParams:
         endpoints = [r.endpoint for r in ranks]
         names = "+".join(e.incarnation for e in endpoints)
         if names not in self.groups:
             layout = ranks[0].core.identity.layout
-            self.groups[names] = PrefillGroup(ranks[0].core.identity.engine_id, endpoints, pp_size=layout.pp_size)
+            self.groups[names] = PrefillRanks(ranks[0].core.identity.engine_id, endpoints, pp_size=layout.pp_size)
         group = self.groups[names]
         return decode_params(group.make_params(request_id, [(0, blocks)], num_tokens, **kwargs))  # type: ignore[arg-type]
 
-    def lend(self, rank: Rank, params: Params, readers: int = 1) -> Lease:
+    def lend(self, rank: Rank, params: KVTransferParams, readers: int = 1) -> Lease:
         lease = rank.core.lend(params, readers, self.time(rank))
         self.settle(rank)
         return lease
 
     def pull(
-        self, rank: Rank, request_id: str, blocks: Sequence[int], params: Params, *, first: int = 0, timeout: float = 30
+        self,
+        rank: Rank,
+        request_id: str,
+        blocks: Sequence[int],
+        params: KVTransferParams,
+        *,
+        first: int = 0,
+        timeout: float = 30,
     ) -> Pull:
         pull = rank.core.pull(PullRequest(request_id, [(first, blocks)], params), timeout, self.time(rank))
         self.settle(rank)

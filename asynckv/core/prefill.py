@@ -104,7 +104,7 @@ class Ended(Struct, frozen=True, gc=False):
         if self.reason is not Reason.CONSUMED:
             return ""
         more = " and others" if self.readers > MAX_NAMED else ""
-        return f"released by {', '.join(map(repr, self.cohorts))}{more}; lent with readers={self.readers}"
+        return f"released by {', '.join(map(repr, self.cohorts))}{more}; lent with num_readers={self.readers}"
 
 
 class PrefillSide:
@@ -172,7 +172,7 @@ class PrefillSide:
         if key.memory_epoch < self.memory_epoch:
             raise LocalProtocolError(
                 f"the params of request {lent.request_id!r} are of memory epoch {key.memory_epoch}, but the memory "
-                f"was registered anew (epoch {self.memory_epoch}); make new params for it, with a PrefillGroup of the "
+                f"was registered anew (epoch {self.memory_epoch}); make new params for it, with a PrefillRanks of the "
                 f"engine's endpoint and memory_epoch as they are now"
             )
         if len(lent.groups) != len(self._layout.groups):

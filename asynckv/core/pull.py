@@ -31,7 +31,7 @@ from asynckv.core import notes
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.routes import Route
 from asynckv.core.source import MAX_CLAIM_PAUSE_S, RELEASE, ROLE, Source
-from asynckv.core.types import Cohort, Outcome, Params, PullId, Reason, RequestId, TransferId, members
+from asynckv.core.types import Cohort, KVTransferParams, Outcome, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.blocks import BlockIds
@@ -245,7 +245,7 @@ class PullRequest:
 
     request_id: str
     groups: Sequence[tuple[int, BlockIds]]
-    params: Params
+    params: KVTransferParams
     cohort_id: str = ""
     hashes: Sequence[str] | None = None
     num_tokens: int | None = None
@@ -272,7 +272,7 @@ class Pull:
 
     pull_id: PullId
     request_id: RequestId
-    params: Params
+    params: KVTransferParams
     cohort: Cohort
     digest: bytes
     sources: list[Source]

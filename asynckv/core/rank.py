@@ -38,7 +38,7 @@ from asynckv.core.readers import Identity, Readers
 from asynckv.core.source import ROLE, Source
 from asynckv.core.survey import Survey
 from asynckv.core.timers import Timed, Timers
-from asynckv.core.types import Address, Cohort, Params, PullId, Reason, ReplyTo, RequestId
+from asynckv.core.types import Address, Cohort, KVTransferParams, PullId, Reason, ReplyTo, RequestId
 from asynckv.core.watch import Watch, warn_after
 from asynckv.core.wire import (
     Claim,
@@ -124,7 +124,7 @@ class RankCore:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def lend(self, params: Params, readers: int, now: float) -> Lease:
+    def lend(self, params: KVTransferParams, readers: int, now: float) -> Lease:
         """Lend what the params describe.
 
         Raises:
@@ -158,7 +158,7 @@ class RankCore:
         )
         return self.prefill.lend(lent, now)
 
-    def withdraw(self, params: Params, now: float) -> tuple[str, ...] | None:
+    def withdraw(self, params: KVTransferParams, now: float) -> tuple[str, ...] | None:
         """Never lend a request whose params left; revoke it if it is lent.
 
         Returns:
@@ -170,7 +170,7 @@ class RankCore:
         self._check_ours(params)
         return self.prefill.withdraw(params.key, now)
 
-    def _check_ours(self, params: Params) -> None:
+    def _check_ours(self, params: KVTransferParams) -> None:
         layout = self.identity.layout
         there = (params.engine_id, params.tp_size, params.pp_size)
         if there != (self.identity.engine_id, layout.tp_size, layout.pp_size):
@@ -179,7 +179,7 @@ class RankCore:
                 f"{params.pp_size}, but this is {self.identity.engine_id!r} of {layout.tp_size} and {layout.pp_size}"
             )
 
-    def announce(self, request_id: str, params: Params, cohort_id: str, wait_s: float, now: float) -> Pull:
+    def announce(self, request_id: str, params: KVTransferParams, cohort_id: str, wait_s: float, now: float) -> Pull:
         """Start a pull without blocks: handshake, claim and renewals happen from here on.
 
         What is announced already has until `wait_s` from now.
@@ -352,7 +352,12 @@ class RankCore:
         self.decode.cancel(pull, now)
         return True
 
-    def discharge(self, request_id: str, params: Params, cohort_id: str, now: float) -> None:
+    def is_pulled(self, request_id: str) -> bool:
+        """Whether a pull of this id is under way, which has or wants blocks."""
+        pull = self.decode.by_request.get(RequestId(request_id))
+        return pull is not None and pull.lists is not None
+
+    def discharge(self, request_id: str, params: KVTransferParams, cohort_id: str, now: float) -> None:
         """Tell all ranks of a request that this reader needs nothing of it, announced or not.
 
         Nobody is met for it, and nothing new begins: so it may come while the engine drains.
@@ -379,7 +384,7 @@ class RankCore:
         self.decode.announce(pull, now)
         self.decode.fail(pull, reason, "no attempt follows", now)
 
-    def would_block(self, params: Params) -> bool:
+    def would_block(self, params: KVTransferParams) -> bool:
         """Whether a pull of this request would have to wait for others, if it came now."""
         try:
             flow = self.decode.routes.answered_for(params.request_id, params).flow

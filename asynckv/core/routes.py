@@ -15,7 +15,7 @@ from typing import NamedTuple
 from asynckv.core.flow import FlowKey
 from asynckv.core.peer import Peer
 from asynckv.core.source import RemoteRank
-from asynckv.core.types import Address, Endpoint, Params, Place, Reason, rank_name
+from asynckv.core.types import Address, Endpoint, KVTransferParams, Place, Reason, rank_name
 from asynckv.errors import LayoutError, PlanRefused
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import NotCovered, assign, predicted, remote_ranks
@@ -80,7 +80,7 @@ class Routes:
         """Ranks that were met together, and groups of which something is wanted -> what is read of each, or why these
         ranks are not enough."""
 
-    def answered_for(self, request_id: str, params: Params) -> Route:
+    def answered_for(self, request_id: str, params: KVTransferParams) -> Route:
         """Return the remote ranks that this one answers for.
 
         Raises:
@@ -97,7 +97,7 @@ class Routes:
             self._groups[group] = found
         return found
 
-    def _answered_for(self, request_id: str, params: Params) -> Route:
+    def _answered_for(self, request_id: str, params: KVTransferParams) -> Route:
         listed = {(e.pp_stage, e.tp_rank) for e in params.endpoints}
         whole = len(listed) == len(params.endpoints) == params.tp_size * params.pp_size
         if not (whole and all(s < params.pp_size and r < params.tp_size for s, r in listed)):

@@ -21,7 +21,7 @@ MAX_GAPS = 65_536
 """Gaps that are kept, over all schedulers: some 5 MB at most. Each is a request, or more, that later ones passed."""
 
 MAX_EPOCHS = 4096
-"""Schedulers that are told apart (a `PrefillGroup` is one; not one per request). Beyond that the one is forgotten of
+"""Schedulers that are told apart (a `PrefillRanks` is one; not one per request). Beyond that the one is forgotten of
 which nothing was lent for longest, and with it which of its keys are spent. Only the engine's own calls bring more."""
 
 

@@ -104,10 +104,10 @@ class Endpoint(Struct, frozen=True, gc=False):
     pp_stage: Rank = 0
 
 
-class Params(Struct, frozen=True, kw_only=True, gc=False):
+class KVTransferParams(Struct, frozen=True, kw_only=True, gc=False):
     """What travels from the prefill side to the decode side by way of a router: plain data.
 
-    `PrefillGroup.make_params` makes them, as a dict that JSON can carry. They describe all ranks of the prefill engine,
+    `PrefillRanks.make_params` makes them, as a dict that JSON can carry. They describe all ranks of the prefill engine,
     because one rank does not know the others. Whoever has them can claim and release the request.
 
     Attributes:
@@ -150,7 +150,7 @@ class Params(Struct, frozen=True, kw_only=True, gc=False):
     tracestate: Annotated[str, Meta(max_length=MAX_TRACESTATE)] = ""
 
 
-_described = msgspec.msgpack.Decoder(Params)
+_described = msgspec.msgpack.Decoder(KVTransferParams)
 """Made on import, so that no two threads are the first to decode one.
 
 msgspec describes a `Struct` when it is first decoded. Two threads that do so at once end the process with SIGSEGV
@@ -260,19 +260,19 @@ def _num_runs(groups: object) -> int:
     return total
 
 
-def decode_params(value: object) -> Params:
-    """Validate params that came through a router (a `Params` or what `json.loads` made of one).
+def decode_params(value: object) -> KVTransferParams:
+    """Validate params that came through a router (a `KVTransferParams` or what `json.loads` made of one).
 
     Raises:
         RemoteProtocolError: Naming the field that is wrong.
     """
     try:
-        if isinstance(value, Params):
-            return sendable(value, Params)
+        if isinstance(value, KVTransferParams):
+            return sendable(value, KVTransferParams)
         if isinstance(value, dict) and (runs := _num_runs(value.get("groups"))) > MAX_RUNS:
             # Before they are looked at: a scheduler's thread would check them for as long as they are many.
             raise RemoteProtocolError(f"params are malformed: {runs} runs of block ids; at most {MAX_RUNS} are taken")
-        params = msgspec.convert(value, Params)
+        params = msgspec.convert(value, KVTransferParams)
         # Whether their text can be sent. Of all else their types say so, and a long prompt has thousands of runs.
         key, trace = params.key, (params.traceparent, params.tracestate)
         texts = params.engine_id, params.request_id, params.endpoints, params.hashes, trace

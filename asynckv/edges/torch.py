@@ -2,8 +2,8 @@
 
 An engine has tensors whose dims it can name. What a `Layout` says of memory follows from them: their storages are the
 memories, their shapes and strides the views, and nothing is guessed. What a GPU does is asynchronous, and NIXL asks no
-stream: `written` waits, before blocks are lent, for the events behind what writes them. `CudaMirror` is for benchmarks
-and checks, which fill and compare a GPU's memory from the host.
+stream: `synchronize` waits, before blocks are lent, for the events behind what writes them. `CudaMirror` is for
+benchmarks and checks, which fill and compare a GPU's memory from the host.
 
 It loads torch on first use.
 """
@@ -91,8 +91,8 @@ class Event(Protocol):
         """Block until everything before it is done."""
 
 
-async def written(*events: Event) -> None:
-    """Wait until a GPU has passed these events, without holding the loop: `await written(event); engine.lend(...)`.
+async def synchronize(*events: Event) -> None:
+    """Wait until a GPU has passed these events, without holding the loop: `await synchronize(event); engine.lend(...)`.
 
     Record one on every stream whose kernels write the blocks. NIXL reads the memory without asking any stream.
     Make them with `torch.cuda.Event(blocking=True)`: then the thread that waits sleeps.

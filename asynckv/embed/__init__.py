@@ -18,7 +18,6 @@ from asynckv.embed.ledgers import DecodeLedger, PrefillLedger
 from asynckv.embed.orders import (
     Announce,
     Cancel,
-    Discharge,
     Failed,
     Finished,
     Lend,
@@ -37,7 +36,6 @@ __all__ = [
     "Announce",
     "Cancel",
     "DecodeLedger",
-    "Discharge",
     "EngineDesk",
     "EngineThread",
     "Failed",

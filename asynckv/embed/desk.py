@@ -22,7 +22,6 @@ from asynckv.core.types import decode_params
 from asynckv.embed.orders import (
     Announce,
     Cancel,
-    Discharge,
     Failed,
     Finished,
     Lend,
@@ -128,7 +127,7 @@ class EngineDesk:
             else:
                 self._wake()
             if self._is_over:  # just now: nobody looks any more
-                self.refuse_all()
+                self._refuse_all()
 
     def take_finished(self) -> Finished:
         """Return what has ended since the last call."""
@@ -148,11 +147,11 @@ class EngineDesk:
 
     # -- ending ------------------------------------------------------------------------------------
 
-    def shut(self) -> None:
+    def _shut(self) -> None:
         """Take no more orders; those that were handed over before may still be carried out."""
         self._is_shut = True
 
-    def refuse_all(self) -> None:
+    def _refuse_all(self) -> None:
         """Carry out nothing more: every order that still waits is refused (`Finished.refused`, or `failed`)."""
         self._is_shut = self._is_over = True
         while self._handed or self._left:
@@ -163,7 +162,7 @@ class EngineDesk:
             for order in orders if isinstance(orders, tuple) else (orders,):
                 self._refuse(order, EngineClosed("the engine was closed before this was carried out"))
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Forget everything, in a forked process: all of it belongs to the parent."""
         self._is_shut = self._is_over = True
         for each in (self._handed, self._left, self._news):
@@ -175,21 +174,21 @@ class EngineDesk:
         Args:
             timeout_s: How long this may take.
         """
-        self.shut()
+        self._shut()
         until = time.monotonic() + timeout_s
         while (self._handed or self._left or self._unbegun) and time.monotonic() < until:
             self.carry_out()
             await asyncio.sleep(0)
 
-    async def settle(self) -> None:
+    async def _settle(self) -> None:
         """Wait until all that was carried out has ended, after the engine was closed; refuse the rest."""
-        self.refuse_all()
+        self._refuse_all()
         if self._tasks:
             await asyncio.wait(tuple(self._tasks))
 
-    def abandon(self, cause: BaseException) -> None:
+    def _abandon(self, cause: BaseException) -> None:
         """End everything that has not ended as failed, because the loop runs no longer."""
-        self.refuse_all()
+        self._refuse_all()
         tasks, self._tasks = self._tasks, {}  # what they say from here on is not told: this was the last word
         for task, order in tasks.items():
             if task in self._unbegun:
@@ -200,7 +199,7 @@ class EngineDesk:
                 self._tell("retired", order.request_id)
             elif isinstance(order, Lend):
                 request_id = decode_params(order.params).request_id
-                self._tell("sent", LeaseEnd(request_id, "closed", {}, ("*",), 0.0))
+                self._tell("finished_sending", LeaseEnd(request_id, "closed", {}, ("*",), 0.0))
 
     # -- on the loop -------------------------------------------------------------------------------
 
@@ -250,21 +249,19 @@ class EngineDesk:
                 self._unbegun.add(self._go(self._load(order, self._offload()), order))
             case Store():
                 self._unbegun.add(self._go(self._store(order, self._offload()), order))
-            case Discharge():
-                engine.discharge(order.request_id, order.params, cohort_id=order.cohort_id)
             case Cancel():
-                engine.cancel(order.request_id)
+                engine.cancel(order.request_id, order.params, cohort_id=order.cohort_id)
                 if engine._driver.guests:
                     self._offload().cancel(order.request_id)
             case Lend():
-                self._go(self._sent(engine.lend(order.params, readers=order.readers)), order)
+                self._go(self._sent(engine.lend(order.params, num_readers=order.num_readers)), order)
             case Withdraw():
                 engine.withdraw(order.params)
             case Reclaim():
                 engine.reclaim(order.num_blocks)
             case _:
                 raise LocalProtocolError(
-                    f"{shown(order)} is no order; give Announce, Pull, Discharge, Cancel, Lend, Withdraw, Reclaim, "
+                    f"{shown(order)} is no order; give Announce, Pull, Cancel, Lend, Withdraw, Reclaim, "
                     f"Lookup, Store or Load"
                 )
 
@@ -307,7 +304,7 @@ class EngineDesk:
             priority=order.priority,
             retries=order.retries,
         )
-        await self._outcome(order, pull, "received", self.engine.returned)
+        await self._outcome(order, pull, "finished_recving", self.engine.returned)
 
     async def _load(self, order: Load, offload: Offload) -> None:
         load = offload.load(
@@ -382,13 +379,13 @@ class EngineDesk:
 
     async def _sent(self, lent: LentRequest) -> None:
         try:
-            self._report("sent", await lent.wait_released())
+            self._report("finished_sending", await lent.wait_released())
         except asyncio.CancelledError:
-            self._report("sent", LeaseEnd(lent.request_id, "closed", {}, lent.owed(), 0.0))
+            self._report("finished_sending", LeaseEnd(lent.request_id, "closed", {}, lent.owed(), 0.0))
             raise
 
     def _report(self, kind: str, value: object) -> None:
-        """Tell what became of an order that was carried out, unless its last word has been said (`abandon`)."""
+        """Tell what became of an order that was carried out, unless its last word has been said (`_abandon`)."""
         if asyncio.current_task() in self._tasks:
             self._tell(kind, value)
 

@@ -24,12 +24,12 @@ from typing import Any
 import msgspec
 
 from asynckv.arguments import integer
-from asynckv.core.types import Key, Params, decode_params
-from asynckv.embed.orders import Announce, Cancel, Discharge, Finished, Lend, Order, Pull, Withdraw
+from asynckv.core.types import Key, KVTransferParams, decode_params
+from asynckv.embed.orders import Announce, Cancel, Finished, Lend, Order, Pull, Withdraw
 from asynckv.errors import LocalProtocolError, PeerLost
 from asynckv.geometry.bounds import MAX_RANKS
 from asynckv.results import LeaseEnd, PullResult
-from asynckv.scheduler import PrefillGroup
+from asynckv.scheduler import PrefillRanks
 
 MAX_SPENT = 4096
 """Params that are remembered once they were used up."""
@@ -97,12 +97,12 @@ class Fetch:
         ranks: Ranks that have not said how the pull ended; None until its order has left.
         held: Ranks on which something may still write the blocks.
         announcement: The number of the announcement among all orders.
-        is_discharged: A rank has refused the pull, and was told to release the request.
+        is_released: A rank has refused the pull before it began, and was told to release the request.
     """
 
     request_id: str
     name: str
-    params: Params
+    params: KVTransferParams
     plain: dict[str, Any]
     state: State = State.QUEUED
     groups: Groups = ()
@@ -112,7 +112,7 @@ class Fetch:
     ranks: set[int] | None = None
     held: set[int] = field(default_factory=set)
     announcement: int = 0
-    is_discharged: bool = False
+    is_released: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -263,7 +263,7 @@ class DecodeLedger:
         self._move(fetch, Event.CANCEL)
         if before is State.QUEUED:
             self._orders.pop(fetch.announcement, None)
-            self._order(Discharge(fetch.name, fetch.plain))
+            self._order(Cancel(fetch.name, fetch.plain))
         elif before is State.PULLING:
             self._order(Cancel(fetch.name))
 
@@ -290,7 +290,7 @@ class DecodeLedger:
 
     def take_finished(self, rank: int, finished: Finished) -> None:
         """Hear what has ended on a rank. What is no pull of this ledger is left to the caller."""
-        for result in finished.received:
+        for result in finished.finished_recving:
             if (fetch := self._ended(rank, result.request_id)) is not None:
                 fetch.results[rank] = result
                 self._conclude(fetch)
@@ -300,10 +300,6 @@ class DecodeLedger:
             if (fetch := self._ended(rank, failed.request_id)) is not None:
                 if failed.is_held:
                     fetch.held.add(rank)
-                if failed.is_unbegun and not fetch.is_discharged:
-                    # It was refused before it began, so this rank has released nothing; to the others it is no news.
-                    fetch.is_discharged = True
-                    self._order(Discharge(fetch.name, fetch.plain))
                 self._fail(fetch, rank, failed.error)
                 self._conclude(fetch)
         for name in finished.returned:
@@ -360,7 +356,12 @@ class DecodeLedger:
     def _fail(self, fetch: Fetch, rank: int, error: Exception) -> None:
         """Take note of a failure, and end the pull on the other ranks: nobody needs their part any more."""
         fetch.errors[rank] = error
-        if fetch.state is State.PULLING and fetch.ranks:
+        is_unbegun = not getattr(error, "failed_in", "") and rank not in self._missing
+        if is_unbegun and not fetch.is_released:
+            # This rank has released nothing. To the others, params or not, it says that the pull is to end.
+            fetch.is_released = True
+            self._order(Cancel(fetch.name, fetch.plain))
+        elif fetch.state is State.PULLING and fetch.ranks:
             self._order(Cancel(fetch.name))
         self._move(fetch, Event.FAIL)
 
@@ -439,7 +440,7 @@ class PrefillLedger:
         ranks: The engine's ranks, as its scheduler describes them to readers.
     """
 
-    def __init__(self, ranks: PrefillGroup) -> None:
+    def __init__(self, ranks: PrefillRanks) -> None:
         self.ranks = ranks
         self._missing: set[int] = set()
         self._orders: list[Order] = []
@@ -473,7 +474,7 @@ class PrefillLedger:
     ) -> dict[str, Any]:
         """Lend a request on every rank; returns its params for the decode engine. The blocks return in `take_free`.
 
-        The arguments are those of `PrefillGroup.make_params`, and:
+        The arguments are those of `PrefillRanks.make_params`, and:
 
         Args:
             is_written: Whether the KV is in the blocks already. Else the params may travel ahead of the data: call
@@ -554,7 +555,7 @@ class PrefillLedger:
 
     def take_finished(self, rank: int, finished: Finished) -> None:
         """Hear what has ended on a rank. What is no loan of this ledger is left to the caller."""
-        for end in finished.sent:
+        for end in finished.finished_sending:
             # If the engine was closed too soon, readers may read until its process ends (`rank_died`).
             if (loan := self._loans.get(end.request_id)) is not None and end.cause != "closed":
                 loan.ends[rank] = end
@@ -578,7 +579,7 @@ class PrefillLedger:
             self._withdraw(loan)
             self._ended(loan, rank)
 
-    def rank_joined(self, rank: int, ranks: PrefillGroup) -> None:
+    def rank_joined(self, rank: int, ranks: PrefillRanks) -> None:
         """Go on with a new rank in the place of one that died.
 
         Args:

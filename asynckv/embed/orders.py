@@ -3,9 +3,9 @@
 A scheduler decides once per step what is to happen, and its workers carry it out. So everything that a step asks for is
 a list of orders, handed over in one go, and everything that has ended since the last look is one `Finished`.
 
-Every order ends in one place, once: a `Pull` in `received` or `failed`, a `Load` in `loaded` or `failed`, a `Lend` in
-`sent` or `refused`, a `Store` in `stored` or `failed`, a `Lookup` in `found` or `refused`, any other in `refused`, or
-nowhere if there was nothing to complain of. That holds when the engine is closed under way, too.
+Every order ends in one place, once: a `Pull` in `finished_recving` or `failed`, a `Load` in `loaded` or `failed`, a
+`Lend` in `finished_sending` or `refused`, a `Store` in `stored` or `failed`, a `Lookup` in `found` or `refused`, any
+other in `refused`, or nowhere if there was nothing to complain of. That holds when the engine is closed under way, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Announce(Order, frozen=True):
 
 
 class Pull(Order, frozen=True, kw_only=True):
-    """Fill blocks with a lent request's KV (`Engine.pull`). Ends in `Finished.received` or `failed`, always."""
+    """Fill blocks with a lent request's KV (`Engine.pull`). Ends in `Finished.finished_recving` or `failed`, always."""
 
     request_id: str
     groups: Sequence[tuple[int, Sequence[int | None]]]
@@ -52,31 +52,23 @@ class Pull(Order, frozen=True, kw_only=True):
     is_last: bool = True
 
 
-class Discharge(Order, frozen=True):
-    """Release a request that is not needed, announced or not (`Engine.discharge`).
-
-    Ends in `Finished.refused` if it was refused, else nowhere.
-    """
-
-    request_id: str
-    params: Mapping[str, Any]
-    cohort_id: str = ""
-
-
 class Cancel(Order, frozen=True):
     """Give up a request that is announced, pulled, stored or loaded (`Engine.cancel`, `Offload.cancel`).
 
-    Ends in `Finished.refused` if it was refused, else nowhere; what it gave up ends where it always does.
+    With `params` it releases a request that this engine knows nothing of, too. Ends in `Finished.refused` if it was
+    refused, else nowhere; what it gave up ends where it always does.
     """
 
     request_id: str
+    params: Mapping[str, Any] | None = None
+    cohort_id: str = ""
 
 
 class Lend(Order, frozen=True):
-    """Lend the blocks that params describe (`Engine.lend`). Ends in `Finished.sent` or `refused`, always."""
+    """Lend blocks (`Engine.lend`). Ends in `Finished.finished_sending` or `refused`, always."""
 
     params: Mapping[str, Any]
-    readers: int = 1
+    num_readers: int = 1
 
 
 class Withdraw(Order, frozen=True):
@@ -91,7 +83,7 @@ class Withdraw(Order, frozen=True):
 class Reclaim(Order, frozen=True):
     """Say that so many blocks are wanting: requests that were lent for long are revoked (`Engine.reclaim`).
 
-    Ends in `Finished.refused` if it was refused, else nowhere; what it revokes ends in `Finished.sent`.
+    Ends in `Finished.refused` if it was refused, else nowhere; what it revokes ends in `Finished.finished_sending`.
     """
 
     num_blocks: int
@@ -145,7 +137,7 @@ class Failed:
 
     @property
     def is_unbegun(self) -> bool:
-        """Whether it was refused before it began. A pull has released nothing then: give a `Discharge`."""
+        """Whether it was refused before it began. A pull has released nothing then: give a `Cancel` with its params."""
         return not getattr(self.error, "failed_in", "")
 
 
@@ -167,9 +159,9 @@ class Finished:
     """What has ended since the last call. Each end is told once.
 
     Attributes:
-        sent: Lent requests whose blocks are this engine's again, released or not (`LeaseEnd.cause`). Exception: what
-            `close` returned as cut short; nobody may write those blocks before the process ends.
-        received: Pulls whose bytes are in place.
+        finished_sending: Lent requests whose blocks are this engine's again, released or not (`LeaseEnd.cause`).
+            Exception: what `close` returned as cut short; nobody may write those blocks before the process ends.
+        finished_recving: Pulls whose bytes are in place; one that failed is in `failed`.
         found: What lookups have found, each with its request's id.
         stored: Stores that have ended; their blocks are the engine's again.
         loaded: Loads that have ended; `Loaded.num_tokens` says how many tokens are in place.
@@ -179,8 +171,8 @@ class Finished:
         refused: Orders that were refused, other than pulls, loads and stores.
     """
 
-    sent: list[LeaseEnd] = field(default_factory=list)
-    received: list[PullResult] = field(default_factory=list)
+    finished_sending: list[LeaseEnd] = field(default_factory=list)
+    finished_recving: list[PullResult] = field(default_factory=list)
     found: list[tuple[str, Found]] = field(default_factory=list)
     stored: list[Stored] = field(default_factory=list)
     loaded: list[Loaded] = field(default_factory=list)

@@ -182,7 +182,7 @@ class EngineThread:
         """
         timeout_s = number("timeout_s", timeout_s, 0)
         self._is_closing = True
-        self._desk.shut()
+        self._desk._shut()
         if not self._is_asked_for:
             self._cause = "it was closed before it was started"
             return ()
@@ -405,8 +405,8 @@ class EngineThread:
         except BaseException as exc:
             self._crashed(exc)
         self._is_closing = self._is_over = True
-        self._desk.shut()
-        self._desk.refuse_all()
+        self._desk._shut()
+        self._desk._refuse_all()
         for call in tuple(self._calls):
             self._fail(call)
         for closer in tuple(self._closers):
@@ -438,7 +438,7 @@ class EngineThread:
         if not main.done() or main.cancelled() or main.exception() is not None:
             # The engine could not be ended. Whoever reads what is lent may go on for as long as was promised.
             time.sleep(self.engine.config.lease.grant_s)
-            self._desk.abandon(RuntimeError(self._cause))
+            self._desk._abandon(RuntimeError(self._cause))
         if tasks := asyncio.all_tasks(loop):
             for task in tasks:
                 task.cancel()
@@ -452,7 +452,7 @@ class EngineThread:
             self._cause = f"{type(exc).__name__}: {exc}"
             self._untold.append(exc)
         self._has_crashed = self._is_closing = True
-        self._desk.shut()
+        self._desk._shut()
         self._on_news()
 
     async def _live(self) -> None:
@@ -492,7 +492,7 @@ class EngineThread:
             del self._closers[:closers]
             self._is_ending = False
             return False
-        await self._desk.settle()
+        await self._desk._settle()
         self._take_snapshot()
         if not self._has_crashed:
             self._cause = "it was closed"
@@ -542,7 +542,7 @@ class EngineThread:
         self._cause = "the process was forked, and its threads stayed with the parent"
         self._bell_for_news, self._news_bell, self._loop = Bell(), None, None
         self._untold.clear()
-        self._desk.forget()
+        self._desk._forget()
 
 
 def _after_fork() -> None:

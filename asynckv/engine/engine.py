@@ -31,7 +31,7 @@ from asynckv.core.types import (
     MAX_HASHES,
     Address,
     Endpoint,
-    Params,
+    KVTransferParams,
     Reason,
     RequestId,
     decode_params,
@@ -293,7 +293,7 @@ class Engine:
     async def resume(self, registration: Registration | None = None) -> None:
         """Register memory again and serve anew, like another start of the process: old params are refused.
 
-        `endpoint` and `memory_epoch` change: make a new `PrefillGroup` of them.
+        `endpoint` and `memory_epoch` change: make a new `PrefillRanks` of them.
 
         Args:
             registration: Where the memory lies now; where it was before if left out.
@@ -353,7 +353,7 @@ class Engine:
 
     @property
     def endpoint(self) -> Endpoint:
-        """How decode ranks reach this one; for the `endpoints` of a `PrefillGroup`.
+        """How decode ranks reach this one; for the `endpoints` of a `PrefillRanks`.
 
         Raises:
             EngineClosed: The engine was not started.
@@ -365,7 +365,7 @@ class Engine:
 
     @property
     def memory_epoch(self) -> int:
-        """How often this engine's memory was registered anew; for a `PrefillGroup`, the greatest of all ranks'."""
+        """How often this engine's memory was registered anew; for a `PrefillRanks`, the greatest of all ranks'."""
         # Any thread may ask, even while the engine starts.
         return self._driver.core.prefill.memory_epoch if hasattr(self._driver, "core") else 0
 
@@ -381,14 +381,14 @@ class Engine:
 
     # -- prefill -----------------------------------------------------------------------------------
 
-    def lend(self, params: Params | Mapping[str, Any], *, readers: int = 1) -> LentRequest:
+    def lend(self, params: KVTransferParams | Mapping[str, Any], *, num_readers: int = 1) -> LentRequest:
         """Lend the blocks that params describe. Call it on every prefill rank.
 
-        The KV must be in the blocks already (`written` waits for a GPU). Lend requests in any order, each once.
+        The KV must be in the blocks already (`synchronize` waits for a GPU). Lend requests in any order, each once.
 
         Args:
-            params: What `PrefillGroup.make_params` returned. The decode side may have them already.
-            readers: How many decode engines will read the request, each once. The blocks return when so many have
+            params: What `PrefillRanks.make_params` returned. The decode side may have them already.
+            num_readers: How many decode engines will read the request, each once. The blocks return when so many have
                 released; one that never comes costs the rest of `lease_s`, and one more is refused.
 
         Raises:
@@ -398,17 +398,17 @@ class Engine:
                 written.
         """
         self._home.here(self.lend)
-        readers = integer("readers", readers, 1, MAX_RANKS)
+        num_readers = integer("num_readers", num_readers, 1, MAX_RANKS)
         wanted, driver = decode_params(params), self._driver
         driver.soon()  # first: without a turn nothing may begin
         now = self._clock.now()
-        lease = driver.core.lend(wanted, readers, now)
+        lease = driver.core.lend(wanted, num_readers, now)
         self._recorder.lease_lent(lease, now)
         if driver.observers:
             driver.tell(Observer.lease_lent, lease, wanted, now)
         return LentRequest(driver, lease)
 
-    def withdraw(self, params: Params | Mapping[str, Any]) -> None:
+    def withdraw(self, params: KVTransferParams | Mapping[str, Any]) -> None:
         """Say that a request was aborted and will never be lent. Call it on every prefill rank.
 
         Readers that wait for it are refused at once (`withdrawn`), and so are those that come later. (If more readers
@@ -416,7 +416,7 @@ class Engine:
         already is revoked; one that has ended stays as it is. So the caller need not know how far the request is.
 
         Args:
-            params: What `PrefillGroup.make_params` returned.
+            params: What `PrefillRanks.make_params` returned.
 
         Raises:
             EngineClosed: The engine was not started.
@@ -456,11 +456,16 @@ class Engine:
     # -- decode ------------------------------------------------------------------------------------
 
     def announce(
-        self, request_id: str, params: Params | Mapping[str, Any], *, wait_s: float | None = None, cohort_id: str = ""
+        self,
+        request_id: str,
+        params: KVTransferParams | Mapping[str, Any],
+        *,
+        wait_s: float | None = None,
+        cohort_id: str = "",
     ) -> None:
         """Say that a request will be pulled: handshake, claim and renewals start now.
 
-        Call `pull`, `discharge` or `cancel` with the same id within `wait_s`; else the engine gives the request up, and
+        Call `pull` or `cancel` with the same id within `wait_s`; else the engine gives the request up, and
         tells the prefill side that this reader failed. Until then it claims and renews the request, up to the prefill
         side's `lease.max_lease_s`. Announce it again with the same params to have `wait_s` from then on.
 
@@ -490,7 +495,7 @@ class Engine:
         self,
         request_id: str,
         groups: Groups,
-        params: Params | Mapping[str, Any],
+        params: KVTransferParams | Mapping[str, Any],
         *,
         timeout_s: float | None = None,
         cohort_id: str = "",
@@ -566,59 +571,51 @@ class Engine:
             del self._retrying[request_id]
             driver.soon()
 
-    def cancel(self, request_id: str) -> bool:
-        """Give up a request that is announced, pulled or waiting for a retry.
+    def cancel(
+        self, request_id: str, params: KVTransferParams | Mapping[str, Any] | None = None, *, cohort_id: str = ""
+    ) -> bool:
+        """Give up a request: announced, pulled or waiting for a retry; with `params` also one that was none of these.
 
         The reader is discharged on the prefill side, whatever `is_last` said. Between two attempts of the caller's own
-        (`is_last=False`) there is nothing to give up: call `discharge`, or the lease runs out.
+        (`is_last=False`) give the params, or the lease runs out.
 
-        Returns:
-            Whether there was something to give up.
-        """
-        self._home.here(self.cancel)
-        request_id = text("request_id", request_id)
-        driver = self._driver
-        driver.soon()
-        found = driver.core.cancel(request_id, self._clock.now())
-        if (retrying := self._retrying.get(request_id)) is not None:
-            retrying.end(Reason.CANCELLED)
-            found = True
-        return found
-
-    def discharge(self, request_id: str, params: Params | Mapping[str, Any], *, cohort_id: str = "") -> None:
-        """Release a lent request of which nothing is needed, announced or not. Call it on every decode rank.
-
-        For a full prefix hit, or a request that is aborted before its blocks are allocated. To the prefill ranks it is
-        the same as a pull without blocks, and nobody waits for its outcome. It needs no handshake, and costs one
-        message per prefill rank that this rank answers for, ranks that it would not have read included. The prefill
-        ranks free their blocks when all readers have released them. A request that is not lent yet is freed when it is
-        lent (within the prefill side's `lease.parked_s`; later its lease runs out). The message is repeated until it is
-        acknowledged, for `pull.release_timeout_s`; the lease of a rank that cannot be reached runs out.
-
-        Call it at any time except during a pull. A second call repeats the message and changes nothing. An engine that
-        drains still discharges.
+        With params the request is released although nothing was read of it: for a full prefix hit, or a request that
+        is aborted before its blocks are allocated. Call it on every decode rank. It needs no handshake, and costs one
+        message per prefill rank that this rank answers for, ranks that it would not have read included. A request that
+        is not lent yet is freed when it is lent (within the prefill side's `lease.parked_s`; later its lease runs out).
+        The message is repeated until it is acknowledged, for `pull.release_timeout_s`; the lease of a rank that cannot
+        be reached runs out. An engine that drains still does all this.
 
         Args:
             request_id: The decode side's id.
             params: What the prefill side gave out for the request.
-            cohort_id: As for `pull`.
+            cohort_id: As for `pull`; for a request with params.
+
+        Returns:
+            Whether there was something to give up; always with params.
 
         Raises:
-            EngineClosed: The engine was not started, is closed or suspended.
+            EngineClosed: With params: the engine was not started, is closed or suspended.
             PlanRefused: The params do not list a whole group of ranks.
-            LocalProtocolError: The request is being pulled (`cancel` it: its blocks may be written still), or was
-                announced with other params or another cohort_id.
+            LocalProtocolError: The request was announced with other params or another cohort_id.
             RemoteProtocolError: The params are malformed.
         """
-        self._home.here(self.discharge)
+        self._home.here(self.cancel)
         request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
-        if request_id in self._retrying:
-            raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled; cancel it")
-        wanted, driver = decode_params(params), self._driver
-        if self._life.is_shut or self._life.state is LifeState.SUSPENDED:
-            raise EngineClosed(f"the engine is {self._life.state.value}, and can tell nobody")
+        driver, retrying = self._driver, self._retrying.get(request_id)
+        if params is not None and retrying is None and not driver.core.is_pulled(request_id):
+            wanted = decode_params(params)
+            if self._life.is_shut or self._life.state is LifeState.SUSPENDED:
+                raise EngineClosed(f"the engine is {self._life.state.value}, and can tell nobody")
+            driver.soon()
+            driver.core.discharge(request_id, wanted, cohort_id, self._clock.now())
+            return True
         driver.soon()
-        driver.core.discharge(request_id, wanted, cohort_id, self._clock.now())
+        found = driver.core.cancel(request_id, self._clock.now())
+        if retrying is not None:
+            retrying.end(Reason.CANCELLED)
+            found = True
+        return found
 
     async def returned(self, request_id: str) -> None:
         """Wait until no attempt at a request can write any block.
@@ -639,7 +636,7 @@ class Engine:
                 return
             await driver.waiting.setdefault(held.pull_id, Waiting(held, self._home)).until_returned()
 
-    def would_block(self, params: Params | Mapping[str, Any]) -> bool:
+    def would_block(self, params: KVTransferParams | Mapping[str, Any]) -> bool:
         """Say whether a pull of this request, made now, would wait for other pulls before it reads.
 
         For schedulers that would rather allocate blocks for another request, or ask another engine.

@@ -20,7 +20,7 @@ from asynckv.geometry.bounds import MAX_RANKS
 from asynckv.offload.found import Found
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome
 from asynckv.offload.keys import needed
-from asynckv.scheduler import PrefillGroup
+from asynckv.scheduler import PrefillRanks
 
 
 class Lending:
@@ -39,10 +39,10 @@ class Lending:
         chain: list[bytes],
         tokens: int,
         lease_s: float | None,
-        readers: int,
+        num_readers: int,
     ) -> dict[str, Any]:
         """Bring a prefix to host memory, pin it there, and lend it by the host tier's engine; see `Offload.lend`."""
-        request_id, readers = text("request_id", request_id, MAX_ID, 1), integer("readers", readers, 1, MAX_RANKS)
+        request_id, num_readers = text("request_id", request_id, MAX_ID, 1), integer("num_readers", num_readers, 1, MAX_RANKS)
         if host is None:
             raise LocalProtocolError("nothing can be lent without OffloadConfig(network=EngineConfig(...))")
         lease, mover = host.config.lease, self._mover
@@ -64,7 +64,7 @@ class Lending:
                     reason=Reason.QUEUE_FULL,
                     is_retryable=True,
                 )
-            params = PrefillGroup(host.config.engine_id, [host.endpoint], lease=lease).make_params(
+            params = PrefillRanks(host.config.engine_id, [host.endpoint], lease=lease).make_params(
                 request_id,
                 self._pinned(pin, request_id, chain, tokens, ended),
                 tokens,
@@ -73,7 +73,7 @@ class Lending:
                 hashes=[str(h) for h in hashes] if is_text else (),
                 hash_tokens=self._config.hash_tokens if is_text else 0,
             )
-            lent = host.lend(params, readers=readers)
+            lent = host.lend(params, num_readers=num_readers)
         except BaseException:
             mover.unpin(pin)
             raise

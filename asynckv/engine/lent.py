@@ -39,10 +39,10 @@ class LentRequest:
         self._driver.home.asked(self.owed)
         return self._lease.owed()
 
-    def revoke(self) -> None:
+    def withdraw(self) -> None:
         """Grant nothing more; the blocks are the engine's again when no promise runs."""
         driver = self._driver
-        driver.home.here(self.revoke)
+        driver.home.here(self.withdraw)
         driver.soon()
         driver.core.prefill.revoke(self._lease, driver.clock.now())
 

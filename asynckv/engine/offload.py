@@ -333,7 +333,7 @@ class Offload:
         *,
         num_tokens: int,
         lease_s: float | None = None,
-        readers: int = 1,
+        num_readers: int = 1,
     ) -> dict[str, Any]:
         """Lend what is kept of a prompt to engines of other processes, which pull it like any other request.
 
@@ -344,11 +344,11 @@ class Offload:
             request_id: For people, and for the decode side.
             hashes: Of the whole prompt, from its start; texts travel along, for `Engine.pull(hashes=)`.
             num_tokens: Tokens that are lent: `Found.tokens`, or less by whole blocks of all groups.
-            lease_s: As for `PrefillGroup.make_params`.
-            readers: As for `Engine.lend`.
+            lease_s: As for `PrefillRanks.make_params`.
+            num_readers: As for `Engine.lend`.
 
         Returns:
-            Params, as `PrefillGroup.make_params` makes them.
+            KVTransferParams, as `PrefillRanks.make_params` makes them.
 
         Raises:
             LocalProtocolError: There is no `config.network`; or not all of the tokens are kept (any more), or ranks of
@@ -361,7 +361,7 @@ class Offload:
         self._here(self.lend)
         chain = as_hashes(hashes)
         tokens = self._whole(num_tokens, chain)
-        return await self._lending.lend(self.network, request_id, hashes, chain, tokens, lease_s, readers)
+        return await self._lending.lend(self.network, request_id, hashes, chain, tokens, lease_s, num_readers)
 
     def cancel(self, request_id: str) -> bool:
         """Give up the stores and the load of a request; returns whether there were any."""

@@ -291,7 +291,7 @@ def check_blocks(where: str, group: Group, ids: Int64s) -> None:
     if group.null_block != NULL and (real == group.null_block).any():
         raise PlanRefused(
             f"{where}: names block {group.null_block}, which is its placeholder; give None there, or null_block to "
-            f"PrefillGroup"
+            f"PrefillRanks"
         )
     if (most := int(real.max())) >= group.num_blocks:
         raise PlanRefused(f"{where}: block id {most} is outside [0, {group.num_blocks}), the declared num_blocks")

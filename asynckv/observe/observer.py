@@ -19,7 +19,7 @@ from asynckv.arguments import shown
 from asynckv.core.lease import Lease
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
-from asynckv.core.types import Params
+from asynckv.core.types import KVTransferParams
 from asynckv.errors import ConfigError
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Observer:
     def blocks_retired(self, pull: Pull, now: float) -> None:
         """A pull's blocks are given up, since something may write them still."""
 
-    def lease_lent(self, lease: Lease, params: Params, now: float) -> None:
+    def lease_lent(self, lease: Lease, params: KVTransferParams, now: float) -> None:
         """A request was lent, as these params say."""
 
     def lease_ended(self, lease: Lease, now: float) -> None:

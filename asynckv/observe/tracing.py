@@ -22,7 +22,7 @@ from asynckv.core import notes
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.notes import Note
 from asynckv.core.pull import Pull, PullState
-from asynckv.core.types import Params, PullId, Reason, rank_name
+from asynckv.core.types import KVTransferParams, PullId, Reason, rank_name
 from asynckv.observe.observer import Observer, observation_of
 from asynckv.scheduler import trace_of
 
@@ -129,7 +129,7 @@ class Tracing(Observer):
 
     # -- what happens ------------------------------------------------------------------------------
 
-    def lease_lent(self, lease: Lease, params: Params, now: float) -> None:
+    def lease_lent(self, lease: Lease, params: KVTransferParams, now: float) -> None:
         """Remember in which trace it was lent, and by which engine."""
         if params.traceparent and (parent := self._parent(params)) is not None:
             _keep(self._lent, lease, (parent, params.engine_id))
@@ -212,7 +212,7 @@ class Tracing(Observer):
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _parent(self, params: Params) -> Context | None:
+    def _parent(self, params: KVTransferParams) -> Context | None:
         """Return the context that came with the params, if it is one."""
         from opentelemetry.context import Context
 

@@ -58,3 +58,36 @@ Words
 - *promotion*: from file to host memory. *Write-back*: the other way, after the store has ended.
 - *held*, *pinned*: a job, a pin or a lease wants a block to stay.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asynckv.config import OffloadConfig as OffloadConfig
+    from asynckv.embed.orders import Load as Load
+    from asynckv.embed.orders import Lookup as Lookup
+    from asynckv.embed.orders import Store as Store
+    from asynckv.engine.offload import Offload as Offload
+    from asynckv.offload.found import Found as Found
+    from asynckv.results import Evicted as Evicted
+    from asynckv.results import Loaded as Loaded
+    from asynckv.results import Stored as Stored
+
+_HOME = dict.fromkeys(("Load", "Lookup", "Store"), "asynckv.embed.orders") | {
+    "Evicted": "asynckv.results",
+    "Found": "asynckv.offload.found",
+    "Loaded": "asynckv.results",
+    "Offload": "asynckv.engine.offload",
+    "OffloadConfig": "asynckv.config",
+    "Stored": "asynckv.results",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    # Later, because the engine itself imports what is in this folder.
+    if name not in _HOME:
+        raise AttributeError(f"module 'asynckv.offload' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -5,7 +5,7 @@ from multiprocessing.connection import Connection
 
 import kv
 
-from asynckv import Announce, Engine, EngineConfig, EngineDesk, Lend, PrefillGroup, Pull
+from asynckv import Announce, Engine, EngineConfig, EngineDesk, Lend, PrefillRanks, Pull
 
 
 async def worker(role: str, seed: int, pipe: Connection) -> None:
@@ -22,17 +22,17 @@ async def worker(role: str, seed: int, pipe: Connection) -> None:
 
 def scheduler() -> None:
     prefill, decode = kv.start(worker, "prefill", 1), kv.start(worker, "decode", 2)
-    group, _ = PrefillGroup("prefill", [prefill.recv()]), decode.recv()
+    group, _ = PrefillRanks("prefill", [prefill.recv()]), decode.recv()
     params = group.make_params("r1", [(0, [3, 4, 9])], num_tokens=40, written=True)
     prefill.send([Lend(params)])
     decode.send([Announce("r1", params), Pull(request_id="r1", groups=[(0, [7, 5, 6])], params=params)])
     lent, pulled = prefill.recv(), decode.recv()
-    while not (lent.sent and pulled.received):
+    while not (lent.finished_sending and pulled.finished_recving):
         for each in (prefill, decode):
             each.send([])  # a step in which nothing new is asked for
         lent, pulled = prefill.recv() or lent, decode.recv() or pulled
     assert kv.end(prefill, [3, 4, 9]) == kv.end(decode, [7, 5, 6])
-    print(pulled.received[0].num_bytes, "bytes,", lent.sent[0].cause)
+    print(pulled.finished_recving[0].num_bytes, "bytes,", lent.finished_sending[0].cause)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ import tempfile
 
 import kv
 
-from asynckv import Engine, EngineConfig, Offload, OffloadConfig
+from asynckv import Engine, EngineConfig
+from asynckv.offload import Offload, OffloadConfig
 
 
 async def worker(directory: str) -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import kv
 
-from asynckv import Engine, EngineConfig, EngineDesk, Finished, Lend, PrefillGroup, Pull, PullTimeout
+from asynckv import Engine, EngineConfig, EngineDesk, Finished, Lend, PrefillRanks, Pull, PullTimeout
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
 
 
@@ -17,7 +17,7 @@ async def main() -> None:
     )
     async with prefill, decode:
         lender, reader = EngineDesk(prefill), EngineDesk(decode)  # what an EngineThread has inside
-        params = PrefillGroup("prefill", [prefill.endpoint]).make_params("r1", [(0, [3, 4, 9])], 40, written=True)
+        params = PrefillRanks("prefill", [prefill.endpoint]).make_params("r1", [(0, [3, 4, 9])], 40, written=True)
         planes[1].deferred = True  # reads begin, and do not end until the test says so
         lender.submit([Lend(params)])
         reader.submit([Pull(request_id="r1", groups=[(0, [7, 5, 6])], params=params, timeout_s=5.0)])
@@ -27,7 +27,7 @@ async def main() -> None:
         assert failed.is_held  # your scheduler must not give blocks 7, 5 and 6 to anybody now
         planes[1].finish()  # as late as you like: nothing here waits for real time
         assert (await told(reader, clock)).returned == ["r1"]  # and now it may
-        assert [end.request_id for end in (await told(lender, clock)).sent] == ["r1"]
+        assert [end.request_id for end in (await told(lender, clock)).finished_sending] == ["r1"]
     print("held after PullTimeout, and returned")
 
 

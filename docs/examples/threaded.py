@@ -4,7 +4,7 @@ from multiprocessing.connection import Connection
 
 import kv
 
-from asynckv import DecodeLedger, EngineConfig, EngineThread, PrefillGroup, PrefillLedger
+from asynckv import DecodeLedger, EngineConfig, EngineThread, PrefillLedger, PrefillRanks
 
 
 def worker(role: str, seed: int, pipe: Connection) -> None:
@@ -20,7 +20,7 @@ def worker(role: str, seed: int, pipe: Connection) -> None:
 
 def scheduler() -> None:
     prefill, decode = kv.start(worker, "prefill", 1), kv.start(worker, "decode", 2)
-    loans, pulls = PrefillLedger(PrefillGroup("prefill", [prefill.recv()])), DecodeLedger(num_ranks=1)
+    loans, pulls = PrefillLedger(PrefillRanks("prefill", [prefill.recv()])), DecodeLedger(num_ranks=1)
     decode.recv()  # where it listens: no other engine reads from it
     params = loans.lend("r1", [(0, [3, 4, 9])], num_tokens=40)
     pulls.announce("r1", params)
@@ -31,7 +31,7 @@ def scheduler() -> None:
             rank.send(ledger.take_orders())
             ledger.take_finished(0, rank.recv())
         free += loans.take_free()
-        received += pulls.take_outcome().received
+        received += pulls.take_outcome().finished_recving
     assert kv.end(prefill, [3, 4, 9]) == kv.end(decode, [7, 5, 6])
     print(received[0].results[0].num_bytes, "bytes,", free[0].ends[0].cause)
 

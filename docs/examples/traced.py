@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
 
 import asynckv
-from asynckv import Engine, EngineConfig, PrefillGroup, Tracing
+from asynckv import Engine, EngineConfig, PrefillRanks, Tracing
 
 
 def line(span: ReadableSpan) -> str:
@@ -38,7 +38,7 @@ async def main() -> None:
         Engine(EngineConfig(engine_id="decode"), memories[1]) as decode,
     ):
         Tracing(prefill, decode)
-        group = PrefillGroup("prefill", [prefill.endpoint])
+        group = PrefillRanks("prefill", [prefill.endpoint])
         with trace.get_tracer("example").start_as_current_span("request"):
             context = asynckv.trace_context()  # behind HTTP: the headers that the request came with
             params = group.make_params("cmpl-1", [(0, [3, 4, 5, 6])], 64, written=True, trace=context)

@@ -40,7 +40,7 @@ from asynckv.core.outbox import LoadPeer, PullEnded
 from asynckv.core.pull import PullRequest
 from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
-from asynckv.core.types import Cohort, Endpoint, Outcome, Params, decode_params
+from asynckv.core.types import Cohort, Endpoint, KVTransferParams, Outcome, decode_params
 from asynckv.core.wire import Ack, Claim, Granted, Message, Release, blocks_digest, decode_packet, encode_packet
 from asynckv.errors import ConfigError
 from asynckv.geometry.blocks import check_block_ids, runs_of
@@ -50,7 +50,7 @@ from asynckv.geometry.match import assign
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import plan_read
 from asynckv.geometry.tables import PeerTables
-from asynckv.scheduler import PrefillGroup
+from asynckv.scheduler import PrefillRanks
 from asynckv.testing.fabric import Fabric, Origin, Port
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import Heads, Model
@@ -130,7 +130,7 @@ class Pulls:
         self.prefill = [Side(fabric, f"prefill{i}", layout, config(f"p{i}")) for i in range(peers)]
         source = random.Random(0)  # the same keys in every run, for the same number of instructions
         groups = [
-            PrefillGroup(
+            PrefillRanks(
                 f"p{i}",
                 [Endpoint(0, side.address, side.core.identity.incarnation)],
                 token_hex=lambda size: source.randbytes(size).hex(),
@@ -290,8 +290,8 @@ def _plan(number: int, *, blocks: int, layers: int, ranks: int, order: str, scat
     return work
 
 
-def _params(blocks: int = 1) -> Params:
-    group = PrefillGroup("prefill", [Endpoint(0, "tcp://127.0.0.1:40001", "0" * 32)])
+def _params(blocks: int = 1) -> KVTransferParams:
+    group = PrefillRanks("prefill", [Endpoint(0, "tcp://127.0.0.1:40001", "0" * 32)])
     return decode_params(group.make_params("cmpl-0123456789abcdef", [(0, list(range(0, 2 * blocks, 2)))], 16 * blocks))
 
 
@@ -331,7 +331,7 @@ def _ledger(number: int, *, blocks: int, others: int) -> Work:
 
 
 def _make_params(number: int, *, blocks: int) -> Work:
-    group = PrefillGroup("prefill", [Endpoint(0, "tcp://127.0.0.1:40001", "0" * 32)])
+    group = PrefillRanks("prefill", [Endpoint(0, "tcp://127.0.0.1:40001", "0" * 32)])
     ids = list(range(0, 2 * blocks, 2))
 
     def work(times: int) -> None:
@@ -342,7 +342,7 @@ def _make_params(number: int, *, blocks: int) -> Work:
 
 
 def _decode_params(number: int, *, blocks: int) -> Work:
-    group = PrefillGroup("prefill", [Endpoint(0, "tcp://127.0.0.1:40001", "0" * 32)])
+    group = PrefillRanks("prefill", [Endpoint(0, "tcp://127.0.0.1:40001", "0" * 32)])
     plain = group.make_params("cmpl-0123456789abcdef", [(0, list(range(0, 2 * blocks, 2)))], 16 * blocks)
 
     def work(times: int) -> None:

@@ -38,7 +38,7 @@ from asynckv import (
     LeaseConfig,
     LogConfig,
     Order,
-    PrefillGroup,
+    PrefillRanks,
     Pull,
 )
 from asynckv.core.types import Endpoint
@@ -171,7 +171,7 @@ class Run:
 
     def take(self, finished: Finished) -> None:
         now = time.perf_counter()
-        self.latency_s += [now - self.asked_at.pop(result.request_id) for result in finished.received]
+        self.latency_s += [now - self.asked_at.pop(result.request_id) for result in finished.finished_recving]
         for failed in finished.failed:
             del self.asked_at[failed.request_id]
             self.problems.append(repr(failed.error))
@@ -281,7 +281,7 @@ async def measure(name: str, rounds: int) -> dict[str, Any]:
     alone = []
     async with Fleet() as fleet:
         lender = await fleet.start("prefill", "scripts.bench.embed:Prefill")
-        group = PrefillGroup("prefill", [msgspec.convert(await lender.ask("endpoint"), Endpoint)])
+        group = PrefillRanks("prefill", [msgspec.convert(await lender.ask("endpoint"), Endpoint)])
         config = EngineConfig(engine_id="decode", log=LogConfig(successes_per_s=0.0, slow_per_s=0.0, held_fraction=0.0))
         for number in range(rounds):
             for _ in range(max(3, case.steps // 4)):
@@ -315,7 +315,7 @@ async def measure(name: str, rounds: int) -> dict[str, Any]:
 
 
 async def planned(
-    case: Case, group: PrefillGroup, ask: Callable[..., Awaitable[Any]], prefix: str
+    case: Case, group: PrefillRanks, ask: Callable[..., Awaitable[Any]], prefix: str
 ) -> list[list[Order]]:
     """Have requests lent, and return the orders of all steps."""
     places = min(case.num_requests, 1024)

@@ -33,8 +33,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from asynckv import Engine, EngineConfig, PrefillGroup, Registration, register_memory
+from asynckv import Engine, EngineConfig, PrefillRanks, Registration
 from asynckv.config import LimitsConfig, PullConfig
+from asynckv.layout import register_memory
 from asynckv.observe.setup import configure_logging
 from asynckv.testing import SimControl, SimData, SimNetwork
 from asynckv.tools.bench import garbage
@@ -81,7 +82,7 @@ class Pair:
 
     decode: Engine
     prefill: list[Engine]
-    groups: list[PrefillGroup]
+    groups: list[PrefillRanks]
     data: SimData | None = None
     """Of the decode engine, if it is simulated."""
     numbers: int = 0
@@ -131,7 +132,7 @@ async def _simulated(work: Callable[[Pair], Awaitable[Figures]], peers: int = 1,
     decode, prefill = engine("decode"), [engine(name) for name in names]
     for each in (decode, *prefill):
         await each.start()
-    groups = [PrefillGroup(f"prefill-{i}", [e.endpoint]) for i, e in enumerate(prefill)]
+    groups = [PrefillRanks(f"prefill-{i}", [e.endpoint]) for i, e in enumerate(prefill)]
     try:
         return await work(Pair(decode, prefill, groups, planes["decode"]))
     finally:
@@ -151,7 +152,7 @@ async def handshake() -> Figures:
         for i in range(3):
             name = f"prefill-{i}"
             async with Engine(EngineConfig(engine_id=name), _memory(20_000, layers=64)) as prefill:
-                pair = Pair(decode, [prefill], [PrefillGroup(name, [prefill.endpoint])])
+                pair = Pair(decode, [prefill], [PrefillRanks(name, [prefill.endpoint])])
                 bytes_before = _bytes(prefill)
                 for figures in (first, again):
                     began = time.perf_counter()
@@ -175,7 +176,7 @@ async def idle(seconds: float = 20.0, peers: int = 100) -> Figures:
         for engine in prefill:
             await engine.start()
         try:
-            pair = Pair(decode, prefill, [PrefillGroup(f"prefill-{i}", [e.endpoint]) for i, e in enumerate(prefill)])
+            pair = Pair(decode, prefill, [PrefillRanks(f"prefill-{i}", [e.endpoint]) for i, e in enumerate(prefill)])
             await pair.requests(peers, 4, range(peers))
             for which in range(peers):
                 await pair.one(which, which)

@@ -32,7 +32,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from asynckv import Engine, LogConfig, PrefillGroup
+from asynckv import Engine, LogConfig, PrefillRanks
 from asynckv.observe.setup import configure_logging
 from asynckv.observe.sink import FileSink
 from asynckv.ports import TimerHandle
@@ -101,7 +101,7 @@ async def _pair(mode: str, folder: Path, is_real: bool) -> AsyncIterator[tuple[P
             planes: dict[str, Any] = {} if is_real else {"data": SimData(network, name), "control": SimControl(network)}
             engines.append(await stack.enter_async_context(Engine(config, _memory(WIDTH), clock=clock, **planes)))
         decode, prefill = engines
-        yield Pair(decode, [prefill], [PrefillGroup(names[1], [prefill.endpoint])]), clock
+        yield Pair(decode, [prefill], [PrefillRanks(names[1], [prefill.endpoint])]), clock
 
 
 async def _measured(rounds: int, requests: int, is_real: bool, folder: Path) -> dict[str, list[Round]]:

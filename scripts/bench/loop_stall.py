@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 import typer
 
-from asynckv import Engine, EngineConfig, NixlConfig, PrefillGroup
+from asynckv import Engine, EngineConfig, NixlConfig, PrefillRanks
 from asynckv.config import MAX_POSTING_THREADS
 from asynckv.core.types import Endpoint
 from asynckv.tools.bench.memory import Pool
@@ -78,7 +78,7 @@ async def decode(workload: str, posting_threads: int | str, requests: int) -> di
         endpoint = msgspec.convert(await lender.ask("endpoint"), Endpoint)
         engine, _pool = make_engine("decode", workload, posting_threads)
         async with engine:
-            group = PrefillGroup("prefill", [endpoint])
+            group = PrefillRanks("prefill", [endpoint])
             ids = list(range(2 * blocks * in_flight))
             if workload == "scattered":
                 random.Random(1).shuffle(ids)

@@ -129,7 +129,7 @@ def workers() -> str:
         text(220, 120, "params: JSON,", size=13, anchor="middle"),
         text(220, 136, "unchanged", size=13, anchor="middle"),
     ]
-    for left, name, has in ((10, "Prefill engine", "PrefillGroup"), (278, "Decode engine", "")):
+    for left, name, has in ((10, "Prefill engine", "PrefillRanks"), (278, "Decode engine", "")):
         lines += [
             box(left, 132, 152, 284, is_outer=True),
             text(left + 76, 154, name, size=16, anchor="middle", kind="bold"),
@@ -158,7 +158,7 @@ def files() -> dict[Path, str]:
     )
     of_workers = (
         "A client asks the router. The router asks the prefill engine, and passes its params unchanged to the decode "
-        "engine. In each engine the scheduler gives orders to its workers; the prefill scheduler has a PrefillGroup, "
+        "engine. In each engine the scheduler gives orders to its workers; the prefill scheduler has a PrefillRanks, "
         "each worker an EngineThread. The workers of the decode engine send claims by ZMQ to those of the prefill "
         "engine, and read the KV by NIXL."
     )

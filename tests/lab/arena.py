@@ -33,15 +33,15 @@ from asynckv import (
     LeaseConfig,
     LimitsConfig,
     NixlConfig,
-    PrefillGroup,
+    PrefillRanks,
     PullConfig,
     Registration,
     configure_logging,
-    register_memory,
 )
 from asynckv.edges.sharing import shared_memory
 from asynckv.errors import AsyncKVError, EngineClosed, PullError
 from asynckv.geometry.layout import Layout
+from asynckv.layout import register_memory
 from asynckv.tools.bench.processes import Failure
 from asynckv.tools.plan.layouts import model_layout, with_addresses
 from asynckv.tools.plan.models import Heads, Model
@@ -133,7 +133,7 @@ class Side:
         )
         self.engine = Engine(config, registration)
         self.counts: Counter[str] = Counter()
-        self._group: PrefillGroup | None = None
+        self._group: PrefillRanks | None = None
         self._group_epoch = 0
 
     async def __aenter__(self) -> Self:
@@ -143,12 +143,12 @@ class Side:
     async def __aexit__(self, *_: object) -> None:
         await self.engine.aclose()
 
-    def group(self) -> PrefillGroup:
+    def group(self) -> PrefillRanks:
         """The scheduler's view of this engine as it is now."""
         engine = self.engine
         if self._group is None or self._group_epoch != engine.memory_epoch:
             name, self._group_epoch = engine.config.engine_id, engine.memory_epoch
-            self._group = PrefillGroup(name, [engine.endpoint], memory_epoch=self._group_epoch, lease=self._lease)
+            self._group = PrefillRanks(name, [engine.endpoint], memory_epoch=self._group_epoch, lease=self._lease)
         return self._group
 
     def address(self) -> str:

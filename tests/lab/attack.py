@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from asynckv.core import wire as m
-from asynckv.core.types import Cohort, Key, Outcome, Params, Reason, decode_params
+from asynckv.core.types import Cohort, Key, KVTransferParams, Outcome, Reason, decode_params
 from asynckv.edges import zmq as edge
 from asynckv.keys import KeyPair, write_pair
 from asynckv.tools.bench.processes import Failure
@@ -223,7 +223,7 @@ class Watched(Worker):
 
     def __init__(self, arena: Arena, name: str) -> None:
         super().__init__(arena, name)
-        self.seen: list[Params] = []
+        self.seen: list[KVTransferParams] = []
 
     async def lend(self, blocks: int = 0, lease_s: float | None = None, reads: bool = False) -> dict[str, Any]:
         lent = await super().lend(blocks, lease_s, reads)

@@ -112,7 +112,7 @@ class Ask:
 
     @property
     def _readers(self) -> str:
-        return f" (lent with readers={len(self.engines)})" if len(self.engines) > 1 else ""
+        return f" (lent with num_readers={len(self.engines)})" if len(self.engines) > 1 else ""
 
     def __str__(self) -> str:
         return (

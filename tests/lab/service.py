@@ -30,7 +30,7 @@ from asynckv.engine import Engine
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
-from asynckv.scheduler import PrefillGroup
+from asynckv.scheduler import PrefillRanks
 from asynckv.testing.fabric import Transfer
 from tests.lab.doors import Doors
 from tests.lab.hostile import Hostile
@@ -390,7 +390,7 @@ class _Prefill:
     def __init__(self, service: Service, number: int) -> None:
         self.service, self.number = service, number
         self.ranks = [_Rank(service, "prefill", number, r) for r in range(service.script.prefill)]
-        self.groups: list[PrefillGroup] = []
+        self.groups: list[PrefillRanks] = []
         """One per scheduler."""
         self.memory_epoch = 0
         self.free = list(range(NUM_BLOCKS))
@@ -405,7 +405,7 @@ class _Prefill:
         # It never goes back: a rank that was restarted begins at 0, but others may remember more.
         self.memory_epoch = max(self.memory_epoch, *(r.engine.memory_epoch for r in self.ranks))
         self.groups = [
-            PrefillGroup(
+            PrefillRanks(
                 self.ranks[0].engine_id,
                 endpoints,
                 lease=LEASE,
@@ -874,7 +874,7 @@ class Service(Stage):
         if self.rng.random() < 0.5:
             return
         try:
-            rank.engine.lend(lent.params, readers=len(lent.ask.engines))
+            rank.engine.lend(lent.params, num_readers=len(lent.ask.engines))
         except (AsyncKVError, EngineClosed):
             self.outcomes["lend.refused_again"] += 1
         else:
@@ -885,7 +885,7 @@ class Service(Stage):
         clock = Stopwatch.start(process)
         try:
             self._tighten(rank)
-            handle = rank.engine.lend(lent.params, readers=len(lent.ask.engines))
+            handle = rank.engine.lend(lent.params, num_readers=len(lent.ask.engines))
         except (AsyncKVError, EngineClosed) as exc:
             self.world.note(rank.name, "does not lend", repr(exc))
             is_forgotten = "was open for too long" in str(exc) and rank.engine._core.prefill.spent.num_given_up
@@ -1113,7 +1113,7 @@ class _Lease:
         if self.ask % 2:
             self.engine.withdraw(self.lent.params)
         else:
-            self.handle.revoke()
+            self.handle.withdraw()
         self.revoked = self.revoked or Stopwatch.start(self.process)
 
 
@@ -1192,7 +1192,7 @@ class Attempt:
         service, rank, self.called = self.service, self.rank, "discharged"
         times = service.rng.choice([1, 1, 2])
         for _ in range(times):
-            rank.engine.discharge(request_id, self.params)
+            rank.engine.cancel(request_id, self.params)
         service.outcomes["pull.discharged"] += 1
         self.said.add("complete")
         if (

@@ -29,7 +29,7 @@ from typing import Annotated, Any, Self
 import numpy as np
 import typer
 
-from asynckv import Engine, EngineConfig, LeaseConfig, PrefillGroup, PullConfig, configure_logging
+from asynckv import Engine, EngineConfig, LeaseConfig, PrefillRanks, PullConfig, configure_logging
 from asynckv.config import NixlConfig
 from asynckv.engine import LentRequest
 from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError, PlanRefused, PullError
@@ -220,7 +220,7 @@ class Prefill(Side):
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
-        self.group = PrefillGroup("prefill", [self.engine.endpoint], lease=self.engine.config.lease)
+        self.group = PrefillRanks("prefill", [self.engine.endpoint], lease=self.engine.config.lease)
         self._server = await asyncio.start_unix_server(lambda r, w: answer(self, r, w), self.path)
         return self
 
@@ -259,7 +259,7 @@ class Prefill(Side):
             return
         lent = self.engine.lend(params)
         if it.fault == "lease revoked":
-            asyncio.get_running_loop().call_later(it.delay_s, lent.revoke)
+            asyncio.get_running_loop().call_later(it.delay_s, lent.withdraw)
         self.spawn(self._watch(it, ids, lent))
 
     async def _watch(self, it: Request, ids: list[int], lent: LentRequest) -> None:

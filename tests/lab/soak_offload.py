@@ -25,9 +25,11 @@ import anyio
 import numpy as np
 import typer
 
-from asynckv import Engine, EngineConfig, Offload, OffloadConfig, register_memory
+from asynckv import Engine, EngineConfig
 from asynckv.errors import PullError
 from asynckv.geometry.packed import record_form, record_sizes
+from asynckv.layout import register_memory
+from asynckv.offload import Offload, OffloadConfig
 from asynckv.offload.entry import EntryState
 from scripts import command
 from tests.lab.caches import FREED, Cache, Model, Shape, chain, draw_model, draw_shape, layout_of

@@ -20,7 +20,7 @@ import zmq
 
 from asynckv.core import wire as m
 from asynckv.core.account import Account, encode_account
-from asynckv.core.types import Cohort, Outcome, Params, Reason
+from asynckv.core.types import Cohort, KVTransferParams, Outcome, Reason
 from asynckv.errors import RemoteProtocolError
 from asynckv.geometry.layout import Layout
 from asynckv.keys import KeyPair
@@ -167,7 +167,7 @@ def mutate(rng: random.Random, data: bytes) -> bytes:
     return bytes(out)
 
 
-def every_message(params: Params, layout: Layout, cohort: Cohort) -> list[m.Message]:
+def every_message(params: KVTransferParams, layout: Layout, cohort: Cohort) -> list[m.Message]:
     """One of each message, valid, about a request that is lent: what mutations start from."""
     key, name, pull = params.key, params.request_id, f"{cohort.id}-1"
     digest = m.blocks_digest(params.groups, params.num_tokens, params.written)

@@ -94,7 +94,9 @@ def make_config(setup: Setup, folder: Path) -> Any:
     # Engines of one model find it at one path, which NixlConnector compares.
     folder = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(text)
+    # At once: the processes of several engines write the same, and read it.
+    (whole := folder / f"config.{os.getpid()}").write_text(text)
+    whole.replace(folder / "config.json")
     cache = CacheConfig(
         block_size=model.block_size,
         enable_prefix_caching=setup.prefix_caching,

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
     SinkFullAttentionSpec,
 )
 
-from asynckv import EngineConfig, PrefillGroup
+from asynckv import EngineConfig, PrefillRanks
 from asynckv.embed import EngineThread
 from asynckv.errors import ConfigError, GeometryRefused, LayoutError
 from asynckv.geometry.layout import ONE_PER_REQUEST
@@ -163,7 +163,7 @@ def check_moved(tmp_path: Path, prefill: Side, decode: Side, num_tokens: int = 1
 
 
 def lend(source: Engine, blocks: Any, num_tokens: int) -> dict[str, Any]:
-    group = PrefillGroup(
+    group = PrefillRanks(
         "prefill",
         [thread.engine.endpoint for thread in source.threads],
         tp_size=source.side.tp,

@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from asynckv.core.types import decode_params
-from asynckv.embed.orders import Announce, Discharge, Lend, Pull
+from asynckv.embed.orders import Announce, Cancel, Lend, Pull
 from asynckv.integrations.vllm.scheduler import MAX_CHAIN, chain_of, hash_tokens_of
 from asynckv.integrations.vllm.stats import Tally
 from tests.vllm.schedulers import DENSE, HYBRID, STATES, WINDOW, Group, Side
@@ -40,7 +40,7 @@ def test_params_of_another_prompt_of_equal_length_are_not_read(groups: tuple[Gro
     side, mine, other = Side(groups), prompt_of(128), prompt_of(128)
     side.add("a", mine, brought(other, groups), 1)
     told = side.step()
-    assert told.kinds() == [Discharge]
+    assert told.kinds() == [Cancel]
     assert (told.tokens or side.step().tokens) == {"a": [7]}
     side.step()
     assert is_clean(side)
@@ -52,7 +52,7 @@ def test_models_that_forget_read_all_of_a_prompt_or_nothing(groups: tuple[Group,
     side, prompt = Side(groups), prompt_of(length)
     other = [*prompt[:place], prompt[place] + 1, *prompt[place + 1 :]]
     side.add("a", prompt, brought(other, groups), 1)
-    assert side.step().kinds() == [Discharge]
+    assert side.step().kinds() == [Cancel]
 
 
 def test_the_last_token_of_a_prompt_that_forgets_is_nobodys() -> None:
@@ -75,7 +75,7 @@ def test_what_two_prompts_begin_with_is_read_in_whole_hashes(place: int, read: i
 def test_with_drafts_a_prompt_that_ends_otherwise_is_not_read() -> None:
     side, prompt = Side(drafts=2), prompt_of(600)
     side.add("a", prompt, brought([*prompt[:-1], prompt[-1] + 1]), 1)
-    assert side.step().kinds() == [Discharge]
+    assert side.step().kinds() == [Cancel]
     again = prompt_of(600)
     side.add("b", again, brought(again), 1)
     assert side.step().only(Pull).num_tokens == 600
@@ -99,7 +99,7 @@ def test_with_drafts_a_prompt_that_ends_otherwise_is_not_read() -> None:
 def test_adapters_and_salts_are_compared(there: Given, here: Given, is_read: bool) -> None:
     side, prompt = Side(), prompt_of(100)
     side.add("a", prompt, brought(prompt, given=there), 1, here)
-    assert side.step().kinds() == [Pull if is_read else Discharge]
+    assert side.step().kinds() == [Pull if is_read else Cancel]
 
 
 def embedded(seed: int, dtype: torch.dtype = torch.float32) -> Given:
@@ -167,7 +167,7 @@ def test_the_next_turn_is_compared_with_all_that_was_said(groups: tuple[Group, .
     decode.step(loaded=["d"])
     while "d" not in (told := decode.step()).reasons:
         pass
-    for said, kind in (([7] * 20, Pull), ([7] * 18 + [8, 7], Discharge)):
+    for said, kind in (([7] * 20, Pull), ([7] * 18 + [8, 7], Cancel)):
         back = json.loads(json.dumps(told.params["d"]))
         side = Side(groups)
         side.add("next", [*prompt, *said, *prompt_of(30)], back, 1)
@@ -180,7 +180,7 @@ def test_params_without_hashes_are_read_only_where_that_is_allowed() -> None:
     del params["asynckv"]["hashes"], params["asynckv"]["hash_tokens"]
     side = Side()
     side.add("a", prompt, json.loads(json.dumps(params)), 1)
-    assert side.step().kinds() == [Discharge]
+    assert side.step().kinds() == [Cancel]
     assert unread(side) == {"no_hashes": 1}
     trusting = Side(extra={"allow_unhashed": True})
     trusting.add("a", prompt, params, 1)

@@ -21,7 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 from asynckv.arguments import MAX_INTEGER
 from asynckv.core.types import decode_params
 from asynckv.embed.ledgers import State
-from asynckv.embed.orders import Announce, Cancel, Discharge, Lend, Pull, Reclaim
+from asynckv.embed.orders import Announce, Cancel, Lend, Pull, Reclaim
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.handover import WorkerAddress
 from asynckv.integrations.vllm.shape import CacheGroup, Shape
@@ -415,7 +415,7 @@ def test_params_of_a_longer_prompt_are_of_no_use_to_models_that_forget(groups: t
     long, side = prompt_of(100), Side(groups)
     side.add("a", long[:60], brought(long, groups), 1)
     told = side.step()
-    assert told.kinds() == [Discharge]
+    assert told.kinds() == [Cancel]
     assert (told.tokens or side.step().tokens) == {"a": [7]}  # hybrids compute it in two steps
 
 
@@ -424,7 +424,7 @@ def test_log_probabilities_of_a_prompt_are_computed_and_its_blocks_given_back_at
     side.add("first", prompt_of(10), None, 50)
     side.step()
     side.add("a", prompt, brought(prompt), 1, prompt_logprobs=1)
-    assert side.step().kinds() == [Discharge]  # while it waits in the queue
+    assert side.step().kinds() == [Cancel]  # while it waits in the queue
     side.abort("first")
     told = side.step()
     assert (told.orders, told.tokens) == ([], {"a": [7]})
@@ -442,7 +442,7 @@ def test_a_full_hit_is_discharged_and_nothing_is_reported() -> None:
     side.step()
     side.add("a", prompt, brought(prompt, HYBRID), 1)
     told = side.step()
-    assert told.kinds() == [Discharge]
+    assert told.kinds() == [Cancel]
     assert told.tokens == {"a": [7]}
     side.step()
     assert is_clean(side)
@@ -517,7 +517,7 @@ def test_a_request_that_is_rejected_before_admission_gives_back_what_was_lent() 
     side.add("a", prompt, brought(prompt), 1)
     side.abort("a")
     assert not side.is_idle()
-    assert side.step().kinds() == [Discharge]
+    assert side.step().kinds() == [Cancel]
     assert is_clean(side)
 
 
@@ -528,7 +528,7 @@ def test_an_abort_in_the_queue_gives_back_what_was_lent() -> None:
     side.add("a", prompt, brought(prompt), 1)
     assert side.step().kinds() == [Announce]
     side.abort("a")
-    assert side.step().kinds() == [Discharge]
+    assert side.step().kinds() == [Cancel]
     side.abort("first")
     side.step()
     assert is_clean(side)
@@ -711,7 +711,7 @@ def test_siblings_of_one_that_was_aborted_compute(steps: int) -> None:
         side.step()
     side.abort("a")
     told = side.step(failed=["a"] if steps == 2 else [])
-    assert told.kinds() == [Cancel if steps else Discharge]
+    assert told.kinds() == [Cancel]
     if steps == 1:
         side.step(failed=["a"])
     tokens = told.tokens or side.step().tokens

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from asynckv.embed.orders import Announce, Cancel, Discharge, Lend, Order, Pull
+from asynckv.embed.orders import Announce, Cancel, Lend, Order, Pull
 from asynckv.hashes import token_hashes
 from asynckv.integrations.vllm.scheduler import HASH_TOKENS
-from asynckv.scheduler import PrefillGroup
+from asynckv.scheduler import PrefillRanks
 from tests.vllm.schedulers import DENSE, HYBRID, MIXED, STATES, WINDOW, Group, Side
 
 SHELF = {
@@ -29,7 +29,7 @@ SHELF = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"tokens": 32, "keeps": True},
 }
-GROUP = PrefillGroup("prefill", [{"tp_rank": 0, "address": "tcp://127.0.0.1:9", "incarnation": "a"}], null_block=0)
+GROUP = PrefillRanks("prefill", [{"tp_rank": 0, "address": "tcp://127.0.0.1:9", "incarnation": "a"}], null_block=0)
 
 
 def lent(groups: tuple[Group, ...], num_tokens: int, prompt: Sequence[int]) -> dict[str, Any]:
@@ -142,14 +142,15 @@ class Life:
 
     def check(self) -> None:
         """Every key was read once or given back once, and what was said of a request was said in sequence."""
-        ends = Counter(str(order.params["key"]) for order in self.orders if isinstance(order, Pull | Discharge))
+        ending = [o for o in self.orders if isinstance(o, Pull | Cancel) and o.params is not None]
+        ends = Counter(str(order.params["key"]) for order in ending if order.params is not None)
         assert set(ends.values()) <= {1}
-        where = {o.request_id: i for i, o in enumerate(self.orders) if isinstance(o, Pull | Discharge)}
+        where = {o.request_id: i for i, o in enumerate(self.orders) if o in ending}
         pulled = {o.request_id for o in self.orders if isinstance(o, Pull)}
         for i, order in enumerate(self.orders):
             if isinstance(order, Announce):
                 assert i < where[order.request_id]
-            elif isinstance(order, Cancel):
+            elif isinstance(order, Cancel) and order.params is None:
                 assert i > where[order.request_id]
                 assert order.request_id in pulled
 
@@ -195,7 +196,7 @@ def live(side: Side, groups: tuple[Group, ...], seed: int, num_steps: int = 120)
     assert len(side.half.pulls) == 0
     assert side.scheduler.requests == {}
     assert side.num_free() == side.free_blocks
-    assert {Pull, Discharge, Lend} <= {type(order) for order in life.orders}
+    assert {Pull, Cancel, Lend} <= {type(order) for order in life.orders}
     return life
 
 
@@ -322,7 +323,7 @@ def test_any_life_inside_multi_connector_never_raises(groups: tuple[Group, ...],
 def test_a_request_that_another_connector_loads_gives_back_what_was_lent() -> None:
     side = Side(beside=[SHELF], is_last=True)
     side.add("shelf1", list(range(100)), lent(DENSE, 100, range(100)), 1)
-    assert side.step().kinds() == [Discharge]
+    assert side.step().kinds() == [Cancel]
     assert side.scheduler.requests["shelf1"].num_computed_tokens == 32
     side.step(loaded=["shelf1"])
     assert side.step().tokens == {"shelf1": [7]}

@@ -18,10 +18,10 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from asynckv import PrefillGroup
+from asynckv import PrefillRanks
 from asynckv.config import LeaseConfig, PullConfig
 from asynckv.edges.process import ServingPlane
-from asynckv.embed import Announce, Cancel, Discharge, Failed, Finished, Lend, Pull
+from asynckv.embed import Announce, Cancel, Failed, Finished, Lend, Pull
 from asynckv.errors import BlocksRetired, ConfigError, LocalProtocolError, PeerUnreachable, ReadFailed
 from asynckv.geometry.pairing import Padding
 from asynckv.integrations.vllm import AsyncKVConnector
@@ -113,7 +113,7 @@ class Side:
         """What the scheduler's half would make."""
         addresses = [worker.half.address() for worker in self.workers]
         assert all(address is not None for address in addresses)
-        group = PrefillGroup(
+        group = PrefillRanks(
             self.name,
             [address.endpoint for address in addresses if address is not None],
             memory_epoch=max(address.memory_epoch for address in addresses if address is not None),
@@ -166,7 +166,7 @@ def test_a_request_is_told_once_on_both_sides(make: Make) -> None:
 def group_params(worker: Worker, request_id: str, blocks: list[int]) -> dict[str, Any]:
     address = worker.half.address()
     assert address is not None
-    group = PrefillGroup("prefill", [address.endpoint], memory_epoch=address.memory_epoch, null_block=0)
+    group = PrefillRanks("prefill", [address.endpoint], memory_epoch=address.memory_epoch, null_block=0)
     return group.make_params(request_id, [(0, blocks)], num_tokens=16 * len(blocks), written=True)
 
 
@@ -174,7 +174,7 @@ def test_a_request_that_is_not_needed_is_released_and_not_told(make: Make) -> No
     prefill, decode = make("prefill").worker, make("decode").worker
     params = group_params(prefill, "p", [1])
     prefill.step(Lend(params))
-    decode.step(Discharge("d", params))
+    decode.step(Cancel("d", params))
     prefill.until(lambda: prefill.sent == ["p"])
     assert not decode.received
 
@@ -185,11 +185,11 @@ def test_a_request_that_was_announced_and_is_not_needed_is_released(make: Make) 
     prefill.step(Lend(params))
     decode.step(Announce("d", params))
     decode.until(lambda: any(rank.granted_s for rank in granted(decode)))
-    decode.step(Discharge("d", params))
+    decode.step(Cancel("d", params))
     prefill.until(lambda: prefill.sent == ["p"])
     other = group_params(prefill, "q", [1])
     prefill.step(Lend(other))
-    decode.step(Announce("e", other), Discharge("e", other))
+    decode.step(Announce("e", other), Cancel("e", other))
     prefill.until(lambda: prefill.sent == ["p", "q"])
     assert not decode.received
 
@@ -357,7 +357,7 @@ def test_what_the_last_block_lacks_is_zeroed_where_vllm_relies_on_it(make: Make)
     lists = [(0, [9, 10]) if mixers[0] in group.layer_names else (0, [11 + i]) for i, group in enumerate(groups)]
     address = prefill.half.address()
     assert address is not None
-    group = PrefillGroup("prefill", [address.endpoint], null_block=0)
+    group = PrefillRanks("prefill", [address.endpoint], null_block=0)
     params = group.make_params("p", lists, num_tokens=70, written=True)
     prefill.step(Lend(params))
     decode.step(Pull(request_id="d", groups=lists, params=params, num_tokens=70))
@@ -515,7 +515,7 @@ def test_events_go_where_the_lines_of_vllm_go(half: WorkerHalf) -> None:
 
 def test_a_lease_that_nobody_reads_ends_and_is_told(make: Make) -> None:
     prefill = make("prefill", options=Options(lease=LeaseConfig(lease_s=2.0, grant_s=1.0))).worker
-    params = PrefillGroup(
+    params = PrefillRanks(
         "prefill",
         [prefill.half.address().endpoint],  # type: ignore[union-attr]
         lease=LeaseConfig(lease_s=2.0, grant_s=1.0),

@@ -20,7 +20,7 @@ class StepOrders(KVConnectorMetadata):
 
 @dataclass
 class WorkerAddress(KVConnectorHandshakeMetadata):
-    """How the scheduler's half describes a worker to readers (`PrefillGroup`).
+    """How the scheduler's half describes a worker to readers (`PrefillRanks`).
 
     Attributes:
         endpoint: `Engine.endpoint`, as plain data.

@@ -36,7 +36,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from asynckv.arguments import MAX_INTEGER, shown
-from asynckv.core.types import Params
+from asynckv.core.types import KVTransferParams
 from asynckv.embed.ledgers import DecodeLedger, Fetch, PrefillLedger, State
 from asynckv.embed.orders import Order, Reclaim
 from asynckv.errors import AsyncKVError, ConfigError
@@ -45,7 +45,7 @@ from asynckv.hashes import token_hashes
 from asynckv.integrations.vllm.options import Options
 from asynckv.integrations.vllm.shape import Blocks, Shape
 from asynckv.observe.tracing import trace_context
-from asynckv.scheduler import PrefillGroup
+from asynckv.scheduler import PrefillRanks
 
 if TYPE_CHECKING:
     from asynckv.integrations.vllm.handover import WorkerAddress
@@ -113,7 +113,7 @@ class SchedulerHalf:
         if not found:
             logger.warning("asynckv: no worker has an address; nothing can be lent")
             return
-        ranks = PrefillGroup(
+        ranks = PrefillRanks(
             self.engine_id,
             [address.endpoint for address in found.values()],
             lease=self.options.lease,
@@ -169,7 +169,7 @@ class SchedulerHalf:
         self._same[request.request_id] = same
         return True
 
-    def _num_same(self, request: Any, params: Params) -> int:
+    def _num_same(self, request: Any, params: KVTransferParams) -> int:
         """Count the tokens of this prompt whose KV was lent: what is read is covered by a hash that was compared."""
         most, every, cause = min(params.num_tokens, request.num_tokens), params.hash_tokens, "other_prompt"
         if not params.hashes:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from asynckv.edges.torch import shared_zeros
-from asynckv.embed import Discharge, EngineThread, Finished, Lend, Order, Pull, Withdraw
+from asynckv.embed import Cancel, EngineThread, Finished, Lend, Order, Pull, Withdraw
 from asynckv.errors import BlocksRetired, EngineClosed, LocalProtocolError
 from asynckv.geometry.check import Registration
 from asynckv.integrations.vllm.handover import StepOrders, WorkerAddress
@@ -190,7 +190,7 @@ class WorkerHalf:
                 f"started again"
             )
         more: list[Order] = []
-        for end in finished.sent:
+        for end in finished.finished_sending:
             self._tally.lease(end.cause)
             self._sent(end.request_id, results)
         for refused in finished.refused:
@@ -199,7 +199,7 @@ class WorkerHalf:
                 self._tally.lease("refused")
                 self._sent(_request_id(refused.order), results)
                 more.append(Withdraw(refused.order.params))  # or its reader would wait until its deadline
-        for result in finished.received:
+        for result in finished.finished_recving:
             self._tails.clear(result.padding)
             self._tally.received(result)
             self._received(result.request_id, results)
@@ -208,7 +208,7 @@ class WorkerHalf:
             order = self._pulling.get(failed.request_id)
             if order is not None and failed.is_unbegun:
                 # Its announcement goes on, and would be renewed for as long as a request may wait in a queue.
-                more.append(Discharge(order.request_id, order.params, order.cohort_id))
+                more.append(Cancel(order.request_id, order.params))
             if not failed.is_held:  # else it follows in `returned` or `retired`
                 self._received(failed.request_id, results, is_failed=True)
         for request_id in finished.returned:

@@ -24,7 +24,7 @@ from msgspec.structs import replace as replace_struct
 
 from asynckv.core.types import Endpoint
 from asynckv.errors import AsyncKVError
-from asynckv.scheduler import PrefillGroup
+from asynckv.scheduler import PrefillRanks
 from asynckv.tools.bench import protocol as p
 from asynckv.tools.bench import ucx
 from asynckv.tools.bench.blocks import Allocation, Allocator
@@ -35,7 +35,7 @@ from asynckv.tools.bench.workers import END_S, Host, Worker, WorkerLost, Workers
 from asynckv.tools.progress import Bar
 
 T = TypeVar("T")
-Groups = dict[Place, PrefillGroup]
+Groups = dict[Place, PrefillRanks]
 
 _log = structlog.get_logger("asynckv.bench")
 
@@ -182,7 +182,7 @@ class Driver:
                 endpoints.setdefault(place, []).append(ready.endpoint)
         engines, lease = self._experiment.engines, self._options.lease
         return {
-            place: PrefillGroup(
+            place: PrefillRanks(
                 engines.name(place), endpoints[place], lease=lease, pp_size=self._experiment.sides[place.role].pp
             )
             for place in self._engines

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv.edges.sharing import shared_memory
-from asynckv.edges.torch import CudaMirror, written
+from asynckv.edges.torch import CudaMirror, synchronize
 from asynckv.geometry.check import Registration, register_memory
 from asynckv.geometry.layout import TOKEN, Group, Layout, Part, View
 from asynckv.tools.plan.layouts import with_addresses
@@ -194,7 +194,7 @@ class CudaPool(Pool):
         return msgspec.structs.replace(placed, memories=tuple(memories))
 
     async def publish(self) -> None:
-        await written(self._mirror.upload())
+        await synchronize(self._mirror.upload())
 
     def fetch(self) -> None:
         self._mirror.download()

@@ -236,12 +236,12 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     C.WRONG_TARGET: Entry(
         "the params name a wrong address",
         "{reader} asked at an address where another engine answers: {why}",
-        "The endpoints in the params belong to another engine or rank: correct the PrefillGroup, or `advertise`.",
+        "The endpoints in the params belong to another engine or rank: correct the PrefillRanks, or `advertise`.",
     ),
     C.STALE_PARAMS: Entry(
         "the params name a process that has ended",
         "{reader} asked for a process, or for memory, that has been replaced since: {why}",
-        "After a restart or resume make a new PrefillGroup of the new endpoints before you send new params.",
+        "After a restart or resume make a new PrefillRanks of the new endpoints before you send new params.",
     ),
     C.NEVER_HEARD_OF: Entry(
         "no decode engine ever heard of it",

@@ -68,7 +68,7 @@ def layout(
 ) -> None:
     """Write the layout of an engine's ranks: what each holds, and where it would lie.
 
-    The file is for `asynckv plan`; its fields are those of `asynckv.Layout`, so an engine can write its own.
+    The file is for `asynckv plan`; its fields are those of `asynckv.layout.Layout`, so an engine can write its own.
     """
     from asynckv.geometry.check import register_memory
     from asynckv.tools.plan import models

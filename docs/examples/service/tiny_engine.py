@@ -40,7 +40,7 @@ from asynckv import (
     InspectConfig,
     LogConfig,
     Metrics,
-    PrefillGroup,
+    PrefillRanks,
     PullConfig,
     Tracing,
     configure_logging,
@@ -160,7 +160,7 @@ class TinyEngine:
     async def __aenter__(self) -> Self:
         await self._engine.start()
         await self._on_model(self._subject.step, torch.tensor([[0]]))  # the first step loads much, and takes seconds
-        self._group = PrefillGroup(self.name, [self._engine.endpoint])
+        self._group = PrefillRanks(self.name, [self._engine.endpoint])
         # What torch and transformers have made lasts as long as the process. To look through it all once more as the
         # interpreter ends took seconds.
         gc.freeze()

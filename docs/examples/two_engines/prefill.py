@@ -7,14 +7,14 @@ from collections import deque
 from scenery import BLOCK_SIZE, NUM_BLOCKS, Call, Ranks, blocks_of, run_engine
 from worker import work
 
-from asynckv import PrefillGroup, PrefillLedger, token_hashes
+from asynckv import PrefillLedger, PrefillRanks, token_hashes
 
 
 class Scheduler:
     """Decides once per step what happens on all ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.ledger = ranks, PrefillLedger(PrefillGroup("prefill", ranks.endpoints))
+        self.ranks, self.ledger = ranks, PrefillLedger(PrefillRanks("prefill", ranks.endpoints))
         self.free = list(range(NUM_BLOCKS))
         self.waiting = deque[Call]()
 
@@ -74,7 +74,7 @@ class Scheduler:
         print(f"prefill: rank {rank} has died; it is started again", flush=True)
         self.ledger.rank_died(rank)
         self.ranks.restart(rank)
-        self.ledger.rank_joined(rank, PrefillGroup("prefill", self.ranks.endpoints))
+        self.ledger.rank_joined(rank, PrefillRanks("prefill", self.ranks.endpoints))
 
 
 if __name__ == "__main__":

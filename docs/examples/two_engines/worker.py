@@ -16,7 +16,7 @@ def work(engine_id: str, tp_rank: int, tp_size: int, directory: str, pipe: Conne
     configure_logging("error")  # of this program's stderr; the engine's own file (below) has everything
     cache = KVCache(tp_rank, tp_size)
     with EngineThread(configuration(engine_id, directory), cache.register()) as thread:
-        pipe.send(thread.engine.endpoint)  # for the scheduler's PrefillGroup
+        pipe.send(thread.engine.endpoint)  # for the scheduler's PrefillRanks
         while (step := pipe.recv()) is not None:
             # First the orders: while the model computes, the engine's thread carries them out.
             thread.submit(step.orders)

@@ -8,9 +8,10 @@ import time
 from collections import deque
 from typing import Any, Self
 
-from asynckv import Engine, EngineConfig, PrefillGroup, register_memory
+from asynckv import Engine, EngineConfig, PrefillRanks
 from asynckv.config import LeaseConfig
 from asynckv.errors import AsyncKVError
+from asynckv.layout import register_memory
 from asynckv.tools.plan.layouts import model_layout, with_addresses
 from asynckv.tools.plan.models import Heads, Model
 from scripts.bench.versus.workload import (
@@ -45,7 +46,7 @@ class Side:
         layout = with_addresses(layout, [array.ctypes.data for array in self.memory.arrays])
         config = EngineConfig(engine_id=setup.role, lease=LeaseConfig(lease_s=600.0))
         self.engine = Engine(config, register_memory(layout, (self.memory,)))
-        self._group: PrefillGroup | None = None
+        self._group: PrefillRanks | None = None
         self._remote_blocks = 0
 
     async def __aenter__(self) -> Self:
@@ -67,7 +68,7 @@ class Side:
         """Take the prefill rank's endpoint, from which params are made."""
         self._remote_blocks = peer["num_blocks"]
         source = random.Random(self.setup.seed)
-        self._group = PrefillGroup(
+        self._group = PrefillRanks(
             "producer",
             [peer["endpoint"]],
             lease=LeaseConfig(lease_s=600.0),

@@ -134,7 +134,7 @@ class Swap:
             for outputs in (said or {}).values():
                 for output in outputs.outputs:
                     if output.kv_transfer_params is not None:
-                        output.kv_transfer_params = Params(output.kv_transfer_params)
+                        output.kv_transfer_params = KVTransferParams(output.kv_transfer_params)
             return said
 
         scheduler.update_from_output = update_and_answer
@@ -143,7 +143,7 @@ class Swap:
 KEY = pytest.StashKey[Swap]()
 
 
-class Params(dict[str, Any]):
+class KVTransferParams(dict[str, Any]):
     """asynckv's params, which name blocks as runs, with NixlConnector's name for them."""
 
     def __missing__(self, key: str) -> Any:

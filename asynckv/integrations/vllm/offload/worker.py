@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges.copies import NixlCopies
-from asynckv.edges.torch import written
+from asynckv.edges.torch import synchronize
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.bounds import Int64s
 from asynckv.geometry.check import check_layout
@@ -203,7 +203,7 @@ class Worker(OffloadingWorker):
             self._break(exc)
             return
         if not is_due:
-            task = asyncio.ensure_future(written(event))
+            task = asyncio.ensure_future(synchronize(event))
             task.add_done_callback(lambda task: self._after(task, job_id, op, plan))
 
     def _after(self, task: asyncio.Future[None], job_id: int, op: CopyOp, plan: Plan) -> None:
