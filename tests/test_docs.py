@@ -15,6 +15,7 @@ import pytest
 
 import asynckv
 import asynckv.testing
+from asynckv import layout, offload
 from asynckv.core import wire
 from asynckv.core.types import Reason
 from asynckv.engine.attempts import ERRORS
@@ -41,6 +42,8 @@ def test_the_reference_has_every_public_name_once() -> None:
         listed.setdefault(module, []).extend(re.findall(r"^\.\. auto\w+:: (\w+)$", block, re.MULTILINE))
     assert {module: sorted(names) for module, names in listed.items()} == {
         "asynckv": sorted(asynckv._HOME),
+        "asynckv.layout": sorted(layout.__all__),
+        "asynckv.offload": sorted(offload.__all__),
         "asynckv.testing": sorted(asynckv.testing.__all__),
     }
 

@@ -248,7 +248,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
         "no reader claimed it, and no log of the decode side ({why}) speaks of it: its params never arrived, or were "
         "dropped before they were announced or pulled{also}",
         "Look for the request in the router and in the decode engine's scheduler. Whatever drops a request has to call "
-        "`discharge` with its params, or `withdraw` on the prefill side.",
+        "`cancel` with its params, or `withdraw` on the prefill side.",
     ),
     C.RANK_NEVER_SPOKE: Entry(
         "one rank of the reader never spoke up",
@@ -284,12 +284,12 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     C.NO_ATTEMPT_FOLLOWED: Entry(
         "another attempt was promised and never made",
         "{reader} released it in order to try again, and did not try again: {why}",
-        "A caller that passes `is_last=False` has to pull again or call `discharge`.",
+        "A caller that passes `is_last=False` has to pull again or call `cancel` with the params.",
     ),
     C.ANNOUNCED_AND_FORGOTTEN: Entry(
         "announced and never pulled",
         "{reader} announced it, and its engine neither pulled nor discharged it within {seconds} s",
-        "A scheduler that announces a request has to pull it or call `discharge`, also if it is aborted before it is "
+        "A scheduler that announces a request has to pull it or call `cancel`, also if it is aborted before it is "
         "scheduled.",
     ),
     C.LEASE_TOO_SHORT: Entry(
