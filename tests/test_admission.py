@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from asynckv import ConfigError, Overloaded
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
-from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import READING, WAITING, Admission
 from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.types import Address, Reason
@@ -217,13 +216,12 @@ def test_a_peer_that_has_fallen_silent_takes_no_room_from_others() -> None:
     world.check()
 
 
-def test_a_full_queue_refuses_at_once_and_a_scheduler_can_ask_before() -> None:
+def test_a_full_queue_refuses_at_once() -> None:
     world, (prefill,), decode = world_of(total_requests=1, window_requests=1, max_queued=2)
     params = [world.params([prefill], f"r{i}", [i], 4, written=True) for i in range(4)]
     asked = []
     for i in range(3):
         world.lend(prefill, params[i])
-        assert decode.core.would_block(params[i]) == (i > 0)
         asked.append(world.pull(decode, f"d{i}", [i], params[i]))
         world.deliver_all()
     with pytest.raises(Overloaded, match="2 pulls wait already") as caught:
@@ -235,167 +233,6 @@ def test_a_full_queue_refuses_at_once_and_a_scheduler_can_ask_before() -> None:
     world.pull(decode, "d3", [3], params[3])
     world.run()
     assert [p.reason for p in decode.ended] == [Reason.COMPLETE] * 4
-
-
-@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["the same engine", "another engine"])
-def test_who_comes_as_room_is_made_waits_behind_those_who_wait(is_elsewhere: bool) -> None:
-    """A rank that is ready is read at once where there is room: but that room is somebody's who came before."""
-    world, (first, second), decode = world_of(2, total_requests=1, window_requests=1)
-    for number, prefill in enumerate((first, second)):
-        ask(world, prefill, decode, number)
-        world.run()
-    ask(world, first, decode, 10)
-    waits = ask(world, first, decode, 11)
-    world.deliver_all()
-    (transfer_id,) = decode.reads
-    decode.reads[transfer_id].land()
-    del decode.reads[transfer_id]
-    # It ends, and before the turn of the loop in which the next is admitted somebody asks.
-    decode.core.decode.ended(TransferEnded(transfer_id, Ending.DONE), 0.0, world.time(decode))
-    newcomer = ask(world, second if is_elsewhere else first, decode, 12)
-    assert (waits.state, newcomer.state) == (PullState.READING, PullState.QUEUED)
-    world.run()
-    assert [p.request_id for p in decode.ended[2:]] == ["d10", "d11", "d12"]
-
-
-@pytest.mark.parametrize("what", ["bytes", "descriptors"])
-@pytest.mark.parametrize("whose", ["window", "total"])
-def test_bytes_and_descriptors_in_flight_both_have_to_fit_for_each_peer_and_for_all(whose: str, what: str) -> None:
-    """One that is ample makes nothing of the other: many small pieces cost a NIC as much as few large ones."""
-    most = {"bytes": 256, "descriptors": 16}[what]
-    budgets = {f"window_{what}": most, f"total_{what}": most if whose == "total" else 100 * most}
-    world, prefills, decode = world_of(2, max_post_bytes=64, **budgets)
-    pulls = [ask(world, prefill, decode, 20 * i + n) for n in range(8) for i, prefill in enumerate(prefills)]
-    world.deliver_all()
-    largest = 0
-    while any(reason(pull) is None for pull in pulls):
-        of_peer = dict.fromkeys(decode.peers, 0)
-        for transfer_id, transfer in decode.reads.items():
-            of_peer[transfer.agent_name] += getattr(decode.posts[transfer_id], f"num_{what}")
-        largest = max(largest, *(of_peer.values() if whose == "window" else [sum(of_peer.values())]))
-        assert largest <= most
-        step(world, decode)
-    assert largest == most
-    assert {pull.reason for pull in pulls} == {Reason.COMPLETE}
-
-
-def posted_to(decode: Rank) -> list[str]:
-    """From whom is read now."""
-    return [post.agent_name for post in decode.reads.values()]
-
-
-def test_a_large_read_is_not_overtaken_by_small_ones_for_ever() -> None:
-    """Whose turn it is keeps it until there is room: else a stream of small reads would never leave any."""
-    world, (first, second), decode = world_of(2, max_post_bytes=1024, window_bytes=1024, total_bytes=1024)
-    for number in range(12):
-        ask(world, first, decode, number)
-    world.deliver_all()
-    assert posted_to(decode) == ["agent-p0"] * 4
-    params = world.params([second], "large", list(range(100, 104)), 16, written=True)
-    world.lend(second, params)
-    large = world.pull(decode, "large", list(range(100, 104)), params)
-    world.deliver_all()
-    assert large.state is PullState.READING
-    for _ in range(5):
-        if "agent-p1" not in posted_to(decode):
-            step(world, decode)
-    assert "agent-p1" in posted_to(decode)
-
-
-def test_peers_take_turns_with_what_they_have_to_post() -> None:
-    """Each time that there is room for one, it is another's: nobody waits for all that somebody else has to read."""
-    world, prefills, decode = world_of(2, max_post_bytes=64, window_bytes=192, total_bytes=192)
-    for number, prefill in enumerate(prefills):
-        blocks = list(range(100 * number, 100 * number + 4))
-        params = world.params([prefill], f"r{number}", blocks, 16, written=True)
-        world.lend(prefill, params)
-        world.pull(decode, f"d{number}", blocks, params)
-        world.deliver_all()
-    assert posted_to(decode) == ["agent-p0"] * 3
-    order = []
-    for _ in range(6):
-        step(world, decode)
-        order.append(posted_to(decode)[-1])
-    assert order == ["agent-p1", "agent-p0"] * 3
-
-
-@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["of an engine", "of all"])
-def test_who_could_read_at_once_waits_where_a_budget_is_spent(is_elsewhere: bool) -> None:
-    """Though nobody waits, and every rank is ready."""
-    world, (first, second), decode = world_of(2, total_requests=1 if is_elsewhere else 2, window_requests=1)
-    for number, prefill in enumerate((second, first)):
-        ask(world, prefill, decode, number)
-        world.run()
-    reads = ask(world, first, decode, 10)
-    newcomer = ask(world, second if is_elsewhere else first, decode, 11)
-    assert (reads.state, newcomer.state) == (PullState.READING, PullState.QUEUED)
-    world.run()
-    assert newcomer.reason is Reason.COMPLETE
-
-
-@pytest.mark.parametrize("how", ["its pull is over", "it is in doubt"])
-def test_a_read_that_may_never_end_takes_no_room_from_others(how: str) -> None:
-    """Its blocks stay held until it does, but nobody who could read waits for it."""
-    world, (prefill,), decode = world_of(max_post_bytes=64, window_bytes=64, total_bytes=64, drain_s=0.5)
-    stuck, other = ask(world, prefill, decode, 0), ask(world, prefill, decode, 1)
-    world.deliver_all()
-    (running,) = decode.reads
-    if how == "it is in doubt":
-        world.tell(decode, TransferEnded(running, Ending.IN_DOUBT, "nobody knows"))
-    else:
-        decode.core.decode.cancel(stuck, world.time(decode))
-        world.settle(decode)
-    world.advance(0.6)
-    world.deliver_all()
-    while reason(other) is None:
-        world.complete(decode, next(transfer_id for transfer_id in decode.reads if transfer_id != running))
-        world.deliver_all()
-    assert (other.reason, stuck.is_returned) == (Reason.COMPLETE, False)
-    world.complete(decode, running)
-    assert decode.returned == [other, stuck]
-
-
-def test_who_waited_to_be_lent_has_the_place_of_when_it_was_asked_for() -> None:
-    world, (prefill,), decode = world_of(total_requests=1, window_requests=1)
-    ask(world, prefill, decode, 0)
-    early = world.params([prefill], "early", [200], 4)
-    decode.core.pull(PullRequest("early", [(0, [200])], early), 30, world.time(decode))
-    world.settle(decode)
-    for number in (1, 2):
-        ask(world, prefill, decode, number)
-    world.deliver_all()
-    world.lend(prefill, early)
-    world.deliver_all()
-    while decode.reads:
-        step(world, decode)
-    assert [p.request_id for p in decode.ended] == ["d0", "early", "d1", "d2"]
-
-
-def test_what_was_announced_has_the_place_of_when_it_is_asked_for() -> None:
-    """To announce early is no way to overtake: nobody wanted the blocks then."""
-    world, (prefill,), decode = world_of(total_requests=1, window_requests=1)
-    ask(world, prefill, decode, 0)
-    params = world.params([prefill], "r9", [9], 4, written=True)
-    world.lend(prefill, params)
-    decode.core.announce("d9", params, "", 30.0, world.time(decode))
-    world.settle(decode)
-    for number in (1, 2):
-        ask(world, prefill, decode, number)
-        world.deliver_all()
-    world.pull(decode, "d9", [9], params)
-    world.run()
-    assert [p.request_id for p in decode.ended] == ["d0", "d1", "d2", "d9"]
-
-
-@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["of an engine", "of all"])
-def test_a_scheduler_is_told_of_those_who_are_still_meeting_their_ranks(is_elsewhere: bool) -> None:
-    """They will read before whoever comes now."""
-    world, (first, second), decode = world_of(2, total_requests=2 if is_elsewhere else 4, window_requests=2)
-    params = world.params([second if is_elsewhere else first], "r", [100], 4, written=True)
-    for number in range(2):
-        assert not decode.core.would_block(params)
-        ask(world, first, decode, number)
-    assert decode.core.would_block(params)
 
 
 @pytest.mark.parametrize(

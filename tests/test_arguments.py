@@ -482,7 +482,6 @@ def arguments(params: dict[str, Any], number: int) -> dict[str, dict[str, Any]]:
         },
         "cancel": {"request_id": f"d{number}", "params": params, "cohort_id": ""},
         "returned": {"request_id": f"d{number}"},
-        "would_block": {"params": params},
         "forget_peer": {"address": "sim://99"},
     }
 
@@ -614,7 +613,6 @@ async def test_params_that_a_caller_made_are_checked_as_those_that_were_sent(sim
                 partial(prefill.engine.lend, bad),
                 partial(decode.engine.announce, "d", bad),
                 partial(decode.engine.pull, "d", [(0, [2])], bad, timeout_s=0.5),
-                partial(decode.engine.would_block, bad),
             ):
                 with contextlib.suppress(AsyncKVError):
                     found = await pumped(sim, call)

@@ -9,7 +9,8 @@ from asynckv.edges import process
 from asynckv.edges.nixl import NixlPlane
 from asynckv.edges.process import ProcessPlane, ServingPlane
 from asynckv.edges.zmq import ZmqPlane
-from asynckv.testing import SimControl, SimData, SimNetwork, check_control_plane, check_data_plane
+from asynckv.testing import SimControl, SimData, SimNetwork
+from tests.lab.conformance import check_control_plane, check_data_plane
 
 pytestmark = pytest.mark.anyio
 

@@ -18,12 +18,10 @@ from asynckv import (
     Failed,
     Finished,
     LeaseEnd,
-    Lend,
     PrefillRanks,
     Pull,
     PullError,
     PullResult,
-    Refused,
     Withdraw,
 )
 
@@ -162,25 +160,6 @@ def test_the_decode_example_keeps_blocks_that_are_held_until_every_rank_has_retu
     assert len(scheduler.ledger) == 0
 
 
-def test_the_decode_example_never_uses_retired_blocks(two_engines: Any) -> None:
-    scheduler, call, workers, blocks = pulling(two_engines, 1)
-    workers.told[0].failed, workers.told[0].retired = [failure({0: tuple(blocks)})], ["r1"]
-    scheduler.step()
-    scheduler.step()
-    assert call.answer.result()["is_right"]
-    assert sorted(scheduler.free + blocks) == list(range(64))
-
-
-def test_the_decode_example_discharges_what_was_refused_before_it_began(two_engines: Any) -> None:
-    scheduler, call, workers, _ = pulling(two_engines, 1)
-    workers.told[0].failed = [failure({}, failed_in="")]
-    scheduler.step()
-    scheduler.step()
-    (order,) = workers.orders
-    assert (type(order), order.params["request_id"]) == (Cancel, "r1")
-    assert call.answer.result()["why"] == "PullError: lost"
-
-
 def test_the_decode_example_computes_a_prompt_that_is_not_the_one_that_was_lent(two_engines: Any) -> None:
     scheduler, call, workers, _ = pulling(two_engines, 1)
     workers.told[0].finished_recving = [PullResult("r1", "p", 1, 1, 1, 1, {}, (), 32)]
@@ -202,24 +181,6 @@ def test_the_decode_example_aborts(two_engines: Any, ends: str) -> None:
     assert workers.orders == [Cancel("r1")]
     assert call.answer.result()["why"] == "aborted"
     assert sorted(scheduler.free) == list(range(64))
-
-
-def test_the_prefill_example_frees_blocks_when_no_rank_lends_them(two_engines: Any) -> None:
-    workers = Workers(2)
-    scheduler = two_engines("prefill").Scheduler(workers)
-    scheduler.take(call := two_engines("scenery").Call("/prefill", {"request_id": "r1", "prompt": PROMPT}))
-    scheduler.step()
-    params = call.answer.result()["params"]
-    scheduler.step()
-    assert workers.orders == [Lend(params)]
-    workers.told[0].finished_sending = [LeaseEnd("r1", "released", {}, (), 0.1)]
-    scheduler.step()
-    assert len(scheduler.free) == 61
-    workers.told[1].refused = [Refused(Lend(params), ValueError("it broke"))]
-    scheduler.step()
-    assert sorted(scheduler.free) == list(range(64))
-    scheduler.step()
-    assert workers.orders == [Withdraw(params)]
 
 
 def test_the_decode_example_refuses_an_id_that_is_under_way(two_engines: Any) -> None:

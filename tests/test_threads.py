@@ -68,7 +68,6 @@ def calls(params: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
         "pull": ("another", [(0, [2])], params),
         "cancel": ("d",),
         "returned": ("d",),
-        "would_block": (params,),
         "forget_peer": ("sim://1",),
         "statistics": (),
         "holds": (),

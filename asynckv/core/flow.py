@@ -101,13 +101,6 @@ class Admission:
             self._num_counted += room == READING
             self._places[pull_id] = PullPlace(flow, room, room == READING)
 
-    def would_block(self, key: FlowKey) -> bool:
-        """Whether a pull of the lowest priority that came now would have to wait for others."""
-        flow = self._flows.get(key)
-        if flow is not None and (flow.num[WAITING] or flow.num[READING] + flow.num[COMING] >= self._window):
-            return True
-        return self._num_counted + self.num[COMING] >= self._total
-
     def expect(self, key: FlowKey, pull_id: PullId) -> None:
         """A pull was asked for and will `ask` once its ranks are met; harmless if it was expected before."""
         if pull_id not in self._places:

@@ -384,14 +384,6 @@ class RankCore:
         self.decode.announce(pull, now)
         self.decode.fail(pull, reason, "no attempt follows", now)
 
-    def would_block(self, params: KVTransferParams) -> bool:
-        """Whether a pull of this request would have to wait for others, if it came now."""
-        try:
-            flow = self.decode.routes.answered_for(params.request_id, params).flow
-        except PlanRefused:
-            return False  # it would be refused at once
-        return self.decode.admission.would_block(flow)
-
     def close(self, now: float, how: str = "closed") -> None:
         """Take nothing new, cancel every pull, revoke every lease; say goodbye once that has settled."""
         self.shut(how)

@@ -636,15 +636,6 @@ class Engine:
                 return
             await driver.waiting.setdefault(held.pull_id, Waiting(held, self._home)).until_returned()
 
-    def would_block(self, params: KVTransferParams | Mapping[str, Any]) -> bool:
-        """Say whether a pull of this request, made now, would wait for other pulls before it reads.
-
-        For schedulers that would rather allocate blocks for another request, or ask another engine.
-        """
-        self._home.asked(self.would_block)
-        wanted = decode_params(params)
-        return self._core.is_closed or self._core.would_block(wanted)
-
     def forget_peer(self, address: str) -> None:
         """Take the caller's word that the rank at an address is gone: everything that waits for it fails."""
         self._home.here(self.forget_peer)

@@ -42,7 +42,10 @@ class Lending:
         num_readers: int,
     ) -> dict[str, Any]:
         """Bring a prefix to host memory, pin it there, and lend it by the host tier's engine; see `Offload.lend`."""
-        request_id, num_readers = text("request_id", request_id, MAX_ID, 1), integer("num_readers", num_readers, 1, MAX_RANKS)
+        request_id, num_readers = (
+            text("request_id", request_id, MAX_ID, 1),
+            integer("num_readers", num_readers, 1, MAX_RANKS),
+        )
         if host is None:
             raise LocalProtocolError("nothing can be lent without OffloadConfig(network=EngineConfig(...))")
         lease, mover = host.config.lease, self._mover

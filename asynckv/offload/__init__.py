@@ -62,27 +62,11 @@ Words
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from asynckv.config import OffloadConfig as OffloadConfig
-    from asynckv.embed.orders import Load as Load
-    from asynckv.embed.orders import Lookup as Lookup
-    from asynckv.embed.orders import Store as Store
-    from asynckv.engine.offload import Offload as Offload
-    from asynckv.offload.found import Found as Found
-    from asynckv.results import Evicted as Evicted
-    from asynckv.results import Loaded as Loaded
-    from asynckv.results import Stored as Stored
+from asynckv.public import homes
 
-_HOME = dict.fromkeys(("Load", "Lookup", "Store"), "asynckv.embed.orders") | {
-    "Evicted": "asynckv.results",
-    "Found": "asynckv.offload.found",
-    "Loaded": "asynckv.results",
-    "Offload": "asynckv.engine.offload",
-    "OffloadConfig": "asynckv.config",
-    "Stored": "asynckv.results",
-}
+_HOME = homes(__name__)
 __all__ = sorted(_HOME)
 
 

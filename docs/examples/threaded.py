@@ -31,7 +31,7 @@ def scheduler() -> None:
             rank.send(ledger.take_orders())
             ledger.take_finished(0, rank.recv())
         free += loans.take_free()
-        received += pulls.take_outcome().finished_recving
+        received += pulls.take_outcome().received
     assert kv.end(prefill, [3, 4, 9]) == kv.end(decode, [7, 5, 6])
     print(received[0].results[0].num_bytes, "bytes,", free[0].ends[0].cause)
 

@@ -123,8 +123,8 @@ MACHINES = (
         "Lease",
         lease,
         "One lent request on a prefill rank. A reader is owed until it has released, and so is a decode engine that "
-        "was not heard of yet: `lend(params, num_readers=2)` waits for two. In ENDING nothing more is granted; what was "
-        "granted is kept.",
+        "was not heard of yet: `lend(params, num_readers=2)` waits for two. In ENDING nothing more is granted; what "
+        "was granted is kept.",
     ),
     Machine("Peer", peer, "One start of a remote rank, as a reader knows it."),
     Machine(

@@ -1,0 +1,11 @@
+from asynckv.config import OffloadConfig as OffloadConfig
+from asynckv.embed.orders import Load as Load
+from asynckv.embed.orders import Lookup as Lookup
+from asynckv.embed.orders import Store as Store
+from asynckv.engine.offload import Offload as Offload
+from asynckv.offload.found import Found as Found
+from asynckv.results import Evicted as Evicted
+from asynckv.results import Loaded as Loaded
+from asynckv.results import Stored as Stored
+
+__all__: list[str]
