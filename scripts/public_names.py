@@ -22,9 +22,12 @@ import typer
 from typer.testing import CliRunner
 
 import asynckv
+import asynckv.layout
+import asynckv.offload
 from asynckv.core.account import Account
 from asynckv.core.told import EVENTS
 from asynckv.core.types import Reason
+from asynckv.embed import ledgers
 from asynckv.errors import ConfigError
 from asynckv.observe.metrics import FAMILIES
 from asynckv.tools.bench import journal, report
@@ -136,10 +139,26 @@ def _commands(found: Any, name: str) -> Iterator[tuple[str, dict[str, str]]]:
         yield from _commands(each, f"{name} {word}")
 
 
+def _python() -> dict[str, dict[str, Any]]:
+    """Every public name of Python, as it is imported."""
+    found = {
+        asynckv: asynckv._HOME,
+        asynckv.layout: asynckv.layout.__all__,
+        asynckv.offload: asynckv.offload.__all__,
+        ledgers: ("Fetch", "Loan", "Outcome"),  # what ledgers return
+    }
+    inside = {module: module.__name__.removeprefix("asynckv").lstrip(".") for module in found}
+    return {
+        f"{inside[module]}.{name}".lstrip("."): _members(getattr(module, name))
+        for module, names in found.items()
+        for name in sorted(names)
+    }
+
+
 def names() -> dict[str, Any]:
     """What others may name: see docs/compatibility.md."""
     return {
-        "python": {name: _members(getattr(asynckv, name)) for name in sorted(asynckv._HOME)},
+        "python": _python(),
         "commands": dict(_commands(typer.main.get_command(app), "asynckv")),
         "events": {name: sorted(event.__struct_fields__) for name, event in EVENTS.items()},
         "metrics": sorted(FAMILIES),

@@ -32,7 +32,7 @@ def test_a_pull_that_was_carried_out_just_before_the_engine_ends_has_begun() -> 
             await desk.finish()
             assert list(decode._driver.core.decode.by_request) == ["r"]
             await decode.aclose()
-            await desk._settle()
+            await desk.settle()
             (failed,) = desk.take_finished().failed
             assert isinstance(failed.error, PullError)
             assert (await lent.wait_released()).cause == "released"

@@ -120,7 +120,7 @@ def test_who_settles_waits_until_all_that_was_begun_has_been_told(monkeypatch: p
             desk.submit([Pull(request_id="request", groups=[], params={})])
             await desk.finish()
             go.set()
-            await desk._settle()
+            await desk.settle()
             assert [failed.request_id for failed in desk.take_finished().failed] == ["request"]
 
     asyncio.run(run())

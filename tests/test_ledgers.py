@@ -316,7 +316,7 @@ class PrefillMachine(RuleBasedStateMachine):
         blocks = sorted(self.free)[:2]
         self.free -= set(blocks)
         params = self.ledger.lend(
-            request_id, [(0, blocks)], 32, is_written=is_written, decode_engines=[reader] if reader else []
+            request_id, [(0, blocks)], 32, written=is_written, decode_engines=[reader] if reader else []
         )
         assert params["written"] is is_written
         self.keys.add(str(params["key"]))
@@ -326,9 +326,9 @@ class PrefillMachine(RuleBasedStateMachine):
         loan = self.ledger.get(request_id)
         if loan is None or loan.is_written:
             with pytest.raises(LocalProtocolError):
-                self.ledger.written(request_id)
+                self.ledger.mark_written(request_id)
         else:
-            self.ledger.written(request_id)
+            self.ledger.mark_written(request_id)
 
     @rule(request_id=IDS)
     def withdraw(self, request_id: str) -> None:
@@ -615,16 +615,16 @@ def test_a_loan_is_over_when_every_rank_has_told_its_end() -> None:
 
 
 def test_params_that_leave_ahead_of_the_data_are_lent_when_it_is_there() -> None:
-    ledger, params = lent(is_written=False)
+    ledger, params = lent(written=False)
     assert (params["written"], ledger.has_orders) == (False, False)
-    ledger.written("a")
+    ledger.mark_written("a")
     assert kinds(ledger.take_orders()) == [("Lend", "a")]
     with pytest.raises(LocalProtocolError, match="no request 'a' waits for its KV"):
-        ledger.written("a")
+        ledger.mark_written("a")
 
 
 def test_a_request_that_is_aborted_before_its_kv_is_there_has_its_blocks_back_at_once() -> None:
-    ledger, _ = lent(is_written=False)
+    ledger, _ = lent(written=False)
     ledger.withdraw("a")
     ledger.withdraw("a")
     assert len(ledger.take_free()) == 1

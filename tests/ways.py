@@ -91,7 +91,7 @@ class Native:
         if self.is_running:
             self.is_running = False
             cut_short = self.call(self.engine.aclose(timeout_s - 1), timeout_s)
-            self.call(self.desk._settle(), timeout_s)
+            self.call(self.desk.settle(), timeout_s)
         self.loop.close()
         return cut_short
 

@@ -683,7 +683,7 @@ class Lease:
             return _refused(
                 message,
                 Reason.WRONG_COHORT,
-                f"lent to {', '.join(map(repr, self.cohorts))}; lend with readers={self.lent.readers + 1} for more",
+                f"lent to {', '.join(map(repr, self.cohorts))}; lend with num_readers={self.lent.readers + 1} for more",
             )
         readers = {Reader(cohort.id, rank, stage) for rank in owed for stage in range(cohort.pp_size)}
         self.cohorts[cohort.id] = BoundCohort(sizes, frozenset(readers), readers)

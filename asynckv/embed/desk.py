@@ -180,7 +180,7 @@ class EngineDesk:
             self.carry_out()
             await asyncio.sleep(0)
 
-    async def _settle(self) -> None:
+    async def settle(self) -> None:
         """Wait until all that was carried out has ended, after the engine was closed; refuse the rest."""
         self._refuse_all()
         if self._tasks:

@@ -465,7 +465,7 @@ class PrefillLedger:
         groups: Groups,
         num_tokens: int,
         *,
-        is_written: bool = True,
+        written: bool = True,
         decode_engines: Collection[str] = (),
         lease_s: float | None = None,
         hashes: Sequence[str] = (),
@@ -477,8 +477,8 @@ class PrefillLedger:
         The arguments are those of `PrefillRanks.make_params`, and:
 
         Args:
-            is_written: Whether the KV is in the blocks already. Else the params may travel ahead of the data: call
-                `written` when it is there.
+            written: The KV is in the blocks. If it is not, the params may travel ahead of it: call `mark_written` when it
+                is there.
             decode_engines: The ids of all decode engines that get the params, where that is known: if they restart,
                 nobody will read the request (`decode_restarted`).
 
@@ -497,18 +497,18 @@ class PrefillLedger:
             groups,
             num_tokens,
             lease_s=lease_s,
-            written=is_written,
+            written=written,
             hashes=hashes,
             hash_tokens=hash_tokens,
             trace=trace,
         )
-        loan = Loan(request_id, name, params, groups, set(decode_engines), is_written)
+        loan = Loan(request_id, name, params, groups, set(decode_engines), written)
         self._loans[name] = self._current[request_id] = loan
-        if is_written:
+        if written:
             self._orders.append(Lend(params))
         return params
 
-    def written(self, request_id: str) -> None:
+    def mark_written(self, request_id: str) -> None:
         """Lend what was announced by its params before: the KV is in the blocks now.
 
         Raises:

@@ -492,7 +492,7 @@ class EngineThread:
             del self._closers[:closers]
             self._is_ending = False
             return False
-        await self._desk._settle()
+        await self._desk.settle()
         self._take_snapshot()
         if not self._has_crashed:
             self._cause = "it was closed"
