@@ -27,6 +27,7 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from asynckv.errors import ConfigError
+from asynckv.tools import cli
 from asynckv.tools.diagnose.ask import ask_all, targets
 from asynckv.tools.proxy.engines import UNHEARD, Limits
 from asynckv.tools.proxy.router import CAUSES, GRACE_S, RANK, RESPONSES, Router
@@ -1132,6 +1133,45 @@ async def test_metrics_count_what_happened() -> None:
     assert metrics['pd_proxy_seconds_count{until="prefill"}'] == 1
     assert metrics['pd_proxy_seconds_count{until="end"}'] == 2
     assert metrics["pd_proxy_in_flight"] == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--prefill http://a", "there is no decode engine; give --decode URL, or --engines FILE"),
+        ("--decode http://a", "there is no prefill engine; give --prefill URL, or --engines FILE"),
+        ("--prefill a:1 --decode http://b", "'a:1' is no URL, such as http://10.0.0.7:8100, or dns+http://"),
+        ("--prefill dns+https://a --decode http://b", "'dns+https://a' is no URL"),
+        ("--prefill http://a:99999 --decode http://b", "'http://a:99999' is no URL"),
+        ("--engines /nowhere/file", "--engines /nowhere/file: cannot be read: No such file"),
+        ("--prefill http://a --decode http://b --attempts 0", "--attempts"),
+        ("--prefill http://a --decode http://b --connect-s nan", "--connect-s nan is outside 0 ... 1000000"),
+        ("--prefill http://a --decode http://b --no-prefill wait", "'wait' is not one of 'compute', 'refuse'"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    line: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["asynckv", "proxy", *line.split()])
+    assert cli.run() == 2
+    said = capsys.readouterr().err
+    assert said.startswith("asynckv: ")
+    assert says in said
+    assert said.count("\n") == 1
+
+
+def test_help_teaches_and_without_the_extra_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["asynckv", "proxy", "--help"])
+    assert cli.run() == 0
+    text = capsys.readouterr().out
+    assert all(part in text for part in ("llm-d", "/health/ready", "--no-prefill", "dns+http://", RANK, "Exit status"))
+    monkeypatch.setattr(sys, "argv", ["asynckv", "proxy", "--prefill", "http://a", "--decode", "http://b"])
+    monkeypatch.delitem(sys.modules, "asynckv.tools.proxy.engines")
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    assert cli.run() == 2
+    assert capsys.readouterr().err == "asynckv: the router needs aiohttp: pip install 'asynckv[proxy]'\n"
 
 
 @pytest.mark.slow

@@ -62,63 +62,35 @@ EPILOG = """
 
 [bold]Exit status[/bold]  0 stopped in order, 2 bad input, or an extra is missing
 """
-ENGINES, CLIENTS, TIMES = "Engines", "What clients may hold", "Times, in seconds"
-Urls = Annotated[
-    list[str] | None,
-    typer.Option(metavar="URL", help="An engine, such as http://10.0.0.7:8100; repeat it.", rich_help_panel=ENGINES),
-]
-
-
-def seconds(text: str) -> Any:
-    """An option that is a time."""
-    return typer.Option(help=text, rich_help_panel=TIMES)
-
-
-def most(text: str, **more: Any) -> Any:
-    """An option that bounds what clients hold."""
-    return typer.Option(help=text, rich_help_panel=CLIENTS, **more)
+Urls = Annotated[list[str] | None, typer.Option(metavar="URL", help="An engine; repeat it.")]
 
 
 def proxy(
     prefill: Urls = None,
     decode: Urls = None,
-    engines: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="More engines, a line each; read again.", rich_help_panel=ENGINES),
-    ] = None,
+    engines: Annotated[Path | None, typer.Option(metavar="FILE", help="More engines; read again and again.")] = None,
     no_prefill: Annotated[
         Literal["compute", "refuse"],
-        typer.Option(
-            help="Where no prefill is to be had: decode engines compute the prompt, or the client gets 503.",
-            rich_help_panel=ENGINES,
-        ),
+        typer.Option(help="Where no prefill is to be had: decode engines compute the prompt, or the client gets 503."),
     ] = "compute",
-    attempts: Annotated[
-        int, typer.Option(help="How often a request is tried in all.", min=1, rich_help_panel=ENGINES)
-    ] = 3,
     host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="0: one that the system chooses; the log names it.", min=0, max=65535)
-    ] = 8000,
-    connect_s: Annotated[float, seconds("For connecting to an engine, and for its health.")] = 2.0,
-    prefill_s: Annotated[float, seconds("For one prefill.")] = 120.0,
-    silence_s: Annotated[float, seconds("Longest silence of an engine.")] = 300.0,
-    health_s: Annotated[float, seconds("How often engines are asked for their health.")] = 2.0,
-    refresh_s: Annotated[float, seconds("How often FILE is read, and names are resolved.")] = 5.0,
-    drain_s: Annotated[float, seconds("How long requests may go on after Ctrl-C or SIGTERM.")] = 30.0,
-    body_s: Annotated[float, seconds("How long a client's body may take to arrive; then it gets 408.")] = 60.0,
-    idle_s: Annotated[
-        float, seconds("A connection without a whole header is closed after so long, and so is an idle one.")
-    ] = 75.0,
-    max_requests: Annotated[int, most("More at a time are refused with 503.", min=1)] = 1024,
-    max_body_mib: Annotated[float, most("A larger body is refused with 413.")] = 16.0,
-    max_bodies_mib: Annotated[
-        float, most("What the bodies of all requests under way may hold; a request beyond it gets 503.")
-    ] = 1024.0,
+    port: Annotated[int, typer.Option(help="0: a free one; the log names it.", min=0, max=65535)] = 8000,
+    attempts: Annotated[int, typer.Option(help="How often a request is tried in all.", min=1)] = 3,
+    connect_s: Annotated[float, typer.Option(help="For connecting to an engine, and for its health.")] = 2.0,
+    prefill_s: Annotated[float, typer.Option(help="For one prefill.")] = 120.0,
+    silence_s: Annotated[float, typer.Option(help="Longest silence of an engine.")] = 300.0,
+    health_s: Annotated[float, typer.Option(help="How often engines are asked for their health.")] = 2.0,
+    refresh_s: Annotated[float, typer.Option(help="How often FILE is read, and names are resolved.")] = 5.0,
+    max_requests: Annotated[int, typer.Option(help="More at a time are refused with 503.", min=1)] = 1024,
+    max_body_mib: Annotated[float, typer.Option(help="A larger body is refused with 413.")] = 16.0,
+    max_bodies_mib: Annotated[float, typer.Option(help="Of all bodies under way; more are refused with 503.")] = 1024.0,
+    body_s: Annotated[float, typer.Option(help="How long a body may take to arrive; then 408.")] = 60.0,
+    idle_s: Annotated[float, typer.Option(help="How long a connection may lack a whole header.")] = 75.0,
     max_connections: Annotated[
-        int, most("Clients' connections; more get 503. A third of `ulimit -n` at most.", min=1)
+        int, typer.Option(help="Clients' connections; more get 503. A third of `ulimit -n` at most.", min=1)
     ] = 2048,
-    max_connections_per_host: Annotated[int, most("The same of one address, such as a load balancer's.", min=1)] = 1536,
+    max_connections_per_host: Annotated[int, typer.Option(help="Of one address, such as a balancer's.", min=1)] = 1536,
+    drain_s: Annotated[float, typer.Option(help="How long requests may go on after Ctrl-C or SIGTERM.")] = 30.0,
 ) -> int:
     """Route OpenAI's requests: prefill engines compute the prompt, decode engines fetch the KV cache and go on."""
     try:

@@ -42,6 +42,7 @@ STATUS = {"unreachable": 503, "overloaded": 503, "timeout": 504, "silent": 504}
 UNHEARD = 2
 """Looks at its health without a word from an engine, after which requests wait for it no longer."""
 NO_HOST = (errno.EHOSTUNREACH, errno.ENETUNREACH)
+NEW = "not asked yet"
 PREAMBLE = re.compile(rb"event: response\.(created|queued|in_progress)\n")
 """Events of `/v1/responses` that vLLM sends before it has begun."""
 MOST_UNREAD = 2**16
@@ -111,7 +112,7 @@ class Engine:
 
     def __init__(self, role: str, url: str, faults: prometheus.Counter) -> None:
         self.role, self.url = role, url.rstrip("/")
-        self.trouble = "not asked yet"
+        self.trouble = NEW
         self.unheard = self.last_turn = 0
         self.lends_once = False
         self.working: set[asyncio.Timeout] = set()
@@ -127,7 +128,7 @@ class Engine:
 
     def found(self, trouble: str) -> None:
         """Take note of how it is."""
-        if bool(trouble) != bool(self.trouble):
+        if bool(trouble) != bool(self.trouble) or self.trouble == NEW:
             say, event = (log.warning, "engine_down") if trouble else (log.info, "engine_up")
             say(event, role=self.role, engine=self.url, trouble=trouble, outstanding=self.outstanding)
         self.trouble = trouble
@@ -248,7 +249,6 @@ class Engines:
         for engine in new:
             self.by_role[engine.role].append(engine)
             self._spawn(self._watch(engine))
-            log.info("engine_added", role=engine.role, engine=engine.url, trouble=engine.trouble)
         for key, engine in known.items():
             if key not in named:
                 self.by_role[engine.role].remove(engine)
@@ -296,10 +296,9 @@ class Engines:
         Raises:
             Refused: None is.
         """
-        engines = self.by_role[role]
-        if found := [engine for engine in engines if not engine.trouble]:
+        if found := [engine for engine in self.by_role[role] if not engine.trouble]:
             return found
-        which = "; ".join(f"{engine.url} {engine.trouble}" for engine in engines) or "none is known"
+        which = "; ".join(f"{engine.url} {engine.trouble}" for engine in self.by_role[role]) or "none is known"
         raise Refused(503, f"no {role} engine is up: {which}", "no_engine")
 
     def choose(self, role: str, avoid: set[Engine]) -> Engine:

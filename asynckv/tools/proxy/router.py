@@ -134,18 +134,12 @@ class Job:
         }
 
 
-def num_prompts(body: Mapping[str, Any]) -> int:
-    """How many prompts a body has; a list of numbers is one, of tokens."""
-    given = [body[name] for name in ("prompt", "prompt_embeds") if body.get(name) is not None]
-    return sum(
-        len(it) if isinstance(it, list) and not all(isinstance(token, int) for token in it) else 1 for it in given
-    )
-
-
 def why_alone(body: Mapping[str, Any]) -> str:
     """The cause for which no engine can be handed the KV cache of a request; empty if one can."""
-    if num_prompts(body) > 1:
-        return "prompts"
+    prompts = [body[name] for name in ("prompt", "prompt_embeds") if body.get(name) is not None]
+    for it in prompts:
+        if len(prompts) > 1 or (isinstance(it, list) and len(it) > 1 and not all(isinstance(x, int) for x in it)):
+            return "prompts"
     if body.get("use_beam_search"):
         return "beam_search"
     of_echo = body.get("top_logprobs" if "messages" in body else "logprobs") if body.get("echo") else None
