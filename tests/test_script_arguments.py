@@ -67,10 +67,6 @@ BAD = [
     ("disagg_generate --prompt-tokens 0", "--prompt-tokens 0 must be 1 or more"),
     ("disagg_generate --cached-tokens 45", "--cached-tokens 45 is outside 0 ... 44"),
     ("disagg_generate --prompt-tokens 5000", "need more than 24 blocks"),
-    ("pd_proxy --prefill http://a", "Missing option '--decode'"),
-    ("pd_proxy --prefill a:1 --decode http://b", "'a:1' is no URL, such as http://10.0.0.7:8100"),
-    ("pd_proxy --prefill http://a --decode http://b --attempts 0", "--attempts"),
-    ("pd_proxy --prefill http://a --decode http://b --connect-s nan", "--connect-s nan is outside 0 ... 1000000"),
     ("pd_service --decode 0", "--decode 0 is outside 1 ... 16"),
     ("tiny_engine --role both", "'both' is not one of"),
     ("tiny_engine --role decode --blocks 0", "--blocks 0 is outside"),
@@ -92,7 +88,6 @@ TEACHES = {
     "engine": ["handshake: Meet three peers", "--cases"],
     "vs_vllm": ["vllm-pinned: as shipped", "To install it beside", "--steps-ms"],
     "disagg_generate": ["gemma3_text", "--cached-tokens", "Controls"],
-    "pd_proxy": ["/health/ready", "--prefill", "504", "python -m docs.examples.service.pd_service", "Exit status"],
     "pd_service": ["--decode", "Exit status"],
     "tiny_engine": ["--step-ms", "python -m docs.examples.service.pd_service", "Exit status"],
 }

@@ -20,10 +20,10 @@ from opentelemetry.trace import SpanKind, StatusCode
 from asynckv import ConfigError, Endpoint, Metrics, PrefillRanks, Tracing, trace_context
 from asynckv.core.types import MAX_TRACESTATE, decode_params
 from asynckv.observe import tracing
-from docs.examples.service import pd_traces
-from docs.examples.service.pd_engines import Limits
-from docs.examples.service.pd_http import serving
-from docs.examples.service.pd_proxy import Router
+from asynckv.tools.proxy import traces
+from asynckv.tools.proxy.engines import Limits
+from asynckv.tools.proxy.router import Router
+from asynckv.tools.proxy.server import serving
 from tests.engines import Bench, Side, until
 from tests.observed import QUICK, end, passing, story
 
@@ -324,7 +324,7 @@ async def test_a_clients_trace_goes_through_the_router_to_both_engines(
     sim: Bench, spans: Spans, monkeypatch: pytest.MonkeyPatch, has_library: bool
 ) -> None:
     if not has_library:
-        monkeypatch.setattr(pd_traces, "otel", None)
+        monkeypatch.setattr(traces, "otel", None)
     async with sim.pair() as (prefill, decode, group):
         Tracing(prefill.engine, decode.engine, provider=spans.provider)
         lender, reader = Told(prefill, group, "prefill"), Told(decode, group, "decode")

@@ -19,6 +19,7 @@ from asynckv.tools.keygen import KEYGEN_EPILOG, keygen
 from asynckv.tools.offload.cli import offload_app
 from asynckv.tools.output import help_of
 from asynckv.tools.plan import cli as plan_cli
+from asynckv.tools.proxy import cli as proxy_cli
 from asynckv.tools.streams import Unwritten, prepare
 
 START_EPILOG = """
@@ -91,7 +92,7 @@ def root(
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-MEASURE, LOOK, PREPARE = "Measure", "Look into a service", "Prepare and try out"
+MEASURE, LOOK, PREPARE, RUN = "Measure", "Look into a service", "Prepare and try out", "Run a service"
 
 
 def command(epilog: str, panel: str) -> Callable[[F], F]:
@@ -112,6 +113,7 @@ app.add_typer(offload_app, name="offload", rich_help_panel=LOOK)
 command(plan_cli.LAYOUT_EPILOG, PREPARE)(plan_cli.layout)
 command(plan_cli.PLAN_EPILOG, PREPARE)(plan_cli.plan)
 command(KEYGEN_EPILOG, PREPARE)(keygen)
+command(proxy_cli.EPILOG, RUN)(proxy_cli.proxy)
 
 
 def main() -> NoReturn:

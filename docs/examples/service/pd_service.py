@@ -1,6 +1,6 @@
 """Prefill and decode apart, all on this host: `python -m docs.examples.service.pd_service`.
 
-Starts tiny engines (`tiny_engine.py`) as processes of their own and the router (`pd_proxy.py`) before them, and says
+Starts tiny engines (`tiny_engine.py`) as processes of their own and the router (`asynckv proxy`) before them, and says
 what to try. Each engine writes its log into one directory and listens there for questions, so that `asynckv inspect`
 and `asynckv leaks` need only its name. Ctrl-C ends everything; the logs stay.
 """
@@ -20,8 +20,8 @@ import typer
 from aiohttp import web
 
 from asynckv.tools.bench.processes import Failure
-from docs.examples.service.pd_http import log_as_json, serving, until_told
-from docs.examples.service.pd_proxy import GRACE_S, Router
+from asynckv.tools.proxy.router import GRACE_S, Router
+from asynckv.tools.proxy.server import log_as_json, serving, until_told
 from scripts import command
 from tests.lab.fleet import Fleet, Process
 

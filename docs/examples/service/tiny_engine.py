@@ -1,4 +1,4 @@
-"""A tiny engine for `pd_proxy.py`, with everything in it that matters: `python -m docs.examples.service.tiny_engine`.
+"""A tiny engine for `asynckv proxy`, with everything in it that matters: `python -m docs.examples.service.tiny_engine`.
 
 A real transformer with random weights (`scripts.disagg_generate`), its KV cache in paged memory, asynckv on the same
 event loop as the HTTP server, and the model on a thread of its own. It speaks as vLLM does, as far as the router can
@@ -28,7 +28,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-import aiohttp
 import prometheus_client as prometheus
 import torch
 import typer
@@ -47,8 +46,8 @@ from asynckv import (
     trace_context,
 )
 from asynckv.errors import AsyncKVError, BlocksRetired, PullError
+from asynckv.tools.proxy.server import COMPLETIONS, Refused, errors_as_json, serving, until_told
 from docs.examples.service import tiny_request
-from docs.examples.service.pd_http import COMPLETIONS, Refused, errors_as_json, serving, until_told
 from scripts import command
 from scripts.disagg_generate import Pages, Subject, gather, load, store
 
@@ -96,15 +95,6 @@ class Blocks:
     def give(self, blocks: list[int]) -> None:
         self._free += blocks
         self._freed.set()
-
-
-async def _renewed(url: str) -> Any:
-    """Ask the router for params of another prefill engine; None if it has none."""
-    with contextlib.suppress(aiohttp.ClientError):
-        async with aiohttp.ClientSession() as session, session.post(url) as answer:
-            if answer.status == 200:
-                return (await answer.json())["kv_transfer_params"]["asynckv"]
-    return None
 
 
 class TinyEngine:
@@ -188,10 +178,9 @@ class TinyEngine:
             if is_prefill:
                 found = await self._prefill(request_id, prompt, request.headers)
                 return await answer.whole(found[0], {"do_remote_prefill": True, "asynckv": found[1]})
-            again = request.headers.get("X-Prefill-Again", "")
             if isinstance(lent, dict):
                 lent = lent | trace_context(request.headers)  # of the router's question to us
-            async with self._cache(request_id, prompt, lent, again) as cache:
+            async with self._cache(request_id, prompt, lent) as cache:
                 tokens = self._generate(cache, prompt[-1], len(prompt) - 1, count)
                 return await (answer.stream(tokens) if answer.is_stream else answer.whole([t async for t in tokens]))
 
@@ -215,9 +204,7 @@ class TinyEngine:
         return first, params
 
     @contextlib.asynccontextmanager
-    async def _cache(
-        self, request_id: str, prompt: list[int], lent: dict[str, Any] | None, again: str
-    ) -> AsyncIterator[Any]:
+    async def _cache(self, request_id: str, prompt: list[int], lent: dict[str, Any] | None) -> AsyncIterator[Any]:
         """The KV cache of a prompt but its last token, fetched or computed; blocks are held as long as it is used."""
         tokens = len(prompt) - 1
         if lent is None:
@@ -231,14 +218,7 @@ class TinyEngine:
                 self._engine.cancel(request_id)
                 raise
             try:
-                try:
-                    await self._engine.pull(request_id, [(0, blocks)], lent, retries=1)
-                except PullError:
-                    # Its KV is lost, but place and blocks need not be: another prefill engine may compute it.
-                    if not again or (renewed := await _renewed(again)) is None:
-                        raise
-                    await self._engine.returned(request_id)
-                    await self._engine.pull(request_id, [(0, blocks)], renewed)
+                await self._engine.pull(request_id, [(0, blocks)], lent, retries=1)
                 yield await self._on_model(self._gather, blocks, tokens)
             finally:
                 # A pull that was cut short may still write.
@@ -365,7 +345,7 @@ def engine(
         str, typer.Option(help="For its log and a socket: asynckv leaks DIR, asynckv inspect DIR.", metavar="DIR")
     ] = "",
 ) -> int:
-    """Serve a tiny transformer with random weights through OpenAI's API, as prefill or decode engine of `pd_proxy`."""
+    """Serve a tiny transformer with random weights through OpenAI's API, as prefill or decode engine."""
     command.check(0 <= port < 65536, f"--port {port} is outside 0 ... 65535")
     command.check(1 <= blocks <= 100_000, f"--blocks {blocks} is outside 1 ... 100000")
     command.check(0 <= step_ms <= 60_000, f"--step-ms {step_ms} is outside 0 ... 60000")

@@ -5,11 +5,11 @@ Apart from `docs.examples.service.tiny_engine`, so that it can be tested without
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from docs.examples.service.pd_http import COMPLETIONS, Refused
+from asynckv.tools.proxy.server import COMPLETIONS, Refused
 
 MAX_TOKENS = 4096
 
@@ -26,6 +26,7 @@ class Asked(msgspec.Struct):
 
     prompt: str | None = None
     messages: list[Message] | None = None
+    n: Literal[1] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stream: bool | None = None

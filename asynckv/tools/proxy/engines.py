@@ -1,4 +1,4 @@
-"""The engines behind the router (`pd_proxy`): which are up, which has the least to do, and what their answers mean.
+"""The engines behind the router: which are up, which has the least to do, and what their answers mean.
 
 Everything that an engine can do wrong becomes an `EngineFault` with one word, `why`:
 
@@ -13,6 +13,9 @@ Everything that an engine can do wrong becomes an `EngineFault` with one word, `
 - `timeout`: no answer in time. To ask another would take as long again, so this is the only one that ends a request.
 
 What an engine refuses for the client's fault (status 4xx) is no fault, and passed on as it is (`Refused`).
+
+Engines come and go (`sources`). A new one is looked at before it is used; one that is named no longer gets no new
+request, and is watched until it has finished what it has.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ import contextlib
 import errno
 import io
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+import re
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +35,18 @@ import msgspec
 import prometheus_client as prometheus
 import structlog
 
-from docs.examples.service.pd_http import Refused
+from asynckv.tools.proxy.server import Refused
+from asynckv.tools.proxy.sources import Sources
 
 STATUS = {"unreachable": 503, "overloaded": 503, "timeout": 504, "silent": 504}
 UNHEARD = 2
 """Looks at its health without a word from an engine, after which requests wait for it no longer."""
 NO_HOST = (errno.EHOSTUNREACH, errno.ENETUNREACH)
+NEW = "not asked yet"
+PREAMBLE = re.compile(rb"event: response\.(created|queued|in_progress)\n")
+"""Events of `/v1/responses` that vLLM sends before it has begun."""
+MOST_UNREAD = 2**16
+"""Bytes of a stream that are read in search of its first event."""
 
 log = structlog.get_logger()
 
@@ -50,12 +60,14 @@ class Limits:
         prefill_s: For one prefill.
         silence_s: Between two pieces of what is decoded, and before the first.
         health_s: Between two looks at their health.
+        refresh_s: Between two looks at which engines there are, where that can change.
     """
 
     connect_s: float = 2.0
     prefill_s: float = 120.0
     silence_s: float = 300.0
     health_s: float = 2.0
+    refresh_s: float = 5.0
 
 
 class EngineFault(Refused):
@@ -63,15 +75,24 @@ class EngineFault(Refused):
 
     def __init__(self, engine: Engine, why: str, text: str) -> None:
         super().__init__(STATUS.get(why, 502), f"{engine} {text}", why)
-        self.engine, self.why = engine, why
+        self.engine, self.why, self.text = engine, why, text
 
 
 def _error_in(data: bytes) -> dict[str, Any] | None:
-    """The error that an answer is, if it is one."""
+    """The error that an answer or an event is, if it is one."""
     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
-        found = msgspec.json.decode(data, type=dict[str, Any]).get("error")
+        told = msgspec.json.decode(data, type=dict[str, Any])
+        if told.get("type") == "error":  # of /v1/responses, as is "response.failed"
+            return told
+        inner = told.get("response")
+        found = told.get("error") or (inner.get("error") if isinstance(inner, dict) else None)
         return found if isinstance(found, dict) else None
     return None
+
+
+def _data(event: bytes) -> bytes:
+    """What the event of a stream carries."""
+    return b"\n".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
 
 
 def _code(error: Mapping[str, Any]) -> int:
@@ -86,12 +107,14 @@ class Engine:
         trouble: Why it is down; empty while it is up.
         unheard: Looks at its health in a row, since it was heard of.
         working: When to give up what it works on for us: never, unless it falls silent.
+        lends_once: Its params are not asynckv's: of several answers to one request, only the first may read by them.
     """
 
     def __init__(self, role: str, url: str, faults: prometheus.Counter) -> None:
         self.role, self.url = role, url.rstrip("/")
-        self.trouble = "not asked yet"
+        self.trouble = NEW
         self.unheard = self.last_turn = 0
+        self.lends_once = False
         self.working: set[asyncio.Timeout] = set()
         self._faults = faults
 
@@ -105,7 +128,7 @@ class Engine:
 
     def found(self, trouble: str) -> None:
         """Take note of how it is."""
-        if bool(trouble) != bool(self.trouble):
+        if bool(trouble) != bool(self.trouble) or self.trouble == NEW:
             say, event = (log.warning, "engine_down") if trouble else (log.info, "engine_up")
             say(event, role=self.role, engine=self.url, trouble=trouble, outstanding=self.outstanding)
         self.trouble = trouble
@@ -157,21 +180,23 @@ class Engine:
         Raises:
             EngineFault: It is an error, or there is none.
         """
-        found = b""
+        found, event = b"", b""
         if answer.content_type == "text/event-stream":
-            while b"\n\n" not in found and len(found) < 65536 and (piece := await answer.content.readany()):
+            while not event and len(found) < MOST_UNREAD and (piece := await answer.content.readany()):
                 found += piece
-        if not found:
+                *whole, rest = found.split(b"\n\n")
+                event = next((each for each in whole if not PREAMBLE.match(each)), b"")
+            event = event or (b"" if PREAMBLE.match(rest) else rest) if found else b""
+        if not event and len(found) < MOST_UNREAD:
             raise self.fault("garbage", f"sent no event, but {answer.content_type}")
-        event = found.removeprefix(b"data:").partition(b"\n\n")[0]
-        if error := _error_in(event):
-            raise self.refusal(_code(error), event)
+        if error := _error_in(_data(event)):
+            raise self.refusal(_code(error), _data(event))
         return found
 
     def failed_at_end(self, end: bytes) -> Refused | None:
         """Say which error a stream has ended with, if it has: the client got it, and log and metrics have to."""
         events = [event for event in end.split(b"\n\n") if event.strip() not in (b"", b"data: [DONE]")]
-        event = events[-1].removeprefix(b"data:") if events else b""
+        event = _data(events[-1]) if events else b""
         error = _error_in(event) if b'"error"' in event else None
         return None if error is None else self.refusal(_code(error), event)
 
@@ -179,35 +204,58 @@ class Engine:
 class Engines:
     """All engines; `async with` them."""
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], limits: Limits, metrics: Any) -> None:
+    def __init__(self, sources: Sources, limits: Limits, metrics: Any) -> None:
         labels = ["role", "engine"]
-        faults = prometheus.Counter(
+        self._faults = prometheus.Counter(
             "pd_proxy_engine_faults", "What engines did wrong.", [*labels, "why"], registry=metrics
         )
         self._up = prometheus.Gauge("pd_proxy_engine_up", "Said that it is well.", labels, registry=metrics)
         self._outstanding = prometheus.Gauge(
             "pd_proxy_engine_outstanding", "Requests that it works on for us.", labels, registry=metrics
         )
-        urls = {"prefill": prefill, "decode": decode}
-        self.by_role = {role: [Engine(role, url, faults) for url in urls[role]] for role in urls}
-        self._limits, self._turn = limits, itertools.count(1)
+        self.by_role: dict[str, list[Engine]] = {"prefill": [], "decode": []}
+        self._sources, self._limits, self._turn = sources, limits, itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Engines:
         # vLLM closes connections that were idle for 5 s; to use one again at that very moment would lose a request.
         self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0))
-        engines = [engine for role in self.by_role.values() for engine in role]
-        await asyncio.gather(*map(self._look, engines))
-        self._watching = [asyncio.create_task(self._watch(engine)) for engine in engines]
+        await self._refresh()
+        self._spawn(self._go_on_refreshing())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._watching:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.wait(self._watching)
+        await asyncio.wait(self._tasks)
         await self.session.close()
 
-    async def _watch(self, engine: Engine) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _go_on_refreshing(self) -> None:
         while True:
+            await asyncio.sleep(self._limits.refresh_s)
+            await self._refresh()
+
+    async def _refresh(self) -> None:
+        """Take up engines that are new, and leave those that are named no longer."""
+        named = await self._sources.look()
+        known = {(engine.role, engine.url): engine for engines in self.by_role.values() for engine in engines}
+        new = [Engine(role, url, self._faults) for role, url in named if (role, url) not in known]
+        await asyncio.gather(*map(self._look, new))
+        for engine in new:
+            self.by_role[engine.role].append(engine)
+            self._spawn(self._watch(engine))
+        for key, engine in known.items():
+            if key not in named:
+                self.by_role[engine.role].remove(engine)
+                log.info("engine_removed", role=engine.role, engine=engine.url, outstanding=engine.outstanding)
+
+    async def _watch(self, engine: Engine) -> None:
+        while engine in self.by_role[engine.role] or engine.working:
             await asyncio.sleep(self._limits.health_s)
             await self._look(engine)
 
@@ -225,16 +273,22 @@ class Engines:
             else:
                 engine.heard()
 
-    def states(self) -> tuple[bool, dict[str, list[dict[str, Any]]]]:
-        """Whether there is an engine of each role, and how all are."""
+    def states(self) -> dict[str, list[dict[str, Any]]]:
+        """How all engines are."""
+        self._up.clear()  # of engines that are no more, nothing is said
+        self._outstanding.clear()
         for role, engines in self.by_role.items():
             for it in engines:
                 self._up.labels(role, it.url).set(not it.trouble)
                 self._outstanding.labels(role, it.url).set(it.outstanding)
-        return all(any(not it.trouble for it in engines) for engines in self.by_role.values()), {
+        return {
             role: [{"engine": it.url, "trouble": it.trouble, "outstanding": it.outstanding} for it in engines]
             for role, engines in self.by_role.items()
         }
+
+    def is_up(self, role: str) -> bool:
+        """Whether an engine of this role is up."""
+        return any(not engine.trouble for engine in self.by_role[role])
 
     def up(self, role: str) -> list[Engine]:
         """Those that are up.
@@ -242,10 +296,9 @@ class Engines:
         Raises:
             Refused: None is.
         """
-        engines = self.by_role[role]
-        if found := [engine for engine in engines if not engine.trouble]:
+        if found := [engine for engine in self.by_role[role] if not engine.trouble]:
             return found
-        which = "; ".join(f"{engine.url} {engine.trouble}" for engine in engines)
+        which = "; ".join(f"{engine.url} {engine.trouble}" for engine in self.by_role[role]) or "none is known"
         raise Refused(503, f"no {role} engine is up: {which}", "no_engine")
 
     def choose(self, role: str, avoid: set[Engine]) -> Engine:

@@ -1,4 +1,4 @@
-"""What the router and the tiny engine have in common as HTTP servers: errors in OpenAI's form, a life, a log."""
+"""The router as an HTTP server, and engines of examples too: errors in OpenAI's form, a life, a log."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPException as exc:
         return Refused(exc.status, f"{request.method} {request.path}: {exc.reason}").response()
     except ConnectionError:
-        raise  # nobody is there to hear of it, as aiohttp knows
+        raise  # the client is gone, as aiohttp knows
     except Exception:
         log.exception("handler_failed", path=request.path)
         return Refused(500, "the server failed; its log says how", "internal_error").response()
@@ -158,5 +158,5 @@ def log_as_json() -> None:
         ],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    # It writes a traceback for whoever sends what is no HTTP; what fails in a handler is logged by `errors_as_json`.
+    # It writes a traceback for input that is no HTTP; what fails in a handler is logged by `errors_as_json`.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)

@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,15 +27,17 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from asynckv.errors import ConfigError
+from asynckv.tools import cli
 from asynckv.tools.diagnose.ask import ask_all, targets
+from asynckv.tools.proxy.engines import UNHEARD, Limits
+from asynckv.tools.proxy.router import CAUSES, GRACE_S, RANK, RESPONSES, Router
+from asynckv.tools.proxy.server import COMPLETIONS, Bounds, Refused, serving
+from asynckv.tools.proxy.sources import Sources
 from docs.examples.service import pd_service, tiny_request
-from docs.examples.service.pd_engines import UNHEARD, Limits
-from docs.examples.service.pd_http import COMPLETIONS, Bounds, Refused, serving
-from docs.examples.service.pd_proxy import GRACE_S, Router
 
 pytestmark = pytest.mark.anyio
 
-QUICK = Limits(connect_s=5, prefill_s=30, silence_s=30, health_s=0.01)
+QUICK = Limits(connect_s=5, prefill_s=30, silence_s=30, health_s=0.01, refresh_s=0.01)
 IMPATIENT = {
     "prefill": Limits(connect_s=5, prefill_s=0.2, silence_s=30, health_s=5),
     "decode": Limits(connect_s=5, prefill_s=30, silence_s=0.2, health_s=5),
@@ -91,12 +92,12 @@ class Fake:
         return web.json_response({"data": ["tiny"]})
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[Fake]:
+    async def running(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Fake]:
         app = web.Application(client_max_size=2**26)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_routes([web.post(path, self._complete) for path in COMPLETIONS])
-        async with serving(app, "127.0.0.1", 0, drain_s=0.1) as self.url:
+        app.router.add_routes([web.post(path, self._complete) for path in (*COMPLETIONS, RESPONSES)])
+        async with serving(app, host, port, drain_s=0.1) as self.url:
             yield self
 
 
@@ -390,25 +391,10 @@ async def test_params_outlive_a_decode_engine_that_cannot_be_reached() -> None:
         assert "cannot be reached" in (await client.ready())[1]["decode"][0]["trouble"]
 
 
-async def test_a_decode_engine_may_ask_for_other_params() -> None:
-    async def asks_again(fake: Fake, request: web.Request) -> web.StreamResponse:
-        async with aiohttp.ClientSession() as session:
-            async with session.post(request.headers["X-Prefill-Again"] + "x") as answer:
-                assert answer.status == 404
-            async with session.post(request.headers["X-Prefill-Again"]) as answer:
-                return web.json_response(await answer.json(), status=answer.status)
-
-    prefill = [prefills("a"), prefills("b")]
-    async with routed(prefill, [Fake(asks_again)]) as client:
-        status, told = await client.ask(headers={"Host": "evil:1"})
-        assert (status, told["kv_transfer_params"]["of"]) == (200, "b")
-        assert (await client.metrics())['pd_proxy_retries_total{why="renewed"}'] == 1
-
-
 async def test_none_up_is_said_in_json() -> None:
     prefill = prefills()
     for engines in (([NOWHERE, f"{NOWHERE}9"], [decodes()], "prefill"), ([prefill], [NOWHERE], "decode")):
-        async with routed(engines[0], engines[1]) as client:
+        async with routed(engines[0], engines[1], is_computed=False) as client:
             async with client.session.post(client.url + COMPLETIONS[0], json=ASK) as answer:
                 assert (answer.status, answer.content_type) == (503, "application/json")
                 assert answer.headers["Retry-After"] == "1"
@@ -435,7 +421,8 @@ async def test_none_up_is_said_in_json() -> None:
 async def test_after_some_attempts_the_client_hears_why(role: str, act: Act, status: int, kind: str) -> None:
     bad = Fake(act)
     sides = ([bad], [decodes()]) if role == "prefill" else ([prefills()], [bad])
-    async with routed(*sides, IMPATIENT[role] if act is hangs else QUICK, attempts=2) as client:
+    limits = IMPATIENT[role] if act is hangs else QUICK
+    async with routed(*sides, limits, attempts=2, is_computed=False) as client:
         found, told = await client.ask()
         assert (found, told["error"]["type"], told["error"]["code"]) == (status, kind, status)
         assert f"{role} engine {bad.url}" in told["error"]["message"]
@@ -597,6 +584,255 @@ async def test_an_error_that_ends_a_stream_is_in_log_and_metrics() -> None:
     assert metrics[f'pd_proxy_engine_faults_total{{engine="{decode.url}",role="decode",why="failed"}}'] == 1
 
 
+# -- where no KV cache can be handed over ------------------------------------------------------------------------
+
+REFUSES = says(error("kv_transfer_error", 503), 503)
+ALONE: list[tuple[str, Act | None, dict[str, Any], int]] = [
+    ("no_prefill_engine", None, ASK, 0),
+    ("prefill_failed", says(b"oh", 500), ASK, 2),
+    ("prefill_failed", dies, ASK, 2),
+    ("prefill_failed", hangs, ASK, 1),
+    ("transfer_failed", says({"kv_transfer_params": PARAMS}), ASK, 2),
+    ("no_params", says({"kv_transfer_params": None}), ASK, 1),
+    ("no_params", says({"kv_transfer_params": [1]}), ASK, 1),
+    ("n", says({"kv_transfer_params": PARAMS}), {**ASK, "n": 2}, 1),
+    ("n", says({"kv_transfer_params": PARAMS}), {**ASK, "best_of": 2}, 1),
+    ("prompts", says({}), {"prompt": ["a", "b"]}, 0),
+    ("prompts", says({}), {"prompt": [[1], [2]]}, 0),
+    ("prompts", says({}), {"prompt": "a", "prompt_embeds": "AAAA"}, 0),
+    ("beam_search", says({}), {**ASK, "use_beam_search": True}, 0),
+    ("prompt_logprobs", says({}), {**ASK, "prompt_logprobs": 0}, 0),
+    ("prompt_logprobs", says({}), {**ASK, "echo": True, "logprobs": 0}, 0),
+]
+
+
+@pytest.mark.parametrize(("cause", "act", "body", "count"), ALONE)
+async def test_a_decode_engine_computes_what_it_cannot_be_handed(
+    cause: str, act: Act | None, body: dict[str, Any], count: int
+) -> None:
+    limits = IMPATIENT["prefill"] if act is hangs else QUICK
+    prefill, decode = Fake(act or hangs), decodes()
+    decode.acts[:0] = [REFUSES, REFUSES] if cause == "transfer_failed" else []
+    async with routed([NOWHERE if act is None else prefill], [decode], limits, attempts=2) as client:
+        assert (await client.ready())[0] == 200
+        with capture_logs() as events:
+            assert await client.ask(body) == (200, {"choices": [{"text": "three"}]})
+        metrics = await client.metrics()
+    assert len(prefill.asked) == count
+    assert decode.asked[-1][0] == body
+    counted = {name: value for name, value in metrics.items() if name.startswith("pd_proxy_decode_only_total")}
+    assert counted == {f'pd_proxy_decode_only_total{{cause="{name}"}}': float(name == cause) for name in CAUSES}
+    (ended,) = [event for event in events if event["event"] == "request"]
+    assert (ended["decode_only"], ended["status"]) == (cause, 200)
+
+
+async def test_where_that_is_not_wanted_a_failed_transfer_is_said() -> None:
+    async with routed([prefills()], [Fake(REFUSES)], attempts=2, is_computed=False) as client:
+        status, told = await client.ask()
+        assert (status, told["error"]["type"]) == (502, "kv_transfer_error")
+
+
+async def test_several_answers_share_one_prefill_by_asynckvs_params() -> None:
+    params = {"do_remote_prefill": True, "asynckv": {"key": 1}}
+    prefill, decode = Fake(says({"kv_transfer_params": params})), decodes()
+    several = {**ASK, "n": 3, "best_of": 4}
+    async with routed([prefill], [decode]) as client:
+        assert (await client.ask(several))[0] == 200
+    assert not {"n", "best_of"} & prefill.asked[0][0].keys()
+    assert decode.asked[0][0] == {**several, "kv_transfer_params": params}
+
+
+async def test_an_engine_that_lends_by_other_params_is_not_asked_in_vain_twice() -> None:
+    prefill, decode = prefills(), decodes()
+    async with routed([prefill], [decode]) as client:
+        for _ in range(3):
+            assert (await client.ask({**ASK, "n": 2}))[0] == 200
+        assert (await client.ask({**ASK, "n": 1}))[0] == 200
+        assert (await client.metrics())['pd_proxy_decode_only_total{cause="n"}'] == 3
+    assert len(prefill.asked) == 2
+    assert ["kv_transfer_params" in body for body, _ in decode.asked] == [False, False, False, True]
+
+
+async def test_a_data_parallel_rank_is_the_decode_engines() -> None:
+    prefill, decode = prefills(), decodes()
+    async with routed([prefill], [decode]) as client:
+        assert (await client.ask(headers={RANK.lower(): "3"}))[0] == 200
+    assert (RANK in prefill.asked[0][1], decode.asked[0][1][RANK]) == (False, "3")
+
+
+# -- /v1/responses -----------------------------------------------------------------------------------------------
+
+INPUT = {"input": "one two", "max_output_tokens": 9, "stream": True}
+HEAD_OF_RESPONSE = b"".join(
+    b'event: response.%b\ndata: {"type": "response.%b", "response": {"error": null}}\n\n' % (name, name)
+    for name in (b"created", b"in_progress")
+)
+DELTA = b'event: response.output_text.delta\ndata: {"type": "response.output_text.delta", "delta": "three"}\n\n'
+RESPONSE_ERRORS = [
+    b'event: error\ndata: {"type": "error", "code": "server_error", "message": "no luck"}\n\n',
+    b'event: response.failed\ndata: {"type": "response.failed", "response": {"error": {"code": "x"}}}\n\n',
+    b'data: {"error": {"message": "no luck", "code": 500}}\n\n',
+]
+
+
+async def test_a_response_is_prefilled_and_decoded_as_well() -> None:
+    prefill, decode = prefills(), Fake(says_events(HEAD_OF_RESPONSE + DELTA))
+    async with (
+        routed([prefill], [decode]) as client,
+        client.session.post(client.url + RESPONSES, json=INPUT) as answer,
+    ):
+        assert (answer.status, await answer.read()) == (200, HEAD_OF_RESPONSE + DELTA)
+    asked = {"input": "one two", "max_output_tokens": 1, "stream": False, "store": False}
+    assert prefill.asked[0][0] == {**asked, "kv_transfer_params": {"do_remote_decode": True}}
+    assert decode.asked[0][0] == {**INPUT, "kv_transfer_params": {**PARAMS, "of": "a"}}
+
+
+@pytest.mark.parametrize("end", [*RESPONSE_ERRORS, b""], ids=["error", "failed", "openai", "nothing"])
+async def test_a_response_that_fails_before_its_text_is_had_from_another_engine(end: bytes) -> None:
+    bad, good = Fake(says_events(HEAD_OF_RESPONSE + end)), Fake(says_events(HEAD_OF_RESPONSE + DELTA))
+    async with (
+        routed([prefills()], [bad, good]) as client,
+        client.session.post(client.url + RESPONSES, json=INPUT) as answer,
+    ):
+        assert (answer.status, await answer.read()) == (200, HEAD_OF_RESPONSE + DELTA)
+
+
+async def test_a_response_that_fails_later_is_in_the_log_and_one_with_a_long_head_is_passed_on() -> None:
+    late = says_events(HEAD_OF_RESPONSE + DELTA + RESPONSE_ERRORS[1])
+    long = HEAD_OF_RESPONSE.replace(b"null}", b'null, "instructions": "%b"}' % (b"x" * 100_000)) + DELTA
+    async with routed([prefills()], [Fake(late, says_events(long))]) as client:
+        with capture_logs() as events:
+            for _ in range(2):
+                async with client.session.post(client.url + RESPONSES, json=INPUT) as answer:
+                    assert answer.status == 200
+                    told = await answer.read()
+    assert told == long
+    assert [event["status"] for event in events if event["event"] == "request"] == [502, 200]
+
+
+# -- a request that kills engines ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", ["prefill", "decode", "both"])
+async def test_a_request_that_two_engines_were_lost_with_is_not_tried_on_a_third(at: str) -> None:
+    prefill = [Fake(dies), prefills()] if at == "both" else [Fake(dies) if at == "prefill" else prefills()]
+    prefill += [Fake(dies), prefills()] if at == "prefill" else []
+    decode = [decodes()] if at == "prefill" else [Fake(dies), Fake(dies), decodes()]
+    async with routed(prefill, decode, attempts=9) as client:
+        status, told = await client.ask()
+        assert (status, told["error"]["type"]) == (502, "lost")
+        assert "another engine was lost with this request before, and a third is not tried" in told["error"]["message"]
+    assert sum(bool(it.asked) for it in (*prefill, *decode) if it.acts == [dies]) == 2
+    assert not decode[-1].asked
+
+
+async def test_a_request_may_be_lost_twice_with_one_engine() -> None:
+    decode = Fake(dies, dies, says({"choices": []}))
+    async with routed([prefills()], [decode]) as client:
+        assert (await client.ask())[0] == 200
+    assert len(decode.asked) == 3
+
+
+# -- engines that come and go ----------------------------------------------------------------------------------
+
+
+async def urls_of(client: Client, role: str) -> list[str]:
+    return [it["engine"] for it in (await client.ready())[1][role]]
+
+
+async def test_engines_of_a_file_come_and_go_and_finish_what_they_have(tmp_path: Path) -> None:
+    file = tmp_path / "engines"
+    old, new, prefill = Fake(streams(b"data: {}\n\n", b"data: [DONE]\n\n")), decodes(), prefills()
+    async with prefill.running(), old.running(), new.running():
+        file.write_text(f"# ours\nprefill {prefill.url}\ndecode {old.url}/  # for now\n")
+        with capture_logs() as events:
+            async with routed([], [], file=file) as client, client.streaming() as answer:
+                assert await answer.content.readline() == b"data: {}\n"
+                new.health = 500
+                file.write_text(f"prefill {prefill.url}\ndecode {new.url}\n")
+
+                async def is_taken_up() -> bool:
+                    return await urls_of(client, "decode") == [new.url]
+
+                await client.until(is_taken_up)
+                assert (await client.ask())[0] == 503  # it has been looked at, and is not well
+                new.health = 200
+
+                async def is_ready() -> bool:
+                    return (await client.ready())[0] == 200
+
+                await client.until(is_ready)
+                assert (await client.ask())[0] == 200
+                assert not any(old.url in name for name in await client.metrics() if "_up" in name)
+                old.go_on.set()
+                while b"DONE" not in await asyncio.wait_for(answer.content.readline(), HEAR_S):
+                    old.go_on.set()
+    gone = [event for event in events if event["event"] == "engine_removed"]
+    assert [(event["engine"], event["outstanding"]) for event in gone] == [(old.url, 1)]
+
+
+async def test_a_file_that_is_broken_or_gone_leaves_the_engines_and_is_said_once(tmp_path: Path) -> None:
+    file = tmp_path / "engines"
+    file.write_text("prefill http://a\ndecode http://b:1")
+    sources = Sources([], ["http://c"], file)
+    want = await sources.look()
+    assert list(want) == [("decode", "http://c"), ("prefill", "http://a"), ("decode", "http://b:1")]
+    with capture_logs() as events:
+        for damage, count in ((lambda: file.write_text("decode b:1"), 1), (file.unlink, 2)):
+            damage()
+            for _ in range(3):
+                assert await sources.look() == want
+                assert len(events) == count
+    assert "--engines" in events[0]["trouble"]
+    assert "'b:1' is no URL" in events[0]["trouble"]
+    assert "No such file" in events[1]["trouble"]
+    file.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"--engines .*can't decode"):
+        Sources([], [], file)
+
+
+async def test_every_address_of_a_name_is_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = ["127.0.0.1"]
+
+    def resolve(host: str, port: int, *_: Any) -> list[Any]:
+        assert host == "decode"
+        if not hosts:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (it, port)) for it in hosts]
+
+    first, second, prefill = decodes(), decodes(), prefills()
+    async with first.running(), prefill.running():
+        port = int(first.url.rpartition(":")[2])
+        async with second.running("127.0.0.2", port):
+            monkeypatch.setattr(socket, "getaddrinfo", resolve)
+            with capture_logs() as events:
+                async with routed([prefill], [f"dns+http://decode:{port}/"]) as client:
+                    assert await urls_of(client, "decode") == [first.url]
+                    hosts.append("127.0.0.2")
+
+                    async def are_both() -> bool:
+                        return await urls_of(client, "decode") == [first.url, second.url]
+
+                    await client.until(are_both)
+                    assert [(await client.ask())[0] for _ in range(2)] == [200, 200]
+                    hosts.clear()
+
+                    async def is_said() -> bool:
+                        await client.ready()
+                        return any(event["event"] == "engines_not_found" for event in events)
+
+                    await client.until(is_said)
+                    assert await are_both()
+    assert len(first.asked) == len(second.asked) == 1
+    assert "Name or service not known" in next(it["trouble"] for it in events if it["event"] == "engines_not_found")
+
+
+async def test_a_real_resolver_is_asked_and_ipv6_addresses_are_in_brackets() -> None:
+    found = await Sources(["dns+http://localhost:8100/api"], []).look()
+    assert ("prefill", "http://127.0.0.1:8100/api") in found or ("prefill", "http://[::1]:8100/api") in found
+    assert list(await Sources(["dns+http://[::1]"], []).look()) == [("prefill", "http://[::1]:80")]
+
+
 # -- clients -------------------------------------------------------------------------------------------------
 
 
@@ -611,10 +847,8 @@ async def test_an_error_that_ends_a_stream_is_in_log_and_metrics() -> None:
         b"[" * 100_000,
         b'{"prompt": "\\ud800"}',
         {**ASK, "stream": "yes"},
-        {**ASK, "n": 2},
-        {**ASK, "best_of": 2},
-        {"prompt": ["a", "b"]},
-        {"prompt": [[1], [2]]},
+        {"input": "one", "previous_response_id": "resp_1"},
+        {"input": "one", "background": True},
     ],
     ids=lambda body: str(body)[:24],
 )
@@ -888,7 +1122,7 @@ async def test_metrics_count_what_happened() -> None:
     bad, good, decode = Fake(says(b"oh", 500)), prefills(), decodes()
     async with routed([bad, good], [decode]) as client:
         await client.ask()
-        await client.ask({**ASK, "n": 3})
+        await client.ask({**ASK, "stream": "yes"})
         metrics = await client.metrics()
     assert metrics['pd_proxy_requests_total{path="/v1/completions",status="200"}'] == 1
     assert metrics['pd_proxy_requests_total{path="/v1/completions",status="400"}'] == 1
@@ -901,17 +1135,56 @@ async def test_metrics_count_what_happened() -> None:
     assert metrics["pd_proxy_in_flight"] == 0
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--prefill http://a", "there is no decode engine; give --decode URL, or --engines FILE"),
+        ("--decode http://a", "there is no prefill engine; give --prefill URL, or --engines FILE"),
+        ("--prefill a:1 --decode http://b", "'a:1' is no URL, such as http://10.0.0.7:8100, or dns+http://"),
+        ("--prefill dns+https://a --decode http://b", "'dns+https://a' is no URL"),
+        ("--prefill http://a:99999 --decode http://b", "'http://a:99999' is no URL"),
+        ("--engines /nowhere/file", "--engines /nowhere/file: cannot be read: No such file"),
+        ("--prefill http://a --decode http://b --attempts 0", "--attempts"),
+        ("--prefill http://a --decode http://b --connect-s nan", "--connect-s nan is outside 0 ... 1000000"),
+        ("--prefill http://a --decode http://b --no-prefill wait", "'wait' is not one of 'compute', 'refuse'"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    line: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["asynckv", "proxy", *line.split()])
+    assert cli.run() == 2
+    said = capsys.readouterr().err
+    assert said.startswith("asynckv: ")
+    assert says in said
+    assert said.count("\n") == 1
+
+
+def test_help_teaches_and_without_the_extra_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["asynckv", "proxy", "--help"])
+    assert cli.run() == 0
+    text = capsys.readouterr().out
+    assert all(part in text for part in ("llm-d", "/health/ready", "--no-prefill", "dns+http://", RANK, "Exit status"))
+    monkeypatch.setattr(sys, "argv", ["asynckv", "proxy", "--prefill", "http://a", "--decode", "http://b"])
+    monkeypatch.delitem(sys.modules, "asynckv.tools.proxy.engines")
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    assert cli.run() == 2
+    assert capsys.readouterr().err == "asynckv: the router needs aiohttp: pip install 'asynckv[proxy]'\n"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_the_command_serves_logs_and_ends_in_order() -> None:
     async with prefills().running() as prefill, decodes().running() as decode:
-        command = (sys.executable, "-m", "docs.examples.service.pd_proxy", "--port", "0", "--prefill", prefill.url)
+        command = (sys.executable, "-m", "asynckv", "proxy", "--port", "0", "--prefill", prefill.url)
         process = await asyncio.create_subprocess_exec(*command, "--decode", decode.url, stderr=asyncio.subprocess.PIPE)
         assert process.stderr is not None
         try:
             async with asyncio.timeout(START_S):
-                events: list[dict[str, Any]] = []
-                while not events or events[-1]["event"] != "listening":
+                events: list[dict[str, Any]] = [{"event": ""}]
+                while events[-1]["event"] != "listening":
                     events.append(json.loads(await process.stderr.readline()))
             async with aiohttp.ClientSession() as session:
                 client = Client(events[-1]["url"], session)
@@ -992,9 +1265,7 @@ def test_the_documented_installation_brings_what_the_router_needs() -> None:
         line for line in (root / "docs/service.md").read_text().splitlines() if line.startswith(".venv/bin/pip install")
     )
     named = {re.split("[>=<]", word)[0] for word in shlex.split(command)}
-    needed = tomllib.loads((root / "pyproject.toml").read_text())["dependency-groups"]["proxy"]
-    assert {re.split("[>=<]", word)[0] for word in needed} | {"transformers"} <= named
-    assert "--group" not in command  # pip knows it since 25.1, and Python 3.11 brings 24.0 or older
+    assert {".[proxy]", "transformers"} <= named
 
 
 # -- tiny engines, with real KV caches between them -----------------------------------------------------------------
@@ -1177,7 +1448,7 @@ async def test_a_killed_prefill_engine_is_replaced_before_its_kv_cache_was_fetch
         assert (status, said(told)) == (200, want)
         (other,) = [it for it in prefill if it is not victim]
         await until_idle(client, other, decode)
-        assert (await client.metrics())['pd_proxy_retries_total{why="renewed"}'] == 1
+        assert (await client.metrics())['pd_proxy_retries_total{why="kv_transfer_error"}'] == 1
 
 
 @pytest.mark.slow

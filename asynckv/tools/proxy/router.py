@@ -1,15 +1,17 @@
-"""A router of prefill and decode engines for OpenAI's clients: `python -m docs.examples.service.pd_proxy --help`.
+"""One request of a client becomes two: a prefill, and a decode.
 
-To its clients the router looks like one engine. Of each request it makes two: a prefill engine computes the prompt and
-one token, and answers with `kv_transfer_params`, which say where the KV cache lies; a decode engine gets the request
-as the client wrote it, with these params, fetches the KV cache, and generates. What it answers is passed on unchanged,
-piece by piece as it comes.
+To its clients the router looks like one engine. A prefill engine computes the prompt and one token, and answers with
+`kv_transfer_params`, which say where the KV cache lies; a decode engine gets the request as the client wrote it, with
+these params, fetches the KV cache, and generates. What it answers is passed on unchanged, piece by piece as it comes.
 
 The router keeps nothing but counts. What can go wrong is settled in one loop, `Router._route`:
 
 - Until the first piece was passed on, nothing is lost: if an engine cannot be reached, dies, or answers with an error
   of its own, the request is tried again, elsewhere if there is an elsewhere. Params are good for one use: they outlive
   a decode engine that was not reached at all; after anything else the prompt is computed anew.
+- A request that two engines were lost with may be what kills them. It is not tried on a third.
+- Where no prefill is to be had, or none can be shared (`CAUSES`), a decode engine computes the prompt itself, unless
+  the router was told to refuse. Such requests are counted and logged by their cause.
 - After the first piece, the client hears of an error as the last event of its stream. No other engine goes on with it:
   two engines need not say the same.
 - An engine that falls silent (a stopped process, a dead host) takes nothing along: what waits for it fails, as above.
@@ -17,11 +19,7 @@ The router keeps nothing but counts. What can go wrong is settled in one loop, `
   engines are told; a decode engine that is told gives the KV cache back to the prefill engine.
 - When the router is stopped, what is under way has some time to end, and then ends in an error in the same way.
 
-An engine that embeds asynckv need not fail when a prefill engine is lost: it asks the router for other params
-(`X-Prefill-Again`, and `renew_params` of `Engine.pull`), and keeps its blocks and its place meanwhile.
-
-Whatever speaks HTTP and passes `kv_transfer_params` in vLLM's way will do as an engine: vLLM with NixlConnector or
-AsyncKVConnector, and `docs.examples.service.tiny_engine`.
+Whatever speaks HTTP and passes `kv_transfer_params` in vLLM's way will do as an engine.
 """
 
 from __future__ import annotations
@@ -29,27 +27,40 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import secrets
-import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import prometheus_client as prometheus
 import structlog
-import typer
 from aiohttp import web
 
-from docs.examples.service.pd_engines import Engine, EngineFault, Engines, Limits
-from docs.examples.service.pd_http import COMPLETIONS, Bounds, Refused, errors_as_json, log_as_json, serving, until_told
-from docs.examples.service.pd_traces import Trace
-from scripts import command
+from asynckv.tools.proxy.engines import Engine, EngineFault, Engines, Limits
+from asynckv.tools.proxy.server import COMPLETIONS, Bounds, Refused, errors_as_json, serving, until_told
+from asynckv.tools.proxy.sources import Sources
+from asynckv.tools.proxy.traces import Trace
 
-OF_GENERATION = {"min_tokens", "min_completion_tokens", "stream_options"}
+RESPONSES = "/v1/responses"
+OF_GENERATION = {"min_tokens", "min_completion_tokens", "stream_options", "n", "best_of"}
 """What a request may say of its generation that does not go with one token in one piece."""
-AGAIN = "/prefill_again/"
+RANK = "X-data-parallel-rank"
+"""vLLM's header: which data-parallel rank of the engine that gets it serves the request."""
+CAUSES = {
+    "no_prefill_engine": "no prefill engine is up",
+    "prefill_failed": "the last attempt at a prefill failed",
+    "transfer_failed": "at the last attempt, the decode engine could not fetch the KV cache",
+    "no_params": "the prefill engine answered without kv_transfer_params",
+    "n": "several answers, and params that are not asynckv's: only the first answer may read by them",
+    "prompts": "several prompts in one request: params are of one",
+    "beam_search": "vLLM's beam search reads no KV cache",
+    "prompt_logprobs": "log-probabilities of the prompt need it computed where it is decoded",
+}
+"""Why a decode engine computes a prompt itself."""
+LOST = {"lost", "silent"}
+"""Faults of engines that have probably died."""
 GRACE_S = 0.5
 """After the drain, for writing the errors in which it ends; what is no completion (/metrics) has no longer either."""
 MAX_NAMED = 8
@@ -61,20 +72,20 @@ log = structlog.get_logger()
 
 
 class ClientLeft(Exception):
-    """Nobody is there to write to."""
+    """The client is gone."""
 
 
 class Job:
     """One request of a client, on its way.
 
     Attributes:
-        headers: What engines are told: the client's credentials, the id that all logs have in common, and where to have
-            the prompt prefilled once more.
-        lender: The prefill engine whose params are in use.
+        headers: What engines are told: the client's credentials, and the id that all logs have in common.
+        params: Where the KV cache lies, and `lender`, the prefill engine that has said so.
+        is_alone: A decode engine computes the prompt itself.
         engine: The one that works for it, and `heard`: when it was asked, or something came of it last.
         failure: The error that the engine's stream has ended with.
         trace: What it belongs to.
-        avoid: Engines that have failed it.
+        avoid: Engines that have failed it, and `lost`: those that were lost while they worked on it.
         task: What handles it, until its answer is written.
         limit: When the router ends it; never, as long as the router runs.
         stream: What the client is reading, once that has begun.
@@ -89,25 +100,22 @@ class Job:
         self.body: dict[str, Any] = {}
         self.body_bytes = 0
         self.notes: dict[str, Any] = {}
+        self.params: dict[str, Any] | None = None
         self.lender: Engine | None = None
+        self.is_alone = False
         self.engine: Engine | None = None
         self.heard, self.is_waiting = self.began, False
         self.failure: Refused | None = None
         self.avoid: set[Engine] = set()
-        self.token = secrets.token_urlsafe(16)
+        self.lost: set[Engine] = set()
         given = request.headers.get("X-Request-Id", "")
         self.id = given if given.isascii() and given.isprintable() and 0 < len(given) <= 200 else uuid.uuid4().hex
         self.headers = {"X-Request-Id": self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if request.transport is not None:
-            # As engines reach us, and never what the client calls us: they would talk to whatever it named.
-            host, port = request.transport.get_extra_info("sockname")[:2]
-            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            self.headers["X-Prefill-Again"] = f"http://{where}{AGAIN}{self.token}"
         if authorization := request.headers.get("Authorization"):
             self.headers["Authorization"] = authorization
 
     def asks(self, engine: Engine) -> None:
-        """Take note of who works for it now."""
+        """Take note of the engine that works for it now."""
         self.engine, self.notes[engine.role] = engine, engine.url
         self.hears()
 
@@ -126,18 +134,31 @@ class Job:
         }
 
 
+def why_alone(body: Mapping[str, Any]) -> str:
+    """The cause for which no engine can be handed the KV cache of a request; empty if one can."""
+    prompts = [body[name] for name in ("prompt", "prompt_embeds") if body.get(name) is not None]
+    for it in prompts:
+        if len(prompts) > 1 or (isinstance(it, list) and len(it) > 1 and not all(isinstance(x, int) for x in it)):
+            return "prompts"
+    if body.get("use_beam_search"):
+        return "beam_search"
+    of_echo = body.get("top_logprobs" if "messages" in body else "logprobs") if body.get("echo") else None
+    return "" if body.get("prompt_logprobs") is None and of_echo is None else "prompt_logprobs"
+
+
 class Router:
     """Carries requests to engines, and answers to clients.
 
     Args:
-        prefill, decode: URLs of engines.
+        prefill, decode, file: Where engines are found (`Sources`).
+        is_computed: Where no prefill is to be had, decode engines compute the prompt; else the client gets 503.
         attempts: How often a request is tried.
         max_requests: More at a time are refused.
         max_body_mib: A larger body is refused.
         max_bodies_mib: What the bodies of all requests under way may hold; a request beyond it is refused.
         body_s: How long a body may take to arrive.
         drain_s: How long requests may go on when it is stopped.
-        warn_s: Who has waited for as long for an engine is named in the log.
+        warn_s: A request that has waited for an engine for so long is named in the log.
         provider: OpenTelemetry's; the one that is set for the process if left out.
     """
 
@@ -147,6 +168,8 @@ class Router:
         decode: Sequence[str],
         limits: Limits | None = None,
         *,
+        file: Path | None = None,
+        is_computed: bool = True,
         attempts: int = 3,
         max_requests: int = 1024,
         max_body_mib: float = 16.0,
@@ -156,18 +179,23 @@ class Router:
         warn_s: float = 10.0,
         provider: Any = None,
     ) -> None:
-        self._provider = provider
+        self._provider, self._is_computed = provider, is_computed
         self._limits, self._drain_s, self._warn_s = limits or Limits(), drain_s, warn_s
         self._attempts, self._max_requests, self._max_body_mib = attempts, max_requests, max_body_mib
         self._max_bodies_mib, self._body_s, self._body_bytes = max_bodies_mib, body_s, 0
         self._registry = prometheus.CollectorRegistry()
-        self.engines = Engines(prefill, decode, self._limits, self._registry)
+        self.engines = Engines(Sources(prefill, decode, file), self._limits, self._registry)
         at: dict[str, Any] = {"registry": self._registry}
         self._answered = prometheus.Counter("pd_proxy_requests", "Requests ended.", ["path", "status"], **at)
         self._retried = prometheus.Counter("pd_proxy_retries", "Further attempts, by why.", ["why"], **at)
+        self._decode_only = prometheus.Counter(
+            "pd_proxy_decode_only", "Requests that a decode engine is to compute whole, by why.", ["cause"], **at
+        )
+        for cause in CAUSES:
+            self._decode_only.labels(cause)
         self._seconds = prometheus.Histogram("pd_proxy_seconds", "Until prefill, first event, end.", ["until"], **at)
         self._in_flight = prometheus.Gauge("pd_proxy_in_flight", "Requests under way.", **at)
-        self._jobs: dict[str, Job] = {}
+        self._jobs: set[Job] = set()
         self._ends: float | None = None
 
     @property
@@ -178,9 +206,8 @@ class Router:
     def app(self) -> web.Application:
         """Make the application, for `serving`."""
         app = web.Application(middlewares=[errors_as_json])
-        app.router.add_routes([web.post(path, self._complete) for path in COMPLETIONS])
+        app.router.add_routes([web.post(path, self._complete) for path in (*COMPLETIONS, RESPONSES)])
         app.router.add_get("/v1/models", self._models)
-        app.router.add_post(AGAIN + "{token}", self._prefill_again)
         app.router.add_get("/health", self._health)
         app.router.add_get("/health/ready", self._ready)
         app.router.add_get("/metrics", self._metrics)
@@ -196,10 +223,10 @@ class Router:
             await asyncio.wait([warning])
 
     async def _warn(self) -> None:
-        """Name once whoever waits for long. An answer in one piece takes as long as it takes, and is not judged."""
+        """Name once each request that waits for long. Answers in one piece take as long as they take."""
         while True:
             await asyncio.sleep(min(1.0, self._warn_s / 2))
-            for job in self._jobs.values():
+            for job in self._jobs:
                 engine, is_silent = job.engine, time.monotonic() - job.heard > self._warn_s
                 if engine is None or job.is_waiting or not is_silent:
                     continue
@@ -210,9 +237,9 @@ class Router:
     async def _drain(self, app: web.Application) -> None:
         """Wait for what is under way, and end what takes too long; nothing new arrives any more."""
         self._ends = asyncio.get_running_loop().time() + self._drain_s
-        for job in self._jobs.values():
+        for job in self._jobs:
             job.limit.reschedule(self._ends)
-        if tasks := [job.task for job in self._jobs.values() if job.task is not None]:
+        if tasks := [job.task for job in self._jobs if job.task is not None]:
             await asyncio.wait(tasks, timeout=self._drain_s + GRACE_S)
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -224,9 +251,10 @@ class Router:
         return web.json_response({"status": "ok"})
 
     async def _ready(self, request: web.Request) -> web.Response:
-        is_ready, states = self.engines.states()
+        states, needed = self.engines.states(), ("decode",) if self._is_computed else ("prefill", "decode")
+        is_ready = all(self.engines.is_up(role) for role in needed)
         status = "ready" if is_ready else "not ready"
-        longest = [job.seen() for job in sorted(self._jobs.values(), key=lambda job: job.heard)[:MAX_NAMED]]
+        longest = [job.seen() for job in sorted(self._jobs, key=lambda job: job.heard)[:MAX_NAMED]]
         told = {"status": status, **states, "in_flight": self.num_in_flight, "silent_longest": longest}
         return web.json_response(told, status=200 if is_ready else 503)
 
@@ -237,7 +265,7 @@ class Router:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         job, status = Job(request, self._ends, self._provider), 500
-        self._jobs[job.token] = job
+        self._jobs.add(job)
         with (
             self._in_flight.track_inprogress(),
             structlog.contextvars.bound_contextvars(id=job.id),
@@ -266,7 +294,7 @@ class Router:
                 status = 499
                 raise asyncio.CancelledError from None
             finally:
-                del self._jobs[job.token]
+                self._jobs.remove(job)
                 self._body_bytes -= job.body_bytes
                 self._answered.labels(job.path, status).inc()
                 job.trace.answered(status)
@@ -302,73 +330,91 @@ class Router:
             raise Refused(400, f"the body is no JSON object: {exc}") from None
         if not isinstance(body.get("stream"), bool | None):
             raise Refused(400, "stream is neither true nor false")
-        # One prefill hands out one KV cache, and it is read once.
-        prompt = body.get("prompt")
-        is_many = isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(token, int) for token in prompt)
-        if is_many or any(body.get(name) not in (None, 1) for name in ("n", "best_of")):
-            raise Refused(400, "n and best_of must be 1, and prompt a single one: send one request for each answer")
+        if body.get("previous_response_id") or body.get("background"):
+            what = "previous_response_id and background need the one engine that keeps the response"
+            raise Refused(400, f"{what}; send the whole conversation as input, and wait for the answer")
         return body
 
     async def _route(self, job: Job) -> web.StreamResponse:
         """Have a request prefilled and decoded, by other engines if need be."""
-        params = None
+        if cause := why_alone(job.body):
+            self._leave_alone(job, cause)
         for attempt in itertools.count(1):
             job.notes["attempts"] = attempt
             try:
-                if job.lender is None:
+                if job.lender is None and not job.is_alone:
                     self.engines.up("decode")  # or the prefill would be for nothing
-                    params = await self._prefill(job)
-                return await self._decode(self.engines.choose("decode", job.avoid), job, params)
+                    await self._prefill(job)
+                return await self._decode(self.engines.choose("decode", job.avoid), job)
             except EngineFault as fault:
-                if attempt == self._attempts or fault.why == "timeout" or job.stream is not None:
+                why, engine = fault.why, fault.engine
+                job.lost |= {engine} if why in LOST else set()
+                if len(job.lost) > 1:
+                    others = "another engine was lost with this request before, and a third is not tried"
+                    raise EngineFault(engine, why, f"{fault.text}; {others}") from fault
+                # Where it can be computed without those that failed, that is one attempt more.
+                is_for_transfer = not job.is_alone and (engine.role == "prefill" or why == "kv_transfer_error")
+                is_last = attempt >= self._attempts or why == "timeout"
+                if job.stream is not None or (is_last and not (is_for_transfer and self._is_computed)):
                     raise
-                self._retried.labels(fault.why).inc()
-                if fault.why != "kv_transfer_error":
-                    job.avoid.add(fault.engine)
-                if fault.why in ("kv_transfer_error", "failed") and job.lender is not None:
+                self._retried.labels(why).inc()
+                if why != "kv_transfer_error":
+                    job.avoid.add(engine)
+                if why in ("kv_transfer_error", "failed") and job.lender is not None:
                     job.avoid.add(job.lender)  # vLLM does not say which of the two it was
-                if fault.why != "unreachable" or fault.engine is job.lender:
-                    job.lender = None  # its params may be used up
+                if why != "unreachable" or engine is job.lender:
+                    job.lender = job.params = None  # they may be used up
+                if is_last:
+                    self._leave_alone(job, "prefill_failed" if engine.role == "prefill" else "transfer_failed")
         raise AssertionError
 
-    async def _prefill_again(self, request: web.Request) -> web.Response:
-        """Give a decode engine other params than those that have failed it."""
-        job = self._jobs.get(request.match_info["token"])
-        if job is None or job.lender is None:
-            raise Refused(404, "no such request is being decoded")
-        self._retried.labels("renewed").inc()
-        job.avoid.add(job.lender)
-        decode = job.engine
-        try:
-            found = await self._prefill(job)
-        finally:
-            if decode is not None:
-                job.asks(decode)
-        return web.json_response({"kv_transfer_params": found})
+    def _leave_alone(self, job: Job, cause: str) -> None:
+        """Have a decode engine compute the prompt, too."""
+        job.is_alone, job.lender, job.params = True, None, None
+        job.notes["decode_only"] = cause
+        self._decode_only.labels(cause).inc()
 
-    async def _prefill(self, job: Job) -> Any:
-        """Have the prompt computed; returns where the KV cache lies, or None if there is nothing to fetch."""
-        job.lender = engine = self.engines.choose("prefill", job.avoid)
+    async def _prefill(self, job: Job) -> None:
+        """Have the prompt computed."""
+        try:
+            engine = self.engines.choose("prefill", job.avoid)
+        except Refused:
+            if not self._is_computed:
+                raise
+            return self._leave_alone(job, "no_prefill_engine")
+        is_shared = any(job.body.get(name) not in (None, 1) for name in ("n", "best_of"))
+        if is_shared and engine.lends_once:
+            return self._leave_alone(job, "n")
+        job.lender = engine
         job.asks(engine)
         body = {name: value for name, value in job.body.items() if name not in OF_GENERATION}
-        body |= {"max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
-        if "max_completion_tokens" in body:
-            body["max_completion_tokens"] = 1
+        if job.path == RESPONSES:
+            body |= {"max_output_tokens": 1, "store": False}
+        else:
+            body |= {"max_tokens": 1} | {name: 1 for name in ("max_completion_tokens",) if name in body}
+        body |= {"stream": False, "kv_transfer_params": {"do_remote_decode": True}}
         with job.trace.ask("prefill", engine.url) as trace:
             async with self.engines.ask(engine, job.path, job.headers | trace, body, self._limits.prefill_s) as answer:
-                found = engine.decoded(await answer.read())
+                params = engine.decoded(await answer.read()).get("kv_transfer_params")
         self._passed("prefill", job)
-        return found.get("kv_transfer_params")
+        if not params or not isinstance(params, dict):
+            return self._leave_alone(job, "no_params")
+        # Each of several answers reads. An owner that is not asynckv's may free the blocks after the first read.
+        engine.lends_once = "asynckv" not in params
+        if is_shared and engine.lends_once:
+            return self._leave_alone(job, "n")
+        job.params = params
 
-    async def _decode(self, engine: Engine, job: Job, params: Any) -> web.StreamResponse:
+    async def _decode(self, engine: Engine, job: Job) -> web.StreamResponse:
         """Have the request decoded, and pass on what comes."""
         job.asks(engine)
         # Never the client's own params, for they name hosts to talk to.
         body = {name: value for name, value in job.body.items() if name != "kv_transfer_params"}
-        body |= {"kv_transfer_params": params} if params else {}
+        body |= {"kv_transfer_params": job.params} if job.params else {}
+        rank = {RANK: job.request.headers[RANK]} if RANK in job.request.headers else {}
         async with contextlib.AsyncExitStack() as asking:
-            trace = asking.enter_context(job.trace.ask("decode", engine.url))
-            answer = await asking.enter_async_context(self.engines.ask(engine, job.path, job.headers | trace, body))
+            headers = job.headers | rank | asking.enter_context(job.trace.ask("decode", engine.url))
+            answer = await asking.enter_async_context(self.engines.ask(engine, job.path, headers, body))
             headers = {"Content-Type": answer.headers.get("Content-Type", ""), "X-Request-Id": job.id}
             if not body.get("stream"):
                 data = await answer.read()
@@ -400,85 +446,9 @@ class Router:
         self._seconds.labels(until).observe(seconds)
 
 
-async def _serve(router: Router, host: str, port: int, drain_s: float, bounds: Bounds) -> None:
+async def serve(router: Router, host: str, port: int, drain_s: float, bounds: Bounds) -> None:
+    """Serve until told to stop."""
     async with serving(router.app(), host, port, GRACE_S, bounds) as url:
         log.info("listening", url=url)
         await until_told()
         log.info("stopping", in_flight=router.num_in_flight, drain_s=drain_s)
-
-
-Urls = Annotated[list[str], typer.Option(metavar="URL", help="An engine, such as http://10.0.0.7:8100; repeat it.")]
-
-
-def proxy(
-    prefill: Urls,
-    decode: Urls,
-    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="0: one that the system chooses; the log names it.", min=0, max=65535)
-    ] = 8000,
-    attempts: Annotated[int, typer.Option(help="How often a request is tried in all.", min=1)] = 3,
-    connect_s: Annotated[float, typer.Option(help="For connecting to an engine, and for its health.")] = 2.0,
-    prefill_s: Annotated[float, typer.Option(help="For one prefill.")] = 120.0,
-    silence_s: Annotated[float, typer.Option(help="Longest silence of an engine.")] = 300.0,
-    health_s: Annotated[float, typer.Option(help="How often engines are asked for their health.")] = 2.0,
-    max_requests: Annotated[int, typer.Option(help="More at a time are refused with 503.", min=1)] = 1024,
-    max_body_mib: Annotated[float, typer.Option(help="A larger body is refused with 413.")] = 16.0,
-    max_bodies_mib: Annotated[
-        float, typer.Option(help="What the bodies of all requests under way may hold; a request beyond it gets 503.")
-    ] = 1024.0,
-    body_s: Annotated[
-        float, typer.Option(help="How long a client's body may take to arrive; then it gets 408.")
-    ] = 60.0,
-    idle_s: Annotated[
-        float, typer.Option(help="A connection without a whole header is closed after so long, and so is an idle one.")
-    ] = Bounds.idle_s,
-    max_connections: Annotated[
-        int, typer.Option(help="Clients' connections; more get 503. A third of `ulimit -n` at most.", min=1)
-    ] = Bounds.connections,
-    max_connections_per_host: Annotated[
-        int, typer.Option(help="The same of one address, such as a load balancer's.", min=1)
-    ] = Bounds.per_host,
-    drain_s: Annotated[float, typer.Option(help="How long requests may go on after Ctrl-C or SIGTERM.")] = 30.0,
-) -> int:
-    """Route OpenAI's requests: prefill engines compute the prompt, decode engines fetch the KV cache and go on."""
-    for url in (*prefill, *decode):
-        command.check(url.startswith(("http://", "https://")), f"{url!r} is no URL, such as http://10.0.0.7:8100")
-    limits = Limits(connect_s, prefill_s, silence_s, health_s)
-    times = {"drain_s": drain_s, "body_s": body_s, "idle_s": idle_s}
-    sizes = {"max_body_mib": max_body_mib, "max_bodies_mib": max_bodies_mib}
-    for name, value in {**vars(limits), **times, **sizes}.items():
-        command.check(0 < value < 1e6, f"--{name.replace('_', '-')} {value} is outside 0 ... 1000000")
-    log_as_json()
-    most: dict[str, Any] = {"max_requests": max_requests, **sizes}
-    router = Router(prefill, decode, limits, attempts=attempts, body_s=body_s, drain_s=drain_s, **most)
-    bounds = Bounds(idle_s, max_connections, max_connections_per_host)
-    asyncio.run(_serve(router, host, port, drain_s, bounds))
-    return 0
-
-
-EPILOG = """
-[bold]Serves[/bold]
-
-  POST /v1/completions and /v1/chat/completions, streamed or not, one answer each
-
-  GET /v1/models, /health, /health/ready (the engines' states, who waits for the longest), /metrics (for Prometheus)
-
-[bold]Errors[/bold]  are JSON in OpenAI's form
-
-  502: engines failed; 503: none is up, all are busy, or the router is stopping; 504: one did not answer in time; 499,
-  in log and metrics: the client left
-
-[bold]Examples[/bold]
-
-  python -m docs.examples.service.pd_service   # all on this host, with tiny engines
-
-  python -m docs.examples.service.pd_proxy --prefill http://10.0.0.7:8100 --prefill http://10.0.0.8:8100 --decode http://10.0.0.9:8200
-
-[bold]Exit status[/bold]  0 stopped in order, 2 bad input
-"""
-main = command.script(proxy, EPILOG)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Where engines are found: URLs of options, lines of a file that is read again, and names that DNS resolves again."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+from urllib.parse import urlsplit
+
+import structlog
+
+from asynckv.errors import ConfigError
+
+Role = Literal["prefill", "decode"]
+Found = dict[tuple[Role, str], None]
+"""Roles and URLs, each once, in the order in which they were named."""
+URL = re.compile(r"(https?|dns\+http)://[^\s/?#]+[^\s?#]*")
+DNS = "dns+"
+
+log = structlog.get_logger()
+
+
+def checked(url: str) -> str:
+    """Return a URL without a slash at its end.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        if not URL.fullmatch(url) or not urlsplit(url).hostname or urlsplit(url).port == 0:
+            raise ValueError
+    except ValueError:
+        example = "such as http://10.0.0.7:8100, or dns+http://prefill:8100 for every address of a name"
+        raise ConfigError(f"{url!r} is no URL, {example}") from None
+    return url.rstrip("/")
+
+
+def parse(text: str) -> Found:
+    """Read the lines of a file, such as `prefill http://10.0.0.7:8100`; what follows a # is passed over.
+
+    Raises:
+        ConfigError: A line is something else.
+    """
+    found: Found = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        match line.partition("#")[0].split():
+            case []:
+                pass
+            case [("prefill" | "decode") as role, url]:
+                found[role, checked(url)] = None
+            case _:
+                raise ConfigError(f"line {number} is {line.strip()!r}; write prefill URL, or decode URL")
+    return found
+
+
+class Sources:
+    """All places where engines are found.
+
+    Args:
+        prefill, decode: URLs. With `dns+` in front, each address of its host is an engine.
+        file: Holds more of them, a line each.
+
+    Raises:
+        ConfigError: A URL is none, or the file cannot be read.
+    """
+
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str], file: Path | None = None) -> None:
+        given = dict(zip(get_args(Role), (prefill, decode), strict=True))
+        self._given: Found = {(role, checked(url)): None for role, urls in given.items() for url in urls}
+        self._file = file
+        self._lines: Found = {} if file is None else self._read(file)
+        self._addresses: dict[str, list[str]] = {}
+        self._troubles: dict[str, str] = {}
+
+    async def look(self) -> Found:
+        """Return the engines that there are now. A place that fails has those that it had, and is logged once."""
+        if self._file is not None:
+            try:
+                self._lines = await asyncio.to_thread(self._read, self._file)
+                self._found(str(self._file), "")
+            except ConfigError as exc:
+                self._found(str(self._file), str(exc))
+        urls = [(role, url) for role, url in self._given | self._lines]
+        await asyncio.gather(*(self._resolve(url) for url in {url for _, url in urls if url.startswith(DNS)}))
+        return {(role, each): None for role, url in urls for each in self._addresses.get(url, [url])}
+
+    @staticmethod
+    def _read(file: Path) -> Found:
+        try:
+            return parse(file.read_text(encoding="utf-8"))
+        except OSError as exc:
+            raise ConfigError(f"--engines {file}: cannot be read: {exc.strerror}") from exc
+        except (ConfigError, ValueError) as exc:
+            raise ConfigError(f"--engines {file}: {exc}") from exc
+
+    async def _resolve(self, url: str) -> None:
+        parts = urlsplit(url.removeprefix(DNS))
+        port = parts.port or 80
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as exc:
+            self._addresses.setdefault(url, [])
+            return self._found(url, str(exc))
+        hosts = sorted({str(address[0]) for *_, address in found})
+        where = (f"[{host}]" if ":" in host else host for host in hosts)
+        self._addresses[url] = [f"http://{host}:{port}{parts.path}" for host in where]
+        self._found(url, "")
+
+    def _found(self, place: str, trouble: str) -> None:
+        if trouble and trouble != self._troubles.get(place, ""):
+            log.warning("engines_not_found", place=place, trouble=trouble, remedy="the engines known before are kept")
+        self._troubles[place] = trouble
