@@ -593,6 +593,7 @@ ALONE: list[tuple[str, Act | None, dict[str, Any], int]] = [
     ("prefill_failed", dies, ASK, 2),
     ("prefill_failed", hangs, ASK, 1),
     ("transfer_failed", says({"kv_transfer_params": PARAMS}), ASK, 2),
+    ("transfer_failed", says({"kv_transfer_params": PARAMS}), {**ASK, "user": "of vLLM"}, 2),
     ("no_params", says({"kv_transfer_params": None}), ASK, 1),
     ("no_params", says({"kv_transfer_params": [1]}), ASK, 1),
     ("n", says({"kv_transfer_params": PARAMS}), {**ASK, "n": 2}, 1),
@@ -612,7 +613,8 @@ async def test_a_decode_engine_computes_what_it_cannot_be_handed(
 ) -> None:
     limits = IMPATIENT["prefill"] if act is hangs else QUICK
     prefill, decode = Fake(act or hangs), decodes()
-    decode.acts[:0] = [REFUSES, REFUSES] if cause == "transfer_failed" else []
+    fails = REFUSES if body is ASK else says(b"oh", 500)  # vLLM does not say why
+    decode.acts[:0] = [fails, fails] if cause == "transfer_failed" else []
     async with routed([NOWHERE if act is None else prefill], [decode], limits, attempts=2) as client:
         assert (await client.ready())[0] == 200
         with capture_logs() as events:

@@ -171,7 +171,12 @@ def test_the_wheel_runs_in_an_empty_environment(installed: Path, elsewhere: Path
     needs_extra = {"asynckv.observe.endpoint", "asynckv.observe.metrics"}
     absent = {name: why for name, why in found["absent"].items() if not name.startswith("asynckv.integrations.vllm.")}
     of_proxy = {f"asynckv.tools.proxy.{name}" for name in ("engines", "router", "server")}
-    assert absent == dict.fromkeys(needs_extra, extra) | dict.fromkeys(of_proxy, "No module named 'aiohttp'")
+    assert absent.keys() == needs_extra | of_proxy
+    assert {absent[name] for name in needs_extra} == {extra}
+    command = [str(asynckv), "proxy", "--prefill", "http://a", "--decode", "http://b"]
+    no_proxy = subprocess.run(command, cwd=elsewhere, env=clean(), capture_output=True, text=True)
+    needs = "asynckv: the router needs aiohttp: pip install 'asynckv[proxy]'\n"
+    assert (no_proxy.returncode, no_proxy.stderr) == (2, needs)
     pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     normal = {re.sub(r"[-_.]+", "-", name).lower() for name in pinned}
     assert {re.sub(r"[-_.]+", "-", name).lower() for name in found["installed"]} - normal == {"asynckv"}

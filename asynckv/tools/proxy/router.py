@@ -51,7 +51,7 @@ RANK = "X-data-parallel-rank"
 CAUSES = {
     "no_prefill_engine": "no prefill engine is up",
     "prefill_failed": "the last attempt at a prefill failed",
-    "transfer_failed": "at the last attempt, the decode engine could not fetch the KV cache",
+    "transfer_failed": "at the last attempt, the decode engine could not fetch the KV cache, or failed with it",
     "no_params": "the prefill engine answered without kv_transfer_params",
     "n": "several answers, and params that are not asynckv's: only the first answer may read by them",
     "prompts": "several prompts in one request: params are of one",
@@ -61,6 +61,8 @@ CAUSES = {
 """Why a decode engine computes a prompt itself."""
 LOST = {"lost", "silent"}
 """Faults of engines that have probably died."""
+OF_TRANSFER = {"kv_transfer_error", "failed"}
+"""Faults of decode engines that may come of the KV cache; vLLM does not say whether they do."""
 GRACE_S = 0.5
 """After the drain, for writing the errors in which it ends; what is no completion (/metrics) has no longer either."""
 MAX_NAMED = 8
@@ -253,10 +255,9 @@ class Router:
     async def _ready(self, request: web.Request) -> web.Response:
         states, needed = self.engines.states(), ("decode",) if self._is_computed else ("prefill", "decode")
         is_ready = all(self.engines.is_up(role) for role in needed)
-        status = "ready" if is_ready else "not ready"
         longest = [job.seen() for job in sorted(self._jobs, key=lambda job: job.heard)[:MAX_NAMED]]
-        told = {"status": status, **states, "in_flight": self.num_in_flight, "silent_longest": longest}
-        return web.json_response(told, status=200 if is_ready else 503)
+        told = {"status": "ready" if is_ready else "not ready", **states, "in_flight": self.num_in_flight}
+        return web.json_response(told | {"silent_longest": longest}, status=200 if is_ready else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         self.engines.states()
@@ -331,8 +332,8 @@ class Router:
         if not isinstance(body.get("stream"), bool | None):
             raise Refused(400, "stream is neither true nor false")
         if body.get("previous_response_id") or body.get("background"):
-            what = "previous_response_id and background need the one engine that keeps the response"
-            raise Refused(400, f"{what}; send the whole conversation as input, and wait for the answer")
+            what = "previous_response_id and background need the one engine that keeps a response"
+            raise Refused(400, f"{what}; send the whole conversation as input")
         return body
 
     async def _route(self, job: Job) -> web.StreamResponse:
@@ -353,15 +354,15 @@ class Router:
                     others = "another engine was lost with this request before, and a third is not tried"
                     raise EngineFault(engine, why, f"{fault.text}; {others}") from fault
                 # Where it can be computed without those that failed, that is one attempt more.
-                is_for_transfer = not job.is_alone and (engine.role == "prefill" or why == "kv_transfer_error")
+                is_of_transfer = engine.role == "prefill" or (why in OF_TRANSFER and job.params is not None)
                 is_last = attempt >= self._attempts or why == "timeout"
-                if job.stream is not None or (is_last and not (is_for_transfer and self._is_computed)):
+                if job.stream is not None or (is_last and not (is_of_transfer and self._is_computed)):
                     raise
                 self._retried.labels(why).inc()
                 if why != "kv_transfer_error":
                     job.avoid.add(engine)
-                if why in ("kv_transfer_error", "failed") and job.lender is not None:
-                    job.avoid.add(job.lender)  # vLLM does not say which of the two it was
+                if why in OF_TRANSFER and job.lender is not None:
+                    job.avoid.add(job.lender)
                 if why != "unreachable" or engine is job.lender:
                     job.lender = job.params = None  # they may be used up
                 if is_last:
@@ -388,10 +389,8 @@ class Router:
         job.lender = engine
         job.asks(engine)
         body = {name: value for name, value in job.body.items() if name not in OF_GENERATION}
-        if job.path == RESPONSES:
-            body |= {"max_output_tokens": 1, "store": False}
-        else:
-            body |= {"max_tokens": 1} | {name: 1 for name in ("max_completion_tokens",) if name in body}
+        body |= {"max_completion_tokens": 1} if "max_completion_tokens" in body else {}
+        body |= {"max_output_tokens": 1, "store": False} if job.path == RESPONSES else {"max_tokens": 1}
         body |= {"stream": False, "kv_transfer_params": {"do_remote_decode": True}}
         with job.trace.ask("prefill", engine.url) as trace:
             async with self.engines.ask(engine, job.path, job.headers | trace, body, self._limits.prefill_s) as answer:

@@ -7,18 +7,16 @@ import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 import structlog
 
 from asynckv.errors import ConfigError
 
-Role = Literal["prefill", "decode"]
-Found = dict[tuple[Role, str], None]
+Found = dict[tuple[str, str], None]
 """Roles and URLs, each once, in the order in which they were named."""
-URL = re.compile(r"(https?|dns\+http)://[^\s/?#]+[^\s?#]*")
 DNS = "dns+"
+URL = re.compile(r"(https?|dns\+http)://[^\s/?#]+[^\s?#]*")
 
 log = structlog.get_logger()
 
@@ -68,8 +66,8 @@ class Sources:
     """
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], file: Path | None = None) -> None:
-        given = dict(zip(get_args(Role), (prefill, decode), strict=True))
-        self._given: Found = {(role, checked(url)): None for role, urls in given.items() for url in urls}
+        given = [*(("prefill", url) for url in prefill), *(("decode", url) for url in decode)]
+        self._given: Found = {(role, checked(url)): None for role, url in given}
         self._file = file
         self._lines: Found = {} if file is None else self._read(file)
         self._addresses: dict[str, list[str]] = {}
