@@ -241,7 +241,7 @@ def test_an_id_is_returned_when_no_attempt_under_it_holds_blocks(way: str) -> No
 
     def fail_and_hold(block: int) -> None:
         before, told = plane.running, len(pair.decode.told.failed)
-        params = pair.params("r", [1])
+        params = pair.params(f"r{block}", [1])
         pair.prefill.submit(Lend(params))
         pair.decode.submit(pull("r", [block], params))
         until(lambda: plane.running > before, pair.prefill.way, pair.decode.way)
@@ -333,6 +333,25 @@ def test_what_is_wrong_with_one_order_loses_none_of_the_others(pair: Pair) -> No
     assert [f.request_id for f in pair.decode.told.failed] == [order.request_id for order in pulls[:-1]]
     assert pair.decode.blocks([3]) == pair.prefill.blocks([1])
     assert [r.request_id for r in pair.decode.told.finished_recving] == ["good"]
+
+
+def test_an_order_whose_end_could_be_taken_for_that_of_another_is_refused(way: str) -> None:
+    pair = Pair(way)
+    plane = pair.decode.hold()
+    pair.start()
+    plane.is_holding = True
+    params, other = pair.params("r", [1]), pair.params("r", [4])
+    pair.prefill.submit(Lend(params), Lend(other))
+    pair.decode.submit(pull("r", [2], params), pull("r", [3], other))
+    pair.until(lambda p, d: p.refused and d.refused)
+    assert [r.order for r in pair.prefill.told.refused] == [Lend(other)]
+    (told,) = pair.decode.told.refused
+    assert isinstance(told.order, Pull)
+    assert told.order.groups == [(0, [3])]
+    pair.decode.way.call(plane.let_go(), PATIENCE_S)
+    pair.until(lambda p, d: d.finished_recving and p.finished_sending)
+    assert pair.decode.blocks([2]) == pair.prefill.blocks([1])
+    pair.close()
 
 
 @pytest.mark.slow
@@ -561,8 +580,9 @@ def test_whatever_stands_in_an_order_it_is_told_once_and_the_others_are_carried_
     pair.close()
     told = pair.decode.take()
     pulls = [order for order in orders if isinstance(order, Pull)]
-    ended = [*(f.request_id for f in told.failed), *(r.request_id for r in told.finished_recving)]
-    assert len(ended) == len(pulls) + 1
+    refused = [r for r in told.refused if isinstance(r.order, Pull)]
+    assert {r.order.request_id for r in refused} == {"p"}, "only one at a time can have an id"
+    assert len(told.failed) + len(told.finished_recving) + len(refused) == len(pulls) + 1
     assert [id(r.order) for r in told.refused[: len(HOSTILE)]] == [id(value) for value in HOSTILE.values()]
     lends = [r for r in told.refused if isinstance(r.order, Lend)]
     assert len(lends) == sum(isinstance(order, Lend) for order in orders), "these params are another engine's"

@@ -13,7 +13,7 @@ import asyncio
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -101,6 +101,8 @@ class EngineDesk:
         """Pulls, loads and stores whose task has not had its first turn."""
         self._failed: set[asyncio.Task[None]] = set()
         """Pulls, loads and stores that were told in `failed`, and whose blocks are not the engine's yet."""
+        self._lent: set[str] = set()
+        """Ids of requests that were lent: `finished_sending` names an id, so it has to be of one request."""
         self._news: deque[tuple[str, Any]] = deque()
         self._is_shut = self._is_over = False
         self.num_handovers = self.num_orders = 0
@@ -254,7 +256,16 @@ class EngineDesk:
                 if engine._driver.guests:
                     self._offload().cancel(order.request_id)
             case Lend():
-                self._go(self._sent(engine.lend(order.params, num_readers=order.num_readers)), order)
+                given = order.params
+                name = given.get("request_id") if isinstance(given, Mapping) else getattr(given, "request_id", None)
+                if isinstance(name, str) and name in self._lent:
+                    raise LocalProtocolError(
+                        f"request {name[:200]!r} is lent already, and its end will be told by that id: lend this one "
+                        f"by another id, or wait for the end"
+                    )
+                lent = engine.lend(given, num_readers=order.num_readers)
+                self._lent.add(lent.request_id)
+                self._go(self._sent(lent), order)
             case Withdraw():
                 engine.withdraw(order.params)
             case Reclaim():
@@ -334,6 +345,10 @@ class EngineDesk:
         try:
             result = await work
         except AsyncKVError as exc:
+            if isinstance(exc, LocalProtocolError) and self._is_under_way(order, task):
+                # `failed` names an id, and the scheduler would take this for the end of the order before.
+                self._report("refused", Refused(order, exc))
+                return
             self._report("failed", Failed(order.request_id, exc))
             if isinstance(exc, PullError) and exc.held:
                 self._failed.add(task)
@@ -353,6 +368,15 @@ class EngineDesk:
                 raise
         else:
             self._report(kind, result)
+
+    def _is_under_way(self, order: Pull | Load | Store, task: asyncio.Task[None]) -> bool:
+        """Whether the end of another order of this kind and id is still to be told."""
+        others = (each for it, each in self._tasks.items() if it is not task and it not in self._failed)
+        name = order.request_id
+        return isinstance(name, str) and any(
+            type(each) is type(order) and isinstance(each.request_id, str) and each.request_id == name
+            for each in others
+        )
 
     def _is_held(self, order: Pull | Load | Store) -> bool:
         """Whether another attempt under the same id holds blocks: `returned` names an id, so it waits for the last."""
@@ -383,6 +407,8 @@ class EngineDesk:
         except asyncio.CancelledError:
             self._report("finished_sending", LeaseEnd(lent.request_id, "closed", {}, lent.owed(), 0.0))
             raise
+        finally:
+            self._lent.discard(lent.request_id)
 
     def _report(self, kind: str, value: object) -> None:
         """Tell what became of an order that was carried out, unless its last word has been said (`_abandon`)."""

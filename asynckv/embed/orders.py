@@ -6,6 +6,7 @@ a list of orders, handed over in one go, and everything that has ended since the
 Every order ends in one place, once: a `Pull` in `finished_recving` or `failed`, a `Load` in `loaded` or `failed`, a
 `Lend` in `finished_sending` or `refused`, a `Store` in `stored` or `failed`, a `Lookup` in `found` or `refused`, any
 other in `refused`, or nowhere if there was nothing to complain of. That holds when the engine is closed under way, too.
+Ends name the request's id, so an id is of one order of a kind at a time: another one is in `refused`.
 """
 
 from __future__ import annotations
