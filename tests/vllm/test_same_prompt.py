@@ -25,10 +25,10 @@ from tests.vllm.test_scheduler import FORGETFUL, SHAPES, brought, is_clean, prom
 Given = Mapping[str, Any]
 
 
-def unread(side: Side) -> dict[str, int]:
-    """How often KV that was offered was not read, by cause."""
+def computed_locally(side: Side) -> dict[str, int]:
+    """How often a prompt was computed in place of a transfer, by cause."""
     stats = side.half.tally.take(at_once=True)
-    return {} if stats is None else stats.data["unread"]
+    return {} if stats is None else stats.data["computed_locally"]
 
 
 def adapter(name: str = "adapter", number: int = 1, path: str = "/adapters/1") -> Given:
@@ -69,7 +69,7 @@ def test_what_two_prompts_begin_with_is_read_in_whole_hashes(place: int, read: i
     side.add("a", prompt, brought(other), 1)
     told = side.step()
     assert [order.num_tokens for order in told.orders if isinstance(order, Pull)] == ([read] if read else [])
-    assert unread(side) == {"other_end" if read else "other_prompt": 1}
+    assert computed_locally(side) == {"other_end" if read else "other_prompt": 1}
 
 
 def test_with_drafts_a_prompt_that_ends_otherwise_is_not_read() -> None:
@@ -181,7 +181,7 @@ def test_params_without_hashes_are_read_only_where_that_is_allowed() -> None:
     side = Side()
     side.add("a", prompt, json.loads(json.dumps(params)), 1)
     assert side.step().kinds() == [Cancel]
-    assert unread(side) == {"no_hashes": 1}
+    assert computed_locally(side) == {"no_hashes": 1}
     trusting = Side(extra={"allow_unhashed": True})
     trusting.add("a", prompt, params, 1)
     assert trusting.step().only(Pull).num_tokens == 100
@@ -194,7 +194,7 @@ def test_a_chain_that_a_client_made_long_is_not_computed() -> None:
         params["asynckv"] |= {"hashes": ["x"] * 3000, "hash_tokens": every}
         params["asynckv"]["key"][3] = f"{every:032}"
         side.add(f"r{every}", prompt, json.loads(json.dumps(params)), 1)
-    assert unread(side) == {"other_prompt": 3}
+    assert computed_locally(side) == {"other_prompt": 3}
 
 
 def test_chains_of_long_prompts_are_short() -> None:
@@ -216,7 +216,7 @@ def test_each_cause_is_logged_once_and_counted_always(caplog: pytest.LogCaptureF
     side.add("junk", prompt_of(50), {"do_remote_prefill": True, "asynckv": {"x": 1}}, 1)
     found = [record for record in caplog.records if "another prompt" in record.getMessage()]
     assert len(found) == 1
-    assert side.connector.get_kv_connector_stats().data["unread"] == {"other_prompt": 5, "malformed": 1}
+    assert side.connector.get_kv_connector_stats().data["computed_locally"] == {"other_prompt": 5, "malformed": 1}
     assert side.connector.get_kv_connector_stats() is None
 
 
