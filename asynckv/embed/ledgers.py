@@ -395,7 +395,7 @@ class DecodeLedger:
         if after in (State.HELD, State.OVER) and self._readers.get(fetch.params.key) is fetch:
             # Siblings are served by what is in place by now, or compute their prompts, or fail as well.
             del self._readers[fetch.params.key]
-            if fetch.errors:  # one that comes later may try, and is told by the prefill ranks
+            if fetch.errors and not fetch.is_cancelled:  # one that comes later may try, and hears it from the ranks
                 for other in self._fetches.values():
                     if other.state is State.WAITING and other.params.key == fetch.params.key:
                         other.errors.update(fetch.errors)

@@ -80,6 +80,8 @@ CAUSES = {
 }
 """Why a prompt, or its end, is computed where its KV was to be transferred. Each is logged once, and counted always."""
 
+FAILED = PullError("a worker could not load it, and says why in its log")
+
 FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 logger = logging.getLogger("vllm.asynckv")
@@ -320,7 +322,7 @@ class SchedulerHalf:
     ) -> None:
         """Hear which pulls and loans all workers have ended (`update_connector_output`), and which pulls badly."""
         for request_id in received or ():
-            self.pulls.ended(request_id, PullError("a worker has failed") if request_id in (failed or ()) else None)
+            self.pulls.ended(request_id, FAILED if request_id in (failed or ()) else None)
         self.pulls.take_outcome()  # vLLM's own scheduler acts on what the workers reported
         if self.loans is not None:
             for request_id in sent or ():
@@ -332,6 +334,8 @@ class SchedulerHalf:
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: True if its blocks are lent, and what to give to the engine that goes on with it."""
         self._queued.pop(request.request_id, None)
+        if request.status.name == "FINISHED_ERROR":
+            self.pulls.ended(request.request_id, FAILED)  # vLLM says so before `loaded` does
         self.spare(request)
         given = request.kv_transfer_params
         if not given:
