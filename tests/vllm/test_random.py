@@ -222,8 +222,8 @@ class Run:
     def crowd(self) -> None:
         """More long answers than there is room for: some are preempted."""
         for _ in range(8):
-            tokens = prompt(self.rng, 129)
-            self.decoding[name] = self.pair.decode.add(name := self.pair.name("d"), tokens, 150), tokens, 150
+            name, tokens = self.pair.name("d"), prompt(self.rng, 129)
+            self.decoding[name] = self.pair.decode.add(name, tokens, 150), tokens, 150
 
     def _leave(self, engine: Engine) -> None:
         """All clients of an engine leave."""

@@ -108,6 +108,8 @@ _MODULES = {name: module for module, names in NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name in globals():
+        return globals()[name]
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -143,6 +145,11 @@ def transfer_group_ids(config: Any) -> tuple[int, ...]:
 def transfer_groups(config: Any) -> list[Any]:
     """Return the same groups themselves."""
     return [config.kv_cache_groups[index] for index in transfer_group_ids(config)]
+
+
+def tells_of_sleep() -> bool:
+    """Say whether vLLM tells a connector that its memory goes, as it does from 0.33 on."""
+    return hasattr(__getattr__("KVConnectorBase_V1"), "unregister_kv_caches")
 
 
 def layer_specs(group: Any) -> Mapping[str, Any]:

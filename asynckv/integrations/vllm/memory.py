@@ -53,6 +53,7 @@ from asynckv.integrations.vllm.compat import (
     layer_specs,
     parallel_state,
     quantisation,
+    tells_of_sleep,
     transfer_groups,
     version,
 )
@@ -157,6 +158,11 @@ def check_supported(vllm_config: Any, config: Any) -> None:
                 f"--{option.replace('_', '-')} {size}: blocks whose tokens are dealt out over ranks cannot be moved; "
                 f"leave it at 1 with AsyncKVConnector"
             )
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not tells_of_sleep():
+        raise ConfigError(
+            f"--enable-sleep-mode: vLLM {version()} does not tell a connector that the memory goes, so readers would "
+            f"read what is there next; remove it, or use vLLM 0.33 or later"
+        )
     for group in transfer_groups(config):
         if getattr(group, "host_resident", False):
             raise ConfigError(
