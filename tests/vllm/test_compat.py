@@ -94,7 +94,7 @@ def test_sleep_is_refused_where_vllm_does_not_tell_that_memory_goes(monkeypatch:
 def test_offloading_is_refused_where_vllm_lets_other_threads_in(monkeypatch: Any) -> None:
     from asynckv.integrations.vllm.offload import spec
 
-    monkeypatch.setattr(spec.OffloadingSpec, "__init__", lambda self, config: None)
+    monkeypatch.setattr(spec.AsyncKVOffloadingSpec.__base__, "__init__", lambda self, config: None)
     monkeypatch.setattr(spec, "OffloadingManager", object)
     with pytest.raises(ConfigError, match=r"use vLLM 0\.33 or later"):
         spec.AsyncKVOffloadingSpec(SimpleNamespace())

@@ -30,8 +30,7 @@ def main() -> None:
     """Say what is logged, and which blocks have arrived."""
     logging.basicConfig(format="%(name)s: %(message)s")
     kept = [(module, name, vars(module).pop(name)) for module, name in TAKEN if name in vars(module)]
-    for name in compat._MODULES:
-        getattr(compat, name)
+    assert compat.lacking() == [name for name in compat.STAND_INS if name not in ASKED_FOR]
     importlib.import_module("asynckv.integrations.vllm.connector")
     for module, name, found in kept:
         setattr(module, name, found)

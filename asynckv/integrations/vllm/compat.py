@@ -10,7 +10,7 @@ bytes lie, is refused by name if it is missing.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,63 +18,33 @@ from asynckv.errors import ConfigError
 
 _KV = "vllm.distributed.kv_transfer.kv_connector"
 
-NAMES: Mapping[str, Sequence[str]] = {
-    f"{_KV}.factory": ["KVConnectorFactory"],
-    f"{_KV}.v1.base": [
-        "KVConnectorBase_V1",
-        "KVConnectorHandshakeMetadata",
-        "KVConnectorMetadata",
-        "KVConnectorRole",
-        "KVConnectorTransferResults",
-        "SupportsHMA",
-    ],
-    f"{_KV}.v1.metrics": ["KVConnectorPromMetrics", "KVConnectorStats"],
-    "vllm.distributed": ["parallel_state"],
-    "vllm.model_executor.layers.attention": ["Attention", "MLAAttention"],
-    "vllm.model_executor.layers.mamba.mamba_utils": ["is_conv_state_dim_first"],
-    "vllm.platforms": ["current_platform"],
-    "vllm.v1.metrics.cache_hit_source": ["CacheHitSource"],
-    "vllm.v1.kv_cache_interface": [
-        "AttentionSpec",
-        "CircularBufferSpec",
-        "CrossAttentionSpec",
-        "EncoderOnlyAttentionSpec",
-        "FullAttentionSpec",
-        "MambaSpec",
-        "MLAAttentionSpec",
-        "RSWASpec",
-        "SlidingWindowMLASpec",
-        "SlidingWindowSpec",
-        "UniformTypeKVCacheSpecs",
-    ],
-    # Of the offloading alone.
-    f"{_KV}.v1.offloading.metrics": ["OffloadingConnectorStats"],
-    "vllm.v1.kv_offload.base": [
-        "CanonicalKVCaches",
-        "GPULoadStoreSpec",
-        "LoadStoreSpec",
-        "Locality",
-        "LookupResult",
-        "Medium",
-        "OffloadingCounterMetadata",
-        "OffloadingEvent",
-        "OffloadingGaugeMetadata",
-        "OffloadingManager",
-        "OffloadingMetricMetadata",
-        "OffloadingSpec",
-        "OffloadingWorker",
-        "OffloadKey",
-        "PrepareStoreOutput",
-        "ReqContext",
-        "RequestOffloadingContext",
-        "ScheduleEndContext",
-        "TransferResult",
-        "get_offload_group_idx",
-    ],
-    "vllm.v1.kv_offload.config": ["OffloadingConfig"],
-    "vllm.v1.kv_offload.cpu.common": ["CPULoadStoreSpec"],
+NAMES: Mapping[str, str] = {
+    f"{_KV}.factory": "KVConnectorFactory",
+    f"{_KV}.v1.base": (
+        "KVConnectorBase_V1 KVConnectorHandshakeMetadata KVConnectorMetadata KVConnectorRole "
+        "KVConnectorTransferResults SupportsHMA"
+    ),
+    f"{_KV}.v1.metrics": "KVConnectorPromMetrics KVConnectorStats",
+    "vllm.distributed": "parallel_state",
+    "vllm.model_executor.layers.attention": "Attention MLAAttention",
+    "vllm.model_executor.layers.mamba.mamba_utils": "is_conv_state_dim_first",
+    "vllm.platforms": "current_platform",
+    "vllm.v1.metrics.cache_hit_source": "CacheHitSource",
+    "vllm.v1.kv_cache_interface": (
+        "AttentionSpec CircularBufferSpec CrossAttentionSpec EncoderOnlyAttentionSpec FullAttentionSpec MambaSpec "
+        "MLAAttentionSpec RSWASpec SlidingWindowMLASpec SlidingWindowSpec"
+    ),
+    f"{_KV}.v1.offloading.metrics": "OffloadingConnectorStats",
+    "vllm.v1.kv_offload.base": (
+        "CanonicalKVCaches GPULoadStoreSpec LoadStoreSpec Locality LookupResult Medium OffloadingCounterMetadata "
+        "OffloadingEvent OffloadingGaugeMetadata OffloadingManager OffloadingMetricMetadata OffloadingSpec "
+        "OffloadingWorker OffloadKey PrepareStoreOutput ReqContext RequestOffloadingContext ScheduleEndContext "
+        "TransferResult get_offload_group_idx"
+    ),
+    "vllm.v1.kv_offload.config": "OffloadingConfig",
+    "vllm.v1.kv_offload.cpu.common": "CPULoadStoreSpec",
 }
-"""What is taken from which module of vLLM."""
+"""What is taken from which module of vLLM; the last four are for offloading alone."""
 
 
 class Absent:
@@ -91,20 +61,16 @@ class TransferResults:
 
 
 STAND_INS: Mapping[str, Any] = {
-    **dict.fromkeys(("Attention", "MLAAttention", "SupportsHMA", "KVConnectorHandshakeMetadata"), Absent),
-    **dict.fromkeys(("KVConnectorStats", "KVConnectorPromMetrics", "UniformTypeKVCacheSpecs"), Absent),
-    **dict.fromkeys(("CircularBufferSpec", "CrossAttentionSpec", "EncoderOnlyAttentionSpec"), Absent),
-    **dict.fromkeys(("RSWASpec", "SlidingWindowMLASpec"), Absent),
-    **dict.fromkeys(("CacheHitSource", "KVConnectorFactory", "current_platform", "parallel_state"), None),
+    **dict.fromkeys(["Attention", "MLAAttention", "CircularBufferSpec", "CrossAttentionSpec"], Absent),
+    **dict.fromkeys(["EncoderOnlyAttentionSpec", "RSWASpec", "SlidingWindowMLASpec", "SupportsHMA"], Absent),
+    **dict.fromkeys(["KVConnectorHandshakeMetadata", "KVConnectorStats", "KVConnectorPromMetrics"], Absent),
+    **dict.fromkeys(["CacheHitSource", "KVConnectorFactory", "current_platform", "parallel_state"]),
     "KVConnectorTransferResults": TransferResults,
     "is_conv_state_dim_first": lambda: None,
 }
 """What takes the place of a name that is missing. A name without one ends the start, with an error that says so."""
 
-missing: list[str] = []
-"""The names that have a stand-in here."""
-
-_MODULES = {name: module for module, names in NAMES.items() for name in names}
+_MODULES = {name: module for module, names in NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
@@ -121,9 +87,13 @@ def __getattr__(name: str) -> Any:
                 f"version of vLLM that asynckv was tested with"
             ) from exc
         found = STAND_INS[name]
-        missing.append(name)
     globals()[name] = found
     return found
+
+
+def lacking() -> list[str]:
+    """Return the names that have a stand-in here."""
+    return [name for name, other in STAND_INS.items() if __getattr__(name) is other]
 
 
 def version() -> str:

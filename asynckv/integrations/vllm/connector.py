@@ -35,7 +35,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         options = Options.parse(transfer.kv_connector_extra_config)
         options.check_addresses()
-        for remark in remarks(options, compat.version(), os.environ, compat.missing):
+        for remark in remarks(options, compat.version(), os.environ, compat.lacking()):
             logger.warning("%s", remark)
         self._groups = compat.transfer_group_ids(kv_cache_config)
         self._scheduler: Any = None

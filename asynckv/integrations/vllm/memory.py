@@ -27,6 +27,7 @@ from asynckv.errors import ConfigError
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import ONE_PER_REQUEST, Group
 from asynckv.geometry.pairing import Padding
+from asynckv.integrations.vllm import compat
 from asynckv.integrations.vllm.caches import (
     Attention,
     Opaque,
@@ -38,24 +39,6 @@ from asynckv.integrations.vllm.caches import (
     mamba1,
     mamba2,
     parts,
-)
-from asynckv.integrations.vllm.compat import (
-    AttentionSpec,
-    CircularBufferSpec,
-    CrossAttentionSpec,
-    EncoderOnlyAttentionSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    is_by_token,
-    is_conv_state_dim_first,
-    layer_specs,
-    parallel_state,
-    quantisation,
-    tells_of_sleep,
-    transfer_groups,
-    version,
 )
 
 if TYPE_CHECKING:
@@ -100,7 +83,7 @@ class ModelFacts:
             name=str(getattr(model, "model", "") or ""),
             num_kv_heads=heads,
             num_mamba_groups=next((n for n in named if type(n) is int and n > 0), None),
-            is_conv_dim_first=is_conv_state_dim_first(),
+            is_conv_dim_first=compat.is_conv_state_dim_first(),
             cache_dtype=str(vllm_config.cache_config.cache_dtype),
             layers=layers if isinstance(layers, Mapping) else {},
         )
@@ -129,7 +112,7 @@ class ModelFacts:
 
     def is_by_token(self, layer: str, spec: Any) -> bool:
         """Say whether every entry of a layer lies by itself. If nothing computes with them, the tensor's dims count."""
-        return not self.backend(layer) or is_by_token(self.layers[layer], spec)
+        return not self.backend(layer) or compat.is_by_token(self.layers[layer], spec)
 
 
 def place_of(vllm_config: Any) -> Place:
@@ -138,8 +121,8 @@ def place_of(vllm_config: Any) -> Place:
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     rank = parallel.rank % (tp_size * pp_size)
     tp_rank, pp_stage = rank % tp_size, rank // tp_size
-    if parallel_state is not None and parallel_state.model_parallel_is_initialized():
-        tp, pp = parallel_state.get_tp_group(), parallel_state.get_pp_group()
+    if compat.parallel_state is not None and compat.parallel_state.model_parallel_is_initialized():
+        tp, pp = compat.parallel_state.get_tp_group(), compat.parallel_state.get_pp_group()
         if (tp.world_size, pp.world_size) == (tp_size, pp_size):
             tp_rank, pp_stage = tp.rank_in_group, pp.rank_in_group
     return Place(tp_rank, tp_size, pp_stage, pp_size)
@@ -158,24 +141,24 @@ def check_supported(vllm_config: Any, config: Any) -> None:
                 f"--{option.replace('_', '-')} {size}: blocks whose tokens are dealt out over ranks cannot be moved; "
                 f"leave it at 1 with AsyncKVConnector"
             )
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not tells_of_sleep():
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not compat.tells_of_sleep():
         raise ConfigError(
-            f"--enable-sleep-mode: vLLM {version()} does not tell a connector that the memory goes, so readers would "
-            f"read what is there next; remove it, or use vLLM 0.33 or later"
+            f"--enable-sleep-mode: vLLM {compat.version()} does not tell a connector that the memory goes, so readers "
+            f"would read what is there next; remove it, or use vLLM 0.33 or later"
         )
-    for group in transfer_groups(config):
+    for group in compat.transfer_groups(config):
         if getattr(group, "host_resident", False):
             raise ConfigError(
                 f"layers {_some(group.layer_names)} keep their blocks in host memory (HiSparse), which "
                 f"AsyncKVConnector does not move; remove the option hisparse_config"
             )
-        for layer, spec in layer_specs(group).items():
+        for layer, spec in compat.layer_specs(group).items():
             _check_spec(layer, spec)
 
 
 def _check_spec(layer: str, spec: Any) -> None:
-    known = AttentionSpec | MambaSpec
-    if isinstance(spec, CrossAttentionSpec):
+    known = compat.AttentionSpec | compat.MambaSpec
+    if isinstance(spec, compat.CrossAttentionSpec):
         raise ConfigError(
             f"layer {layer!r} attends to an encoder, of whose tokens a prompt's length says nothing; models of an "
             f"encoder and a decoder cannot be disaggregated with AsyncKVConnector: remove --kv-transfer-config"
@@ -203,11 +186,11 @@ def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: Mo
     made: list[TensorPart] = []
     owners: dict[tuple[object, ...], str] = {}
     opaque: list[str] = []
-    for index, group in enumerate(transfer_groups(config)):
+    for index, group in enumerate(compat.transfer_groups(config)):
         ratios: dict[int, str] = {}
-        for layer, spec in layer_specs(group).items():
+        for layer, spec in compat.layer_specs(group).items():
             _check_spec(layer, spec)
-            if isinstance(spec, EncoderOnlyAttentionSpec):
+            if isinstance(spec, compat.EncoderOnlyAttentionSpec):
                 continue  # keeps nothing
             tensor = _tensor_of(layer, tensors)
             owners.setdefault(_identity(tensor), layer)
@@ -250,16 +233,16 @@ def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: Mo
 
 
 def _group(index: int, group: Any, num_blocks: int, ratio: int) -> Group:
-    specs = list(layer_specs(group).values()) or [group.kv_cache_spec]
+    specs = list(compat.layer_specs(group).values()) or [group.kv_cache_spec]
     spec = specs[0]
     if each := getattr(spec, "kv_cache_specs", None):  # of a stage that has none of its layers
         spec = next(iter(each.values()))
     window, kind, block_size = 0, "tokens", group.kv_cache_spec.block_size
-    if isinstance(spec, MambaSpec | CircularBufferSpec):
+    if isinstance(spec, compat.MambaSpec | compat.CircularBufferSpec):
         kind = "state"
-        if isinstance(spec, CircularBufferSpec) or spec.mamba_cache_mode == "none":
+        if isinstance(spec, compat.CircularBufferSpec) or spec.mamba_cache_mode == "none":
             block_size = ONE_PER_REQUEST
-    elif isinstance(spec, SlidingWindowSpec):
+    elif isinstance(spec, compat.SlidingWindowSpec):
         window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
     name = f"{index}: {type(spec).__name__.removesuffix('Spec')}"
     return Group(name, block_size, num_blocks, ratio, kind=kind, window=window, null_block=NULL_BLOCK)  # type: ignore[arg-type]
@@ -273,22 +256,26 @@ def _tensor_of(layer: str, tensors: Mapping[str, Tensor]) -> Tensor:
         shape = [tuple(t.shape) for t in tensor] if isinstance(tensor, list | tuple) else tuple(tensor.shape)
         raise ConfigError(
             f"layer {layer!r}: a KV cache of shape {shape} is none of (block, head, entry, content), and this is vLLM "
-            f"{version()}; use a version of vLLM that asynckv was tested with"
+            f"{compat.version()}; use a version of vLLM that asynckv was tested with"
         )
     return tensor
 
 
 def describe(layer: str, spec: Any, place: Place, facts: ModelFacts) -> Attention | States | Opaque:
     """Say what is in a layer's tensor."""
-    return _states(layer, spec, place, facts) if isinstance(spec, MambaSpec) else _attention(layer, spec, place, facts)
+    return (
+        _states(layer, spec, place, facts)
+        if isinstance(spec, compat.MambaSpec)
+        else _attention(layer, spec, place, facts)
+    )
 
 
 def _attention(layer: str, spec: Any, place: Place, facts: ModelFacts) -> Attention | Opaque:
-    is_latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
+    is_latent = isinstance(spec, compat.MLAAttentionSpec | compat.SlidingWindowMLASpec)
     backend, by_token = facts.backend(layer), facts.is_by_token(layer, spec)
     # Two engines that quantise in different ways must not meet, though their bytes are as many.
     content = "latent" if is_latent else "kv"
-    if mode := quantisation(spec):
+    if mode := compat.quantisation(spec):
         content += f" {mode}{' e5m2' if 'e5m2' in facts.cache_dtype else ''}"
     if not by_token and backend:
         content += f" {backend}"
@@ -302,7 +289,7 @@ def _attention(layer: str, spec: Any, place: Place, facts: ModelFacts) -> Attent
         held = kv_heads(spec.num_kv_heads, shares, place)
         if spec.num_heads != spec.num_kv_heads:
             return Opaque(content=content, num_bytes=num_bytes, is_replicated=False)
-    if isinstance(spec, CircularBufferSpec):
+    if isinstance(spec, compat.CircularBufferSpec):
         return Opaque(content=content, num_bytes=num_bytes, is_replicated=held is None)
     return Attention(
         content=content, heads=held, tokens_per_entry=Fraction(spec.tokens_per_state), is_by_token=by_token
@@ -314,8 +301,8 @@ def _states(layer: str, spec: Any, place: Place, facts: ModelFacts) -> States | 
     is_dim_first = facts.is_conv_dim_first
     if is_dim_first is None:
         raise ConfigError(
-            f"layer {layer!r}: vLLM {version()} does not say in which order a convolution's state is; use a version of "
-            f"vLLM that asynckv was tested with"
+            f"layer {layer!r}: vLLM {compat.version()} does not say in which order a convolution's state is; use a "
+            f"version of vLLM that asynckv was tested with"
         )
     if len(spec.shapes) == 2 and not spec.tp_replicated:
         given = spec.shapes, spec.dtypes
@@ -340,7 +327,7 @@ def _states(layer: str, spec: Any, place: Place, facts: ModelFacts) -> States | 
 
 def _ratio(layer: str, spec: Any, kind: Attention | States | Opaque, tensor: Tensor) -> int:
     """Kernel blocks per block."""
-    if isinstance(kind, States) or isinstance(spec, MambaSpec | CircularBufferSpec):
+    if isinstance(kind, States) or isinstance(spec, compat.MambaSpec | compat.CircularBufferSpec):
         return 1
     entries = spec.num_states
     if tensor.shape[2] < 1 or entries % tensor.shape[2]:
@@ -391,9 +378,9 @@ class Tails:
         found: dict[int, list[tuple[Tensor, Fraction]]] = {}
         if not getattr(config, "needs_kv_cache_zeroing", True):
             return cls()
-        for index, group in enumerate(transfer_groups(config)):
-            for layer, spec in layer_specs(group).items():
-                if not isinstance(spec, AttentionSpec) or isinstance(spec, CircularBufferSpec):
+        for index, group in enumerate(compat.transfer_groups(config)):
+            for layer, spec in compat.layer_specs(group).items():
+                if not isinstance(spec, compat.AttentionSpec) or isinstance(spec, compat.CircularBufferSpec):
                     continue
                 tensor = _tensor_of(layer, tensors)
                 ratio = int(spec.num_states // tensor.shape[2])
