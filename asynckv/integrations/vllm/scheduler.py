@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 from asynckv.arguments import MAX_INTEGER, shown
 from asynckv.core.types import KVTransferParams
 from asynckv.edges.torch import as_bytes
-from asynckv.embed.ledgers import DecodeLedger, PrefillLedger, State
+from asynckv.embed.ledgers import DecodeLedger, Fetch, PrefillLedger, State
 from asynckv.embed.orders import Order, Reclaim
 from asynckv.errors import AsyncKVError, ConfigError, PullError
 from asynckv.geometry.pairing import common_prefix
@@ -166,6 +166,7 @@ class SchedulerHalf:
     def _fetch(self, request: Any, given: Any) -> bool:
         if given is None:
             return self._computes(request, "no_params")
+        fetch: Fetch | None = None
         try:
             # The question that the router has asked this engine is nearer than what the params bring.
             fetch = self.pulls.announce(request.request_id, given, trace=trace_context(_headers(request)))
@@ -173,7 +174,8 @@ class SchedulerHalf:
                 return self._computes(request, "spent")
             cause, end = self._readable(request, fetch.params)
         except AsyncKVError as exc:
-            self.spare(request)
+            if fetch is not None:
+                self.spare(request)
             return self._computes(request, "malformed", str(exc))
         if cause:
             self._computes(request, cause)
