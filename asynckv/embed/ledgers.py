@@ -92,7 +92,8 @@ class Fetch:
         state: Where the request is.
         groups: The blocks that its pull fills, as they were given to `pull`.
         results: What the ranks received.
-        errors: Why it failed, by rank; the first one is the cause, the ranks after it may have been cancelled.
+        errors: Why it failed, by rank; the first one is the cause, the ranks after it may have been cancelled. Of a
+            request that is `WAITING`: why the one that it waited for has failed.
         is_cancelled: The scheduler wants it no more.
         ranks: Ranks that have not said how the pull ended; None until its order has left.
         held: Ranks on which something may still write the blocks.
@@ -308,11 +309,14 @@ class DecodeLedger:
                 self._conclude(fetch)
         self._outcome.retired += [self._fetches[name] for name in finished.retired if name in self._fetches]
 
-    def ended(self, request_id: str) -> None:
+    def ended(self, request_id: str, error: Exception | None = None) -> None:
         """Every rank has ended a pull, and holds nothing: for workers that agree among themselves, as vLLM's do."""
         fetch = self._fetches.get(request_id)
         if fetch is not None and fetch.ranks is not None:
             fetch.ranks.clear()
+            if error is not None:
+                fetch.errors[0] = error
+                self._move(fetch, Event.FAIL)
             self._conclude(fetch)
 
     def rank_died(self, rank: int) -> None:
@@ -389,11 +393,16 @@ class DecodeLedger:
             )
         fetch.state = after
         if after in (State.HELD, State.OVER) and self._readers.get(fetch.params.key) is fetch:
-            # Siblings are served by what is in place by now, or compute their prompts.
+            # Siblings are served by what is in place by now, or compute their prompts, or fail as well.
             del self._readers[fetch.params.key]
-            self._spent[fetch.params.key] = None
-            if len(self._spent) > MAX_SPENT:
-                del self._spent[next(iter(self._spent))]
+            if fetch.errors and not fetch.is_cancelled:  # one that comes later may try, and hears it from the ranks
+                for other in self._fetches.values():
+                    if other.state is State.WAITING and other.params.key == fetch.params.key:
+                        other.errors.update(fetch.errors)
+            else:
+                self._spent[fetch.params.key] = None
+                if len(self._spent) > MAX_SPENT:
+                    del self._spent[next(iter(self._spent))]
         if after is State.OVER:
             del self._fetches[fetch.name]
             if self._current.get(fetch.request_id) is fetch:

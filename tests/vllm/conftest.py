@@ -8,6 +8,9 @@ import pytest
 
 from tests.vllm.engines import Server
 from tests.vllm.setups import Connector
+from tests.vllm.versions import HAS_OFFLOAD
+
+collect_ignore_glob = [] if HAS_OFFLOAD else ["test_offload*.py"]  # `test_compat` shows that it is refused there
 
 OURS = Connector()
 THEIRS = Connector("NixlConnector", None)

@@ -272,6 +272,14 @@ class Process:
         """What the connectors' engines say of themselves."""
         return list(self.core.collective_rpc("look"))
 
+    def met(self) -> dict[str, int]:
+        """How often the first rank was told of preemptions, chunks of prompts and cached prefixes."""
+        return dict(self.core.collective_rpc("take_met")[0])
+
+    def kill_rank(self, rank: int) -> None:
+        """End one rank's process at once."""
+        self.core.model_executor.kill(rank)
+
     def kept(self) -> dict[str, int]:
         """What the manager of an `OffloadingConnector` counts; it must add up."""
         manager = self.core.scheduler.connector.connector_scheduler.manager

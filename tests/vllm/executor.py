@@ -143,6 +143,10 @@ class RankExecutor(Executor):
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         return self.collective_rpc("sample_tokens", args=(grammar_output,), non_block=non_block, merge=self._merge)
 
+    def kill(self, rank: int) -> None:
+        """End a rank at once."""
+        self._ranks[rank][0].kill()
+
     def check_health(self) -> None:
         pass
 

@@ -18,11 +18,11 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
-from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from asynckv.integrations.vllm.caches import Place
+from tests.vllm.versions import planned
 
 MAX_LEN = 512
 
@@ -98,9 +98,7 @@ def plan(
     shared: Mapping[str, str] | None = None,
 ) -> list[Planned]:
     """Plan and allocate the caches of an engine, of every worker's specifications: stages first, then ranks."""
-    given = [dict(spec) for spec in specs]
-    groups = get_global_kv_cache_groups(config, [dict(spec) for spec in given])
-    made = get_kv_cache_configs(config, given, [1 << 40] * len(given), groups)
+    made = planned(config, specs, 1 << 40)
     tp, pp = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
     out = []
     for rank, one in enumerate(made):

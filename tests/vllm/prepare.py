@@ -1,4 +1,4 @@
-"""Unpack vLLM's source distribution, describe the models that its tests name: `python -m tests.vllm.prepare FOLDER`.
+"""Unpack vLLM's source distribution, describe its tests' models: `python -m tests.vllm.prepare FOLDER VERSION`.
 
 The source is only imported, never built: what is compiled in vLLM is its kernels, and no test here computes anything.
 Its tests lie in the same archive. Models consist of a `config.json`, because their weights are never loaded.
@@ -14,8 +14,6 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-VERSION = "0.33.0"
 
 OPT = {
     "architectures": ["OPTForCausalLM"],
@@ -34,21 +32,21 @@ OPT = {
 """What vLLM's tests call their model; they ask it for its lengths and heads."""
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, version: str) -> None:
     """Bring the folder up to date; what is there already stays."""
-    if not (folder / f"vllm-{VERSION}" / "vllm" / "__init__.py").exists():
-        unpack(folder)
+    if not (folder / f"vllm-{version}" / "vllm" / "__init__.py").exists():
+        unpack(folder, version)
     write_model(folder / "models", "facebook/opt-125m", OPT)
 
 
-def unpack(folder: Path) -> None:
+def unpack(folder: Path, version: str) -> None:
     """Download the archive with pip, whose metadata step has to be told that there is nothing to build."""
-    nothing = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": VERSION}
-    nothing |= {"SETUPTOOLS_SCM_PRETEND_VERSION": VERSION}
+    nothing = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
+    nothing |= {"SETUPTOOLS_SCM_PRETEND_VERSION": version}
     options = ["--no-deps", "--no-build-isolation", "--no-binary", "vllm", "-q", "-d", str(folder)]
-    command = [sys.executable, "-m", "pip", "download", *options, f"vllm=={VERSION}"]
+    command = [sys.executable, "-m", "pip", "download", *options, f"vllm=={version}"]
     subprocess.run(command, check=True, env={**os.environ, **nothing})
-    with tarfile.open(folder / f"vllm-{VERSION}.tar.gz") as archive:
+    with tarfile.open(folder / f"vllm-{version}.tar.gz") as archive:
         archive.extractall(folder, filter="data")
 
 
@@ -64,4 +62,4 @@ def write_model(home: Path, name: str, config: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).absolute())
+    main(Path(sys.argv[1]).absolute(), sys.argv[2])

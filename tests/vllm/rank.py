@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -68,6 +69,7 @@ class Rank(WorkerBase):
         self.wrong: list[str] = []
         self.is_judged = True
         self.hook_s: list[float] = []
+        self.met: Counter[str] = Counter()
         self._sequences: dict[str, Running] = {}
         self._output: Any = None
         self._affinity = os.sched_getaffinity(0)
@@ -219,6 +221,7 @@ class Rank(WorkerBase):
 
     def _follow(self, scheduler_output: Any) -> None:
         """Bring the batch up to date, as `GPUModelRunner._update_states` does."""
+        self.met["preempted"] += len(scheduler_output.preempted_req_ids or ())
         for name in scheduler_output.finished_req_ids:
             self._sequences.pop(name, None)
         for block in scheduler_output.new_block_ids_to_zero or ():
@@ -228,6 +231,9 @@ class Rank(WorkerBase):
                 self.caches.values(), self.config.num_blocks, scheduler_output.kv_cache_block_copies
             )
         for new in scheduler_output.scheduled_new_reqs:
+            scheduled = scheduler_output.num_scheduled_tokens[new.req_id]
+            self.met["chunks"] += new.num_computed_tokens + scheduled < len(new.prompt_token_ids)
+            self.met["cached"] += new.num_computed_tokens > 0
             self._sequences[new.req_id] = Running(
                 tokens=list(new.prefill_token_ids or new.prompt_token_ids),
                 prompt=len(new.prompt_token_ids),
@@ -361,6 +367,11 @@ class Rank(WorkerBase):
         """What was wrong since the last question."""
         wrong, self.wrong = self.wrong, []
         return wrong
+
+    def take_met(self) -> Counter[str]:
+        """What happened since the last question."""
+        met, self.met = self.met, Counter()
+        return met
 
     def judge(self, is_judged: bool) -> None:
         """Write and compare, or only run the hooks."""

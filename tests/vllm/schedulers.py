@@ -284,7 +284,8 @@ class Side:
             request = self.scheduler.requests.get(request_id)
             whole = request is not None and request.num_computed_tokens >= request.num_tokens
             sampled.append([token] if whole else [])
-        told = Told(self._orders(out.kv_connector_metadata))
+        told = Told(self._of("orders", out.kv_connector_metadata))
+        failed = {*failed, *self._of("failing", out.kv_connector_metadata)}  # which workers report at once
         output = ModelRunnerOutput(
             req_ids=ids, req_id_to_index={each: i for i, each in enumerate(ids)}, sampled_token_ids=sampled
         )
@@ -303,11 +304,9 @@ class Side:
                     told.reasons[one.request_id] = str(one.finish_reason)
         return told
 
-    def _orders(self, metadata: Any) -> Sequence[Order]:
-        parts = getattr(metadata, "metadata", None)
-        if parts is None:
-            return list(metadata.orders)
-        return [order for part in parts for order in getattr(part, "orders", ())]
+    def _of(self, field: str, metadata: Any) -> Sequence[Any]:
+        parts = getattr(metadata, "metadata", [metadata])
+        return [each for part in parts for each in getattr(part, field, ())]
 
     def prefill(self, request_id: str, prompt: Sequence[int] | None, **fields: Any) -> Any:
         """Prefill a prompt for another engine, and return what comes out; its blocks stay lent."""

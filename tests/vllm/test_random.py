@@ -1,4 +1,4 @@
-"""Random runs: requests arrive, are preempted, leave, find prefixes, wait; engines pause, sleep and die.
+"""Random runs: requests arrive, are preempted, leave, find prefixes, wait; engines pause, sleep, wake and die.
 
 A seed decides on the engines and on everything that happens to them, though not on when transfers end. Whatever
 happens, no engine dies by itself, no cache holds a wrong byte, every request that stays says what it must, and in the
@@ -9,20 +9,37 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
 
-from tests.vllm.engines import WITHIN_S, Engine, Reply, Server, continued, prompt
+from tests.vllm.engines import WITHIN_S, Dead, Engine, Reply, Server, continued, prompt
 from tests.vllm.pairs import ASKED, Pair
 from tests.vllm.setups import Connector, Setup
+from tests.vllm.versions import HAS_SLEEP
 from tests.vllm.zoo import MODELS
 
-DEEDS = {"send": 12, "abort": 4, "abort in step": 2, "leave prefill": 1, "pause": 2, "kill": 1, "twice": 1, "reject": 1}
+DEEDS = {
+    "send": 12,
+    "abort": 4,
+    "abort in step": 2,
+    "leave prefill": 1,
+    "pause": 2,
+    "kill prefill": 1,
+    "kill decode": 1,
+    "kill a rank": 1,
+    "twice": 1,
+    "reject": 1,
+    "sleep": int(HAS_SLEEP),
+    "crowd": 1,
+}
 LENGTHS = (1, 2, 20, 31, 32, 33, 63, 64, 65, 96, 129, 200)
 NUM_DEEDS = 60
+MOST_DEATHS = 3
 LEASE_S = 4.0
 
 
@@ -30,6 +47,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
         first, _, last = metafunc.config.getoption("--seeds").rpartition("..")
         metafunc.parametrize("seed", range(int(first or 0), int(last) + (1 if first else 0)))
+
+
+@pytest.fixture(scope="module")
+def met() -> Iterator[Counter[str]]:
+    """What the runs have met; enough of them have to meet everything that they are for."""
+    seen: Counter[str] = Counter()
+    yield seen
+    print(dict(seen))
+    if seen["runs"] >= 6:
+        rare = {"preempted", "chunks", "cached", *(name for name, weight in DEEDS.items() if weight)} - set(+seen)
+        assert not rare, f"no run has met {sorted(rare)}: {dict(seen)}"
 
 
 class Run:
@@ -50,8 +78,8 @@ class Run:
             tp=rng.choice([1, 1, 2]),
             num_blocks=rng.choice([40, 120]),
             max_model_len=512,
-            max_num_seqs=rng.choice([2, 16]),
-            max_num_batched_tokens=rng.choice([64, 512]),
+            max_num_seqs=rng.choice([2, 16, 16]),
+            max_num_batched_tokens=rng.choice([64, 64, 512]),
             policy=self.policy,
             async_scheduling=rng.random() < 0.5,
         )
@@ -62,6 +90,7 @@ class Run:
         self.decoding: dict[str, tuple[Reply, list[int], int]] = {}
         self.left: set[str] = set()
         self.dead = 0
+        self.met: Counter[str] = Counter(runs=1)
         self.held: dict[str, float] = {}
         self.slept = False
 
@@ -69,7 +98,8 @@ class Run:
         """Do everything, and judge."""
         deeds = self.rng.choices(list(DEEDS), list(DEEDS.values()), k=NUM_DEEDS)
         for deed in deeds:
-            getattr(self, deed.replace(" ", "_"))()
+            if getattr(self, deed.replace(" ", "_"))() is not False:
+                self.met[deed] += 1
             self.pass_on()
         for engine in (self.pair.prefill, self.pair.decode):
             self.let_go(engine)
@@ -85,6 +115,12 @@ class Run:
             else:
                 assert reply.tokens == continued(tokens, most), name
         self.pair.settle(60.0)
+        self.count()
+
+    def count(self, *engines: Engine) -> None:
+        """Add up what engines have met, before they die."""
+        for engine in engines or (self.pair.prefill, self.pair.decode):
+            self.met.update(engine.ask("met"))
 
     def pass_on(self) -> None:
         """The router sends on what has been prefilled."""
@@ -173,16 +209,72 @@ class Run:
             self.slept |= time.monotonic() - since > LEASE_S / 2
         engine.ask("go")
 
-    def kill(self) -> None:
+    def sleep(self) -> None:
+        """An engine that has nothing to do sleeps, as vLLM has it, and wakes with other bytes in its memory."""
+        engine = self.rng.choice([self.pair.prefill, self.pair.decode])
+        for each in (self.pair.prefill, self.pair.decode):
+            self.let_go(each)
+        self._leave(engine)
+        engine.until(lambda state: not state["has_work"])
+        engine.ask("sleep")
+        engine.ask("wake")
+
+    def crowd(self) -> None:
+        """More long answers than there is room for: some are preempted."""
+        for _ in range(8):
+            name, tokens = self.pair.name("d"), prompt(self.rng, 129)
+            self.decoding[name] = self.pair.decode.add(name, tokens, 150), tokens, 150
+
+    def _leave(self, engine: Engine) -> None:
+        """All clients of an engine leave."""
+        if engine is self.pair.prefill:
+            names = [name for name, _, _ in self.prefilling]
+            self.prefilling.clear()
+        else:
+            names = [name for name, (reply, _, _) in self.decoding.items() if not reply.is_done]
+        self.left.update(names)
+        engine.ask("abort", names)
+
+    def kill_prefill(self) -> bool:
         """The prefill engine dies, and comes back under its name."""
-        if self.dead or self.rng.random() < 0.5:
-            return
+        return self._die(self.pair.prefill)
+
+    def kill_decode(self) -> bool:
+        """The decode engine dies, with all that it was asked for, and comes back under its name."""
+        return self._die(self.pair.decode)
+
+    def kill_a_rank(self) -> bool:
+        """One of an engine's workers dies, and the engine with it, as vLLM has it."""
+        for engine in (self.pair.prefill, self.pair.decode):
+            if engine.setup.tp > 1:
+                return self._die(engine, rank=self.rng.randrange(engine.setup.tp))
+        return False
+
+    def _die(self, engine: Engine, rank: int | None = None) -> bool:
+        if self.dead == MOST_DEATHS:
+            return False
         self.dead += 1
-        self.held.pop("prefill", None)
-        self.pair.prefill.kill()
-        self.prefilling.clear()
-        (self.pair.prefill,) = self.server.start(self.pair.prefill.setup)
+        self.held.pop(engine.setup.name, None)
+        self.count(engine)
+        if rank is not None:
+            engine.ask("go")
+            engine.ask("kill_rank", rank)
+            with suppress(Dead):
+                engine.until(lambda state: False, 1.0)
+        engine.kill()
+        (again,) = self.server.start(engine.setup)
+        if engine is self.pair.prefill:
+            self.pair.prefill = again
+            self.prefilling.clear()
+        else:
+            self.pair.decode = again
+            self.left.update(name for name, (reply, _, _) in self.decoding.items() if not reply.is_done)
+        return True
 
 
-def test_nothing_is_wrong_or_left_after_a_random_run(server: Server, connector: Connector, seed: int) -> None:
-    Run(server, connector, seed).go()
+def test_nothing_is_wrong_or_left_after_a_random_run(
+    server: Server, connector: Connector, seed: int, met: Counter[str]
+) -> None:
+    run = Run(server, connector, seed)
+    run.go()
+    met.update(run.met)

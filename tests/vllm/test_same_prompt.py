@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from vllm.v1.request import Request
 
 from asynckv.core.types import decode_params
 from asynckv.embed.orders import Announce, Cancel, Lend, Pull
-from asynckv.integrations.vllm.scheduler import MAX_CHAIN, chain_of, hash_tokens_of
+from asynckv.integrations.vllm.scheduler import CAUSES, MAX_CHAIN, chain_of, hash_tokens_of
 from asynckv.integrations.vllm.stats import Tally
 from tests.vllm.schedulers import DENSE, HYBRID, STATES, WINDOW, Group, Side
 from tests.vllm.test_scheduler import FORGETFUL, SHAPES, brought, is_clean, prompt_of
@@ -25,10 +26,10 @@ from tests.vllm.test_scheduler import FORGETFUL, SHAPES, brought, is_clean, prom
 Given = Mapping[str, Any]
 
 
-def unread(side: Side) -> dict[str, int]:
-    """How often KV that was offered was not read, by cause."""
+def computed_locally(side: Side) -> dict[str, int]:
+    """How often a prompt was computed in place of a transfer, by cause."""
     stats = side.half.tally.take(at_once=True)
-    return {} if stats is None else stats.data["unread"]
+    return {} if stats is None else stats.data["computed_locally"]
 
 
 def adapter(name: str = "adapter", number: int = 1, path: str = "/adapters/1") -> Given:
@@ -69,7 +70,7 @@ def test_what_two_prompts_begin_with_is_read_in_whole_hashes(place: int, read: i
     side.add("a", prompt, brought(other), 1)
     told = side.step()
     assert [order.num_tokens for order in told.orders if isinstance(order, Pull)] == ([read] if read else [])
-    assert unread(side) == {"other_end" if read else "other_prompt": 1}
+    assert computed_locally(side) == {"other_end" if read else "other_prompt": 1}
 
 
 def test_with_drafts_a_prompt_that_ends_otherwise_is_not_read() -> None:
@@ -181,7 +182,7 @@ def test_params_without_hashes_are_read_only_where_that_is_allowed() -> None:
     side = Side()
     side.add("a", prompt, json.loads(json.dumps(params)), 1)
     assert side.step().kinds() == [Cancel]
-    assert unread(side) == {"no_hashes": 1}
+    assert computed_locally(side) == {"no_hashes": 1}
     trusting = Side(extra={"allow_unhashed": True})
     trusting.add("a", prompt, params, 1)
     assert trusting.step().only(Pull).num_tokens == 100
@@ -194,7 +195,7 @@ def test_a_chain_that_a_client_made_long_is_not_computed() -> None:
         params["asynckv"] |= {"hashes": ["x"] * 3000, "hash_tokens": every}
         params["asynckv"]["key"][3] = f"{every:032}"
         side.add(f"r{every}", prompt, json.loads(json.dumps(params)), 1)
-    assert unread(side) == {"other_prompt": 3}
+    assert computed_locally(side) == {"other_prompt": 3}
 
 
 def test_chains_of_long_prompts_are_short() -> None:
@@ -213,11 +214,93 @@ def test_each_cause_is_logged_once_and_counted_always(caplog: pytest.LogCaptureF
     side.half.tally = Tally(itertools.count(step=10).__next__)  # as if it were asked every ten seconds
     for number in range(5):
         side.add(f"r{number}", prompt_of(50), brought(prompt_of(50)), 1)
-    side.add("junk", prompt_of(50), {"do_remote_prefill": True, "asynckv": {"x": 1}}, 1)
-    found = [record for record in caplog.records if "another prompt" in record.getMessage()]
-    assert len(found) == 1
-    assert side.connector.get_kv_connector_stats().data["unread"] == {"other_prompt": 5, "malformed": 1}
+        side.add(f"junk{number}", prompt_of(50), {"do_remote_prefill": True, "asynckv": {"x": 1}}, 1)
+    for text in ("another prompt", "not understood"):
+        (found,) = [record for record in caplog.records if text in record.getMessage()]
+        assert "Further ones are counted" in found.getMessage()
+    stats = side.connector.get_kv_connector_stats()
+    assert stats.data["computed_locally"] == {"other_prompt": 5, "malformed": 5}
+    assert stats.reduce()["Num prompts computed locally"] == 10
     assert side.connector.get_kv_connector_stats() is None
+
+
+def counted(side: Side, cause: str) -> None:
+    """The one request of this side is computed, and counted with its cause."""
+    for _ in range(10):
+        side.step()
+    assert computed_locally(side) == {cause: 1}
+    assert is_clean(side)
+
+
+@pytest.mark.parametrize(
+    ("cause", "params"),
+    [
+        ("no_params", {"do_remote_prefill": True}),
+        ("no_params", {"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids": [[1]]}),
+        ("malformed", {"do_remote_prefill": True, "asynckv": {"key": 5}}),
+        ("malformed", "do_remote_prefill"),
+    ],
+)
+def test_params_that_are_none_of_ours_are_counted(cause: str, params: Any) -> None:
+    side = Side()
+    side.add("a", prompt_of(50), params, 1)
+    counted(side, cause)
+
+
+@FORGETFUL
+def test_what_reaches_too_far_for_a_model_that_forgets_is_counted(groups: tuple[Group, ...]) -> None:
+    """The engine that made it has not left the last token to this one, as with a model of attention alone."""
+    side, prompt = Side(groups), prompt_of(100)
+    decode = Side(groups, name="decode")
+    decode.add("d", prompt, {**brought(prompt, groups), "do_remote_decode": True}, 20)
+    decode.step()
+    decode.step(loaded=["d"])
+    while "d" not in (told := decode.step()).reasons:
+        pass
+    whole = json.loads(json.dumps(told.params["d"]))
+    side.add("a", [*prompt, *[7] * 19], whole, 1)
+    counted(side, "too_far")
+
+
+def test_params_that_were_used_up_are_counted() -> None:
+    side, prompt = Side(), prompt_of(100)
+    params = brought(prompt)
+    side.add("a", prompt, params, 1)
+    side.step()
+    side.step(loaded=["a"])
+    side.add("b", prompt, dict(params), 1)
+    counted(side, "spent")
+
+
+def test_a_prompt_of_which_log_probabilities_are_asked_for_is_counted() -> None:
+    side, prompt = Side(), prompt_of(100)
+    side.add("a", prompt, brought(prompt), 1, prompt_logprobs=1)
+    counted(side, "prompt_logprobs")
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_completions_that_the_prefix_cache_does_not_serve_are_counted(prefix_caching: bool) -> None:
+    side, prompt = Side(prefix_caching=prefix_caching), prompt_of(100)
+    params = brought(prompt)
+    for name in "abc":
+        side.add(name, prompt, dict(params), 1)
+    side.step()
+    side.step(loaded=["a"])
+    for _ in range(5):
+        side.step()
+    assert computed_locally(side) == ({} if prefix_caching else {"sibling": 2})
+    assert is_clean(side)
+
+
+def test_what_cannot_be_lent_is_counted_where_it_was_computed() -> None:
+    side = Side(is_connected=False)
+    assert side.prefill("a", prompt_of(100)) is None
+    counted(side, "not_lent")
+
+
+def test_every_cause_has_its_sentence_and_its_row_in_the_documents() -> None:
+    page = Path("docs/vllm.md").read_text()
+    assert all(f"`{cause}`" in page for cause in CAUSES)
 
 
 def test_a_request_that_waits_for_another_is_compared_as_well() -> None:

@@ -688,17 +688,23 @@ def test_a_sibling_that_comes_late_does_not_read() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_siblings_of_a_failed_load_compute(policy: str) -> None:
-    prompt, side = prompt_of(100), Side(policy=policy)
-    params = brought(prompt)
-    side.add("a", prompt, params, 1)
-    side.add("b", prompt, dict(params), 1)
-    side.step()
-    side.step(failed=["a"])
-    told = side.step()
-    # What has failed its request is given up once more; the workers know nothing of it by then.
-    assert told.orders == ([Cancel("a")] if policy == "fail" else [])
-    assert told.tokens["b"] == [7]
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("groups", [DENSE, WINDOW, STATES])
+def test_siblings_of_a_failed_load_end_as_it_does(groups: tuple[Group, ...], prefix_caching: bool, policy: str) -> None:
+    prompt, side = prompt_of(100), Side(groups, policy=policy, prefix_caching=prefix_caching)
+    params = brought(prompt, groups)
+    for name in "abcd":
+        side.add(name, prompt, dict(params), 3)
+    assert side.step().only(Pull).request_id == "a"
+    side.abort("d")
+    ends: dict[str, str] = {}
+    told = side.step(failed=["a"])
+    for _ in range(20):
+        assert told.orders == []  # what has failed is not given up once more
+        ends |= told.reasons
+        told = side.step()
+    assert ends == dict.fromkeys("abc", "error" if policy == "fail" else "length")
+    assert is_clean(side)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])

@@ -108,7 +108,7 @@ class Life:
         """One step; of what the workers have under way some ends."""
         loaded, failed, sent = set[str](), set[str](), set[str]()
         out = self.side.scheduler.schedule()
-        self.note(self.side._orders(out.kv_connector_metadata))
+        self.note(self.side._of("orders", out.kv_connector_metadata))
         for request in self.side.scheduler.requests.values():
             if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 name = request.request_id
@@ -268,7 +268,7 @@ def test_no_params_are_too_strange(groups: tuple[Group, ...], seed: int) -> None
         if side.is_idle():
             break
         out = side.scheduler.schedule()
-        orders = side._orders(out.kv_connector_metadata)
+        orders = side._of("orders", out.kv_connector_metadata)
         failed = {order.request_id for order in orders if isinstance(order, Pull)}
         for order in orders:
             assert len(json.dumps(getattr(order, "params", {}))) < 5_000_000  # what is handed on is plain, and shallow

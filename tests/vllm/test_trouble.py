@@ -13,6 +13,7 @@ from tests.vllm.engines import Reply, Server, continued
 from tests.vllm.pairs import ASKED, Pair, settle
 from tests.vllm.setups import Connector, Setup
 from tests.vllm.test_departures import unlent
+from tests.vllm.versions import HAS_SLEEP
 from tests.vllm.zoo import MODELS
 
 SHORT = {
@@ -295,7 +296,10 @@ def test_params_with_any_one_value_exchanged_end_no_engine(server: Server, conne
 
 # -- sleep ------------------------------------------------------------------------------------------
 
+SLEEPS = pytest.mark.skipif(not HAS_SLEEP, reason="this vLLM does not tell a connector that its memory goes")
 
+
+@SLEEPS
 @pytest.mark.parametrize("name", ["dense", "mamba2-align"])
 def test_engines_sleep_and_wake_with_other_bytes_in_their_memory(
     server: Server, connector: Connector, name: str
@@ -310,6 +314,7 @@ def test_engines_sleep_and_wake_with_other_bytes_in_their_memory(
         pair.settle()
 
 
+@SLEEPS
 def test_params_from_before_a_sleep_are_not_read_after_it(server: Server, connector: Connector) -> None:
     pair = start(server, connector, policy="recompute")
     tokens = pair.prompt(100)

@@ -163,6 +163,14 @@ def test_a_request_is_told_once_on_both_sides(make: Make) -> None:
             assert torch.equal(tensor[[5 * i + 2, 5 * i + 1]], prefill.tensors[name][[7 * i + 1, 7 * i + 3]])
 
 
+def test_loads_that_are_given_up_are_told_once_as_failed(make: Make) -> None:
+    worker = make("decode").worker
+    worker.half.start_load(StepOrders([], ["a", "b"]))
+    results = worker.half.take_results()
+    assert results.finished_recving == results.failed_recving == {"a", "b"}
+    assert not worker.half.take_results().finished_recving
+
+
 def group_params(worker: Worker, request_id: str, blocks: list[int]) -> dict[str, Any]:
     address = worker.half.address()
     assert address is not None

@@ -7,11 +7,14 @@ import logging
 import os
 from typing import Any
 
-import vllm
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
+from asynckv.integrations.vllm import compat
+from asynckv.integrations.vllm.compat import (
+    CacheHitSource,
+    KVConnectorBase_V1,
+    KVConnectorFactory,
+    KVConnectorRole,
+    SupportsHMA,
+)
 from asynckv.integrations.vllm.handover import StepOrders
 from asynckv.integrations.vllm.memory import check_supported
 from asynckv.integrations.vllm.options import Options, remarks
@@ -25,22 +28,24 @@ logger = logging.getLogger("vllm.asynckv")
 class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
     """A drop-in for `NixlConnector`."""
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = getattr(CacheHitSource, "P2P", None)
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
+        transfer = vllm_config.kv_transfer_config
+        options = Options.parse(transfer.kv_connector_extra_config)
         options.check_addresses()
-        for remark in remarks(options, vllm.__version__, os.environ):
+        for remark in remarks(options, compat.version(), os.environ, compat.lacking()):
             logger.warning("%s", remark)
+        self._groups = compat.transfer_group_ids(kv_cache_config)
         self._scheduler: Any = None
         self._worker: Any = None
         if role is KVConnectorRole.SCHEDULER:
             check_supported(vllm_config, kv_cache_config)
-            if not self._kv_transfer_config.is_kv_consumer:
+            if not transfer.is_kv_consumer:
                 # Where steps overlap, the scheduler keeps freed blocks from a load until no step under way writes
                 # them, but a consumer's only. Any of our engines may read.
-                self._kv_transfer_config.kv_role = "kv_both"
+                transfer.kv_role = "kv_both"
             self._scheduler = SchedulerHalf(options, vllm_config, kv_cache_config)
         else:
             self._worker = WorkerHalf(options, vllm_config, kv_cache_config)
@@ -90,17 +95,20 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
         return matched
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
-        return groups
+        return self._groups
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
-        return StepOrders(self._scheduler.take_orders())
+        return StepOrders(self._scheduler.take_orders(), self._scheduler.take_failing())
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduler.loaded(connector_output.finished_recving, connector_output.finished_sending)
+        self._scheduler.loaded(
+            connector_output.finished_recving,
+            connector_output.finished_sending,
+            getattr(connector_output, "failed_recving", None),
+        )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -136,8 +144,8 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.address()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if isinstance(self._connector_metadata, StepOrders):
-            self._worker.start_load(self._connector_metadata)
+        if self.has_connector_metadata() and isinstance(orders := self._get_connector_metadata(), StepOrders):
+            self._worker.start_load(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass  # a request is scheduled when its load is over
@@ -165,7 +173,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
 
 # MultiConnector looks a child's class up by its name, where the statistics are logged: an exception there ends the API
 # server's part in all requests.
-with contextlib.suppress(ValueError):  # somebody has registered it already
+with contextlib.suppress(ValueError, AttributeError):  # it is registered already, or cannot be
     KVConnectorFactory.register_connector(
         AsyncKVConnector.__name__, "asynckv.integrations.vllm", AsyncKVConnector.__name__
     )

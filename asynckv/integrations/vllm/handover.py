@@ -6,16 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
-
 from asynckv.embed.orders import Order
+from asynckv.integrations.vllm.compat import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
-    """All that a step asks of every worker, to be carried out in this order."""
+    """All that a step asks of every worker.
+
+    Attributes:
+        orders: To be carried out in this order.
+        failing: Loads that fail at once, because the one that they waited for has failed.
+    """
 
     orders: Sequence[Order] = field(default_factory=tuple)
+    failing: Sequence[str] = ()
 
 
 @dataclass

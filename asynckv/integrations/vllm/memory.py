@@ -22,26 +22,12 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    CircularBufferSpec,
-    CrossAttentionSpec,
-    EncoderOnlyAttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    KVQuantMode,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
-
 from asynckv.edges.torch import TensorPart, register_parts
 from asynckv.errors import ConfigError
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import ONE_PER_REQUEST, Group
 from asynckv.geometry.pairing import Padding
+from asynckv.integrations.vllm import compat
 from asynckv.integrations.vllm.caches import (
     Attention,
     Opaque,
@@ -63,26 +49,6 @@ log = logging.getLogger("vllm.asynckv")
 NULL_BLOCK = 0
 """The block that vLLM's lists name where there is none."""
 
-BY_TOKEN = {
-    "AITER_TRITON_MLA",
-    "CPU_MLA",
-    "CUTLASS_MLA",
-    "FLASHINFER",
-    "FLASHINFER_MLA",
-    "FLASHMLA",
-    "FLASHMLA_SPARSE",
-    "FLASH_ATTN",
-    "FLASH_ATTN_DIFFKV",
-    "FLASH_ATTN_MLA",
-    "FLEX_ATTENTION",
-    "HPC_ATTN",
-    "TRITON_ATTN",
-    "TRITON_ATTN_DIFFKV",
-    "TRITON_MLA",
-}
-"""Attention backends that keep an entry of every token by itself, in the order of tokens. Others may have an order of
-their own inside a kernel block (that for CPUs keeps all keys before all values, packed for its instructions)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
@@ -92,7 +58,7 @@ class ModelFacts:
         name: By which both engines know the model; empty to not compare.
         num_kv_heads: KV heads of the usual layer of the whole model.
         num_mamba_groups: Groups of Mamba-2's B and C in the whole model.
-        is_conv_dim_first: Convolution states have channels before columns.
+        is_conv_dim_first: Convolution states have channels before columns; None if that is not known.
         cache_dtype: `--kv-cache-dtype`.
         layers: Layer objects by name.
     """
@@ -100,15 +66,13 @@ class ModelFacts:
     name: str = ""
     num_kv_heads: int | None = None
     num_mamba_groups: int | None = None
-    is_conv_dim_first: bool = False
+    is_conv_dim_first: bool | None = False
     cache_dtype: str = "auto"
     layers: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, vllm_config: Any) -> ModelFacts:
         """Look them up."""
-        from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-
         model, heads = vllm_config.model_config, None
         with contextlib.suppress(AttributeError, TypeError, ValueError):
             heads = int(model.get_total_num_kv_heads())
@@ -119,23 +83,20 @@ class ModelFacts:
             name=str(getattr(model, "model", "") or ""),
             num_kv_heads=heads,
             num_mamba_groups=next((n for n in named if type(n) is int and n > 0), None),
-            is_conv_dim_first=is_conv_state_dim_first(),
+            is_conv_dim_first=compat.is_conv_state_dim_first(),
             cache_dtype=str(vllm_config.cache_config.cache_dtype),
             layers=layers if isinstance(layers, Mapping) else {},
         )
 
-    def backend(self, layer: str) -> tuple[str, bool]:
-        """Name what computes with a layer's blocks, and whether it keeps each token by itself.
-
-        Without a layer object (in a test of vLLM's) nothing computes with them, and the tensor's dims count.
-        """
-        found = self.layers.get(layer)
-        if found is None or not hasattr(found, "get_attn_backend"):
-            return "", True
+    def backend(self, layer: str) -> str:
+        """Name what computes with a layer's blocks; empty without a layer object (in a test of vLLM's)."""
+        found: Any = self.layers.get(layer)
+        if not hasattr(found, "get_attn_backend"):
+            return ""
         name = str(found.get_attn_backend().get_name())
         # On CPUs keys are packed for one instruction set or another.
         isa = getattr(found, "isa", None)
-        return f"{name} {isa}" if isinstance(isa, str) else name, name in BY_TOKEN
+        return f"{name} {isa}" if isinstance(isa, str) else name
 
     def mamba_groups(self, layer: str, place: Place) -> int | None:
         """Groups of a layer's B and C in the whole model; None if that is not known.
@@ -149,28 +110,25 @@ class ModelFacts:
             own = None if own == place.tp_size else own
         return own if type(own) is int else self.num_mamba_groups
 
-    def is_by_token(self, layer: str, spec: AttentionSpec) -> bool:
-        """Say whether every entry of a layer lies by itself."""
-        # Sparse attention of DeepSeek V4 keeps the scales of a block behind all of its entries.
-        return self.backend(layer)[1] and getattr(spec, "model_version", None) is None
+    def is_by_token(self, layer: str, spec: Any) -> bool:
+        """Say whether every entry of a layer lies by itself. If nothing computes with them, the tensor's dims count."""
+        return not self.backend(layer) or compat.is_by_token(self.layers[layer], spec)
 
 
 def place_of(vllm_config: Any) -> Place:
     """Find a worker's place: from its process groups, or from its rank where there are none."""
-    from vllm.distributed import parallel_state
-
     parallel = vllm_config.parallel_config
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     rank = parallel.rank % (tp_size * pp_size)
     tp_rank, pp_stage = rank % tp_size, rank // tp_size
-    if parallel_state.model_parallel_is_initialized():
-        tp, pp = parallel_state.get_tp_group(), parallel_state.get_pp_group()
+    if compat.parallel_state is not None and compat.parallel_state.model_parallel_is_initialized():
+        tp, pp = compat.parallel_state.get_tp_group(), compat.parallel_state.get_pp_group()
         if (tp.world_size, pp.world_size) == (tp_size, pp_size):
             tp_rank, pp_stage = tp.rank_in_group, pp.rank_in_group
     return Place(tp_rank, tp_size, pp_stage, pp_size)
 
 
-def check_supported(vllm_config: Any, config: KVCacheConfig) -> None:
+def check_supported(vllm_config: Any, config: Any) -> None:
     """Refuse, before anything is loaded, what could not be moved.
 
     Raises:
@@ -183,19 +141,24 @@ def check_supported(vllm_config: Any, config: KVCacheConfig) -> None:
                 f"--{option.replace('_', '-')} {size}: blocks whose tokens are dealt out over ranks cannot be moved; "
                 f"leave it at 1 with AsyncKVConnector"
             )
-    for group in config.transfer_groups:
-        if group.host_resident:
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not compat.tells_of_sleep():
+        raise ConfigError(
+            f"--enable-sleep-mode: vLLM {compat.version()} does not tell a connector that the memory goes, so readers "
+            f"would read what is there next; remove it, or use vLLM 0.33 or later"
+        )
+    for group in compat.transfer_groups(config):
+        if getattr(group, "host_resident", False):
             raise ConfigError(
                 f"layers {_some(group.layer_names)} keep their blocks in host memory (HiSparse), which "
                 f"AsyncKVConnector does not move; remove the option hisparse_config"
             )
-        for layer, spec in _specs(group).items():
+        for layer, spec in compat.layer_specs(group).items():
             _check_spec(layer, spec)
 
 
-def _check_spec(layer: str, spec: KVCacheSpec) -> None:
-    known = AttentionSpec | MambaSpec
-    if isinstance(spec, CrossAttentionSpec):
+def _check_spec(layer: str, spec: Any) -> None:
+    known = compat.AttentionSpec | compat.MambaSpec
+    if isinstance(spec, compat.CrossAttentionSpec):
         raise ConfigError(
             f"layer {layer!r} attends to an encoder, of whose tokens a prompt's length says nothing; models of an "
             f"encoder and a decoder cannot be disaggregated with AsyncKVConnector: remove --kv-transfer-config"
@@ -207,15 +170,7 @@ def _check_spec(layer: str, spec: KVCacheSpec) -> None:
         )
 
 
-def _specs(group: Any) -> Mapping[str, KVCacheSpec]:
-    """The specification of every layer of a group."""
-    spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return {layer: spec.kv_cache_specs[layer] for layer in group.layer_names}
-    return dict.fromkeys(group.layer_names, spec)
-
-
-def register(config: KVCacheConfig, tensors: Mapping[str, Tensor], place: Place, facts: ModelFacts) -> Registration:
+def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: ModelFacts) -> Registration:
     """Declare a worker's KV caches.
 
     Args:
@@ -231,11 +186,11 @@ def register(config: KVCacheConfig, tensors: Mapping[str, Tensor], place: Place,
     made: list[TensorPart] = []
     owners: dict[tuple[object, ...], str] = {}
     opaque: list[str] = []
-    for index, group in enumerate(config.transfer_groups):
+    for index, group in enumerate(compat.transfer_groups(config)):
         ratios: dict[int, str] = {}
-        for layer, spec in _specs(group).items():
+        for layer, spec in compat.layer_specs(group).items():
             _check_spec(layer, spec)
-            if isinstance(spec, EncoderOnlyAttentionSpec):
+            if isinstance(spec, compat.EncoderOnlyAttentionSpec):
                 continue  # keeps nothing
             tensor = _tensor_of(layer, tensors)
             owners.setdefault(_identity(tensor), layer)
@@ -278,17 +233,17 @@ def register(config: KVCacheConfig, tensors: Mapping[str, Tensor], place: Place,
 
 
 def _group(index: int, group: Any, num_blocks: int, ratio: int) -> Group:
-    specs = list(_specs(group).values()) or [group.kv_cache_spec]
+    specs = list(compat.layer_specs(group).values()) or [group.kv_cache_spec]
     spec = specs[0]
-    if isinstance(spec, UniformTypeKVCacheSpecs):  # of a stage that has none of its layers
-        spec = next(iter(spec.kv_cache_specs.values()), spec)
+    if each := getattr(spec, "kv_cache_specs", None):  # of a stage that has none of its layers
+        spec = next(iter(each.values()))
     window, kind, block_size = 0, "tokens", group.kv_cache_spec.block_size
-    if isinstance(spec, MambaSpec | CircularBufferSpec):
+    if isinstance(spec, compat.MambaSpec | compat.CircularBufferSpec):
         kind = "state"
-        if isinstance(spec, CircularBufferSpec) or spec.mamba_cache_mode == "none":
+        if isinstance(spec, compat.CircularBufferSpec) or spec.mamba_cache_mode == "none":
             block_size = ONE_PER_REQUEST
-    elif isinstance(spec, SlidingWindowSpec):
-        window = spec.sliding_window + spec.extra_retained_tokens
+    elif isinstance(spec, compat.SlidingWindowSpec):
+        window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
     name = f"{index}: {type(spec).__name__.removesuffix('Spec')}"
     return Group(name, block_size, num_blocks, ratio, kind=kind, window=window, null_block=NULL_BLOCK)  # type: ignore[arg-type]
 
@@ -300,25 +255,29 @@ def _tensor_of(layer: str, tensors: Mapping[str, Tensor]) -> Tensor:
     if isinstance(tensor, list | tuple) or tensor.dim() != 4:
         shape = [tuple(t.shape) for t in tensor] if isinstance(tensor, list | tuple) else tuple(tensor.shape)
         raise ConfigError(
-            f"layer {layer!r}: a KV cache of shape {shape} is none of (block, head, entry, content), which vLLM 0.33 "
-            f"makes; use a version of vLLM that asynckv was tested with"
+            f"layer {layer!r}: a KV cache of shape {shape} is none of (block, head, entry, content), and this is vLLM "
+            f"{compat.version()}; use a version of vLLM that asynckv was tested with"
         )
     return tensor
 
 
-def describe(layer: str, spec: KVCacheSpec, place: Place, facts: ModelFacts) -> Attention | States | Opaque:
+def describe(layer: str, spec: Any, place: Place, facts: ModelFacts) -> Attention | States | Opaque:
     """Say what is in a layer's tensor."""
-    return _states(layer, spec, place, facts) if isinstance(spec, MambaSpec) else _attention(layer, spec, place, facts)
+    return (
+        _states(layer, spec, place, facts)
+        if isinstance(spec, compat.MambaSpec)
+        else _attention(layer, spec, place, facts)
+    )
 
 
-def _attention(layer: str, spec: AttentionSpec, place: Place, facts: ModelFacts) -> Attention | Opaque:
-    is_latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
-    backend, is_by_token = facts.backend(layer)[0], facts.is_by_token(layer, spec)
+def _attention(layer: str, spec: Any, place: Place, facts: ModelFacts) -> Attention | Opaque:
+    is_latent = isinstance(spec, compat.MLAAttentionSpec | compat.SlidingWindowMLASpec)
+    backend, by_token = facts.backend(layer), facts.is_by_token(layer, spec)
     # Two engines that quantise in different ways must not meet, though their bytes are as many.
     content = "latent" if is_latent else "kv"
-    if spec.kv_quant_mode != KVQuantMode.NONE:
-        content += f" {spec.kv_quant_mode.name.lower()}{' e5m2' if 'e5m2' in facts.cache_dtype else ''}"
-    if not is_by_token and backend:
+    if mode := compat.quantisation(spec):
+        content += f" {mode}{' e5m2' if 'e5m2' in facts.cache_dtype else ''}"
+    if not by_token and backend:
         content += f" {backend}"
     num_bytes = spec.num_heads * spec.num_states * spec.state_content_size_bytes
     if is_latent or spec.max_tp_shards == 1:
@@ -330,17 +289,23 @@ def _attention(layer: str, spec: AttentionSpec, place: Place, facts: ModelFacts)
         held = kv_heads(spec.num_kv_heads, shares, place)
         if spec.num_heads != spec.num_kv_heads:
             return Opaque(content=content, num_bytes=num_bytes, is_replicated=False)
-    if isinstance(spec, CircularBufferSpec):
+    if isinstance(spec, compat.CircularBufferSpec):
         return Opaque(content=content, num_bytes=num_bytes, is_replicated=held is None)
     return Attention(
-        content=content, heads=held, tokens_per_entry=Fraction(spec.tokens_per_state), is_by_token=is_by_token
+        content=content, heads=held, tokens_per_entry=Fraction(spec.tokens_per_state), is_by_token=by_token
     )
 
 
-def _states(layer: str, spec: MambaSpec, place: Place, facts: ModelFacts) -> States | Opaque:
+def _states(layer: str, spec: Any, place: Place, facts: ModelFacts) -> States | Opaque:
     kind = spec.mamba_type.name.lower()
+    is_dim_first = facts.is_conv_dim_first
+    if is_dim_first is None:
+        raise ConfigError(
+            f"layer {layer!r}: vLLM {compat.version()} does not say in which order a convolution's state is; use a "
+            f"version of vLLM that asynckv was tested with"
+        )
     if len(spec.shapes) == 2 and not spec.tp_replicated:
-        given, is_dim_first = (spec.shapes, spec.dtypes), facts.is_conv_dim_first
+        given = spec.shapes, spec.dtypes
         with contextlib.suppress(UnknownStructure):
             match kind:
                 case "mamba1":
@@ -354,15 +319,15 @@ def _states(layer: str, spec: MambaSpec, place: Place, facts: ModelFacts) -> Sta
                     pass
     dtypes = " ".join(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
     return Opaque(
-        content=f"{kind} {'channels' if facts.is_conv_dim_first else 'columns'} first {dtypes}",
+        content=f"{kind} {'channels' if is_dim_first else 'columns'} first {dtypes}",
         num_bytes=spec.state_content_size_bytes,
         is_replicated=spec.tp_replicated,
     )
 
 
-def _ratio(layer: str, spec: KVCacheSpec, kind: Attention | States | Opaque, tensor: Tensor) -> int:
+def _ratio(layer: str, spec: Any, kind: Attention | States | Opaque, tensor: Tensor) -> int:
     """Kernel blocks per block."""
-    if isinstance(kind, States) or isinstance(spec, MambaSpec | CircularBufferSpec):
+    if isinstance(kind, States) or isinstance(spec, compat.MambaSpec | compat.CircularBufferSpec):
         return 1
     entries = spec.num_states
     if tensor.shape[2] < 1 or entries % tensor.shape[2]:
@@ -408,14 +373,14 @@ class Tails:
         self._tensors = tensors
 
     @classmethod
-    def of(cls, config: KVCacheConfig, tensors: Mapping[str, Tensor], facts: ModelFacts) -> Tails:
+    def of(cls, config: Any, tensors: Mapping[str, Tensor], facts: ModelFacts) -> Tails:
         """Find the tensors of every group of tokens, if the model relies on zeroed blocks."""
         found: dict[int, list[tuple[Tensor, Fraction]]] = {}
-        if not config.needs_kv_cache_zeroing:
+        if not getattr(config, "needs_kv_cache_zeroing", True):
             return cls()
-        for index, group in enumerate(config.transfer_groups):
-            for layer, spec in _specs(group).items():
-                if not isinstance(spec, AttentionSpec) or isinstance(spec, CircularBufferSpec):
+        for index, group in enumerate(compat.transfer_groups(config)):
+            for layer, spec in compat.layer_specs(group).items():
+                if not isinstance(spec, compat.AttentionSpec) or isinstance(spec, compat.CircularBufferSpec):
                     continue
                 tensor = _tensor_of(layer, tensors)
                 ratio = int(spec.num_states // tensor.shape[2])

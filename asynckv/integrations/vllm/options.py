@@ -7,7 +7,7 @@ its options are called here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
@@ -25,7 +25,7 @@ from asynckv.config import (
 )
 from asynckv.errors import ConfigError
 
-TESTED_VERSIONS = ("0.33.0",)
+TESTED_VERSIONS = ("0.33.0", "0.32.0")
 """The versions of vLLM that this was tested with. Its connector interface changes without notice."""
 
 WHERE = "kv_connector_extra_config"
@@ -196,13 +196,14 @@ class Options:
 _ENGINE = tuple(f.name for f in fields(EngineConfig) if f.name != "engine_id")
 
 
-def remarks(options: Options, version: str, environment: Mapping[str, str]) -> list[str]:
-    """What somebody should hear who starts like this: with that version of vLLM, in that environment."""
+def remarks(options: Options, version: str, environment: Mapping[str, str], missing: Sequence[str] = ()) -> list[str]:
+    """Say what is unusual about a start: the version of vLLM, names that it lacks (`compat`), the environment."""
     out = []
     if version.split("+")[0] not in TESTED_VERSIONS:
         out.append(
             f"AsyncKVConnector was tested with vLLM {', '.join(TESTED_VERSIONS)}, and this is {version}: vLLM's "
             f"connector interface changes between versions, so try it before you serve with it"
+            + (f". It lacks {', '.join(missing)}, and AsyncKVConnector goes on without" if missing else "")
         )
     if (host := environment.get(NIXL_HOST)) and options.bind == LOOPBACK:
         out.append(

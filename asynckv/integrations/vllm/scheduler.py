@@ -31,17 +31,19 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from asynckv.arguments import MAX_INTEGER, shown
 from asynckv.core.types import KVTransferParams
+from asynckv.edges.torch import as_bytes
 from asynckv.embed.ledgers import DecodeLedger, Fetch, PrefillLedger, State
 from asynckv.embed.orders import Order, Reclaim
-from asynckv.errors import AsyncKVError, ConfigError
+from asynckv.errors import AsyncKVError, ConfigError, PullError
 from asynckv.geometry.pairing import common_prefix
 from asynckv.hashes import token_hashes
+from asynckv.integrations.vllm.compat import identity, num_received
 from asynckv.integrations.vllm.options import Options
 from asynckv.integrations.vllm.shape import Blocks, Shape
 from asynckv.observe.tracing import trace_context
@@ -59,14 +61,26 @@ HASH_TOKENS, MAX_CHAIN = 256, 256
 RECLAIM_S = 1.0
 """Between two orders to make room."""
 
-UNREAD = {
-    "no_hashes": "they carry no hashes of the prompt, so nothing shows that their KV is of this one; upgrade the "
+CAUSES = {
+    "no_params": "do_remote_prefill is true, but there is no 'asynckv' beside it: the other engine has another "
+    "connector, or the router does not pass on what it gave out",
+    "malformed": "its kv_transfer_params are not understood",
+    "spent": "its params were used up before: another request has read their KV, or was given up",
+    "no_hashes": "its params carry no hashes of the prompt, so nothing shows that their KV is of this one; upgrade the "
     "engine that made them, or set allow_unhashed where every client is trusted",
-    "other_prompt": "their KV is of another prompt (its tokens, adapter, images, embeddings or salt); look at the "
-    "router and at both engines' chat templates",
-    "other_end": "their KV is of a prompt that ends otherwise; what both begin with is read",
+    "other_prompt": "the KV that was offered is of another prompt (its tokens, adapter, images, embeddings or salt); "
+    "look at the router and at both engines' chat templates",
+    "other_end": "the KV that was offered is of a prompt that ends otherwise; what both begin with is read",
+    "too_far": "the KV that was offered reaches past the last token but one, and this model cannot go back: its states "
+    "or windows are of one token; both engines need this connector, and the same model",
+    "prompt_logprobs": "log-probabilities of the prompt are asked for, which need every token to be computed",
+    "sibling": "another request with the same params was pulled for both (n > 1), and the prefix cache does not serve "
+    "this one; enable prefix caching, or have the router ask for each by itself",
+    "not_lent": "it was to be lent to a decode engine, and cannot be, so that engine computes the prompt",
 }
-"""Why KV that was offered is not read, or not all of it."""
+"""Why a prompt, or its end, is computed where its KV was to be transferred. Each is logged once, and counted always."""
+
+FAILED = PullError("a worker could not load it, and says why in its log")
 
 FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
@@ -84,8 +98,9 @@ class SchedulerHalf:
         self.pulls = DecodeLedger(num_ranks=1)  # vLLM's workers agree among themselves before they report
         self.loans: PrefillLedger | None = None
         """None until the workers' addresses are known."""
-        self._same: dict[str, int] = {}
-        """Tokens from the start on which a queued request's prompt is known to be the one that was lent."""
+        self._end: dict[str, int] = {}
+        """Tokens from the start of a queued request's prompt that are to be read."""
+        self._failing: list[str] = []
         self._first: dict[str, int] = {}
         """The first token that the local prefix cache lacks, as was asked last of a queued request."""
         from asynckv.integrations.vllm.stats import Tally
@@ -138,7 +153,7 @@ class SchedulerHalf:
         if given is None:
             return
         if not isinstance(given, dict):
-            _refuse(request, f"kv_transfer_params is {shown(given)}; it must be an object")
+            self._computes(request, "malformed", f"they are {shown(given)}, and must be an object")
             request.kv_transfer_params = None  # or vLLM, which looks into it next, would raise
             return
         reads = given.get("do_remote_prefill") is True
@@ -150,50 +165,70 @@ class SchedulerHalf:
 
     def _fetch(self, request: Any, given: Any) -> bool:
         if given is None:
-            _refuse(request, f"do_remote_prefill is true, but there is no {PARAMS!r} beside it")
-            return False
+            return self._computes(request, "no_params")
+        fetch: Fetch | None = None
         try:
             # The question that the router has asked this engine is nearer than what the params bring.
             fetch = self.pulls.announce(request.request_id, given, trace=trace_context(_headers(request)))
+            if fetch is None:
+                return self._computes(request, "spent")
+            cause, end = self._readable(request, fetch.params)
         except AsyncKVError as exc:
-            _refuse(request, str(exc))
-            self.tally.unread("malformed")
-            return False
-        if fetch is None:
-            return False
-        # Where log-probabilities of the prompt are asked for, vLLM computes every token, and reads nothing.
-        same = 0 if request.skip_reading_prefix_cache else self._num_same(request, fetch.params)
-        if not same:
+            if fetch is not None:
+                self.spare(request)
+            return self._computes(request, "malformed", str(exc))
+        if cause:
+            self._computes(request, cause)
+        if not end:
             self.spare(request)
             return False
-        self._same[request.request_id] = same
+        self._end[request.request_id] = end
         return True
 
-    def _num_same(self, request: Any, params: KVTransferParams) -> int:
-        """Count the tokens of this prompt whose KV was lent: what is read is covered by a hash that was compared."""
-        most, every, cause = min(params.num_tokens, request.num_tokens), params.hash_tokens, "other_prompt"
+    def _computes(self, request: Any, cause: str, why: str = "") -> bool:
+        """Note that a prompt is computed where its KV was to be transferred; returns False."""
+        self.tally.computed_locally(cause)
+        if cause not in self._told:
+            self._told.add(cause)
+            logger.warning(
+                "asynckv: request %s is computed without a transfer: %s. Further ones are counted "
+                "(computed_locally, cause %s), and not logged",
+                *(shown(request.request_id), ": ".join(filter(None, (CAUSES[cause], why))), cause),
+            )
+        return False
+
+    def _readable(self, request: Any, params: KVTransferParams) -> tuple[str, int]:
+        """Count the tokens of this prompt whose KV was lent and is of use, and say why not all of them are.
+
+        What is read is covered by a hash that was compared.
+        """
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return "prompt_logprobs", 0  # vLLM computes every token, and reads nothing
+        most, every = min(params.num_tokens, request.num_tokens), params.hash_tokens
+        end: int = request.num_prompt_tokens - self.shape.back_off
+        if not params.hashes and not self.options.allow_unhashed:
+            return "no_hashes", 0
         if not params.hashes:
-            cause, same = "no_hashes", most if self.options.allow_unhashed else 0
+            same = most
         elif most > every * MAX_CHAIN:
             same = 0  # a client's own, made to be expensive
         else:
             same = common_prefix(chain_of(request, most, every), params.hashes, every, most)
-        if 0 < same < most:
-            # States are of the last token, windows before it, and a draft's KV depends on the token that follows.
-            cause, same = "other_end", 0 if self.shape.back_off or self.shape.has_drafts else same
+        if not same:
+            return "other_prompt", 0
         if same < most:
-            self.tally.unread(cause)
-            if cause not in self._told:
-                self._told.add(cause)
-                _refuse(request, f"{UNREAD[cause]}. Further ones are counted (unread_prompts), and not logged")
-        return same
+            # States are of the last token, windows before it, and a draft's KV depends on the token that follows.
+            return "other_end", 0 if self.shape.back_off or self.shape.has_drafts else min(same, end)
+        if self.shape.back_off and params.num_tokens > end:
+            return "too_far", 0  # there is no way back from its last state
+        return "", min(same, end)
 
     def _truncate(self, request: Any, must: bool) -> None:
         """Leave the last tokens of a prompt to the engine that goes on with it."""
         fewer = self.shape.back_off
         if not fewer or request.num_prompt_tokens <= fewer or not (must or request.max_tokens == 1):
             return
-        if request.skip_reading_prefix_cache:
+        if getattr(request, "skip_reading_prefix_cache", False):
             return  # the other engine computes the whole prompt as well
         # A prompt may come as ids, as embeddings, or as both; vLLM's workers end if these differ in length. The ids are
         # not ours to shorten: without a process between, all completions of a prompt share one list.
@@ -209,21 +244,21 @@ class SchedulerHalf:
 
         None asks to be asked again: a request with the same params is being read, and will be in the prefix cache.
         """
-        may_pull = self.pulls.may_pull(request.request_id)
-        if not may_pull:
-            return (None if may_pull is None else 0), False
         fetch = self.pulls.get(request.request_id)
-        assert fetch is not None
+        if fetch is None:
+            return 0, False
+        # If what it waited for has failed, it fails as a load as well: what then follows is for vLLM's policy.
+        may_pull = True if fetch.errors else self.pulls.may_pull(request.request_id)
+        if may_pull is None:
+            return None, False
+        more = self._end[request.request_id] - num_cached
+        if not may_pull:
+            if more > self.shape.largest_block:
+                self._computes(request, "sibling")
+            self.spare(request)
+            more = 0
         self._first[request.request_id] = num_cached
-        more = self._readable(request, fetch) - num_cached
         return (more, True) if more > 0 else (0, False)
-
-    def _readable(self, request: Any, fetch: Fetch) -> int:
-        """Tokens of this request's prompt that were lent, and are of use."""
-        most: int = request.num_prompt_tokens - self.shape.back_off
-        if self.shape.back_off and fetch.params.num_tokens > most:
-            return 0  # of another prompt, or too far: there is no way back from its last state
-        return min(self._same[request.request_id], most)
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """A request has got its blocks (`update_state_after_alloc`); asked again after a load, with 0."""
@@ -231,7 +266,10 @@ class SchedulerHalf:
         fetch = self.pulls.get(request.request_id)
         if fetch is None or fetch.state not in (State.QUEUED, State.WAITING):
             return
-        if num_external > 0 and fetch.state is State.QUEUED:
+        if num_external > 0 and fetch.errors:
+            self._failing.append(request.request_id)
+            self.spare(request)
+        elif num_external > 0 and fetch.state is State.QUEUED:
             first = self._first[request.request_id]
             end = first + num_external
             lists = self.shape.missing(blocks, first, end)
@@ -243,7 +281,7 @@ class SchedulerHalf:
 
     def spare(self, request: Any) -> None:
         """A request needs nothing of what was lent, or is gone; it may be known to nobody here."""
-        self._same.pop(request.request_id, None)
+        self._end.pop(request.request_id, None)
         self._first.pop(request.request_id, None)
         self.pulls.cancel(request.request_id)
 
@@ -252,7 +290,12 @@ class SchedulerHalf:
     @property
     def has_orders(self) -> bool:
         """Something waits for the next step."""
-        return bool(self._reclaims or self.pulls.has_orders or (self.loans is not None and self.loans.has_orders))
+        return bool(
+            self._reclaims
+            or self._failing
+            or self.pulls.has_orders
+            or (self.loans is not None and self.loans.has_orders)
+        )
 
     def take_orders(self) -> Sequence[Order]:
         """What the next step asks of the workers."""
@@ -261,6 +304,11 @@ class SchedulerHalf:
         reclaims, self._reclaims = self._reclaims, []
         lends = () if self.loans is None else self.loans.take_orders()
         return [*self.pulls.take_orders(), *lends, *reclaims]
+
+    def take_failing(self) -> Sequence[str]:
+        """Loads that the workers are to report as failed, without an order."""
+        failing, self._failing = self._failing, []
+        return failing
 
     def _reclaim(self, now: float) -> None:
         """Ask for room for the request that was queued first, once it has waited for as long as a grant."""
@@ -271,10 +319,12 @@ class SchedulerHalf:
             self._reclaimed_at = now
             self._reclaims.append(Reclaim(lacking))
 
-    def loaded(self, received: Iterable[str] | None, sent: Iterable[str] | None) -> None:
-        """All workers have said that these pulls and loans are over, well or badly (`update_connector_output`)."""
+    def loaded(
+        self, received: Iterable[str] | None, sent: Iterable[str] | None, failed: Collection[str] | None = None
+    ) -> None:
+        """Hear which pulls and loans all workers have ended (`update_connector_output`), and which pulls badly."""
         for request_id in received or ():
-            self.pulls.ended(request_id)
+            self.pulls.ended(request_id, FAILED if request_id in (failed or ()) else None)
         self.pulls.take_outcome()  # vLLM's own scheduler acts on what the workers reported
         if self.loans is not None:
             for request_id in sent or ():
@@ -286,6 +336,8 @@ class SchedulerHalf:
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: True if its blocks are lent, and what to give to the engine that goes on with it."""
         self._queued.pop(request.request_id, None)
+        if request.status.name == "FINISHED_ERROR":
+            self.pulls.ended(request.request_id, FAILED)  # vLLM says so before `loaded` does
         self.spare(request)
         given = request.kv_transfer_params
         if not given:
@@ -294,7 +346,7 @@ class SchedulerHalf:
         if given.get("do_remote_decode") is not True or request.status.name not in FINISHED_WELL:
             return False, None
         if (lists := self._lists(request, block_ids)) is None:
-            return False, None
+            return self._computes(request, "not_lent", "nothing of it is held, or a state that is not known"), None
         if (params := self._make_params(request, *lists)) is None:
             return False, None
         # The block ids once more, as routers that were written for NixlConnector count them; nothing here reads them.
@@ -308,8 +360,7 @@ class SchedulerHalf:
 
     def _lists(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[Blocks, int] | None:
         """The blocks of a request, and how many tokens are in them; None if nothing can be lent."""
-        # A step that is still under way may write beyond what has been received.
-        num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
+        num_tokens = num_received(request)
         if num_tokens <= 0:
             return None
         if self.shape.has_states:
@@ -322,7 +373,7 @@ class SchedulerHalf:
 
     def _make_params(self, request: Any, lists: Blocks, num_tokens: int) -> dict[str, Any] | None:
         if self.loans is None:
-            _refuse(request, "the workers' addresses are not known, so its blocks cannot be lent")
+            self._computes(request, "not_lent", "the workers' addresses are not known")
             return None
         lease_s = self.options.turn_lease_s if request.max_tokens > 1 else None
         every = hash_tokens_of(num_tokens)
@@ -337,7 +388,7 @@ class SchedulerHalf:
                 trace=_headers(request),
             )
         except AsyncKVError as exc:
-            _refuse(request, str(exc))
+            self._computes(request, "not_lent", str(exc))
             return None
 
 
@@ -355,22 +406,18 @@ def chain_of(request: Any, num_tokens: int, every: int) -> list[str]:
 
 
 def _also(request: Any, num_tokens: int, every: int) -> Iterator[tuple[int, str | bytes]]:
-    if (adapter := request.lora_request) is not None:
+    adapter, salt, features, embeds, mask = identity(request)
+    if adapter is not None:
         # Its number is each engine's own. Its path tells versions apart that go by one name.
         yield 0, repr(("adapter", adapter.lora_name, adapter.lora_path))
-    if request.cache_salt:
-        yield 0, repr(("salt", request.cache_salt))
-    for feature in request.mm_features:
+    if salt:
+        yield 0, repr(("salt", salt))
+    for feature in features:
         place = feature.mm_position
         yield place.offset, repr(("feature", feature.modality, feature.identifier, place.length))
-    if (embeds := request.prompt_embeds) is None:
-        return
-    from vllm.v1.utils import tensor_data
-
-    mask = request.prompt_is_token_ids
-    for begin in range(0, min(num_tokens, len(embeds)), every):
+    for begin in range(0, 0 if embeds is None else min(num_tokens, len(embeds)), every):
         end = min(begin + every, num_tokens)
-        yield begin, hashlib.sha256(tensor_data(embeds[begin:end])).digest()
+        yield begin, hashlib.sha256(as_bytes(embeds[begin:end].flatten().cpu().contiguous()).numpy().data).digest()
         yield begin, repr(("dtype", str(embeds.dtype), None if mask is None else bytes(mask[begin:end])))
 
 
@@ -384,7 +431,3 @@ def _reads_no_more(request: Any) -> None:
     """Whoever looks at the request later, a preempted one above all, must not begin to read again."""
     if request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"):
         request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}
-
-
-def _refuse(request: Any, why: str) -> None:
-    logger.warning("asynckv: request %s is computed without a transfer: %s", shown(request.request_id), why)

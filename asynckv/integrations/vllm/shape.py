@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asynckv.geometry.layout import ONE_PER_REQUEST
+from asynckv.integrations.vllm import compat
 
 NULL_BLOCK = 0
 
@@ -56,31 +57,30 @@ class Shape:
         """Some layers are recurrent."""
         return any(group.is_state for group in self.groups)
 
+    @property
+    def largest_block(self) -> int:
+        """Tokens of the largest block of tokens; a prefix cache ends up to so many before a prompt's end."""
+        return max((group.block_size for group in self.groups if not group.is_state), default=0)
+
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Shape:
         """Read it from vLLM's configuration."""
-        from vllm.v1.kv_cache_interface import (
-            CircularBufferSpec,
-            FullAttentionSpec,
-            MambaSpec,
-            RSWASpec,
-            iter_layer_specs,
-        )
-
         groups = []
-        for index in kv_cache_config.transfer_group_ids:
+        for index in compat.transfer_group_ids(kv_cache_config):
             spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
-            layers = list(iter_layer_specs(spec))
+            layers = list(getattr(spec, "kv_cache_specs", {0: spec}).values())
             # A ring is what a state is: one block that holds the end of what was computed.
-            is_ring = any(isinstance(each, CircularBufferSpec) for each in layers)
-            is_state = is_ring or any(isinstance(each, MambaSpec) for each in layers)
+            is_ring = any(isinstance(each, compat.CircularBufferSpec) for each in layers)
+            is_state = is_ring or any(isinstance(each, compat.MambaSpec) for each in layers)
             size = ONE_PER_REQUEST if is_ring else spec.block_size
-            keeps_all = all(isinstance(each, FullAttentionSpec) and not isinstance(each, RSWASpec) for each in layers)
+            keeps_all = all(
+                isinstance(each, compat.FullAttentionSpec) and not isinstance(each, compat.RSWASpec) for each in layers
+            )
             groups.append(CacheGroup(index, size, is_state, not is_state and not keeps_all))
         # Whatever is not full attention forgets: states, sliding windows, chunks.
         forgets = any(group.is_state or group.is_window for group in groups)
         # Draft layers that look ahead have to see the tokens which were sampled, not those of their own drafts.
-        back_off = max(int(forgets), vllm_config.num_prefill_lookahead_tokens - 1)
+        back_off = max(int(forgets), getattr(vllm_config, "num_prefill_lookahead_tokens", 1) - 1)
         return cls(tuple(groups), back_off, vllm_config.speculative_config is not None)
 
     def num_blocks(self, num_tokens: int) -> int:

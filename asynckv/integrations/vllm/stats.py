@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.metrics.utils import create_metric_per_engine
-
+from asynckv.integrations.vllm.compat import KVConnectorPromMetrics, KVConnectorStats
 from asynckv.results import PullResult
 
 EVERY_S = 1.0
@@ -25,22 +23,29 @@ class AsyncKVStats(KVConnectorStats):
     """What happened in an interval: on one worker, or on several together.
 
     `data` is plain JSON: `duration_s`, `bytes` and `descriptors` have an entry per pull that ended well, `failed`,
-    `leases` and `unread` (the scheduler's) count by cause.
+    `leases` and `computed_locally` (the scheduler's) count by cause.
     """
 
     data: dict[str, Any]
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         # Copied: what one logger adds up, others of the process are given as well.
-        super().__init__(data={name: value.copy() for name, value in (data or {}).items()})
+        self.data = {name: value.copy() for name, value in (data or {}).items()}
         if not self.data:
             self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {"duration_s": [], "bytes": [], "descriptors": [], "failed": {}, "leases": {}, "unread": {}}
+        self.data = {
+            "duration_s": [],
+            "bytes": [],
+            "descriptors": [],
+            "failed": {},
+            "leases": {},
+            "computed_locally": {},
+        }
 
-    def aggregate(self, other: KVConnectorStats) -> AsyncKVStats:
+    def aggregate(self, other: Any) -> AsyncKVStats:
         """Add what happened on another worker, or in another interval."""
         for name, value in other.data.items():
             if isinstance(value, dict):
@@ -65,7 +70,7 @@ class AsyncKVStats(KVConnectorStats):
                 "Avg descriptors per pull": round(sum(self.data["descriptors"]) / len(durations), 1),
             }
         out["Num failed pulls"] = sum(self.data["failed"].values())
-        out["Num prompts not read"] = sum(self.data["unread"].values())
+        out["Num prompts computed locally"] = sum(self.data["computed_locally"].values())
         out["Num leases released"] = leases.get("released", 0)
         out["Num leases expired"] = leases.get("expired", 0)
         return out
@@ -106,9 +111,9 @@ class Tally:
         """Count a lent request that has ended, by how."""
         self._count("leases", cause)
 
-    def unread(self, cause: str) -> None:
-        """Count a request whose KV was offered, and is not read as far as it was."""
-        self._count("unread", cause)
+    def computed_locally(self, cause: str) -> None:
+        """Count a request that was meant for a transfer, and whose prompt is computed here, or a part of it."""
+        self._count("computed_locally", cause)
 
     def _count(self, kind: str, cause: str) -> None:
         self._is_empty = False
@@ -148,7 +153,7 @@ class AsyncKVPromMetrics(KVConnectorPromMetrics):
             metric = self._histogram_cls(
                 name=f"vllm:asynckv_{name}", documentation=documentation, buckets=buckets, labelnames=labelnames
             )
-            return create_metric_per_engine(metric, per_engine_labelvalues)
+            return {index: metric.labels(*values) for index, values in per_engine_labelvalues.items()}
 
         times = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]
         self._histograms = {
@@ -161,7 +166,7 @@ class AsyncKVPromMetrics(KVConnectorPromMetrics):
         self._counters = {}
         for kind, name, documentation in (
             ("failed", "failed_pulls", "Requests whose KV could not be read, by cause."),
-            ("unread", "unread_prompts", "Requests whose KV was offered and not read, or not all of it, by cause."),
+            ("computed_locally", "computed_locally", "Prompts that were computed in place of a transfer, by cause."),
             ("leases", "ended_leases", "Requests lent to decode engines that have ended, by how."),
         ):
             self._counters[kind] = self._counter_cls(

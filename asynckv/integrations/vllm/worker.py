@@ -23,20 +23,16 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-
 from asynckv.edges.torch import shared_zeros
 from asynckv.embed import Cancel, EngineThread, Finished, Lend, Order, Pull, Withdraw
 from asynckv.errors import BlocksRetired, EngineClosed, LocalProtocolError
 from asynckv.geometry.check import Registration
+from asynckv.integrations.vllm.compat import KVConnectorTransferResults, current_platform
 from asynckv.integrations.vllm.handover import StepOrders, WorkerAddress
 from asynckv.integrations.vllm.memory import ModelFacts, Tails, check_supported, place_of, register
 from asynckv.integrations.vllm.stats import AsyncKVStats, Tally
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
     from asynckv.edges.torch import Tensor
     from asynckv.integrations.vllm.options import Options
 
@@ -67,10 +63,10 @@ class WorkerHalf:
         ConfigError: Something cannot be supported; names the option to change.
     """
 
-    def __init__(self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(self, options: Options, vllm_config: Any, kv_cache_config: Any) -> None:
         check_supported(vllm_config, kv_cache_config)
         use_vllm_logging()
-        place, replica = place_of(vllm_config), vllm_config.parallel_config.data_parallel_index
+        place, replica = place_of(vllm_config), getattr(vllm_config.parallel_config, "data_parallel_index", 0)
         number = (replica * place.pp_size + place.pp_stage) * place.tp_size + place.tp_rank
         self._config = options.engine_config(str(vllm_config.kv_transfer_config.engine_id), number)
         self._metrics, self._number = options.metrics, number
@@ -81,6 +77,8 @@ class WorkerHalf:
         self._is_suspended = False
         self._pulling: dict[str, Pull] = {}
         self._lent: set[str] = set()
+        self._failing: set[str] = set()
+        """Loads that were given up before they were ordered."""
         self._tally = Tally()
 
     # -- memory ----------------------------------------------------------------------------------------------
@@ -90,9 +88,8 @@ class WorkerHalf:
 
         vLLM's views and whatever took their addresses stay valid, because nothing is moved afterwards.
         """
-        from vllm.platforms import current_platform
-
-        return shared_zeros() if current_platform.is_cpu() and self._config.nixl.process != "never" else None
+        is_cpu = current_platform is not None and current_platform.is_cpu()
+        return shared_zeros() if is_cpu and self._config.nixl.process != "never" else None
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
         """Declare the memory and start the engine; returns when it listens.
@@ -129,7 +126,7 @@ class WorkerHalf:
 
     def _trace(self, thread: EngineThread) -> None:
         """Make spans where vLLM does: its processes have set up OpenTelemetry by now, in each worker."""
-        if self._vllm_config.observability_config.otlp_traces_endpoint is not None:
+        if getattr(self._vllm_config.observability_config, "otlp_traces_endpoint", None) is not None:
             from asynckv.observe.tracing import Tracing
 
             Tracing(thread)
@@ -160,6 +157,7 @@ class WorkerHalf:
 
     def start_load(self, step: StepOrders) -> None:
         """Hand a step's orders over, in one go."""
+        self._failing.update(step.failing)
         if not step.orders:
             return
         if self._thread is None:
@@ -171,18 +169,19 @@ class WorkerHalf:
                 self._lent.add(_request_id(order))
         self._thread.submit(step.orders)
 
-    def take_results(self) -> KVConnectorTransferResults:
+    def take_results(self) -> Any:
         """Say what has ended since the last call; every request once.
 
         Raises:
             BlocksRetired: Blocks were given up for this process; it has to end.
         """
-        results = KVConnectorTransferResults()
+        results = KVConnectorTransferResults(finished_recving=self._failing, failed_recving=set(self._failing))
+        self._failing = set()
         if self._thread is not None and (finished := self._thread.take_finished()):
             self._tell(finished, results)
         return results
 
-    def _tell(self, finished: Finished, results: KVConnectorTransferResults) -> None:
+    def _tell(self, finished: Finished, results: Any) -> None:
         if finished.retired:
             raise BlocksRetired(
                 f"requests {', '.join(finished.retired[:8])}: blocks may still be written {self._config.pull.held_s:g} "
@@ -217,13 +216,13 @@ class WorkerHalf:
             with contextlib.suppress(EngineClosed):
                 self._thread.submit(more)
 
-    def _received(self, request_id: str, results: KVConnectorTransferResults, is_failed: bool = False) -> None:
+    def _received(self, request_id: str, results: Any, is_failed: bool = False) -> None:
         if self._pulling.pop(request_id, None) is not None:
             results.finished_recving.add(request_id)
             if is_failed:
                 results.failed_recving.add(request_id)
 
-    def _sent(self, request_id: str, results: KVConnectorTransferResults) -> None:
+    def _sent(self, request_id: str, results: Any) -> None:
         if request_id in self._lent:
             self._lent.discard(request_id)
             results.finished_sending.add(request_id)

@@ -14,6 +14,7 @@ vLLM's tests of remote prefill and decode drive its real scheduler with `NixlCon
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import json
@@ -169,7 +170,7 @@ def make_worker(config: Any) -> Any:
     from vllm.distributed import cleanup_dist_env_and_memory, parallel_state
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-    from vllm.v1.core import kv_cache_planning
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
@@ -178,9 +179,12 @@ def make_worker(config: Any) -> Any:
     config.cache_config.kv_cache_layout = layout.name
     spec = FullAttentionSpec(block_size=32, num_kv_heads=12, head_size=64, dtype=torch.float16)
     specs = {f"model.layers.{i}.attn": spec for i in range(2)}
-    groups = kv_cache_planning.get_global_kv_cache_groups(config, [specs])
+    planning: Any = kv_cache_utils  # before 0.33
+    with contextlib.suppress(ImportError):
+        planning = importlib.import_module("vllm.v1.core.kv_cache_planning")
+    groups = planning.get_kv_cache_groups(config, specs)
     size = 8 * sum(each.page_size_bytes for each in specs.values())
-    kv = kv_cache_planning.get_kv_cache_config_from_groups(config, groups, size)
+    kv = planning.get_kv_cache_config_from_groups(config, groups, size)
     cores = os.sched_getaffinity(0)
     is_mine = not torch.distributed.is_initialized()
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):

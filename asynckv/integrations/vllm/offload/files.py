@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from vllm.v1.kv_offload.config import OffloadingConfig
-
 from asynckv.core.types import TransferId
 from asynckv.edges.file_index import INDEX
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
+from asynckv.integrations.vllm.compat import OffloadingConfig
 from asynckv.integrations.vllm.offload.loop import LoopThread
 from asynckv.offload.keys import StoredGroup
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, Stored

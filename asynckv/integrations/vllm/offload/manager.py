@@ -24,12 +24,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.v1.kv_offload.base import (
+from asynckv.config import OffloadConfig
+from asynckv.core.events import Ending
+from asynckv.edges.block_records import BlockRecords
+from asynckv.edges.file_tier import FileTier
+from asynckv.errors import BackendError
+from asynckv.integrations.vllm.compat import (
+    CacheHitSource,
+    CPULoadStoreSpec,
     LoadStoreSpec,
     Locality,
     LookupResult,
     Medium,
+    OffloadingConfig,
+    OffloadingConnectorStats,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -39,15 +47,6 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
     get_offload_group_idx,
 )
-from vllm.v1.kv_offload.config import OffloadingConfig
-from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-from asynckv.config import OffloadConfig
-from asynckv.core.events import Ending
-from asynckv.edges.block_records import BlockRecords
-from asynckv.edges.file_tier import FileTier
-from asynckv.errors import BackendError
 from asynckv.integrations.vllm.offload.files import Files, folder_of, tell_of_start
 from asynckv.integrations.vllm.offload.open_moves import OpenMoves
 from asynckv.integrations.vllm.offload.region import Region, Shape, path_of

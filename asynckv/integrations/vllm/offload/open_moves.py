@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
-from vllm.v1.kv_offload.base import OffloadKey
-
+from asynckv.integrations.vllm.compat import OffloadKey
 from asynckv.offload.job import Move
 
 

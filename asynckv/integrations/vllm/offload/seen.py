@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm.v1.kv_offload.base import Medium, OffloadingEvent, OffloadKey
-
+from asynckv.integrations.vllm.compat import Medium, OffloadingEvent, OffloadKey
 from asynckv.offload.entry import EntryState
 from asynckv.offload.job import Move
 from asynckv.offload.tier import Tier

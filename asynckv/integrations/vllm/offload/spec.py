@@ -14,20 +14,21 @@ import os
 from typing import Any
 
 import msgspec
-from vllm.v1.kv_offload.base import (
+
+from asynckv.config import OffloadConfig
+from asynckv.errors import ConfigError
+from asynckv.geometry.packed import ALIGN
+from asynckv.integrations.vllm.compat import (
     CanonicalKVCaches,
+    OffloadingConfig,
     OffloadingCounterMetadata,
     OffloadingGaugeMetadata,
     OffloadingManager,
     OffloadingMetricMetadata,
     OffloadingSpec,
     OffloadingWorker,
+    version,
 )
-from vllm.v1.kv_offload.config import OffloadingConfig
-
-from asynckv.config import OffloadConfig
-from asynckv.errors import ConfigError
-from asynckv.geometry.packed import ALIGN
 from asynckv.integrations.vllm.offload.manager import COUNTED, GAUGES, PREFIX, Manager
 from asynckv.integrations.vllm.offload.options import WHERE, parse
 from asynckv.integrations.vllm.offload.region import Region, Shape
@@ -49,6 +50,11 @@ class AsyncKVOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
+        if not hasattr(OffloadingManager, "lock"):
+            raise ConfigError(
+                f"{WHERE}.spec_name: vLLM {version()} keeps no other thread away from a manager while it decides on a "
+                f"step, and AsyncKVOffloadingSpec has one; use vLLM 0.33 or later, or another spec"
+            )
         self.offload = parse(config.extra_config, config.model.name, config.cache.tokens_per_hash)
         self.replicated_layout = config.replicated_layout
         self.shape = shape_of(config, self.offload)

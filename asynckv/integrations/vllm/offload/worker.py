@@ -23,14 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.v1.kv_offload.base import (
-    CanonicalKVCaches,
-    GPULoadStoreSpec,
-    LoadStoreSpec,
-    OffloadingWorker,
-    TransferResult,
-)
-from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
@@ -43,6 +35,14 @@ from asynckv.geometry.kept import kept_tables, plan_copies
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
 from asynckv.geometry.packed import placed, record_form, record_sizes
 from asynckv.geometry.plan import Plan
+from asynckv.integrations.vllm.compat import (
+    CanonicalKVCaches,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
 from asynckv.integrations.vllm.offload.loop import LoopThread
 from asynckv.integrations.vllm.offload.region import Region, Shape
 from asynckv.ports import CopyOp, CopyPlane

@@ -1,0 +1,179 @@
+"""All that the connector knows of vLLM by name and that is private, or moves from one of its versions to the next.
+
+vLLM's connector interface changes without notice. So each name is looked up here, once, when it is first imported from
+this module. What the connector can do without has a stand-in (`STAND_INS`): then a version of vLLM that lacks the name
+starts with a warning (`options.remarks`) and goes on. The same holds for fields of vLLM's objects, which are read by
+the functions below. A guess that could move wrong bytes is never made: a field that tells prompts apart, or says where
+bytes lie, is refused by name if it is missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asynckv.errors import ConfigError
+
+_KV = "vllm.distributed.kv_transfer.kv_connector"
+
+NAMES: Mapping[str, str] = {
+    f"{_KV}.factory": "KVConnectorFactory",
+    f"{_KV}.v1.base": (
+        "KVConnectorBase_V1 KVConnectorHandshakeMetadata KVConnectorMetadata KVConnectorRole "
+        "KVConnectorTransferResults SupportsHMA"
+    ),
+    f"{_KV}.v1.metrics": "KVConnectorPromMetrics KVConnectorStats",
+    "vllm.distributed": "parallel_state",
+    "vllm.model_executor.layers.attention": "Attention MLAAttention",
+    "vllm.model_executor.layers.mamba.mamba_utils": "is_conv_state_dim_first",
+    "vllm.platforms": "current_platform",
+    "vllm.v1.metrics.cache_hit_source": "CacheHitSource",
+    "vllm.v1.kv_cache_interface": (
+        "AttentionSpec CircularBufferSpec CrossAttentionSpec EncoderOnlyAttentionSpec FullAttentionSpec MambaSpec "
+        "MLAAttentionSpec RSWASpec SlidingWindowMLASpec SlidingWindowSpec"
+    ),
+    f"{_KV}.v1.offloading.metrics": "OffloadingConnectorStats",
+    "vllm.v1.kv_offload.base": (
+        "CanonicalKVCaches GPULoadStoreSpec LoadStoreSpec Locality LookupResult Medium OffloadingCounterMetadata "
+        "OffloadingEvent OffloadingGaugeMetadata OffloadingManager OffloadingMetricMetadata OffloadingSpec "
+        "OffloadingWorker OffloadKey PrepareStoreOutput ReqContext RequestOffloadingContext ScheduleEndContext "
+        "TransferResult get_offload_group_idx"
+    ),
+    "vllm.v1.kv_offload.config": "OffloadingConfig",
+    "vllm.v1.kv_offload.cpu.common": "CPULoadStoreSpec",
+}
+"""What is taken from which module of vLLM; the last four are for offloading alone."""
+
+
+class Absent:
+    """In the place of a class that this version of vLLM lacks: nothing is one."""
+
+
+@dataclass
+class TransferResults:
+    """What has ended, for a version of vLLM that asks by `get_finished` alone."""
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
+STAND_INS: Mapping[str, Any] = {
+    **dict.fromkeys(["Attention", "MLAAttention", "CircularBufferSpec", "CrossAttentionSpec"], Absent),
+    **dict.fromkeys(["EncoderOnlyAttentionSpec", "RSWASpec", "SlidingWindowMLASpec", "SupportsHMA"], Absent),
+    **dict.fromkeys(["KVConnectorHandshakeMetadata", "KVConnectorStats", "KVConnectorPromMetrics"], Absent),
+    **dict.fromkeys(["CacheHitSource", "KVConnectorFactory", "current_platform", "parallel_state"]),
+    "KVConnectorTransferResults": TransferResults,
+    "is_conv_state_dim_first": lambda: None,
+}
+"""What takes the place of a name that is missing. A name without one ends the start, with an error that says so."""
+
+_MODULES = {name: module for module, names in NAMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name in globals():
+        return globals()[name]
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        found = getattr(importlib.import_module(_MODULES[name]), name)
+    except (ImportError, AttributeError) as exc:
+        if name not in STAND_INS:
+            raise ImportError(
+                f"vLLM {version()} has no {name} in {_MODULES[name]}, and asynckv cannot do without it; use a "
+                f"version of vLLM that asynckv was tested with"
+            ) from exc
+        found = STAND_INS[name]
+    globals()[name] = found
+    return found
+
+
+def lacking() -> list[str]:
+    """Return the names that have a stand-in here."""
+    return [name for name, other in STAND_INS.items() if __getattr__(name) is other]
+
+
+def version() -> str:
+    """Return vLLM's version."""
+    import vllm
+
+    return str(getattr(vllm, "__version__", "of an unknown version"))
+
+
+# -- fields of vLLM's objects ----------------------------------------------------------------------
+
+
+def transfer_group_ids(config: Any) -> tuple[int, ...]:
+    """Return the cache groups that are transferred; all where vLLM does not tell them apart."""
+    ids = getattr(config, "transfer_group_ids", None)
+    return tuple(range(len(config.kv_cache_groups)) if ids is None else ids)
+
+
+def transfer_groups(config: Any) -> list[Any]:
+    """Return the same groups themselves."""
+    return [config.kv_cache_groups[index] for index in transfer_group_ids(config)]
+
+
+def tells_of_sleep() -> bool:
+    """Say whether vLLM tells a connector that its memory goes, as it does from 0.33 on."""
+    return hasattr(__getattr__("KVConnectorBase_V1"), "unregister_kv_caches")
+
+
+def layer_specs(group: Any) -> Mapping[str, Any]:
+    """Return the specification of every layer of a cache group."""
+    spec = group.kv_cache_spec
+    if (each := getattr(spec, "kv_cache_specs", None)) is not None:
+        return {layer: each[layer] for layer in group.layer_names}
+    return dict.fromkeys(group.layer_names, spec)
+
+
+def quantisation(spec: Any) -> str:
+    """Name how a layer's cache is quantised; empty if it is not."""
+    name = str(getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")).lower()
+    return "" if name == "none" else name
+
+
+def is_by_token(layer: Any, spec: Any) -> bool:
+    """Say whether an attention layer keeps an entry of every token by itself, in the order of tokens.
+
+    Kernels do if they take tokens outside of heads, or any order of both: then they find a token by its stride alone.
+    Kernels that want the tokens of a head together may have an order of their own in there, as those for CPUs do. So
+    may sparse attention, which keeps the scales of a block behind all of its entries, and whatever is no common layer
+    of attention, such as the index of a sparse one.
+    """
+    backend = layer.get_attn_backend()
+    is_common = isinstance(layer, (__getattr__("Attention"), __getattr__("MLAAttention")))
+    if not is_common or getattr(spec, "model_version", None) is not None or backend.is_sparse():
+        return False
+    if (supported := getattr(backend, "supported_kv_cache_layouts", None)) is None:
+        return False
+    orders = supported()
+    return orders is None or any(getattr(order, "name", str(order)).endswith("NHC") for order in orders)
+
+
+IDENTITY = ("lora_request", "cache_salt", "mm_features", "prompt_embeds", "prompt_is_token_ids")
+
+
+def identity(request: Any) -> list[Any]:
+    """Return what a request's KV depends on besides its tokens (`IDENTITY`).
+
+    Raises:
+        ConfigError: A field is missing, so that one prompt cannot be told from another.
+    """
+    if absent := [name for name in IDENTITY if not hasattr(request, name)]:
+        raise ConfigError(
+            f"requests of vLLM {version()} have no {' and no '.join(absent)}, so that nothing shows which prompt KV is "
+            f"of; use a version of vLLM that asynckv was tested with"
+        )
+    return [getattr(request, name) for name in IDENTITY]
+
+
+def num_received(request: Any) -> int:
+    """Count the tokens of a request whose KV is in its blocks: a step under way may write beyond them."""
+    in_flight = getattr(request, "num_in_flight_tokens", None)
+    if in_flight is None:
+        in_flight = getattr(request, "num_output_placeholders", 0)
+    return int(min(request.num_computed_tokens - in_flight, request.num_tokens))
