@@ -9,7 +9,7 @@ import pytest
 
 from tests.vllm.conftest import OURS, THEIRS
 from tests.vllm.engines import Engine, Reply, Server, continued
-from tests.vllm.pairs import ASKED, Pair, settle
+from tests.vllm.pairs import Pair, settle
 from tests.vllm.setups import Connector, Setup
 from tests.vllm.test_trouble import SHORT
 from tests.vllm.zoo import MODELS
@@ -66,5 +66,117 @@ def test_every_byte_arrives_from_engines_of_either_connector(
     pairs = start(server, model, **fields)
     for _ in range(2):
         check(pairs[0].decode, ask_all(*pairs, most=20), 20)
+    for pair in pairs:
+        pair.settle()
+
+
+@pytest.mark.parametrize("model", ["dense", "mamba2-align"])
+@pytest.mark.parametrize("dies", ["asynckv", "nixl", "dual"])
+def test_an_engine_dies_while_its_blocks_move_and_the_others_go_on(server: Server, dies: str, model: str) -> None:
+    pairs = start(server, model)
+    decode = pairs[0].decode
+    check(decode, ask_all(*pairs, lengths=(100,)))
+    asked = ask_all(*pairs, lengths=(200,) * 12)
+    (lost,) = [each for each in (pairs[0].prefill, pairs[1].prefill, decode) if each.setup.name == dies]
+    lost.kill()
+    if lost is decode:
+        for pair in pairs:
+            settle(pair.prefill)
+    else:
+        check(decode, asked)
+        # What is asked of an engine that is gone is computed; what is asked of the other is read.
+        check(decode, ask_all(*(pair for pair in pairs if pair.prefill is not lost)))
+    (again,) = server.start(lost.setup)
+    for pair in pairs:
+        pair.prefill = again if pair.prefill is lost else pair.prefill
+        pair.decode = again if pair.decode is lost else pair.decode
+    check(pairs[0].decode, ask_all(*pairs))
+    for pair in pairs:
+        pair.settle()
+
+
+@pytest.mark.parametrize("dies", ["asynckv", "nixl"])
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_params_of_an_engine_that_is_gone_fail_by_the_policy(server: Server, dies: str, policy: str) -> None:
+    pairs = start(server, policy=policy)
+    decode = pairs[0].decode
+    (lost,) = [pair for pair in pairs if pair.prefill.setup.name == dies]
+    tokens = lost.prompt(100)
+    (params,) = lost.prefilled(tokens)
+    lost.prefill.kill()
+    reply = lost.ask(tokens, params)
+    decode.finish(reply)
+    assert reply.reason == ("error" if policy == "fail" else "length")
+    assert reply.tokens == ([] if policy == "fail" else continued(tokens, 6))
+    left = [pair for pair in pairs if pair is not lost]
+    check(decode, ask_all(*left))
+    left[0].settle()
+
+
+@pytest.mark.parametrize("is_queued", [True, False], ids=["queued", "rejected"])
+def test_a_client_leaves_and_its_blocks_come_back_from_either_connector(server: Server, is_queued: bool) -> None:
+    pairs = start(server, max_num_seqs=1)
+    decode = pairs[0].decode
+    long = pairs[0].prompt(50)
+    first = pairs[0].ask(long, None, 200)
+    for pair in pairs:
+        tokens = pair.prompt(100)
+        (params,) = pair.prefilled(tokens)
+        pair.ask(tokens, params, immediately=not is_queued)
+        if is_queued:
+            decode.ask("abort", [f"d-{pair.count}"])
+    check(decode, [(long, first)], 200)
+    for pair in pairs:
+        pair.settle()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [("dual", "asynckv"), ("dual-as-nixl", "nixl"), ("dual", "dual-as-nixl"), ("dual-as-nixl", "dual")],
+)
+def test_an_engine_of_both_lends_as_one_of_them(server: Server, prefill: str, decode: str) -> None:
+    pair = Pair(*server.start(setup_of(prefill, name="one"), setup_of(decode, name="other")))
+    check(pair.decode, ask_all(pair))
+    pair.settle()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_plain_decode_engine_of_nixl_connector_goes_on_without_what_asynckv_lent(server: Server, policy: str) -> None:
+    pair = Pair(*server.start(setup_of("asynckv"), setup_of("nixl", policy=policy)))
+    prompts = [pair.prompt(count) for count in (*LENGTHS, 90)]
+    *read, _ = [
+        pair.ask(tokens, params, immediately=len(tokens) == 90)
+        for tokens, params in zip(prompts, pair.prefilled(*prompts), strict=True)
+    ]
+    pair.decode.finish(*read)
+    for tokens, reply in zip(prompts, read, strict=False):
+        assert reply.reason == ("error" if policy == "fail" else "length")
+        assert reply.tokens == ([] if policy == "fail" else continued(tokens, 6))
+    pair.settle()
+
+
+def test_both_sleep_and_wake(server: Server) -> None:
+    pairs = start(server)
+    check(pairs[0].decode, ask_all(*pairs))
+    for engine in (pairs[0].decode, pairs[0].prefill, pairs[1].prefill):
+        settle(engine)
+        engine.ask("sleep")
+        engine.ask("wake")
+    check(pairs[0].decode, ask_all(*pairs))
+    for pair in pairs:
+        pair.settle()
+
+
+def test_params_of_neither_connector_or_of_both_end_no_engine(server: Server) -> None:
+    pairs = start(server)
+    decode = pairs[0].decode
+    asked = []
+    for pair in pairs:
+        tokens = pair.prompt(100)
+        (good,) = pair.prefilled(tokens)
+        junk = [{**good, name: value} for name in good for value in (None, -1, "x", [[-1]], [[1]] * 9, {"a": {}})]
+        junk = [each for each in junk if each.get("do_remote_decode") is False]
+        asked += [(tokens, pair.ask(tokens, each)) for each in [*junk, {**good, "asynckv": 1}, {**good, "asynckv": {}}]]
+    check(decode, asked)
     for pair in pairs:
         pair.settle()
