@@ -269,7 +269,7 @@ class Rank(WorkerBase):
     def _forward(self, name: str, scheduled: int, drafts: Sequence[int]) -> list[int]:
         sequence = self._sequences[name]
         known = list(sequence.tokens)
-        sequence.tokens += drafts
+        sequence.tokens += [max(0, each) for each in drafts]  # -1 fills a batch up
         begin, end = sequence.computed, sequence.computed + scheduled
         if end > len(sequence.tokens):
             self._complain(f"{name}: tokens up to {end} are computed, but it has {len(sequence.tokens)}")

@@ -6,7 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 
+from asynckv.errors import ConfigError
+from asynckv.integrations.vllm.dual import expanded
 from tests.vllm.conftest import OURS, THEIRS
 from tests.vllm.engines import Engine, Reply, Server, continued
 from tests.vllm.pairs import Pair, settle
@@ -15,7 +21,7 @@ from tests.vllm.test_trouble import SHORT
 from tests.vllm.zoo import MODELS
 
 LENGTHS = (2, 31, 33, 64, 100, 200)
-EXTRA = {"asynckv": SHORT, "nixl": {"kv_lease_duration": 3}}
+EXTRA: dict[str, Any] = {"asynckv": SHORT, "nixl": {"kv_lease_duration": 3}}
 DUAL = Connector("DualConnector", extra=EXTRA)
 KINDS = {
     "asynckv": replace(OURS, extra=SHORT),
@@ -34,8 +40,8 @@ def setup_of(kind: str, model: str = "dense", **fields: Any) -> Setup:
 
 def start(server: Server, model: str = "dense", **fields: Any) -> tuple[Pair, Pair]:
     """Start a prefill engine of each connector, and a decode engine; `fields` are of the latter."""
-    ours, theirs = setup_of("asynckv", model), setup_of("nixl", model)
-    ours, theirs, decode = server.start(ours, theirs, setup_of("dual", model, **fields))
+    kinds = setup_of("asynckv", model), setup_of("nixl", model), setup_of("dual", model, **fields)
+    ours, theirs, decode = server.start(*kinds)
     pairs = Pair(ours, decode), Pair(theirs, decode, seed=1)
     pairs[1].count = 10_000  # request ids are the decode engine's
     return pairs
@@ -135,14 +141,16 @@ def test_a_client_leaves_and_its_blocks_come_back_from_either_connector(server: 
     [("dual", "asynckv"), ("dual-as-nixl", "nixl"), ("dual", "dual-as-nixl"), ("dual-as-nixl", "dual")],
 )
 def test_an_engine_of_both_lends_as_one_of_them(server: Server, prefill: str, decode: str) -> None:
-    pair = Pair(*server.start(setup_of(prefill, name="one"), setup_of(decode, name="other")))
+    one, other = server.start(setup_of(prefill, name="one"), setup_of(decode, name="other"))
+    pair = Pair(one, other)
     check(pair.decode, ask_all(pair))
     pair.settle()
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_plain_decode_engine_of_nixl_connector_goes_on_without_what_asynckv_lent(server: Server, policy: str) -> None:
-    pair = Pair(*server.start(setup_of("asynckv"), setup_of("nixl", policy=policy)))
+    one, other = server.start(setup_of("asynckv"), setup_of("nixl", policy=policy))
+    pair = Pair(one, other)
     prompts = [pair.prompt(count) for count in (*LENGTHS, 90)]
     *read, _ = [
         pair.ask(tokens, params, immediately=len(tokens) == 90)
@@ -174,9 +182,50 @@ def test_params_of_neither_connector_or_of_both_end_no_engine(server: Server) ->
     for pair in pairs:
         tokens = pair.prompt(100)
         (good,) = pair.prefilled(tokens)
-        junk = [{**good, name: value} for name in good for value in (None, -1, "x", [[-1]], [[1]] * 9, {"a": {}})]
+        values: list[Any] = [None, -1, 1, 1 << 40, "x", [[-1]], [[1]] * 9, [[1, 2, 3, 1 << 20]], {"a": {}}]
+        junk = [{**good, name: value} for name in good for value in values]
         junk = [each for each in junk if each.get("do_remote_decode") is False]
         asked += [(tokens, pair.ask(tokens, each)) for each in [*junk, {**good, "asynckv": 1}, {**good, "asynckv": {}}]]
     check(decode, asked)
     for pair in pairs:
         pair.settle()
+
+
+def test_params_of_a_shorter_prompt_are_not_given_to_nixl_connector_which_would_end(server: Server) -> None:
+    pair = start(server)[1]
+    (params,) = pair.prefilled(pair.prompt(50))
+    check(pair.decode, [(tokens := pair.prompt(200), pair.ask(tokens, params))])
+    pair.settle()
+
+
+def config(extra: Any, **fields: Any) -> KVTransferConfig:
+    path = "asynckv.integrations.vllm"
+    given = {"kv_connector": "DualConnector", "kv_connector_module_path": path, "kv_role": "kv_consumer", **fields}
+    return KVTransferConfig(kv_connector_extra_config=extra, **given)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"bind": "tcp://127.0.0.1:0"}, "has no option 'bind'; it takes asynckv .the options of AsyncKVConnector"),
+        ({"asynckv": []}, r"kv_connector_extra_config.asynckv is \[\]; it must be an object"),
+        ({"lend_as": "both"}, "kv_connector_extra_config.lend_as is 'both'; it must be 'asynckv' or 'nixl'"),
+    ],
+)
+def test_an_option_that_is_wrong_is_named(extra: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        expanded(config(extra))
+
+
+def test_vllm_finds_what_each_of_both_supports_and_counts() -> None:
+    given = config({"nixl": {"backends": ["UCX"]}})
+    assert KVConnectorFactory.supports_hma_config(given)
+    assert KVConnectorFactory.get_connector_class(given).supports_sleep_mode(given)
+    assert not KVConnectorFactory.get_connector_class(given).supports_sleep_mode(config({"nixl": {"backends": ["X"]}}))
+    logging, lines = KVConnectorLogging(given), []
+    nixl = NixlKVConnectorStats()
+    nixl.record_failed_handshake()
+    logging.observe({"AsyncKVConnector": {"failed": {"peer_lost": 2}}, "NixlPullConnector": nixl.to_dict()})
+    logging.log(lambda *line: lines.append(line))
+    assert "'Num failed pulls': 2" in lines[0][1]
+    assert "'Num failed handshakes': 1" in lines[0][1]

@@ -38,7 +38,8 @@ def both(name: str, model: str, is_last: bool) -> Setup:
 @pytest.mark.parametrize("is_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("model", ["dense", "window", "mamba2-align"])
 def test_offloading_and_ours_in_either_order(server: Server, model: str, is_last: bool) -> None:
-    pair = Pair(*server.start(both("prefill", model, is_last), both("decode", model, is_last)))
+    prefill, decode = server.start(both("prefill", model, is_last), both("decode", model, is_last))
+    pair = Pair(prefill, decode)
     prompts = [pair.prompt(count) for count in LENGTHS]
     judge = Judge(pair.decode)
     pair.generate(*prompts)
@@ -50,8 +51,10 @@ def test_offloading_and_ours_in_either_order(server: Server, model: str, is_last
     loaded = judge.kept()["loaded_blocks"]
     assert loaded > 0
     judge.forget()
-    pair.generate(*prompts, most=20)  # whichever comes first has them
-    assert (judge.kept()["loaded_blocks"] > loaded, read(pair.decode) > once) == (is_last, not is_last)
+    pair.generate(*prompts, most=20)  # whichever comes first has them; host memory has no prompt shorter than a block
+    again = read(pair.decode) - once
+    assert again < once if is_last else again == once
+    assert (judge.kept()["loaded_blocks"] > loaded) is is_last
     pair.settle()
     pair.prefill.kill()
     judge.forget()
@@ -63,7 +66,9 @@ def test_offloading_and_ours_in_either_order(server: Server, model: str, is_last
 DRAFTED = {
     "dense": Model(layers=(*MODELS["dense"].layers, Attention(is_draft=True)), block_size=32),
     "window": Model(layers=(*MODELS["window"].layers, Attention(is_draft=True)), block_size=32),
-    "mla": Model(layers=(*MODELS["mla"].layers, replace(MODELS["mla"].layers[0], is_draft=True)), block_size=32),
+    "mla": Model(
+        layers=(*MODELS["mla"].layers, Attention(heads=1, size=64, is_mla=True, is_draft=True)), block_size=32
+    ),
 }
 """Models with a layer that guesses, whose KV depends on the token that follows."""
 
@@ -71,7 +76,8 @@ DRAFTED = {
 @pytest.mark.parametrize("drafts", [1, 3])
 @pytest.mark.parametrize("model", DRAFTED)
 def test_engines_that_guess_tokens_read_what_a_draft_layer_stored(server: Server, model: str, drafts: int) -> None:
-    pair = Pair.start(server, Setup("prefill", DRAFTED[model], OURS, drafts=drafts, max_num_batched_tokens=128))
+    setup = Setup("prefill", DRAFTED[model], OURS, drafts=drafts, num_blocks=512, max_num_batched_tokens=128)
+    pair = Pair.start(server, setup)
     prompts = [pair.prompt(count) for count in LENGTHS]
     pair.generate(*prompts, most=40)
     pair.generate(*prompts, *(tokens + pair.prompt(40) for tokens in prompts), most=40)

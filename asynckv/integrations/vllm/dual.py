@@ -28,7 +28,8 @@ from asynckv.integrations.vllm.scheduler import PARAMS
 SECTIONS = ("asynckv", "nixl")
 """Whose options these are, and the sequence of the two connectors."""
 
-Natural = Annotated[int, msgspec.Meta(ge=0)]
+Natural = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 logger = logging.getLogger("vllm.asynckv")
 
@@ -40,10 +41,10 @@ class NixlParams(msgspec.Struct):
     remote_engine_id: str
     remote_request_id: str
     remote_host: str
-    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    tp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
-    dcp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
-    pp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    remote_port: Size
+    tp_size: Size = 1
+    dcp_size: Size = 1
+    pp_size: Size = 1
     remote_num_tokens: Natural | None = None
     remote_registration_generation: Natural = 0
     remote_blocks_expiry_time: float | None = None
@@ -79,7 +80,7 @@ class DualConnector(MultiConnector):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        return super().supports_sleep_mode(expanded(kv_transfer_config))
+        return bool(super().supports_sleep_mode(expanded(kv_transfer_config)))
 
     # -- one of the two for each request ------------------------------------------------------------
 
@@ -93,12 +94,23 @@ class DualConnector(MultiConnector):
             return 0
         if given.get("do_remote_prefill") is not True:
             return self._lender if given.get("do_remote_decode") is True else 0
+        if why := self._flaw(request):
+            name = shown(request.request_id)
+            logger.warning("asynckv: the params of request %s are not NixlConnector's either: %s", name, why)
+        return 0 if why else 1
+
+    def _flaw(self, request: Any) -> str:
         try:
-            blocks = msgspec.convert(given, NixlParams).remote_block_ids
+            params = msgspec.convert(request.kv_transfer_params, NixlParams)
         except msgspec.ValidationError as exc:
-            logger.warning("asynckv: request %s has params of neither connector: %s", shown(request.request_id), exc)
-            return 0
-        return 1 if len(blocks) == len(self._kv_cache_config.transfer_group_ids) else 0
+            return str(exc)
+        groups, own_groups = len(params.remote_block_ids), len(self._kv_cache_config.transfer_group_ids)
+        if groups != own_groups:
+            return f"`remote_block_ids` has {groups} groups, and this engine's cache has {own_groups}"
+        lent, most = params.remote_num_tokens, request.num_prompt_tokens
+        if lent is not None and lent < most - self._connectors[0]._scheduler.shape.back_off:
+            return f"`remote_num_tokens` is {lent}, and the prompt has {most}"
+        return ""
 
     def _of(self, request: Any) -> Any:
         return self._connectors[self._requests_to_connector.get(request.request_id, 0)]
