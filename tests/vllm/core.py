@@ -41,7 +41,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from tests.vllm import rank as _rank  # noqa: F401  loaded before the fork
 from tests.vllm.executor import RankExecutor
-from tests.vllm.models import VOCABULARY
+from tests.vllm.models import VOCABULARY, Attention
 from tests.vllm.setups import Setup, die_with_parent
 
 
@@ -73,7 +73,7 @@ def make_config(setup: Setup, folder: Path) -> Any:
     """vLLM's configuration, of a model that consists of a `config.json`."""
     model = setup.model
     config: dict[str, Any] = {
-        "num_hidden_layers": len(model.layers),
+        "num_hidden_layers": sum(not isinstance(each, Attention) or not each.is_draft for each in model.layers),
         "num_attention_heads": max(8, model.kv_heads),
         "num_key_value_heads": model.kv_heads,
         "hidden_size": 128,

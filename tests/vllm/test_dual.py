@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnec
 
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.dual import expanded
+from asynckv.integrations.vllm.stats import AsyncKVStats
 from tests.vllm.conftest import OURS, THEIRS
 from tests.vllm.engines import Engine, Reply, Server, continued
 from tests.vllm.pairs import Pair, settle
@@ -223,9 +224,10 @@ def test_vllm_finds_what_each_of_both_supports_and_counts() -> None:
     assert KVConnectorFactory.get_connector_class(given).supports_sleep_mode(given)
     assert not KVConnectorFactory.get_connector_class(given).supports_sleep_mode(config({"nixl": {"backends": ["X"]}}))
     logging, lines = KVConnectorLogging(given), []
-    nixl = NixlKVConnectorStats()
-    nixl.record_failed_handshake()
-    logging.observe({"AsyncKVConnector": {"failed": {"peer_lost": 2}}, "NixlPullConnector": nixl.to_dict()})
+    ours, nixl = AsyncKVStats(), NixlKVConnectorStats()
+    ours.data["failed"]["peer_lost"] = 2
+    nixl.record_failed_transfer()
+    logging.observe({"AsyncKVConnector": ours.to_dict(), "NixlPullConnector": nixl.to_dict()})
     logging.log(lambda *line: lines.append(line))
     assert "'Num failed pulls': 2" in lines[0][1]
-    assert "'Num failed handshakes': 1" in lines[0][1]
+    assert "'Num failed transfers': 1" in lines[0][1]
