@@ -41,8 +41,8 @@ def setup_of(kind: str, model: str = "dense", **fields: Any) -> Setup:
 
 def start(server: Server, model: str = "dense", **fields: Any) -> tuple[Pair, Pair]:
     """Start a prefill engine of each connector, and a decode engine; `fields` are of the latter."""
-    kinds = setup_of("asynckv", model), setup_of("nixl", model), setup_of("dual", model, **fields)
-    ours, theirs, decode = server.start(*kinds)
+    prefill = [setup_of(kind, model, role="kv_producer") for kind in ("asynckv", "nixl")]
+    ours, theirs, decode = server.start(*prefill, setup_of("dual", model, role="kv_consumer", **fields))
     pairs = Pair(ours, decode), Pair(theirs, decode, seed=1)
     pairs[1].count = 10_000  # request ids are the decode engine's
     return pairs
