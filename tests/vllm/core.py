@@ -29,8 +29,10 @@ from vllm.config import (
     ObservabilityConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.tracing import maybe_init_worker_tracer
 from vllm.v1.engine import EngineCoreRequest
@@ -39,7 +41,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from tests.vllm import rank as _rank  # noqa: F401  loaded before the fork
 from tests.vllm.executor import RankExecutor
-from tests.vllm.models import VOCABULARY
+from tests.vllm.models import VOCABULARY, Attention
 from tests.vllm.setups import Setup, die_with_parent
 
 
@@ -71,7 +73,7 @@ def make_config(setup: Setup, folder: Path) -> Any:
     """vLLM's configuration, of a model that consists of a `config.json`."""
     model = setup.model
     config: dict[str, Any] = {
-        "num_hidden_layers": len(model.layers),
+        "num_hidden_layers": sum(not isinstance(each, Attention) or not each.is_draft for each in model.layers),
         "num_attention_heads": max(8, model.kv_heads),
         "num_key_value_heads": model.kv_heads,
         "hidden_size": 128,
@@ -129,13 +131,19 @@ def make_config(setup: Setup, folder: Path) -> Any:
         kv_transfer_config=KVTransferConfig(**setup.connector_fields()) if setup.connector else None,
         device_config=DeviceConfig("cpu"),
         observability_config=ObservabilityConfig(otlp_traces_endpoint=setup.traces),
+        speculative_config=SpeculativeConfig(model="ngram", num_speculative_tokens=setup.drafts)
+        if setup.drafts
+        else None,
         additional_config={"model": model},
     )
     vllm_config.cache_config.kv_cache_layout = setup.layout
     vllm_config.cache_config.block_size = model.block_size
     vllm_config.parallel_config.worker_cls = "tests.vllm.rank.Rank"
+    vllm_config.parallel_config.data_parallel_index = setup.replica
     # On CPUs vLLM switches this off, whatever was asked for.
     vllm_config.scheduler_config.async_scheduling = setup.async_scheduling
+    if setup.drafts:
+        vllm_config.speculative_config.method = "eagle"  # whose own model would need weights
     return vllm_config
 
 
@@ -201,6 +209,7 @@ class Process:
         fields: dict[str, Any],
         immediately: bool,
         trace: Mapping[str, str] | None = None,
+        adapter: tuple[int, str, str] | None = None,
     ) -> None:
         """A request arrives; `fields` are further sampling parameters, `trace` the headers of a trace."""
         sampling = SamplingParams(max_tokens=most, ignore_eos=True, temperature=0.0, **fields)
@@ -211,7 +220,7 @@ class Process:
             sampling_params=sampling,
             pooling_params=None,
             arrival_time=time.time(),
-            lora_request=None,
+            lora_request=None if adapter is None else LoRARequest(adapter[1], adapter[0], adapter[2]),
             cache_salt=None,
             data_parallel_rank=None,
             abort_immediately=immediately,
@@ -282,7 +291,11 @@ class Process:
 
     def kept(self) -> dict[str, int]:
         """What the manager of an `OffloadingConnector` counts; it must add up."""
-        manager = self.core.scheduler.connector.connector_scheduler.manager
+        connector = self.core.scheduler.connector
+        (half,) = filter(
+            None, (getattr(c, "connector_scheduler", None) for c in getattr(connector, "_connectors", [connector]))
+        )
+        manager = half.manager
         with manager.lock:
             assert manager.catalogue.check_integrity() == []
             return dict(manager.statistics())

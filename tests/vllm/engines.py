@@ -171,13 +171,14 @@ class Engine:
         params: Mapping[str, Any] | None = None,
         immediately: bool = False,
         trace: Mapping[str, str] | None = None,
+        adapter: tuple[int, str, str] | None = None,
         **fields: Any,
     ) -> Reply:
-        """A request arrives. Returns what will hold all that is said of it."""
+        """A request arrives (an adapter is number, name, path). Returns what will hold all that is said of it."""
         if params is not None:
             fields["extra_args"] = {"kv_transfer_params": params}
         reply = self.replies[request_id] = Reply()
-        self.ask("add", request_id, list(tokens), most, fields, immediately, trace)
+        self.ask("add", request_id, list(tokens), most, fields, immediately, trace, adapter)
         return reply
 
     def finish(self, *replies: Reply, within_s: float = WITHIN_S) -> None:

@@ -33,6 +33,7 @@ class Attention:
         window: Tokens that a token sees, itself among them; None for all.
         is_mla: One latent vector for all heads, the same on every rank.
         kernel_block: Tokens of the kernel's blocks, where they are smaller than vLLM's.
+        is_draft: Of a model that guesses (EAGLE, MTP): what it stores for a token depends on the one that follows.
     """
 
     heads: int = 4
@@ -40,6 +41,7 @@ class Attention:
     window: int | None = None
     is_mla: bool = False
     kernel_block: int | None = None
+    is_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)

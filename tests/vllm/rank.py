@@ -39,7 +39,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
@@ -203,7 +203,10 @@ class Rank(WorkerBase):
             KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(scheduler_output) as kv_output,
         ):
             ids = list(scheduler_output.num_scheduled_tokens)
-            said = [self._forward(name, scheduler_output.num_scheduled_tokens[name]) for name in ids]
+            drafts = scheduler_output.scheduled_spec_decode_tokens
+            said = [
+                self._forward(name, scheduler_output.num_scheduled_tokens[name], drafts.get(name, ())) for name in ids
+            ]
         self._output = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={name: i for i, name in enumerate(ids)},
@@ -215,6 +218,16 @@ class Rank(WorkerBase):
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
         output, self._output = self._output, None
         return output
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Guess what follows: the first token rightly, except every third time, and the others by chance."""
+        if (most := self.vllm_config.num_speculative_tokens) == 0:
+            return None
+        guesses = [[next_token(each.tokens) ^ (len(each.tokens) % 3 == 0)] for each in self._sequences.values()]
+        for each, guess in zip(self._sequences.values(), guesses, strict=True):
+            while len(guess) < most:
+                guess.append(next_token([*each.tokens, *guess]) ^ (len(each.tokens) % 2))
+        return DraftTokenIds([*self._sequences], guesses)
 
     def execute_dummy_batch(self) -> None:
         pass
@@ -259,27 +272,34 @@ class Rank(WorkerBase):
                 ratio = cache.shape[0] // self.config.num_blocks
                 cache[block * ratio : (block + 1) * ratio] = 0
 
-    def _forward(self, name: str, scheduled: int) -> list[int]:
+    def _forward(self, name: str, scheduled: int, drafts: Sequence[int]) -> list[int]:
         sequence = self._sequences[name]
+        known = list(sequence.tokens)
+        sequence.tokens += [max(0, each) for each in drafts]  # -1 fills a batch up
         begin, end = sequence.computed, sequence.computed + scheduled
         if end > len(sequence.tokens):
             self._complain(f"{name}: tokens up to {end} are computed, but it has {len(sequence.tokens)}")
             return []
+        said: list[int] = []
+        for guess in [*drafts, None] if end == len(sequence.tokens) else ():
+            said.append(next_token([*known, *said]))
+            if guess != said[-1]:
+                break
+        # What a draft layer stores for a token is known with the token that follows.
+        after = [*known, *said][1:] if said else known[1:]
         for layer_name, cache in self.bytes.items() if self.is_judged else ():
             number = number_of(layer_name)
             layer, blocks = self.model.layers[number], sequence.blocks[self.group_of[layer_name]]
             if isinstance(layer, Attention):
                 seen = begin if layer.window is None else min(begin, layer.window - 1)
-                self._attend(name, number, layer, cache, blocks, sequence.tokens[begin - seen : begin], begin - seen)
-                at, offsets, written = self._place(number, layer, cache, blocks, sequence.tokens[begin:end], begin)
+                tokens = after if layer.is_draft else sequence.tokens
+                self._attend(name, number, layer, cache, blocks, tokens[begin - seen : begin], begin - seen)
+                at, offsets, written = self._place(number, layer, cache, blocks, tokens[begin:end], begin)
                 cache[at, :, offsets] = written
             else:
                 self._recur(name, number, layer, cache[:, 0, 0], blocks, sequence.tokens, begin, end)
-        sequence.computed = end
-        if end < len(sequence.tokens):
-            return []
-        sequence.tokens.append(next_token(sequence.tokens))
-        return [sequence.tokens[-1]]
+        sequence.computed, sequence.tokens = end, [*known, *said]
+        return said
 
     def _place(
         self, number: int, layer: Attention, cache: Any, blocks: Sequence[int], tokens: Sequence[int], first: int

@@ -53,6 +53,10 @@ class Setup:
     layout: str = "LBHNC"
     policy: Literal["fail", "recompute"] = "fail"
     role: str = "kv_both"
+    drafts: int = 0
+    """Tokens that are guessed per step, as with `--speculative-config`."""
+    replica: int = 0
+    """The data-parallel rank; vLLM makes an engine of each."""
     traces: str | None = None
     """Where vLLM sends spans (`--otlp-traces-endpoint`)."""
     environment: Mapping[str, str] = field(default_factory=dict)

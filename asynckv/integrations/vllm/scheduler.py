@@ -55,6 +55,9 @@ if TYPE_CHECKING:
 PARAMS = "asynckv"
 """Where in `kv_transfer_params` ours are: vLLM and routers put other things beside them."""
 
+NOT_FOR_NIXL = {"remote_engine_id": "asynckv", "remote_host": "asynckv.invalid", "remote_port": None}
+"""What `NixlConnector` looks for. It waits for ever where one is missing, and fails at once to connect to nowhere."""
+
 HASH_TOKENS, MAX_CHAIN = 256, 256
 """Tokens per hash, doubled as often as it takes to have no more hashes than this: 9 kB of params at most."""
 
@@ -355,6 +358,8 @@ class SchedulerHalf:
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": blocks,
+            **NOT_FOR_NIXL,
+            "remote_request_id": request.request_id,
             PARAMS: params,
         }
 

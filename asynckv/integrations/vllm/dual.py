@@ -1,0 +1,177 @@
+"""A connector that is both: each request goes to `AsyncKVConnector` or to vLLM's own `NixlConnector`, by its params.
+
+An engine with it reads from prefill engines of either connector, so that a fleet can move from the one to the other
+engine by engine (`docs/vllm.md`). It is vLLM's `MultiConnector`, but for two things. Each of the two gets the
+handshake that its own workers wrote. And a request is known to one of them only, from its arrival to its end, so that
+the other neither announces it nor answers for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from asynckv.arguments import shown
+from asynckv.errors import ConfigError
+from asynckv.integrations.vllm.connector import AsyncKVConnector
+from asynckv.integrations.vllm.options import WHERE
+from asynckv.integrations.vllm.scheduler import PARAMS
+
+SECTIONS = ("asynckv", "nixl")
+"""Whose options these are, and the sequence of the two connectors."""
+
+Natural = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+logger = logging.getLogger("vllm.asynckv")
+
+
+class NixlParams(msgspec.Struct):
+    """What `NixlConnector` needs of a request's params, because it ends the engine where one of these is junk."""
+
+    remote_block_ids: list[list[Natural]]
+    remote_engine_id: str
+    remote_request_id: str
+    remote_host: str
+    remote_port: Size
+    tp_size: Size = 1
+    dcp_size: Size = 1
+    pp_size: Size = 1
+    remote_num_tokens: Natural | None = None
+    remote_registration_generation: Natural = 0
+    remote_blocks_expiry_time: float | None = None
+
+
+@dataclasses.dataclass
+class BothHandshakes(KVConnectorHandshakeMetadata):
+    """What a worker's two connectors say of themselves."""
+
+    parts: tuple[KVConnectorHandshakeMetadata | None, ...]
+
+
+class DualConnector(MultiConnector):
+    """Reads from prefill engines of either connector, and lends as one of them (`"lend_as"`)."""
+
+    _cache_hit_source = AsyncKVConnector._cache_hit_source
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        given = vllm_config.kv_transfer_config
+        config = copy.copy(vllm_config)
+        config.kv_transfer_config = expanded(given)
+        super().__init__(config, role, kv_cache_config)
+        given.kv_role = self._connectors[0]._kv_transfer_config.kv_role  # which ours may have widened, to read
+        self._lender = SECTIONS.index(given.kv_connector_extra_config.get("lend_as", "asynckv"))
+
+    # -- what vLLM asks of the class, before there is a connector -----------------------------------
+
+    @classmethod
+    def _get_connector_classes_and_configs(cls, vllm_config: Any) -> Any:
+        config = copy.copy(vllm_config)
+        config.kv_transfer_config = expanded(vllm_config.kv_transfer_config)
+        return super()._get_connector_classes_and_configs(config)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return bool(super().supports_sleep_mode(expanded(kv_transfer_config)))
+
+    # -- one of the two for each request ------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        self._requests_to_connector[request.request_id] = self._choose(request)
+        self._of(request).on_new_request(request)
+
+    def _choose(self, request: Any) -> int:
+        given = request.kv_transfer_params
+        if not isinstance(given, dict) or PARAMS in given:
+            return 0
+        if given.get("do_remote_prefill") is not True:
+            return self._lender if given.get("do_remote_decode") is True else 0
+        if why := self._flaw(request):
+            name = shown(request.request_id)
+            logger.warning("asynckv: the params of request %s are not NixlConnector's either: %s", name, why)
+        return 0 if why else 1
+
+    def _flaw(self, request: Any) -> str:
+        try:
+            params = msgspec.convert(request.kv_transfer_params, NixlParams)
+        except msgspec.ValidationError as exc:
+            return str(exc)
+        groups, own_groups = len(params.remote_block_ids), len(self._kv_cache_config.transfer_group_ids)
+        if groups != own_groups:
+            return f"`remote_block_ids` has {groups} groups, and this engine's cache has {own_groups}"
+        lent, most = params.remote_num_tokens, request.num_prompt_tokens
+        if lent is not None and lent < most - self._connectors[0]._scheduler.shape.back_off:
+            return f"`remote_num_tokens` is {lent}, and the prompt has {most}"
+        return ""
+
+    def _of(self, request: Any) -> Any:
+        return self._connectors[self._requests_to_connector.get(request.request_id, 0)]
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        matched: tuple[int | None, bool] = self._of(request).get_num_new_matched_tokens(request, num_computed_tokens)
+        return matched
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._of(request).update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def request_finished(self, request: Any, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (blocks,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        finished: tuple[bool, dict[str, Any] | None] = self._of(request).request_finished_all_groups(request, block_ids)
+        self._requests_to_connector.pop(request.request_id, None)
+        return finished
+
+    # -- a handshake of each ------------------------------------------------------------------------
+
+    def get_handshake_metadata(self) -> BothHandshakes:
+        return BothHandshakes(tuple(each.get_handshake_metadata() for each in self._connectors))
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], BothHandshakes]) -> None:
+        for i, each in enumerate(self._connectors):
+            own = {place: both.parts[i] for place, both in metadata.items() if both.parts[i] is not None}
+            each.set_xfer_handshake_metadata_pp_aware(own)
+
+
+def expanded(given: KVTransferConfig) -> KVTransferConfig:
+    """Write our configuration as that of a `MultiConnector`.
+
+    Raises:
+        ConfigError: Naming the option, and what to write instead.
+    """
+    extra = given.kv_connector_extra_config
+    if given.kv_connector == MultiConnector.__name__:
+        return given  # it has been written so already
+    for name, value in extra.items():
+        if name not in (*SECTIONS, "lend_as"):
+            raise ConfigError(
+                f"{WHERE} of DualConnector has no option {shown(name)}; it takes asynckv (the options of "
+                f"AsyncKVConnector), nixl (those of NixlConnector), and lend_as"
+            )
+        if name in SECTIONS and not isinstance(value, dict):
+            raise ConfigError(f"{WHERE}.{name} is {shown(value)}; it must be an object of names and values")
+    if extra.get("lend_as", "asynckv") not in SECTIONS:
+        raise ConfigError(f"{WHERE}.lend_as is {shown(extra['lend_as'])}; it must be 'asynckv' or 'nixl'")
+    ours = {
+        "kv_connector": AsyncKVConnector.__name__,
+        "kv_connector_module_path": "asynckv.integrations.vllm",
+        "kv_connector_extra_config": extra.get("asynckv", {}),
+    }
+    theirs = {
+        "kv_connector": "NixlConnector",
+        "kv_connector_module_path": None,
+        "kv_connector_extra_config": extra.get("nixl", {}),
+    }
+    common = {f.name: getattr(given, f.name) for f in dataclasses.fields(given) if f.name != "engine_id"}
+    extra = {"connectors": [common | ours, common | theirs]}
+    return dataclasses.replace(given, kv_connector=MultiConnector.__name__, kv_connector_extra_config=extra)
