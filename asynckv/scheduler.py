@@ -183,6 +183,24 @@ class PrefillRanks:
         plain["groups"] = blocks
         return plain
 
+    def set_endpoint(self, rank: int, endpoint: Endpoint | dict[str, Any]) -> None:
+        """Have params name another process from now on: the one that was started in a rank's place.
+
+        Args:
+            rank: Its number among `endpoints`.
+            endpoint: Where the new process listens.
+
+        Raises:
+            ConfigError: The endpoint is malformed, or of another rank.
+        """
+        before, after = self.endpoints[rank], self._endpoint(endpoint)
+        if (after.pp_stage, after.tp_rank) != (before.pp_stage, before.tp_rank):
+            raise ConfigError(
+                f"rank {rank} is (pp_stage, tp_rank) {before.pp_stage, before.tp_rank}, and the endpoint is of "
+                f"{after.pp_stage, after.tp_rank}"
+            )
+        self.endpoints = (*self.endpoints[:rank], after, *self.endpoints[rank + 1 :])
+
     def _runs(self, groups: Sequence[tuple[int, BlockIds]]) -> tuple[list[Any], ...]:
         """Check block lists, and write them as they travel: what `BlockRuns` are as plain data."""
         given: Any = groups

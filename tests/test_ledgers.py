@@ -7,7 +7,7 @@ import itertools
 import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import settings
@@ -26,7 +26,7 @@ from asynckv.embed.orders import (
     Refused,
     Withdraw,
 )
-from asynckv.errors import EngineClosed, LocalProtocolError, PullError, RemoteProtocolError
+from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PullError, RemoteProtocolError
 from asynckv.results import LeaseEnd, PullResult
 from asynckv.scheduler import PrefillRanks
 
@@ -139,6 +139,8 @@ class DecodeMachine(RuleBasedStateMachine):
         self.pulled: dict[int, set[int]] = {}
         """Blocks of pulls whose end was not told, by the fetch."""
         self.live: dict[str, Fetch] = {}
+        self.lost: set[int] = set()
+        """Pulls, by the fetch, that lost a rank before their end was told."""
         self.retired: set[int] = set()
         self.params = [new_params() for _ in range(3)]
 
@@ -171,13 +173,14 @@ class DecodeMachine(RuleBasedStateMachine):
         self.live.pop(request_id, None)
         assert self.ledger.get(request_id) is None
 
-    @rule(refuses=st.booleans(), joins=st.booleans())
-    def step(self, refuses: bool, joins: bool) -> None:
+    @rule(refuses=st.booleans(), joins=st.booleans(), acts=st.booleans())
+    def step(self, refuses: bool, joins: bool, acts: bool = True) -> None:
         orders = self.ledger.take_orders()
         for number, rank in enumerate(self.ranks):
             if rank is None:
                 if number not in self.noticed:
                     self.noticed.add(number)
+                    self.lost |= {id(fetch) for fetch in self.live.values() if fetch.ranks is not None}
                     self.ledger.rank_died(number)
                 if joins:
                     self.noticed.discard(number)
@@ -187,14 +190,17 @@ class DecodeMachine(RuleBasedStateMachine):
             for order in orders:
                 rank.do(order, refuses and number == 0)
             news, rank.news = rank.news, Finished()
-            self.ledger.take_finished(number, pickle.loads(pickle.dumps(news)))
-        self.act()
+            self.ledger.update(number, pickle.loads(pickle.dumps(news)))
+        if acts:
+            self.act()
 
+    @rule()
     def act(self) -> None:
         outcome = self.ledger.take_outcome()
         for fetch in outcome.received:
             assert self.live.pop(fetch.request_id) is fetch
             assert set(fetch.results) == set(range(NUM_RANKS))
+            assert id(fetch) not in self.lost
             assert fetch.num_tokens == 32
             self.free |= self.pulled.pop(id(fetch))
         for fetch in outcome.failed:
@@ -349,12 +355,13 @@ class PrefillMachine(RuleBasedStateMachine):
                 if joins:
                     self.noticed.discard(number)
                     self.ranks[number] = PrefillRank(told=set(self.keys))  # nobody waits for a rank that died
-                    self.ledger.rank_joined(number, ranks_of(incarnation=f"i{next(self.incarnations)}"))
+                    new = ranks_of(incarnation=f"i{next(self.incarnations)}")
+                    self.ledger.rank_joined(number, new.endpoints[number])
                 continue
             for order in orders:
                 rank.do(order, refuses and number == 0)
             news, rank.news = rank.news, Finished()
-            self.ledger.take_finished(number, news)
+            self.ledger.update(number, news)
         for loan in self.ledger.take_free():
             self.free |= {block for _, ids in loan.groups for block in ids if block is not None}
 
@@ -451,7 +458,7 @@ def test_siblings_wait_for_the_first_and_read_nothing_themselves() -> None:
     ledger.pull("a", [(0, [1])])
     ledger.take_orders()
     assert ledger.may_pull("b") is None
-    ledger.take_finished(0, Finished(finished_recving=[received("a", 20)]))
+    ledger.update(0, Finished(finished_recving=[received("a", 20)]))
     (done,) = ledger.take_outcome().received
     assert (done.request_id, done.num_tokens) == ("a", 20)
     assert ledger.may_pull("b") is False
@@ -480,26 +487,26 @@ def test_malformed_params_are_refused_before_anything_is_ordered() -> None:
 
 def test_where_one_rank_fails_the_others_are_cancelled_and_the_blocks_wait_for_all() -> None:
     ledger = pulling()
-    ledger.take_finished(0, Finished(failed=[failed("a", 1, 2)]))
+    ledger.update(0, Finished(failed=[failed("a", 1, 2)]))
     assert kinds(ledger.take_orders()) == [("Cancel", "a")]
     assert ledger.take_outcome().failed == [], "rank 1 has not said how its pull ended"
-    ledger.take_finished(1, Finished(finished_recving=[received("a")]))
+    ledger.update(1, Finished(finished_recving=[received("a")]))
     outcome = ledger.take_outcome()
     assert [(each.request_id, list(each.errors)) for each in outcome.failed] == [("a", [0])]
     assert (outcome.received, outcome.free) == ([], [])
-    ledger.take_finished(0, Finished(returned=["a"]))
+    ledger.update(0, Finished(returned=["a"]))
     assert [each.groups for each in ledger.take_outcome().free] == [[(0, [1, 2])]]
     assert len(ledger) == 0
 
 
 def test_an_id_that_comes_again_while_its_blocks_are_held_has_another_name() -> None:
     ledger = pulling(1)
-    ledger.take_finished(0, Finished(failed=[failed("a", 1, 2)]))
+    ledger.update(0, Finished(failed=[failed("a", 1, 2)]))
     assert len(ledger.take_outcome().failed) == 1
     ledger.announce("a", new_params())
     ledger.pull("a", [(0, [3])])
     assert kinds(ledger.take_orders()) == [("Pull", "a~2")]
-    ledger.take_finished(0, Finished(finished_recving=[received("a~2")], returned=["a"]))
+    ledger.update(0, Finished(finished_recving=[received("a~2")], returned=["a"]))
     outcome = ledger.take_outcome()
     assert [each.request_id for each in outcome.received] == ["a"]
     assert [each.groups for each in outcome.free] == [[(0, [1, 2])]]
@@ -508,7 +515,7 @@ def test_an_id_that_comes_again_while_its_blocks_are_held_has_another_name() -> 
 def test_a_pull_that_was_refused_before_it_began_releases_its_request_once() -> None:
     ledger = pulling(3)
     for rank in range(2):
-        ledger.take_finished(rank, Finished(failed=[failed("a", failed_in="")]))
+        ledger.update(rank, Finished(failed=[failed("a", failed_in="")]))
     (order,) = ledger.take_orders()
     assert isinstance(order, Cancel)
     assert order.params is not None
@@ -517,12 +524,12 @@ def test_a_pull_that_was_refused_before_it_began_releases_its_request_once() -> 
 def test_what_is_no_pull_of_the_ledger_is_left_alone() -> None:
     ledger = pulling()
     loads = [failed("a", failed_in=each) for each in ("load", "store")]
-    ledger.take_finished(0, Finished(failed=[*loads, failed("b")], finished_recving=[received("c")], returned=["d"]))
-    ledger.take_finished(0, Finished(retired=["e"]))
+    ledger.update(0, Finished(failed=[*loads, failed("b")], finished_recving=[received("c")], returned=["d"]))
+    ledger.update(0, Finished(retired=["e"]))
     assert (ledger.has_orders, len(ledger), ledger.take_outcome().failed) == (False, 1, [])
     ledger.ended("unknown")
-    ledger.take_finished(0, Finished(finished_recving=[received("a")]))
-    ledger.take_finished(0, Finished(finished_recving=[received("a")]))
+    ledger.update(0, Finished(finished_recving=[received("a")]))
+    ledger.update(0, Finished(finished_recving=[received("a")]))
     assert ledger.take_outcome().received == [], "rank 1 has said nothing, however often rank 0 has"
 
 
@@ -549,7 +556,7 @@ def test_a_rank_that_died_has_failed_what_it_pulled_and_a_new_one_hears_what_is_
     ledger.rank_died(1)
     ledger.rank_joined(1)
     assert kinds(ledger.take_orders()) == [("Announce", "c"), ("Cancel", "a"), ("Announce", "b")]
-    ledger.take_finished(0, Finished(failed=[failed("a")]))
+    ledger.update(0, Finished(failed=[failed("a")]))
     outcome = ledger.take_outcome()
     assert (len(outcome.failed), len(outcome.free)) == (1, 1)
     assert "rank 1 of this engine has died" in str(outcome.failed[0].errors[1])
@@ -562,13 +569,13 @@ def test_a_pull_that_leaves_while_a_rank_is_missing_has_failed() -> None:
     ledger.pull("a", [(0, [1])])
     assert kinds(ledger.take_orders()) == [("Pull", "a")]
     assert kinds(ledger.take_orders()) == [("Cancel", "a")]
-    ledger.take_finished(0, Finished(finished_recving=[received("a")]))
+    ledger.update(0, Finished(finished_recving=[received("a")]))
     assert list(ledger.take_outcome().failed[0].errors) == [1]
 
 
 def test_retired_blocks_are_free_when_their_rank_has_died() -> None:
     ledger = pulling(1)
-    ledger.take_finished(0, Finished(failed=[failed("a", 1, 2)], retired=["a"]))
+    ledger.update(0, Finished(failed=[failed("a", 1, 2)], retired=["a"]))
     outcome = ledger.take_outcome()
     assert (len(outcome.retired), len(outcome.free)) == (1, 0)
     ledger.rank_died(0)
@@ -577,12 +584,57 @@ def test_retired_blocks_are_free_when_their_rank_has_died() -> None:
 
 def test_a_decode_ledger_can_be_pickled_in_the_middle_of_everything() -> None:
     ledger = pulling()
-    ledger.take_finished(0, Finished(failed=[failed("a", 1, 2)]))
+    ledger.update(0, Finished(failed=[failed("a", 1, 2)]))
     other: DecodeLedger = pickle.loads(pickle.dumps(ledger))
     assert kinds(other.take_orders()) == [("Cancel", "a")]
-    other.take_finished(1, Finished(failed=[failed("a")]))
-    other.take_finished(0, Finished(returned=["a"]))
+    other.update(1, Finished(failed=[failed("a")]))
+    other.update(0, Finished(returned=["a"]))
     assert len(other.take_outcome().free) == 1
+
+
+def test_a_rank_that_cannot_be_is_refused_by_either_ledger() -> None:
+    decode, (prefill, _) = DecodeLedger(NUM_RANKS), lent()
+    for call in (decode.rank_died, decode.rank_joined, prefill.rank_died):
+        for wrong in (NUM_RANKS, -1, None):
+            with pytest.raises(LocalProtocolError, match=f"{wrong}"):
+                call(cast(Any, wrong))
+    for wrong in (NUM_RANKS, -1, 0):
+        with pytest.raises(LocalProtocolError, match=f"{wrong} has not died"):
+            prefill.rank_joined(wrong, ranks_of().endpoints[0])
+    for ledger in (decode, prefill):
+        with pytest.raises(LocalProtocolError, match="7"):
+            ledger.update(7, Finished())
+
+
+@pytest.mark.parametrize("ends", ["received", "failed"])
+def test_nothing_is_told_of_a_request_that_was_cancelled_before_its_end_was_told(ends: str) -> None:
+    ledger = DecodeLedger(1)
+    first = ledger.announce("a", new_params())
+    ledger.pull("a", [(0, [5, 6])])
+    ledger.take_orders()
+    ledger.update(
+        0, Finished(finished_recving=[received("a")]) if ends == "received" else Finished(failed=[failed("a")])
+    )
+    with pytest.raises(LocalProtocolError):
+        ledger.announce("a", new_params())
+    ledger.cancel("a")
+    second = ledger.announce("a", new_params())
+    outcome = ledger.take_outcome()
+    assert (outcome.received, outcome.failed, outcome.free) == ([], [], [first])
+    assert ledger.get("a") is second
+
+
+def test_what_was_received_and_not_told_has_failed_if_a_rank_dies() -> None:
+    ledger = DecodeLedger(NUM_RANKS)
+    fetch = ledger.announce("a", new_params())
+    ledger.pull("a", [(0, [5, 6])])
+    ledger.take_orders()
+    for rank in range(NUM_RANKS):
+        ledger.update(rank, Finished(finished_recving=[received("a")]))
+    ledger.rank_died(1)
+    outcome = ledger.take_outcome()
+    assert (outcome.received, outcome.failed, outcome.free) == ([], [fetch], [fetch])
+    assert ledger.get("a") is None
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, "2", 100_000])
@@ -602,9 +654,9 @@ def test_a_loan_is_over_when_every_rank_has_told_its_end() -> None:
     assert (params["lease_s"], params["hashes"], params["hash_tokens"]) == (7.0, ("h", "i"), 16)
     assert ledger.has_orders
     assert kinds(ledger.take_orders()) == [("Lend", "a")]
-    ledger.take_finished(0, Finished(finished_sending=[ended("a"), ended("unknown")]))
+    ledger.update(0, Finished(finished_sending=[ended("a"), ended("unknown")]))
     assert ledger.take_free() == []
-    ledger.take_finished(1, Finished(finished_sending=[ended("a", "expired")]))
+    ledger.update(1, Finished(finished_sending=[ended("a", "expired")]))
     (loan,) = ledger.take_free()
     assert (loan.request_id, loan.groups, {rank: end.cause for rank, end in loan.ends.items()}) == (
         "a",
@@ -635,18 +687,18 @@ def test_a_refused_loan_is_withdrawn_once_on_every_rank() -> None:
     ledger, _ = lent()
     (order,) = ledger.take_orders()
     refused = Finished(refused=[Refused(order, EngineClosed("it drains")), Refused(Cancel("a"), EngineClosed("-"))])
-    ledger.take_finished(0, refused)
+    ledger.update(0, refused)
     ledger.withdraw("a")
     assert kinds(ledger.take_orders()) == [("Withdraw", "a")]
-    ledger.take_finished(1, Finished(finished_sending=[ended("a", "revoked")]))
+    ledger.update(1, Finished(finished_sending=[ended("a", "revoked")]))
     assert [list(loan.ends) for loan in ledger.take_free()] == [[1]]
 
 
 def test_blocks_of_an_engine_that_closed_too_soon_wait_for_the_end_of_its_process() -> None:
     ledger, _ = lent()
     ledger.take_orders()
-    ledger.take_finished(0, Finished(finished_sending=[ended("a", "closed")]))
-    ledger.take_finished(1, Finished(finished_sending=[ended("a")]))
+    ledger.update(0, Finished(finished_sending=[ended("a", "closed")]))
+    ledger.update(1, Finished(finished_sending=[ended("a")]))
     assert ledger.take_free() == []
     ledger.rank_died(0)
     assert len(ledger.take_free()) == 1
@@ -659,7 +711,7 @@ def test_an_id_that_is_lent_again_has_another_name_and_the_newest_is_withdrawn()
     ledger.withdraw("a")
     assert kinds(ledger.take_orders()) == [("Lend", "a"), ("Lend", "a~2"), ("Withdraw", "a~2")]
     for rank in range(2):
-        ledger.take_finished(rank, Finished(finished_sending=[ended("a")]))
+        ledger.update(rank, Finished(finished_sending=[ended("a")]))
     assert ledger.get("a") is not None, "the second one is still lent"
     ledger.ended("a~2")
     ledger.ended("a~2")
@@ -685,9 +737,12 @@ def test_nothing_is_lent_while_a_rank_is_missing_and_params_name_the_new_one_aft
     with pytest.raises(LocalProtocolError, match="rank 1 has died"):
         ledger.lend("b", [(0, [3])], 16)
     assert kinds(ledger.take_orders()) == [("Withdraw", "a")]
-    ledger.take_finished(0, Finished(finished_sending=[ended("a", "revoked")]))
+    ledger.update(0, Finished(finished_sending=[ended("a", "revoked")]))
     assert len(ledger.take_free()) == 1
-    ledger.rank_joined(1, ranks_of(incarnation="b"))
+    for endpoint, error in ((ranks_of().endpoints[0], ConfigError), (None, ConfigError)):
+        with pytest.raises(error):
+            ledger.rank_joined(1, cast(Any, endpoint))
+    ledger.rank_joined(1, ranks_of(incarnation="b").endpoints[1])
     assert ledger.lend("b", [(0, [3])], 16)["endpoints"][1]["incarnation"] == "b"
 
 
@@ -695,7 +750,7 @@ def test_a_lend_that_leaves_after_a_rank_has_died_waits_for_the_others_alone() -
     ledger, _ = lent()
     ledger.rank_died(1)
     assert kinds(ledger.take_orders()) == [("Lend", "a"), ("Withdraw", "a")]
-    ledger.take_finished(0, Finished(finished_sending=[ended("a", "revoked")]))
+    ledger.update(0, Finished(finished_sending=[ended("a", "revoked")]))
     assert len(ledger.take_free()) == 1
 
 

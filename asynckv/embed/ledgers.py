@@ -7,7 +7,8 @@ blocks are free. All ranks of an engine use the same block ids, so a block is fr
 Both ledgers are plain data for one thread: they know no event loop, and can be pickled between two steps. A step is:
 
     for rank, finished in step_all_ranks(ledger.take_orders()):   # the same orders for every rank
-        ledger.take_finished(rank, finished)                      # or ledger.rank_died(rank)
+        ledger.update(rank, finished)                             # or ledger.rank_died(rank)
+    act(ledger.take_outcome())                                    # take_free(), of a prefill ledger
 
 A request id may come again at any time. While blocks of an earlier request of that id are held, the new one is called
 `ID~2` on the wire and in logs, because ranks report by ids.
@@ -24,7 +25,7 @@ from typing import Any
 import msgspec
 
 from asynckv.arguments import integer
-from asynckv.core.types import Key, KVTransferParams, decode_params
+from asynckv.core.types import Endpoint, Key, KVTransferParams, decode_params
 from asynckv.embed.orders import Announce, Cancel, Finished, Lend, Order, Pull, Withdraw
 from asynckv.errors import LocalProtocolError, PeerLost
 from asynckv.geometry.bounds import MAX_RANKS
@@ -49,6 +50,8 @@ class State(enum.Enum):
     """Queued behind a request with the same params, which is pulled for both."""
     PULLING = "pulling"
     """Its blocks are being filled."""
+    RECEIVED = "received"
+    """Its blocks are filled on every rank, and the scheduler was not told yet."""
     ENDING = "ending"
     """It was cancelled, or has failed on a rank; another rank has not said how its pull ended."""
     HELD = "held"
@@ -67,12 +70,15 @@ class Event(enum.Enum):
     """Every rank has said how its pull ended."""
     RETURN = "return"
     """No rank holds its blocks."""
+    TELL = "tell"
+    """The scheduler hears that it was received."""
 
 
 ON_EVENT: Mapping[State, Mapping[Event, State]] = {
     State.QUEUED: {Event.PULL: State.PULLING, Event.CANCEL: State.OVER},
     State.WAITING: {Event.CANCEL: State.OVER},
-    State.PULLING: {Event.COMPLETE: State.OVER, Event.FAIL: State.ENDING, Event.CANCEL: State.ENDING},
+    State.PULLING: {Event.COMPLETE: State.RECEIVED, Event.FAIL: State.ENDING, Event.CANCEL: State.ENDING},
+    State.RECEIVED: {Event.TELL: State.OVER, Event.FAIL: State.ENDING, Event.CANCEL: State.OVER},
     State.ENDING: {Event.FAIL: State.ENDING, Event.CANCEL: State.ENDING, Event.COMPLETE: State.HELD},
     State.HELD: {Event.RETURN: State.OVER},
     State.OVER: {},
@@ -123,7 +129,8 @@ class Fetch:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the decode engine's scheduler has to act on; each thing is told once.
+    """What the decode engine's scheduler has to act on. Each thing is told once, and nothing of a cancelled request but
+    that its blocks are free.
 
     Attributes:
         received: Requests whose KV is in place on every rank. Look at `num_tokens`, and compute the rest.
@@ -171,7 +178,7 @@ class DecodeLedger:
         return len(self._fetches)
 
     def get(self, request_id: str) -> Fetch | None:
-        """Return a request that is neither received nor failed, nor cancelled."""
+        """Return a request that was not cancelled, and whose end was not told."""
         return self._current.get(request_id)
 
     # -- what the scheduler decides ----------------------------------------------------------------
@@ -209,7 +216,7 @@ class DecodeLedger:
         return fetch
 
     def may_pull(self, request_id: str) -> bool | None:
-        """Say whether a request can be pulled: True, or False to compute its prompt here.
+        """Say whether a request can be pulled: True, or False to `cancel` it and compute its prompt here.
 
         None asks to be asked again: a request with the same params is being pulled, and its blocks will serve both, by
         way of a prefix cache.
@@ -261,7 +268,13 @@ class DecodeLedger:
         if fetch is None:
             return
         before, fetch.is_cancelled = fetch.state, True
+        if fetch in self._outcome.failed:
+            self._outcome.failed.remove(fetch)
+            return
         self._move(fetch, Event.CANCEL)
+        if before is State.RECEIVED:
+            self._outcome.received.remove(fetch)
+            self._outcome.free.append(fetch)
         if before is State.QUEUED:
             self._orders.pop(fetch.announcement, None)
             self._order(Cancel(fetch.name, fetch.plain))
@@ -289,8 +302,9 @@ class DecodeLedger:
                 self._conclude(fetch)
         return orders
 
-    def take_finished(self, rank: int, finished: Finished) -> None:
-        """Hear what has ended on a rank. What is no pull of this ledger is left to the caller."""
+    def update(self, rank: int, finished: Finished) -> None:
+        """Take note of what has ended on a rank. What is no pull of this ledger is left to the caller."""
+        self._check(rank)
         for result in finished.finished_recving:
             if (fetch := self._ended(rank, result.request_id)) is not None:
                 fetch.results[rank] = result
@@ -320,19 +334,24 @@ class DecodeLedger:
             self._conclude(fetch)
 
     def rank_died(self, rank: int) -> None:
-        """Go on without a rank. Nothing writes its memory any more, and every pull under way has failed."""
-        self._missing.add(rank)
+        """Go on without a rank. Nothing writes its memory any more, and every pull that was not told has failed.
+
+        Requests that were received before have lost the rank's part of their KV: compute them again.
+        """
+        self._missing.add(self._check(rank))
         for fetch in list(self._fetches.values()):
             if fetch.ranks is not None:
                 fetch.ranks.discard(rank)
                 fetch.held.discard(rank)
-                if fetch.state in (State.PULLING, State.ENDING):
+                if fetch.state is State.RECEIVED:
+                    self._outcome.received.remove(fetch)
+                if fetch.state in (State.PULLING, State.RECEIVED, State.ENDING):
                     self._fail(fetch, rank, died(rank))
                 self._conclude(fetch)
 
     def rank_joined(self, rank: int) -> None:
         """Go on with a new rank in the place of one that died: what is queued is announced to it as well."""
-        self._missing.discard(rank)
+        self._missing.remove(joining(rank, self._missing))
         for fetch in self._fetches.values():
             if fetch.state is State.QUEUED and fetch.announcement not in self._orders:
                 fetch.announcement = self._order(Announce(fetch.name, fetch.plain))
@@ -340,6 +359,10 @@ class DecodeLedger:
     def take_outcome(self) -> Outcome:
         """Return what has come of all that was reported since the last call."""
         outcome, self._outcome = self._outcome, Outcome()
+        for fetch in outcome.received:
+            self._move(fetch, Event.TELL)
+        for fetch in (*outcome.received, *outcome.failed):
+            del self._current[fetch.request_id]
         return outcome
 
     # -- inside ------------------------------------------------------------------------------------
@@ -348,6 +371,9 @@ class DecodeLedger:
         self._num_orders += 1
         self._orders[self._num_orders] = order
         return self._num_orders
+
+    def _check(self, rank: int) -> int:
+        return integer("rank", rank, 0, len(self._ranks) - 1)
 
     def _ended(self, rank: int, name: str) -> Fetch | None:
         """Take note that a rank has ended a pull; None if it was not asked for one."""
@@ -379,7 +405,6 @@ class DecodeLedger:
         elif fetch.state is State.ENDING:
             self._move(fetch, Event.COMPLETE)
             if not fetch.is_cancelled:
-                del self._current[fetch.request_id]
                 self._outcome.failed.append(fetch)
         if fetch.state is State.HELD and not fetch.held:
             self._move(fetch, Event.RETURN)
@@ -405,8 +430,6 @@ class DecodeLedger:
                     del self._spent[next(iter(self._spent))]
         if after is State.OVER:
             del self._fetches[fetch.name]
-            if self._current.get(fetch.request_id) is fetch:
-                del self._current[fetch.request_id]
 
 
 # -- prefill ---------------------------------------------------------------------------------------
@@ -486,8 +509,8 @@ class PrefillLedger:
         The arguments are those of `PrefillRanks.make_params`, and:
 
         Args:
-            written: The KV is in the blocks. If it is not, the params may travel ahead of it: call `mark_written` when it
-                is there.
+            written: The KV is in the blocks. If not, the params may travel ahead of it: call `mark_written` when it is
+                there.
             decode_engines: The ids of all decode engines that get the params, where that is known: if they restart,
                 nobody will read the request (`decode_restarted`).
 
@@ -562,8 +585,9 @@ class PrefillLedger:
                 self._conclude(loan)
         return orders
 
-    def take_finished(self, rank: int, finished: Finished) -> None:
-        """Hear what has ended on a rank. What is no loan of this ledger is left to the caller."""
+    def update(self, rank: int, finished: Finished) -> None:
+        """Take note of what has ended on a rank. What is no loan of this ledger is left to the caller."""
+        self._check(rank)
         for end in finished.finished_sending:
             # If the engine was closed too soon, readers may read until its process ends (`rank_died`).
             if (loan := self._loans.get(end.request_id)) is not None and end.cause != "closed":
@@ -583,20 +607,24 @@ class PrefillLedger:
 
     def rank_died(self, rank: int) -> None:
         """Go on without a rank. Its part of every request is lost, so all of them are taken back."""
-        self._missing.add(rank)
+        self._missing.add(self._check(rank))
         for loan in list(self._loans.values()):
             self._withdraw(loan)
             self._ended(loan, rank)
 
-    def rank_joined(self, rank: int, ranks: PrefillRanks) -> None:
+    def rank_joined(self, rank: int, endpoint: Endpoint | dict[str, Any]) -> None:
         """Go on with a new rank in the place of one that died.
 
         Args:
             rank: Which one.
-            ranks: The engine's ranks as they are now: the new one listens elsewhere.
+            endpoint: Where the new one listens (`Engine.endpoint`).
+
+        Raises:
+            ConfigError: The endpoint is malformed, or of another rank.
+            LocalProtocolError: This rank has not died.
         """
-        self._missing.discard(rank)
-        self.ranks = ranks
+        self.ranks.set_endpoint(joining(rank, self._missing), endpoint)
+        self._missing.remove(rank)
 
     def take_free(self) -> list[Loan]:
         """Return the loans that have ended on every rank since the last call: their blocks are free."""
@@ -604,6 +632,9 @@ class PrefillLedger:
         return free
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _check(self, rank: int) -> int:
+        return integer("rank", rank, 0, len(self.ranks.endpoints) - 1)
 
     def _withdraw(self, loan: Loan) -> None:
         if not loan.is_withdrawn:
@@ -631,6 +662,13 @@ def unused(request_id: str, names: Container[str]) -> str:
     if request_id not in names:
         return request_id
     return next(name for number in itertools.count(2) if (name := f"{request_id}~{number}") not in names)
+
+
+def joining(rank: int, missing: Container[int]) -> int:
+    """Check that a rank has died before another one takes its place."""
+    if rank not in missing:
+        raise LocalProtocolError(f"rank {rank} has not died (rank_died), so no other one takes its place")
+    return rank
 
 
 def died(rank: int) -> PeerLost:

@@ -29,7 +29,7 @@ def scheduler() -> None:
     while not (free and received):  # a step of either engine; in most of them nothing new is asked for
         for rank, ledger in ((prefill, loans), (decode, pulls)):
             rank.send(ledger.take_orders())
-            ledger.take_finished(0, rank.recv())
+            ledger.update(0, rank.recv())
         free += loans.take_free()
         received += pulls.take_outcome().received
     assert kv.end(prefill, [3, 4, 9]) == kv.end(decode, [7, 5, 6])

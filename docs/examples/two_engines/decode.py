@@ -95,7 +95,7 @@ class Scheduler:
             if each is None:
                 self.has_died(rank)
             else:
-                self.ledger.take_finished(rank, each[0])
+                self.ledger.update(rank, each[0])
         self.act()
 
     def act(self) -> None:

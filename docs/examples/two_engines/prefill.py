@@ -50,7 +50,7 @@ class Scheduler:
             if each is None:
                 self.has_died(rank)
             else:
-                self.ledger.take_finished(rank, each[0])
+                self.ledger.update(rank, each[0])
         for loan in self.ledger.take_free():  # read, withdrawn or expired
             self.free += [block for _, blocks in loan.groups for block in blocks if block is not None]
         if None in told:  # a rank's part of this KV is lost: compute it again, when there is another rank
