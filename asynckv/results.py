@@ -50,7 +50,7 @@ class LeaseEnd:
             may write the blocks then before the process ends; see `Engine.aclose`).
         readers: The ranks that released it (`decode/tp0`, whichever process that was), and how their attempts ended:
             `complete`, `failed` or `cancelled`.
-        owed: The readers that never released it; `*` for a cohort (the ranks of one start of a decode engine) that
+        owed: The readers that never released it; `*` for a cohort (the ranks of one decode engine) that
             never claimed it.
         held_s: How long it was lent.
     """

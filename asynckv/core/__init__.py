@@ -105,7 +105,7 @@ Words
   calls the positions places.)
 - *route*: the ranks of one prefill group that this reader answers for. *Source*: one of them in one attempt. *Peer*:
   one start of a remote process, for all attempts.
-- *reader*: a decode rank, as the lease sees it. *Cohort*: the ranks of one start of a decode engine that read a request
+- *reader*: a decode rank, as the lease sees it. *Cohort*: the ranks of one decode engine that read a request
   together.
 - *claim*: ask for a promise. *Grant*: the promise, for some seconds. *Renew*: ask again before it ends.
 - *covered*: a grant runs. *Proven*: the bytes are known to be what was lent.
