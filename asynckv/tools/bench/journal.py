@@ -2,7 +2,7 @@
 
 A line counts once it is whole: it is written in one piece and synced. A line that a crash tore off at the end is cut
 away and measured again. The last head counts, and the last line of a point and round. A `Point` is the rounds of one
-place of the grid taken together, for the table, the page and the comparison.
+place of the grid taken together, for the table.
 """
 
 from __future__ import annotations
