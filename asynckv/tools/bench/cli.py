@@ -171,9 +171,7 @@ def worker() -> None:
 )
 def sweep(
     context: typer.Context,
-    out: Annotated[
-        str, output(help="FILE.jsonl, or a directory for sweep.jsonl.", metavar="DIR|FILE.jsonl")
-    ],
+    out: Annotated[str, output(help="FILE.jsonl, or a directory for sweep.jsonl.", metavar="DIR|FILE.jsonl")],
     rounds: Annotated[
         int, what(help="How often the whole grid is run; noise shows from 2 on, 8 make good intervals.")
     ] = 1,
