@@ -1,4 +1,4 @@
-"""`asynckv offload`: look at a directory of stored blocks, check it, and make room in it."""
+"""`asynckv offload`: look at a directory of stored blocks, and make room in it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from asynckv.errors import BackendError, ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from asynckv.tools.offload.folder import Checked, Folder, Pruned
+    from asynckv.tools.offload.folder import Folder, Pruned
 
 T = TypeVar("T")
-
-MAX_SHOWN = 8
-"""Blocks that are not sound, on a terminal."""
 
 offload_app = typer.Typer(rich_markup_mode="rich", add_completion=False, no_args_is_help=True)
 
@@ -31,17 +28,6 @@ INSPECT_EPILOG = """
   asynckv offload inspect /nvme/kv/tp0of1-3f2a --json - | jq .kinds
 
 [bold]Exit status[/bold]  0 shown, 2 no directory of stored blocks, or one could not be read
-"""
-
-VERIFY_EPILOG = """
-[bold]Examples[/bold]
-
-  asynckv offload verify /nvme/kv
-
-  asynckv offload verify /nvme/kv/tp0of1-3f2a --json - | jq .bad_blocks
-
-[bold]Exit status[/bold]  0 every block is sound, 1 some are not, 2 no directory of stored blocks, or one could not be \
-read; with --drop also if a process has it, 130 Ctrl-C
 """
 
 PRUNE_EPILOG = """
@@ -76,7 +62,7 @@ Json = Annotated[
 
 @offload_app.callback()
 def offload() -> None:
-    """Blocks that are stored in files: look at them, check them, and make room."""
+    """Blocks that are stored in files: look at them, and make room."""
 
 
 @offload_app.command(epilog=INSPECT_EPILOG)
@@ -85,32 +71,6 @@ def inspect(dir: Dir, json: Json = None) -> None:
     from asynckv.tools.offload.folder import look
 
     _each(dir, json, look, _show)
-
-
-@offload_app.command(epilog=VERIFY_EPILOG)
-def verify(
-    dir: Dir,
-    drop: Annotated[
-        bool, typer.Option("--drop", help="Forget the blocks that are not sound; no process may have the directory.")
-    ] = False,
-    json: Json = None,
-) -> None:
-    """Read every block and compare it with its checksum. Changes nothing; a process may have the directory meanwhile.
-
-    A block that is not sound is never served either way; it is dropped when somebody asks for it. A damaged index is
-    named, and left: the next start of the owner renames it, and makes a new one.
-    """
-    from asynckv.tools.offload.folder import check
-    from asynckv.tools.progress import Bar
-
-    def checked(folder: Path) -> Checked:
-        with Bar() as bar:
-            bar.begin("blocks")
-            return check(folder, drop=drop, progress=bar.at)
-
-    found = _each(dir, json, checked, _show_checked)
-    if any(each.bad for each in found):
-        raise typer.Exit(1)
 
 
 @offload_app.command(epilog=PRUNE_EPILOG)
@@ -246,34 +206,6 @@ def _show_all(found: Sequence[Folder], console: Console) -> None:
     )
 
 
-def _show_checked(found: Sequence[Checked], is_one: bool, console: Console) -> None:
-    from asynckv.tools.console import printable, size
-
-    for each in found:
-        rate = size(each.bytes_read / max(each.seconds, 1e-9))
-        lines = [
-            f"{each.folder}: {each.sound:,} of {_blocks(each.blocks)} sound ({size(each.bytes_read)} read, {rate}/s)"
-        ]
-        if each.given_up:
-            lines.append(
-                f"{_blocks(each.given_up)} not counted: the process that has the directory gave them up meanwhile"
-            )
-        left = MAX_SHOWN
-        for cause, count in each.bad.items():
-            lines.append(f"{_blocks(count)} not sound: {cause}")
-            named = [bad for bad in each.bad_blocks if bad.cause == cause][:left]
-            left -= len(named)
-            for bad in named:
-                at = f"{bad.segment} at {bad.offset:,}, {bad.bytes:,} bytes"
-                lines.append(f"  group {bad.group[:32]}, hash {bad.hash}..., {at}, stored {bad.stored}")
-        if len(each.bad_blocks) > MAX_SHOWN:
-            lines.append("  --json names more of them")
-        if each.bad:
-            lines.append("they were forgotten" if each.dropped else "they are never served; --drop forgets them now")
-        for line in lines:
-            console.print(printable(line), highlight=False, soft_wrap=True)
-
-
 def _show_pruned(found: Sequence[Pruned], is_one: bool, console: Console) -> None:
     from asynckv.tools.console import printable, size
 
@@ -284,7 +216,3 @@ def _show_pruned(found: Sequence[Pruned], is_one: bool, console: Console) -> Non
         if each.left:
             what += f"; the directory stays, for it has {', '.join(each.left[:3])}{' ...' * (len(each.left) > 3)}"
         console.print(printable(what if is_one else f"{each.folder}: {what}"), highlight=False, soft_wrap=True)
-
-
-def _blocks(count: int) -> str:
-    return "1 block is" if count == 1 else f"{count:,} blocks are"
