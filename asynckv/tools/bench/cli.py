@@ -39,9 +39,9 @@ BENCH_EPILOG = """
 
   asynckv bench --model nemotron-h-8b --layers 4 --tp 1:2 --block-size 64:16 --prefix-hit 30% --json report.json
 
-[bold]Open loop: a rate of requests, shared prefixes, cancellations[/bold]
+[bold]Open loop: a rate of requests, shared prefixes[/bold]
 
-  asynckv bench --layers 2 --shared-prefix 512 --rate 200 --cancel 5%
+  asynckv bench --layers 2 --shared-prefix 512 --rate 200
 
 [bold]A trace, over TCP, a tenth of the time between arrivals[/bold]
 
@@ -79,7 +79,7 @@ COMPARE_EPILOG = """
 
   asynckv bench compare before.json after.json
 
-  asynckv bench compare before.jsonl after.jsonl --metrics requests_per_s,p99 --fail-above 5%
+  asynckv bench compare before.jsonl after.jsonl --fail-above 5%
 
   asynckv bench compare reports-of-monday/ reports-of-tuesday/ --json - | jq .overall
 
@@ -252,13 +252,6 @@ def _result(row: journal.Row) -> str:
 def compare(
     before: Annotated[str, typer.Argument(help="A report, a sweep, or a directory of them.")],
     after: Annotated[str, typer.Argument(help="The same, to compare with it.")],
-    metrics: Annotated[
-        str | None,
-        typer.Option(
-            help="Figures, with commas between; or any number's path in the reports, such as phases_s.read.p50.",
-            show_default="gbytes_per_s, requests_per_s, p50, p99, decode_cpu, descriptors, ratio_to_floor.raw_nixl.*",
-        ),
-    ] = None,
     fail_above: Annotated[
         str | None,
         typer.Option(
@@ -280,11 +273,8 @@ def compare(
     from asynckv.tools.bench import sides
 
     limit = None if fail_above is None else share_of("--fail-above", fail_above)
-    names = [] if metrics is None else [x.strip() for x in metrics.split(",") if x.strip()]
-    if metrics is not None and not names:
-        raise ConfigError(f"--metrics {metrics!r} names none")
     sides.refuse_repeated([before, after])
-    result = comparing.compare(sides.load(before), sides.load(after), names, limit)
+    result = comparing.compare(sides.load(before), sides.load(after), limit)
     write_json(json, result)
     comparing.show(result, Console(stderr=json == "-"))
     raise typer.Exit(1 if result["exceeded"] else 0)

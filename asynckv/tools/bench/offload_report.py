@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from asynckv.tools.bench.experiment import Experiment
     from asynckv.tools.bench.offload_replay import Prompts
 
-SCHEMA = "asynckv.bench.offload/2"
+SCHEMA = "asynckv.bench.offload/1"
 
 
 def make(

@@ -9,11 +9,11 @@ from rich.console import Console
 
 from asynckv.arguments import without_control
 from asynckv.tools.bench import figures
+from asynckv.tools.bench.figures import SHARE
 from asynckv.tools.bench.journal import Head, Point, Sweep
 from asynckv.tools.console import printable
 from asynckv.tools.output import print_table
 
-SHARE = figures.named(share := "ratio_to_floor.raw_nixl.gbytes_per_s", {share})
 SHOWN = tuple(figures.FIGURES[name] for name in ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu"))
 
 
