@@ -282,9 +282,7 @@ class Options(Struct, frozen=True, kw_only=True):
     )
     seed: Annotated[int, work("Of the pattern, the lengths and the block order.", least=0)] = 0
 
-    verify: Annotated[
-        Literal["full", "sample", "off"], run("Compare every byte, a sample of blocks, or nothing (and fill nothing).")
-    ] = "full"
+    verify: Annotated[Literal["full", "off"], run("Compare every byte, or nothing (and fill nothing).")] = "full"
     timeout_s: Annotated[
         float,
         run(

@@ -33,11 +33,8 @@ def verdict(found: dict[str, Any]) -> str:
     if (cut := found["interruption"]) is not None:
         return f"INTERRUPTED {cut['says']}"
     if report.is_good(found):
-        compared = {
-            "full": "every byte verified",
-            "sample": "a sample of the bytes verified",
-            "off": "no byte compared (--verify off)",
-        }[found["config"]["verify"]]
+        is_full = found["config"]["verify"] == "full"
+        compared = "every byte verified" if is_full else "no byte compared (--verify off)"
         return f"good: {requests['completed']:,} of {total:,} requests completed, {compared}, no block leaked"
     faults = report.faults(found)[:6]
     incomplete = f"only {requests['completed']:,} of {total:,} requests were completed and verified"

@@ -35,8 +35,6 @@ PRUNE_EPILOG = """
 
   asynckv offload prune /nvme/kv --older-than 7d
 
-  asynckv offload prune /nvme/kv --layout 3f2a
-
   asynckv offload prune /nvme/kv/tp0of1-3f2a --all
 
 [bold]Exit status[/bold]  0 done, 2 bad input, no directory of stored blocks, or a process has one
@@ -80,10 +78,6 @@ def prune(
         str | None,
         typer.Option(help="Blocks that were stored longer ago: 90s, 30m, 12h, 7d.", metavar="AGE", show_default=False),
     ] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(help="Blocks in this layout: how its fingerprint begins.", metavar="HEX", show_default=False),
-    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All blocks, the files, and the directory itself.")] = False,
     json: Json = None,
 ) -> None:
@@ -92,16 +86,12 @@ def prune(
     Engines of another geometry that only read it do not mind; the space is free when they have ended. The next start of
     the owner takes again what it is configured for.
     """
-    from asynckv.tools.offload.folder import known_layouts, prune_folder
+    from asynckv.tools.offload.folder import prune_folder
 
-    if sum((older_than is not None, layout is not None, everything)) != 1:
-        raise ConfigError("give one of --older-than, --layout and --all")
+    if (older_than is not None) == everything:
+        raise ConfigError("give one of --older-than and --all")
     age = _seconds(older_than) if older_than is not None else None
-    known = known_layouts(dir) if layout is not None else []
-    if layout is not None and not any(each.startswith(layout) for each in known):
-        there = ", ".join(each[:16] for each in known) or "none"
-        raise ConfigError(f"no block in {dir} is in a layout {layout!r}; there are {there}")
-    _each(dir, json, lambda folder: prune_folder(folder, older_than_s=age, layout=layout), _show_pruned)
+    _each(dir, json, lambda folder: prune_folder(folder, age), _show_pruned)
 
 
 def _each(

@@ -128,35 +128,17 @@ def look(folder: Path) -> Folder:
     )
 
 
-def known_layouts(path: Path) -> list[str]:
-    """Return the fingerprints of the layouts in which blocks are stored, as far as they can be read."""
-    found = set[str]()
-    for folder in folders_in(path):
-        with suppress(BackendError):
-            found |= {entry.layout for entry in _said(folder).entries}
-    return sorted(found)
-
-
-def prune_folder(folder: Path, *, older_than_s: float | None = None, layout: str | None = None) -> Pruned:
-    """Forget some blocks, and remove files without any; or remove all, and the directory.
-
-    Args:
-        folder: Of the file tier.
-        older_than_s: Those that were stored longer ago.
-        layout: Those in a layout whose fingerprint begins so.
+def prune_folder(folder: Path, older_than_s: float | None = None) -> Pruned:
+    """Forget blocks that were stored longer ago, and remove files without any; or remove all, and the directory.
 
     Raises:
         BackendError: A process has it, it cannot be written, or the index is damaged.
     """
-    if older_than_s is None and layout is None:
+    if older_than_s is None:
         return _remove(folder)
     with _owned(folder) as (index, said):
-        latest = time.time() - older_than_s if older_than_s is not None else None
-        gone = [
-            entry
-            for entry in said.entries
-            if (latest is None or entry.stored_at < latest) and (layout is None or entry.layout.startswith(layout))
-        ]
+        latest = time.time() - older_than_s
+        gone = [entry for entry in said.entries if entry.stored_at < latest]
         places = {entry.far for entry in gone}
         index.change({}, [*said.malformed, *places])
         size = _segment_bytes(said)

@@ -31,7 +31,7 @@ from asynckv.geometry.overlap import pools
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, plan_read
 from asynckv.geometry.tables import PeerTables
-from asynckv.tools.console import printable
+from asynckv.tools.console import printable, size
 from asynckv.tools.output import print_table
 
 SCHEMA = "asynckv.plan/1"
@@ -326,16 +326,16 @@ def show(report: dict[str, Any], console: Console) -> None:
             f"[bold]{role}[/bold]: {side['model'] or 'a model'}, tp {side['tp_size']}{stages}{some}", highlight=False
         )
         for group in side["groups"]:
-            size = (
+            of = (
                 "one state per request" if group["kind"] == "state" else f"{group['tokens_per_block']} tokens per block"
             )
             ratio = f" of {group['kernel_blocks']} kernel blocks" if group["kernel_blocks"] > 1 else ""
             layers = f"{group['layers']} layer{'s' if group['layers'] > 1 else ''}"
-            console.print(f"  group {group['name']}: {layers}, {size}{ratio}", highlight=False)
+            console.print(f"  group {group['name']}: {layers}, {of}{ratio}", highlight=False)
             alike: dict[str, list[str]] = {}
             for part in group["parts"]:
                 whole = f" of {part['extent']:,}"
-                dims = (f"{n} {size:,}{whole if n == part['axis'] else ''}" for n, size in part["dims"].items())
+                dims = (f"{n} {long:,}{whole if n == part['axis'] else ''}" for n, long in part["dims"].items())
                 alike.setdefault(f"{part['dtype']} ({' x '.join(dims)})", []).append(part["name"])
             for shape, names in alike.items():
                 console.print(f"    {', '.join(names)}: {shape}", highlight=False)
@@ -359,7 +359,7 @@ def show(report: dict[str, Any], console: Console) -> None:
                         read["remote"],
                         str(group["group"]),
                         _what(group["parts"]),
-                        _bytes(group["bytes"]),
+                        size(group["bytes"]),
                         *(f"{n:,}" for n in counts),
                     )
                 )
@@ -433,10 +433,3 @@ def _what(parts: Sequence[dict[str, Any]]) -> str:
         where = f"{axis} {lo}-{hi - 1} of {extent}" if axis else "whole"
         out.append(f"{', '.join(names)}: {where} ({layers} layer{'s' if layers > 1 else ''})")
     return "\n".join(out)
-
-
-def _bytes(number: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number} B"
