@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,10 @@ from asynckv.tools.bench.options import PROMPT_TOKENS
 from asynckv.tools.output import check_writable, write_json
 from asynckv.tools.parameters import options_given, taking_options
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SCHEMA = "asynckv.bench.offload/1"
 EPILOG = """
 [bold]Examples[/bold]
 
@@ -73,7 +77,7 @@ def offload(
     """
     from rich.console import Console
 
-    from asynckv.tools.bench import offload_replay, offload_report
+    from asynckv.tools.bench import machine, offload_replay
     from asynckv.tools.bench.experiment import Experiment
     from asynckv.tools.progress import Bar
 
@@ -98,9 +102,55 @@ def offload(
     with Bar(errors) as bar:
         bar.begin("requests", len(prompts) * len(runs))
         done = [tiers._asdict() | offload_replay.replay(prompts, groups, tiers, bar.advance) for tiers in runs]
-    report = offload_report.make(experiment, prompts, layout, groups, done)
+    workload = experiment.workload
+    report = {
+        "schema": SCHEMA,
+        "environment": machine.environment(),
+        "model": experiment.model.name,
+        "layers": len(experiment.model.layers),
+        "tp": tp,
+        "order": experiment.options.order,
+        "hash_tokens": hash_tokens,
+        "groups": [
+            {"name": g.name, "block_size": g.block_size, "record_bytes": g.record_bytes, "window": g.window}
+            for g in groups
+        ],
+        "workload": {
+            "source": workload.source,
+            "requests": len(prompts),
+            "prompt_tokens": sum(workload.prompt_tokens),
+            "capped": workload.num_capped,
+            "seed": experiment.options.seed,
+        },
+        "runs": done,
+    }
     write_json(json, report)
-    offload_report.show(report, errors if json == "-" else Console())
+    _show(report, errors if json == "-" else Console())
+
+
+def _show(report: dict[str, Any], console: Console) -> None:
+    from asynckv.tools.console import printable, size
+    from asynckv.tools.output import print_table
+
+    workload, rows = report["workload"], []
+    console.print(
+        f"{printable(report['model'])}, {report['layers']} layers, tp {report['tp']}; {printable(workload['source'])}: "
+        f"{workload['requests']:,} requests, {workload['prompt_tokens']:,} tokens",
+        highlight=False,
+    )
+    for run in report["runs"]:
+        rate, evicted = run["hit_rate"], run["evicted"]
+        row = (
+            run["policy"],
+            size(run["host_bytes"]),
+            size(run["file_bytes"]) if run["file_bytes"] else "-",
+            *(f"{rate[name]:.1%}" for name in ("all", "host", "file", "device")),
+            f"{evicted['host'] + evicted['file']:,}",
+        )
+        rows.append(row)
+    print_table(console, ("policy", "host", "files", "hits", "in host", "in files", "on device", "evicted"), rows)
+    best = report["runs"][0]["hit_rate"]["best"]
+    console.print(f"share of all prompts' tokens; a cache that forgets nothing would find {best:.1%}", highlight=False)
 
 
 def _sharing(options: Any) -> Any:

@@ -47,7 +47,6 @@ class Prompt(NamedTuple):
         most: Leading tokens that any request before it had in common with it: what no cache exceeds.
     """
 
-    number: int
     tokens: int
     hashes: list[bytes]
     cached: int
@@ -79,7 +78,7 @@ class Prompts:
             most = (tokens - 1) // self.hash_tokens
             cached = min(cache.num_cached(hashes), most) * self.hash_tokens // self.align * self.align
             known = next((i for i, key in enumerate(hashes[:most]) if key not in seen), min(most, len(hashes)))
-            yield Prompt(number, tokens, hashes, cached, known * self.hash_tokens // self.align * self.align)
+            yield Prompt(tokens, hashes, cached, known * self.hash_tokens // self.align * self.align)
             seen.update(hashes)
             if self._cache_blocks:
                 cache.use(hashes)
@@ -103,14 +102,12 @@ class Tally:
 
     def __init__(self, groups: Sequence[StoredGroup]) -> None:
         self.groups = groups
-        self.requests = 0
         self.tokens = dict.fromkeys(("prompt", "device", "host", "file", "computed", "best"), 0.0)
         self._alone = [0] * len(groups)
         self._blocks = [dict.fromkeys(("host", "file"), 0) for _ in groups]
 
     def count(self, prompt: Prompt, found: Found, loaded: int) -> None:
         """Note a request: what was looked up, and up to where it was loaded."""
-        self.requests += 1
         at_hand = max(loaded, prompt.cached)
         self.tokens["prompt"] += prompt.tokens
         self.tokens["device"] += prompt.cached
@@ -134,7 +131,6 @@ class Tally:
         tokens = {name: round(count) for name, count in self.tokens.items()}
         prompt = max(1, tokens["prompt"])
         return {
-            "requests": self.requests,
             "tokens": tokens,
             "hit_rate": {name: round(tokens[name] / prompt, 6) for name in ("device", "host", "file")}
             | {"all": round(1 - tokens["computed"] / prompt, 6), "best": round(tokens["best"] / prompt, 6)},
