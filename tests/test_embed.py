@@ -242,9 +242,10 @@ def test_an_id_is_returned_when_no_attempt_under_it_holds_blocks(way: str) -> No
     pair = Pair(way)
     plane = pair.decode.hold()
     pair.start()
-    for told, block in enumerate((2, 3), 1):
-        cancel_while_read(pair, plane, block)
-        pair.until(lambda p, d, told=told: len(d.failed) == told)
+    cancel_while_read(pair, plane, 2)
+    pair.until(lambda p, d: len(d.failed) == 1)
+    cancel_while_read(pair, plane, 3)
+    pair.until(lambda p, d: len(d.failed) == 2)
     pair.decode.way.call(plane.let_go(), PATIENCE_S)
     pair.until(lambda p, d: d.returned and len(p.finished_sending) == 2)
     assert [failed.is_held for failed in pair.decode.told.failed] == [True, True]
