@@ -43,7 +43,7 @@ from asynckv.tools.diagnose.causes import CAUSE
 from asynckv.tools.doctor import show
 from asynckv.tools.doctor.catalogue import Finding
 from asynckv.tools.doctor.facts import Facts
-from asynckv.tools.offload.folder import Checked, Folder, Pruned
+from asynckv.tools.offload.folder import Folder, Pruned
 from asynckv.tools.plan.models import Heads, Model
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
@@ -173,7 +173,7 @@ def reports(account: Account) -> dict[str, list[str]]:
     keys = {each["schema"]: set(_keys(each)) for each in (_bench(), inspect_join.as_json(answers))}
     doctor = show.as_json(Facts(), (), 1.0)
     keys[doctor["schema"]] = {*_keys(doctor), *_fields(Facts, ".facts"), *_fields(Finding, ".findings[]")}
-    for kind in (Folder, Checked, Pruned, journal.Head):
+    for kind in (Folder, Pruned, journal.Head):
         (schema,) = (field.default for field in msgspec.structs.fields(kind) if field.name == "schema")
         keys[str(schema)] = set(_fields(kind))
     keys[journal.SCHEMA] |= set(_fields(journal.Row))

@@ -13,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv import Engine, EngineConfig, NixlConfig, PrefillRanks, Registration
+from asynckv.engine import LentRequest
 from asynckv.geometry.layout import Memory
 from asynckv.layout import register_memory
+from asynckv.results import PullResult
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
 from tests.world import make_layout
 
@@ -83,3 +85,17 @@ async def until(condition: Callable[[], object]) -> None:
     with anyio.fail_after(10):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0)
+
+
+async def reading(
+    prefill: Side, decode: Side, group: PrefillRanks, **options: Any
+) -> tuple[LentRequest, asyncio.Task[PullResult], SimData]:
+    """Lend block 1, and pull it into block 6 by a read that ends only when it is told to."""
+    data = decode.data
+    assert data is not None
+    data.deferred = True
+    params = group.make_params("r", [(0, [1])], 16, written=True)
+    lent = prefill.engine.lend(params)
+    task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, **options))
+    await until(lambda: data.running)
+    return lent, task, data

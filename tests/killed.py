@@ -3,7 +3,7 @@
 A record's bytes are a function of its key. Each process reads all that it finds, says how much of it was served, lost
 or wrong, and then forgets and writes over random places under new keys, as fast as it can, until it is killed at a
 random moment. Meanwhile another reads along, and between two lives somebody meddles: with the index, by exchanging
-files of two directories, by `prune` and `verify`, which are killed as well.
+files of two directories, by `prune`, which is killed as well.
 
 With system calls each is forked from this one, which has imported everything; with NIXL each is a process of its own.
 """
@@ -23,7 +23,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -32,12 +31,13 @@ import numpy.typing as npt
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges.file_index import checksum
+from asynckv.edges.file_index import Entry, checksum, read_index
+from asynckv.edges.file_store import segment_extents, segment_path
 from asynckv.edges.file_tier import FileTier
 from asynckv.edges.host_pool import HostPool
 from asynckv.errors import BackendError
 from asynckv.ports import CopyOp, Record, RecordsEnded
-from asynckv.tools.offload.folder import check, prune_folder
+from asynckv.tools.offload.folder import prune_folder
 
 PLACES, SIZE, AT_ONCE = 64, 16 * 4096, 8
 EVERY = 3
@@ -128,9 +128,24 @@ async def read_along(folder: Path) -> dict[str, int]:
         life.pool.close()
 
 
+def unsound(folder: Path) -> list[Entry]:
+    """Name the blocks of an index that are not what was stored, and have not been given up since they were read."""
+    said, found = read_index(folder), []
+    for entry in said.entries:
+        data = b""
+        for number, extent in segment_extents(entry.far, entry.size, said.facts["segment_bytes"]):
+            with segment_path(folder, number).open("rb") as file:
+                file.seek(extent.offset)
+                data += file.read(extent.size)
+        if checksum(entry.key, data) != entry.checksum:
+            found.append(entry)
+    still = read_index(folder).entries if found else ()
+    return [entry for entry in found if entry in still]
+
+
 def meddle(folder: Path, other: Path, chance: random.Random) -> str:
     """Do something to what is left, and say what."""
-    match what := chance.choice(("nothing", "nothing", "cut", "scribble", "exchange", "prune", "verify")):
+    match what := chance.choice(("nothing", "nothing", "cut", "scribble", "exchange", "prune")):
         case "cut" | "scribble":
             path = chance.choice(sorted(folder.glob("index.sqlite*")))
             at = chance.randrange(path.stat().st_size + 1)
@@ -146,13 +161,10 @@ def meddle(folder: Path, other: Path, chance: random.Random) -> str:
                 (folder / name).rename(folder / "aside")
                 (other / name).rename(folder / name)
                 (folder / "aside").rename(other / name)
-        case "prune" | "verify":
+        case "prune":
             if not (child := os.fork()):
                 with suppress(BackendError):  # of an index that was cut or scribbled on before
-                    if what == "prune":
-                        prune_folder(folder, older_than_s=chance.choice((0.0, 1.0)))
-                    else:
-                        check(folder, drop=True)
+                    prune_folder(folder, older_than_s=chance.choice((0.0, 1.0)))
                 os._exit(0)
             select.select([], [], [], chance.uniform(0, 0.01))
             os.kill(child, signal.SIGKILL)
@@ -197,13 +209,11 @@ def main(root: Path, kills: int, back_end: BackEnd) -> Counter[str]:
             if number % EVERY == 1:
                 found = asyncio.run(read_along(folder))
                 total.update({f"along_{name}": found[name] for name in ("served", "lost", "wrong")})
-                checked = check(folder, drop=False)
-                total.update({"unsound": sum(checked.bad.values()), "checked_beside": checked.sound})
-                for refused in (partial(prune_folder, folder), partial(check, folder, drop=True)):
-                    try:
-                        refused()
-                    except BackendError as exc:
-                        total["refused"] += f"belongs to process {child}" in str(exc)
+                total["unsound"] += len(unsound(folder))
+                try:
+                    prune_folder(folder)
+                except BackendError as exc:
+                    total["refused"] += f"belongs to process {child}" in str(exc)
             if number < kills:
                 # Nothing is waited for: the moment of the kill is what is chosen.
                 select.select([], [], [], chance.uniform(0, MOST_S))
@@ -221,7 +231,7 @@ def main(root: Path, kills: int, back_end: BackEnd) -> Counter[str]:
         total["kills"] += number < kills
         total["stored"] += 2 * AT_ONCE * len(stored)
         total["killed_while_writing"] += len(stored) > 0
-        total["unsound"] += sum(check(folder, drop=False).bad.values())
+        total["unsound"] += len(unsound(folder))
         what = meddle(folder, other, chance)
         total[f"meddled_{what}"] += 1
         if what in ("cut", "scribble"):

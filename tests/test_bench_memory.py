@@ -34,19 +34,13 @@ def test_what_was_filled_is_right_and_poison_is_wrong(order: str, conv_order: st
     assert it.check(3, LISTS, TOKENS) == (SIZE, 0)
 
 
-def test_one_wrong_byte_is_counted_once_and_a_sample_may_miss_it() -> None:
+def test_one_wrong_byte_is_counted_once() -> None:
     it = pool()
     it.fill(3, LISTS, TOKENS)
     view = it.registration.layout.views[0]
     at = it.registration.layout.memories[view.memory].base + view.offset + 2 * view.stride + view.parts[1].offset + 3
-    byte = ctypes.c_ubyte.from_address(at)
-    byte.value ^= 1
+    ctypes.c_ubyte.from_address(at).value ^= 1
     assert it.check(3, LISTS, TOKENS) == (SIZE, 1)
-    assert it.check(3, LISTS, TOKENS, every=100)[1] == 0
-    byte.value ^= 1
-    last = ctypes.c_ubyte.from_address(at + view.stride)
-    last.value ^= 1
-    assert it.check(3, LISTS, TOKENS, every=100)[1] == 1
 
 
 @pytest.mark.parametrize("changed", [{"request": 4}, {"tokens": 39}, {"lists": [(0, [2, 1, 3]), *LISTS[1:]]}])

@@ -79,7 +79,7 @@ def test_two_networks_move_every_byte(tmp_path: Path) -> None:
     with namespaces() as spaces:
         before = ["ip", "netns", "exec", spaces[1], "env", "UCX_NET_DEVICES=akv1"]
         run(
-            *("--requests", "30", "--both-ways", "--transport", "tcp"),
+            *("--requests", "30", "--transport", "tcp"),
             *("--json", str(report)),
             *remote(*before, host="10.231.7.2"),
             inside=("ip", "netns", "exec", spaces[0], "env", "UCX_NET_DEVICES=akv0"),

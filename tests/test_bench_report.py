@@ -208,26 +208,6 @@ def test_too_little_memory_is_said_in_units_that_show_something_with_its_cause()
         )
 
 
-def test_what_was_to_be_cancelled_is_neither_an_error_nor_a_latency() -> None:
-    cut = outcome(1, 9.0, error="cancelled", reason="cancelled")
-    wanted = options(cancel=1.0)
-    assert [r.cancel_s is not None for r in wanted.schedule()] == [True, True]
-    result = report.make(wanted, measured(outcome(0), cut, bytes_verified=100, bytes_wanted=100))
-    assert result["cancellations"] == {"asked": 2, "cancelled": 1, "too_late": 1}
-    assert result["requests"] == {"submitted": 2, "completed": 1, "read_nothing": 0, "failed": 0, "cancelled": 0}
-    assert result["latency_s"]["max"] == 0.1
-    assert result["errors"] == {}
-    assert report.is_good(result)
-
-
-def test_a_pull_that_failed_otherwise_is_a_failure_though_it_was_to_be_cancelled() -> None:
-    lost = outcome(1, error="lost", reason="peer_lost")
-    result = report.make(options(cancel=1.0), measured(outcome(0), lost, bytes_verified=100, bytes_wanted=100))
-    assert result["requests"]["failed"] == 1
-    assert result["errors"] == {"peer_lost: lost": 1}
-    assert not report.is_good(result)
-
-
 def test_nobody_asked_for_this_cancellation() -> None:
     cut = outcome(1, error="cancelled", reason="cancelled")
     assert report.make(options(), measured(outcome(0), cut))["requests"]["failed"] == 1
@@ -246,11 +226,6 @@ def test_open_latency_counts_from_the_schedule_and_says_so() -> None:
     report_text.show(result, Console(file=stream, width=200))
     assert "from the scheduled arrival" in stream.getvalue()
     assert "8.0 requests/s scheduled, 2.0 achieved; pull was called late by p50" in stream.getvalue()
-
-
-def test_both_ways_the_reader_of_every_second_request_is_the_prefill_engine() -> None:
-    both = options(tp=(1, 2), both_ways=True)
-    assert [both.num_ranks(n) for n in range(4)] == [2, 1, 2, 1]
 
 
 def test_what_was_cached_and_shared_is_reported() -> None:

@@ -14,7 +14,7 @@ from asynckv.tools.bench.blocks import Allocation, Allocator
 from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.options import Options
 from asynckv.tools.bench.prefixes import PrefixCache
-from asynckv.tools.bench.schedule import CANCEL_WITHIN_S, Arrivals, Engines, Place, Request, make_schedule
+from asynckv.tools.bench.schedule import Arrivals, Engines, Place, Request, make_schedule
 from asynckv.tools.bench.workload import Workload
 from asynckv.tools.plan.models import Heads, Model, Projection, State
 
@@ -74,7 +74,6 @@ def schedule(work: Workload, **changes: Any) -> list[Request]:
         "arrivals": Arrivals(),
         "cache_tokens": 1 << 20,
         "cached": lambda tokens: 0,
-        "cancel": 0.0,
         "seed": 0,
     }
     return make_schedule(work, **(defaults | changes))
@@ -114,33 +113,22 @@ def test_what_is_a_prompts_own_pushes_others_out() -> None:
     assert [r.cached for r in schedule(work, cache_tokens=64)] == [0, 0, 0]
 
 
-def test_what_is_cancelled_is_a_share_and_caches_nothing() -> None:
-    work = Workload("t", (16,) * 40, chunks=((1,),) * 40, chunk_tokens=16)
-    requests = schedule(work, cancel=0.25)
-    moments = [r.cancel_s for r in requests if r.cancel_s is not None]
-    assert len(moments) == 10
-    assert all(0 <= m < CANCEL_WITHIN_S for m in moments)
-    assert len(set(moments)) == 10
-    assert [r.cached for r in schedule(work, cancel=1.0)] == [0] * 40
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.booleans())
-def test_every_pair_of_engines_gets_its_turn(prefill: int, decode: int, both_ways: bool) -> None:
-    engines = Engines(prefill, decode, both_ways)
-    pairs = [(p, d) for p in range(prefill) for d in range(decode)]
-    turns = len(pairs) * (2 if both_ways else 1)
+@given(st.integers(1, 4), st.integers(1, 4))
+def test_every_pair_of_engines_gets_its_turn(prefill: int, decode: int) -> None:
+    engines = Engines(prefill, decode)
+    turns = prefill * decode
     routes = [engines.route(n) for n in range(2 * turns)]
     assert routes[:turns] == routes[turns:]
-    wanted = {(Place("prefill", p), Place("decode", d)) for p, d in pairs}
-    assert set(routes[:turns]) == wanted | ({(d, p) for p, d in wanted} if both_ways else set())
-    assert all(engines.lends(lender) and engines.pulls(reader) for lender, reader in routes)
+    assert set(routes[:turns]) == {
+        (Place("prefill", p), Place("decode", d)) for p in range(prefill) for d in range(decode)
+    }
 
 
 @given(st.integers(0, 3))
 def test_a_seed_gives_its_schedule_again(seed: int) -> None:
     def make(s: int) -> list[Request]:
         work = Workload("t", (64,) * 20).sharing(32, 3, s)
-        return schedule(work, arrivals=Arrivals(rate=5.0), cancel=0.3, seed=s)
+        return schedule(work, arrivals=Arrivals(rate=5.0), seed=s)
 
     assert make(seed) == make(seed)
     assert make(seed) != make(seed + 1)
@@ -159,7 +147,6 @@ def waves(draw: st.DrawFn) -> tuple[Experiment, list[Request], dict[str, list[in
         Options(
             block_size=(draw(st.sampled_from([8, 16, 64])), 16),
             engines=(draw(st.integers(1, 2)), 1),
-            both_ways=draw(st.booleans()),
             prefix_cache=draw(st.sampled_from([0, 64, 10_000])),
         ),
         MODEL,

@@ -370,7 +370,6 @@ def test_a_sweep_is_interrupted_and_goes_on_and_a_point_that_fails_does_not_stop
     ]
     pids = [pid for r in found.rows if r.report for pid in r.report["processes"].values()]
     assert all(not os.path.exists(f"/proc/{pid}") for pid in pids)
-    assert "<!doctype html>" in (tmp_path / "sweep.html").read_text()
 
     other = subprocess.run([*command, "--seed", "1"], capture_output=True, text=True, timeout=50, check=False)
     assert (other.returncode, other.stderr.count("\n")) == (2, 1)

@@ -124,7 +124,7 @@ def test_shared_prefixes_are_cut_so_that_they_end_with_a_chunk(tokens: int, size
 
 
 def test_shares() -> None:
-    assert (share_of("--cancel", "5%"), share_of("--cancel", "0.5"), cached_tokens("50%", 9)) == (0.05, 0.5, 4)
+    assert (share_of("--x", "5%"), share_of("--x", "0.5"), cached_tokens("50%", 9)) == (0.05, 0.5, 4)
     for text in ("", "%", "101%", "-1", "nan", "x"):
-        with pytest.raises(ConfigError, match="--cancel"):
-            share_of("--cancel", text)
+        with pytest.raises(ConfigError, match="--x"):
+            share_of("--x", text)

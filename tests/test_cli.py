@@ -70,10 +70,6 @@ def complaint(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         (["--rate", "nan"], "--rate nan is outside"),
         (["--speed", "10"], "--speed 10 needs a --trace whose lines have a timestamp"),
         (["--speed", "10", "--rate", "5"], "--rate 5 and --speed 10 contradict each other"),
-        (["--cancel", "5"], "--cancel '5' is no share such as 5%"),
-        (["--cancel", "x%"], "--cancel 'x%'"),
-        (["--cancel", "nan%"], "--cancel 'nan%'"),
-        (["--cancel", "%"], "--cancel '%'"),
         (["--engines", "0"], "--engines 0:0 is outside 1 ... 256"),
         (["--engines", "1:1000"], "--engines 1:1000"),
         (["--shared-prefix", "0"], "--shared-prefix 0"),
@@ -187,27 +183,6 @@ def test_a_trace_is_played_with_its_times_and_prefixes(tmp_path: Path) -> None:
     assert report["windows"]["seconds"] >= 0.29
     assert report["latency_s"]["p50"] >= report["pull_s"]["p50"]
     assert len(report["processes"]) == 4
-
-
-@pytest.mark.nixl
-@pytest.mark.slow
-def test_cancelled_pulls_leak_nothing_and_the_others_are_whole() -> None:
-    argv = ["--both-ways", "--tp", "1:2", "--shared-prefix", "100", "--cancel", "30%"]
-    done = asynckv(*SMALL[:3], "--requests", "60", "--prompt-tokens", "256:0.5,2048:0.5", *argv, "--json", "-")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    cut = report["cancellations"]
-    assert cut["asked"] == 18 == cut["cancelled"] + cut["too_late"]
-    assert report["requests"] == {
-        "submitted": 60,
-        "completed": 60 - cut["cancelled"],
-        "read_nothing": 0,
-        "failed": 0,
-        "cancelled": 0,
-    }
-    assert report["bytes"]["verified"] == report["bytes"]["wanted"] > 0
-    assert not any(report["blocks"].values())
-    assert report["errors"] == {}
 
 
 @pytest.mark.nixl

@@ -55,7 +55,7 @@ def test_a_terminal_with_ascii_alone_shows_something_for_every_letter() -> None:
     assert done.stdout == b"3 us x 2 ... \\xe9\n" + '"µ"'.encode()
 
 
-@pytest.mark.parametrize("name", [[], ["bench"], ["bench", "sweep"], ["offload"], ["offload", "verify"], ["plan"]])
+@pytest.mark.parametrize("name", [[], ["bench"], ["bench", "sweep"], ["offload"], ["offload", "prune"], ["plan"]])
 def test_h_is_help(name: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["asynckv", *name, "-h"])
     with pytest.raises(SystemExit) as caught:

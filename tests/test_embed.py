@@ -210,16 +210,21 @@ def test_a_cancelled_request_is_discharged_in_every_stage(pair: Pair) -> None:
     until(lambda: gauge(decode, "pulls") == 0, decode.way, prefill.way)
 
 
+def cancel_while_read(pair: Pair, plane: Held, block: int = 2) -> None:
+    """Lend a request, pull it, and cancel that while the read may still write the block."""
+    plane.is_holding, before = True, plane.running
+    params = pair.params(f"lent {block}", [1])
+    pair.prefill.submit(Lend(params))
+    pair.decode.submit(pull("r", [block], params))
+    until(lambda: plane.running > before, pair.prefill.way, pair.decode.way)
+    pair.decode.submit(Cancel("r"))
+
+
 def test_blocks_that_may_still_be_written_are_held_and_then_returned(way: str) -> None:
     pair = Pair(way)
     plane = pair.decode.hold()
     pair.start()
-    params = pair.params("r", [1])
-    plane.is_holding = True
-    pair.prefill.submit(Lend(params))
-    pair.decode.submit(pull("r", [2], params))
-    until(lambda: plane.running, pair.prefill.way, pair.decode.way)
-    pair.decode.submit(Cancel("r"))
+    cancel_while_read(pair, plane)
     pair.until(lambda p, d: d.failed)
     [failed] = pair.decode.told.failed
     assert failed.is_held
@@ -237,19 +242,10 @@ def test_an_id_is_returned_when_no_attempt_under_it_holds_blocks(way: str) -> No
     pair = Pair(way)
     plane = pair.decode.hold()
     pair.start()
-    plane.is_holding = True
-
-    def fail_and_hold(block: int) -> None:
-        before, told = plane.running, len(pair.decode.told.failed)
-        params = pair.params(f"r{block}", [1])
-        pair.prefill.submit(Lend(params))
-        pair.decode.submit(pull("r", [block], params))
-        until(lambda: plane.running > before, pair.prefill.way, pair.decode.way)
-        pair.decode.submit(Cancel("r"))
-        pair.until(lambda p, d: len(d.failed) > told)
-
-    fail_and_hold(2)
-    fail_and_hold(3)
+    cancel_while_read(pair, plane, 2)
+    pair.until(lambda p, d: len(d.failed) == 1)
+    cancel_while_read(pair, plane, 3)
+    pair.until(lambda p, d: len(d.failed) == 2)
     pair.decode.way.call(plane.let_go(), PATIENCE_S)
     pair.until(lambda p, d: d.returned and len(p.finished_sending) == 2)
     assert [failed.is_held for failed in pair.decode.told.failed] == [True, True]
@@ -261,12 +257,7 @@ def test_blocks_that_never_return_are_retired(way: str) -> None:
     pair = Pair(way, pull=PullConfig(drain_s=0.05, held_s=0.2))
     plane = pair.decode.hold()
     pair.start()
-    params = pair.params("r", [1])
-    plane.is_holding = True
-    pair.prefill.submit(Lend(params))
-    pair.decode.submit(pull("r", [2], params))
-    until(lambda: plane.running, pair.prefill.way, pair.decode.way)
-    pair.decode.submit(Cancel("r"))
+    cancel_while_read(pair, plane)
     pair.until(lambda p, d: d.retired)
     assert [(f.request_id, f.is_held) for f in pair.decode.told.failed] == [("r", True)]
     assert pair.decode.told.retired == ["r"]

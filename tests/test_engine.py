@@ -33,7 +33,7 @@ from asynckv.core.decode import DecodeSide
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.observe.setup import configure_logging
 from asynckv.testing.fabric import Fate
-from tests.engines import BLOCKS, Bench, until
+from tests.engines import BLOCKS, Bench, reading, until
 
 pytestmark = pytest.mark.anyio
 
@@ -165,12 +165,7 @@ async def test_cancel_at_every_turn_of_the_loop(sim: Bench, turns: int) -> None:
 
 async def test_a_stuck_read_fails_in_time_and_names_its_blocks(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
-        assert decode.data is not None
-        decode.data.deferred = True
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
-        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, timeout_s=3.0))
-        await until(lambda: decode.data is not None and decode.data.running)
+        _, task, data = await reading(prefill, decode, group, timeout_s=3.0)
         sim.clock.advance(3.1)
         with pytest.raises(PullTimeout, match="failed in read: still reading from prefill/tp0@") as caught:
             await task
@@ -179,7 +174,7 @@ async def test_a_stuck_read_fails_in_time_and_names_its_blocks(sim: Bench) -> No
         await asyncio.sleep(0)
         assert not returned.done()
         assert decode.engine.statistics().gauges["blocks_quarantined"] == 1
-        decode.data.finish()
+        data.finish()
         with anyio.fail_after(5):
             await returned
 
@@ -205,18 +200,13 @@ async def test_a_block_in_use_is_refused_and_the_request_can_be_pulled_into_othe
 async def test_blocks_that_come_back_late_are_logged(sim: Bench, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="asynckv"):
         async with sim.pair() as (prefill, decode, group):
-            assert decode.data is not None
-            decode.data.deferred = True
-            params = group.make_params("r", [(0, [1])], 16, written=True)
-            prefill.engine.lend(params)
-            task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
-            await until(lambda: decode.data is not None and decode.data.running)
-            (transfer_id,) = decode.data.running
-            decode.data.doubt(transfer_id)
+            _, task, data = await reading(prefill, decode, group)
+            (transfer_id,) = data.running
+            data.doubt(transfer_id)
             with pytest.raises(ReadFailed) as caught:
                 await task
             assert caught.value.held == {0: (6,)}
-            decode.data.finish(transfer_id)
+            data.finish(transfer_id)
             with anyio.fail_after(5):
                 await caught.value.returned()
     assert [r.getMessage().split()[0] for r in caplog.records] == ["pull_ended", "blocks_returned"]
@@ -228,13 +218,8 @@ async def test_blocks_that_never_come_back_are_retired_with_an_alarm(
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="asynckv"):
         async with sim.pair() as (prefill, decode, group):
-            assert decode.data is not None
-            decode.data.deferred = True
-            params = group.make_params("r", [(0, [1])], 16, written=True)
-            prefill.engine.lend(params)
-            task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, timeout_s=5.0))
-            await until(lambda: decode.data is not None and decode.data.running)
-            (transfer_id,) = decode.data.running
+            _, task, data = await reading(prefill, decode, group, timeout_s=5.0)
+            (transfer_id,) = data.running
             sim.clock.advance(6)
             with pytest.raises(PullTimeout) as caught:
                 await task
@@ -252,7 +237,7 @@ async def test_blocks_that_never_come_back_are_retired_with_an_alarm(
                 await decode.engine.returned("d")
             assert [h.reason for h in decode.engine.holds()] == ["retired"]
             # Evidence may come after all.
-            decode.data.finish(transfer_id)
+            data.finish(transfer_id)
             await until(lambda: not decode.engine.holds())
     names = [r.getMessage().split()[0] for r in caplog.records if r.getMessage().startswith("blocks")]
     assert names == ["blocks_retired", "blocks_returned"]
@@ -452,13 +437,8 @@ async def test_leases_of_a_closed_engine_end_for_whoever_waits(sim: Bench) -> No
 
 async def test_a_peer_that_dies_fails_its_pulls_with_a_typed_error(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
-        assert decode.data is not None
-        decode.data.deferred = True
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
-        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
-        await until(lambda: decode.data is not None and decode.data.running)
-        decode.data.fail(next(iter(decode.data.running)), peer_lost=True)
+        _, task, data = await reading(prefill, decode, group)
+        data.fail(next(iter(data.running)), peer_lost=True)
         with pytest.raises(PeerLost) as caught:
             await task
         assert caught.value.held == {}
@@ -466,13 +446,8 @@ async def test_a_peer_that_dies_fails_its_pulls_with_a_typed_error(sim: Bench) -
 
 async def test_a_failed_transfer_is_a_typed_error(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
-        assert decode.data is not None
-        decode.data.deferred = True
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
-        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
-        await until(lambda: decode.data is not None and decode.data.running)
-        decode.data.fail(next(iter(decode.data.running)))
+        lent, task, data = await reading(prefill, decode, group)
+        data.fail(next(iter(data.running)))
         with pytest.raises(ReadFailed):
             await task
         assert (await lent.wait_released()).readers == {"decode/tp0": "failed"}

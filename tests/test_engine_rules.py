@@ -15,7 +15,7 @@ from asynckv.engine.ending import GRACE_S
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
-from tests.engines import Bench, until
+from tests.engines import Bench, reading, until
 from tests.offloads import Rank, layout_of
 from tests.test_log_evidence import drops
 
@@ -54,12 +54,7 @@ async def test_a_pull_that_is_cancelled_ends_as_cancelled_and_not_by_its_deadlin
 
 async def test_returned_waits_for_the_blocks_of_a_cancelled_read(sim: Bench) -> None:
     async with sim.pair(pull=PullConfig(drain_s=0.1)) as (prefill, decode, group):
-        assert decode.data is not None
-        decode.data.deferred = True
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
-        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, timeout_s=1.0))
-        await until(lambda: decode.data is not None and decode.data.running)
+        _, task, data = await reading(prefill, decode, group, timeout_s=1.0)
         sim.clock.advance(1.1)
         with pytest.raises(PullError):
             await task
@@ -67,7 +62,7 @@ async def test_returned_waits_for_the_blocks_of_a_cancelled_read(sim: Bench) -> 
         for _ in range(10):
             await asyncio.sleep(0)
         assert not returned.done()
-        decode.data.finish()
+        data.finish()
         with anyio.fail_after(5):
             await returned
         assert not decode.engine.holds()

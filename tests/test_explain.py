@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
-import itertools
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from rich.console import Console
 
 from asynckv.errors import ConfigError
-from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Group, Layout, Memory, View, dense_part
-from asynckv.geometry.match import assign
-from asynckv.geometry.pairing import BlockLists
-from asynckv.geometry.plan import Plan, plan_read
-from asynckv.geometry.tables import PeerTables
 from asynckv.tools import cli
-from asynckv.tools.plan.explain import _written_once, explain, pictures, show
+from asynckv.tools.plan.explain import explain, show
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import PRESETS, Heads, Latent, Model
-from scripts.draw.drawing import to_svg
 
 
 def ranks(model: str | Model, tp: int, pp: int = 1, **sizes: Any) -> list[Layout]:
@@ -52,7 +43,6 @@ def test_a_llama_from_four_ranks_to_two() -> None:
     assert reads == {"tp0": ["tp0", "tp1"], "tp1": ["tp2", "tp3"]}
     assert report["owed"] == {"tp0": ["tp0"], "tp1": ["tp0"], "tp2": ["tp1"], "tp3": ["tp1"]}
     assert sum(r["bytes"] for r in report["ranks"]) == 1024 * 4 * 2 * 8 * 128 * 2
-    assert report["written_exactly_once"]
     shown = text(report)
     assert "k, v: head 0-1 of 8 (4 layers)" in shown
     assert "prefill tp3: decode tp1" in shown
@@ -123,33 +113,15 @@ def test_a_gap_and_a_pool_too_small_are_refused() -> None:
         explain(ranks("llama-3.1-8b", 1, num_blocks=3), ranks("llama-3.1-8b", 1), 100, 0)
 
 
-def test_a_byte_written_twice_or_never_is_seen() -> None:
-    here, there = ranks("nemotron-h-8b", 1)[0], ranks("nemotron-h-8b", 2)
-    shares = assign(here, there)
-    maps = [PeerTables(here, other, s, itertools.count(1)) for other, s in zip(there, shares, strict=True)]
-    lists = BlockLists([(0, np.arange(3)), (0, np.arange(3))], [BlockRuns(0, ((0, 3),))] * 2, 40)
-    plans = [plan_read(peer, lists) for peer in maps]
-    check = _written_once(here, plans, lists)
-    assert (check["twice"], check["missing"]) == (0, 0)
-    assert _written_once(here, [plans[0]], lists)["missing"] > 0
-    assert _written_once(here, [*plans, plans[1]], lists)["twice"] == plans[1].num_descriptors
-    fewer = Plan(plans[1].sections[:-1])
-    assert _written_once(here, [plans[0], fewer], lists)["missing"] > 0
-    [section, *others] = plans[0].sections
-    moved = Plan((dataclasses.replace(section, local=section.local + 7), *others))
-    assert _written_once(here, [moved, plans[1]], lists)["beside"] > 0
-
-
 @pytest.mark.parametrize("model", PRESETS)
 @pytest.mark.parametrize(("tp", "remote_tp", "cached"), [(2, 3, 0), (3, 1, 77), (1, 2, 999)])
-def test_every_family_is_written_exactly_once(model: str, tp: int, remote_tp: int, cached: int) -> None:
+def test_every_family_can_be_planned(model: str, tp: int, remote_tp: int, cached: int) -> None:
     if not all(isinstance(layer, Latent) for layer in PRESETS[model].layers):
         # Three ranks share what is on all of them; heads are divided by powers of two.
         tp, remote_tp = {3: 4}.get(tp, tp), {3: 4}.get(remote_tp, remote_tp)
     here, there = ranks(model, tp, block_size=48), ranks(model, remote_tp, order="hnd")
     report = explain(here, there, 1000, cached)
     assert report["plannable"]
-    assert report["written_exactly_once"]
 
 
 @pytest.mark.parametrize("nulls", [(0, 0), (0, -1), (-1, 0), (7, 3)])
@@ -163,8 +135,7 @@ def test_placeholders_are_never_given_to_a_request(nulls: tuple[int, int]) -> No
         ]
 
     here, there = (vllm(ranks("bamba-9b", tp), null) for tp, null in zip((2, 1), nulls, strict=True))
-    report = explain(here, there, 1000, 100)
-    assert report["written_exactly_once"]
+    assert explain(here, there, 1000, 100)["plannable"]
     # 64 blocks with a placeholder among them hold one block less.
     if nulls[0] >= 0:
         with pytest.raises(ConfigError, match="64 blocks of 16 tokens, but 64 are needed"):
@@ -186,8 +157,7 @@ def shared_pages() -> list[Layout]:
 
 
 def test_groups_in_one_memory_share_its_blocks() -> None:
-    report = explain(shared_pages(), shared_pages(), 1024, 0)
-    assert report["written_exactly_once"]
+    assert explain(shared_pages(), shared_pages(), 1024, 0)["plannable"]
     with pytest.raises(ConfigError, match=r"'window' .* but 8 are needed beside the 75 of groups in the same memory"):
         explain(shared_pages(), shared_pages(), 1200, 0)
 
@@ -212,21 +182,6 @@ def test_what_no_rank_holds_is_a_problem() -> None:
     assert "problem: no decode rank holds" in text(report)
     fewer = explain(ranks(PRESETS["llama-3.1-8b"].resized(layers=3), 1, 2), ranks("llama-3.1-8b", 1, 2), 100, 0)
     assert any("only prefill has the layers layers.3" in p for p in fewer["problems"])
-
-
-def test_pictures_show_every_reader() -> None:
-    svg = to_svg(*pictures(ranks("nemotron-h-8b", 2), ranks("nemotron-h-8b", 4)), name="t")
-    assert svg.startswith("<svg")
-    for word in ("prefill", "decode", "conv_x", "from"):
-        assert word in svg
-    # What is there already is not drawn as read; several stages that give the same range share a bar.
-    here, there = ranks("llama-3.1-8b", 2), ranks("llama-3.1-8b", 2, 2)
-    hit = to_svg(*pictures(here, there, explain(here, there, 640, 640)), name="t")
-    assert "nothing" in hit
-    assert "from" not in hit
-    assert "pp0/tp0,&#160;pp1/tp0" in to_svg(*pictures(here, there), name="t")
-    svg = to_svg(*pictures(ranks("nemotron-h-8b", 2), ranks("nemotron-h-8b", 4)), name="t")
-    assert svg == to_svg(*pictures(ranks("nemotron-h-8b", 2), ranks("nemotron-h-8b", 4)), name="t")
 
 
 def run(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -290,24 +245,5 @@ def test_layers_under_one_name_or_the_other_are_the_same() -> None:
     bare = [msgspec.structs.replace(whole, views=whole.views[1:])]
     for here, there in ((two, one), (one, two), (one, bare), (bare, one)):
         report = explain(here, there, 100, 0)
-        assert (report["plannable"], report["problems"], report["written_exactly_once"]) == (True, [], True)
+        assert (report["plannable"], report["problems"]) == (True, [])
     assert explain(two, bare, 100, 0)["problems"] == ["only decode has the layers layers.0"]
-
-
-def test_heads_that_one_side_holds_whole_are_drawn_beside_shares() -> None:
-    cut = ranks(Model("m", (Heads(4, 8),)), 2)
-    kept = []
-    for rank, layout in enumerate(ranks(Model("m", (Heads(4, 8),)), 1) * 2):
-        views = [
-            msgspec.structs.replace(
-                v, parts=tuple(msgspec.structs.replace(p, axis="", held=(0, 0), extent=0) for p in v.parts)
-            )
-            for v in layout.views
-        ]
-        kept.append(msgspec.structs.replace(layout, views=tuple(views), tp_rank=rank, tp_size=2))
-    report = explain(cut, kept, 100, 0)
-    assert report["written_exactly_once"]
-    stream = io.StringIO()
-    for picture in pictures(cut, kept, report):
-        Console(file=stream, width=120).print(picture)
-    assert "k, v: 4 along 'head'" in stream.getvalue()

@@ -38,7 +38,6 @@ from asynckv.keys import write_pair
 from asynckv.testing import SimData, SimNetwork
 from asynckv.tools.diagnose import inspect_cli
 from asynckv.tools.diagnose.ask import Answer, Asker, ask_all, targets
-from asynckv.tools.doctor import cli as doctor_cli
 from tests.engines import memory, until
 
 pytestmark = pytest.mark.anyio
@@ -485,14 +484,3 @@ async def test_json_goes_where_it_is_told_to(short_path: Path, capsys: pytest.Ca
         assert "p0" in out[end:]  # a person sees it beside the file
         written = json.loads((short_path / "out.json").read_text())
         assert document["engines"][0]["rank"] == written["engines"][0]["rank"]
-
-
-async def test_doctor_is_told_by_a_socket_where_its_engine_listens(short_path: Path) -> None:
-    folder, two = str(short_path / "one"), str(short_path / "two")
-    config = EngineConfig(engine_id="p", inspect=InspectConfig(directory=folder))
-    async with Engine(config, memory(0)[0], data=SimData(SimNetwork(), "p")) as engine:
-        for named in (folder, f"{folder}/{os.listdir(folder)[0]}", engine.endpoint.address):
-            assert await asyncio.to_thread(doctor_cli._address, named) == engine.endpoint.address
-    async with pair(inspect=InspectConfig(directory=two)):
-        with pytest.raises(ConfigError, match="sockets of 2 engines"):
-            await asyncio.to_thread(doctor_cli._address, two)

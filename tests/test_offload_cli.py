@@ -1,4 +1,4 @@
-"""`asynckv offload`: what it says of a directory, what it finds wrong, and what it gives back."""
+"""`asynckv offload`: what it says of a directory, and what it gives back."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 
 from asynckv.edges.file_index import INDEX, read_index
 from asynckv.edges.file_store import OWNER, OwnerLock, owner_of
-from asynckv.offload.keys import short
 from asynckv.tools import cli
-from asynckv.tools.offload import folder as offload_folder
+from tests.killed import unsound
 from tests.test_cli import complaint
-from tests.test_file_tier import COUNT, RANGE, SEGMENT, SIZE, Tier, overwrite, records
+from tests.test_file_tier import COUNT, RANGE, SEGMENT, SIZE, Tier, records
 
 Run = Callable[..., tuple[int, str]]
 
@@ -92,69 +90,6 @@ def test_names_from_an_index_do_no_harm_on_a_terminal(folder: Path, run: Run) ->
     assert "at no sensible time" in out
 
 
-def test_verify_finds_what_is_not_sound_and_drops_it_when_told(folder: Path, run: Run) -> None:
-    assert run("verify", folder)[0] == 0
-    overwrite(folder, records(3)[0].far, b"!")
-    (folder / "segment-00012.kv").unlink()
-    os.truncate(folder / "segment-00015.kv", 5)
-    gone, cut = within(12), within(15) - within(12)
-    before = state(folder)
-    status, out = run("verify", folder, "--json", "-")
-    found = json.loads(out)
-    assert (status, state(folder)) == (1, before)
-    assert found["bad"] == {
-        "segment-00012.kv is missing": len(gone),
-        f"segment-00015.kv was cut short: it ends after 5 of {SEGMENT:,} bytes": len(cut),
-        "its bytes are not what was stored": 1,
-    }
-    assert (found["sound"], found["dropped"]) == (COUNT - 1 - len(gone | cut), False)
-    (bad,) = (each for each in found["bad_blocks"] if each["cause"].startswith("its bytes"))
-    number, offset = divmod(records(3)[0].far, SEGMENT)
-    assert (bad["group"], bad["segment"], bad["offset"]) == ("group", f"segment-{number:05}.kv", offset)
-    assert (bad["hash"], bad["bytes"]) == (short(records(3)[0].key), SIZE)
-    status, out = run("verify", folder)
-    assert "1 block is not sound: its bytes are not what was stored" in out
-    assert f"segment-{number:05}.kv at {offset:,}, {SIZE:,} bytes" in out
-    status, out = run("verify", folder, "--drop")
-    assert status == 1
-    assert "they were forgotten" in out
-    status, out = run("verify", folder)
-    assert status == 0
-    assert f"{COUNT - 1 - len(gone | cut)} of {COUNT - 1 - len(gone | cut)} blocks are sound" in out
-
-
-def within(segment: int) -> set[bytes]:
-    """Keys of records in some segment."""
-    return {r.key for r in records(*range(COUNT)) if segment in (r.far // SEGMENT, (r.far + SIZE - 1) // SEGMENT)}
-
-
-def test_a_running_owner_is_not_disturbed_and_what_it_gives_up_meanwhile_is_not_held_against_it(
-    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def live() -> None:
-        tier = Tier(folder, back_end="plain")
-        tier.start()
-        try:
-            read = offload_folder._bad
-
-            def read_late(*given: Any) -> Any:  # the owner has written over what the index said
-                tier.plane.forget([records(3)[0].far])
-                overwrite(folder, records(3)[0].far, b"!")
-                while len(read_index(folder).entries) == COUNT:
-                    time.sleep(0)
-                return read(*given)
-
-            monkeypatch.setattr(offload_folder, "_bad", read_late)
-            status, out = run("verify", folder, "--json", "-")
-            found = json.loads(out)
-            assert (status, found["is_live"], found["sound"], found["given_up"]) == (0, True, COUNT - 1, 1)
-        finally:
-            tier.plane.close()
-            tier.pool.close()
-
-    asyncio.run(live())
-
-
 def test_of_a_killed_owner_everything_stays_as_it_is_until_something_is_to_be_changed(folder: Path, run: Run) -> None:
     """Its newest blocks are in a log beside the index, which only a process that has the directory puts in order."""
     killed, far = folder.parent / "killed", records(3)[0].far
@@ -166,19 +101,10 @@ def test_of_a_killed_owner_everything_stays_as_it_is_until_something_is_to_be_ch
         (killed / name).unlink(missing_ok=True)
         before = state(killed)
         assert f"{INDEX}-wal" in before
-        for command in ("inspect", "verify"):
-            status, out = run(command, killed, "--json", "-")
-            assert (status, json.loads(out)["blocks"], state(killed)) == (0, COUNT - 1, before)
-    assert run("verify", killed, "--drop")[0] == 0
+        status, out = run("inspect", killed, "--json", "-")
+        assert (status, json.loads(out)["blocks"], state(killed)) == (0, COUNT - 1, before)
     assert run("prune", killed, "--older-than", "1d")[0] == 0
     assert (killed / OWNER).read_bytes() == owner  # who stored, not who tidied up
-
-
-def test_a_record_that_an_index_makes_too_long_takes_no_memory(folder: Path, run: Run) -> None:
-    with closing(sqlite3.connect(folder / INDEX, isolation_level=None)) as db:
-        db.execute("UPDATE records SET size = ? WHERE far = (SELECT max(far) FROM records)", (1 << 60,))
-    status, out = run("verify", folder, "--json", "-")
-    assert (status, json.loads(out)["bad"]) == (1, {"the index says nothing sensible of it": 1})
 
 
 def test_prune_forgets_what_was_named_and_removes_files_without_blocks(folder: Path, run: Run) -> None:
@@ -192,8 +118,8 @@ def test_prune_forgets_what_was_named_and_removes_files_without_blocks(folder: P
     kept = [r.far for r in records(*range(10, COUNT))]
     expected = {n for far in kept for n in range(far // SEGMENT, (far + SIZE - 1) // SEGMENT + 1)}
     assert {int(path.stem[-5:]) for path in folder.glob("segment-*")} == expected
-    assert json.loads(run("verify", folder, "--json", "-")[1])["sound"] == COUNT - 10
-    assert run("prune", folder, "--layout", "lay")[1].startswith(f"{COUNT - 10} of {COUNT - 10} blocks forgotten")
+    assert (len(read_index(folder).entries), unsound(folder)) == (COUNT - 10, [])
+    assert run("prune", folder, "--older-than", "0s")[1].startswith(f"{COUNT - 10} of {COUNT - 10} blocks forgotten")
     (folder / "mine").touch()
     assert "the directory stays, for it has mine" in run("prune", folder, "--all")[1]
     assert [path.name for path in folder.iterdir()] == ["mine"]
@@ -242,9 +168,6 @@ def test_the_directory_above_stands_for_all_of_them_and_what_cannot_be_read_is_t
     assert "has no index" in second["error"]
     assert second["folder"] == str(above / "tp1of2-b")
     assert "tp1of2-b has no index" in err
-    status, out, _ = run("verify", above)
-    assert status == 2
-    assert f"{COUNT} of {COUNT} blocks are sound" in out
     status, out, _ = run("prune", above, "--all")
     assert status == 0
     assert [path.name for path in above.iterdir()] == ["else"]
@@ -256,13 +179,12 @@ def test_bad_input_is_said_in_a_line(
     places = {"DIR": str(folder), "FILE": str(folder / INDEX), "NONE": str(tmp_path / "none")}
     for words, says in (
         ("inspect NONE", "is no directory"),
-        ("verify /proc", "holds no stored blocks"),
+        ("inspect /proc", "holds no stored blocks"),
         ("inspect FILE", "is no directory"),
         ("prune DIR", "give one of"),
         ("prune DIR --all --older-than 1d", "give one of"),
         ("prune DIR --older-than 7", "is no age"),
         ("prune DIR --older-than nand", "is no age"),
-        ("prune DIR --layout z", "there are layout"),
         ("inspect DIR --json NONE/x", "cannot be written"),
     ):
         argv = ["/".join(places.get(part, part) for part in word.split("/")) for word in words.split()]
@@ -273,13 +195,12 @@ def test_who_has_a_directory_is_said_and_a_damaged_index_is_left(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lock = OwnerLock(folder)
-    for words in (["verify", str(folder), "--drop"], ["prune", str(folder), "--all"]):
-        assert "belongs to process" in complaint(["offload", *words], monkeypatch, capsys)
+    assert "belongs to process" in complaint(["offload", "prune", str(folder), "--all"], monkeypatch, capsys)
     lock.release()
     for how in (spoil, lambda folder: (folder / INDEX).write_bytes(b"x" * 10_000)):
         how(folder)
         before = state(folder)
-        for line in ("inspect", "verify", "verify --drop", "prune --older-than 1s"):
+        for line in ("inspect", "prune --older-than 1s"):
             command, *more = line.split()
             said = complaint(["offload", command, str(folder), *more], monkeypatch, capsys)
             assert "is damaged" in said
@@ -296,7 +217,7 @@ def test_another_user_is_told_to_be_the_one_it_belongs_to(
         shutil.copytree(folder, f"{above}/tp0of1-a")
         os.seteuid(4711)
         try:
-            for command in ("inspect", "prune --all", "verify --drop"):
+            for command in ("inspect", "prune --all"):
                 name, *more = command.split()
                 said = complaint(["offload", name, f"{above}/tp0of1-a", *more], monkeypatch, capsys)
                 assert f"Permission denied: {above}/tp0of1-a is user 0's" in said

@@ -47,7 +47,7 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.layout import register_memory
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced
-from tests.engines import Bench, Side, until
+from tests.engines import Bench, Side, reading, until
 from tests.test_nixl_edge import TABLES
 from tests.world import make_layout
 
@@ -167,12 +167,7 @@ async def test_pulls_fail_as_retryable_when_our_own_agent_dies_whatever_they_wer
 async def test_the_owners_agent_dies_and_its_readers_meet_the_same_start_by_another_agent(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
         assert prefill.data is not None
-        assert decode.data is not None
-        decode.data.deferred = True
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
-        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, retries=3))
-        await until(lambda: decode.data and decode.data.running)
+        lent, task, data = await reading(prefill, decode, group, retries=3)
         before, epoch = prefill.engine.endpoint, prefill.engine.memory_epoch
         prefill.data.lose_agent(reads=False)
         # It greets nobody while it has no agent: to load what is dead would be in vain. It says so when it has one.
@@ -181,9 +176,9 @@ async def test_the_owners_agent_dies_and_its_readers_meet_the_same_start_by_anot
             await asyncio.sleep(0)
         assert not lent.is_over
         prefill.data.replace_agent()
-        await until(lambda: decode.data and decode.data.running)
+        await until(lambda: data.running)
         assert hellos(decode) == 2
-        decode.data.finish()
+        data.finish()
         assert (await passing(sim, task)).attempts == 2
         assert (prefill.engine.endpoint, prefill.engine.memory_epoch) == (before, epoch)
         assert decode.blocks([6]) == prefill.blocks([1])
@@ -192,16 +187,11 @@ async def test_the_owners_agent_dies_and_its_readers_meet_the_same_start_by_anot
 
 async def test_losing_what_serves_touches_no_read_of_ours(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
-        assert decode.data is not None
-        decode.data.deferred = True
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
-        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
-        await until(lambda: decode.data and decode.data.running)
-        decode.data.lose_agent(reads=False)
-        decode.data.replace_agent()
+        _, task, data = await reading(prefill, decode, group)
+        data.lose_agent(reads=False)
+        data.replace_agent()
         await until(lambda: decode.engine.statistics().counters.get("agents_lost"))
-        decode.data.finish()
+        data.finish()
         assert (await passing(sim, task)).attempts == 1
 
 

@@ -137,7 +137,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Built) -> None:
     meant = {name for name in tracked() if name.startswith("asynckv/")}
     meta = {f"{home}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")}
     assert set(files) == meant | meta
-    data = {"py.typed", "tools/frame.html", "tools/diagnose/timeline.html", "tools/doctor/findings.toml"}
+    data = {"py.typed", "tools/diagnose/timeline.html", "tools/doctor/findings.toml"}
     assert {f"asynckv/{name}" for name in data} <= set(files)
     assert built.wheel.stat().st_size < WHEEL_BYTES
     assert {name: size for name, size in files.items() if size > FILE_BYTES} == {}
@@ -196,11 +196,6 @@ def test_the_installed_bench_moves_and_verifies_bytes(installed: Path, elsewhere
     assert (report["requests"]["completed"], report["requests"]["failed"]) == (4, 0)
     assert (report["bytes"]["verified"], report["bytes"]["wrong"]) == (4 * 64 * 8192, 0)
 
-    no_plots = subprocess.run(
-        [asynckv, "bench", "page", "bench.json"], cwd=elsewhere, env=clean(), capture_output=True, text=True
-    )
-    assert (no_plots.returncode, no_plots.stdout) == (2, "")
-    assert "pip install 'asynckv[plots]'" in no_plots.stderr
     call([asynckv, "timeline", "bench.log", "--html", "timeline.html"], elsewhere)
     page = (elsewhere / "timeline.html").read_text()
     assert "<canvas" in page

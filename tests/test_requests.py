@@ -19,7 +19,7 @@ import pytest
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core import wire as m
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.lease import LeaseState
+from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.spent import SpentKeys
@@ -39,6 +39,13 @@ def pair(config: EngineConfig = CONFIG) -> tuple[World, Rank, Rank]:
         world.add("p", make_layout(), engine_id="prefill", seed=1),
         world.add("d", make_layout(base=1 << 41), engine_id="decode", seed=2, epoch=5e5),
     )
+
+
+def lent() -> tuple[World, Rank, Rank, KVTransferParams, Lease]:
+    """Lend a block that is computed."""
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    return world, prefill, decode, params, world.lend(prefill, params)
 
 
 def group(world: World, tp_prefill: int, tp_decode: int, heads: int = 4) -> tuple[list[Rank], list[Rank]]:
@@ -68,9 +75,7 @@ def test_a_request_from_lend_to_release() -> None:
 
 
 def test_a_consumed_request_is_refused_at_once_and_the_refusal_says_who_read_it() -> None:
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    world, _, decode, params, _ = lent()
     world.pull(decode, "one", [9], params)
     world.run()
     again = world.pull(decode, "two", [9], params)
@@ -115,9 +120,7 @@ def test_a_reader_that_dies_is_named_when_the_lease_expires() -> None:
 
 
 def test_bytes_without_proof_are_not_published() -> None:
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    world, prefill, decode, params, _ = lent()
     it = world.pull(decode, "d-req", [9], params, timeout=100)
     world.deliver_all()  # granted for 10 s, the read hangs
     (transfer_id,) = decode.reads
@@ -138,9 +141,7 @@ def test_bytes_without_proof_are_not_published() -> None:
 
 
 def test_a_claim_sent_after_the_read_proves_it_without_any_clock() -> None:
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    world, _, decode, params, _ = lent()
     it = world.pull(decode, "d-req", [9], params, timeout=100)
     world.deliver_all()
     (transfer_id,) = decode.reads
@@ -154,9 +155,7 @@ def test_a_claim_sent_after_the_read_proves_it_without_any_clock() -> None:
 
 
 def test_a_revoked_lease_keeps_its_promise() -> None:
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    lease = world.lend(prefill, params)
+    world, prefill, decode, params, lease = lent()
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
     prefill.core.prefill.revoke(lease, world.time(prefill))
@@ -170,9 +169,7 @@ def test_a_revoked_lease_keeps_its_promise() -> None:
 @pytest.mark.parametrize("before_s", [0.05, 0.003, 1e-6])
 def test_a_grant_is_kept_to_its_last_moment_whatever_is_heard_before(before_s: float) -> None:
     """A lease that was revoked hears an old claim once more, just before its last grant runs out."""
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    lease = world.lend(prefill, params)
+    world, prefill, decode, params, lease = lent()
     it = world.pull(decode, "d-req", [9], params)
     while not lease.grants:
         claims = world.letters[:1]
@@ -437,9 +434,7 @@ def test_a_withdrawn_request_is_refused_to_whoever_waits_and_to_whoever_comes() 
 
 
 def test_withdrawing_what_is_lent_revokes_it_and_keeps_its_promises() -> None:
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    lease = world.lend(prefill, params)
+    world, prefill, decode, params, lease = lent()
     it = world.pull(decode, "d-req", [1], params)
     world.deliver_all()
     prefill.core.withdraw(params, world.time(prefill))
@@ -461,9 +456,7 @@ def announce(world: World, decode: Rank, params: KVTransferParams) -> Pull:
 
 def test_who_has_only_announced_lets_go_of_what_is_withdrawn_at_its_next_renewal() -> None:
     """A third of the grant, and not the whole: nothing is read that the promise would have to cover."""
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    lease = world.lend(prefill, params)
+    world, prefill, decode, params, lease = lent()
     announced = announce(world, decode, params)
     prefill.core.withdraw(params, world.time(prefill))
     world.settle(prefill)
@@ -665,9 +658,7 @@ def test_one_failed_transfer_of_four_is_reported_after_the_other_three() -> None
 
 
 def test_blocks_stay_held_while_a_cancelled_read_may_still_write() -> None:
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    world, _, decode, params, _ = lent()
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
     decode.core.cancel("d-req", world.time(decode))
@@ -683,9 +674,7 @@ def test_blocks_stay_held_while_a_cancelled_read_may_still_write() -> None:
 
 
 def test_a_transfer_in_doubt_keeps_its_blocks_whatever_else_ends() -> None:
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    world, _, decode, params, _ = lent()
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
     (transfer_id,) = decode.reads
@@ -838,9 +827,7 @@ def test_layouts_that_differ_are_refused_at_the_handshake() -> None:
 
 
 def test_a_renewed_lease_outlasts_a_long_queue() -> None:
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    lease = world.lend(prefill, params)
+    world, _, decode, params, lease = lent()
     decode.core.announce("d-req", params, "", 400.0, world.time(decode))
     world.settle(decode)
     world.run()
@@ -931,9 +918,7 @@ def test_siblings_each_release_and_strangers_are_refused() -> None:
 
 
 def test_closing_takes_nothing_new_and_keeps_promises() -> None:
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    world, prefill, decode, params, _ = lent()
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
     prefill.core.close(world.time(prefill))
@@ -967,9 +952,7 @@ def test_endpoints_with_holes_is_refused() -> None:
 
 
 def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_nobody() -> None:
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    world, prefill, decode, params, _ = lent()
     world.pull(decode, "d-req", [9], params)
     world.deliver_all()
     (transfer_id,) = decode.reads
@@ -984,9 +967,7 @@ def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_nobody() -> None:
 
 
 def test_a_read_goes_on_under_a_promise_that_is_not_renewed() -> None:
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    lease = world.lend(prefill, params)
+    world, prefill, decode, params, lease = lent()
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
     prefill.core.prefill.revoke(lease, world.time(prefill))
@@ -1033,9 +1014,7 @@ def test_a_forked_scheduler_mints_keys_of_its_own() -> None:
 
 def test_a_loop_that_is_always_late_notices_a_silent_peer_too() -> None:
     """What we were away is no silence of theirs, but what we were there is, however little of it at a time."""
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    world, _, decode, params, _ = lent()
     it = world.pull(decode, "d-req", [9], params, timeout=100)
     world.deliver_all()
     (peer,) = decode.core.decode.peers.by_place.values()
@@ -1054,9 +1033,7 @@ def test_a_loop_that_is_always_late_notices_a_silent_peer_too() -> None:
 
 
 def test_a_peer_that_answers_is_never_silent_to_a_loop_that_is_always_late() -> None:
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    world, _, decode, params, _ = lent()
     world.pull(decode, "d-req", [9], params, timeout=1000)
     world.deliver_all()
     (peer,) = decode.core.decode.peers.by_place.values()

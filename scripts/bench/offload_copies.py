@@ -4,12 +4,11 @@ Blocks of a model's layout are stored and loaded as a rank does it: planned from
 (`asynckv.geometry.kept`), and carried out by the copy plane, over NIXL. Planning is in the time. Records go to files
 and back by the file tier, checksums and index included. What is kept of a prompt is looked up in a catalogue.
 
-Beside each, the same bytes are moved raw in the same round: by `memcpy`, the same pieces in the same order, and once
-more in one piece, as they never lie; by `pwrite` and `pread`, the same records to a file in the same folder, past the
-page cache if the tier does so. What Python's loop takes around `memcpy` is measured with pieces of no bytes, and taken
-off. Who comes first is drawn anew for every round, as are blocks and slots; so a ratio compares neighbours in time. One
-of CPU time is beside it, for where others use the machine. Medians are given with intervals that hold them in 95 of 100
-cases (`asynckv.tools.bench.noise`).
+Beside each, the same bytes are moved raw in the same round: by `memcpy`, the same pieces in the same order; by `pwrite`
+and `pread`, the same records to a file in the same folder, past the page cache if the tier does so. What Python's loop
+takes around `memcpy` is measured with pieces of no bytes, and taken off. Who comes first is drawn anew for every round,
+as are blocks and slots; so a ratio compares neighbours in time. One of CPU time is beside it, for where others use the
+machine. Medians are given with intervals that hold them in 95 of 100 cases (`asynckv.tools.bench.noise`).
 """
 
 from __future__ import annotations
@@ -70,14 +69,6 @@ ABOUT = {
     "write": "records from the host pool to files; raw: pwrite, one record after another",
     "read": "records from files to the host pool; raw: pread",
 }
-RAW = {
-    "store": ("ours", "raw", "whole"),
-    "load": ("ours", "raw", "whole"),
-    "write": ("ours", "raw"),
-    "read": ("ours", "raw"),
-}
-"""Who copies, per way; `whole`: one memcpy of as many bytes, from one place to another."""
-
 Bytes = npt.NDArray[np.uint8]
 Pieces = tuple[Sequence[int], Sequence[int], Sequence[int]]
 """Addresses to copy to, to copy from, and lengths."""
@@ -156,8 +147,6 @@ class Rig:
         device = with_addresses(made, [array.ctypes.data for array in self.arrays])
         [self.record] = record_sizes(packed(device, 1 << 50))
         self.pool = _memory(FACTOR * blocks * self.record.stride)
-        self.flat = _memory(blocks * self.record.num_bytes)
-        """What one memcpy copies to and from the pool."""
         kept = packed(device, len(self.pool), base=self.pool.ctypes.data)
         began = time.perf_counter()
         [tables] = kept_tables(device, [kept], itertools.count(1))
@@ -221,12 +210,6 @@ class Rig:
             sizes.append(table.length[row])
         to, of = (far, near) if op is CopyOp.WRITE else (near, far)
         return np.concatenate(to).tolist(), np.concatenate(of).tolist(), np.concatenate(sizes).tolist()
-
-    def whole(self, op: CopyOp) -> Pieces:
-        """What memcpy is to copy: as many bytes at once."""
-        sides = [self.flat.ctypes.data], [self.pool.ctypes.data]
-        to, of = reversed(sides) if op is CopyOp.WRITE else sides
-        return to, of, [self.num_bytes]
 
     async def check(self, is_run: bool) -> None:
         """Store, load into other blocks, and look whether they hold the same.
@@ -342,17 +325,17 @@ async def measured(
             lists = rig.draw(is_run)
             for way, of in found.items():
                 op = CopyOp.WRITE if way in ("store", "write") else CopyOp.READ
-                for who in source.sample(RAW[way], len(RAW[way])):
+                for who in source.sample(("ours", "raw"), 2):
                     if who == "ours":
                         mover = rig if way in ("store", "load") else files
                         assert mover is not None
                         began = _now()
                         await mover.move(op, *lists)
                         took = _since(began)
-                    elif who == "raw" and files is not None and way in ("write", "read"):
+                    elif files is not None and way in ("write", "read"):
                         took = files.raw(op, *lists)
                     else:
-                        took = _memcpy(rig.pieces(op, *lists) if who == "raw" else rig.whole(op))
+                        took = _memcpy(rig.pieces(op, *lists))
                     if number:  # the first round warms up
                         of.setdefault(who, []).append(took)
     return found
@@ -399,15 +382,12 @@ def figures(found: Mapping[str, Found], num_bytes: int) -> dict[str, dict[str, A
             "of_raw_by_cpu": part(of["ours"], of["raw"], 1),
             "request_ms": interval(median_of([wall * 1e3 for wall, _ in of["ours"]])),
         }
-        if "whole" in of:
-            out[way]["one_memcpy_gb_per_s"] = speed(of["whole"])
-            out[way]["of_one_memcpy"] = part(of["ours"], of["whole"], 0)
     return out
 
 
 def show(ways: Mapping[str, Any], console: Console) -> None:
     """Print figures."""
-    heads = ("copies", "GB/s", "raw GB/s", "of raw", "between", f">= {LEAST:g}", "by CPU", "of one memcpy")
+    heads = ("copies", "GB/s", "raw GB/s", "of raw", "between", f">= {LEAST:g}", "by CPU")
     rows = []
     for way, each in ways.items():
         part = each["of_raw"]
@@ -419,7 +399,6 @@ def show(ways: Mapping[str, Any], console: Console) -> None:
             f"{part['low']:.2f}-{part['high']:.2f}",
             met(part),
             f"{each['of_raw_by_cpu']['median']:.2f}",
-            f"{each['of_one_memcpy']['median']:.2f}" if "of_one_memcpy" in each else "",
         )
         rows.append(row)
     print_table(console, heads, rows)

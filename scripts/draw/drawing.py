@@ -17,8 +17,8 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.terminal_theme import TerminalTheme
 
-from asynckv.tools import pictures
-from asynckv.tools.pictures import EMPTY, INK
+from scripts.draw import bars
+from scripts.draw.bars import EMPTY, INK
 
 DOCS = Path(__file__).parents[2] / "docs"
 PICTURES = DOCS / "pictures"
@@ -65,7 +65,7 @@ STYLE = f"""{THEMES}
 
 def colours(index: int | None) -> tuple[str, str]:
     """A fill of the palette (None: grey), and the ink that is read on it, for `text(ink=...)`."""
-    fill, ink = pictures.colours(index)
+    fill, ink = bars.colours(index)
     return fill, "currentColor" if ink == INK else ink
 
 

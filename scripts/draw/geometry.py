@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +15,9 @@ from asynckv.geometry.match import assign, remote_ranks
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import plan_read
 from asynckv.geometry.tables import PeerTables
-from asynckv.tools.pictures import Bar, Segment, bars
-from asynckv.tools.plan import explain
 from asynckv.tools.plan.layouts import model_layout
-from asynckv.tools.plan.models import PRESETS, Heads, Latent, Model, Projection, State
+from asynckv.tools.plan.models import Heads, Latent, Model, Projection, State
+from scripts.draw.bars import Bar, Segment, bars
 from scripts.draw.drawing import PICTURES, to_svg
 
 
@@ -158,12 +156,6 @@ def states(title: str, num_tokens: int) -> RenderableType:
     return bars(title, 80, rows, width=60)
 
 
-def plan_pictures() -> Iterator[RenderableType]:
-    """What `asynckv plan --picture` draws for a hybrid from 2 prefill ranks to 4 decode ranks."""
-    model = PRESETS["nemotron-h-8b"].resized(layers=4)
-    return explain.pictures(ranks(model, 4), ranks(model, 2))
-
-
 def files() -> dict[Path, str]:
     """Every file's text by its name."""
     gqa, few, mla = (Model("m", (layer,)) for layer in (Heads(12, 8), Heads(2, 8), Latent(8, 4)))
@@ -178,7 +170,6 @@ def files() -> dict[Path, str]:
             tokens("Equal sizes: whole blocks; the last one is read over its end", 16, 16, 32, 118),
         ),
         "conv": (conv("Channels of a Mamba-2 convolution's state: x, B and C are cut each by itself"),),
-        "plan": tuple(plan_pictures()),
         "states": (states("Slots of states are paired by the token they are of", 61),),
     }
     return {PICTURES / f"{name}.svg": to_svg(*shown, name=name) for name, shown in drawn.items()}

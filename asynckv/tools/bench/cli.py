@@ -1,4 +1,4 @@
-"""`asynckv bench`: one run, and what can be done beside it: sweep, page, compare and offload.
+"""`asynckv bench`: one run, and what can be done beside it: sweep, compare and offload.
 
 The parameters of a run are made from the declarations in `asynckv.tools.bench.options`; none is spelled here.
 """
@@ -11,7 +11,6 @@ import math
 import shlex
 import sys
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -40,9 +39,9 @@ BENCH_EPILOG = """
 
   asynckv bench --model nemotron-h-8b --layers 4 --tp 1:2 --block-size 64:16 --prefix-hit 30% --json report.json
 
-[bold]Open loop: a rate of requests, shared prefixes, cancellations[/bold]
+[bold]Open loop: a rate of requests, shared prefixes[/bold]
 
-  asynckv bench --layers 2 --shared-prefix 512 --rate 200 --cancel 5%
+  asynckv bench --layers 2 --shared-prefix 512 --rate 200
 
 [bold]A trace, over TCP, a tenth of the time between arrivals[/bold]
 
@@ -75,20 +74,12 @@ SWEEP_EPILOG = """
 [bold]Exit status[/bold]  0 every point good, 1 a point failed or was bad, 2 bad input, 130 Ctrl-C
 """
 
-PAGE_EPILOG = """
-[bold]Example[/bold]
-
-  asynckv bench page sweep.jsonl -o sweep.html
-
-[bold]Exit status[/bold]  0 written, 2 bad input
-"""
-
 COMPARE_EPILOG = """
 [bold]Examples[/bold]
 
   asynckv bench compare before.json after.json
 
-  asynckv bench compare before.jsonl after.jsonl --metrics requests_per_s,p99 --fail-above 5%
+  asynckv bench compare before.jsonl after.jsonl --fail-above 5%
 
   asynckv bench compare reports-of-monday/ reports-of-tuesday/ --json - | jq .overall
 
@@ -170,7 +161,7 @@ def worker() -> None:
     main()
 
 
-# -- sweeps, pages, comparisons -----------------------------------------------------------------------
+# -- sweeps, comparisons ------------------------------------------------------------------------------
 
 
 @bench_app.command(
@@ -180,9 +171,7 @@ def worker() -> None:
 )
 def sweep(
     context: typer.Context,
-    out: Annotated[
-        str, output(help="FILE.jsonl, or a directory for sweep.jsonl; the page is beside it.", metavar="DIR|FILE.jsonl")
-    ],
+    out: Annotated[str, output(help="FILE.jsonl, or a directory for sweep.jsonl.", metavar="DIR|FILE.jsonl")],
     rounds: Annotated[
         int, what(help="How often the whole grid is run; noise shows from 2 on, 8 make good intervals.")
     ] = 1,
@@ -196,23 +185,18 @@ def sweep(
     """
     from rich.console import Console
 
-    from asynckv.tools import frame
     from asynckv.tools.bench import grid, journal, machine, summary
-    from asynckv.tools.bench import page as pages
     from asynckv.tools.bench import sweep as sweeps
     from asynckv.tools.console import printable
     from asynckv.tools.progress import Bar
 
     if not 1 <= rounds <= journal.MOST_ROUNDS:
         raise ConfigError(f"--rounds {rounds} is outside 1 ... {journal.MOST_ROUNDS}")
-    target, html = sweeps.targets(out)
+    target = sweeps.target_of(out)
     made = grid.expand(typer.main.get_command(bench_app), context.args)
     command = shlex.join(["asynckv", "bench", "sweep", *context.args, "--rounds", str(rounds), "--out", out])
     console, errors = Console(), Console(stderr=True)
     say = partial(errors.print, highlight=False, markup=False, soft_wrap=True)
-    with_page = frame.is_installed()
-    if not with_page:
-        say(f"there will be no page: {frame.REMEDY}", style="yellow")
     with contextlib.closing(journal.Journal(target)) as book:
         book.begin(
             journal.Head(
@@ -246,9 +230,7 @@ def sweep(
     if was_interrupted:
         say(f"interrupted after {len(latest)} of {total} runs; the same command goes on:\n  {command}")
         raise typer.Exit(130)
-    if with_page:
-        write("page", str(html), pages.make(book.sweep, target.name))
-    console.print(f"{target}{f', {html}' if with_page else ''}", highlight=False, markup=False, soft_wrap=True)
+    console.print(str(target), highlight=False, markup=False, soft_wrap=True)
     raise typer.Exit(0 if all(row.status == "good" for row in latest.values()) else 1)
 
 
@@ -266,43 +248,10 @@ def _result(row: journal.Row) -> str:
     return "; ".join(said)
 
 
-@bench_app.command(epilog=PAGE_EPILOG)
-def page(
-    file: Annotated[Path, typer.Argument(help="A sweep's file, finished or not.", metavar="FILE.jsonl")],
-    target: Annotated[
-        str | None,
-        output(
-            "--output", "-o", help="Where to write; - for stdout.", show_default="beside it, FILE.html", metavar="FILE"
-        ),
-    ] = None,
-) -> None:
-    """Write a sweep as one HTML page: plots of throughput and latency against load, and a table of all points.
-
-    The page has everything inside and opens without a network.
-    """
-    from asynckv.tools import frame
-    from asynckv.tools.bench import journal
-    from asynckv.tools.bench import page as pages
-
-    if not frame.is_installed():
-        raise ConfigError(frame.REMEDY)
-    target = target or str(file.with_suffix(".html"))
-    write("--output", target, pages.make(journal.load(file), file.name))
-    if target != "-":
-        typer.echo(target)
-
-
 @bench_app.command(epilog=COMPARE_EPILOG)
 def compare(
     before: Annotated[str, typer.Argument(help="A report, a sweep, or a directory of them.")],
     after: Annotated[str, typer.Argument(help="The same, to compare with it.")],
-    metrics: Annotated[
-        str | None,
-        typer.Option(
-            help="Figures, with commas between; or any number's path in the reports, such as phases_s.read.p50.",
-            show_default="gbytes_per_s, requests_per_s, p50, p99, decode_cpu, descriptors, ratio_to_floor.raw_nixl.*",
-        ),
-    ] = None,
     fail_above: Annotated[
         str | None,
         typer.Option(
@@ -324,11 +273,8 @@ def compare(
     from asynckv.tools.bench import sides
 
     limit = None if fail_above is None else share_of("--fail-above", fail_above)
-    names = [] if metrics is None else [x.strip() for x in metrics.split(",") if x.strip()]
-    if metrics is not None and not names:
-        raise ConfigError(f"--metrics {metrics!r} names none")
     sides.refuse_repeated([before, after])
-    result = comparing.compare(sides.load(before), sides.load(after), names, limit)
+    result = comparing.compare(sides.load(before), sides.load(after), limit)
     write_json(json, result)
     comparing.show(result, Console(stderr=json == "-"))
     raise typer.Exit(1 if result["exceeded"] else 0)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from asynckv.errors import ConfigError
 from asynckv.tools.bench import figures, journal
-from asynckv.tools.bench.figures import Figure
+from asynckv.tools.bench.figures import DEFAULT, FLOORS, Figure
 from asynckv.tools.bench.noise import LEVEL, median_of, ratio_of
 from asynckv.tools.bench.sides import Run, Side, flat
 from asynckv.tools.console import printable
@@ -25,7 +25,7 @@ from asynckv.tools.output import print_table
 
 SCHEMA = "asynckv.compare/1"
 NAMES = "before", "after"
-Verdict = Literal["better", "worse", "changed", "noise", "unsure", "undefined"]
+Verdict = Literal["better", "worse", "noise", "unsure", "undefined"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ Range = tuple[float, float]
 def judge(
     before: Sequence[float],
     after: Sequence[float],
-    better: Literal["higher", "lower", ""],
+    better: Literal["higher", "lower"],
     within: tuple[Range | None, Range | None] = (None, None),
 ) -> Change:
     """Compare one figure's runs on two sides.
@@ -73,7 +73,7 @@ def judge(
     if not first:
         return Change(first, second, 1.0 if not second else None, None, None, "undefined" if second else "noise", 0.0)
     ratio = second / first
-    excess = {"higher": 1 - ratio, "lower": ratio - 1, "": 0.0}[better]
+    excess = {"higher": 1 - ratio, "lower": ratio - 1}[better]
     level = LEVEL
     if len(before) == len(after) == 1 and within[0] and within[1] and within[0][0] > 0:
         low, high = within[1][0] / within[0][1], within[1][1] / within[0][0]
@@ -82,20 +82,18 @@ def judge(
     else:
         found = ratio_of(before, after)
         low, high, level = found.low, found.high, found.level
-    verdict: Verdict = "changed"
+    verdict: Verdict = "better" if (ratio > 1) == (better == "higher") else "worse"
     if low <= 1 <= high:
         verdict = "noise"
     elif level < LEVEL:
         verdict = "unsure"
-    elif better:
-        verdict = "better" if (ratio > 1) == (better == "higher") else "worse"
     return Change(first, second, ratio, low, high, verdict, excess)
 
 
 # -- matching --------------------------------------------------------------------------------------
 
 
-def compare(before: Side, after: Side, metrics: Sequence[str] = (), fail_above: float | None = None) -> dict[str, Any]:
+def compare(before: Side, after: Side, fail_above: float | None = None) -> dict[str, Any]:
     """Compare two sides point by point.
 
     Points match where all parameters agree, but for those that have one value on each side and not the same: these
@@ -103,11 +101,10 @@ def compare(before: Side, after: Side, metrics: Sequence[str] = (), fail_above: 
 
     Args:
         before, after: The sides.
-        metrics: Figures to compare; by default the usual ones, and ratios to raw NIXL where all reports have them.
         fail_above: What is worse by more than this, and not within noise, is listed as exceeded.
 
     Raises:
-        ConfigError: A metric is unknown, or no point is on both sides.
+        ConfigError: No point is on both sides.
     """
     sides = before, after
     for side in sides:
@@ -116,7 +113,8 @@ def compare(before: Side, after: Side, metrics: Sequence[str] = (), fail_above: 
             side.runs = [run._replace(params=flat(run.report["config"])) for run in side.runs if run.report]
         if not side.reports:
             raise ConfigError(f"{side.name}: every point failed, so there is nothing to compare")
-    chosen = _chosen(sides, metrics)
+    reports = [report for side in sides for report in side.reports]
+    chosen = [*DEFAULT, *(each for each in FLOORS if all(each.of(report) is not None for report in reports))]
     changed, keys, shown = _columns(sides)
     there = [_points(side, keys) for side in sides]
     lost = [key for key in there[0] if key not in there[1]]
@@ -195,20 +193,6 @@ def _exceeded(points: Sequence[Mapping[str, Any]], lost: Sequence[Any], fail_abo
     return [*found, *({"point": label, "metric": "missing", "excess": 1.0} for label in lost)]
 
 
-def _chosen(sides: Sequence[Side], metrics: Sequence[str]) -> list[Figure]:
-    known = [{name for name, _ in figures.leaves(report)} for side in sides for report in side.reports]
-    if not metrics:
-        everywhere = set.intersection(*known)
-        floors = [name for name in figures.FLOORS if name in everywhere]
-        return [figures.named(name, everywhere) for name in (*figures.DEFAULT, *floors)]
-    chosen = [figures.named(name, set.union(*known)) for name in metrics]
-    for figure in chosen:
-        for side in sides:
-            if all(figure.of(report) is None for report in side.reports):
-                raise ConfigError(f"--metrics {figure.name!r} is in no report of {side.name}")
-    return chosen
-
-
 def _columns(sides: Sequence[Side]) -> tuple[dict[str, list[Any]], list[str], set[str]]:
     """What was changed, the parameters that a point is known by, and those of them that vary.
 
@@ -257,7 +241,7 @@ def _overall(figure: Figure, points: Sequence[Mapping[str, Any]]) -> dict[str, A
         "geometric_mean": math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None,
         "lowest": min(ratios, default=None),
         "highest": max(ratios, default=None),
-        **{v: sum(c["verdict"] == v for c in changes) for v in ("better", "worse", "changed", "noise", "unsure")},
+        **{v: sum(c["verdict"] == v for c in changes) for v in ("better", "worse", "noise", "unsure")},
     }
 
 
@@ -267,7 +251,6 @@ MOST_FAULTY = 5
 TEXTS = {
     "better": "[green]better[/green]",
     "worse": "[red]worse[/red]",
-    "changed": "changed",
     "noise": "[dim]within noise[/dim]",
     "unsure": "[yellow]unsure[/yellow]",
     "undefined": "[yellow]was zero[/yellow]",

@@ -125,11 +125,9 @@ class Driver:
             AsyncKVError: A worker cannot go on.
         """
         self._engines = {place: workers[place] for place in self._experiment.engines.places}
-        engines = self._experiment.engines
         for place, ranks in self._engines.items():
             self._roles |= dict.fromkeys(ranks, place.role)
-            self._lenders += ranks if engines.lends(place) else []
-            self._readers += ranks if engines.pulls(place) else []
+            (self._lenders if place.role == "prefill" else self._readers).extend(ranks)
         started = time.monotonic()
         try:
             self._starting = asyncio.create_task(self._ready())
@@ -186,7 +184,7 @@ class Driver:
                 engines.name(place), endpoints[place], lease=lease, pp_size=self._experiment.sides[place.role].pp
             )
             for place in self._engines
-            if engines.lends(place)
+            if place.role == "prefill"
         }
 
     # -- waves -------------------------------------------------------------------------------------
@@ -219,7 +217,7 @@ class Driver:
             for i in range(self._options.warmup):
                 # Under numbers that no measured request has.
                 number = len(self._schedule) + len(todo)
-                todo.append(replace(requests[i % len(requests)], number=number, chunks=(), cancel_s=None))
+                todo.append(replace(requests[i % len(requests)], number=number, chunks=()))
         self._enter("warm-up", len(todo))
         while todo and not self._stop.is_set():
             wave = self._allocate(todo)
@@ -245,7 +243,7 @@ class Driver:
             work = p.Work(r.number, lent, r.tokens, params, it.workload.chunk_tokens, list(r.chunks))
             lend[r.lender].append(work)
             arrival_s = r.arrival_s - clock_s if is_open else 0.0
-            pull[r.reader].append(replace_struct(work, lists=pulled, arrival_s=arrival_s, cancel_s=r.cancel_s))
+            pull[r.reader].append(replace_struct(work, lists=pulled, arrival_s=arrival_s))
         patience = GRACE_S + self._pool_bytes() / FILLED_PER_S
         for place, workers in self._engines.items():
             for worker in workers:
@@ -274,7 +272,7 @@ class Driver:
         await self._pull(0 if is_open else options.concurrency, longest_s)
         cpu_s = found.cpu_s["decode"] - cpu_s
         self._progress.note("comparing" if options.verify != "off" else "")
-        await self._verify(wave, patience)
+        await self._verify(patience)
         await self._finish()
         if options.floor and not self._stop.is_set():
             sample = sample or await self._measure_floor(patience)
@@ -336,21 +334,15 @@ class Driver:
                     self._lost(f"{worker.name} answers for request {outcome.number}, which nobody gave it")
         found.windows_s.append(max(windows, default=0.0))
 
-    async def _verify(self, wave: Sequence[Allocation], patience_s: float) -> None:
+    async def _verify(self, patience_s: float) -> None:
         found = self.found
-        # What one rank completed and another cancelled is nobody's request.
-        cut = [
-            a.request.number
-            for a in wave
-            if a.request.cancel_s is not None and any(o.error for o in found.outcomes[a.request.number])
-        ]
-        async for _, verified in self._ask(self._readers, p.Verify(cut), p.Verified, patience_s):
+        async for _, verified in self._ask(self._readers, p.Verify(), p.Verified, patience_s):
             found.bytes_verified += verified.num_bytes
             found.bytes_wanted += verified.wanted
             found.bytes_wrong += verified.wrong
 
     async def _finish(self) -> None:
-        found, readers = self.found, self._readers
+        found = self.found
         # Where a reader never came, the lease has to run out first.
         patience = self._options.lease.lease_s + 2 * self._options.lease.grant_s + 10.0
         async for worker, ended in self._ask(self._lenders, p.Finish(patience), p.Ended, patience + GRACE_S):
@@ -358,24 +350,21 @@ class Driver:
                 found.lease_ends[cause] = found.lease_ends.get(cause, 0) + n
             found.prefill_leaked += ended.leaked_blocks
             found.lags += ended.lags
-            if worker not in readers:
-                found.cpu_s["prefill"] += ended.cpu_s - self._cpu_at[worker.name]
+            found.cpu_s["prefill"] += ended.cpu_s - self._cpu_at[worker.name]
 
     async def _reports(self) -> None:
         """Ask every worker for its last words."""
-        found, lenders, readers = self.found, self._lenders, self._readers
+        found = self.found
         patience, transports = self._options.timeout_s + 2 * GRACE_S, Counter[str]()
         async for worker, report in self._ask([*self._roles], p.Stop(), p.Report, patience, AsyncKVError):
             found.peak_rss[worker.name] = report.peak_rss_bytes
             found.pool_bytes[worker.name] = report.pool_bytes
             transports.update(report.transports)
             found.release_s += report.release_s
-            if worker in lenders:
-                found.prefill_leaked += report.gauges.get("blocks_lent", 0)
-            if worker in readers:
-                quarantined = report.gauges.get("blocks_quarantined", 0)
-                found.quarantined += quarantined
-                found.decode_leaked += report.gauges.get("blocks_writing", 0) - quarantined
+            quarantined = report.gauges.get("blocks_quarantined", 0)
+            found.quarantined += quarantined
+            found.prefill_leaked += report.gauges.get("blocks_lent", 0)
+            found.decode_leaked += report.gauges.get("blocks_writing", 0) - quarantined
             if report.integrity:
                 found.problems.append(f"{worker.name}: {report.integrity}")
         found.environment["ucx_transports"] = ucx.named(transports)

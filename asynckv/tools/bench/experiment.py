@@ -62,7 +62,7 @@ class Experiment:
         prefill, decode = options.engines if isinstance(options.engines, tuple) else (options.engines,) * 2
         if not 1 <= min(prefill, decode) <= max(prefill, decode) <= MOST_ENGINES:
             raise ConfigError(f"--engines {prefill}:{decode} is outside 1 ... {MOST_ENGINES}")
-        self.engines = Engines(prefill, decode, options.both_ways)
+        self.engines = Engines(prefill, decode)
         self.arrivals = Arrivals(options.rate, options.speed)
         for role, side in self.sides.items():
             for name, value, most in (
@@ -93,15 +93,12 @@ class Experiment:
     def _check_floor(self) -> None:
         options = self.options
         ranks = [side.tp * side.pp for side in self.sides.values()]
-        if max(ranks) > 1 or len(self.engines.places) > 2 or self.engines.both_ways:
+        if max(ranks) > 1 or len(self.engines.places) > 2:
             raise ConfigError(
-                "--floor compares one decode rank with one prefill rank; leave out --tp, --pp, --engines and "
-                "--both-ways"
+                "--floor compares one decode rank with one prefill rank; leave out --tp, --pp and --engines"
             )
-        if self.arrivals.is_open or options.cancel or options.memory != "host":
-            raise ConfigError(
-                "--floor compares closed loops in host memory; leave out --rate, --speed, --cancel and --memory"
-            )
+        if self.arrivals.is_open or options.memory != "host":
+            raise ConfigError("--floor compares closed loops in host memory; leave out --rate, --speed and --memory")
         if options.remote is not None:
             raise ConfigError("--floor is measured on one machine; leave it or --remote out")
         if options.announced:
@@ -127,7 +124,6 @@ class Experiment:
             arrivals=self.arrivals,
             cache_tokens=self.cache_tokens,
             cached=self.cached,
-            cancel=self.options.cancel,
             seed=self.options.seed,
         )
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from asynckv.errors import ConfigError
 from asynckv.tools.bench.noise import LEVEL
 
 Report = Mapping[str, Any]
@@ -24,9 +22,8 @@ class Figure:
     """
 
     name: str
-    title: str
     unit: str
-    better: Literal["higher", "lower", ""]
+    better: Literal["higher", "lower"]
     path: str
     scale: float = 1.0
     is_per_request: bool = False
@@ -65,64 +62,25 @@ def _number(value: Any) -> float | None:
 FIGURES = {
     figure.name: figure
     for figure in (
-        Figure("gbytes_per_s", "throughput", "GB/s", "higher", "throughput.gbytes_per_s"),
-        Figure("requests_per_s", "throughput", "requests/s", "higher", "throughput.requests_per_s"),
-        Figure("p50", "latency p50", "ms", "lower", "latency_s.p50", 1e3),
-        Figure("p90", "latency p90", "ms", "lower", "latency_s.p90", 1e3),
-        Figure("p99", "latency p99", "ms", "lower", "latency_s.p99", 1e3),
-        Figure("max", "latency max", "ms", "lower", "latency_s.max", 1e3),
-        Figure("decode_cpu", "decode CPU per request", "µs", "lower", "cpu_s.decode", 1e6, is_per_request=True),
-        Figure("prefill_cpu", "prefill CPU per request", "µs", "lower", "cpu_s.prefill", 1e6, is_per_request=True),
-        Figure("loop_lag_p99", "loop lag p99", "ms", "lower", "loop_lag_s.p99", 1e3),
-        Figure("descriptors", "descriptors per request", "", "lower", "descriptors.posted", is_per_request=True),
+        Figure("gbytes_per_s", "GB/s", "higher", "throughput.gbytes_per_s"),
+        Figure("requests_per_s", "requests/s", "higher", "throughput.requests_per_s"),
+        Figure("p50", "ms", "lower", "latency_s.p50", 1e3),
+        Figure("p99", "ms", "lower", "latency_s.p99", 1e3),
+        Figure("decode_cpu", "µs", "lower", "cpu_s.decode", 1e6, is_per_request=True),
+        Figure("descriptors", "", "lower", "descriptors.posted", is_per_request=True),
     )
 }
-FLOORS = {
+DEFAULT = tuple(FIGURES.values())
+HEADS = {
     "ratio_to_floor.raw_nixl.gbytes_per_s": "GB/s / raw NIXL",
     "ratio_to_floor.raw_nixl.p50_s": "p50 / raw NIXL",
     "ratio_to_floor.raw_nixl.cpu_s_per_request": "CPU / raw NIXL",
 }
+FLOORS = tuple(Figure(name, "", "higher" if name.endswith("per_s") else "lower", name) for name in HEADS)
 """Looked at beside the usual figures where reports have them."""
-DEFAULT = ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu", "descriptors")
+SHARE = FLOORS[0]
 
 
 def head(name: str, unit: str = "") -> str:
     """Name a figure as the head of a column."""
-    return unit if unit and name.endswith("per_s") else FLOORS.get(name) or f"{name} {unit}".rstrip()
-
-
-def leaves(report: Report, under: str = "") -> Iterator[tuple[str, float]]:
-    """Yield every number of a report, by its dotted path; with `under` those of that part only."""
-    part = _find(report, under)
-    if (number := _number(part)) is not None:
-        yield under, number
-    elif isinstance(part, Mapping):
-        for key in part:
-            yield from leaves(report, f"{under}.{key}" if under else str(key))
-
-
-def named(name: str, known: set[str]) -> Figure:
-    """Find a figure by its name, or by a number's path in the report, such as `phases_s.read.p50`.
-
-    Args:
-        name: What is looked for.
-        known: The paths that there are.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    if (figure := FIGURES.get(name)) is not None:
-        return figure
-    if name not in known:
-        near = difflib.get_close_matches(name, [*FIGURES, *sorted(known)], 1)
-        raise ConfigError(
-            f"--metrics {name!r} is unknown{f'; did you mean {near[0]}?' if near else ''}; there are "
-            f"{', '.join(FIGURES)}, and every number's path in the reports, such as phases_s.read.p50"
-        )
-    root = name.split(".")[0]
-    if root == "ratio_to_floor":
-        better: Literal["higher", "lower"] = "higher" if name.endswith("per_s") else "lower"
-        return Figure(name, name, "", better, name)
-    if root in ("latency_s", "phases_s", "loop_lag_s", "cpu_s"):
-        return Figure(name, name, "ms", "lower", name, 1e3)
-    return Figure(name, name, "", "", name)
+    return unit if unit and name.endswith("per_s") else HEADS.get(name) or f"{name} {unit}".rstrip()

@@ -189,13 +189,7 @@ def faults(rounds: Sequence[Round]) -> list[str]:
 
 KIND = "raw_nixl"
 """What the report calls it."""
-NAMES = {
-    "raw_nixl": "raw NIXL loop",
-    # Of reports that older versions have made.
-    "memory_copy": "memory copy",
-    "process_vm_readv": "process_vm_readv",
-    "tcp_socket": "raw TCP socket",
-}
+NAME = "raw NIXL loop"
 HEAD = ("floor (the bare transfer)", "GB/s", "p50", "engine reaches", "p50 x", "CPU x")
 
 ROUNDS = 10
@@ -210,32 +204,30 @@ LEAST_TURNS = 2
 
 def table(report: dict[str, Any]) -> tuple[list[tuple[str, ...]], list[str]]:
     """Rows for the table of `HEAD`: what each floor did, and what part of it the engine reaches; and what to heed."""
+    if "floor" not in report:
+        return [], []
     rows: list[tuple[str, ...]] = []
-    for kind, ratio in report.get("ratio_to_floor", {}).items():
-        at = report["floor"][kind]
+    notes = [f"the {NAME} was not measured: {why}" for why in report["floor"]["not_measured"].values()]
+    if (ratio := report["ratio_to_floor"].get(KIND)) is not None:
+        at = report["floor"][KIND]
         fast = at["p50_s"]["median"]
         share, slower, cpu = (ratio[key] for key in ("gbytes_per_s", "p50_s", "cpu_s_per_request"))
-        rows.append(
-            (
-                NAMES[kind],
-                f"{at['gbytes_per_s']['median']:.3f}",
-                f"{fast * 1e3:.2f} ms" if fast >= 1e-4 else f"{fast * 1e6:.1f} µs",
-                f"{share['median']:.1%} ({share['low']:.1%}-{share['high']:.1%})",
-                f"{slower['median']:.2f}",
-                f"{cpu['median']:.2f}",
+        row = (
+            NAME,
+            f"{at['gbytes_per_s']['median']:.3f}",
+            f"{fast * 1e3:.2f} ms" if fast >= 1e-4 else f"{fast * 1e6:.1f} µs",
+            f"{share['median']:.1%} ({share['low']:.1%}-{share['high']:.1%})",
+            f"{slower['median']:.2f}",
+            f"{cpu['median']:.2f}",
+        )
+        rows.append(row)
+        if (threads := report["config"]["posting_threads"]) not in (0, 1):
+            notes.append(f"the floor has one thread; the engine posts with --posting-threads {threads}")
+        if (lag := report["loop_lag_s"]["p99"]) > QUIET_S:
+            notes.append(
+                f"the machine was not quiet (event loop lag p99 {lag * 1e3:.0f} ms): the intervals may be too narrow"
             )
-        )
-    notes = [
-        f"{NAMES[k]} was not measured: {why}" for k, why in report.get("floor", {}).get("not_measured", {}).items()
-    ]
-    threads = report.get("config", {}).get("posting_threads", 0)
-    if "raw_nixl" in report.get("ratio_to_floor", {}) and threads not in (0, 1):
-        notes.append(f"the floor has one thread; the engine posts with --posting-threads {threads}")
-    if rows and (lag := report.get("loop_lag_s", {}).get("p99", 0.0)) > QUIET_S:
-        notes.append(
-            f"the machine was not quiet (event loop lag p99 {lag * 1e3:.0f} ms): the intervals may be too narrow"
-        )
-    return rows, [*notes, *report.get("floor", {}).get("caveats", [])]
+    return rows, [*notes, *report["floor"]["caveats"]]
 
 
 def caveats(rounds: Sequence[Round]) -> list[str]:

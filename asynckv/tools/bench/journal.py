@@ -2,7 +2,7 @@
 
 A line counts once it is whole: it is written in one piece and synced. A line that a crash tore off at the end is cut
 away and measured again. The last head counts, and the last line of a point and round. A `Point` is the rounds of one
-place of the grid taken together, for the table, the page and the comparison.
+place of the grid taken together, for the table.
 """
 
 from __future__ import annotations
@@ -191,19 +191,18 @@ def is_sweep(data: bytes) -> bool:
     return b'"asynckv.sweep/' in data[:200]
 
 
-def load(path: Path, option: str = "") -> Sweep:
+def load(path: Path) -> Sweep:
     """Read a sweep that has at least begun.
 
     Raises:
         ConfigError: As `read`, or the file cannot be read, or not even its head is whole.
     """
-    name = f"{option} {path}".strip()
     try:
-        found = read(path.read_bytes(), name)
+        found = read(path.read_bytes(), str(path))
     except OSError as exc:
-        raise ConfigError(f"{name}: {exc.strerror or exc}") from exc
+        raise ConfigError(f"{path}: {exc.strerror or exc}") from exc
     if not found.heads:
-        raise ConfigError(f"{name}: holds no sweep yet")
+        raise ConfigError(f"{path}: holds no sweep yet")
     return found
 
 

@@ -103,16 +103,14 @@ class Pool:
             ids = _kernel_blocks(group, [b for b in lists[it.group][1] if b is not None])
             it.array[ids] = np.uint64(POISON) >> it.shift
 
-    def check(
-        self, request: int, lists: Lists, tokens: int, prefix: Prefix = NOTHING_SHARED, *, every: int = 1
-    ) -> tuple[int, int]:
+    def check(self, request: int, lists: Lists, tokens: int, prefix: Prefix = NOTHING_SHARED) -> tuple[int, int]:
         """Compare with a request's pattern; the bytes that were compared, and those that differ.
 
         What lies before a list's first token must be untouched, that is, poison. Tokens after the last, or
-        before a sliding window, are nobody's. `every` takes a sample of blocks, the first and the last always.
+        before a sliding window, are nobody's.
         """
         compared = wrong = 0
-        for it, ids, begin, end, expected in self._chunks(request, lists, tokens, prefix, every):
+        for it, ids, begin, end, expected in self._chunks(request, lists, tokens, prefix):
             found = np.ascontiguousarray(it.array[ids])
             if begin is None:
                 compared += found.nbytes
@@ -143,7 +141,7 @@ class Pool:
         return total
 
     def _chunks(
-        self, request: int, lists: Lists, tokens: int, prefix: Prefix, every: int = 1
+        self, request: int, lists: Lists, tokens: int, prefix: Prefix
     ) -> Iterator[tuple[_Field, Int64s, Int64s | None, tuple[Int64s, Int64s], Words]]:
         """Per part and some kernel blocks: ids, the places wanted in each, and what belongs there."""
         none = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -159,8 +157,6 @@ class Pool:
                 continue
             size, start = group.kernel_size, first // group.block_size
             places = [i for i, b in enumerate(blocks) if b is not None]
-            if every > 1:
-                places = [i for n, i in enumerate(places) if n % every == request % every or n in (0, len(places) - 1)]
             if not places:
                 continue
             ids = _kernel_blocks(group, [b for b in (blocks[i] for i in places) if b is not None])

@@ -4,15 +4,11 @@ Every request looks its prompt up, loads what is found, computes the rest, and s
 decides as it does in an engine; its moves are carried out by saying that they are done. So it takes a minute to learn
 what a terabyte would be good for. Requests come one after another, in the order of the workload: nobody finds what is
 being stored just now, and a write-back has ended before the next one comes.
-
-`Prompts` and `Tally` are those of runs with bytes as well (`asynckv.tools.bench.offload_run`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,7 +23,6 @@ from asynckv.offload.found import Found
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome, MoveKind
 from asynckv.offload.keys import StoredGroup, stored_groups
 from asynckv.tools.bench.prefixes import PrefixCache
-from asynckv.tools.bench.report import quantiles
 from asynckv.tools.bench.workload import Workload
 
 MODEL = "bench"
@@ -52,7 +47,6 @@ class Prompt(NamedTuple):
         most: Leading tokens that any request before it had in common with it: what no cache exceeds.
     """
 
-    number: int
     tokens: int
     hashes: list[bytes]
     cached: int
@@ -84,7 +78,7 @@ class Prompts:
             most = (tokens - 1) // self.hash_tokens
             cached = min(cache.num_cached(hashes), most) * self.hash_tokens // self.align * self.align
             known = next((i for i, key in enumerate(hashes[:most]) if key not in seen), min(most, len(hashes)))
-            yield Prompt(number, tokens, hashes, cached, known * self.hash_tokens // self.align * self.align)
+            yield Prompt(tokens, hashes, cached, known * self.hash_tokens // self.align * self.align)
             seen.update(hashes)
             if self._cache_blocks:
                 cache.use(hashes)
@@ -108,24 +102,12 @@ class Tally:
 
     def __init__(self, groups: Sequence[StoredGroup]) -> None:
         self.groups = groups
-        self.requests = 0
         self.tokens = dict.fromkeys(("prompt", "device", "host", "file", "computed", "best"), 0.0)
-        self.lookup_s: list[float] = []
-        self.lookup_cpu_s: list[float] = []
         self._alone = [0] * len(groups)
         self._blocks = [dict.fromkeys(("host", "file"), 0) for _ in groups]
 
-    def looked_up(self, lookup: Callable[[], Found]) -> Found:
-        """Look a prompt up, and note how long that took, and what of it the thread has computed."""
-        began, cpu = time.perf_counter(), time.thread_time()
-        found = lookup()
-        self.lookup_cpu_s.append(time.thread_time() - cpu)
-        self.lookup_s.append(time.perf_counter() - began)
-        return found
-
     def count(self, prompt: Prompt, found: Found, loaded: int) -> None:
         """Note a request: what was looked up, and up to where it was loaded."""
-        self.requests += 1
         at_hand = max(loaded, prompt.cached)
         self.tokens["prompt"] += prompt.tokens
         self.tokens["device"] += prompt.cached
@@ -149,7 +131,6 @@ class Tally:
         tokens = {name: round(count) for name, count in self.tokens.items()}
         prompt = max(1, tokens["prompt"])
         return {
-            "requests": self.requests,
             "tokens": tokens,
             "hit_rate": {name: round(tokens[name] / prompt, 6) for name in ("device", "host", "file")}
             | {"all": round(1 - tokens["computed"] / prompt, 6), "best": round(tokens["best"] / prompt, 6)},
@@ -157,8 +138,6 @@ class Tally:
                 {"name": group.name, "hit_rate": round(alone / prompt, 6), "blocks": blocks}
                 for group, alone, blocks in zip(self.groups, self._alone, self._blocks, strict=True)
             ],
-            "lookup_s": quantiles(self.lookup_s, p50=0.5, p99=0.99, max=1.0),
-            "lookup_cpu_s": quantiles(self.lookup_cpu_s, p50=0.5, p99=0.99, max=1.0),
         }
 
 
@@ -192,10 +171,8 @@ def replay(
     """
     catalogue = Catalogue(groups, prompts.hash_tokens, tiers.host_bytes, tiers.file_bytes, policy=tiers.policy)
     tally, moved = Tally(groups), dict.fromkeys(MoveKind, 0)
-    clock, spent = time.perf_counter, 0.0
     for prompt in prompts:
-        began = clock()
-        found = tally.looked_up(partial(catalogue.lookup, prompt.hashes[: (prompt.tokens - 1) // prompts.hash_tokens]))
+        found = catalogue.lookup(prompt.hashes[: (prompt.tokens - 1) // prompts.hash_tokens])
         loaded = 0
         if found.tokens > prompt.cached:
             catalogue.load("load", prompt.hashes, found.tokens, first_token=prompt.cached)
@@ -207,15 +184,12 @@ def replay(
         if any(new):
             catalogue.store("store", prompt.hashes, positions=new)
             _carried_out(catalogue, moved, JobKind.STORE)
-        spent += clock() - began
         tally.count(prompt, found, loaded)
         progress()
     if wrong := catalogue.check_integrity():
         raise AsyncKVError(f"integrity: {'; '.join(wrong)}")
     said = catalogue.statistics()
     return tally.told() | {
-        "seconds": round(spent, 6),
-        "requests_per_s": round(tally.requests / max(spent, 1e-9), 3),
         "blocks": {tier: said.get(f"{tier}_blocks", 0) for tier in ("host", "file")},
         "evicted": {tier: said.get(f"{tier}_evicted", 0) for tier in ("host", "file")},
         "not_written_back": said["lost_before_write_back"] + said["write_backs_without_room"],

@@ -268,13 +268,7 @@ class Options(Struct, frozen=True, kw_only=True):
         float | None,
         work("Open loop: requests come at the trace's times, so many times as fast.", least=1e-6, most=MOST_RATE),
     ] = None
-    cancel: Annotated[
-        float, work("Share of the pulls that are cancelled while they run, such as 5%.", shown="0%", read=share_of)
-    ] = 0.0
     engines: Annotated[Sides, sizes("Engines, in the same way; requests take turns among them.", shown="1")] = 1
-    both_ways: Annotated[
-        bool, work("Every second request goes from decode to prefill: all lend, all pull.", in_record=False)
-    ] = False
     warmup: Annotated[
         int,
         work(
@@ -288,9 +282,7 @@ class Options(Struct, frozen=True, kw_only=True):
     )
     seed: Annotated[int, work("Of the pattern, the lengths and the block order.", least=0)] = 0
 
-    verify: Annotated[
-        Literal["full", "sample", "off"], run("Compare every byte, a sample of blocks, or nothing (and fill nothing).")
-    ] = "full"
+    verify: Annotated[Literal["full", "off"], run("Compare every byte, or nothing (and fill nothing).")] = "full"
     timeout_s: Annotated[
         float,
         run(

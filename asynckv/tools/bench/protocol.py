@@ -36,8 +36,6 @@ class Setup(Struct, tag=True, kw_only=True):
     options: Options
     role: str
     engine_id: str
-    pulls: bool
-    """Whether it ever pulls; otherwise it lends only."""
     tp_rank: int
     pp_stage: int
     shape: Shape
@@ -70,8 +68,6 @@ class Work(Struct):
     """Ids of the leading chunks, by which their tokens' pattern is known."""
     arrival_s: float = 0.0
     """When it comes, from the opening of the window, or came, if negative; open loop only."""
-    cancel_s: float | None = None
-    """How long after its pull began it is cancelled."""
 
 
 class Prepare(Struct, tag=True):
@@ -125,9 +121,7 @@ class Pulled(Struct, tag=True):
 
 
 class Verify(Struct, tag=True):
-    """Compare what was pulled, less what was cancelled on another rank."""
-
-    without: list[int] = []
+    """Compare what was pulled."""
 
 
 class Verified(Struct, tag=True):

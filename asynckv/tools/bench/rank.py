@@ -32,7 +32,6 @@ from asynckv.tools.bench.floor import Floor
 from asynckv.tools.bench.memory import CudaPool, Pool
 
 LAG_S = 0.005
-SAMPLE = 16
 
 
 class LagSampler:
@@ -95,8 +94,7 @@ class Worker:
     def lend(self) -> None:
         self.lent = [(work, self.engine.lend(work.params)) for work in self.filled]
         garbage.settle()
-        if not self.setup.pulls:
-            self.sampler.start()
+        self.sampler.start()
 
     def _fill(self, lent: list[p.Work], pulled: list[p.Work]) -> None:
         """Write what is lent, and poison what is pulled."""
@@ -178,9 +176,6 @@ class Worker:
     async def _pull(self, work: p.Work, due: float) -> p.Outcome:
         late = time.perf_counter() - due
         request_id = f"decode-{work.number}"
-        cancel = None
-        if work.cancel_s is not None:
-            cancel = asyncio.get_running_loop().call_later(work.cancel_s, self.engine.cancel, request_id)
         try:
             result = await self.engine.pull(request_id, work.lists, work.params, timeout_s=self.options.timeout_s)
         except PullError as exc:
@@ -189,9 +184,6 @@ class Worker:
             return p.Outcome(work.number, str(exc), exc.reason, time.perf_counter() - due, late)
         except AsyncKVError as exc:
             return p.Outcome(work.number, str(exc), type(exc).__name__, time.perf_counter() - due, late)
-        finally:
-            if cancel is not None:
-                cancel.cancel()
         return p.Outcome(
             work.number,
             seconds=time.perf_counter() - due,
@@ -220,9 +212,9 @@ class Worker:
         for work in self.works:
             self.engine.cancel(f"decode-{work.number}")
 
-    def verify(self, without: list[int]) -> p.Verified:
-        """Compare every token, or those in a sample of blocks that holds each request's first and last."""
-        done = {o.number for o in self.outcomes if not o.error}.difference(without)
+    def verify(self) -> p.Verified:
+        """Compare every token."""
+        done = {o.number for o in self.outcomes if not o.error}
         compared = wanted = wrong = 0
         if self.options.verify != "off":
             self.pool.fetch()
@@ -232,9 +224,8 @@ class Worker:
             wanted += self.pool.wanted(work.lists, work.tokens)
             if self.options.verify == "off":
                 continue
-            every = SAMPLE if self.options.verify == "sample" else 1
             prefix = work.chunk_tokens, work.chunks
-            looked_at, found = self.pool.check(work.number, work.lists, work.tokens, prefix, every=every)
+            looked_at, found = self.pool.check(work.number, work.lists, work.tokens, prefix)
             compared += looked_at
             wrong += found
         return p.Verified(compared, wanted, wrong)
@@ -251,8 +242,7 @@ class Worker:
                 leaked += sum(b is not None for _, blocks in work.lists for b in blocks)
                 causes["leaked"] += 1
         self.lent = []
-        lags = [] if self.setup.pulls else self.sampler.stop()
-        return p.Ended(dict(causes), leaked, lags, time.process_time())
+        return p.Ended(dict(causes), leaked, self.sampler.stop(), time.process_time())
 
     async def stop(self) -> p.Report:
         self.floor.close()
@@ -343,8 +333,8 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
             case p.Cancel():
                 worker.cancel()
                 continue
-            case p.Verify(without):
-                answer = await anyio.to_thread.run_sync(worker.verify, without)
+            case p.Verify():
+                answer = await anyio.to_thread.run_sync(worker.verify)
             case p.Finish(patience_s):
                 answer = await worker.finish(patience_s)
             case p.Open():

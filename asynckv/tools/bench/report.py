@@ -28,8 +28,7 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
     complete: list[float] = []
     calls: list[float] = []
     busy_s = 0.0
-    failed = cancelled = cut = 0
-    asked = {r.number for r in schedule if r.cancel_s is not None}
+    failed = cancelled = 0
     for number, outcomes in found.outcomes.items():
         errors = [o.reason for o in outcomes if o.error]
         busy_s += max((o.seconds - o.late for o in outcomes), default=0.0)
@@ -40,8 +39,6 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
                 continue  # cached whole: an answer of the engine's own, not a transfer
             complete.append(max(o.seconds for o in outcomes))
             calls.append(max(o.seconds - o.late for o in outcomes))
-        elif is_whole and number in asked and set(errors) == {"cancelled"}:
-            cut += 1
         elif found.interrupted and (not errors or set(errors) <= {"cancelled", "EngineClosed"}):
             cancelled += 1
         else:
@@ -72,11 +69,6 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
             "read_nothing": completed - len(complete),
             "failed": failed,
             "cancelled": cancelled,
-        },
-        "cancellations": {
-            "asked": len(asked),
-            "cancelled": cut,
-            "too_late": sum(n in asked for n, o in found.outcomes.items() if not any(x.error for x in o)),
         },
         "prefix": _prefix(experiment.workload, found, schedule),
         "bytes": {
@@ -118,7 +110,7 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
         "processes": found.pids,
         "warnings": _warnings(experiment),
         "problems": found.problems + floor.faults(found.floor),
-        "errors": _errors(found, asked),
+        "errors": _errors(found),
         **floor.summary(found.floor),
     }
 
@@ -174,11 +166,11 @@ def _config(experiment: Experiment, schedule: Sequence[Request]) -> dict[str, An
 
 
 def is_good(report: dict[str, Any]) -> bool:
-    """Everything completed but what was to be cancelled, every compared byte was right, and nothing leaked."""
+    """Everything completed, every compared byte was right, and nothing leaked."""
     moved, wanted, verified = (report["bytes"][k] for k in ("moved", "wanted", "verified"))
     return (
         not report["interrupted"]
-        and report["requests"]["completed"] + report["cancellations"]["cancelled"] == report["config"]["requests"]
+        and report["requests"]["completed"] == report["config"]["requests"]
         and report["bytes"]["wrong"] == 0
         and (report["config"]["verify"] != "full" or verified == wanted)
         and moved >= wanted
@@ -228,13 +220,13 @@ def quantiles(values: Sequence[float], **at: float) -> dict[str, float]:
     return {name: float(np.quantile(values, q, method="higher")) for name, q in at.items()}
 
 
-def _errors(found: Measured, asked: set[int]) -> dict[str, int]:
-    """The first message of every reason, and how often it occurred, but for those that were asked to be cancelled."""
+def _errors(found: Measured) -> dict[str, int]:
+    """The first message of every reason, and how often it occurred."""
     first: dict[str, str] = {}
     counts: dict[str, int] = {}
     for outcomes in found.outcomes.values():
         for outcome in outcomes:
-            if outcome.error and not (outcome.number in asked and outcome.reason == "cancelled"):
+            if outcome.error:
                 text = first.setdefault(outcome.reason, f"{outcome.reason}: {outcome.error}"[:400])
                 counts[text] = counts.get(text, 0) + 1
     return counts

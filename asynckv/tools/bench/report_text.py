@@ -30,21 +30,12 @@ class Part(NamedTuple):
 def verdict(found: dict[str, Any]) -> str:
     """Say in one line how the run went."""
     requests, total = found["requests"], found["config"]["requests"]
-    if (cut := found.get("interruption")) is not None:
+    if (cut := found["interruption"]) is not None:
         return f"INTERRUPTED {cut['says']}"
-    if found["interrupted"]:
-        return f"INTERRUPTED after {requests['completed']:,} of {total:,} requests; the figures cover these only"
     if report.is_good(found):
-        compared = {
-            "full": "every byte verified",
-            "sample": "a sample of the bytes verified",
-            "off": "no byte compared (--verify off)",
-        }[found["config"]["verify"]]
-        cut_short = found["cancellations"]["cancelled"]
-        cancelled = f", {cut_short:,} cancelled as asked" if cut_short else ""
-        return (
-            f"good: {requests['completed']:,} of {total:,} requests completed{cancelled}, {compared}, no block leaked"
-        )
+        is_full = found["config"]["verify"] == "full"
+        compared = "every byte verified" if is_full else "no byte compared (--verify off)"
+        return f"good: {requests['completed']:,} of {total:,} requests completed, {compared}, no block leaked"
     faults = report.faults(found)[:6]
     incomplete = f"only {requests['completed']:,} of {total:,} requests were completed and verified"
     return f"BAD: {'; '.join(faults) or incomplete}"
@@ -66,7 +57,7 @@ def show(found: dict[str, Any], console: Console) -> None:
         console.print(f"  ! {escape(without_control(text))}", style="red", highlight=False)
     if not measured:
         return
-    for text in found.get("warnings", ()):
+    for text in found["warnings"]:
         console.print(f"  ! {escape(without_control(text))}", style="yellow", highlight=False)
     for part in parts(found):
         console.print()
@@ -90,13 +81,12 @@ def _rows(said: dict[str, str]) -> Part:
 
 def _reached(found: dict[str, Any]) -> Part:
     requests, moved, prefix = found["requests"], found["bytes"], found["prefix"]
-    total, cut = found["config"]["requests"], found["cancellations"]
+    total = found["config"]["requests"]
     apart = f", and {requests['read_nothing']:,} that read nothing" if requests["read_nothing"] else ""
     counts = [f"{requests['completed']:,} of {total:,} completed", f"{requests['failed']:,} failed"]
     counts += [f"{requests['cancelled']:,} cut off by Ctrl-C"] if requests["cancelled"] else []
     counts += [f"{left:,} never started"] if (left := total - requests["submitted"]) else []
     compared = f"{moved['verified'] / moved['wanted']:.1%} verified" if moved["wanted"] else "none wanted"
-    cancelled = "{asked:,}: {cancelled:,} were, {too_late:,} had completed before".format(**cut)
     shared = (
         f"{prefix['hit_rate']:.1%} of {prefix['prompt_tokens']:,} prompt tokens were cached at the reader; "
         f"{prefix['lent_shared']:,} of {prefix['lent_blocks']:,} lent blocks were lent to another request as well"
@@ -107,7 +97,6 @@ def _reached(found: dict[str, Any]) -> Part:
             "throughput": "{gbytes_per_s:.3f} GB/s, {requests_per_s:,.1f} requests/s".format(**found["throughput"])
             + apart,
             "requests": ", ".join(counts),
-            "to be cancelled": cancelled if cut["asked"] else "",
             "prefixes": shared if prefix["shared"] else "",
             "bytes": f"{moved['moved']:,} moved, {moved['wanted']:,} wanted, {compared}, {moved['wrong']:,} wrong",
             "blocks": blocks.format(**found["blocks"]),
@@ -192,7 +181,7 @@ def _workload(config: dict[str, Any], windows: dict[str, Any]) -> str:
         case "closed":
             load = f"{config['concurrency']} in flight"
             # Every measurement window begins and ends with fewer.
-            if (mean := windows.get("mean_in_flight", 0.0)) < 0.75 * config["concurrency"] and mean:
+            if (mean := windows["mean_in_flight"]) < 0.75 * config["concurrency"] and mean:
                 load = f"up to {load}, {mean:.1f} on average"
         case "trace":
             load = f"arrivals of the trace at speed {config['speed']:g}"
@@ -200,7 +189,7 @@ def _workload(config: dict[str, Any], windows: dict[str, Any]) -> str:
             load = f"{kind} arrivals at {config['rate']:g}/s"
     engines = config["engines"]
     announced = "; announced: claims are granted before each measurement window opens" if config["announced"] else ""
-    many = engines["prefill"] + engines["decode"] > 2 or engines["both_ways"]
+    many = engines["prefill"] + engines["decode"] > 2
     who = f"; engines: {Engines(**engines)}" if many else ""
     return (
         f"{config['prompt_tokens']} tokens{hit}{cached}; {load}, blocks {config['block_order']}, seed "

@@ -15,8 +15,6 @@ from asynckv.errors import ConfigError
 from asynckv.tools.bench.prefixes import PrefixCache
 from asynckv.tools.bench.workload import Workload
 
-CANCEL_WITHIN_S = 0.05
-
 
 class Place(NamedTuple):
     """One engine: its role, and which one of that role."""
@@ -31,12 +29,10 @@ class Engines:
 
     Attributes:
         prefill, decode: Engines of each role; requests take turns among all pairs.
-        both_ways: Every second request goes from a decode to a prefill engine.
     """
 
     prefill: int = 1
     decode: int = 1
-    both_ways: bool = False
 
     @property
     def places(self) -> list[Place]:
@@ -50,21 +46,10 @@ class Engines:
 
     def route(self, number: int) -> tuple[Place, Place]:
         """Who lends a request, and who pulls it."""
-        turn = number // 2 if self.both_ways else number
-        prefill = Place("prefill", turn % self.prefill)
-        decode = Place("decode", turn // self.prefill % self.decode)
-        return (decode, prefill) if self.both_ways and number % 2 else (prefill, decode)
-
-    def lends(self, place: Place) -> bool:
-        """Whether an engine ever lends."""
-        return self.both_ways or place.role == "prefill"
-
-    def pulls(self, place: Place) -> bool:
-        """Whether an engine ever pulls."""
-        return self.both_ways or place.role == "decode"
+        return Place("prefill", number % self.prefill), Place("decode", number // self.prefill % self.decode)
 
     def __str__(self) -> str:
-        return f"{self.prefill} prefill, {self.decode} decode" + (", both ways" if self.both_ways else "")
+        return f"{self.prefill} prefill, {self.decode} decode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +111,6 @@ class Request:
         chunks: Ids of its leading chunks, by which others may share them.
         lender, reader: The engines.
         arrival_s: When it comes, from the start of the schedule.
-        cancel_s: How long after its pull began it is cancelled; None if it is not.
     """
 
     number: int
@@ -136,7 +120,6 @@ class Request:
     reader: Place
     chunks: tuple[int, ...] = ()
     arrival_s: float = 0.0
-    cancel_s: float | None = None
 
 
 def make_schedule(
@@ -146,7 +129,6 @@ def make_schedule(
     arrivals: Arrivals,
     cache_tokens: int,
     cached: Callable[[int], int],
-    cancel: float,
     seed: int,
 ) -> list[Request]:
     """Work every request out.
@@ -157,17 +139,11 @@ def make_schedule(
         arrivals: When they come.
         cache_tokens: Tokens that every reader's prefix cache holds, where prompts share chunks.
         cached: Tokens of a prompt that are cached, where they share none.
-        cancel: Share of the requests that are cancelled, each at a random moment within `CANCEL_WITHIN_S`.
         seed: Of what is random.
 
     Raises:
         ConfigError: The trace has no times.
     """
-    number = len(workload.prompt_tokens)
-    moments = np.random.default_rng([seed, 3])
-    is_cancelled = np.zeros(number, np.bool_)
-    is_cancelled[moments.permutation(number)[: round(cancel * number)]] = True
-    cancel_s = moments.uniform(0, CANCEL_WITHIN_S, number).tolist()
     times = arrivals.times(workload, seed)
     caches = {p: PrefixCache(cache_tokens // workload.chunk_tokens) for p in engines.places}
     out = []
@@ -177,8 +153,7 @@ def make_schedule(
         if workload.chunks:
             held = _held(i, tokens, chunks, workload.chunk_tokens)
             there = min(caches[reader].num_cached(held) * workload.chunk_tokens, tokens)
-            if not is_cancelled[i]:
-                caches[reader].use(held)
+            caches[reader].use(held)
         else:
             there = cached(tokens)
         out.append(
@@ -190,7 +165,6 @@ def make_schedule(
                 reader=reader,
                 chunks=chunks,
                 arrival_s=times[i],
-                cancel_s=cancel_s[i] if is_cancelled[i] else None,
             )
         )
     return out

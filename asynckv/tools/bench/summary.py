@@ -1,4 +1,4 @@
-"""The table of a sweep, a row per point with medians over its rounds: for the terminal, and for the page."""
+"""The table of a sweep, a row per point with medians over its rounds."""
 
 from __future__ import annotations
 
@@ -9,21 +9,16 @@ from rich.console import Console
 
 from asynckv.arguments import without_control
 from asynckv.tools.bench import figures
+from asynckv.tools.bench.figures import SHARE
 from asynckv.tools.bench.journal import Head, Point, Sweep
 from asynckv.tools.console import printable
 from asynckv.tools.output import print_table
 
-SHARE = figures.named(share := "ratio_to_floor.raw_nixl.gbytes_per_s", {share})
 SHOWN = tuple(figures.FIGURES[name] for name in ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu"))
 
 
-def table(sweep: Sweep, *, has_noise: bool = False) -> tuple[list[str], list[list[str]]]:
-    """Make heads and rows: the point's place, its figures, and what became of rounds that were not good.
-
-    Args:
-        sweep: Finished or not.
-        has_noise: Each median has its interval beside it.
-    """
+def _table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+    """Make heads and rows: the point's place, its figures, and what became of rounds that were not good."""
     points, rows = sweep.points(), []
     columns = [*SHOWN, *([SHARE] if any(point.interval(SHARE) for point in points) else [])]
     for point in points:
@@ -31,9 +26,7 @@ def table(sweep: Sweep, *, has_noise: bool = False) -> tuple[list[str], list[lis
         for figure in columns:
             form, interval = ".1%" if figure is SHARE else ",.4g", point.interval(figure)
             row.append("" if interval is None else format(interval.median, form))
-            if has_noise and interval is not None and interval.low < interval.high:
-                row[-1] += f" ({interval.low:{form}} … {interval.high:{form}})"
-        row.append("; ".join(point.faults) if has_noise else ", ".join({f.partition(":")[0]: "" for f in point.faults}))
+        row.append(", ".join({f.partition(":")[0]: "" for f in point.faults}))
         rows.append(row)
     axes = map(without_control, sweep.head.axes)
     return [*axes, *(figures.head(each.name, each.unit) for each in columns), ""], rows
@@ -41,7 +34,7 @@ def table(sweep: Sweep, *, has_noise: bool = False) -> tuple[list[str], list[lis
 
 def show(sweep: Sweep, console: Console) -> None:
     """Print the table."""
-    heads, rows = table(sweep)
+    heads, rows = _table(sweep)
     if not rows:
         return
     points = sweep.points()

@@ -25,8 +25,8 @@ from asynckv.tools.bench.journal import Journal, Row
 Status = Literal["good", "bad", "failed"]
 
 
-def targets(out: str) -> tuple[Path, Path]:
-    """Name the journal and the page: FILE.jsonl and FILE.html, or sweep.jsonl and sweep.html in a directory.
+def target_of(out: str) -> Path:
+    """Name the journal: FILE.jsonl, or sweep.jsonl in a directory.
 
     Raises:
         ConfigError: It is another kind of file.
@@ -35,10 +35,10 @@ def targets(out: str) -> tuple[Path, Path]:
         raise ConfigError("--out is empty; give a FILE.jsonl or a directory")
     path = Path(out)
     if path.suffix == ".jsonl" and not path.is_dir():
-        return path, path.with_suffix(".html")
+        return path
     if (path.suffix or path.exists()) and not path.is_dir():
         raise ConfigError(f"--out {out} is neither a FILE.jsonl nor a directory")
-    return path / "sweep.jsonl", path / "sweep.html"
+    return path / "sweep.jsonl"
 
 
 def judged(returncode: int, stdout: bytes, stderr: bytes) -> tuple[Status, str, dict[str, Any] | None]:

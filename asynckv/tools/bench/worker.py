@@ -49,7 +49,7 @@ def main() -> None:
     for name, value in setup.env.items():
         os.environ.setdefault(name, value)
     with tempfile.TemporaryDirectory(prefix="asynckv-bench-") as folder:
-        if setup.pulls:
+        if setup.role == "decode":
             os.environ |= ucx.environment(Path(folder))
         _run(setup, stdout, Path(folder))
 

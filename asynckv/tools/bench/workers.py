@@ -154,7 +154,6 @@ class Host:
                         options=options,
                         role=place.role,
                         engine_id=engine_id,
-                        pulls=experiment.engines.pulls(place),
                         tp_rank=rank,
                         pp_stage=stage,
                         shape=shape,

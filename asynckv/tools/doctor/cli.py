@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asynckv.arguments import without_control
 from asynckv.errors import ConfigError
 from asynckv.tools.console import printable
 from asynckv.tools.output import check_writable, write_json
@@ -39,7 +38,7 @@ SETTINGS, KEYS, OUT = "Settings", "Keys", "Output"
 def doctor(
     to: Annotated[
         str,
-        typer.Option(help="Look at the way to this engine (or its socket) as well.", metavar="ADDRESS"),
+        typer.Option(help="Look at the way to this engine as well.", metavar="ADDRESS"),
     ] = "",
     config: Annotated[
         Path | None,
@@ -83,20 +82,9 @@ def doctor(
 
 
 def _address(text: str) -> str:
-    """Check it before anything starts; an engine that was named by its socket is asked where it listens."""
-    from asynckv.tools.diagnose.ask import ask_all, targets
+    """Check it before anything starts."""
     from asynckv.tools.doctor.peer import check_address
 
-    if text and (Path(text).is_socket() or Path(text).is_dir()):
-        import asyncio
-
-        sockets = targets([text])
-        if len(sockets) > 1:
-            raise ConfigError(f"--to {text!r:.200} has the sockets of {len(sockets)} engines; give one of them")
-        (answer,) = asyncio.run(ask_all(sockets))
-        if not answer.account.facts.address:
-            raise ConfigError(f"--to {text!r:.200}: {answer.error or 'it does not say where it listens'}"[:1000])
-        text = without_control(answer.account.facts.address)
     if text and "://" not in text:
         text = f"tcp://{text}"
     if text:

@@ -1,4 +1,4 @@
-"""`asynckv offload`: look at a directory of stored blocks, check it, and make room in it."""
+"""`asynckv offload`: look at a directory of stored blocks, and make room in it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from asynckv.errors import BackendError, ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from asynckv.tools.offload.folder import Checked, Folder, Pruned
+    from asynckv.tools.offload.folder import Folder, Pruned
 
 T = TypeVar("T")
-
-MAX_SHOWN = 8
-"""Blocks that are not sound, on a terminal."""
 
 offload_app = typer.Typer(rich_markup_mode="rich", add_completion=False, no_args_is_help=True)
 
@@ -33,23 +30,10 @@ INSPECT_EPILOG = """
 [bold]Exit status[/bold]  0 shown, 2 no directory of stored blocks, or one could not be read
 """
 
-VERIFY_EPILOG = """
-[bold]Examples[/bold]
-
-  asynckv offload verify /nvme/kv
-
-  asynckv offload verify /nvme/kv/tp0of1-3f2a --json - | jq .bad_blocks
-
-[bold]Exit status[/bold]  0 every block is sound, 1 some are not, 2 no directory of stored blocks, or one could not be \
-read; with --drop also if a process has it, 130 Ctrl-C
-"""
-
 PRUNE_EPILOG = """
 [bold]Examples[/bold]
 
   asynckv offload prune /nvme/kv --older-than 7d
-
-  asynckv offload prune /nvme/kv --layout 3f2a
 
   asynckv offload prune /nvme/kv/tp0of1-3f2a --all
 
@@ -76,7 +60,7 @@ Json = Annotated[
 
 @offload_app.callback()
 def offload() -> None:
-    """Blocks that are stored in files: look at them, check them, and make room."""
+    """Blocks that are stored in files: look at them, and make room."""
 
 
 @offload_app.command(epilog=INSPECT_EPILOG)
@@ -87,42 +71,12 @@ def inspect(dir: Dir, json: Json = None) -> None:
     _each(dir, json, look, _show)
 
 
-@offload_app.command(epilog=VERIFY_EPILOG)
-def verify(
-    dir: Dir,
-    drop: Annotated[
-        bool, typer.Option("--drop", help="Forget the blocks that are not sound; no process may have the directory.")
-    ] = False,
-    json: Json = None,
-) -> None:
-    """Read every block and compare it with its checksum. Changes nothing; a process may have the directory meanwhile.
-
-    A block that is not sound is never served either way; it is dropped when somebody asks for it. A damaged index is
-    named, and left: the next start of the owner renames it, and makes a new one.
-    """
-    from asynckv.tools.offload.folder import check
-    from asynckv.tools.progress import Bar
-
-    def checked(folder: Path) -> Checked:
-        with Bar() as bar:
-            bar.begin("blocks")
-            return check(folder, drop=drop, progress=bar.at)
-
-    found = _each(dir, json, checked, _show_checked)
-    if any(each.bad for each in found):
-        raise typer.Exit(1)
-
-
 @offload_app.command(epilog=PRUNE_EPILOG)
 def prune(
     dir: Dir,
     older_than: Annotated[
         str | None,
         typer.Option(help="Blocks that were stored longer ago: 90s, 30m, 12h, 7d.", metavar="AGE", show_default=False),
-    ] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(help="Blocks in this layout: how its fingerprint begins.", metavar="HEX", show_default=False),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All blocks, the files, and the directory itself.")] = False,
     json: Json = None,
@@ -132,16 +86,12 @@ def prune(
     Engines of another geometry that only read it do not mind; the space is free when they have ended. The next start of
     the owner takes again what it is configured for.
     """
-    from asynckv.tools.offload.folder import known_layouts, prune_folder
+    from asynckv.tools.offload.folder import prune_folder
 
-    if sum((older_than is not None, layout is not None, everything)) != 1:
-        raise ConfigError("give one of --older-than, --layout and --all")
+    if (older_than is not None) == everything:
+        raise ConfigError("give one of --older-than and --all")
     age = _seconds(older_than) if older_than is not None else None
-    known = known_layouts(dir) if layout is not None else []
-    if layout is not None and not any(each.startswith(layout) for each in known):
-        there = ", ".join(each[:16] for each in known) or "none"
-        raise ConfigError(f"no block in {dir} is in a layout {layout!r}; there are {there}")
-    _each(dir, json, lambda folder: prune_folder(folder, older_than_s=age, layout=layout), _show_pruned)
+    _each(dir, json, lambda folder: prune_folder(folder, age), _show_pruned)
 
 
 def _each(
@@ -246,34 +196,6 @@ def _show_all(found: Sequence[Folder], console: Console) -> None:
     )
 
 
-def _show_checked(found: Sequence[Checked], is_one: bool, console: Console) -> None:
-    from asynckv.tools.console import printable, size
-
-    for each in found:
-        rate = size(each.bytes_read / max(each.seconds, 1e-9))
-        lines = [
-            f"{each.folder}: {each.sound:,} of {_blocks(each.blocks)} sound ({size(each.bytes_read)} read, {rate}/s)"
-        ]
-        if each.given_up:
-            lines.append(
-                f"{_blocks(each.given_up)} not counted: the process that has the directory gave them up meanwhile"
-            )
-        left = MAX_SHOWN
-        for cause, count in each.bad.items():
-            lines.append(f"{_blocks(count)} not sound: {cause}")
-            named = [bad for bad in each.bad_blocks if bad.cause == cause][:left]
-            left -= len(named)
-            for bad in named:
-                at = f"{bad.segment} at {bad.offset:,}, {bad.bytes:,} bytes"
-                lines.append(f"  group {bad.group[:32]}, hash {bad.hash}..., {at}, stored {bad.stored}")
-        if len(each.bad_blocks) > MAX_SHOWN:
-            lines.append("  --json names more of them")
-        if each.bad:
-            lines.append("they were forgotten" if each.dropped else "they are never served; --drop forgets them now")
-        for line in lines:
-            console.print(printable(line), highlight=False, soft_wrap=True)
-
-
 def _show_pruned(found: Sequence[Pruned], is_one: bool, console: Console) -> None:
     from asynckv.tools.console import printable, size
 
@@ -284,7 +206,3 @@ def _show_pruned(found: Sequence[Pruned], is_one: bool, console: Console) -> Non
         if each.left:
             what += f"; the directory stays, for it has {', '.join(each.left[:3])}{' ...' * (len(each.left) > 3)}"
         console.print(printable(what if is_one else f"{each.folder}: {what}"), highlight=False, soft_wrap=True)
-
-
-def _blocks(count: int) -> str:
-    return "1 block is" if count == 1 else f"{count:,} blocks are"

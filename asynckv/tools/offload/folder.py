@@ -1,42 +1,30 @@
 """What `asynckv offload` does with directories of stored blocks; it reads with system calls, and needs no NIXL.
 
-Looking and checking change nothing, take no lock and leave no trace: what an operator finds is still there for the next
-one. A process may have a directory meanwhile; it forgets a block before it writes over its place, so what is not sound
-and still in the index was not sound. Only dropping and pruning write, and nobody else may have the directory then.
+Looking changes nothing, takes no lock and leaves no trace: what an operator finds is still there for the next one, and
+a process may have a directory meanwhile. Only pruning writes, and nobody else may have the directory then.
 """
 
 from __future__ import annotations
 
-import errno
-import mmap
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from msgspec import Struct
 
-from asynckv.edges.file_index import INDEX, DamagedIndex, Entry, FileIndex, Said, checksum, read_index, typed
-from asynckv.edges.file_io import ALIGN, FileTooShort, transfer
-from asynckv.edges.file_store import OWNER, Owner, OwnerLock, explained, owner_of, segment_extents, segment_path
+from asynckv.edges.file_index import INDEX, DamagedIndex, FileIndex, Said, read_index, typed
+from asynckv.edges.file_io import ALIGN
+from asynckv.edges.file_store import OWNER, Owner, OwnerLock, explained, owner_of, segment_path
 from asynckv.errors import BackendError, ConfigError
-from asynckv.offload.keys import short
 
 SEGMENTS = "segment-?????.kv"
 RANK = re.compile(r"tp\d+of\d+|vllm-")
 """How the names of ranks' directories begin."""
-
-MAX_RECORD = 1 << 30
-"""Bytes that are read at a time, at most: a record of more is a lie of the index."""
-
-MAX_BAD = 1000
-"""Blocks that are named; all are counted."""
-
-NONSENSE = "the index says nothing sensible of it"
 
 
 class Kind(Struct, frozen=True):
@@ -66,40 +54,6 @@ class Folder(Struct, frozen=True, kw_only=True):
     newest: str
     malformed: int
     kinds: tuple[Kind, ...]
-
-
-class BadBlock(Struct, frozen=True, kw_only=True):
-    """A block that is not sound."""
-
-    group: str
-    hash: str
-    """How it begins, in hex."""
-    segment: str
-    offset: int
-    """In the segment."""
-    bytes: int
-    stored: str
-    cause: str
-
-
-class Checked(Struct, frozen=True, kw_only=True):
-    """What a check found."""
-
-    schema: str = "asynckv.offload.verify/1"
-    folder: str
-    is_live: bool
-    """A process has it."""
-    blocks: int
-    sound: int
-    bad: dict[str, int]
-    """How many are not, by cause."""
-    bad_blocks: tuple[BadBlock, ...]
-    """The first of them."""
-    given_up: int
-    """How many the process that has it gave up before they were read."""
-    dropped: bool
-    bytes_read: int
-    seconds: float
 
 
 class Pruned(Struct, frozen=True, kw_only=True):
@@ -174,71 +128,17 @@ def look(folder: Path) -> Folder:
     )
 
 
-def known_layouts(path: Path) -> list[str]:
-    """Return the fingerprints of the layouts in which blocks are stored, as far as they can be read."""
-    found = set[str]()
-    for folder in folders_in(path):
-        with suppress(BackendError):
-            found |= {entry.layout for entry in _said(folder).entries}
-    return sorted(found)
-
-
-def check(folder: Path, *, drop: bool, progress: Callable[[int, int], None] = lambda done, total: None) -> Checked:
-    """Read every block, and compare it with its checksum.
-
-    Raises:
-        BackendError: It cannot be read, or is damaged; to drop, a process has it, or it cannot be written.
-    """
-    began, given_up = time.monotonic(), 0
-    if drop:
-        with _owned(folder) as (index, said):
-            bad = list(_bad(folder, said, progress))
-            if bad or said.malformed:
-                index.change({}, [*said.malformed, *(entry.far for entry, _ in bad)])
-    else:
-        said = _said(folder)
-        bad = list(_bad(folder, said, progress))
-        if bad:
-            still = set(_said(folder).entries)
-            given_up, bad = len(bad), [(entry, cause) for entry, cause in bad if entry in still]
-            given_up -= len(bad)
-    causes = Counter(cause for _, cause in bad)
-    if said.malformed:
-        causes[NONSENSE] += len(said.malformed)
-    return Checked(
-        folder=str(folder),
-        is_live=not drop and owner_of(folder)[1],
-        blocks=len(said.entries) + len(said.malformed),
-        sound=len(said.entries) - len(bad) - given_up,
-        bad=dict(causes),
-        bad_blocks=tuple(_named(entry, cause, said) for entry, cause in bad[:MAX_BAD]),
-        given_up=given_up,
-        dropped=drop and bool(causes),
-        bytes_read=sum(entry.size for entry in said.entries),
-        seconds=time.monotonic() - began,
-    )
-
-
-def prune_folder(folder: Path, *, older_than_s: float | None = None, layout: str | None = None) -> Pruned:
-    """Forget some blocks, and remove files without any; or remove all, and the directory.
-
-    Args:
-        folder: Of the file tier.
-        older_than_s: Those that were stored longer ago.
-        layout: Those in a layout whose fingerprint begins so.
+def prune_folder(folder: Path, older_than_s: float | None = None) -> Pruned:
+    """Forget blocks that were stored longer ago, and remove files without any; or remove all, and the directory.
 
     Raises:
         BackendError: A process has it, it cannot be written, or the index is damaged.
     """
-    if older_than_s is None and layout is None:
+    if older_than_s is None:
         return _remove(folder)
     with _owned(folder) as (index, said):
-        latest = time.time() - older_than_s if older_than_s is not None else None
-        gone = [
-            entry
-            for entry in said.entries
-            if (latest is None or entry.stored_at < latest) and (layout is None or entry.layout.startswith(layout))
-        ]
+        latest = time.time() - older_than_s
+        gone = [entry for entry in said.entries if entry.stored_at < latest]
         places = {entry.far for entry in gone}
         index.change({}, [*said.malformed, *places])
         size = _segment_bytes(said)
@@ -329,59 +229,6 @@ def _owned(folder: Path) -> Iterator[tuple[FileIndex, Said]]:
         said = _said(folder)
         with closing(FileIndex(folder)) as index, typed(folder):
             yield index, said
-
-
-def _bad(folder: Path, said: Said, progress: Callable[[int, int], None]) -> Iterator[tuple[Entry, str]]:
-    """Read blocks, and say which are not sound, and why."""
-    fds: dict[int, int] = {}
-    buffer = mmap.mmap(-1, ALIGN)
-    try:
-        for done, entry in enumerate(said.entries):
-            if done % 64 == 0:
-                progress(done, len(said.entries))
-            if len(buffer) < entry.size <= MAX_RECORD:
-                buffer.close()
-                buffer = mmap.mmap(-1, entry.size)
-            with memoryview(buffer) as view:
-                if cause := _wrong_with(entry, folder, said, fds, view):
-                    yield entry, cause
-        progress(len(said.entries), len(said.entries))
-    finally:
-        buffer.close()
-        for fd in fds.values():
-            os.close(fd)
-
-
-def _wrong_with(entry: Entry, folder: Path, said: Said, fds: dict[int, int], buffer: memoryview) -> str:
-    """Say what is wrong with a block, if anything is."""
-    if entry.size > len(buffer):
-        return NONSENSE
-    for number, extent in segment_extents(entry.far, entry.size, _segment_bytes(said)):
-        path = segment_path(folder, number)
-        try:
-            if number not in fds:
-                fds[number] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            transfer(buffer, extent._replace(fd=fds[number]), is_write=False)
-        except FileTooShort:
-            length = min(_segment_bytes(said), said.facts.get("num_bytes", 0) - number * _segment_bytes(said))
-            return f"{path.name} was cut short: it ends after {os.fstat(fds[number]).st_size:,} of {length:,} bytes"
-        except OSError as exc:
-            is_gone = exc.errno == errno.ENOENT
-            return f"{path.name} is missing" if is_gone else f"{path.name} cannot be read: {exc.strerror}"
-    return "" if checksum(entry.key, buffer[: entry.size]) == entry.checksum else "its bytes are not what was stored"
-
-
-def _named(entry: Entry, cause: str, said: Said) -> BadBlock:
-    number, offset = divmod(entry.far, _segment_bytes(said))
-    return BadBlock(
-        group=entry.tag,
-        hash=short(entry.key),
-        segment=segment_path(Path(), number).name,
-        offset=offset,
-        bytes=entry.size,
-        stored=_when(entry.stored_at),
-        cause=cause,
-    )
 
 
 def _on_disk(path: Path) -> int:

@@ -12,7 +12,6 @@ from asynckv.tools.bench import options as o
 from asynckv.tools.output import write, write_json
 from asynckv.tools.parameters import taking_options
 
-MOST_DRAWN = 32
 MOST_WRITTEN = 1 << 17
 """Layers of all ranks in one layout file."""
 GEOMETRY, WORK, OUT = "Geometry", "Workload", "Output"
@@ -138,13 +137,5 @@ def plan(
         bar.begin("ranks", len(mine))
         report = explain.explain(mine, theirs, tokens, cached, bar.advance)
     write_json(json, report)
-    console = Console(stderr=json == "-")
-    explain.show(report, console)
-    if report["plannable"]:
-        if len(mine) + len(theirs) > MOST_DRAWN:
-            console.print(f"{len(mine) + len(theirs)} ranks are too many to draw", highlight=False)
-        else:
-            for each in explain.pictures(mine, theirs, report, max(min(72, console.width - 18), 20)):
-                console.print(each, highlight=False)
-    good = report["plannable"] and report["written_exactly_once"] is not False and not report["problems"]
-    raise typer.Exit(0 if good else 1)
+    explain.show(report, Console(stderr=json == "-"))
+    raise typer.Exit(0 if report["plannable"] and not report["problems"] else 1)

@@ -7,18 +7,16 @@ started, nothing is read.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from asynckv.config import PullConfig
 from asynckv.errors import ConfigError, LayoutError, PlanRefused, RemoteTooShort
 from asynckv.geometry.blocks import check_block_ids, runs_of
-from asynckv.geometry.bounds import NULL, BlockRuns
-from asynckv.geometry.layout import TOKEN, Group, Layout
+from asynckv.geometry.bounds import BlockRuns
+from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import (
     NotCovered,
     Share,
@@ -32,11 +30,9 @@ from asynckv.geometry.match import (
 from asynckv.geometry.overlap import pools
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, plan_read
-from asynckv.geometry.strides import strided_descriptors
 from asynckv.geometry.tables import PeerTables
-from asynckv.tools.console import printable
+from asynckv.tools.console import printable, size
 from asynckv.tools.output import print_table
-from asynckv.tools.pictures import SHARED, Bar, Segment, bars
 
 SCHEMA = "asynckv.plan/1"
 LEGEND = (
@@ -48,10 +44,6 @@ LEGEND = (
     "posts: transfers handed to NIXL, by the default limits of bytes and descriptors.",
 )
 MANY_PIECES = 8
-MAX_CHECKED = 4_000_000
-"""Most pieces per rank whose destinations are compared one by one."""
-
-Int64s = npt.NDArray[np.int64]
 
 
 def explain(
@@ -98,7 +90,6 @@ def explain(
     return {
         "schema": SCHEMA,
         "plannable": all(not r["refused"] for r in ranks),
-        "written_exactly_once": _all_once(r["written_once"] for r in ranks),
         "tokens": num_tokens,
         "cached": cached,
         "local": _side(local),
@@ -144,14 +135,6 @@ def _unlike(local: Sequence[Layout], remote: Sequence[Layout]) -> Iterator[str]:
     for side, layouts, others in (("decode", local, known[1]), ("prefill", remote, known[0])):
         if names := {layer for x in layouts for layer in strange_layers(x, others)}:
             yield f"only {side} has the layers {', '.join(sorted(names)[:8])}{' ...' if len(names) > 8 else ''}"
-
-
-def _all_once(checks: Iterable[dict[str, Any] | None]) -> bool | None:
-    """Put ranks' findings together; None where one was refused, or has too many pieces to compare."""
-    found = list(checks)
-    if not all(c is not None and c["checked"] for c in found):
-        return None
-    return not any(c["twice"] or c["missing"] or c["beside"] for c in found if c is not None)
 
 
 def _side(layouts: Sequence[Layout]) -> dict[str, Any]:
@@ -210,7 +193,6 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
         "hints": [],
         "reads": [],
         "bytes": 0,
-        "written_once": None,
     }
     for other in answered:
         row["refused"] += [
@@ -242,7 +224,6 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
         row["hints"] += [h for h in _hints(peer, share) if h not in row["hints"]] if not peer.warnings else []
         row["reads"].append(_read(_place(other), peer, plan, share))
     row["bytes"] = sum(read["bytes"] for read in row["reads"])
-    row["written_once"] = _written_once(layout, [p for p in plans if p is not None], lists)
     return row
 
 
@@ -331,200 +312,7 @@ def _hints(peer: PeerTables, shares: Sequence[Share]) -> Iterator[str]:
             )
 
 
-def _written_once(layout: Layout, plans: Sequence[Plan], lists: BlockLists) -> dict[str, Any]:
-    """Compare what plans write with what a request needs, byte by byte: all of it, and nothing twice.
-
-    What is needed is worked out from our own layout alone, without the planner.
-    """
-    count = sum(plan.num_descriptors for plan in plans)
-    if count > MAX_CHECKED:
-        return {"checked": False, "pieces": count, "twice": None, "missing": None, "beside": None}
-    written = _Intervals()
-    for section in (s for plan in plans for s in plan.sections):
-        table = section.table
-        for (memory, offset, stride), length in zip(table.local.tolist(), table.length.tolist(), strict=True):
-            written.add(memory, offset + stride * section.local.astype(np.int64), length)
-    twice, missing, beside = 0, 0, 0
-    needed, allowed = _needed(layout, lists), _needed(layout, lists, over=True)
-    for memory in needed.memories | written.memories:
-        start, end = written.sorted(memory)
-        twice += int((start[1:] < end[:-1]).sum())
-        missing += _outside(needed.sorted(memory), (start, end))
-        beside += _outside((start, end), allowed.sorted(memory))
-    return {"checked": True, "pieces": count, "twice": twice, "missing": missing, "beside": beside}
-
-
-def _outside(these: tuple[Int64s, Int64s], those: tuple[Int64s, Int64s]) -> int:
-    """Count the ranges that do not lie within others, joined where they touch."""
-    start, end = those
-    heads = np.flatnonzero(np.concatenate(([True], start[1:] > np.maximum.accumulate(end)[:-1]))[: len(start)])
-    ends = np.maximum.reduceat(end, heads) if len(heads) else end
-    at = np.searchsorted(start[heads], these[0], side="right") - 1
-    return int(((at < 0) | (np.append(ends, -1)[at] < these[1])).sum())
-
-
-class _Intervals:
-    """Byte ranges of memories."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, list[tuple[Int64s, int]]] = {}
-
-    @property
-    def memories(self) -> set[int]:
-        return set(self._found)
-
-    def add(self, memory: int, start: Int64s, length: int) -> None:
-        self._found.setdefault(memory, []).append((start, length))
-
-    def sorted(self, memory: int) -> tuple[Int64s, Int64s]:
-        found = self._found.get(memory, [])
-        start = np.concatenate([np.empty(0, np.int64), *(x for x, _ in found)])
-        end = np.concatenate([np.empty(0, np.int64), *(x + length for x, length in found)])
-        order = np.argsort(start)
-        return start[order], end[order]
-
-
-def _needed(layout: Layout, lists: BlockLists, *, over: bool = False) -> _Intervals:
-    """What a request needs; or, `over` its edges, what it may write: the last block to its end, a window's first."""
-    out = _Intervals()
-    for view in layout.views:
-        group, (first, ids) = layout.groups[view.group], lists.local[view.group]
-        if group.kind == "state":
-            place = (lists.num_tokens - 1) // group.block_size - first // group.block_size
-            spans = [(ids[place : place + 1] if first < lists.num_tokens else ids[:0], 0, 0)]
-        else:
-            spans = list(_spans(group, first, ids, lists.num_tokens, over))
-        for blocks, lo, hi in spans:
-            for part in view.parts if len(blocks) else ():
-                start, dims = view.offset + part.offset, []
-                for dim in part.dims:
-                    size = dim.size
-                    if group.kind != "state" and dim.name == TOKEN:
-                        begin, size = lo // part.tokens_per_entry, -(-hi // part.tokens_per_entry)
-                        start, size = start + begin * dim.stride, size - begin
-                    dims.append((size, dim.stride, dim.stride))
-                offsets, _, length = strided_descriptors(part.itemsize, tuple(dims))
-                for offset in offsets.tolist():
-                    out.add(view.memory, start + offset + view.stride * blocks, length)
-    return out
-
-
-def _spans(group: Group, first: int, ids: Int64s, num_tokens: int, over: bool) -> Iterator[tuple[Int64s, int, int]]:
-    """Kernel blocks of which the same tokens are needed: `(blocks, from, to)`."""
-    size, base = group.kernel_size, first // group.block_size * group.block_size
-    if group.window and num_tokens - group.window + 1 > first:
-        near = num_tokens - group.window + 1
-        first = max(first, (near - 1) // size * size) if over else near
-    if first >= num_tokens:
-        return
-    kernels = np.arange(first // size, -(-num_tokens // size), dtype=np.int64)
-    blocks = ids[(kernels * size - base) // group.block_size] * group.ratio + kernels % group.ratio
-    lo = np.maximum(first - kernels * size, 0)
-    hi = np.full_like(lo, size) if over else np.minimum(num_tokens - kernels * size, size)
-    given = ids[(kernels * size - base) // group.block_size] != NULL
-    for a, b in sorted(set(zip(lo.tolist(), hi.tolist(), strict=True))):
-        yield blocks[given & (lo == a) & (hi == b)], a, b
-
-
 # -- for people -------------------------------------------------------------------------------------------------
-
-
-def pictures(
-    local: Sequence[Layout], remote: Sequence[Layout], report: dict[str, Any] | None = None, width: int = 72
-) -> Iterator[RenderableType]:
-    """Draw, for every axis that is cut alike, which remote rank gives what to which local rank.
-
-    With a report only what its request reads; otherwise what a request reads of which nothing is cached.
-    """
-    read_by = None
-    if report is not None:
-        read_by = {
-            (r["rank"], x["remote"], p["part"])
-            for r in report["ranks"]
-            for x in r["reads"]
-            for g in x["groups"]
-            for p in g["parts"]
-        }
-    axes: dict[tuple[str, int], list[str]] = {}
-    for layout in (*local, *remote):
-        for view in layout.views:
-            for part in view.parts:
-                names = axes.setdefault((part.axis, part.extent if part.axis else 1), [])
-                if part.name not in names:
-                    names.append(part.name)
-    places = {(x.pp_stage, x.tp_rank): x for x in remote}
-    found: dict[str, list[tuple[Layout, Layout, Share]]] = {}
-    for layout in local:
-        answered = [
-            places[s, r]
-            for s in range(remote[0].pp_size)
-            for r in remote_ranks(layout.tp_rank, layout.tp_size, remote[0].tp_size)
-        ]
-        for other, shares in zip(answered, assign(layout, answered), strict=True):
-            for share in shares:
-                if read_by is None or (_place(layout), _place(other), share.local_part.name) in read_by:
-                    found.setdefault(share.local_part.name, []).append((layout, other, share))
-    for (axis, extent), names in axes.items():
-        # Parts that are cut alike in every rank share one picture.
-        alike: dict[tuple[_Reading, ...], list[str]] = {}
-        for name in names:
-            reads = tuple(sorted({(_place(a), _place(b), s.lo, s.hi) for a, b, s in found.get(name, [])}))
-            alike.setdefault(reads, []).append(name)
-        for shared, parts in alike.items():
-            yield _picture(axis, extent, parts, shared, local, remote, width)
-
-
-_Reading = tuple[str, str, int, int]
-"""Reader, source, and the range that is read."""
-
-
-def _picture(
-    axis: str,
-    extent: int,
-    parts: list[str],
-    reads: tuple[_Reading, ...],
-    local: Sequence[Layout],
-    remote: Sequence[Layout],
-    width: int,
-) -> RenderableType:
-    number = {_place(x): i for i, x in enumerate(local)}
-    rows = []
-
-    def held(layout: Layout) -> list[tuple[float, float]]:
-        # What one side holds whole the other may have cut.
-        parts_here = (p for v in layout.views for p in v.parts if p.name in parts)
-        return sorted({p.held if axis and p.axis else (0, extent) for p in parts_here})
-
-    for layout in remote:
-        mine = [r for r in reads if r[1] == _place(layout)]
-        segments: dict[tuple[float, float], list[str]] = {}
-        for name, _, lo, hi in mine:
-            segments.setdefault((lo, hi) if axis else (0, 1), []).append(name)
-        drawn = [
-            Segment(lo, hi, "to " + ", ".join(n), number[n[0]] if len(n) == 1 else SHARED, _briefly(n))
-            for (lo, hi), n in segments.items()
-        ]
-        if not mine:
-            drawn = [Segment(lo, hi, "not read") for lo, hi in held(layout)]
-        rows.append(Bar(f"prefill {_place(layout)}", drawn))
-    for layout in local:
-        mine = [r for r in reads if r[0] == _place(layout)]
-        sources: dict[tuple[float, float], list[str]] = {}
-        for _, other, lo, hi in mine:
-            sources.setdefault((lo, hi) if axis else (0, 1), []).append(other)
-        drawn = [
-            Segment(lo, hi, "from " + ", ".join(n), number[_place(layout)], _briefly(n))
-            for (lo, hi), n in sorted(sources.items())
-        ]
-        if not mine:
-            drawn = [Segment(lo, hi, "nothing read") for lo, hi in held(layout)]
-        rows.append(Bar(f"decode {_place(layout)}", drawn))
-    what = f"{extent} along {axis!r}" if axis else "the same on all ranks"
-    return bars(f"{', '.join(parts)}: {what}", extent if axis else 1, rows, width=width)
-
-
-def _briefly(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)} ranks"
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -538,16 +326,16 @@ def show(report: dict[str, Any], console: Console) -> None:
             f"[bold]{role}[/bold]: {side['model'] or 'a model'}, tp {side['tp_size']}{stages}{some}", highlight=False
         )
         for group in side["groups"]:
-            size = (
+            of = (
                 "one state per request" if group["kind"] == "state" else f"{group['tokens_per_block']} tokens per block"
             )
             ratio = f" of {group['kernel_blocks']} kernel blocks" if group["kernel_blocks"] > 1 else ""
             layers = f"{group['layers']} layer{'s' if group['layers'] > 1 else ''}"
-            console.print(f"  group {group['name']}: {layers}, {size}{ratio}", highlight=False)
+            console.print(f"  group {group['name']}: {layers}, {of}{ratio}", highlight=False)
             alike: dict[str, list[str]] = {}
             for part in group["parts"]:
                 whole = f" of {part['extent']:,}"
-                dims = (f"{n} {size:,}{whole if n == part['axis'] else ''}" for n, size in part["dims"].items())
+                dims = (f"{n} {long:,}{whole if n == part['axis'] else ''}" for n, long in part["dims"].items())
                 alike.setdefault(f"{part['dtype']} ({' x '.join(dims)})", []).append(part["name"])
             for shape, names in alike.items():
                 console.print(f"    {', '.join(names)}: {shape}", highlight=False)
@@ -571,7 +359,7 @@ def show(report: dict[str, Any], console: Console) -> None:
                         read["remote"],
                         str(group["group"]),
                         _what(group["parts"]),
-                        _bytes(group["bytes"]),
+                        size(group["bytes"]),
                         *(f"{n:,}" for n in counts),
                     )
                 )
@@ -589,8 +377,6 @@ def show(report: dict[str, Any], console: Console) -> None:
     for name, readers in report["owed"].items():
         names = [f"{d}{_how(read_by.get(d), name)}" for d in readers]
         console.print(f"  prefill {name}: decode {', '.join(names)}", highlight=False)
-    console.print()
-    console.print(_verdict([r["written_once"] for r in report["ranks"]]), highlight=False)
     _show_problems(report, console)
     for hint in dict.fromkeys(h for r in report["ranks"] for h in r["hints"]):
         console.print(f"[cyan]hint[/cyan]: {hint}", highlight=False)
@@ -607,27 +393,6 @@ def _how(read: set[str] | None, name: str) -> str:
     if read is None:
         return " (not in this file)"
     return "" if name in read else " (which reads nothing from it)"
-
-
-def _verdict(checks: Sequence[dict[str, Any]]) -> str:
-    pieces = sum(c["pieces"] for c in checks)
-    if not pieces:
-        return "Nothing needs to be read."
-    if not all(c["checked"] for c in checks):
-        return (
-            f"{pieces:,} pieces were not compared byte by byte: more than {MAX_CHECKED:,} on a rank; use fewer --tokens"
-        )
-    twice, missing, beside = (sum(c[name] for c in checks) for name in ("twice", "missing", "beside"))
-    if twice or missing or beside:
-        return (
-            f"[red]Of {pieces:,} pieces {twice:,} write what another writes as well, {beside:,} write what is not the "
-            f"request's, and {missing:,} that are needed are not written. This is a bug in asynckv: please report both "
-            f"files.[/red]"
-        )
-    return (
-        f"Every byte that the request needs is written exactly once, and none beside: the destinations of {pieces:,} "
-        f"pieces compared with what the decode layouts say."
-    )
 
 
 def _show_refusal(report: dict[str, Any], console: Console) -> None:
@@ -668,10 +433,3 @@ def _what(parts: Sequence[dict[str, Any]]) -> str:
         where = f"{axis} {lo}-{hi - 1} of {extent}" if axis else "whole"
         out.append(f"{', '.join(names)}: {where} ({layers} layer{'s' if layers > 1 else ''})")
     return "\n".join(out)
-
-
-def _bytes(number: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number} B"

@@ -1,4 +1,4 @@
-"""Geometry drawn with coloured bars, for terminals."""
+"""Geometry drawn with coloured bars."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from typing import NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from asynckv.arguments import without_control
-
 PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bb5500", "#117777")
 """Paul Tol's bright scheme, told apart with colour-blind eyes too; the labels say the same without colour."""
 DARK_INK = (1, 3, 4)
 """The colours of the palette on which black is read better than white."""
 EMPTY = "#dddddd"
-SHARED = -1
 INK = "#141414"
 
 
@@ -26,9 +23,7 @@ class Segment(NamedTuple):
     hi: float
     label: str = ""
     colour: int | None = None
-    """Index into the palette; None for what nobody cares about, `SHARED` for what several do."""
-    short: str = ""
-    """Where the label does not fit. Neither is ever cut: half a number is a wrong one."""
+    """Index into the palette; None for what is not of interest."""
 
 
 class Bar(NamedTuple):
@@ -43,7 +38,7 @@ def bars(title: str, extent: float, rows: Iterable[Bar], *, width: int = 72) -> 
     """Draw rows over one axis from 0 to `extent`."""
     rows = list(rows)
     margin = max((len(row.name) for row in rows), default=0) + 1
-    lines = [Text(without_control(title), style="bold")]
+    lines = [Text(title, style="bold")]
     for row in rows:
         line = Text(f"{row.name:<{margin}}")
         at = 0
@@ -52,7 +47,8 @@ def bars(title: str, extent: float, rows: Iterable[Bar], *, width: int = 72) -> 
             line.append(" " * (start - at))
             size = max(end - max(start, at), 1)
             colour, ink = colours(segment.colour)
-            label = next((x for x in (segment.label, segment.short) if len(x) < size), "")
+            # A label is never cut: half a number is a wrong one.
+            label = segment.label if len(segment.label) < size else ""
             # A gap of one column, so that neighbours of one colour are seen apart.
             body = f"{label:^{size}}"
             line.append(body[:-1] if size > 1 else body, style=f"{ink} on {colour}")
@@ -69,7 +65,5 @@ def colours(index: int | None) -> tuple[str, str]:
     """Background, and what can be read on it (`INK` where both follow the reader's theme)."""
     if index is None:
         return EMPTY, INK
-    if index == SHARED:
-        return "#555555", "#ffffff"
     index %= len(PALETTE)
     return PALETTE[index], "#000000" if index in DARK_INK else "#ffffff"
