@@ -251,6 +251,7 @@ def test_kustomize_makes_manifests_that_fit_together(deploy: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * START_S)
 def test_the_router_takes_what_it_is_given() -> None:
     (pod,) = (x["spec"]["template"]["spec"] for x in documents(DEPLOY / "kubernetes/router.yaml") if "Dep" in x["kind"])
     unit = (DEPLOY / "systemd/asynckv-router.service").read_text()
@@ -258,7 +259,7 @@ def test_the_router_takes_what_it_is_given() -> None:
     for line in lines + re.findall("^ExecStart=/opt/asynckv/bin/(.*)$", unit, re.MULTILINE):
         told = shlex.split(line.replace("/etc/asynckv-router", str(DEPLOY / "systemd")))
         run = [sys.executable, "-m", *told, "--max-body-mib", "0"]  # what is looked at last, and is wrong
-        done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+        done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, timeout=START_S, check=False)
         assert (done.returncode, "--max-body-mib 0" in done.stderr) == (2, True), done.stderr
 
 
@@ -314,7 +315,7 @@ class Composed:
 
 @pytest.mark.slow
 @pytest.mark.anyio
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(2 * START_S)
 async def test_the_services_of_compose_answer_and_stop_in_time(tmp_path: Path) -> None:
     compose = Composed(tmp_path)
     url = f"http://127.0.0.1:{compose.ports['router']}"
