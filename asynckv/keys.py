@@ -114,7 +114,8 @@ class AllowList:
         self._stamp: tuple[int, ...] = ()
         self._fresh_until = -1.0
         try:
-            if os.stat(directory).st_mode & stat.S_IWOTH:
+            # A ConfigMap is mounted with mode 0777, but read-only.
+            if os.stat(directory).st_mode & stat.S_IWOTH and not os.statvfs(directory).f_flag & os.ST_RDONLY:
                 raise ConfigError(
                     f"everybody may write into the directory of authorized keys {str(directory)!r}, and so admit "
                     f"himself; run chmod o-w {directory}"

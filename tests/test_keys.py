@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -159,6 +160,21 @@ def test_an_allow_list_that_is_missing_or_empty_is_refused_with_the_remedy(keys:
         text = refusal(KeysConfig(secret=keys.secret, authorized=tmp_path / name))
         assert says in text
     assert "Not a directory" in refusal(KeysConfig(secret=keys.secret, authorized=keys.secret))
+
+
+@pytest.mark.slow
+def test_a_directory_that_everybody_may_write_is_an_allow_list_where_it_is_mounted_read_only(keys: KeysConfig) -> None:
+    """As a ConfigMap is, with mode 0777."""
+    Path(keys.authorized).chmod(0o777)
+    assert "run chmod o-w" in refusal(keys)
+    script = f'cd {keys.authorized} && mount --bind . . && cd "$PWD" && mount -o remount,bind,ro . && exec "$@"'
+    before = ["unshare", "--mount", "sh", "-c", script, "sh"]
+    if subprocess.run([*before, "true"], capture_output=True).returncode:
+        pytest.skip("mount namespaces cannot be made here")
+    count = "from pathlib import Path; from asynckv.keys import AllowList; print(len(AllowList(Path('.'))))"
+    env = os.environ | {"PYTHONPATH": str(Path(asynckv.__file__).parents[1])}
+    done = subprocess.run([*before, sys.executable, "-c", count], capture_output=True, text=True, env=env)
+    assert done.stdout == "2\n", done.stderr
 
 
 def test_a_secret_among_the_authorized_keys_is_refused(keys: KeysConfig) -> None:

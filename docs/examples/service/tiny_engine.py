@@ -37,6 +37,7 @@ from asynckv import (
     Engine,
     EngineConfig,
     InspectConfig,
+    KeysConfig,
     LogConfig,
     Metrics,
     PrefillRanks,
@@ -104,6 +105,8 @@ class TinyEngine:
         role: Names the engine, and says how its memory is laid out.
         step_ms: Wait so long before every step, as a larger model would.
         directory: Where it writes its log, and listens for `asynckv inspect`; nowhere if empty.
+        advertise: Address at which other hosts read from it; only this host can if empty.
+        keys: Its `NAME.key_secret`, beside the `.key` files of all engines that it talks to.
     """
 
     def __init__(
@@ -116,6 +119,8 @@ class TinyEngine:
         step_ms: float = 0,
         seed: int = 0,
         directory: str = "",
+        advertise: str = "",
+        keys: str = "",
     ) -> None:
         torch.set_num_threads(1)
         configure_logging("error")
@@ -130,6 +135,10 @@ class TinyEngine:
         if directory:
             log = LogConfig(file=os.path.join(directory, "{engine_id}.jsonl"))
             told = {"log": log, "inspect": InspectConfig(directory=directory)}
+        if keys:
+            told["keys"] = KeysConfig(secret=keys, authorized=os.path.dirname(keys))
+        if advertise:
+            told |= {"bind": "tcp://0.0.0.0:0", "advertise": advertise}
         self._engine = Engine(EngineConfig(engine_id=self.name, pull=pull, **told), self._pages.registration)
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(Metrics(self._engine))
@@ -344,13 +353,20 @@ def engine(
     dir: Annotated[
         str, typer.Option(help="For its log and a socket: asynckv leaks DIR, asynckv inspect DIR.", metavar="DIR")
     ] = "",
+    advertise: Annotated[
+        str, typer.Option(help="Let other hosts read, from this address, such as tcp://NAME:0; needs --keys.")
+    ] = "",
+    keys: Annotated[
+        str, typer.Option(help="NAME.key_secret of asynckv keygen, beside every engine's .key.", metavar="FILE")
+    ] = "",
 ) -> int:
     """Serve a tiny transformer with random weights through OpenAI's API, as prefill or decode engine."""
     command.check(0 <= port < 65536, f"--port {port} is outside 0 ... 65535")
     command.check(1 <= blocks <= 100_000, f"--blocks {blocks} is outside 1 ... 100000")
     command.check(0 <= step_ms <= 60_000, f"--step-ms {step_ms} is outside 0 ... 60000")
     load()
-    asyncio.run(_run(role=role, host=host, port=port, blocks=blocks, step_ms=step_ms, seed=seed, directory=dir))
+    told = {"directory": dir, "advertise": advertise, "keys": keys}
+    asyncio.run(_run(role=role, host=host, port=port, blocks=blocks, step_ms=step_ms, seed=seed, **told))
     return 0
 
 
