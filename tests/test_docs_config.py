@@ -16,8 +16,10 @@ VLLM = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text()
 
 def test_the_first_steps_behind_vllm_are_taken() -> None:
     given = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", VLLM, re.DOTALL)
-    before, after, offloading = (json.loads(each) for each in given)
+    before, after, dual, offloading = (json.loads(each) for each in given)
     assert after.keys() > before.keys()
+    assert dual["kv_connector"] in importlib.import_module(dual["kv_connector_module_path"]).__all__
+    assert Options.parse(dual["kv_connector_extra_config"]["asynckv"]).advertise == "tcp://10.0.0.2:0"
     assert Options.parse(after["kv_connector_extra_config"]).advertise == "tcp://10.0.0.1:0"
     extra = offloading["kv_connector_extra_config"]
     assert offload_options.parse(extra, "MODEL", 16).file_bytes == 10**12

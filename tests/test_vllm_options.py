@@ -152,9 +152,9 @@ def test_reading_options_imports_no_vllm() -> None:
     assert out.stdout.strip() == "False"
 
 
-def test_the_room_has_one_door() -> None:
+def test_the_room_has_a_door_for_each_connector() -> None:
     import asynckv.integrations.vllm as room
 
-    assert room.__all__ == ["AsyncKVConnector"]
+    assert room.__all__ == ["AsyncKVConnector", "DualConnector"]
     with pytest.raises(AttributeError, match="Another"):
         _ = room.Another

@@ -59,7 +59,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         raise  # the client is gone, as aiohttp knows
     except Exception:
         log.exception("handler_failed", path=request.path)
-        return Refused(500, "the server failed; its log says how", "internal_error").response()
+        return Refused(500, "the server failed; its log says how", "server_error").response()
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Scheduler:
         print(f"prefill: rank {rank} has died; it is started again", flush=True)
         self.ledger.rank_died(rank)
         self.ranks.restart(rank)
-        self.ledger.rank_joined(rank, PrefillRanks("prefill", self.ranks.endpoints))
+        self.ledger.rank_joined(rank, self.ranks.endpoints[rank])
 
 
 if __name__ == "__main__":
