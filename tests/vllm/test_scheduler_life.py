@@ -147,7 +147,7 @@ class Life:
                 self.lent.append(str(order.params["request_id"]))
 
     def check(self) -> None:
-        """Every key was read once or given back once, unless a read has failed, and what was said of a request was said in sequence."""
+        """Every key was read or given back once, unless a read failed; what a request was told came in sequence."""
         ending = [o for o in self.orders if isinstance(o, Pull | Cancel) and o.params is not None]
         ends = Counter(str(order.params["key"]) for order in ending if order.params is not None)
         # Another request may try after one that has failed; the ranks that lend decide.
