@@ -26,6 +26,12 @@ from tests.vllm.test_scheduler import FORGETFUL, SHAPES, brought, is_clean, prom
 Given = Mapping[str, Any]
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_taken_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second passes, so that vLLM takes no statistics before the test does."""
+    monkeypatch.setattr(Tally.__init__, "__defaults__", (lambda: 0.0,))
+
+
 def computed_locally(side: Side) -> dict[str, int]:
     """How often a prompt was computed in place of a transfer, by cause."""
     stats = side.half.tally.take(at_once=True)

@@ -453,10 +453,10 @@ def test_blocks_that_are_given_up_end_the_worker(half: WorkerHalf) -> None:
 
 def test_a_request_id_may_be_lent_and_pulled_at_once(half: WorkerHalf) -> None:
     result = PullResult("a", "x", 10, 1, 1, 1, {"read": 0.5}, (Padding(0, 1, 3, 13),), 3)
-    results = told(half, received=[result], sent=[LeaseEnd("a", "released", {}, (), 1.0)])
+    results = told(half, finished_recving=[result], finished_sending=[LeaseEnd("a", "released", {}, (), 1.0)])
     assert results == KVConnectorTransferResults(finished_recving={"a"}, finished_sending={"a"})
     # vLLM ends when it hears of a request twice.
-    again = told(half, received=[result], sent=[LeaseEnd("a", "released", {}, (), 1.0)])
+    again = told(half, finished_recving=[result], finished_sending=[LeaseEnd("a", "released", {}, (), 1.0)])
     assert again == KVConnectorTransferResults()
 
 

@@ -273,7 +273,7 @@ class SchedulerHalf:
             self._failing.append(request.request_id)
             self.spare(request)
         elif num_external > 0 and fetch.state is State.QUEUED:
-            first = self._first[request.request_id]
+            first = self._first.get(request.request_id, 0)
             end = first + num_external
             lists = self.shape.missing(blocks, first, end)
             priority = max(-MAX_INTEGER, min(request.priority, MAX_INTEGER))
