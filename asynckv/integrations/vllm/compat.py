@@ -25,6 +25,8 @@ NAMES: Mapping[str, str] = {
         "KVConnectorTransferResults SupportsHMA"
     ),
     f"{_KV}.v1.metrics": "KVConnectorPromMetrics KVConnectorStats",
+    f"{_KV}.v1.multi_connector": "MultiConnector",
+    "vllm.config": "KVTransferConfig",
     "vllm.distributed": "parallel_state",
     "vllm.model_executor.layers.attention": "Attention MLAAttention",
     "vllm.model_executor.layers.mamba.mamba_utils": "is_conv_state_dim_first",

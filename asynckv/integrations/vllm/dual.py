@@ -15,12 +15,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-
 from asynckv.arguments import shown
 from asynckv.errors import ConfigError
+from asynckv.integrations.vllm.compat import KVConnectorHandshakeMetadata, KVTransferConfig, MultiConnector
 from asynckv.integrations.vllm.connector import AsyncKVConnector
 from asynckv.integrations.vllm.options import WHERE
 from asynckv.integrations.vllm.scheduler import PARAMS
