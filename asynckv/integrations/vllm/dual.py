@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
+
 from asynckv.arguments import shown
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.compat import KVConnectorHandshakeMetadata, KVTransferConfig, MultiConnector
