@@ -306,6 +306,8 @@ class PrefillMachine(RuleBasedStateMachine):
         self.noticed: set[int] = set()
         self.free = set(range(NUM_BLOCKS))
         self.keys: set[str] = set()
+        self.computing: dict[str, set[int]] = {}
+        """Blocks that the model still fills, by the scheduler's id."""
         self.incarnations = itertools.count()
 
     @property
@@ -325,6 +327,8 @@ class PrefillMachine(RuleBasedStateMachine):
             request_id, [(0, blocks)], 32, written=is_written, decode_engines=[reader] if reader else []
         )
         assert params["written"] is is_written
+        if not is_written:
+            self.computing[request_id] = set(blocks)
         self.keys.add(str(params["key"]))
 
     @rule(request_id=IDS)
@@ -335,10 +339,14 @@ class PrefillMachine(RuleBasedStateMachine):
                 self.ledger.mark_written(request_id)
         else:
             self.ledger.mark_written(request_id)
+            del self.computing[request_id]
 
     @rule(request_id=IDS)
     def withdraw(self, request_id: str) -> None:
+        loan = self.ledger.get(request_id)
         self.ledger.withdraw(request_id)
+        if loan is not None:
+            self.computing.pop(request_id, None)
 
     @rule(reader=st.sampled_from(["d0", "d1"]))
     def a_decode_engine_restarts(self, reader: str) -> None:
@@ -385,12 +393,13 @@ class PrefillMachine(RuleBasedStateMachine):
         for rank in self.ranks:
             if rank is not None:
                 assert not set().union(*rank.lent.values()) & self.free
+        assert not set().union(*self.computing.values()) & self.free
 
     def teardown(self) -> None:
         """Let everything end: every block is back, and no reader waits for what no rank lends."""
         for request_id in "abc":
             if (loan := self.ledger.get(request_id)) is not None and not loan.is_written:
-                self.ledger.withdraw(request_id)
+                self.withdraw(request_id)
         for _ in range(4):
             self.step(refuses=False, joins=True)
             for rank in filter(None, self.ranks):
@@ -407,6 +416,10 @@ TestPrefill.settings = settings(max_examples=150, stateful_step_count=40, deadli
 
 
 # -- one thing at a time ---------------------------------------------------------------------------
+
+
+def pull_of(request_id: str) -> Pull:
+    return Pull(request_id=request_id, groups=[(0, [1])], params=new_params())
 
 
 def pulling(num_ranks: int = 2, request_id: str = "a") -> DecodeLedger:
@@ -523,14 +536,37 @@ def test_a_pull_that_was_refused_before_it_began_releases_its_request_once() -> 
 
 def test_what_is_no_pull_of_the_ledger_is_left_alone() -> None:
     ledger = pulling()
-    loads = [failed("a", failed_in=each) for each in ("load", "store")]
-    ledger.update(0, Finished(failed=[*loads, failed("b")], finished_recving=[received("c")], returned=["d"]))
+    stored = {"offload_failed": [failed("a", failed_in="")], "offload_returned": ["a"], "offload_retired": ["a"]}
+    ledger.update(0, Finished(failed=[failed("b")], finished_recving=[received("c")], returned=["d"], **stored))
     ledger.update(0, Finished(retired=["e"]))
     assert (ledger.has_orders, len(ledger), ledger.take_outcome().failed) == (False, 1, [])
     ledger.ended("unknown")
     ledger.update(0, Finished(finished_recving=[received("a")]))
     ledger.update(0, Finished(finished_recving=[received("a")]))
     assert ledger.take_outcome().received == [], "rank 1 has said nothing, however often rank 0 has"
+
+
+def test_a_pull_that_a_rank_refused_has_failed_and_the_end_of_another_is_not_taken_for_its() -> None:
+    ledger = pulling(1)
+    ledger.update(0, Finished(refused=[Refused(pull_of("a"), LocalProtocolError("it is pulled already"))]))
+    ledger.update(0, Finished(finished_recving=[received("a")]))
+    outcome = ledger.take_outcome()
+    assert (outcome.received, len(outcome.failed), len(outcome.free)) == ([], 1, 1)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "", "x" * 20_000, "\ud800", []])
+def test_an_id_that_no_message_could_carry_is_refused_by_either_ledger(wrong: Any) -> None:
+    with pytest.raises(LocalProtocolError, match="request_id"):
+        DecodeLedger(1).announce(wrong, new_params())
+    with pytest.raises(LocalProtocolError, match="request_id"):
+        PrefillLedger(ranks_of()).lend(wrong, [(0, [1])], 16)
+
+
+def test_a_trace_is_all_that_headers_can_change_of_params() -> None:
+    headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01", "engine_id": "mallory", "tracestate": "x" * 5000}
+    fetch = DecodeLedger(1).announce("a", params := new_params(), trace=headers)
+    assert fetch is not None
+    assert fetch.plain == {**params, "traceparent": headers["traceparent"]}
 
 
 def test_workers_that_agree_among_themselves_say_once_that_a_pull_is_over() -> None:
@@ -704,6 +740,18 @@ def test_blocks_of_an_engine_that_closed_too_soon_wait_for_the_end_of_its_proces
     assert len(ledger.take_free()) == 1
 
 
+def test_kv_that_is_computed_for_nothing_keeps_its_blocks_until_it_is_there() -> None:
+    ledger, _ = lent(written=False, decode_engines=["d0"])
+    ledger.decode_restarted("d0")
+    assert kinds(ledger.take_orders()) == [("Withdraw", "a")]
+    assert ledger.take_free() == []
+    ledger.mark_written("a")
+    assert not ledger.has_orders
+    assert len(ledger.take_free()) == 1
+    with pytest.raises(LocalProtocolError, match="decode_engines"):
+        ledger.lend("b", [(0, [1])], 16, decode_engines="d0")
+
+
 def test_an_id_that_is_lent_again_has_another_name_and_the_newest_is_withdrawn() -> None:
     ledger, _ = lent()
     second = ledger.lend("a", [(0, [3])], 16)
@@ -713,9 +761,16 @@ def test_an_id_that_is_lent_again_has_another_name_and_the_newest_is_withdrawn()
     for rank in range(2):
         ledger.update(rank, Finished(finished_sending=[ended("a")]))
     assert ledger.get("a") is not None, "the second one is still lent"
+    third = ledger.lend("a", [(0, [4])], 16)
+    ledger.withdraw("a")
+    assert [kind for kind, _ in kinds(ledger.take_orders())] == ["Lend", "Withdraw"]
+    ledger.ended(third["request_id"])
+    assert ledger.take_free()[-1].groups == [(0, [4])]
+    assert (loan := ledger.get("a")) is not None
+    assert loan.name == "a~2"
     ledger.ended("a~2")
     ledger.ended("a~2")
-    assert [each.groups for each in ledger.take_free()] == [[(0, [1, 2])], [(0, [3])]]
+    assert [each.groups for each in ledger.take_free()] == [[(0, [3])]]
     assert ledger.get("a") is None
 
 

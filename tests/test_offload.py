@@ -320,7 +320,7 @@ async def test_a_store_whose_task_is_cancelled_is_told_when_nobody_reads_its_blo
         assert rank.engine.holds()
         rank.copies.finish()
         await until(lambda: desk.has_news)
-        (failed,) = desk.take_finished().failed
+        (failed,) = desk.take_finished().offload_failed
         assert (failed.request_id, failed.is_held) == ("a", False)
         assert isinstance(failed.error, PullCancelled)
 
@@ -340,15 +340,15 @@ async def test_a_store_that_fails_is_told_as_loads_are_and_so_are_its_blocks(way
             rank.clock.advance(2.1)
         await until(lambda: desk.has_news)
         told = desk.take_finished()
-        assert (told.failed[0].request_id, told.failed[0].is_held) == ("a", way != "cancelled")
+        assert (told.offload_failed[0].request_id, told.offload_failed[0].is_held) == ("a", way != "cancelled")
         if way == "returned":
             rank.copies.finish()
         elif way == "retired":
             rank.clock.advance(61.0)
         if way != "cancelled":
-            assert told.failed[0].error.held == {0: (1, 2)}  # type: ignore[attr-defined]
+            assert told.offload_failed[0].error.held == {0: (1, 2)}  # type: ignore[attr-defined]
             await until(lambda: desk.has_news)
-            assert getattr(desk.take_finished(), way) == ["a"]
+            assert getattr(desk.take_finished(), f"offload_{way}") == ["a"]
 
 
 async def test_a_load_that_is_given_up_by_its_id_says_so() -> None:

@@ -52,7 +52,7 @@ def test_a_step_stores_and_loads_by_orders() -> None:
     registration = register_memory(rank.layout, tuple(rank.arrays))
     with EngineThread(EngineConfig(engine_id="worker"), registration) as thread:
         thread.submit([Store(request_id="x", groups=[(0, [1])], hashes=chain("p", 1))])
-        (failed,) = finished(thread, 1).failed
+        (failed,) = finished(thread, 1).offload_failed
         assert isinstance(failed.error, LocalProtocolError)
         assert "has no offload" in str(failed.error)
         offload = Offload(OffloadConfig(model="toy", hash_tokens=SIZE, host_bytes=64 * RECORD), thread.engine)
@@ -76,8 +76,8 @@ def test_a_step_stores_and_loads_by_orders() -> None:
         )
         told = finished(thread, 3)
         assert [x.num_tokens for x in told.loaded if x.request_id == "b"] == [48]
-        assert "block id 99" in str(next(x.error for x in told.failed if x.request_id == "c"))
-        assert all(isinstance(x.error, PullCancelled) for x in told.failed if x.request_id == "d")
+        assert "block id 99" in str(next(x.error for x in told.offload_failed if x.request_id == "c"))
+        assert all(isinstance(x.error, PullCancelled) for x in told.offload_failed if x.request_id == "d")
         assert rank.block(7, 5, 6) == before
 
 

@@ -197,8 +197,8 @@ class EngineDesk:
                 self._refuse(order, EngineClosed("the engine was closed before this was carried out"))
             elif isinstance(order, AWAITED):
                 if task not in self._failed:
-                    self._tell("failed", Failed(order.request_id, _held(order, cause)))
-                self._tell("retired", order.request_id)
+                    self._tell(_of(order, "failed"), Failed(order.request_id, _held(order, cause)))
+                self._tell(_of(order, "retired"), order.request_id)
             elif isinstance(order, Lend):
                 request_id = decode_params(order.params).request_id
                 self._tell("finished_sending", LeaseEnd(request_id, "closed", {}, ("*",), 0.0))
@@ -284,7 +284,7 @@ class EngineDesk:
 
     def _refuse(self, order: Order, error: Exception) -> None:
         if isinstance(order, AWAITED):
-            self._tell("failed", Failed(order.request_id, error))
+            self._tell(_of(order, "failed"), Failed(order.request_id, error))
         else:
             self._tell("refused", Refused(order, error))
 
@@ -349,17 +349,17 @@ class EngineDesk:
                 # `failed` names an id, and the scheduler would take this for the end of the order before.
                 self._report("refused", Refused(order, exc))
                 return
-            self._report("failed", Failed(order.request_id, exc))
+            self._report(_of(order, "failed"), Failed(order.request_id, exc))
             if isinstance(exc, PullError) and exc.held:
                 self._failed.add(task)
                 try:
                     await exc.returned()
                 except BlocksRetired:
-                    self._report("retired", order.request_id)
+                    self._report(_of(order, "retired"), order.request_id)
                 else:
                     self._failed.discard(task)
                     if not self._is_held(order):
-                        self._report("returned", order.request_id)
+                        self._report(_of(order, "returned"), order.request_id)
         except GeneratorExit:  # the loop is gone, and nobody is left to be told
             raise
         except BaseException as exc:  # a bug, or somebody cancels every task of the loop
@@ -396,10 +396,10 @@ class EngineDesk:
         finally:
             if is_returned:
                 error = exc if isinstance(exc, Exception) else PullCancelled(f"request {order.request_id!r}: {exc!r}")
-                self._report("failed", Failed(order.request_id, error))
+                self._report(_of(order, "failed"), Failed(order.request_id, error))
             else:
-                self._report("failed", Failed(order.request_id, _held(order, exc)))
-                self._report("retired", order.request_id)
+                self._report(_of(order, "failed"), Failed(order.request_id, _held(order, exc)))
+                self._report(_of(order, "retired"), order.request_id)
 
     async def _sent(self, lent: LentRequest) -> None:
         try:
@@ -418,6 +418,11 @@ class EngineDesk:
     def _tell(self, kind: str, value: object) -> None:
         self._news.append((kind, value))
         self._on_news()
+
+
+def _of(order: Pull | Load | Store, what: str) -> str:
+    """Return the list that tells this of such an order: ids of pulls and of loads and stores are told apart by it."""
+    return what if isinstance(order, Pull) else f"offload_{what}"
 
 
 def _held(order: Pull | Load | Store, cause: BaseException) -> PullCancelled:

@@ -24,13 +24,13 @@ from typing import Any
 
 import msgspec
 
-from asynckv.arguments import integer
-from asynckv.core.types import Endpoint, Key, KVTransferParams, decode_params
-from asynckv.embed.orders import Announce, Cancel, Finished, Lend, Order, Pull, Withdraw
+from asynckv.arguments import MAX_NAME, integer, text, texts
+from asynckv.core.types import MAX_ID, Endpoint, Key, KVTransferParams, decode_params
+from asynckv.embed.orders import Announce, Cancel, Failed, Finished, Lend, Order, Pull, Withdraw
 from asynckv.errors import LocalProtocolError, PeerLost
 from asynckv.geometry.bounds import MAX_RANKS
 from asynckv.results import LeaseEnd, PullResult
-from asynckv.scheduler import PrefillRanks
+from asynckv.scheduler import PrefillRanks, trace_of
 
 MAX_SPENT = 4096
 """Params that are remembered once they were used up."""
@@ -105,6 +105,7 @@ class Fetch:
         held: Ranks on which something may still write the blocks.
         announcement: The number of the announcement among all orders.
         is_released: A rank has refused the pull before it began, and was told to release the request.
+        is_retired: A rank has given its blocks up.
     """
 
     request_id: str
@@ -120,6 +121,7 @@ class Fetch:
     held: set[int] = field(default_factory=set)
     announcement: int = 0
     is_released: bool = False
+    is_retired: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -130,7 +132,7 @@ class Fetch:
 @dataclass(slots=True)
 class Outcome:
     """What the decode engine's scheduler has to act on. Each thing is told once, and nothing of a cancelled request but
-    that its blocks are free.
+    what becomes of its blocks.
 
     Attributes:
         received: Requests whose KV is in place on every rank. Look at `num_tokens`, and compute the rest.
@@ -170,6 +172,8 @@ class DecodeLedger:
         """Those that the scheduler still thinks of, by its own id."""
         self._readers: dict[Key, Fetch] = {}
         """Who is to read what, and has not yet."""
+        self._waiting: dict[Key, dict[str, Fetch]] = {}
+        """Requests that wait for a reader of the same, by name."""
         self._spent: dict[Key, None] = {}
         """Params that were read or given up, oldest first."""
         self._outcome = Outcome()
@@ -197,22 +201,26 @@ class DecodeLedger:
             The request; None if its params were used up before, so that the prompt is computed here.
 
         Raises:
-            LocalProtocolError: A request of this id is queued or pulled.
+            ConfigError: `trace` is no mapping.
+            LocalProtocolError: A request of this id is queued or pulled, or the id is no text of sensible length.
             RemoteProtocolError: The params are malformed.
         """
-        if request_id in self._current:
+        if text("request_id", request_id, MAX_ID, 1) in self._current:
             raise LocalProtocolError(f"request {request_id[:200]!r} is {self._current[request_id].state.value} already")
         checked = decode_params(params)
         if checked.key in self._spent:
             return None
-        plain: dict[str, Any] = msgspec.to_builtins(checked) | dict(trace or {})
-        fetch = Fetch(request_id, unused(request_id, self._fetches), checked, plain)
+        traceparent, tracestate = trace_of(trace)
+        if traceparent:
+            checked = msgspec.structs.replace(checked, traceparent=traceparent, tracestate=tracestate)
+        fetch = Fetch(request_id, unused(request_id, self._fetches), checked, msgspec.to_builtins(checked))
         self._fetches[fetch.name] = self._current[request_id] = fetch
         if checked.key in self._readers:
             fetch.state = State.WAITING
+            self._waiting.setdefault(checked.key, {})[fetch.name] = fetch
         else:
             self._readers[checked.key] = fetch
-            fetch.announcement = self._order(Announce(fetch.name, plain))
+            fetch.announcement = self._order(Announce(fetch.name, fetch.plain))
         return fetch
 
     def may_pull(self, request_id: str) -> bool | None:
@@ -309,9 +317,8 @@ class DecodeLedger:
             if (fetch := self._ended(rank, result.request_id)) is not None:
                 fetch.results[rank] = result
                 self._conclude(fetch)
-        for failed in finished.failed:
-            if getattr(failed.error, "failed_in", "") in ("store", "load"):
-                continue
+        refused = [Failed(x.order.request_id, x.error) for x in finished.refused if isinstance(x.order, Pull)]
+        for failed in (*finished.failed, *refused):
             if (fetch := self._ended(rank, failed.request_id)) is not None:
                 if failed.is_held:
                     fetch.held.add(rank)
@@ -321,12 +328,15 @@ class DecodeLedger:
             if (fetch := self._fetches.get(name)) is not None:
                 fetch.held.discard(rank)
                 self._conclude(fetch)
-        self._outcome.retired += [self._fetches[name] for name in finished.retired if name in self._fetches]
+        for name in finished.retired:
+            if (fetch := self._fetches.get(name)) is not None and not fetch.is_retired:
+                fetch.is_retired = True
+                self._outcome.retired.append(fetch)
 
     def ended(self, request_id: str, error: Exception | None = None) -> None:
         """Every rank has ended a pull, and holds nothing: for workers that agree among themselves, as vLLM's do."""
         fetch = self._fetches.get(request_id)
-        if fetch is not None and fetch.ranks is not None:
+        if fetch is not None and fetch.ranks:
             fetch.ranks.clear()
             if error is not None:
                 fetch.errors[0] = error
@@ -417,19 +427,21 @@ class DecodeLedger:
                 f"request {fetch.request_id[:200]!r} is {before.value}: {event.value} is not possible"
             )
         fetch.state = after
-        if after in (State.HELD, State.OVER) and self._readers.get(fetch.params.key) is fetch:
+        key = fetch.params.key
+        if after in (State.HELD, State.OVER) and self._readers.get(key) is fetch:
             # Siblings are served by what is in place by now, or compute their prompts, or fail as well.
-            del self._readers[fetch.params.key]
+            del self._readers[key]
+            siblings = self._waiting.pop(key, {})
             if fetch.errors and not fetch.is_cancelled:  # one that comes later may try, and hears it from the ranks
-                for other in self._fetches.values():
-                    if other.state is State.WAITING and other.params.key == fetch.params.key:
-                        other.errors.update(fetch.errors)
+                for other in siblings.values():
+                    other.errors.update(fetch.errors)
             else:
-                self._spent[fetch.params.key] = None
+                self._spent[key] = None
                 if len(self._spent) > MAX_SPENT:
                     del self._spent[next(iter(self._spent))]
         if after is State.OVER:
             del self._fetches[fetch.name]
+            self._waiting.get(key, {}).pop(fetch.name, None)
 
 
 # -- prefill ---------------------------------------------------------------------------------------
@@ -478,8 +490,8 @@ class PrefillLedger:
         self._orders: list[Order] = []
         self._loans: dict[str, Loan] = {}
         """All that are not over, by name."""
-        self._current: dict[str, Loan] = {}
-        """The newest of each of the scheduler's ids."""
+        self._of: dict[str, list[Loan]] = {}
+        """The same by the scheduler's ids, the newest last."""
         self._free: list[Loan] = []
 
     def __len__(self) -> int:
@@ -487,7 +499,7 @@ class PrefillLedger:
 
     def get(self, request_id: str) -> Loan | None:
         """Return the newest loan of an id that is not over."""
-        return self._current.get(request_id)
+        return self._of[request_id][-1] if request_id in self._of else None
 
     # -- what the scheduler decides ----------------------------------------------------------------
 
@@ -511,8 +523,8 @@ class PrefillLedger:
         Args:
             written: The KV is in the blocks. If not, the params may travel ahead of it: call `mark_written` when it is
                 there.
-            decode_engines: The ids of all decode engines that get the params, where that is known: if they restart,
-                nobody will read the request (`decode_restarted`).
+            decode_engines: The ids of all decode engines that may get the params, of which one reads the request, where
+                that is known: if they restart, it will not be read (`decode_restarted`).
 
         Raises:
             ConfigError: A value is out of range or of another type.
@@ -521,7 +533,9 @@ class PrefillLedger:
         """
         if self._missing:
             raise LocalProtocolError(f"rank {min(self._missing)} has died: nothing can be lent before rank_joined")
-        if (loan := self._current.get(request_id)) is not None and not loan.is_written:
+        request_id = text("request_id", request_id, MAX_ID, 1)
+        readers = set(texts("decode_engines", decode_engines, MAX_RANKS, MAX_NAME))
+        if (loan := self.get(request_id)) is not None and not loan.is_written:
             raise LocalProtocolError(f"request {request_id[:200]!r} waits for its KV already; withdraw it first")
         name = unused(request_id, self._loans)
         params = self.ranks.make_params(
@@ -534,8 +548,8 @@ class PrefillLedger:
             hash_tokens=hash_tokens,
             trace=trace,
         )
-        loan = Loan(request_id, name, params, groups, set(decode_engines), written)
-        self._loans[name] = self._current[request_id] = loan
+        loan = self._loans[name] = Loan(request_id, name, params, groups, readers, written)
+        self._of.setdefault(request_id, []).append(loan)
         if written:
             self._orders.append(Lend(params))
         return params
@@ -543,22 +557,30 @@ class PrefillLedger:
     def mark_written(self, request_id: str) -> None:
         """Lend what was announced by its params before: the KV is in the blocks now.
 
+        If it was taken back meanwhile (`rank_died`, `decode_restarted`), it is over instead, and its blocks are free.
+
         Raises:
             LocalProtocolError: No request of this id waits for that.
         """
-        loan = self._current.get(request_id)
+        loan = self.get(request_id)
         if loan is None or loan.is_written:
             raise LocalProtocolError(f"no request {request_id[:200]!r} waits for its KV")
         loan.is_written = True
-        self._orders.append(Lend(loan.params))
+        if loan.is_withdrawn:
+            self._never_lent(loan)
+        else:
+            self._orders.append(Lend(loan.params))
 
     def withdraw(self, request_id: str) -> None:
         """Take a request back, on all ranks: readers are refused from now on. One that is over is left alone.
 
-        Blocks that a reader was promised return when the promise is kept (`lease.grant_s`, 10 s, at most).
+        If its KV is not in the blocks yet, it is over at once: do not compute it any more. Blocks that a reader was
+        promised return when the promise is kept (`lease.grant_s`, 10 s, at most).
         """
-        if (loan := self._current.get(request_id)) is not None:
+        if (loan := self.get(request_id)) is not None:
             self._withdraw(loan)
+            if not loan.is_written:
+                self._never_lent(loan)
 
     def decode_restarted(self, engine_id: str) -> None:
         """Take back what only this decode engine was to read: it has lost the params."""
@@ -640,10 +662,11 @@ class PrefillLedger:
         if not loan.is_withdrawn:
             loan.is_withdrawn = True
             self._orders.append(Withdraw(loan.params))
-        if not loan.is_written:
-            # No rank lends it, so none will tell of its end.
-            loan.is_written, loan.ranks = True, set()
-            self._conclude(loan)
+
+    def _never_lent(self, loan: Loan) -> None:
+        """End a loan that no rank lends, so that none will tell of its end."""
+        loan.is_written, loan.ranks = True, set()
+        self._conclude(loan)
 
     def _ended(self, loan: Loan, rank: int) -> None:
         if loan.ranks is not None:
@@ -653,8 +676,9 @@ class PrefillLedger:
     def _conclude(self, loan: Loan) -> None:
         if not loan.ranks and self._loans.pop(loan.name, None) is not None:
             self._free.append(loan)
-            if self._current.get(loan.request_id) is loan:
-                del self._current[loan.request_id]
+            self._of[loan.request_id].remove(loan)
+            if not self._of[loan.request_id]:
+                del self._of[loan.request_id]
 
 
 def unused(request_id: str, names: Container[str]) -> str:

@@ -3,10 +3,11 @@
 A scheduler decides once per step what is to happen, and its workers carry it out. So everything that a step asks for is
 a list of orders, handed over in one go, and everything that has ended since the last look is one `Finished`.
 
-Every order ends in one place, once: a `Pull` in `finished_recving` or `failed`, a `Load` in `loaded` or `failed`, a
-`Lend` in `finished_sending` or `refused`, a `Store` in `stored` or `failed`, a `Lookup` in `found` or `refused`, any
-other in `refused`, or nowhere if there was nothing to complain of. That holds when the engine is closed under way, too.
-Ends name the request's id, so an id is of one order of a kind at a time: another one is in `refused`.
+Every order ends in one place, once: a `Pull` in `finished_recving` or `failed`, a `Load` in `loaded` or
+`offload_failed`, a `Lend` in `finished_sending` or `refused`, a `Store` in `stored` or `offload_failed`, a `Lookup` in
+`found` or `refused`, any other in `refused`, or nowhere if there was nothing to complain of. That holds when the engine
+is closed under way, too. Ends name the request's id, so an id is of one order of a kind at a time: another one is in
+`refused`.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Lookup(Order, frozen=True, kw_only=True):
 
 
 class Store(Order, frozen=True, kw_only=True):
-    """Keep blocks outside of the accelerator (`Offload.store`). Ends in `Finished.stored` or `failed`, always."""
+    """Keep blocks outside of the accelerator (`Offload.store`). Ends in `Finished.stored` or `offload_failed`."""
 
     request_id: str
     groups: Sequence[tuple[int, Sequence[int | None]]]
@@ -107,7 +108,7 @@ class Store(Order, frozen=True, kw_only=True):
 
 
 class Load(Order, frozen=True, kw_only=True):
-    """Fill blocks with what is kept of a prompt (`Offload.load`). Ends in `Finished.loaded` or `failed`, always."""
+    """Fill blocks with what is kept of a prompt (`Offload.load`). Ends in `Finished.loaded` or `offload_failed`."""
 
     request_id: str
     groups: Sequence[tuple[int, Sequence[int | None]]]
@@ -124,8 +125,7 @@ class Failed:
         request_id: The request's id, as in its order.
         error: What `Engine.pull`, `Offload.load` or `Offload.store` raised: an `AsyncKVError`, or else a bug. If it
             names blocks (`PullError.held`), a transfer may still write them, or a store still read them; the request's
-            id follows in `Finished.returned` or `Finished.retired`. `PullError.failed_in` tells a `store` from a
-            `load`.
+            id follows in `returned` or `retired`, or in the lists of the same names for offload.
     """
 
     request_id: str
@@ -133,7 +133,7 @@ class Failed:
 
     @property
     def is_held(self) -> bool:
-        """Whether blocks may still be written or read. Then wait for the id in `Finished.returned`."""
+        """Whether blocks may still be written or read. Then wait for the id in `returned` or `offload_returned`."""
         return isinstance(self.error, PullError) and bool(self.error.held)
 
     @property
@@ -166,10 +166,13 @@ class Finished:
         found: What lookups have found, each with its request's id.
         stored: Stores that have ended; their blocks are the engine's again.
         loaded: Loads that have ended; `Loaded.num_tokens` says how many tokens are in place.
-        failed: Pulls, loads and stores that ended badly.
-        returned: Ids of failed requests whose held blocks nothing can write or read any more.
-        retired: Ids of failed requests whose held blocks must never be used again (`BlocksRetired`).
-        refused: Orders that were refused, other than pulls, loads and stores.
+        failed: Pulls that ended badly.
+        returned: Ids of failed pulls whose held blocks nothing can write any more.
+        retired: Ids of failed pulls whose held blocks must never be used again (`BlocksRetired`).
+        offload_failed: Loads and stores that ended badly.
+        offload_returned: Ids of failed loads and stores whose held blocks nothing can write or read any more.
+        offload_retired: Ids of failed loads and stores whose held blocks must never be used again.
+        refused: Orders that were refused. Of pulls, loads and stores only those whose id was under way.
     """
 
     finished_sending: list[LeaseEnd] = field(default_factory=list)
@@ -180,6 +183,9 @@ class Finished:
     failed: list[Failed] = field(default_factory=list)
     returned: list[str] = field(default_factory=list)
     retired: list[str] = field(default_factory=list)
+    offload_failed: list[Failed] = field(default_factory=list)
+    offload_returned: list[str] = field(default_factory=list)
+    offload_retired: list[str] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
 
     def __bool__(self) -> bool:
