@@ -143,10 +143,11 @@ class Side:
         is_last: bool = False,
         drafts: int | None = None,
         is_connected: bool = True,
+        connector: str = "AsyncKVConnector",
     ) -> None:
         self.name = name
         ours = {
-            "kv_connector": "AsyncKVConnector",
+            "kv_connector": connector,
             "kv_connector_module_path": "asynckv.integrations.vllm",
             "kv_role": role,
             "kv_connector_extra_config": extra or {},

@@ -9,10 +9,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm import compat
-from asynckv.integrations.vllm.compat import IDENTITY, Attention, identity, is_by_token, num_received
+from asynckv.integrations.vllm.compat import (
+    IDENTITY,
+    RARE_SPECS,
+    SPECS,
+    Absent,
+    Attention,
+    identity,
+    is_by_token,
+    num_received,
+    quantisation,
+)
 from asynckv.integrations.vllm.memory import check_supported
 from tests.vllm.without import ASKED_FOR
 
@@ -27,7 +38,7 @@ def test_a_version_that_lacks_every_name_with_a_stand_in_moves_the_same_bytes() 
     assert all(name in warning for name in {*compat.STAND_INS} - ASKED_FOR)
 
 
-@pytest.mark.parametrize("name", ["KVConnectorBase_V1", "AttentionSpec", "MambaSpec", "SlidingWindowSpec"])
+@pytest.mark.parametrize("name", ["KVConnectorBase_V1", "KVConnectorTransferResults", *SPECS.split()])
 def test_a_name_that_nothing_stands_in_for_is_an_error_that_names_it(name: str, monkeypatch: Any) -> None:
     module = importlib.import_module(compat._MODULES[name])
     monkeypatch.delattr(module, name)
@@ -45,11 +56,32 @@ def test_a_request_of_which_nothing_shows_whose_kv_it_is_is_refused_by_the_field
         identity(SimpleNamespace(**fields))
 
 
-def test_tokens_that_a_step_may_still_write_do_not_count_by_whichever_name() -> None:
+def test_tokens_that_a_step_may_still_write_do_not_count_and_must_be_known() -> None:
     given = {"num_computed_tokens": 9, "num_tokens": 100}
-    assert num_received(SimpleNamespace(**given, num_in_flight_tokens=2, num_output_placeholders=1)) == 7
-    assert num_received(SimpleNamespace(**given, num_output_placeholders=1)) == 8
-    assert num_received(SimpleNamespace(**given)) == 9
+    assert num_received(SimpleNamespace(**given, num_in_flight_tokens=2)) == 7
+    with pytest.raises(ConfigError, match="have no num_in_flight_tokens, so that nothing shows"):
+        num_received(SimpleNamespace(**given))
+
+
+def test_a_cache_that_does_not_say_whether_it_is_quantised_is_refused() -> None:
+    assert quantisation(SimpleNamespace(kv_quant_mode=KVQuantMode.NONE)) == ""
+    assert quantisation(SimpleNamespace(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)) == "fp8_per_tensor"
+    with pytest.raises(ConfigError, match="have no kv_quant_mode, so that nothing shows"):
+        quantisation(SimpleNamespace())
+
+
+class Moved(FullAttentionSpec):
+    """A kind that this version has under another name."""
+
+
+@pytest.mark.parametrize("kind", [*RARE_SPECS.split(), "Moved"])
+def test_a_kind_of_cache_that_is_not_known_by_its_name_is_refused(kind: str, monkeypatch: Any) -> None:
+    spec = object.__new__(globals().get(kind) or getattr(compat, kind))
+    monkeypatch.setattr(compat, kind, Absent, raising=False)
+    groups = [SimpleNamespace(layer_names=["layer"], kv_cache_spec=spec)]
+    config = SimpleNamespace(parallel_config=None, model_config=None)
+    with pytest.raises(ConfigError, match=f"layer 'layer' has a cache of kind {kind}, which .* does not know"):
+        check_supported(config, SimpleNamespace(kv_cache_groups=groups))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
+from vllm.v1.request import RequestStatus
 
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.dual import expanded
@@ -17,6 +19,7 @@ from asynckv.integrations.vllm.stats import AsyncKVStats
 from tests.vllm.conftest import OURS, THEIRS
 from tests.vllm.engines import Engine, Reply, Server, continued
 from tests.vllm.pairs import Pair, settle
+from tests.vllm.schedulers import DENSE, HYBRID, WINDOW, Group, Side
 from tests.vllm.setups import Connector, Setup
 from tests.vllm.test_trouble import SHORT
 from tests.vllm.zoo import MODELS as ZOO
@@ -33,6 +36,26 @@ KINDS = {
 }
 DS = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 """The order that `NixlConnector` insists on; vLLM chooses it by the connector's name."""
+
+
+BROUGHT: dict[str, Any] = {
+    **{"do_remote_prefill": True, "do_remote_decode": False, "remote_num_tokens": 100, "remote_block_ids": [[1] * 7]},
+    **{"remote_engine_id": "e", "remote_request_id": "r", "remote_host": "127.0.0.1", "remote_port": 9, "tp_size": 1},
+}
+"""What `NixlConnector` gives out for a prompt of 100 tokens."""
+
+
+def scheduler(groups: tuple[Group, ...], **extra: Any) -> Side:
+    return Side(groups, connector="DualConnector", extra=extra, is_connected=False)
+
+
+def reads(groups: tuple[Group, ...], length: int, given: dict[str, Any]) -> bool:
+    """Ask a scheduler of both for a prompt; says whether NixlConnector reads it, otherwise it is computed."""
+    side = scheduler(groups)
+    request = side.add("q", range(length), given)
+    out = side.scheduler.schedule()
+    assert ("q" in out.num_scheduled_tokens) is (request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS)
+    return request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 def setup_of(kind: str, model: str = "dense", **fields: Any) -> Setup:
@@ -198,6 +221,54 @@ def test_params_of_a_shorter_prompt_are_not_given_to_nixl_connector_which_would_
     (params,) = pair.prefilled(pair.prompt(50))
     check(pair.decode, [(tokens := pair.prompt(200), pair.ask(tokens, params))])
     pair.settle()
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        {"do_remote_prefill": 1},
+        {"do_remote_prefill": "x"},
+        *({"remote_num_tokens": given} for given in ("x", 90, 90.5, math.nan)),
+        {"_p_side_truncated": True},
+    ],
+    ids=str,
+)
+def test_of_a_prefills_params_nixl_connector_gets_nothing_but_that_it_is_one(junk: dict[str, Any]) -> None:
+    side = scheduler(HYBRID, lend_as="nixl")
+    side.add("q", range(100), {**BROUGHT, "do_remote_prefill": False, "do_remote_decode": True, **junk})
+    told = next(told for told in (side.step() for _ in range(9)) if told.reasons)
+    assert told.reasons == {"q": "length"}
+    assert told.params["q"]["remote_num_tokens"] == 99
+
+
+@pytest.mark.parametrize(
+    ("groups", "length", "lent", "blocks", "is_read"),
+    [
+        (DENSE, 100, 100, [7], True),
+        (DENSE, 100, 100, [6], False),
+        (DENSE, 100, 99, [7], False),
+        (DENSE, 100, 100, [7, 7], False),
+        (WINDOW, 64, 64, [4, 4], True),
+        (WINDOW, 65, 64, [4, 4], False),
+        (WINDOW, 65, 64, [5, 5], False),
+        (WINDOW, 200, 200, [13, 5], True),
+        (WINDOW, 200, 200, [13, 4], False),
+        (HYBRID, 100, 99, [7, 1], True),
+        (HYBRID, 100, 98, [7, 1], False),
+        (HYBRID, 100, 99, [7, 0], False),
+    ],
+)
+def test_nixl_connector_gets_what_has_all_that_it_will_read(
+    groups: tuple[Group, ...], length: int, lent: int, blocks: list[int], is_read: bool
+) -> None:
+    given = {**BROUGHT, "remote_num_tokens": lent, "remote_block_ids": [[1] * count for count in blocks]}
+    assert reads(groups, length, given) is is_read
+
+
+@pytest.mark.parametrize("name", ["remote_engine_id", "remote_request_id", "remote_host"])
+def test_nixl_connector_gets_no_text_that_cannot_be_sent(name: str) -> None:
+    assert reads(DENSE, 100, BROUGHT)
+    assert not reads(DENSE, 100, {**BROUGHT, name: "\ud800"})
 
 
 def config(extra: Any, **fields: Any) -> KVTransferConfig:

@@ -22,7 +22,7 @@ from asynckv.arguments import MAX_INTEGER
 from asynckv.core.types import decode_params
 from asynckv.embed.ledgers import State
 from asynckv.embed.orders import Announce, Cancel, Lend, Pull, Reclaim
-from asynckv.errors import ConfigError
+from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.integrations.vllm.handover import WorkerAddress
 from asynckv.integrations.vllm.shape import CacheGroup, Shape
 from tests.vllm.schedulers import DENSE, HYBRID, MIXED, STATES, WINDOW, Group, Side
@@ -156,15 +156,17 @@ def test_an_abort_after_the_end_changes_nothing() -> None:
 def test_what_only_a_step_under_way_has_computed_is_not_lent() -> None:
     side = Side()
     request = SimpleNamespace(num_computed_tokens=5, num_in_flight_tokens=5, num_tokens=5, num_output_tokens=0)
-    assert side.half._lists(request, [[1]] * len(side.half.shape.groups)) is None
+    with pytest.raises(AsyncKVError, match="nothing of it is held"):
+        side.half._lists(request, [[1]] * len(side.half.shape.groups))
     request.num_in_flight_tokens = 0
-    assert side.half._lists(request, [[1]] * len(side.half.shape.groups)) is not None
+    assert side.half._lists(request, [[1]] * len(side.half.shape.groups)) == ([(0, [1])], 5)
 
 
 def test_of_a_request_that_was_preempted_and_has_no_blocks_nothing_is_lent() -> None:
     side = Side(HYBRID)
     request = SimpleNamespace(num_computed_tokens=0, num_in_flight_tokens=0, num_tokens=5, num_output_tokens=0)
-    assert side.half._lists(request, [[] for _ in side.half.shape.groups]) is None
+    with pytest.raises(AsyncKVError, match="nothing of it is held"):
+        side.half._lists(request, [[] for _ in side.half.shape.groups])
 
 
 def test_without_workers_nothing_is_lent() -> None:
@@ -589,6 +591,27 @@ def test_a_failed_load_fails_its_request_alone(groups: tuple[Group, ...]) -> Non
     assert told.reasons == {"a": "error"}
     assert side.step().tokens == {"b": [7]}
     side.step()
+    assert is_clean(side)
+
+
+@pytest.mark.parametrize("other", [(), ("b",)], ids=["alone", "with another's load"])
+def test_an_error_of_another_cause_while_loading_cancels_and_fails_no_sibling(other: tuple[str, ...]) -> None:
+    prompt, short, side = prompt_of(100), prompt_of(50), Side()
+    params = brought(prompt)
+    side.add("b", short, brought(short))
+    side.add("a", prompt, params)
+    side.step()
+    side.add("sibling", prompt, dict(params))
+    side.step()
+    side.scheduler.encoder_cache_mismatch_reqs.add("a")
+    assert side.step(loaded=other).reasons == {"a": "error"}
+    told = side.step(loaded={"b"} - {*other})
+    assert told.only(Cancel).request_id == "a"
+    side.step(loaded=["a"])
+    reasons: dict[str, str] = {}
+    while not side.is_idle():
+        reasons |= side.step().reasons
+    assert reasons["sibling"] == "length"
     assert is_clean(side)
 
 

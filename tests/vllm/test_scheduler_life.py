@@ -104,8 +104,6 @@ class Life:
         if alive:
             status = self.chance.choice([RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
             name = self.chance.choice(alive).request_id
-            if status is RequestStatus.FINISHED_ERROR:
-                self.failed.add(name)  # as vLLM ends one whose load has failed
             self.side.abort(name, status)
 
     def step(self, patience: float = 0.3) -> None:

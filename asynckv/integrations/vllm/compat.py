@@ -4,19 +4,25 @@ vLLM's connector interface changes without notice. So each name is looked up her
 this module. What the connector can do without has a stand-in (`STAND_INS`): then a version of vLLM that lacks the name
 starts with a warning (`options.remarks`) and goes on. The same holds for fields of vLLM's objects, which are read by
 the functions below. A guess that could move wrong bytes is never made: a field that tells prompts apart, or says where
-bytes lie, is refused by name if it is missing.
+or what bytes are, is refused by name if it is missing, and so is a kind of cache that is not known (`is_known`).
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asynckv.errors import ConfigError
 
 _KV = "vllm.distributed.kv_transfer.kv_connector"
+
+SPECS = "FullAttentionSpec MambaSpec MLAAttentionSpec SlidingWindowSpec"
+RARE_SPECS = (
+    "ChunkedLocalAttentionSpec CircularBufferSpec EncoderOnlyAttentionSpec HiddenStateCacheSpec RSWASpec "
+    "SinkFullAttentionSpec SlidingWindowMLASpec"
+)
+"""The other kinds of cache that are known: a vLLM that lacks one has no such model, or calls it by another name."""
 
 NAMES: Mapping[str, str] = {
     f"{_KV}.factory": "KVConnectorFactory",
@@ -32,10 +38,7 @@ NAMES: Mapping[str, str] = {
     "vllm.model_executor.layers.mamba.mamba_utils": "is_conv_state_dim_first",
     "vllm.platforms": "current_platform",
     "vllm.v1.metrics.cache_hit_source": "CacheHitSource",
-    "vllm.v1.kv_cache_interface": (
-        "AttentionSpec CircularBufferSpec CrossAttentionSpec EncoderOnlyAttentionSpec FullAttentionSpec MambaSpec "
-        "MLAAttentionSpec RSWASpec SlidingWindowMLASpec SlidingWindowSpec"
-    ),
+    "vllm.v1.kv_cache_interface": f"AttentionSpec {SPECS} {RARE_SPECS}",
     f"{_KV}.v1.offloading.metrics": "OffloadingConnectorStats",
     "vllm.v1.kv_offload.base": (
         "CanonicalKVCaches GPULoadStoreSpec LoadStoreSpec Locality LookupResult Medium OffloadingCounterMetadata "
@@ -53,21 +56,10 @@ class Absent:
     """In the place of a class that this version of vLLM lacks: nothing is one."""
 
 
-@dataclass
-class TransferResults:
-    """What has ended, for a version of vLLM that asks by `get_finished` alone."""
-
-    finished_sending: set[str] = field(default_factory=set)
-    finished_recving: set[str] = field(default_factory=set)
-    failed_recving: set[str] = field(default_factory=set)
-
-
 STAND_INS: Mapping[str, Any] = {
-    **dict.fromkeys(["Attention", "MLAAttention", "CircularBufferSpec", "CrossAttentionSpec"], Absent),
-    **dict.fromkeys(["EncoderOnlyAttentionSpec", "RSWASpec", "SlidingWindowMLASpec", "SupportsHMA"], Absent),
+    **dict.fromkeys(["Attention", "MLAAttention", "SupportsHMA", *RARE_SPECS.split()], Absent),
     **dict.fromkeys(["KVConnectorHandshakeMetadata", "KVConnectorStats", "KVConnectorPromMetrics"], Absent),
     **dict.fromkeys(["CacheHitSource", "KVConnectorFactory", "current_platform", "parallel_state"]),
-    "KVConnectorTransferResults": TransferResults,
     "is_conv_state_dim_first": lambda: None,
 }
 """What takes the place of a name that is missing. A name without one ends the start, with an error that says so."""
@@ -108,6 +100,20 @@ def version() -> str:
 # -- fields of vLLM's objects ----------------------------------------------------------------------
 
 
+def needed(of: str, given: Any, names: Sequence[str], what: str) -> list[Any]:
+    """Return fields for which there is no stand-in.
+
+    Raises:
+        ConfigError: One is missing.
+    """
+    if absent := [name for name in names if not hasattr(given, name)]:
+        raise ConfigError(
+            f"{of} of vLLM {version()} have no {' and no '.join(absent)}, so that nothing shows {what}; use a version "
+            f"of vLLM that asynckv was tested with"
+        )
+    return [getattr(given, name) for name in names]
+
+
 def transfer_group_ids(config: Any) -> tuple[int, ...]:
     """Return the cache groups that are transferred; all where vLLM does not tell them apart."""
     ids = getattr(config, "transfer_group_ids", None)
@@ -124,6 +130,11 @@ def tells_of_sleep() -> bool:
     return hasattr(__getattr__("KVConnectorBase_V1"), "unregister_kv_caches")
 
 
+def is_known(spec: Any) -> bool:
+    """Say whether a layer's cache is of a known kind; whatever derives from one of them is another."""
+    return type(spec) in map(__getattr__, f"{SPECS} {RARE_SPECS}".split())
+
+
 def layer_specs(group: Any) -> Mapping[str, Any]:
     """Return the specification of every layer of a cache group."""
     spec = group.kv_cache_spec
@@ -134,8 +145,8 @@ def layer_specs(group: Any) -> Mapping[str, Any]:
 
 def quantisation(spec: Any) -> str:
     """Name how a layer's cache is quantised; empty if it is not."""
-    name = str(getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")).lower()
-    return "" if name == "none" else name
+    (mode,) = needed("caches", spec, ("kv_quant_mode",), "how their bytes are quantised")
+    return "" if mode.name == "NONE" else str(mode.name).lower()
 
 
 def is_by_token(layer: Any, spec: Any) -> bool:
@@ -160,22 +171,11 @@ IDENTITY = ("lora_request", "cache_salt", "mm_features", "prompt_embeds", "promp
 
 
 def identity(request: Any) -> list[Any]:
-    """Return what a request's KV depends on besides its tokens (`IDENTITY`).
-
-    Raises:
-        ConfigError: A field is missing, so that one prompt cannot be told from another.
-    """
-    if absent := [name for name in IDENTITY if not hasattr(request, name)]:
-        raise ConfigError(
-            f"requests of vLLM {version()} have no {' and no '.join(absent)}, so that nothing shows which prompt KV is "
-            f"of; use a version of vLLM that asynckv was tested with"
-        )
-    return [getattr(request, name) for name in IDENTITY]
+    """Return what a request's KV depends on besides its tokens (`IDENTITY`)."""
+    return needed("requests", request, IDENTITY, "which prompt KV is of")
 
 
 def num_received(request: Any) -> int:
     """Count the tokens of a request whose KV is in its blocks: a step under way may write beyond them."""
-    in_flight = getattr(request, "num_in_flight_tokens", None)
-    if in_flight is None:
-        in_flight = getattr(request, "num_output_placeholders", 0)
+    (in_flight,) = needed("requests", request, ("num_in_flight_tokens",), "which tokens are still written")
     return int(min(request.num_computed_tokens - in_flight, request.num_tokens))

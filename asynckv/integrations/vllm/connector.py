@@ -159,10 +159,6 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         return self._worker.take_results()
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        results = self._worker.take_results()
-        return results.finished_sending, results.finished_recving
-
     def get_kv_connector_stats(self) -> Any:
         return self._worker.statistics() if self._worker is not None else self._scheduler.tally.take()
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import msgspec
 
 from asynckv.arguments import shown
+from asynckv.core.types import sendable
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.compat import KVConnectorHandshakeMetadata, KVTransferConfig, MultiConnector
 from asynckv.integrations.vllm.connector import AsyncKVConnector
@@ -33,17 +34,17 @@ logger = logging.getLogger("vllm.asynckv")
 
 
 class NixlParams(msgspec.Struct):
-    """What `NixlConnector` needs of a request's params, because it ends the engine where one of these is junk."""
+    """All that `NixlConnector` gets of a request's params, because it ends the engine where one of these is junk."""
 
     remote_block_ids: list[list[Natural]]
     remote_engine_id: str
     remote_request_id: str
     remote_host: str
     remote_port: Size
+    remote_num_tokens: Natural
     tp_size: Size = 1
     dcp_size: Size = 1
     pp_size: Size = 1
-    remote_num_tokens: Natural | None = None
     remote_registration_generation: Natural = 0
     remote_blocks_expiry_time: float | None = None
 
@@ -67,6 +68,7 @@ class DualConnector(MultiConnector):
         super().__init__(config, role, kv_cache_config)
         given.kv_role = self._connectors[0]._kv_transfer_config.kv_role  # which ours may have widened, to read
         self._lender = SECTIONS.index(given.kv_connector_extra_config.get("lend_as", "asynckv"))
+        self._nixl = self._connectors[1].connector_scheduler  # None in a worker
 
     # -- what vLLM asks of the class, before there is a connector -----------------------------------
 
@@ -91,24 +93,32 @@ class DualConnector(MultiConnector):
         if not isinstance(given, dict) or PARAMS in given:
             return 0
         if given.get("do_remote_prefill") is not True:
-            return self._lender if given.get("do_remote_decode") is True else 0
-        if why := self._flaw(request):
-            name = shown(request.request_id)
-            logger.warning("asynckv: the params of request %s are not NixlConnector's either: %s", name, why)
-        return 0 if why else 1
-
-    def _flaw(self, request: Any) -> str:
+            if given.get("do_remote_decode") is not True or not self._lender:
+                return 0
+            request.kv_transfer_params = {"do_remote_decode": True}
+            return 1
         try:
-            params = msgspec.convert(request.kv_transfer_params, NixlParams)
-        except msgspec.ValidationError as exc:
-            return str(exc)
-        groups, own_groups = len(params.remote_block_ids), len(self._kv_cache_config.transfer_group_ids)
-        if groups != own_groups:
-            return f"`remote_block_ids` has {groups} groups, and this engine's cache has {own_groups}"
-        lent, most = params.remote_num_tokens, request.num_prompt_tokens
-        if lent is not None and lent < most - self._connectors[0]._scheduler.shape.back_off:
-            return f"`remote_num_tokens` is {lent}, and the prompt has {most}"
-        return ""
+            params = sendable(given, NixlParams)
+            self._check(params, request.num_prompt_tokens)
+        except (msgspec.ValidationError, ConfigError) as exc:
+            name = shown(request.request_id)
+            logger.warning("asynckv: the params of request %s are not NixlConnector's either: %s", name, exc)
+            return 0
+        request.kv_transfer_params = {"do_remote_prefill": True, **msgspec.structs.asdict(params)}
+        return 1
+
+    def _check(self, params: NixlParams, num_prompt_tokens: int) -> None:
+        """Refuse less than `NixlConnector` will read, which ends the engine."""
+        reads, own = self._nixl._get_remote_prefill_token_count(num_prompt_tokens), self._connectors[0]._scheduler.shape
+        lent, groups = params.remote_num_tokens, params.remote_block_ids
+        if lent < reads:
+            raise ConfigError(f"`remote_num_tokens` is {lent}, and {reads} of the prompt's are to be read")
+        if len(groups) != len(own.groups):
+            raise ConfigError(f"`remote_block_ids` has {len(groups)} groups, and this engine's cache {len(own.groups)}")
+        for ids, group, window in zip(groups, own.groups, self._nixl.blocks_per_sw, strict=True):
+            least = 1 if group.is_state else min(-(-reads // group.block_size), window or reads)
+            if len(ids) < least:
+                raise ConfigError(f"a group of `remote_block_ids` has {len(ids)} blocks, and {least} are to be read")
 
     def _of(self, request: Any) -> Any:
         return self._connectors[self._requests_to_connector.get(request.request_id, 0)]

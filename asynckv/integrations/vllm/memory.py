@@ -157,13 +157,12 @@ def check_supported(vllm_config: Any, config: Any) -> None:
 
 
 def _check_spec(layer: str, spec: Any) -> None:
-    known = compat.AttentionSpec | compat.MambaSpec
-    if isinstance(spec, compat.CrossAttentionSpec):
+    if type(spec).__name__ == "CrossAttentionSpec":
         raise ConfigError(
             f"layer {layer!r} attends to an encoder, of whose tokens a prompt's length says nothing; models of an "
             f"encoder and a decoder cannot be disaggregated with AsyncKVConnector: remove --kv-transfer-config"
         )
-    if not isinstance(spec, known):
+    if not compat.is_known(spec):
         raise ConfigError(
             f"layer {layer!r} has a cache of kind {type(spec).__name__}, which AsyncKVConnector does not know; remove "
             f"--kv-transfer-config for this model"

@@ -40,7 +40,7 @@ from asynckv.core.types import KVTransferParams
 from asynckv.edges.torch import as_bytes
 from asynckv.embed.ledgers import DecodeLedger, Fetch, PrefillLedger, State
 from asynckv.embed.orders import Order, Reclaim
-from asynckv.errors import AsyncKVError, ConfigError, PullError
+from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError, PullError
 from asynckv.geometry.pairing import common_prefix
 from asynckv.hashes import token_hashes
 from asynckv.integrations.vllm.compat import identity, num_received
@@ -104,6 +104,9 @@ class SchedulerHalf:
         self._end: dict[str, int] = {}
         """Tokens from the start of a queued request's prompt that are to be read."""
         self._failing: list[str] = []
+        self._erred: set[str] = set()
+        """Requests that ended with an error while they were loaded: it is a failed load's, or `loaded` does not say so.
+        """
         self._first: dict[str, int] = {}
         """The first token that the local prefix cache lacks, as was asked last of a queued request."""
         from asynckv.integrations.vllm.stats import Tally
@@ -286,7 +289,8 @@ class SchedulerHalf:
         """A request needs nothing of what was lent, or is gone; it may be known to nobody here."""
         self._end.pop(request.request_id, None)
         self._first.pop(request.request_id, None)
-        self.pulls.cancel(request.request_id)
+        if request.request_id not in self._erred:
+            self.pulls.cancel(request.request_id)
 
     # -- steps --------------------------------------------------------------------------------------
 
@@ -296,12 +300,15 @@ class SchedulerHalf:
         return bool(
             self._reclaims
             or self._failing
+            or self._erred
             or self.pulls.has_orders
             or (self.loans is not None and self.loans.has_orders)
         )
 
     def take_orders(self) -> Sequence[Order]:
         """What the next step asks of the workers."""
+        while self._erred:
+            self.pulls.cancel(self._erred.pop())
         if self._queued:
             self._reclaim(monotonic())
         reclaims, self._reclaims = self._reclaims, []
@@ -327,6 +334,7 @@ class SchedulerHalf:
     ) -> None:
         """Hear which pulls and loans all workers have ended (`update_connector_output`), and which pulls badly."""
         for request_id in received or ():
+            self._erred.discard(request_id)
             self.pulls.ended(request_id, FAILED if request_id in (failed or ()) else None)
         self.pulls.take_outcome()  # vLLM's own scheduler acts on what the workers reported
         if self.loans is not None:
@@ -339,8 +347,9 @@ class SchedulerHalf:
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: True if its blocks are lent, and what to give to the engine that goes on with it."""
         self._queued.pop(request.request_id, None)
-        if request.status.name == "FINISHED_ERROR":
-            self.pulls.ended(request.request_id, FAILED)  # vLLM says so before `loaded` does
+        fetch = self.pulls.get(request.request_id)
+        if request.status.name == "FINISHED_ERROR" and fetch is not None and fetch.state is State.PULLING:
+            self._erred.add(request.request_id)  # vLLM says so before `loaded` says whether the load has failed
         self.spare(request)
         given = request.kv_transfer_params
         if not given:
@@ -348,12 +357,13 @@ class SchedulerHalf:
         _reads_no_more(request)
         if given.get("do_remote_decode") is not True or request.status.name not in FINISHED_WELL:
             return False, None
-        if (lists := self._lists(request, block_ids)) is None:
-            return self._computes(request, "not_lent", "nothing of it is held, or a state that is not known"), None
-        if (params := self._make_params(request, *lists)) is None:
-            return False, None
+        try:
+            lists, num_tokens = self._lists(request, block_ids)
+            params = self._make_params(request, lists, num_tokens)
+        except AsyncKVError as exc:
+            return self._computes(request, "not_lent", str(exc)), None
         # The block ids once more, as routers that were written for NixlConnector count them; nothing here reads them.
-        blocks = [ids for _, ids in lists[0]]
+        blocks = [ids for _, ids in lists]
         return True, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -363,38 +373,33 @@ class SchedulerHalf:
             PARAMS: params,
         }
 
-    def _lists(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[Blocks, int] | None:
-        """The blocks of a request, and how many tokens are in them; None if nothing can be lent."""
+    def _lists(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[Blocks, int]:
+        """The blocks of a request, and how many tokens are in them."""
         num_tokens = num_received(request)
-        if num_tokens <= 0:
-            return None
         if self.shape.has_states:
             # The state has to be the one after this very token.
             is_guessed = self.shape.has_drafts and request.num_output_tokens > 1
             if is_guessed or num_tokens != request.num_computed_tokens:
-                return None
-        lists = self.shape.held(block_ids, num_tokens)
-        return None if lists is None else (lists, num_tokens)
+                raise LocalProtocolError("its state is that of another token")
+        lists = self.shape.held(block_ids, num_tokens) if num_tokens > 0 else None
+        if lists is None:
+            raise LocalProtocolError("nothing of it is held, or not its state")
+        return lists, num_tokens
 
-    def _make_params(self, request: Any, lists: Blocks, num_tokens: int) -> dict[str, Any] | None:
+    def _make_params(self, request: Any, lists: Blocks, num_tokens: int) -> dict[str, Any]:
         if self.loans is None:
-            self._computes(request, "not_lent", "the workers' addresses are not known")
-            return None
+            raise LocalProtocolError("the workers' addresses are not known")
         lease_s = self.options.turn_lease_s if request.max_tokens > 1 else None
         every = hash_tokens_of(num_tokens)
-        try:
-            return self.loans.lend(
-                request.request_id,
-                lists,
-                num_tokens,
-                lease_s=lease_s,
-                hashes=chain_of(request, num_tokens, every),
-                hash_tokens=every,
-                trace=_headers(request),
-            )
-        except AsyncKVError as exc:
-            self._computes(request, "not_lent", str(exc))
-            return None
+        return self.loans.lend(
+            request.request_id,
+            lists,
+            num_tokens,
+            lease_s=lease_s,
+            hashes=chain_of(request, num_tokens, every),
+            hash_tokens=every,
+            trace=_headers(request),
+        )
 
 
 def hash_tokens_of(num_tokens: int) -> int:

@@ -195,9 +195,9 @@ class Side:
         self.connector.start_load_kv(None)
         if seconds:
             time.sleep(seconds)
-        sent, received = self.connector.get_finished(set())
+        results = self.connector.get_transfer_results(set())
         self.connector.clear_connector_metadata()
-        return sent or set(), received or set()
+        return results.finished_sending, results.finished_recving
 
     def _serve(self, window: Window) -> dict[str, Any]:
         """Prefill: have requests ready ahead of the reader until all of them were read."""
