@@ -20,6 +20,7 @@ from tests.observed import lived
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 RULES = DEPLOY / "prometheus" / "alerts.yml"
+IN_CLUSTER = DEPLOY / "prometheus" / "kubernetes.yml"
 RULES_TEXT = RULES.read_text()
 ALERTS = re.findall(r"- alert: (\w+)", RULES_TEXT)
 DASHBOARD: dict[str, Any] = json.loads(metrics.DASHBOARD.read_text())
@@ -29,6 +30,7 @@ needs_promtool = pytest.mark.skipif(
 )
 
 HERE = 'engine_id="e",rank="tp0"'
+ROUTER = 'job="pd_proxy",instance="r:80"'
 MINUTE = "1m"
 
 CASES: dict[str, tuple[dict[str, str], dict[str, str], int, dict[str, str]]] = {
@@ -38,6 +40,40 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], int, dict[str, str]]] = {
         {'pd_proxy_engine_up{role="decode",engine="http://d:8200"}': "1 1 0 1 1 1"},
         3,
         {"role": "decode", "engine": "http://d:8200"},
+    ),
+    "AsynckvRouterDown": (
+        {f"up{{{ROUTER}}}": "1 0x9"},
+        {f"up{{{ROUTER}}}": "1 0 1 0 1x9", 'up{job="other",instance="r:80"}': "0x15"},
+        3,
+        {"job": "pd_proxy", "instance": "r:80"},
+    ),
+    "AsynckvRouterErrors": (
+        {
+            f'pd_proxy_requests_total{{{ROUTER},path="/v1/completions",status="200"}}': "0+90x20",
+            f'pd_proxy_requests_total{{{ROUTER},path="/v1/completions",status="502"}}': "0+5x20",
+            f'pd_proxy_requests_total{{{ROUTER},path="/v1/responses",status="503"}}': "0+5x20",
+        },
+        {
+            f'pd_proxy_requests_total{{{ROUTER},path="/v1/completions",status="200"}}': "0+90x20",
+            f'pd_proxy_requests_total{{{ROUTER},path="/v1/completions",status="499"}}': "0+90x20",
+            f'pd_proxy_requests_total{{{ROUTER},path="/v1/completions",status="503"}}': "0+5x20",
+        },
+        15,
+        {"job": "pd_proxy", "instance": "r:80"},
+    ),
+    "AsynckvDecodeOnly": (
+        {
+            f'pd_proxy_decode_only_total{{{ROUTER},cause="transfer_failed"}}': "0+10x20",
+            f'pd_proxy_decode_only_total{{{ROUTER},cause="no_params"}}': "0x20",
+            f'pd_proxy_requests_total{{{ROUTER},path="/v1/completions",status="200"}}': "0+100x20",
+        },
+        {
+            f'pd_proxy_decode_only_total{{{ROUTER},cause="transfer_failed"}}': "0+4x20",
+            f'pd_proxy_decode_only_total{{{ROUTER},cause="prompts"}}': "0+50x20",
+            f'pd_proxy_requests_total{{{ROUTER},path="/v1/completions",status="200"}}': "0+100x20",
+        },
+        15,
+        {"job": "pd_proxy", "instance": "r:80", "cause": "transfer_failed"},
     ),
     "AsynckvBlocksRetired": (
         {f'asynckv_blocks{{{HERE},state="retired"}}': "0 0 3x9"},
@@ -232,9 +268,14 @@ def rule(alert: str) -> str:
 
 
 @needs_promtool
-def test_rules_and_configuration_are_as_prometheus_wants_them() -> None:
+def test_rules_and_configurations_are_as_prometheus_wants_them(tmp_path: Path) -> None:
     promtool("check", "rules", str(RULES))
     promtool("check", "config", str(DEPLOY / "prometheus" / "prometheus.yml"))
+    # Debian's promtool knows no discovery in Kubernetes (tests/test_deploy.py looks at that): addresses stand for it.
+    text = re.sub("kubernetes_sd_configs: .*", "static_configs: [{targets: ['a:1']}]", IN_CLUSTER.read_text())
+    (tmp_path / "alerts.yml").write_text(RULES_TEXT)
+    (tmp_path / "prometheus.yml").write_text(text)
+    promtool("check", "config", str(tmp_path / "prometheus.yml"))
 
 
 def test_every_alert_is_tried_and_has_a_runbook() -> None:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
+from importlib.metadata import packages_distributions, requires
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,20 @@ from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.options import Options
 from asynckv.keys import write_pair
 from asynckv.tools.bench.processes import Child, Processes
+from asynckv.tools.proxy.engines import Limits
 from asynckv.version import VERSION
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 LEASE = LeaseConfig()
+REFRESH_S = Limits().refresh_s
+"""After this a router has heard of a change of DNS or of its file."""
+METRICS_PORT = 9400
+DNS_S = 30.0
+"""For so long CoreDNS and other caches keep an answer."""
+BODY_COST = 3
+"""So many times its size a body takes of the router's memory."""
+NEEDED = {re.split("[^a-z-]", each.lower())[0] for each in requires("asynckv") or ()}
 TINY_DRAIN_S = 5.0
 """What `TinyEngine` gives to requests under way."""
 START_S = 300.0
@@ -60,12 +70,14 @@ def end_s(words: Sequence[str]) -> float:
     return drain_s + (0 if "proxy" in words else LEASE.grant_s) + 1
 
 
-def check_connector(words: Sequence[str]) -> None:
+def check_connector(words: Sequence[str], port: int) -> None:
     transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_module_path"] == "asynckv.integrations.vllm"
     options = Options.parse(transfer["kv_connector_extra_config"])
     assert options.keys is not None
     assert options.engine_config("engine").advertise == "tcp://10.0.0.1:0"
+    assert options.metrics is not None
+    assert (options.metrics.port, options.metrics.allow_remote) == (port, True)
 
 
 # -- what each file has to be ----------------------------------------------------------------------------------
@@ -79,15 +91,23 @@ def check_kubernetes(path: Path) -> None:
             continue
         kubernetes_validate.validate(each, kubernetes_validate.latest_version(), strict=True)
         if each["kind"] in ("StatefulSet", "Deployment"):
+            assert each["spec"]["replicas"] >= 2  # the last address of a name is kept, though its pod ends
+            (spread,) = each["spec"]["template"]["spec"]["topologySpreadConstraints"]
+            assert (
+                spread["labelSelector"]["matchLabels"].items() <= each["spec"]["template"]["metadata"]["labels"].items()
+            )
             check_pod(each["metadata"]["name"], each["spec"]["template"]["spec"])
+        if each["kind"] == "NetworkPolicy":
+            (watch,) = (rule for rule in each["spec"]["ingress"] if "namespaceSelector" in rule["from"][0])
+            assert any(port["port"] == METRICS_PORT and port["endPort"] > METRICS_PORT for port in watch["ports"])
 
 
 def check_pod(name: str, spec: dict[str, Any]) -> None:
     (container,) = spec["containers"]
     words = [*container["command"], *container["args"]]
-    before = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])
-    assert float(before[-1]) + end_s(words) <= spec["terminationGracePeriodSeconds"]
-    assert name != "prefill" or float(before[-1]) > LEASE.lease_s
+    before_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert before_s + end_s(words) <= spec["terminationGracePeriodSeconds"]
+    assert before_s >= {"prefill": REFRESH_S + DNS_S + LEASE.lease_s, "decode": REFRESH_S + DNS_S, "router": 1}[name]
     assert {"startupProbe", "readinessProbe", "livenessProbe"} <= container.keys()
     assert spec["securityContext"]["runAsNonRoot"]
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -96,9 +116,36 @@ def check_pod(name: str, spec: dict[str, Any]) -> None:
     for each in (container, *spec.get("initContainers", ())):
         assert {mount["name"] for mount in each["volumeMounts"]} <= volumes.keys()
         assert each["securityContext"] == confined
-    if name != "router":
-        check_connector([word.replace("$(POD_IP)", "10.0.0.1") for word in words])
+    if name == "router":
+        bodies_mib = float(words[words.index("--max-bodies-mib") + 1])
+        assert BODY_COST * bodies_mib / 1024 + 1 <= float(container["resources"]["limits"]["memory"].removesuffix("Gi"))
+        assert "httpGet" not in container["livenessProbe"]  # which a busy router answers late
+    else:
+        check_connector([word.replace("$(POD_IP)", "10.0.0.1") for word in words], METRICS_PORT)
         assert volumes["secret"]["secret"]["defaultMode"] == 0o400
+
+
+def check_discovery(path: Path) -> None:
+    """Relabelling leaves the right ports of the manifests' pods to each job."""
+    pods = [
+        each["spec"]["template"]
+        for name in path.parents[1].glob("kubernetes/*.yaml")
+        for each in documents(name)
+        if "template" in each.get("spec", {})
+    ]
+    found = set[tuple[str, str, int]]()
+    for job in documents(path)[0]["scrape_configs"]:
+        ((key, value),) = (each["label"].split("=") for each in job["kubernetes_sd_configs"][0]["selectors"])
+        (keep,) = (each for each in job["relabel_configs"] if each.get("action") == "keep")
+        assert keep["source_labels"] == ["__meta_kubernetes_pod_container_port_name"]
+        for pod in pods:
+            labels = pod["metadata"]["labels"]
+            for port in pod["spec"]["containers"][0]["ports"] if labels.get(key) == value else ():
+                if re.fullmatch(keep["regex"], port["name"]):
+                    found.add((job["job_name"], labels["app"], port["containerPort"]))
+    engines = ("prefill", "decode")
+    wanted = {("pd_proxy", "router", 8080), *(("asynckv", each, METRICS_PORT) for each in engines)}
+    assert found == wanted | {("vllm", each, 8000) for each in engines}
 
 
 def check_compose(path: Path) -> None:
@@ -114,16 +161,21 @@ def check_compose(path: Path) -> None:
 
 def check_systemd(path: Path) -> None:
     unit = dict(re.findall(r"^(\w+)=(.*)$", path.read_text().replace("\\\n", " "), re.MULTILINE))
-    env = dict(re.findall(r"^(\w+)=(.*)$", path.with_name("engine.env").read_text(), re.MULTILINE))
+    env_file = path.with_name("engine.env")
+    env = dict(re.findall(r"^(\w+)=(.*)$", env_file.read_text(), re.MULTILINE))
     words = shlex.split(re.sub(r"\$\{(\w+)\}", lambda found: env[found[1]], unit["ExecStart"]))
     assert end_s(words) <= float(unit["TimeoutStopSec"])
     assert (unit["KillMode"], unit["NoNewPrivileges"]) == ("mixed", "yes")  # workers are ended by their server
     if "vllm" in unit["ExecStart"]:
-        check_connector(words)
-        assert LEASE.lease_s < float(env["LINGER_S"]) <= float(unit["TimeoutStopSec"])
+        check_connector(words, METRICS_PORT)
+        prefill_s, decode_s = map(float, re.findall(r"LINGER_S=(\d+)", env_file.read_text()))
+        assert REFRESH_S + LEASE.lease_s < prefill_s <= float(unit["TimeoutStopSec"])
+        assert decode_s > REFRESH_S
         assert unit["LimitMEMLOCK"] == "infinity"
         assert "AF_NETLINK" in unit["RestrictAddressFamilies"]
         assert not {"PrivateDevices", "DevicePolicy", "ProtectClock", "PrivateUsers"} & unit.keys()
+    else:
+        assert unit["RestartPreventExitStatus"] == "2"
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed (Debian and Ubuntu: apt-get install systemd)")
     copy = path.with_name(path.name.replace("@.", "@one."))
@@ -148,7 +200,7 @@ def check_dockerfile(path: Path) -> None:
                 for source in words[:-1]:
                     assert (ROOT / source).exists(), source
                     assert any(fnmatch.fnmatch(f"/{source}/", f"{each}/*") for each in kept), source
-    assert users == {"tiny": "65532:65532", "final": "65532:65532"}
+    assert users == dict.fromkeys(("router", "tiny", "final"), "65532:65532")
 
 
 def check_grafana(path: Path) -> None:
@@ -173,6 +225,7 @@ CHECKS = {
     "compose.yaml": check_compose,
     "grafana/*.json": check_grafana,
     "kubernetes/*.yaml": check_kubernetes,
+    "prometheus/kubernetes.yml": check_discovery,
     "systemd/*.service": check_systemd,
 }
 
@@ -210,15 +263,29 @@ def test_a_file_is_what_its_reader_takes_and_lets_its_processes_end(deploy: Path
         ("kubernetes/network.yaml", "podSelector", "pods"),
         ("kubernetes/prefill.yaml", "replicas: 2", "replicas: two"),
         ("kubernetes/prefill.yaml", "readinessProbe", "readynessProbe"),
-        ("kubernetes/prefill.yaml", "terminationGracePeriodSeconds: 90", "terminationGracePeriodSeconds: 75"),
-        ("kubernetes/prefill.yaml", '[sleep, "35"]', '[sleep, "30"]'),
+        ("kubernetes/prefill.yaml", "terminationGracePeriodSeconds: 120", "terminationGracePeriodSeconds: 105"),
+        ("kubernetes/prefill.yaml", '[sleep, "65"]', '[sleep, "64"]'),
         ("kubernetes/prefill.yaml", "runAsNonRoot: true", "runAsNonRoot: false"),
+        ("kubernetes/decode.yaml", "replicas: 2", "replicas: 1"),
+        ("kubernetes/decode.yaml", '[sleep, "40"]', '[sleep, "30"]'),
         ("kubernetes/decode.yaml", '"advertise"', '"advertised"'),
+        ("kubernetes/decode.yaml", '"metrics": {"port": 9400, "host": "0.0.0.0", "allow_remote": true},', ""),
+        ("kubernetes/network.yaml", "{port: 9400, endPort: 9407}", "{port: https}"),
         ("kubernetes/router.yaml", "drop: [ALL]", "drop: []"),
+        ("kubernetes/router.yaml", '"256"', '"1024"'),
+        ("kubernetes/router.yaml", "livenessProbe: {tcpSocket: {", "livenessProbe: {httpGet: {path: /health, "),
+        (
+            "kubernetes/router.yaml",
+            "labelSelector: {matchLabels: {app: router}}",
+            "labelSelector: {matchLabels: {app: r}}",
+        ),
+        ("prometheus/kubernetes.yml", "metrics.*", "metric"),
         ("systemd/asynckv-engine@.service", "TimeoutStopSec=110", "TimeoutStopSec=100"),
         ("systemd/asynckv-engine@.service", "LimitMEMLOCK=infinity", "LimitMEMLOCK=64K"),
         ("systemd/asynckv-engine@.service", "${PORT}", "${PORTS}"),
+        ("systemd/engine.env", "LINGER_S=10", "LINGER_S=0"),
         ("systemd/asynckv-router.service", "RestartSec=1", "RestartSecs=1"),
+        ("systemd/asynckv-router.service", "ExitStatus=2", "ExitStatus=1"),
     ],
 )
 def test_a_mistake_in_a_file_is_noticed(deploy: Path, name: str, right: str, wrong: str) -> None:
@@ -226,7 +293,7 @@ def test_a_mistake_in_a_file_is_noticed(deploy: Path, name: str, right: str, wro
     assert right in text
     (deploy / name).write_text(text.replace(right, wrong))
     with pytest.raises((AssertionError, KeyError, ConfigError, jsonschema.ValidationError)):
-        check(deploy, name)
+        check(deploy, name.replace("engine.env", "asynckv-engine@.service"))
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
@@ -252,14 +319,21 @@ def test_kustomize_makes_manifests_that_fit_together(deploy: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * START_S)
-def test_the_router_takes_what_it_is_given() -> None:
+def test_the_router_takes_what_it_is_given_and_imports_no_more_than_its_image_has(tmp_path: Path) -> None:
+    stage = (DEPLOY / "Dockerfile").read_text().partition(" AS router\n")[2].partition("\nFROM ")[0]
+    for module, (distribution, *_) in packages_distributions().items():
+        name = distribution.lower().replace("_", "-")
+        if name in NEEDED and name not in re.split(r"[\s=]+", stage):
+            (tmp_path / f"{module}.py").write_text(f"raise ModuleNotFoundError({module!r})")
+    assert {"torch.py", "zmq.py", "nixl.py"} <= set(os.listdir(tmp_path))
     (pod,) = (x["spec"]["template"]["spec"] for x in documents(DEPLOY / "kubernetes/router.yaml") if "Dep" in x["kind"])
     unit = (DEPLOY / "systemd/asynckv-router.service").read_text()
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     lines = [shlex.join([*pod["containers"][0]["command"], *pod["containers"][0]["args"]])]
     for line in lines + re.findall("^ExecStart=/opt/asynckv/bin/(.*)$", unit, re.MULTILINE):
         told = shlex.split(line.replace("/etc/asynckv-router", str(DEPLOY / "systemd")))
         run = [sys.executable, "-m", *told, "--max-body-mib", "0"]  # what is looked at last, and is wrong
-        done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, timeout=START_S, check=False)
+        done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, timeout=START_S, check=False, env=env)
         assert (done.returncode, "--max-body-mib 0" in done.stderr) == (2, True), done.stderr
 
 
@@ -338,9 +412,10 @@ async def test_the_services_of_compose_answer_and_stop_in_time(tmp_path: Path) -
                 )
             async with client.get(f"{url}/metrics") as answer:
                 shown = await answer.text()
-        asked = re.findall(r"\bpd_proxy_\w+", (DEPLOY / "prometheus/alerts.yml").read_text())
-        assert asked
-        assert [name for name in asked if f"\n{name}{{" not in shown] == []
+        for name in ("prometheus/alerts.yml", "grafana/asynckv.json"):
+            asked = set(re.findall(r"\bpd_proxy_\w+", (DEPLOY / name).read_text())) - {"pd_proxy_engine_faults_total"}
+            assert len(asked) > 2
+            assert [name for name in asked if not re.search(f"\n{name}[{{ ]", shown)] == []
         for name in ("router", "decode", "prefill"):
             await compose.stop(name)
     finally:

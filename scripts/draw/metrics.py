@@ -111,6 +111,50 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
+        "The router",
+        (
+            Panel(
+                "Requests by status",
+                "ops",
+                (("sum by (status) (rate(pd_proxy_requests_total[$__rate_interval]))", "{{status}}"),),
+                "A stream that ended in an error counts with the error's status. 499: the client left.",
+                is_stacked=True,
+            ),
+            Panel(
+                "Prompts that decode engines compute",
+                "ops",
+                (("sum by (cause) (rate(pd_proxy_decode_only_total[$__rate_interval])) > 0", "{{cause}}"),),
+            ),
+            Panel("Requests under way", "short", (("pd_proxy_in_flight", "{{instance}}"),)),
+            Panel(
+                "Time to the first event",
+                "s",
+                tuple(
+                    (
+                        f"histogram_quantile({q:g}, sum by (le) "
+                        '(rate(pd_proxy_seconds_bucket{until="first"}[$__rate_interval])))',
+                        f"p{100 * q:g}",
+                    )
+                    for q in (0.5, 0.9, 0.99)
+                ),
+                "Of streams.",
+            ),
+            Panel(
+                "What engines did wrong",
+                "ops",
+                (
+                    (
+                        "sum by (engine, why) (rate(pd_proxy_engine_faults_total[$__rate_interval])) > 0",
+                        "{{engine}} {{why}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Engines that are up", "short", (("min by (role, engine) (pd_proxy_engine_up)", "{{role}} {{engine}}"),)
+            ),
+        ),
+    ),
+    (
         "Decode: pulls",
         (
             Panel(
