@@ -79,7 +79,7 @@ class Fake:
         act = self.acts.pop(0) if len(self.acts) > 1 else self.acts[0]
         try:
             return await act(self, request)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ConnectionError):
             self.left.set()
             raise
 
@@ -192,7 +192,7 @@ class Client:
     def fall_silent(self, fake: Fake) -> None:
         """As if the router had looked at its health in vain, for the last time."""
         assert self.router is not None
-        for engine in (it for role in self.router.engines.by_role.values() for it in role):
+        for engine in self.router.engines._known.values():
             if engine.url == fake.url:
                 engine.unheard = UNHEARD
                 engine.found("did not say in time how it is")

@@ -6,11 +6,11 @@ Everything that an engine can do wrong becomes an `EngineFault` with one word, `
 - `lost`: the connection broke before the answer was whole.
 - `overloaded`: status 429 or 503.
 - `kv_transfer_error`: a decode engine could not fetch the KV cache, and says so (vLLM does not: it `failed`).
-- `failed`: any other status from 500 on.
+- `failed`: any other status from 500 on, or an answer with the `finish_reason` "abort": vLLM is about to end.
 - `garbage`: not what this API answers.
 - `silent`: it was asked twice in a row how it is, and has sent nothing at all meanwhile: it was stopped, its loop is
   blocked, or its host is gone. One that refuses connections is not silent: it may be about to end, and finish its work.
-- `timeout`: no answer in time. To ask another would take as long again, so this is the only one that ends a request.
+- `timeout`: no answer in time. To ask another would take as long again, so this is the last attempt.
 
 What an engine refuses for the client's fault (status 4xx) is no fault, and passed on as it is (`Refused`).
 
@@ -26,7 +26,7 @@ import errno
 import io
 import itertools
 import re
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,13 @@ UNHEARD = 2
 """Looks at its health without a word from an engine, after which requests wait for it no longer."""
 NO_HOST = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 NEW = "not asked yet"
-PREAMBLE = re.compile(rb"event: response\.(created|queued|in_progress)\n")
-"""Events of `/v1/responses` that vLLM sends before it has begun."""
+PREAMBLE = re.compile(
+    rb'event: response\.(created|queued|in_progress)\s|data: .*"delta": ?{"role": ?"\w+", ?"content": ?""}'
+)
+"""Events of `/v1/responses` and of chats that vLLM sends before it has begun."""
+BLANK = (b"\n\n", b"\n\r\n")
+"""What ends an event of a stream."""
+ABORTED = re.compile(rb'"finish_reason": ?"abort"')
 MOST_UNREAD = 2**16
 """Bytes of a stream that are read in search of its first event."""
 
@@ -58,7 +63,7 @@ class Limits:
     Attributes:
         connect_s: For a connection, and for saying how they are.
         prefill_s: For one prefill.
-        silence_s: Between two pieces of what is decoded, and before the first.
+        silence_s: Between two pieces of a stream, and before the first.
         health_s: Between two looks at their health.
         refresh_s: Between two looks at which engines there are, where that can change.
     """
@@ -80,6 +85,8 @@ class EngineFault(Refused):
 
 def _error_in(data: bytes) -> dict[str, Any] | None:
     """The error that an answer or an event is, if it is one."""
+    if ABORTED.search(data):
+        return {"code": 500}
     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
         told = msgspec.json.decode(data, type=dict[str, Any])
         if told.get("type") == "error":  # of /v1/responses, as is "response.failed"
@@ -105,7 +112,9 @@ class Engine:
 
     Attributes:
         trouble: Why it is down; empty while it is up.
-        unheard: Looks at its health in a row, since it was heard of.
+        unheard: Looks at its health in a row, since it has sent anything; a part of an answer will do.
+        is_late: It did not answer the last look in time.
+        is_named: Some source names it. One that is named no longer is known until it has finished its work.
         working: When to give up what it works on for us: never, unless it falls silent.
         lends_once: Its params are not asynckv's: of several answers to one request, only the first may read by them.
     """
@@ -114,8 +123,9 @@ class Engine:
         self.role, self.url = role, url.rstrip("/")
         self.trouble = NEW
         self.unheard = self.last_turn = 0
-        self.lends_once = False
+        self.lends_once = self.is_late = self.is_named = False
         self.working: set[asyncio.Timeout] = set()
+        self.faults: set[str] = set()
         self._faults = faults
 
     def __str__(self) -> str:
@@ -133,10 +143,6 @@ class Engine:
             say(event, role=self.role, engine=self.url, trouble=trouble, outstanding=self.outstanding)
         self.trouble = trouble
 
-    def heard(self) -> None:
-        """It has sent something: a part of an answer will do."""
-        self.unheard = 0
-
     def not_heard(self) -> None:
         """It did not say how it is: what waits for it ends as `silent`, if nothing else came since the last look."""
         if self.unheard >= UNHEARD:
@@ -148,6 +154,7 @@ class Engine:
         """Count and log what it did wrong; raise what this returns."""
         if why == "unreachable":
             self.found(text)
+        self.faults.add(why)
         self._faults.labels(self.role, self.url, why).inc()
         log.warning("engine_fault", role=self.role, engine=self.url, why=why, text=text)
         return EngineFault(self, why, text)
@@ -156,8 +163,10 @@ class Engine:
         """Read what it answered.
 
         Raises:
-            EngineFault: It is no JSON object.
+            EngineFault: It is no JSON object, or the engine has aborted the request.
         """
+        if ABORTED.search(data):
+            raise self.refusal(500, data)
         try:
             return msgspec.json.decode(data, type=dict[str, Any])
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
@@ -184,7 +193,7 @@ class Engine:
         if answer.content_type == "text/event-stream":
             while not event and len(found) < MOST_UNREAD and (piece := await answer.content.readany()):
                 found += piece
-                *whole, rest = found.split(b"\n\n")
+                *whole, rest = found.replace(*BLANK[::-1]).split(BLANK[0])
                 event = next((each for each in whole if not PREAMBLE.match(each)), b"")
             event = event or (b"" if PREAMBLE.match(rest) else rest) if found else b""
         if not event and len(found) < MOST_UNREAD:
@@ -195,9 +204,11 @@ class Engine:
 
     def failed_at_end(self, end: bytes) -> Refused | None:
         """Say which error a stream has ended with, if it has: the client got it, and log and metrics have to."""
-        events = [event for event in end.split(b"\n\n") if event.strip() not in (b"", b"data: [DONE]")]
+        events = [
+            event for event in end.replace(*BLANK[::-1]).split(BLANK[0]) if event.strip() not in (b"", b"data: [DONE]")
+        ]
         event = _data(events[-1]) if events else b""
-        error = _error_in(event) if b'"error"' in event else None
+        error = _error_in(event)
         return None if error is None else self.refusal(_code(error), event)
 
 
@@ -213,13 +224,14 @@ class Engines:
         self._outstanding = prometheus.Gauge(
             "pd_proxy_engine_outstanding", "Requests that it works on for us.", labels, registry=metrics
         )
-        self.by_role: dict[str, list[Engine]] = {"prefill": [], "decode": []}
+        self._known: dict[tuple[str, str], Engine] = {}
         self._sources, self._limits, self._turn = sources, limits, itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Engines:
         # vLLM closes connections that were idle for 5 s; to use one again at that very moment would lose a request.
-        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0))
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
+        self.session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         await self._refresh()
         self._spawn(self._go_on_refreshing())
         return self
@@ -238,57 +250,67 @@ class Engines:
     async def _go_on_refreshing(self) -> None:
         while True:
             await asyncio.sleep(self._limits.refresh_s)
-            await self._refresh()
+            try:
+                await self._refresh()
+            except Exception:
+                log.exception("refresh_failed")
 
     async def _refresh(self) -> None:
         """Take up engines that are new, and leave those that are named no longer."""
         named = await self._sources.look()
-        known = {(engine.role, engine.url): engine for engines in self.by_role.values() for engine in engines}
-        new = [Engine(role, url, self._faults) for role, url in named if (role, url) not in known]
-        await asyncio.gather(*map(self._look, new))
-        for engine in new:
-            self.by_role[engine.role].append(engine)
-            self._spawn(self._watch(engine))
-        for key, engine in known.items():
-            if key not in named:
-                self.by_role[engine.role].remove(engine)
+        new = {key: Engine(*key, self._faults) for key in named if key not in self._known}
+        await asyncio.gather(*map(self._look, new.values()))
+        self._known |= new
+        for key, engine in self._known.items():
+            if engine.is_named and key not in named:
                 log.info("engine_removed", role=engine.role, engine=engine.url, outstanding=engine.outstanding)
+            engine.is_named = key in named  # one that comes back still has the work that it had
+        for engine in new.values():
+            self._spawn(self._watch(engine))
 
     async def _watch(self, engine: Engine) -> None:
-        while engine in self.by_role[engine.role] or engine.working:
+        while engine.is_named or engine.working:
             await asyncio.sleep(self._limits.health_s)
             await self._look(engine)
+        del self._known[engine.role, engine.url]
+        for why in engine.faults:
+            self._faults.remove(engine.role, engine.url, why)
 
     async def _look(self, engine: Engine) -> None:
         engine.unheard += 1
         try:
             timeout = aiohttp.ClientTimeout(self._limits.connect_s)
             async with self.session.get(f"{engine.url}/health", timeout=timeout) as answer:
-                engine.heard()
+                engine.unheard = 0
                 engine.found("" if answer.status == 200 else f"its health is status {answer.status}")
-        except (aiohttp.ClientError, TimeoutError) as exc:
-            engine.found(str(exc) or "did not say in time how it is")
-            if isinstance(exc, TimeoutError) or getattr(exc, "errno", None) in NO_HOST:
+                engine.is_late = False
+        except Exception as exc:  # whatever it is: one engine must not end the watching
+            was_late, engine.is_late = engine.is_late, isinstance(exc, TimeoutError)
+            if was_late or engine.trouble or not engine.is_late:  # a single late answer may be chance
+                engine.found(str(exc) or "did not say in time how it is")
+            if engine.is_late or getattr(exc, "errno", None) in NO_HOST:
                 engine.not_heard()
             else:
-                engine.heard()
+                engine.unheard = 0
+
+    def of(self, role: str) -> list[Engine]:
+        """The engines of this role that are named."""
+        return [engine for engine in self._known.values() if engine.role == role and engine.is_named]
 
     def states(self) -> dict[str, list[dict[str, Any]]]:
         """How all engines are."""
         self._up.clear()  # of engines that are no more, nothing is said
         self._outstanding.clear()
-        for role, engines in self.by_role.items():
-            for it in engines:
-                self._up.labels(role, it.url).set(not it.trouble)
-                self._outstanding.labels(role, it.url).set(it.outstanding)
-        return {
-            role: [{"engine": it.url, "trouble": it.trouble, "outstanding": it.outstanding} for it in engines]
-            for role, engines in self.by_role.items()
-        }
+        told: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}
+        for it in (it for role in told for it in self.of(role)):
+            told[it.role].append({"engine": it.url, "trouble": it.trouble, "outstanding": it.outstanding})
+            self._up.labels(it.role, it.url).set(not it.trouble)
+            self._outstanding.labels(it.role, it.url).set(it.outstanding)
+        return told
 
-    def is_up(self, role: str) -> bool:
-        """Whether an engine of this role is up."""
-        return any(not engine.trouble for engine in self.by_role[role])
+    def is_up(self, role: str, avoid: Collection[str] = ()) -> bool:
+        """Whether an engine of this role is up, other than those to avoid."""
+        return any(not engine.trouble and engine.url not in avoid for engine in self.of(role))
 
     def up(self, role: str) -> list[Engine]:
         """Those that are up.
@@ -296,24 +318,24 @@ class Engines:
         Raises:
             Refused: None is.
         """
-        if found := [engine for engine in self.by_role[role] if not engine.trouble]:
+        if found := [engine for engine in self.of(role) if not engine.trouble]:
             return found
-        which = "; ".join(f"{engine.url} {engine.trouble}" for engine in self.by_role[role]) or "none is known"
+        which = "; ".join(f"{engine.url} {engine.trouble}" for engine in self.of(role)) or "none is known"
         raise Refused(503, f"no {role} engine is up: {which}", "no_engine")
 
-    def choose(self, role: str, avoid: set[Engine]) -> Engine:
+    def choose(self, role: str, avoid: Collection[str]) -> Engine:
         """Take the one with the least to do of those that are up; one to avoid only if there is no other.
 
         Raises:
             Refused: None is up.
         """
-        chosen = min(self.up(role), key=lambda engine: (engine in avoid, engine.outstanding, engine.last_turn))
+        chosen = min(self.up(role), key=lambda engine: (engine.url in avoid, engine.outstanding, engine.last_turn))
         chosen.last_turn = next(self._turn)
         return chosen
 
     @contextlib.asynccontextmanager
     async def ask(
-        self, engine: Engine, path: str, headers: Mapping[str, str], body: Any, total_s: float | None = None
+        self, engine: Engine, path: str, headers: Mapping[str, str], body: Any, **within: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Ask an engine, for an answer with status 200; to leave before its end closes the connection.
 
@@ -321,9 +343,7 @@ class Engines:
             EngineFault: It is not to be had, or it failed.
             Refused: It does not like what the client wrote.
         """
-        limits = self._limits
-        silence_s = limits.silence_s if total_s is None else None
-        timeout = aiohttp.ClientTimeout(total_s, sock_connect=limits.connect_s, sock_read=silence_s)
+        timeout = aiohttp.ClientTimeout(**within, sock_connect=self._limits.connect_s)
         url = engine.url + path
         method, data = ("GET", None) if body is None else ("POST", io.BytesIO(msgspec.json.encode(body)))
         asked = self.session.request(method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False)
@@ -332,7 +352,7 @@ class Engines:
             async with limit:
                 engine.working.add(limit)
                 async with asked as answer:
-                    engine.heard()
+                    engine.unheard = 0
                     if answer.status != 200:
                         raise engine.refusal(answer.status, await answer.read())
                     yield answer

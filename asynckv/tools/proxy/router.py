@@ -6,18 +6,14 @@ these params, fetches the KV cache, and generates. What it answers is passed on 
 
 The router keeps nothing but counts. What can go wrong is settled in one loop, `Router._route`:
 
-- Until the first piece was passed on, nothing is lost: if an engine cannot be reached, dies, or answers with an error
-  of its own, the request is tried again, elsewhere if there is an elsewhere. Params are good for one use: they outlive
-  a decode engine that was not reached at all; after anything else the prompt is computed anew.
+- Until the first piece was passed on, nothing is lost: if an engine cannot be reached, dies, falls silent, or answers
+  with an error of its own, the request is tried again, elsewhere if there is an elsewhere. Params are good for one use:
+  they outlive a decode engine that was not reached at all; after anything else the prompt is computed anew.
 - A request that two engines were lost with may be what kills them. It is not tried on a third.
-- Where no prefill is to be had, or none can be shared (`CAUSES`), a decode engine computes the prompt itself, unless
-  the router was told to refuse. Such requests are counted and logged by their cause.
-- After the first piece, the client hears of an error as the last event of its stream. No other engine goes on with it:
-  two engines need not say the same.
-- An engine that falls silent (a stopped process, a dead host) takes nothing along: what waits for it fails, as above.
-- A client that leaves cancels its handler. That closes the connection to the engine that works for it, which is how
-  engines are told; a decode engine that is told gives the KV cache back to the prefill engine.
-- When the router is stopped, what is under way has some time to end, and then ends in an error in the same way.
+- Where no prefill is to be had, or none can be shared (`CAUSES`), a decode engine computes the prompt itself.
+- After the first piece, the client hears of an error as the last event of its stream, and so when the router is stopped.
+  No other engine goes on with it: two engines need not say the same.
+- A client that leaves cancels its handler. That closes the connection to the engine, which is how engines are told.
 
 Whatever speaks HTTP and passes `kv_transfer_params` in vLLM's way will do as an engine.
 """
@@ -27,9 +23,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import resource
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +35,25 @@ import prometheus_client as prometheus
 import structlog
 from aiohttp import web
 
-from asynckv.tools.proxy.engines import Engine, EngineFault, Engines, Limits
-from asynckv.tools.proxy.server import COMPLETIONS, Bounds, Refused, errors_as_json, serving, until_told
+from asynckv.tools.proxy.engines import BLANK, Engine, EngineFault, Engines, Limits
+from asynckv.tools.proxy.server import COMPLETIONS, Bounds, Refused, errors_as_json, serving, told_to_stop
 from asynckv.tools.proxy.sources import Sources
 from asynckv.tools.proxy.traces import Trace
 
 RESPONSES = "/v1/responses"
 OF_GENERATION = {"min_tokens", "min_completion_tokens", "stream_options", "n", "best_of"}
 """What a request may say of its generation that does not go with one token in one piece."""
+OF_HOSTS = {"kv_transfer_params", "ec_transfer_params"}
+"""What names hosts to talk to: never a client's."""
+LOOKED_AT = {"stream", "previous_response_id", "background", "n", "best_of", "use_beam_search", "echo", "logprobs"}
+LOOKED_AT |= {"prompt_logprobs"}
+"""Fields of a request that the router decodes, each a `SCALAR`."""
+SCALAR = msgspec.json.Decoder(str | float | bool | None)
+MAX_FIELDS = 1000
 RANK = "X-data-parallel-rank"
 """vLLM's header: which data-parallel rank of the engine that gets it serves the request."""
-CAUSES = {
-    "no_prefill_engine": "no prefill engine is up",
-    "prefill_failed": "the last attempt at a prefill failed",
-    "transfer_failed": "at the last attempt, the decode engine could not fetch the KV cache, or failed with it",
-    "no_params": "the prefill engine answered without kv_transfer_params",
-    "n": "several answers, and params that are not asynckv's: only the first answer may read by them",
-    "prompts": "several prompts in one request: params are of one",
-    "beam_search": "vLLM's beam search reads no KV cache",
-    "prompt_logprobs": "log-probabilities of the prompt need it computed where it is decoded",
-}
-"""Why a decode engine computes a prompt itself."""
+CAUSES = "no_prefill_engine prefill_failed transfer_failed no_params n prompts beam_search prompt_logprobs".split()
+"""Why a decode engine computes a prompt itself: docs/service.md has a table."""
 LOST = {"lost", "silent"}
 """Faults of engines that have probably died."""
 OF_TRANSFER = {"kv_transfer_error", "failed"}
@@ -69,12 +64,9 @@ MAX_NAMED = 8
 """Requests that `/health/ready` names, those that have waited for the longest."""
 END = 16384
 """Bytes at the end of a stream, in which an error is looked for."""
+BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 log = structlog.get_logger()
-
-
-class ClientLeft(Exception):
-    """The client is gone."""
 
 
 class Job:
@@ -82,12 +74,13 @@ class Job:
 
     Attributes:
         headers: What engines are told: the client's credentials, and the id that all logs have in common.
+        body: Its fields as they came, and `asked`: those that are `LOOKED_AT`.
         params: Where the KV cache lies, and `lender`, the prefill engine that has said so.
         is_alone: A decode engine computes the prompt itself.
         engine: The one that works for it, and `heard`: when it was asked, or something came of it last.
         failure: The error that the engine's stream has ended with.
         trace: What it belongs to.
-        avoid: Engines that have failed it, and `lost`: those that were lost while they worked on it.
+        avoid: URLs of engines that have failed it, and `lost`: of those that were lost while they worked on it.
         task: What handles it, until its answer is written.
         limit: When the router ends it; never, as long as the router runs.
         stream: What the client is reading, once that has begun.
@@ -100,6 +93,7 @@ class Job:
         self.task, self.limit = asyncio.current_task(), asyncio.timeout_at(ends)
         self.stream: web.StreamResponse | None = None
         self.body: dict[str, Any] = {}
+        self.asked: dict[str, Any] = {}
         self.body_bytes = 0
         self.notes: dict[str, Any] = {}
         self.params: dict[str, Any] | None = None
@@ -108,8 +102,8 @@ class Job:
         self.engine: Engine | None = None
         self.heard, self.is_waiting = self.began, False
         self.failure: Refused | None = None
-        self.avoid: set[Engine] = set()
-        self.lost: set[Engine] = set()
+        self.avoid: set[str] = set()
+        self.lost: set[str] = set()
         given = request.headers.get("X-Request-Id", "")
         self.id = given if given.isascii() and given.isprintable() and 0 < len(given) <= 200 else uuid.uuid4().hex
         self.headers = {"X-Request-Id": self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -127,25 +121,48 @@ class Job:
 
     def seen(self) -> dict[str, Any]:
         """Say where it is and for how long."""
-        now, engine = time.monotonic(), self.engine.url if self.engine is not None else ""
-        return {
-            "id": self.id,
-            "engine": engine,
-            "silent_s": round(now - self.heard, 1),
-            "age_s": round(now - self.began, 1),
-        }
+        engine = self.engine.url if self.engine is not None else ""
+        silent_s, age_s = (round(time.monotonic() - since, 1) for since in (self.heard, self.began))
+        return {"id": self.id, "engine": engine, "silent_s": silent_s, "age_s": age_s}
 
 
-def why_alone(body: Mapping[str, Any]) -> str:
+class Name(str):
+    """The name of a field. As a type of its own, msgspec lets `fields` count it."""
+
+
+def fields(data: bytes) -> dict[str, Any]:
+    """Read an object without `OF_HOSTS`, and no value: as Python's they may take thirty times as much."""
+    count = itertools.count(1)
+
+    def counted(kind: type, name: str) -> Name:
+        if next(count) > MAX_FIELDS:
+            raise ValueError(f"it has more than {MAX_FIELDS} fields")
+        return Name(name)
+
+    found = msgspec.json.decode(data, type=dict[Name, msgspec.Raw], dec_hook=counted)
+    return {str(name): value for name, value in found.items() if name not in OF_HOSTS}
+
+
+def _is_one(prompt: bytes) -> bool:
+    """Whether a prompt is a text, tokens, or a list of one of these."""
+    if not prompt.startswith(b"[") or prompt.translate(None, b"-0123456789, \t\r\n") == b"[]":
+        return True
+    with contextlib.suppress(msgspec.ValidationError):  # raised at the second
+        return bool(msgspec.json.decode(prompt, type=tuple[msgspec.Raw]))
+    return False
+
+
+def why_alone(job: Job) -> str:
     """The cause for which no engine can be handed the KV cache of a request; empty if one can."""
-    prompts = [body[name] for name in ("prompt", "prompt_embeds") if body.get(name) is not None]
-    for it in prompts:
-        if len(prompts) > 1 or (isinstance(it, list) and len(it) > 1 and not all(isinstance(x, int) for x in it)):
-            return "prompts"
-    if body.get("use_beam_search"):
+    asked = job.asked
+    prompts = [bytes(job.body.get(name, b"null")) for name in ("prompt", "prompt_embeds")]
+    if prompts.count(b"null") == 0 or not all(map(_is_one, prompts)):
+        return "prompts"
+    if asked.get("use_beam_search"):
         return "beam_search"
-    of_echo = body.get("top_logprobs" if "messages" in body else "logprobs") if body.get("echo") else None
-    return "" if body.get("prompt_logprobs") is None and of_echo is None else "prompt_logprobs"
+    # For a chat, vLLM takes `top_logprobs`, which is 0 if left out.
+    is_echo = asked.get("echo") and ("messages" in job.body or asked.get("logprobs") is not None)
+    return "prompt_logprobs" if is_echo or asked.get("prompt_logprobs") is not None else ""
 
 
 class Router:
@@ -195,7 +212,8 @@ class Router:
         )
         for cause in CAUSES:
             self._decode_only.labels(cause)
-        self._seconds = prometheus.Histogram("pd_proxy_seconds", "Until prefill, first event, end.", ["until"], **at)
+        text = "Until prefill, first event, end."
+        self._seconds = prometheus.Histogram("pd_proxy_seconds", text, ["until"], buckets=BUCKETS, **at)
         self._in_flight = prometheus.Gauge("pd_proxy_in_flight", "Requests under way.", **at)
         self._jobs: set[Job] = set()
         self._ends: float | None = None
@@ -229,24 +247,27 @@ class Router:
         while True:
             await asyncio.sleep(min(1.0, self._warn_s / 2))
             for job in self._jobs:
-                engine, is_silent = job.engine, time.monotonic() - job.heard > self._warn_s
-                if engine is None or job.is_waiting or not is_silent:
-                    continue
-                if engine.role == "prefill" or job.body.get("stream"):
+                engine, is_silent = job.engine, time.monotonic() - job.heard > self._warn_s and not job.is_waiting
+                if engine and is_silent and (engine.role == "prefill" or job.asked.get("stream")):
                     job.is_waiting = True
                     log.warning("request_waits", role=engine.role, trouble=engine.trouble, **job.seen())
 
     async def _drain(self, app: web.Application) -> None:
         """Wait for what is under way, and end what takes too long; nothing new arrives any more."""
-        self._ends = asyncio.get_running_loop().time() + self._drain_s
-        for job in self._jobs:
-            job.limit.reschedule(self._ends)
+        self.end_within(self._drain_s)
         if tasks := [job.task for job in self._jobs if job.task is not None]:
             await asyncio.wait(tasks, timeout=self._drain_s + GRACE_S)
 
+    def end_within(self, seconds: float) -> None:
+        """End what takes longer."""
+        self._ends = asyncio.get_running_loop().time() + seconds
+        for job in self._jobs:
+            with contextlib.suppress(RuntimeError):  # it has come to its end already, and is only writing
+                job.limit.reschedule(self._ends)
+
     async def _models(self, request: web.Request) -> web.Response:
-        job, engine = Job(request), self.engines.choose("decode", set())
-        async with self.engines.ask(engine, job.path, job.headers, None, self._limits.connect_s) as answer:
+        job, engine = Job(request), self.engines.choose("decode", ())
+        async with self.engines.ask(engine, job.path, job.headers, None, total=self._limits.connect_s) as answer:
             return web.Response(body=await answer.read(), content_type="application/json")
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -273,10 +294,11 @@ class Router:
             job.trace.request(job.path, job.id),
         ):
             try:
-                if len(self._jobs) > self._max_requests:
-                    raise Refused(503, f"{self._max_requests} requests are under way already", "overloaded")
                 async with job.limit:
                     job.body = await self._read(job)
+                    # A client that does not send its body takes no place.
+                    if sum(bool(it.body) for it in self._jobs) > self._max_requests:
+                        raise Refused(503, f"{self._max_requests} requests are under way already", "overloaded")
                     response = await self._route(job)
                 status = response.status
                 if job.failure is not None:
@@ -291,9 +313,9 @@ class Router:
                 response = refused.response()
                 response.headers["X-Request-Id"] = job.id
                 return response
-            except (asyncio.CancelledError, ClientLeft):
+            except asyncio.CancelledError:
                 status = 499
-                raise asyncio.CancelledError from None
+                raise
             finally:
                 self._jobs.remove(job)
                 self._body_bytes -= job.body_bytes
@@ -324,24 +346,28 @@ class Router:
         try:
             async with asyncio.timeout(self._body_s):
                 data = await self._read_body(job)
-            body = msgspec.json.decode(data, type=dict[str, Any])
+            data.decode()  # what is not looked at may hold other bytes
+            body = fields(data)
+            job.asked = {name: SCALAR.decode(body[name]) for name in LOOKED_AT & body.keys()}
+            if (extra := bytes(body.get("vllm_xargs", b""))).startswith(b"{"):
+                body["vllm_xargs"] = fields(extra)
         except TimeoutError:
             raise Refused(408, f"the body did not arrive within {self._body_s:g} s") from None
         except (msgspec.MsgspecError, web.RequestPayloadError, ValueError, RecursionError) as exc:
             raise Refused(400, f"the body is no JSON object: {exc}") from None
-        if not isinstance(body.get("stream"), bool | None):
+        if not isinstance(job.asked.get("stream"), bool | None):
             raise Refused(400, "stream is neither true nor false")
-        if body.get("previous_response_id") or body.get("background"):
+        if job.asked.get("previous_response_id") or job.asked.get("background"):
             what = "previous_response_id and background need the one engine that keeps a response"
             raise Refused(400, f"{what}; send the whole conversation as input")
         return body
 
     async def _route(self, job: Job) -> web.StreamResponse:
         """Have a request prefilled and decoded, by other engines if need be."""
-        if cause := why_alone(job.body):
+        if cause := why_alone(job):
             self._leave_alone(job, cause)
-        for attempt in itertools.count(1):
-            job.notes["attempts"] = attempt
+        spent = 0
+        for job.notes["attempts"] in itertools.count(1):
             try:
                 if job.lender is None and not job.is_alone:
                     self.engines.up("decode")  # or the prefill would be for nothing
@@ -349,20 +375,22 @@ class Router:
                 return await self._decode(self.engines.choose("decode", job.avoid), job)
             except EngineFault as fault:
                 why, engine = fault.why, fault.engine
-                job.lost |= {engine} if why in LOST else set()
+                job.lost |= {engine.url} if why in LOST else set()
                 if len(job.lost) > 1:
                     others = "another engine was lost with this request before, and a third is not tried"
                     raise EngineFault(engine, why, f"{fault.text}; {others}") from fault
+                job.avoid |= {engine.url} if why != "kv_transfer_error" else set()
+                # Nothing was sent to an engine that is unreachable, and the others are still to be tried.
+                is_free = why == "unreachable" and self.engines.is_up(engine.role, job.avoid)
+                spent += not is_free
                 # Where it can be computed without those that failed, that is one attempt more.
                 is_of_transfer = engine.role == "prefill" or (why in OF_TRANSFER and job.params is not None)
-                is_last = attempt >= self._attempts or why == "timeout"
+                is_last = not is_free and (spent >= self._attempts or why == "timeout")
                 if job.stream is not None or (is_last and not (is_of_transfer and self._is_computed)):
                     raise
                 self._retried.labels(why).inc()
-                if why != "kv_transfer_error":
-                    job.avoid.add(engine)
                 if why in OF_TRANSFER and job.lender is not None:
-                    job.avoid.add(job.lender)
+                    job.avoid.add(job.lender.url)
                 if why != "unreachable" or engine is job.lender:
                     job.lender = job.params = None  # they may be used up
                 if is_last:
@@ -383,7 +411,7 @@ class Router:
             if not self._is_computed:
                 raise
             return self._leave_alone(job, "no_prefill_engine")
-        is_shared = any(job.body.get(name) not in (None, 1) for name in ("n", "best_of"))
+        is_shared = any(job.asked.get(name) not in (None, 1) for name in ("n", "best_of"))
         if is_shared and engine.lends_once:
             return self._leave_alone(job, "n")
         job.lender = engine
@@ -393,7 +421,8 @@ class Router:
         body |= {"max_output_tokens": 1, "store": False} if job.path == RESPONSES else {"max_tokens": 1}
         body |= {"stream": False, "kv_transfer_params": {"do_remote_decode": True}}
         with job.trace.ask("prefill", engine.url) as trace:
-            async with self.engines.ask(engine, job.path, job.headers | trace, body, self._limits.prefill_s) as answer:
+            asked = self.engines.ask(engine, job.path, job.headers | trace, body, total=self._limits.prefill_s)
+            async with asked as answer:
                 params = engine.decoded(await answer.read()).get("kv_transfer_params")
         self._passed("prefill", job)
         if not params or not isinstance(params, dict):
@@ -407,36 +436,40 @@ class Router:
     async def _decode(self, engine: Engine, job: Job) -> web.StreamResponse:
         """Have the request decoded, and pass on what comes."""
         job.asks(engine)
-        # Never the client's own params, for they name hosts to talk to.
-        body = {name: value for name, value in job.body.items() if name != "kv_transfer_params"}
-        body |= {"kv_transfer_params": job.params} if job.params else {}
+        body = job.body | ({"kv_transfer_params": job.params} if job.params else {})
+        is_stream = job.asked.get("stream")
+        silence_s = self._limits.silence_s if is_stream else None  # an answer in one piece takes as long as it takes
         rank = {RANK: job.request.headers[RANK]} if RANK in job.request.headers else {}
         async with contextlib.AsyncExitStack() as asking:
             headers = job.headers | rank | asking.enter_context(job.trace.ask("decode", engine.url))
-            answer = await asking.enter_async_context(self.engines.ask(engine, job.path, headers, body))
+            asked = self.engines.ask(engine, job.path, headers, body, sock_read=silence_s)
+            answer = await asking.enter_async_context(asked)
             headers = {"Content-Type": answer.headers.get("Content-Type", ""), "X-Request-Id": job.id}
-            if not body.get("stream"):
+            if not is_stream:
                 data = await answer.read()
                 engine.decoded(data)
                 return web.Response(body=data, headers=headers)
-            first = await engine.first_event(answer)
+            piece, end = await engine.first_event(answer), b""
             self._passed("first", job)
             response = web.StreamResponse(headers=headers)
             try:
                 await response.prepare(job.request)
                 job.stream = response
-                job.hears()
-                await response.write(first)
-                end = first[-END:]
-                async for piece in answer.content.iter_any():
-                    engine.heard()
+                rest = b""  # half an event: the client never gets it if the engine fails
+                while piece:
+                    engine.unheard = 0
                     job.hears()
-                    end = (end + piece)[-END:]
-                    await response.write(piece)
-                job.failure = engine.failed_at_end(end)
+                    rest += piece
+                    if cut := max((rest.rfind(it) + len(it) for it in BLANK if it in rest), default=0):
+                        end = (end + rest[:cut])[-END:]
+                        await response.write(rest[:cut])
+                        rest = rest[cut:]
+                    piece = await answer.content.readany()
+                job.failure = engine.failed_at_end(end + rest)
+                await response.write(rest)
                 await response.write_eof()
             except ConnectionError as exc:
-                raise ClientLeft from exc
+                raise asyncio.CancelledError from exc  # the client has left, as if aiohttp had noticed first
             return response
 
     def _passed(self, until: str, job: Job) -> None:
@@ -446,8 +479,11 @@ class Router:
 
 
 async def serve(router: Router, host: str, port: int, drain_s: float, bounds: Bounds) -> None:
-    """Serve until told to stop."""
+    """Serve until told to stop; told twice, end what is under way."""
+    told = told_to_stop(lambda: router.end_within(0))  # first of all: process 1 passes over what it does not handle
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     async with serving(router.app(), host, port, GRACE_S, bounds) as url:
         log.info("listening", url=url)
-        await until_told()
+        await told.wait()
         log.info("stopping", in_flight=router.num_in_flight, drain_s=drain_s)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import resource
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ class Refused(Exception):
         self.status, self.body = status, body or msgspec.json.encode({"error": error})
 
     def event(self) -> bytes:
-        """Say it as the last event of a stream, wherever that was cut."""
-        return b"\n\ndata: " + self.body + b"\n\n"
+        """Say it as the last event of a stream."""
+        return b"data: " + self.body + b"\n\n"
 
     def response(self) -> web.Response:
         """Say it as an answer."""
@@ -68,6 +69,7 @@ class Bounds:
 
     Attributes:
         idle_s: A connection without a whole request is closed after so long, whether half a header has come or nothing.
+            So is one that reads nothing of what it is sent.
         connections: Connections in all. Each request also has one to an engine, so a third of the descriptors that the
             process may have is a bound as well.
         per_host: Connections of one host.
@@ -80,34 +82,48 @@ class Bounds:
 
 READ_BUFFER, MAX_HEADERS = 65_536, 64
 """Bytes of a body that wait to be read, and headers, of 8 KiB each, that one connection may have."""
+SPARE, PROBE_S = 16, 1.0
+"""Connections beyond the bounds that are read before they are refused, and for how long: a probe must not fail."""
 
 
 class _Guard(asyncio.Protocol):
-    """A new connection: the HTTP server's if there is room, else told so and closed."""
+    """A new connection: the HTTP server's if there is room, or if it asks for /health; else told so and closed."""
 
-    def __init__(self, server: web.Server, bounds: Bounds) -> None:
-        self._server, self._bounds = server, bounds
+    def __init__(self, server: web.Server, bounds: Bounds, waiting: set[_Guard]) -> None:
+        self._server, self._bounds, self._waiting, self._why = server, bounds, waiting, ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        host, bounds = _host(transport.get_extra_info("peername")), self._bounds
-        hosts = [_host(connection.peername) for connection in self._server.connections]
-        if len(hosts) >= min(bounds.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3):
-            why = f"there are {len(hosts)} connections already"
+        self._transport, bounds = transport, self._bounds
+        # The kernel breaks the connection of a client that reads nothing.
+        idle_ms, peer = int(1000 * bounds.idle_s), transport.get_extra_info("socket")
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, idle_ms)
+        host, *_ = transport.get_extra_info("peername")
+        hosts = [connection.peername[0] for connection in self._server.connections if connection.peername]
+        most = min(bounds.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
+        if len(hosts) >= most:
+            self._why = f"there are {len(hosts)} connections already"
         elif hosts.count(host) >= bounds.per_host:
-            why = f"there are {bounds.per_host} connections of {host} already"
+            self._why = f"there are {bounds.per_host} connections of {host} already"
+        self._waiting.add(self)
+        if self._why and len(hosts) + len(self._waiting) <= most + SPARE:
+            asyncio.get_running_loop().call_later(PROBE_S, self.data_received, b"")
         else:
+            self.data_received(b"")
+
+    def data_received(self, data: bytes) -> None:
+        if self not in self._waiting:
+            return  # it is decided already
+        self._waiting.remove(self)
+        if not self._why or data.startswith(b"GET /health"):
             handler = self._server()
-            transport.set_protocol(handler)
-            return handler.connection_made(transport)
-        body = Refused(503, why, "overloaded").body
+            self._transport.set_protocol(handler)
+            handler.connection_made(self._transport)
+            return handler.data_received(data)
+        body = Refused(503, self._why, "overloaded").body
         head = "503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Type: application/json"
-        transport.write(f"HTTP/1.1 {head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-        transport.close()
-
-
-def _host(peername: Any) -> str:
-    return str(peername[0]) if peername else ""
+        self._transport.write(f"HTTP/1.1 {head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        self._transport.close()
 
 
 @contextlib.asynccontextmanager
@@ -127,7 +143,8 @@ async def serving(
         http = runner.server
         assert http is not None
         try:
-            listener = await asyncio.get_running_loop().create_server(lambda: _Guard(http, bounds), host, port)
+            waiting: set[_Guard] = set()
+            listener = await asyncio.get_running_loop().create_server(lambda: _Guard(http, bounds, waiting), host, port)
         except OSError as exc:
             raise ConfigError(f"--host {host} --port {port}: {exc.strerror}") from exc
         where = f"[{host}]" if ":" in host else host
@@ -138,12 +155,12 @@ async def serving(
         await runner.cleanup()
 
 
-async def until_told() -> None:
-    """Wait for Ctrl-C or SIGTERM."""
+def told_to_stop(at_once: Callable[[], None] = lambda: None) -> asyncio.Event:
+    """Make what Ctrl-C or SIGTERM sets; a second one calls `at_once`."""
     told = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, told.set)
-    await told.wait()
+        asyncio.get_running_loop().add_signal_handler(number, lambda: at_once() if told.is_set() else told.set())
+    return told
 
 
 def log_as_json() -> None:

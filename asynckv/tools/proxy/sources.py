@@ -16,7 +16,8 @@ from asynckv.errors import ConfigError
 Found = dict[tuple[str, str], None]
 """Roles and URLs, each once, in the order in which they were named."""
 DNS = "dns+"
-URL = re.compile(r"(https?|dns\+http)://[^\s/?#]+[^\s?#]*")
+URL = re.compile(r"(https?|dns\+http)://[^\s/?#@]+[^\s?#]*")
+"""No password: it would stand in log and metrics."""
 
 log = structlog.get_logger()
 
@@ -30,6 +31,7 @@ def checked(url: str) -> str:
     try:
         if not URL.fullmatch(url) or not urlsplit(url).hostname or urlsplit(url).port == 0:
             raise ValueError
+        (urlsplit(url).hostname or "").encode("idna")  # as resolvers do
     except ValueError:
         example = "such as http://10.0.0.7:8100, or dns+http://prefill:8100 for every address of a name"
         raise ConfigError(f"{url!r} is no URL, {example}") from None
@@ -77,7 +79,10 @@ class Sources:
         """Return the engines that there are now. A place that fails has those that it had, and is logged once."""
         if self._file is not None:
             try:
-                self._lines = await asyncio.to_thread(self._read, self._file)
+                lines = await asyncio.to_thread(self._read, self._file)
+                if gone := {role for role, _ in self._lines} - {role for role, _ in lines}:
+                    raise ConfigError(f"--engines {self._file}: names no {min(gone)} engine any more")
+                self._lines = lines
                 self._found(str(self._file), "")
             except ConfigError as exc:
                 self._found(str(self._file), str(exc))
@@ -88,7 +93,10 @@ class Sources:
     @staticmethod
     def _read(file: Path) -> Found:
         try:
-            return parse(file.read_text(encoding="utf-8"))
+            text = file.read_text(encoding="utf-8")
+            if not text.endswith("\n"):
+                raise ConfigError("the last line does not end: the file is cut short")
+            return parse(text)
         except OSError as exc:
             raise ConfigError(f"--engines {file}: cannot be read: {exc.strerror}") from exc
         except (ConfigError, ValueError) as exc:
@@ -102,7 +110,8 @@ class Sources:
         except (OSError, UnicodeError) as exc:
             self._addresses.setdefault(url, [])
             return self._found(url, str(exc))
-        hosts = sorted({str(address[0]) for *_, address in found})
+        # Of one family: an engine with an address of each would count twice.
+        hosts = sorted({str(address[0]) for family, *_, address in found if family == found[0][0]})
         where = (f"[{host}]" if ":" in host else host for host in hosts)
         self._addresses[url] = [f"http://{host}:{port}{parts.path}" for host in where]
         self._found(url, "")

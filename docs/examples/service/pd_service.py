@@ -21,7 +21,7 @@ from aiohttp import web
 
 from asynckv.tools.bench.processes import Failure
 from asynckv.tools.proxy.router import GRACE_S, Router
-from asynckv.tools.proxy.server import log_as_json, serving, until_told
+from asynckv.tools.proxy.server import log_as_json, serving, told_to_stop
 from scripts import command
 from tests.lab.fleet import Fleet, Process
 
@@ -58,6 +58,7 @@ async def serve(prefill: int, decode: int, host: str, port: int, directory: Path
         print(f"{name}, process {process.pid}, listens on {url}", file=sys.stderr, flush=True)
         return url
 
+    told = told_to_stop()
     async with Fleet() as fleet:
         try:
             started = [
@@ -76,7 +77,7 @@ async def serve(prefill: int, decode: int, host: str, port: int, directory: Path
         async with serving(router.app(), host, port, GRACE_S) as url:
             where = shlex.quote(os.fspath(directory))
             print(TRY.format(prefill=prefill, decode=decode, url=url, directory=where), flush=True)
-            await until_told()
+            await told.wait()
             count = router.num_in_flight
             print(f"stopping: {count} requests under way, with {DRAIN_S:g} s to end", file=sys.stderr, flush=True)
         print(

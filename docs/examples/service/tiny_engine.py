@@ -47,7 +47,7 @@ from asynckv import (
     trace_context,
 )
 from asynckv.errors import AsyncKVError, BlocksRetired, PullError
-from asynckv.tools.proxy.server import COMPLETIONS, Refused, errors_as_json, serving, until_told
+from asynckv.tools.proxy.server import COMPLETIONS, Refused, errors_as_json, serving, told_to_stop
 from docs.examples.service import tiny_request
 from scripts import command
 from scripts.disagg_generate import Pages, Subject, gather, load, store
@@ -340,7 +340,7 @@ class Answer:
 async def _run(**setup: Any) -> None:
     async with TinyEngine(**setup) as engine:
         print(json.dumps({"name": engine.name, "url": engine.url, "pid": os.getpid()}), flush=True)
-        await until_told()
+        await told_to_stop().wait()
 
 
 def engine(
