@@ -536,7 +536,11 @@ def test_a_pull_that_was_refused_before_it_began_releases_its_request_once() -> 
 
 def test_what_is_no_pull_of_the_ledger_is_left_alone() -> None:
     ledger = pulling()
-    stored = {"offload_failed": [failed("a", failed_in="")], "offload_returned": ["a"], "offload_retired": ["a"]}
+    stored: dict[str, Any] = {
+        "offload_failed": [failed("a", failed_in="")],
+        "offload_returned": ["a"],
+        "offload_retired": ["a"],
+    }
     ledger.update(0, Finished(failed=[failed("b")], finished_recving=[received("c")], returned=["d"], **stored))
     ledger.update(0, Finished(retired=["e"]))
     assert (ledger.has_orders, len(ledger), ledger.take_outcome().failed) == (False, 1, [])
