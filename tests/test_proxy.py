@@ -242,12 +242,17 @@ async def test_prefill_is_asked_for_one_token_and_decode_for_the_rest(path: str)
         "min_tokens": 4,
         "stream_options": {"include_usage": True},
         "kv_transfer_params": {"remote_host": "evil"},
+        "ec_transfer_params": {"remote_host": "evil"},
+        "vllm_xargs": {"a": 1, "kv_transfer_params": {"x": 1}, "ec_transfer_params": {}},
     }
     headers = {"X-Request-Id": "id-1", "Authorization": "Bearer key", "Cookie": "none of theirs"}
     async with routed([prefill], [decode]) as client:
         assert await client.ask(theirs, path, headers=headers) == (200, {"choices": [{"text": "three"}]})
+    del theirs["ec_transfer_params"]
+    theirs["vllm_xargs"] = {"a": 1}
     ((first, told),) = prefill.asked
     assert first == {
+        "vllm_xargs": {"a": 1},
         "prompt": "one two",
         "model": "m",
         "max_tokens": 1,
@@ -286,19 +291,15 @@ async def test_request_ids_are_passed_on_or_made(given: str, is_kept: bool) -> N
 
 
 async def test_streams_pass_piece_by_piece_unchanged() -> None:
-    pieces = [
-        b'data: {"choices": []}\n\n',
-        b'data: {"choi',
-        b'ces": ["\xc3',
-        b'\xbc"]}\n\ndata: {}\r\n\r\n',
-        b"data: [DONE]\n\n",
-    ]
+    pieces = [b'data: {"choices": []}\n\n', b'data: {"\xc3', b'\xbc"]}\n\ndata: {}\r\n\r\n', b"data: [DONE]\n\n"]
     decode = Fake(streams(*pieces))
     async with routed([prefills()], [decode]) as client, client.streaming() as answer:
         assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
-        for piece in pieces:
-            # The next piece is sent only when this one has arrived.
+        # The next piece is sent only when this one has arrived. Half an event waits for its other half.
+        for piece in (pieces[0], b"", pieces[1] + pieces[2], pieces[3]):
             assert await answer.content.readexactly(len(piece)) == piece
+            while decode.go_on.is_set():
+                await client.ready()
             decode.go_on.set()
         assert await answer.content.read() == b""
 
@@ -423,7 +424,8 @@ async def test_after_some_attempts_the_client_hears_why(role: str, act: Act, sta
     sides = ([bad], [decodes()]) if role == "prefill" else ([prefills()], [bad])
     limits = IMPATIENT[role] if act is hangs else QUICK
     async with routed(*sides, limits, attempts=2, is_computed=False) as client:
-        found, told = await client.ask()
+        # An answer in one piece may take its time.
+        found, told = await client.ask({**ASK, "stream": kind == "timeout"})
         assert (found, told["error"]["type"], told["error"]["code"]) == (status, kind, status)
         assert f"{role} engine {bad.url}" in told["error"]["message"]
         # Who has let one engine's time pass does not have the time for another.
@@ -440,15 +442,104 @@ async def test_a_stream_that_is_cut_short_ends_in_an_error(is_cut: bool) -> None
     async with routed([prefills()], [decode], QUICK if is_cut else IMPATIENT["decode"]) as client:
         with capture_logs() as events:
             async with client.streaming() as answer:
-                assert await answer.content.readexactly(len(head)) == head
+                assert await answer.content.readuntil(b"\n\n") == head[:-10]
                 if is_cut:
                     decode.go_on.set()
                 rest = await answer.content.read()
-    assert rest.startswith(b"\n\ndata: ")
-    told = json.loads(rest.removeprefix(b"\n\ndata: "))["error"]
+    told = json.loads(rest.removeprefix(b"data: "))["error"]  # instead of the half event
     assert (told["type"], told["code"]) == (("lost", 502) if is_cut else ("timeout", 504))
     (ended,) = [event for event in events if event["event"] == "request"]
     assert (ended["status"], ended["error"]) == (told["code"], told["message"])
+
+
+ABORTED = {"choices": [{"text": "", "delta": {}, "finish_reason": "abort"}]}
+ROLE = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": null}]}\n\n'
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+async def test_an_engine_that_is_about_to_end_aborts_and_another_is_asked(is_stream: bool) -> None:
+    aborts, event = says(ABORTED), says_events(ROLE + b"data: " + json.dumps(ABORTED).encode() + b"\n\n")
+    good = says_events(ROLE + b'data: {"choices"}\n\n') if is_stream else says({"choices": []})
+    async with routed([Fake(aborts), prefills()], [Fake(event if is_stream else aborts), Fake(good)]) as client:
+        async with client.streaming(stream=is_stream) as answer:
+            assert (answer.status, b"abort" in await answer.read()) == (200, False)
+        assert (await client.metrics())['pd_proxy_retries_total{why="failed"}'] >= 2
+
+
+async def test_engines_that_are_not_reached_use_up_no_attempt() -> None:
+    async with contextlib.AsyncExitStack() as stack, contextlib.AsyncExitStack() as life:
+        gone = [await life.enter_async_context(prefills().running()) for _ in range(4)]
+        good, urls = decodes(), [it.url for it in gone]
+        client = await stack.enter_async_context(routed(urls[:3], [urls[3], good], RARELY, attempts=1))
+        await life.aclose()
+        assert (await client.ask())[0] == 200
+
+
+@pytest.mark.slow
+async def test_one_late_answer_does_not_take_an_engine_out() -> None:
+    decode = decodes()
+    limits = Limits(connect_s=0.3, prefill_s=30, silence_s=30, health_s=0.3)
+    async with routed([prefills()], [decode], limits) as client:
+        assert client.router is not None
+        engine = client.router.engines.of("decode")[0]
+        decode.health = None
+
+        async def is_down() -> bool:
+            seen.append((engine.is_late, bool(engine.trouble)))
+            await client.ready()
+            return bool(engine.trouble)
+
+        seen: list[tuple[bool, bool]] = []
+        await client.until(is_down)
+        assert list(dict.fromkeys(seen)) in (
+            [(False, False), (True, False)],
+            [(False, False), (True, False), (True, True)],
+        )
+
+
+@pytest.mark.slow
+async def test_a_client_that_reads_nothing_is_cut_off() -> None:
+    decode = Fake(says_events(b"data: {}\n\n" * 2_000_000))
+    said = msgspec.json.encode({**ASK, "stream": True})
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(said)
+    bounds = Bounds(idle_s=0.5)
+    async with routed([prefills()], [decode], bounds=bounds) as client, connection(client, head + said):
+
+        async def is_cut_off() -> bool:
+            metrics = await client.metrics()
+            return metrics.get('pd_proxy_requests_total{path="/v1/completions",status="499"}') == 1
+
+        await client.until(is_cut_off)
+
+
+async def test_an_engine_that_comes_back_still_has_its_work() -> None:
+    decode = Fake(hangs)
+    async with routed([prefills()], [decode], RARELY) as client:
+        assert client.router is not None
+        engines, named = client.router.engines, client.router.engines._sources._given
+        asked = asyncio.create_task(client.ask())
+        await asyncio.wait_for(decode.busy.wait(), HEAR_S)
+        (engine,) = engines.of("decode")
+        del named["decode", decode.url]
+        await engines._refresh()
+        assert engines.of("decode") == []
+        named["decode", decode.url] = None
+        await engines._refresh()
+        assert (engines.of("decode"), engine.outstanding) == ([engine], 1)
+        asked.cancel()
+        await asyncio.wait([asked])
+
+
+async def test_cookies_of_engines_are_not_sent_to_others() -> None:
+    async def sets_cookie(fake: Fake, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"kv_transfer_params": PARAMS}, headers={"Set-Cookie": "a=b"})
+
+    prefill = Fake(sets_cookie)
+    async with routed([prefill], [decodes()]) as client:
+        client.session.cookie_jar.clear()
+        for _ in range(2):
+            assert (await client.ask())[0] == 200
+    assert "Cookie" not in prefill.asked[1][1]
 
 
 # -- engines that fall silent --------------------------------------------------------------------------------
@@ -490,9 +581,9 @@ async def test_a_stream_of_an_engine_that_falls_silent_breaks_and_no_other_goes_
     async with routed([prefills()], [silent, other], RARELY) as client:
         with capture_logs() as events:
             async with client.streaming() as answer:
-                assert await answer.content.readexactly(len(head)) == head
+                assert await answer.content.readuntil(b"\n\n") == head[:-10]
                 client.fall_silent(silent)
-                told = json.loads((await answer.content.read()).removeprefix(b"\n\ndata: "))["error"]
+                told = json.loads((await answer.content.read()).removeprefix(b"data: "))["error"]
         assert (told["type"], told["code"]) == ("silent", 504)
         await asyncio.wait_for(silent.left.wait(), HEAR_S)
         assert not other.asked
@@ -528,7 +619,7 @@ async def test_only_who_sends_nothing_at_all_is_given_up() -> None:
                 busy.go_on.set()
                 assert await answers[1].content.readexactly(len(head)) == head
                 await asyncio.wait([broken], timeout=0.1)
-        assert json.loads((await broken).removeprefix(b"\n\ndata: "))["error"]["type"] == "silent"
+        assert json.loads((await broken).removeprefix(b"data: "))["error"]["type"] == "silent"
         troubles = [it["trouble"] for it in (await client.ready())[1]["decode"]]
         assert all(troubles)
         for fake, answer in ((busy, answers[1]), (ending, answers[2])):
@@ -604,6 +695,7 @@ ALONE: list[tuple[str, Act | None, dict[str, Any], int]] = [
     ("beam_search", says({}), {**ASK, "use_beam_search": True}, 0),
     ("prompt_logprobs", says({}), {**ASK, "prompt_logprobs": 0}, 0),
     ("prompt_logprobs", says({}), {**ASK, "echo": True, "logprobs": 0}, 0),
+    ("prompt_logprobs", says({}), {"messages": [], "echo": True}, 0),
 ]
 
 
@@ -775,12 +867,18 @@ async def test_engines_of_a_file_come_and_go_and_finish_what_they_have(tmp_path:
 
 async def test_a_file_that_is_broken_or_gone_leaves_the_engines_and_is_said_once(tmp_path: Path) -> None:
     file = tmp_path / "engines"
-    file.write_text("prefill http://a\ndecode http://b:1")
+    file.write_text("prefill http://a\ndecode http://b:1\n")
     sources = Sources([], ["http://c"], file)
     want = await sources.look()
     assert list(want) == [("decode", "http://c"), ("prefill", "http://a"), ("decode", "http://b:1")]
     with capture_logs() as events:
-        for damage, count in ((lambda: file.write_text("decode b:1"), 1), (file.unlink, 2)):
+        for damage, count in (
+            (lambda: file.write_text("decode b:1\n"), 1),
+            (file.unlink, 2),
+            (lambda: file.write_text("decode http://a..b\n"), 3),
+            (lambda: file.write_text("prefill http://a\ndecode http://b"), 4),
+            (lambda: file.write_text("prefill http://a\n"), 5),
+        ):
             damage()
             for _ in range(3):
                 assert await sources.look() == want
@@ -788,6 +886,8 @@ async def test_a_file_that_is_broken_or_gone_leaves_the_engines_and_is_said_once
     assert "--engines" in events[0]["trouble"]
     assert "'b:1' is no URL" in events[0]["trouble"]
     assert "No such file" in events[1]["trouble"]
+    assert "the last line does not end" in events[3]["trouble"]
+    assert "names no decode engine any more" in events[4]["trouble"]
     file.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match=r"--engines .*can't decode"):
         Sources([], [], file)
@@ -800,7 +900,8 @@ async def test_every_address_of_a_name_is_an_engine(monkeypatch: pytest.MonkeyPa
         assert host == "decode"
         if not hosts:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (it, port)) for it in hosts]
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (it, port)) for it in hosts]
+        return [*found, (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", port, 0, 0))]  # the same engine
 
     first, second, prefill = decodes(), decodes(), prefills()
     async with first.running(), prefill.running():
@@ -846,6 +947,9 @@ async def test_a_real_resolver_is_asked_and_ipv6_addresses_are_in_brackets() -> 
         b"[]",
         b"\xff\xfe",
         b'{"a": NaN}',
+        b'{"a": "\xff"}',
+        b'{"n": [1]}',
+        b"{%b}" % b",".join(b'"%d":1' % i for i in range(1001)),
         b"[" * 100_000,
         b'{"prompt": "\\ud800"}',
         {**ASK, "stream": "yes"},
@@ -881,6 +985,7 @@ async def test_token_ids_and_a_list_of_one_prompt_are_taken() -> None:
     async with routed([prefills()], [decodes()]) as client:
         for prompt in ([1, 2, 3], ["a"], [[1, 2]]):
             assert (await client.ask({"prompt": prompt}))[0] == 200
+        assert not sum(value for name, value in (await client.metrics()).items() if "decode_only_total" in name)
 
 
 async def test_huge_bodies_are_refused() -> None:
@@ -946,14 +1051,16 @@ async def test_a_request_that_takes_long_is_not_an_idle_connection() -> None:
 async def test_connections_are_bounded_and_who_comes_too_many_hears_so(bounds: Bounds, why: str) -> None:
     half = b"GET /health HTTP/1.1\r\n"
     async with routed([prefills()], [decodes()], bounds=bounds) as client:
-        async with connection(client, half), connection(client, half), connection(client, b"") as (reader, _):
+        async with connection(client, half), connection(client, half), connection(client, HEAD) as (reader, _):
             head, _, body = (await asyncio.wait_for(reader.read(), HEAR_S)).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 503 ")
             assert b"Connection: close" in head
             assert json.loads(body)["error"]["message"] == why
+            async with connection(client, half + b"Host: x\r\n\r\n") as (reader, _):  # a probe
+                assert b" 200 " in await asyncio.wait_for(reader.readline(), HEAR_S)
 
         async def is_served() -> bool:
-            async with connection(client, half + b"Host: x\r\n\r\n") as (reader, _):
+            async with connection(client, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n") as (reader, _):
                 return b" 200 " in await asyncio.wait_for(reader.readline(), HEAR_S)
 
         await client.until(is_served)  # when those have left
@@ -1015,7 +1122,7 @@ async def test_a_client_that_leaves_cancels_the_engine_that_works_for_it(at: str
 
 async def test_more_than_there_is_room_for_are_refused() -> None:
     prefill = Fake(hangs)
-    async with routed([prefill], [decodes()], max_requests=1) as client:
+    async with routed([prefill], [decodes()], max_requests=1) as client, connection(client, HEAD):  # has no place
         first = asyncio.create_task(client.ask())
         await asyncio.wait_for(prefill.busy.wait(), HEAR_S)
         status, told = await client.ask()
@@ -1145,6 +1252,9 @@ async def test_metrics_count_what_happened() -> None:
         ("--prefill a:1 --decode http://b", "'a:1' is no URL, such as http://10.0.0.7:8100, or dns+http://"),
         ("--prefill dns+https://a --decode http://b", "'dns+https://a' is no URL"),
         ("--prefill http://a:99999 --decode http://b", "'http://a:99999' is no URL"),
+        ("--prefill http://a..b --decode http://b", "'http://a..b' is no URL"),
+        (f"--prefill http://{'a' * 64} --decode http://b", "is no URL"),
+        ("--prefill http://u:p@a --decode http://b", "is no URL"),
         ("--engines /nowhere/file", "--engines /nowhere/file: cannot be read: No such file"),
         ("--prefill http://a --decode http://b --attempts 0", "--attempts"),
         ("--prefill http://a --decode http://b --connect-s nan", "--connect-s nan is outside 0 ... 1000000"),

@@ -11,7 +11,7 @@ The router keeps nothing but counts. What can go wrong is settled in one loop, `
   they outlive a decode engine that was not reached at all; after anything else the prompt is computed anew.
 - A request that two engines were lost with may be what kills them. It is not tried on a third.
 - Where no prefill is to be had, or none can be shared (`CAUSES`), a decode engine computes the prompt itself.
-- After the first piece, the client hears of an error as the last event of its stream, and so when the router is stopped.
+- After the first piece, the client hears of an error as the last event of its stream; also when the router is stopped.
   No other engine goes on with it: two engines need not say the same.
 - A client that leaves cancels its handler. That closes the connection to the engine, which is how engines are told.
 
@@ -52,7 +52,8 @@ SCALAR = msgspec.json.Decoder(str | float | bool | None)
 MAX_FIELDS = 1000
 RANK = "X-data-parallel-rank"
 """vLLM's header: which data-parallel rank of the engine that gets it serves the request."""
-CAUSES = "no_prefill_engine prefill_failed transfer_failed no_params n prompts beam_search prompt_logprobs".split()
+CAUSES = ["no_prefill_engine", "prefill_failed", "transfer_failed", "no_params", "n", "prompts", "beam_search"]
+CAUSES += ["prompt_logprobs"]
 """Why a decode engine computes a prompt itself: docs/service.md has a table."""
 LOST = {"lost", "silent"}
 """Faults of engines that have probably died."""
