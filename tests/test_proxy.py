@@ -32,7 +32,7 @@ from asynckv.tools import cli
 from asynckv.tools.diagnose.ask import ask_all, targets
 from asynckv.tools.proxy.engines import UNHEARD, Limits
 from asynckv.tools.proxy.router import CAUSES, GRACE_S, RANK, RESPONSES, Router
-from asynckv.tools.proxy.server import COMPLETIONS, Bounds, Refused, serving
+from asynckv.tools.proxy.server import COMPLETIONS, Bounds, Refused, serving, told_to_stop
 from asynckv.tools.proxy.sources import Sources
 from docs.examples.service import pd_service, tiny_request
 
@@ -1315,6 +1315,19 @@ async def test_the_command_serves_logs_and_ends_in_order() -> None:
         assert (ended["event"], ended["id"], ended["status"], ended["attempts"]) == ("request", "id-1", 200, 1)
         assert (ended["prefill"], ended["decode"]) == (prefill.url, decode.url)
         assert (stopping["event"], stopping["in_flight"]) == ("stopping", 0)
+
+
+async def test_a_second_signal_ends_what_is_under_way() -> None:
+    twice = asyncio.Event()
+    told = told_to_stop(twice.set)
+    try:
+        for event in (told, twice):
+            assert not event.is_set()
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.wait_for(event.wait(), HEAR_S)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
 
 
 # -- what tiny engines are asked ------------------------------------------------------------------------------------
