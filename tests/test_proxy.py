@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import re
+import resource
 import shlex
 import signal
 import socket
@@ -31,7 +32,7 @@ from asynckv.tools import cli
 from asynckv.tools.diagnose.ask import ask_all, targets
 from asynckv.tools.proxy.engines import UNHEARD, Limits
 from asynckv.tools.proxy.router import CAUSES, GRACE_S, RANK, RESPONSES, Router
-from asynckv.tools.proxy.server import COMPLETIONS, Bounds, Refused, serving
+from asynckv.tools.proxy.server import COMPLETIONS, Bounds, Refused, serving, told_to_stop
 from asynckv.tools.proxy.sources import Sources
 from docs.examples.service import pd_service, tiny_request
 
@@ -1290,14 +1291,17 @@ def test_help_teaches_and_without_the_extra_the_command_says_what_to_install(
 @pytest.mark.timeout(300)
 async def test_the_command_serves_logs_and_ends_in_order() -> None:
     async with prefills().running() as prefill, decodes().running() as decode:
-        command = (sys.executable, "-m", "asynckv", "proxy", "--port", "0", "--prefill", prefill.url)
-        process = await asyncio.create_subprocess_exec(*command, "--decode", decode.url, stderr=asyncio.subprocess.PIPE)
+        command = ("sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh", sys.executable, "-m", "asynckv", "proxy")
+        engines = ("--port", "0", "--prefill", prefill.url, "--decode", decode.url)
+        process = await asyncio.create_subprocess_exec(*command, *engines, stderr=asyncio.subprocess.PIPE)
         assert process.stderr is not None
         try:
             async with asyncio.timeout(START_S):
                 events: list[dict[str, Any]] = [{"event": ""}]
                 while events[-1]["event"] != "listening":
                     events.append(json.loads(await process.stderr.readline()))
+            soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+            assert soft == hard > 256
             async with aiohttp.ClientSession() as session:
                 client = Client(events[-1]["url"], session)
                 assert (await client.ask(headers={"X-Request-Id": "id-1"}))[0] == 200
@@ -1311,6 +1315,19 @@ async def test_the_command_serves_logs_and_ends_in_order() -> None:
         assert (ended["event"], ended["id"], ended["status"], ended["attempts"]) == ("request", "id-1", 200, 1)
         assert (ended["prefill"], ended["decode"]) == (prefill.url, decode.url)
         assert (stopping["event"], stopping["in_flight"]) == ("stopping", 0)
+
+
+async def test_a_second_signal_ends_what_is_under_way() -> None:
+    twice = asyncio.Event()
+    told = told_to_stop(twice.set)
+    try:
+        for event in (told, twice):
+            assert not event.is_set()
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.wait_for(event.wait(), HEAR_S)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
 
 
 # -- what tiny engines are asked ------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ EPILOG = """
 
   FILE and names are looked at every --refresh-s. A new engine is used when
   its /health is good. One that vanishes finishes what it has. If FILE is
-  broken, or a name is unknown, the engines stay as they were.
+  broken, or a name is unknown, the engines stay as they were. To change
+  FILE, write a new one and rename it.
 
 [bold]Decoded without a transfer[/bold]  the decode engine computes the prompt, too
 
@@ -78,16 +79,18 @@ def proxy(
     attempts: Annotated[int, typer.Option(help="How often a request is tried in all.", min=1)] = 3,
     connect_s: Annotated[float, typer.Option(help="For connecting to an engine, and for its health.")] = 2.0,
     prefill_s: Annotated[float, typer.Option(help="For one prefill.")] = 120.0,
-    silence_s: Annotated[float, typer.Option(help="Longest silence of an engine.")] = 300.0,
+    silence_s: Annotated[float, typer.Option(help="Longest silence of a stream.")] = 300.0,
     health_s: Annotated[float, typer.Option(help="How often engines are asked for their health.")] = 2.0,
     refresh_s: Annotated[float, typer.Option(help="How often FILE is read, and names are resolved.")] = 5.0,
     max_requests: Annotated[int, typer.Option(help="More at a time are refused with 503.", min=1)] = 1024,
     max_body_mib: Annotated[float, typer.Option(help="A larger body is refused with 413.")] = 16.0,
     max_bodies_mib: Annotated[float, typer.Option(help="Of all bodies under way; more are refused with 503.")] = 1024.0,
     body_s: Annotated[float, typer.Option(help="How long a body may take to arrive; then 408.")] = 60.0,
-    idle_s: Annotated[float, typer.Option(help="How long a connection may lack a whole header.")] = 75.0,
+    idle_s: Annotated[
+        float, typer.Option(help="How long a connection may lack a whole header, or read nothing.")
+    ] = 75.0,
     max_connections: Annotated[
-        int, typer.Option(help="Clients' connections; more get 503. A third of `ulimit -n` at most.", min=1)
+        int, typer.Option(help="Clients' connections; more get 503. A third of `ulimit -Hn` at most.", min=1)
     ] = 2048,
     max_connections_per_host: Annotated[int, typer.Option(help="Of one address, such as a balancer's.", min=1)] = 1536,
     drain_s: Annotated[float, typer.Option(help="How long requests may go on after Ctrl-C or SIGTERM.")] = 30.0,
