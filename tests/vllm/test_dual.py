@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from asynckv.integrations.vllm.stats import AsyncKVStats
 from tests.vllm.conftest import OURS, THEIRS
 from tests.vllm.engines import Engine, Reply, Server, continued
 from tests.vllm.pairs import Pair, settle
-from tests.vllm.schedulers import DENSE, HYBRID, WINDOW, Group, Side
+from tests.vllm.schedulers import DENSE, HYBRID, MIXED, STATES, WINDOW, Group, Side
 from tests.vllm.setups import Connector, Setup
 from tests.vllm.test_trouble import SHORT
 from tests.vllm.zoo import MODELS as ZOO
@@ -263,6 +264,13 @@ def test_nixl_connector_gets_what_has_all_that_it_will_read(
 ) -> None:
     given = {**BROUGHT, "remote_num_tokens": lent, "remote_block_ids": [[1] * count for count in blocks]}
     assert reads(groups, length, given) is is_read
+
+
+@pytest.mark.parametrize("length", [2, 16, 17, 64, 65, 100, 200])
+@pytest.mark.parametrize("groups", [DENSE, WINDOW, MIXED, HYBRID, STATES], ids=str)
+def test_nixl_connector_gets_all_that_it_lends(groups: tuple[Group, ...], length: int) -> None:
+    given = json.loads(json.dumps(scheduler(groups, lend_as="nixl").prefill("r", range(length))))
+    assert reads(groups, length, given)
 
 
 @pytest.mark.parametrize("name", ["remote_engine_id", "remote_request_id", "remote_host"])
