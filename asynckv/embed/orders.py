@@ -138,7 +138,7 @@ class Failed:
 
     @property
     def is_unbegun(self) -> bool:
-        """Whether it was refused before it began: a pull has released nothing, so give a `Cancel` with its params."""
+        """Whether it was refused before it began. Such a pull has released nothing; give a `Cancel` with its params."""
         return not getattr(self.error, "failed_in", "")
 
 
