@@ -78,7 +78,7 @@ class Proxy:
         self.did: Counter[str] = Counter()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accepted, "127.0.0.1", 0)
         self.address = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         self.address += f"#{self._key}" * bool(self._key)
         return self
@@ -91,11 +91,14 @@ class Proxy:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._connected(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # A task that is cancelled before its first step never reaches its own `finally`.
+        task.add_done_callback(lambda _: writer.transport.abort())
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         answers = bytearray()
         self._answers.append(answers)
         try:
@@ -115,8 +118,6 @@ class Proxy:
                     await asyncio.gather(*pumps, return_exceptions=True)
         except OSError:
             self.did["nobody_there"] += 1
-        finally:
-            writer.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *kept: bytearray) -> None:
         while data := await reader.read(1 << 16):
