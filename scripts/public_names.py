@@ -79,8 +79,7 @@ COMMANDS = {
     "compare": "bench compare ONE OTHER --json OUT",
     "layout": "layout --layers 1 -o OUT",
     "plan": "plan LAYOUTS LAYOUTS --json OUT",
-    "leaks": "leaks LOG --json OUT",
-    "timeline": "timeline LOG --json OUT",
+    "why": "why late LOG --json OUT",
 }
 """Commands that need no engine; what is in capitals is a path."""
 
