@@ -272,7 +272,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     C.DECODE_UNRESPONSIVE: Entry(
         "a decode engine was not there",
         "it was not claimed: {reader} {given}, but {why}",
-        "See whether the process lives (`asynckv inspect`; `ps -o stat`: T is stopped) and what blocks its loop: "
+        "See whether the process lives (`asynckv why`; `ps -o stat`: T is stopped) and what blocks its loop: "
         "`docs/stuck.md`. If it had only nothing to say, look for the request in the router.",
         is_class=True,
     ),

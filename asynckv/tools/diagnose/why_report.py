@@ -32,7 +32,7 @@ def report(found: Findings, seen: Seen, story: Story | None = None) -> dict[str,
         "copies": [_plain(x) for x in found.copies],
         "request": None if story is None else _story(story),
         "processes": [_process(seen, x) for x in seen.grounds],
-        "engines": [_engine(x) for x in seen.answers],
+        "engines": [engine(x) for x in seen.answers],
         "read": _read(seen),
     }
 
@@ -90,7 +90,8 @@ def _read(seen: Seen) -> dict[str, Any]:
     }
 
 
-def _engine(answer: Answer) -> dict[str, Any]:
+def engine(answer: Answer) -> dict[str, Any]:
+    """Make plain data of what an engine said of itself."""
     head = {"address": answer.address, "took_s": round(answer.took_s, 6)}
     if answer.error:
         return head | {"error": answer.error, "is_left_behind": answer.is_left_behind, "pid": answer.pid or None}
