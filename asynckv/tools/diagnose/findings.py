@@ -28,6 +28,7 @@ MAX_TEXT = 400
 DIED = "Look at its stderr, its supervisor and the kernel's log (out of memory?); start it again."
 AWAY = "While it is away its engine answers nothing. Find what blocks it: py-spy dump, or asyncio's debug mode."
 UNSEEN = "Give the logs of all processes, from level info on, and of the whole time."
+LOOPS_AWAY = {CAUSE.DECODE_LOOP_AWAY, CAUSE.PREFILL_LOOP_AWAY}
 SAID_ELSEWHERE = {
     x.event
     for x in (told.PullEnded, told.LeaseEnded, told.LeaseHeld, told.PullHeld, told.LoopWasAway, told.OffloadFailed)
@@ -185,13 +186,14 @@ def _failed(seen: Seen, told: Container[str]) -> Iterator[Finding]:
 
 
 def _away(seen: Seen) -> Iterator[Finding]:
-    """Processes whose event loops were away, the longest first."""
+    """Processes whose event loops were away, the longest first; not those for which something was late, as is told."""
     found: list[tuple[float, Record, Process, int]] = []
     for process in seen.axis.service.processes.values():
         away = [(x.number("seconds", 0.0), x) for x in process.of(told.LoopWasAway)]
         away = [x for x in away if not seen.axis.at(process, x[1].at) < seen.since]
         if away:
             found.append((*max(away, key=lambda x: x[0]), process, len(away)))
+    found = [x for x in found if not any(x[2].rank in leak.sentence for leak in seen.late if leak.cause in LOOPS_AWAY)]
     for seconds, record, process, times in sorted(found, key=lambda x: -x[0])[:MOST]:
         held = [counted(record.integer(f"{what}s", 0), what) for what in ("lease", "pull")]
         yield Finding(

@@ -86,8 +86,14 @@ def why(
         ),
     ] = None,
     top: Annotated[
-        int, typer.Option(help="How many of the oldest requests of running engines to show.", rich_help_panel=SHOW)
-    ] = 5,
+        int | None,
+        typer.Option(
+            help="Show what running engines hold, and so many of their oldest requests; 5, if something is wrong.",
+            metavar="N",
+            rich_help_panel=SHOW,
+            show_default=False,
+        ),
+    ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Ask running engines again every 2 seconds.", rich_help_panel=ASK)
     ] = False,
@@ -118,7 +124,7 @@ def why(
 
     if (keys is None) is not (authorized is None):
         raise ConfigError("--keys and --authorized belong together: who asks, and whom it trusts")
-    if not 0 <= top <= MAX_TOP:
+    if top is not None and not 0 <= top <= MAX_TOP:
         raise ConfigError(f"--top {top} is outside 0 ... {MAX_TOP}")
     if json == "-" == html:
         raise ConfigError("--html and --json cannot share stdout; give one of them a file")
@@ -131,7 +137,7 @@ def why(
     console = Console(stderr="-" in (json, html))
     looking = Looking(sources, request, since, pair, timeout)
     if watch:
-        _watch(looking, console, top, is_json=json == "-")
+        _watch(looking, console, 5 if top is None else top, is_json=json == "-")
     seen = looking.look()
     found = find(seen)
     story = None
@@ -270,13 +276,13 @@ class Looking:
         return stories(seen.axis, named(list(families(seen.axis.service.requests)), self._request))
 
 
-def _show(seen: Seen, found: Findings, console: Console, top: int) -> None:
+def _show(seen: Seen, found: Findings, console: Console, top: int | None) -> None:
     from asynckv.tools.diagnose import why_text
     from asynckv.tools.diagnose.why_report import report
 
     why_text.show_findings(report(found, seen), console)
-    if seen.answers:
-        why_text.show_engines(seen.answers, top, console)
+    if seen.answers and (found.wrong or top is not None):
+        why_text.show_engines(seen.answers, 5 if top is None else top, console)
 
 
 def _show_request(seen: Seen, found: Findings, story: Story | None, console: Console) -> None:

@@ -69,6 +69,7 @@ def _read(seen: Seen) -> dict[str, Any]:
     logs, service = seen.logs, seen.axis.service
     prefill, decode = service.sides
     others = [x for x in service.processes.values() if not x.lends and not x.pulls]
+    counts = [x for answer in seen.answers for x in answer.account.counts]
     keeps = {x.rank for x in others if has_offload(x)}
     times = [t for x in service.processes.values() for t in (x.first_at, x.last_at)]
     return {
@@ -77,6 +78,8 @@ def _read(seen: Seen) -> dict[str, Any]:
         "bytes": logs.num_bytes,
         "events": len(logs.records),
         "requests": len(service.requests),
+        "lent_now": sum(x.number for x in counts if x.kind == "lease"),
+        "pulled_now": sum(x.number for x in counts if x.kind != "lease"),
         "since": moment(seen.since) if math.isfinite(seen.since) else None,
         "first": moment(min(times)) if times else None,
         "last": moment(max(times)) if times else None,

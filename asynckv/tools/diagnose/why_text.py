@@ -67,7 +67,10 @@ def _line(console: Console, text: str, style: str = "", indent: int = 0, *, is_w
 def show_findings(report: Mapping[str, Any], console: Console) -> None:
     """Show what is wrong, then what could not be judged, then what was read."""
     findings, limits, read = report["findings"], report["limits"], report["read"]
-    span = f"{counted(read['requests'], 'request')}, {_ranks(read)}, {read['first']} to {read['last']} UTC"
+    requests = counted(read["requests"], "request")
+    if not read["files"]:
+        requests = f"{read['lent_now']:,} lent and {read['pulled_now']:,} announced or pulled now"
+    span = f"{requests}, {_ranks(read)}, {read['first']} to {read['last']} UTC"
     after = f" since {read['since']} UTC" if read["since"] else ""
     if not findings:
         text = "All is well, as far as these logs tell" if limits else "All is well"
