@@ -121,6 +121,17 @@ def test_what_is_wrong_comes_worst_first_with_what_to_do() -> None:
     assert "5 things went wrong, the worst first." in page
 
 
+def test_what_a_decode_engine_refused_by_itself_did_arrive() -> None:
+    refused = say(31.0, "pull_refused", DECODE, "warning", request_id="d-x", prefill_request_id="x", peer="prefill",
+                  sequence=900, cause="PlanRefused", detail="block 999 is not in 0 ... 31")  # fmt: skip
+    lent = say(30.0, "lease_lent", PREFILL, request_id="x", sequence=900, blocks=7, lease_s=30.0)
+    over = say(60.0, "lease_ended", PREFILL, "warning", request_id="x", sequence=900, blocks=7, seconds=30.0,
+               cause="expired", owed=["*"])  # fmt: skip
+    (finding,) = screen([*well(), refused, lent, over])[0].wrong
+    assert finding.what == f"{DECODE} refused 1 pull by itself, and began nothing: PlanRefused"
+    assert (finding.evidence, finding.requests, finding.blocks) == ("block 999 is not in 0 ... 31", ("x",), 7)
+
+
 def test_an_attempt_that_another_one_followed_is_no_failure() -> None:
     retried = [
         ended(2.0, "peer_lost", request_id="d", attempt=1, prefill_request_id="p", sequence=7),

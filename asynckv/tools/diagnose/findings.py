@@ -29,6 +29,7 @@ DIED = "Look at its stderr, its supervisor and the kernel's log (out of memory?)
 AWAY = "While it is away its engine answers nothing. Find what blocks it: py-spy dump, or asyncio's debug mode."
 UNSEEN = "Give the logs of all processes, from level info on, and of the whole time."
 LOOPS_AWAY = {CAUSE.DECODE_LOOP_AWAY, CAUSE.PREFILL_LOOP_AWAY}
+NEVER_ASKED = {CAUSE.NEVER_HEARD_OF, CAUSE.NEVER_CLAIMED}
 SAID_ELSEWHERE = {
     x.event
     for x in (told.PullEnded, told.LeaseEnded, told.LeaseHeld, told.PullHeld, told.LoopWasAway, told.OffloadFailed)
@@ -104,9 +105,12 @@ def find(seen: Seen) -> Findings:
     """Say what is wrong, the worst first; of what is wrong twice over, the finding that decides what to do."""
     gone = list(_gone(seen))
     told = {name for x in gone for name in x.requests}
-    late = [*_late([x for x in seen.late if not (x.request_id in told and _is_of_process(x))])]
+    refused = {x.text("prefill_request_id") for x in _refusals(seen)}
+    late = [x for x in seen.late if not (x.request_id in told and _is_of_process(x))]
+    late = [*_late([x for x in late if not (x.cause in NEVER_ASKED and x.request_id in refused)])]
     told |= {x.request_id for x in seen.late}
-    wrong = [*gone, *_silent(seen), *late, *_copies(seen.copies), *_failed(seen, told), *_away(seen), *_errors(seen)]
+    failed = [*_refused(seen), *_failed(seen, told)]
+    wrong = [*gone, *_silent(seen), *late, *_copies(seen.copies), *failed, *_away(seen), *_errors(seen)]
     return Findings(wrong, list(_limits(seen)), seen.late, seen.copies)
 
 
@@ -165,6 +169,27 @@ def _copies(copies: Sequence[LateCopy]) -> Iterator[Finding]:
         what = f"{which} did not end in time, {counted(blocks, 'block')}"
         example = f"{worst.what} of {worst.request_id} on {worst.rank}: {worst.state} {worst.detail}"
         yield Finding(HEADING.STOPPED, "copy_hangs", what, example, REMEDY, (), blocks)
+
+
+def _refusals(seen: Seen) -> list[Record]:
+    """What decode engines refused by themselves: a pull that was never begun."""
+    refused = (x for process in seen.axis.service.processes.values() for x in process.of(told.PullRefused))
+    return [x for x in refused if not x.at < seen.since]
+
+
+def _refused(seen: Seen) -> Iterator[Finding]:
+    """Why decode engines refused requests by themselves, the most frequent cause first."""
+    groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in _refusals(seen):
+        groups[record.rank, record.text("cause")].append(record)
+    for (rank, cause), found in sorted(groups.items(), key=lambda x: -len(x[1]))[:MOST]:
+        names = dict.fromkeys(x.text("prefill_request_id") or x.text("request_id") for x in found)
+        what = f"{rank} refused {counted(len(found), 'pull')} by itself, and began nothing: {cause}"
+        late = [x.blocks for x in seen.late if x.request_id in names and x.cause in NEVER_ASKED and x.blocks >= 0]
+        remedy = "Whoever called it was given this error: correct the call, or call `cancel` with the params."
+        yield Finding(
+            HEADING.DROPPED, cause, what, found[0].text("detail"), remedy, tuple(names), sum(late) if late else -1
+        )
 
 
 def _failed(seen: Seen, told: Container[str]) -> Iterator[Finding]:
