@@ -52,9 +52,7 @@ MAX_LISTS = 1024
 SOURCE, SINK = " is copied from", " is copied to"
 """What follows the name of memory of this process, by which way the bytes go."""
 
-_creating = threading.Lock()
-"""Descriptors are found by comparing before and after, so agents are made one at a time."""
-
+_creating = threading.Lock()  # descriptors are found by comparing before and after, so agents are made one at a time
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
 
 
@@ -144,12 +142,9 @@ class _Remote:
     """One remote agent."""
 
     memories: Sequence[Memory]
-    own: str = ""
-    """Of this process: `SOURCE` or `SINK`."""
-    alias: str = ""
-    """By which NIXL knows it here."""
-    lists: dict[int, _Lists] = field(default_factory=dict)
-    """By the id of their table, the oldest first."""
+    own: str = ""  # of this process: `SOURCE` or `SINK`
+    alias: str = ""  # by which NIXL knows it here
+    lists: dict[int, _Lists] = field(default_factory=dict)  # by the id of their table, the oldest first
 
 
 class _Transfer(NamedTuple):
@@ -157,10 +152,8 @@ class _Transfer(NamedTuple):
 
     handle: int
     name: str
-    lists: _Lists | None
-    """None for files."""
-    remote: _Remote | None
-    """Loaded under that name when it was posted; it may have been loaded anew since."""
+    lists: _Lists | None  # None for files
+    remote: _Remote | None  # loaded under that name when it was posted; it may have been loaded anew since
 
 
 class Agent:
@@ -213,14 +206,12 @@ class Agent:
         self._memories: tuple[Memory, ...] = ()
         self._remotes: dict[str, _Remote] = {}
         self._loads = 0
-        self._knows_form: bool | None = None
-        """This NIXL's metadata has the known form; None before the first load."""
+        self._knows_form: bool | None = None  # this NIXL's metadata has the known form; None before the first load
         self._gone: set[str] = set()
         """Remote agents whose process ended under a transfer: NIXL refuses them from then on."""
         self.running: dict[TransferId, _Transfer] = {}
         self.doubtful: dict[TransferId, _Transfer] = {}
-        self.unreleased: list[int] = []
-        """Handles of transfers that have ended, which NIXL did not let go of yet."""
+        self.unreleased: list[int] = []  # handles of transfers that have ended, which NIXL did not let go of yet
         self.done_in_post = 0
         self.notifications = 0
         _agents.add(self)

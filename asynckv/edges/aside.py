@@ -15,9 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import ParamSpec, Protocol, TypeVar
 
-EXIT_S = 2.0
-"""How long the end of the interpreter waits for threads that were not closed."""
-
+EXIT_S = 2.0  # how long the end of the interpreter waits for threads that were not closed
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -35,12 +35,8 @@ WINDOW_BYTES = 64 << 20
 """What one thread is given before it told of the end of something, some 10 ms of copying: two of the largest posts, so
 that the next one waits for the thread and not the thread for the loop."""
 
-WINDOW_PIECES = 256
-"""The same of pieces, well below what a thread takes (`MAX_QUEUED`)."""
-
-TELL_S = 0.002
-"""How long the loop is not woken while a thread has more to copy."""
-
+WINDOW_PIECES = 256  # the same of pieces, well below what a thread takes (`MAX_QUEUED`)
+TELL_S = 0.002  # how long the loop is not woken while a thread has more to copy
 CLOSED = "the copy plane was closed"
 
 
@@ -50,10 +46,8 @@ class _Move:
 
     move_id: TransferId
     op: CopyOp
-    far: str
-    """And which way, as agents name it."""
-    pieces: Iterator[ReadRequest] | None
-    """None once nothing more is to be posted."""
+    far: str  # and which way, as agents name it
+    pieces: Iterator[ReadRequest] | None  # None once nothing more is to be posted
     running: set[TransferId] = field(default_factory=set)
     """Pieces that were handed over, until their end; those in doubt as well."""
     doubtful: set[TransferId] = field(default_factory=set)

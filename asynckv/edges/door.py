@@ -35,9 +35,7 @@ from operator import itemgetter
 from asynckv.errors import ConfigError
 
 TICK_S = 0.02
-QUIET_TICKS = 5
-"""A connection is watched again after so many ticks without a byte."""
-
+QUIET_TICKS = 5  # a connection is watched again after so many ticks without a byte
 MAX_AHEAD = 1024 * 1024
 """Bytes that one connection of the listener may be ahead of the loop; memory holds 32 times as many at worst."""
 
@@ -45,21 +43,13 @@ MAX_AHEAD_ALL = 4 * MAX_AHEAD
 """The same of all connections of the listener; and of all that have ended, whose messages libzmq keeps. While those are
 more, the kernel takes no new connection, so that memory ends somewhere even if the loop is away."""
 
-MAX_LINK_AHEAD = 20 * 1024 * 1024
-"""The same of one link to a listener that was asked: a single answer may have 16 MiB."""
-
-UNSEEN = 64 * 1024
-"""Bytes that a connection may leave behind unseen, if it ends before this thread is scheduled."""
-
-LOOK_S = 0.25
-"""All connections are looked at so often."""
-
+MAX_LINK_AHEAD = 20 * 1024 * 1024  # the same of one link to a listener that was asked: a single answer may have 16 MiB
+UNSEEN = 64 * 1024  # bytes that a connection may leave behind unseen, if it ends before this thread is scheduled
+LOOK_S = 0.25  # all connections are looked at so often
 MUTE_S = 2.0
 """Nothing is heard for so long of a connection whose message had too many parts: each part costs as a message does."""
 
-SWEEPS_S = (0.3, 1.0, 5.0)
-"""After a socket was closed; it lingers for 0.2 s."""
-
+SWEEPS_S = (0.3, 1.0, 5.0)  # after a socket was closed; it lingers for 0.2 s
 MAX_CONNECTIONS = 4096
 
 SPARE_FILES = 128
@@ -204,24 +194,19 @@ class Door:
             )
         self.most = min(MAX_CONNECTIONS, free // 4)  # each takes two
         self.most_per_host = self.most // 2
-        self.connections: dict[int, Connection] = {}
-        """By libzmq's number of the descriptor."""
+        self.connections: dict[int, Connection] = {}  # by libzmq's number of the descriptor
         self.orphaned = 0
         """Bytes that ended connections of the listener had not delivered, ever; only the thread adds to it."""
-        self._forgiven = 0
-        """Those of them that were delivered since, or cannot be; only the loop adds to it."""
+        self._forgiven = 0  # those of them that were delivered since, or cannot be; only the loop adds to it
         self._listener: socket.socket | None = None
         self._is_shut = False
         self._early: Counter[int] = Counter()
         """Bytes of links that the thread has not seen yet. Of accepted connections only the descriptor is noted."""
         self._take, self._counts, self._on_failed = take, counts, on_failed
         self._per_host: Counter[str] = Counter()
-        self._watched: dict[int, Connection] = {}
-        """All, by the number of the duplicate."""
-        self._busy: set[Connection] = set()
-        """Those from which something has arrived lately."""
-        self._sweeps: list[float] = []
-        """When to look whether libzmq has closed what it does not tell of."""
+        self._watched: dict[int, Connection] = {}  # all, by the number of the duplicate
+        self._busy: set[Connection] = set()  # those from which something has arrived lately
+        self._sweeps: list[float] = []  # when to look whether libzmq has closed what it does not tell of
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closed = False

@@ -29,20 +29,12 @@ from asynckv.errors import BackendError
 
 INDEX = "index.sqlite"
 FORMAT = 1
-APPLICATION = 0x61736B76
-"""`askv`: so that somebody else's database is not taken for one of ours."""
-
+APPLICATION = 0x61736B76  # `askv`: so that somebody else's database is not taken for one of ours
 MAX_KEY = 1024
 
-MAX_CHANGES = 1000
-"""In one transaction: each may write a page or two to the log."""
-
-RECORD_BYTES = 256
-"""What one record may take in an index: it is a hundred or so, in pages that are not full."""
-
-ROOM = "room"
-"""A table that holds space for a moment."""
-
+MAX_CHANGES = 1000  # in one transaction: each may write a page or two to the log
+RECORD_BYTES = 256  # what one record may take in an index: it is a hundred or so, in pages that are not full
+ROOM = "room"  # a table that holds space for a moment
 STORED_AT = "stored_at"
 """The fact of a directory that says when something was stored there last: nanoseconds since 1970."""
 
@@ -85,21 +77,16 @@ class Entry(NamedTuple):
     checksum: int
     layout: str
     tag: str
-    stored_at: int
-    """Seconds since 1970."""
+    stored_at: int  # seconds since 1970
 
 
 class Said(NamedTuple):
     """All that an index says at one time."""
 
-    facts: dict[str, int]
-    """Small ones, of the directory."""
-    layouts: dict[str, bytes]
-    """What was written down, by fingerprint."""
-    entries: list[Entry]
-    """By place."""
-    malformed: list[int]
-    """Places of records of no sensible shape."""
+    facts: dict[str, int]  # small ones, of the directory
+    layouts: dict[str, bytes]  # what was written down, by fingerprint
+    entries: list[Entry]  # by place
+    malformed: list[int]  # places of records of no sensible shape
 
 
 def checksum(key: bytes, data: memoryview | bytes) -> int:

@@ -21,18 +21,15 @@ from typing import NamedTuple, Protocol
 
 from asynckv.geometry.layout import Memory
 
-ALIGN = 4096
-"""Places in files, and sizes, are multiples of it."""
+ALIGN = 4096  # places in files, and sizes, are multiples of it
 
 
 class Extent(NamedTuple):
     """Bytes that are together in memory and in a file."""
 
-    near: int
-    """Offset in the memory."""
+    near: int  # offset in the memory
     fd: int
-    offset: int
-    """In the file."""
+    offset: int  # in the file
     size: int
 
 

@@ -34,11 +34,8 @@ from asynckv.errors import BackendError
 OWNER = "owner"
 SEGMENT_BYTES = 1 << 30
 MAX_SEGMENTS = 99_999
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""What says that there is no room."""
-
-MAX_OWNER = 4096
-"""Bytes that are read of the file that says who the owner is."""
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # what says that there is no room
+MAX_OWNER = 4096  # bytes that are read of the file that says who the owner is
 
 
 class Owner(Struct, frozen=True):
@@ -46,8 +43,7 @@ class Owner(Struct, frozen=True):
 
     pid: Annotated[int, Meta(ge=0)]
     host: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,256}\Z")]
-    since: Annotated[str, Meta(pattern=r"^[0-9T:.+-]{1,64}\Z")]
-    """UTC, ISO 8601."""
+    since: Annotated[str, Meta(pattern=r"^[0-9T:.+-]{1,64}\Z")]  # UTC, ISO 8601
 
     def __str__(self) -> str:
         """For an error."""

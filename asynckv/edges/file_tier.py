@@ -95,14 +95,12 @@ class FileTier:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_ready: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
-        self._close_by: float | None = None
-        """Until when `close` may still wait, if the waiting was begun off the loop."""
+        self._close_by: float | None = None  # until when `close` may still wait, if the waiting was begun off the loop
         self._worker: Worker | None = None
         self._lock: OwnerLock | None = None
         self._news: list[RecordNews] = []
         self._is_due = False
-        self.found: Counter[str] = Counter()
-        """What the start found: records, and those that were dropped, by cause."""
+        self.found: Counter[str] = Counter()  # what the start found: records, and those that were dropped, by cause
 
     @property
     def num_bytes(self) -> int:

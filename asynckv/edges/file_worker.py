@@ -32,26 +32,15 @@ BATCH_BYTES = 8 << 20
 """What is moved at a time, unless one record is larger: enough to pay for a post, and little enough to be in the caches
 when it is checked."""
 
-IN_FLIGHT = 4
-"""Batches at a time, where the back end queues them."""
-
-MAX_PENDING = 256
-"""Changes of the index that one transaction takes."""
-
-COMMIT_S = 0.02
-"""How long a change of the index waits for others."""
-
-LOOK_S = 1.0
-"""Within what time of a write it is seen that the files are there."""
-
-MAX_ERRORS = 8
-"""Places that failed, one after another, after which a tier takes no more writes, or no more reads."""
-
+IN_FLIGHT = 4  # batches at a time, where the back end queues them
+MAX_PENDING = 256  # changes of the index that one transaction takes
+COMMIT_S = 0.02  # how long a change of the index waits for others
+LOOK_S = 1.0  # within what time of a write it is seen that the files are there
+MAX_ERRORS = 8  # places that failed, one after another, after which a tier takes no more writes, or no more reads
 NAPS_S = 0.00005, 0.0004
 """How often queued batches are asked for: ever less often until one has ended, for each time takes others' time."""
 
-NO_MORE = {*FULL, errno.EROFS}
-"""What says that no later write will do better."""
+NO_MORE = {*FULL, errno.EROFS}  # what says that no later write will do better
 
 
 class Takes(IntEnum):
@@ -70,16 +59,12 @@ class _Move:
     is_write: bool
     records: Sequence[Record]
     posted_at: float
-    next: int = 0
-    """The first record that no batch has."""
-    running: int = 0
-    """Batches."""
+    next: int = 0  # the first record that no batch has
+    running: int = 0  # batches
     lost: list[int] = field(default_factory=list)
-    written: list[int] = field(default_factory=list)
-    """Where records were put."""
+    written: list[int] = field(default_factory=list)  # where records were put
     cause: str = ""
-    is_void: bool = False
-    """Cancelled or too late: nothing of it counts."""
+    is_void: bool = False  # cancelled or too late: nothing of it counts
     is_told_doubt: bool = False
 
     def void(self, cause: str) -> None:
@@ -131,8 +116,7 @@ class Worker:
         self._memory, self._view, self._segments = memory, view_of(memory), segments
         self._folder = segments.path(0).parent
         self._index, self._io, self._slow_s, self._wake = index, io, slow_s, wake
-        self._entries = entries
-        """By place; the thread's own."""
+        self._entries = entries  # by place; the thread's own
         self.layouts = layouts
         self._gate = threading.Condition()
         self._moves: dict[TransferId, _Move] = {}
@@ -150,8 +134,7 @@ class Worker:
         self._number = 0
         self._nap_s = NAPS_S[0]
         self._stored: dict[int, Entry] = {}
-        self._dropped: set[int] = set()
-        """What the index has not been told yet, and since when."""
+        self._dropped: set[int] = set()  # what the index has not been told yet, and since when
         self._pending_since = 0.0
         self._failing: dict[bool, set[int]] = {False: set(), True: set()}
         """Where reads, and writes, have failed since the last one that did not: a place that is tried again is one."""

@@ -23,11 +23,8 @@ from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 
 HUGE_PAGE = 2 << 20
-POPULATE_WRITE = 23
-"""`MADV_POPULATE_WRITE`, which Python does not name: since Linux 5.14."""
-
-PIECE = 64 << 20
-"""What is taken at a time."""
+POPULATE_WRITE = 23  # `MADV_POPULATE_WRITE`, which Python does not name: since Linux 5.14
+PIECE = 64 << 20  # what is taken at a time
 
 
 class HostPool:

@@ -38,28 +38,16 @@ SETTLE_S = 10.0
 """How long after the engine's start the first one to stand by is started, which takes a core for half a second: then
 the engine has enough to do, and the others of its host, which start as well."""
 
-AHEAD_S = 1.0
-"""How long after another serves the next is started."""
-
-CPUCLOCK_SCHED = 2
-"""Of Linux: a process's clock of CPU time, by its id."""
-
-CLOSE_S = 10.0
-"""How long a child may take to let go by itself; it is killed then."""
-
-KILL_S = 5.0
-"""How long the kernel may take to end a child that was killed."""
-
-MAX_NEWS = 64 * 1024 * 1024
-"""Bytes of one frame that a child sends; what is longer is no frame."""
-
+AHEAD_S = 1.0  # how long after another serves the next is started
+CPUCLOCK_SCHED = 2  # of Linux: a process's clock of CPU time, by its id
+CLOSE_S = 10.0  # how long a child may take to let go by itself; it is killed then
+KILL_S = 5.0  # how long the kernel may take to end a child that was killed
+MAX_NEWS = 64 * 1024 * 1024  # bytes of one frame that a child sends; what is longer is no frame
 MAX_COLLISIONS = 32
 """How often in a row a child may find the addresses taken: chance, of some percent for a pool of 64 GB."""
 
 DEATHS = 10
-DEATHS_S = 60.0
-"""More deaths than that within so many seconds, and the next one serves when the first of them is past."""
-
+DEATHS_S = 60.0  # more deaths than that within so many seconds, and the next one serves when the first of them is past
 STANDBY_S = 10.0
 """How long after the end of one that stood by another is started: it served nobody, so nobody waits for it."""
 
@@ -98,14 +86,11 @@ class _Process:
     def __init__(self, shares: Sequence[Share], fds: Sequence[int], setup: wire.Setup, collisions: int) -> None:
         self.name, self.collisions = setup.agent_name, collisions
         self.ready: wire.Ready | None = None
-        self.cause = ""
-        """What it had to say of its end."""
+        self.cause = ""  # what it had to say of its end
         self.timer: asyncio.TimerHandle | None = None
         self.started_at = self.busy_at = time.monotonic()
-        self.cpu_s = 0.0
-        """What it had used when it was last seen to be busy."""
-        self.asked_at = math.inf
-        """Since when it has not answered."""
+        self.cpu_s = 0.0  # what it had used when it was last seen to be busy
+        self.asked_at = math.inf  # since when it has not answered
         ours, theirs = socket.socketpair()
         # Like the modules of this process, wherever it found them; never those of the current folder.
         home = str(Path(__file__).parents[2])
@@ -211,8 +196,7 @@ class Keeper:
         has_spare: Another child stands by.
     """
 
-    _loop: asyncio.AbstractEventLoop
-    """On which it was started last."""
+    _loop: asyncio.AbstractEventLoop  # on which it was started last
 
     def __init__(
         self,
@@ -231,19 +215,14 @@ class Keeper:
         self._shares: Shares | None = None
         self._memories: tuple[Memory, ...] = ()
         self._current: _Process | None = None
-        self._started: asyncio.Future[None] | None = None
-        """What `start` waits for."""
-        self._next: _Process | None = None
-        """The one that stands by."""
+        self._started: asyncio.Future[None] | None = None  # what `start` waits for
+        self._next: _Process | None = None  # the one that stands by
         self._ready = wire.Ready(AgentInfo("", b""), {})
-        self.name = name
-        """Of the agent that serves, or served last."""
+        self.name = name  # of the agent that serves, or served last
         self._orders: list[wire.Order] = []
-        self.is_closing = False
-        """No other follows."""
+        self.is_closing = False  # no other follows
         self._is_flush_due = self._has_settled = False
-        self._ended = asyncio.Event()
-        """Set when there is no child."""
+        self._ended = asyncio.Event()  # set when there is no child
         self._deaths: deque[float] = deque()
         self._is_watched = False
         self._beat_at = -math.inf

@@ -26,18 +26,10 @@ from asynckv.edges.file_store import check_parents
 from asynckv.errors import BackendError, RemoteProtocolError
 
 SUFFIX = ".sock"
-MAX_PATH = 107
-"""Bytes that the system has room for."""
-
-MAX_GUESTS = 16
-"""Connections at a time; more are closed at once."""
-
-MAX_STALE = 1024
-"""Sockets that are looked at when an engine starts."""
-
-IDLE_S = 60.0
-"""A guest that says nothing for so long is sent away."""
-
+MAX_PATH = 107  # bytes that the system has room for
+MAX_GUESTS = 16  # connections at a time; more are closed at once
+MAX_STALE = 1024  # sockets that are looked at when an engine starts
+IDLE_S = 60.0  # a guest that says nothing for so long is sent away
 OnQuestion = Callable[[object, StatusRequest, Callable[[Status], None]], None]
 """Who asks, what, and where the answer goes."""
 
@@ -109,8 +101,7 @@ class LocalDoor:
         self._directory, self._on_question = Path(directory), on_question
         self._server: asyncio.Server | None = None
         self._guests: set[asyncio.Task[None]] = set()
-        self.path: Path | None = None
-        """Of the socket, while it is open."""
+        self.path: Path | None = None  # of the socket, while it is open
 
     async def open(self, name: str, incarnation: str) -> None:
         """Make the socket, and answer on it.

@@ -16,9 +16,7 @@ MAGIC, LENGTH = b"nixlSerDes|", 8
 VERSIONS = {0, 1}
 """Of UCX's worker addresses: the low half of their first byte. It knows no other."""
 
-MEMORY_KINDS = {0, 1}
-"""Host and device; NIXL looks others up in a table without an end."""
-
+MEMORY_KINDS = {0, 1}  # host and device; NIXL looks others up in a table without an end
 DESCRIPTOR, DOMAINS, KEY_HEADER = 24, 32, 9
 """Bytes of a descriptor before its memory key; memory domains that a host may have; bytes of a key before them."""
 

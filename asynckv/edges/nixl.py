@@ -44,16 +44,11 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo
 
-SAFETY_S = 0.005
-"""Some wake-ups are missed; a timer this long finds what they would have told."""
-
-DOUBT_S = 0.25
-"""How often a transfer in doubt is asked again when nothing else runs."""
-
+SAFETY_S = 0.005  # some wake-ups are missed; a timer this long finds what they would have told
+DOUBT_S = 0.25  # how often a transfer in doubt is asked again when nothing else runs
 TIGHT_POLLS = 200
 DEFAULTS = {"engine_config": "TCP_TX_SEG_SIZE=64k,TCP_RX_SEG_SIZE=64k"}
-MAX_KEPT = 64
-"""Remote agents that are kept connected though nobody reads from them."""
+MAX_KEPT = 64  # remote agents that are kept connected though nobody reads from them
 
 
 def _variant() -> str:
@@ -104,11 +99,8 @@ def _is_reopenable(fd: int) -> bool:
     return False
 
 
-PROBE_S = 1.0
-"""How often bulk goes the other way, to see whether that is better now."""
-
-PACE = 1.5
-"""How much slower a posting thread may copy than the loop would, which has other things to do."""
+PROBE_S = 1.0  # how often bulk goes the other way, to see whether that is better now
+PACE = 1.5  # how much slower a posting thread may copy than the loop would, which has other things to do
 
 
 class Taster(Protocol):
@@ -141,8 +133,7 @@ class _Pace:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._loop = self._thread = 0.0
-        """Seconds per byte, lately; 0 while unknown."""
+        self._loop = self._thread = 0.0  # seconds per byte, lately; 0 while unknown
         self._probed_at = -math.inf
 
     @property
@@ -182,14 +173,11 @@ class NixlPlane:
         self._api: Any = None
         self._agent: Agent | None = None
         self._posters = Posters(self._told, "a posting thread")
-        self._ending: Agent | None = None
-        """The loop's agent, which was closed and is not seen to be gone yet."""
+        self._ending: Agent | None = None  # the loop's agent, which was closed and is not seen to be gone yet
         self._pace = _Pace(config.num_posters)
         self._remotes: dict[str, _Remote] = {}
-        self._kept: OrderedDict[str, None] = OrderedDict()
-        """Remote agents that nobody uses now, the oldest first."""
-        self._handed: set[TransferId] = set()
-        """Reads that a posting thread took over, until their end is polled."""
+        self._kept: OrderedDict[str, None] = OrderedDict()  # remote agents that nobody uses now, the oldest first
+        self._handed: set[TransferId] = set()  # reads that a posting thread took over, until their end is polled
         self._handed_doubtful: set[TransferId] = set()
         self._fds: tuple[int, ...] = ()
         self._on_ready: Callable[[], None] = lambda: None

@@ -41,22 +41,15 @@ from asynckv.ports import AgentInfo
 MAX_QUEUED = 1024
 """Reads that wait for one thread, at most. The windows of the core are far below; whatever is above is not taken."""
 
-SAFETY_S = 0.005
-"""Some wake-ups are missed; a sleep this short finds what they would have told."""
-
-POLL_S = 0.001
-"""How often all transfers are asked while bytes arrive, or where UCX has no descriptors to sleep on."""
-
+SAFETY_S = 0.005  # some wake-ups are missed; a sleep this short finds what they would have told
+POLL_S = 0.001  # how often all transfers are asked while bytes arrive, or where UCX has no descriptors to sleep on
 NAP_S = 0.00002
 """Pause after bytes that ended nothing: a thread that asks in a tight loop keeps Python's lock from the event loop."""
 
-RESTLESS_S = 0.1
-"""For how long progress is made after a peer was dropped: without it UCX keeps the connection's socket."""
-
+RESTLESS_S = 0.1  # for how long progress is made after a peer was dropped: without it UCX keeps the connection's socket
 DOUBT_S = 0.25
 TELL_S = 0.0005
-CLOSE_S = 10.0
-"""How long `close` of a plane waits for its threads; one post takes milliseconds."""
+CLOSE_S = 10.0  # how long `close` of a plane waits for its threads; one post takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +109,13 @@ class Poster:
         self.name = name
         self.agent, self._tell, self._loop, self._broke, self._tell_s = agent, tell, loop, broke, tell_s
         self._orders: deque[_Order] = deque()
-        self._gate = threading.Lock()
-        """Held to order, and to end: what is ordered is either obeyed or refused."""
+        self._gate = threading.Lock()  # held to order, and to end: what is ordered is either obeyed or refused
         self._loading: Future[None] | None = None
         self._mine: dict[TransferId, int] = {}
         """Bytes of the reads that were posted, until their end is told; none if in doubt."""
         self._news: list[TransferEnded] = []
         self._told_at = self._swept_at = 0.0
-        self.num_taken = 0
-        """Reads that were handed over."""
+        self.num_taken = 0  # reads that were handed over
         self._queued_bytes = 0
         self._ended_bytes = 0
         self._copied = (0, 0.0)
@@ -422,8 +413,7 @@ class Posters(list[Poster]):
         self._told, self._what = told, what
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_told = False
-        self._close_by: float | None = None
-        """Until when `join` may still wait, if the waiting was begun off the loop."""
+        self._close_by: float | None = None  # until when `join` may still wait, if the waiting was begun off the loop
 
     def begin(self) -> None:
         """Begin on the running loop, perhaps anew."""

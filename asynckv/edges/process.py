@@ -43,8 +43,7 @@ class _Kept:
         self._on_ready: Callable[[], None] = lambda: None
         self._inbox: list[DataNews] = []
         self._cause = ""
-        self._lost_at = 0.0
-        """Since when there is no agent; 0 if there is one."""
+        self._lost_at = 0.0  # since when there is no agent; 0 if there is one
         self._num_failed = 0
         self._num_restarts = 0
         self._stats: dict[str, int] = {}
@@ -139,8 +138,7 @@ class ServingPlane(_Kept):
     ) -> None:
         super().__init__(_in_child(config, posting_threads=0), agent_name, reads=False, deaths=deaths, has_spare=True)
         self._reader, self._go_on = reader, go_on
-        self._is_alone = False
-        """There is no child: remote readers reach the reader's agent."""
+        self._is_alone = False  # there is no child: remote readers reach the reader's agent
 
     async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
         """Start the reader, then a child that maps the same memory, and wait for its agent."""
@@ -213,17 +211,14 @@ class ProcessPlane(_Kept):
 
     def __init__(self, config: NixlConfig, agent_name: str, *, deaths: int = DEATHS, has_spare: bool = True) -> None:
         super().__init__(_in_child(config), agent_name, reads=True, deaths=deaths, has_spare=has_spare)
-        self._users: Counter[str] = Counter()
-        """Remote agents, and how often they were added."""
+        self._users: Counter[str] = Counter()  # remote agents, and how often they were added
         self._tables: dict[str, dict[int, tuple[int, DescTable]]] = {}
         """Number and table of those that the child knows, by the table's id, the oldest first."""
         self._num_tables = 0
         self._loads: dict[int, asyncio.Future[None]] = {}
         self._num_loads = 0
-        self._settled = asyncio.Event()
-        """Set when an agent serves, or none will for a while."""
-        self._running: set[TransferId] = set()
-        """Transfers that have not ended, those in doubt included."""
+        self._settled = asyncio.Event()  # set when an agent serves, or none will for a while
+        self._running: set[TransferId] = set()  # transfers that have not ended, those in doubt included
         self._doubtful: set[TransferId] = set()
         self._num_posts = 0
 

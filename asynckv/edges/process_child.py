@@ -24,18 +24,10 @@ from asynckv.errors import BackendError
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.tables import DescTable, Span
 
-TELL_S = 0.0005
-"""News waits no longer than this for what was ordered after it."""
-
-STATS_S = 0.1
-"""How soon after a change gauges and counters are told."""
-
-GROWTH = 1 << 29
-"""Bytes that a process which only serves may grow by; it grows by some MiB."""
-
-BROKEN = 70
-"""Exit status: a bug, of which a traceback was printed."""
-
+TELL_S = 0.0005  # news waits no longer than this for what was ordered after it
+STATS_S = 0.1  # how soon after a change gauges and counters are told
+GROWTH = 1 << 29  # bytes that a process which only serves may grow by; it grows by some MiB
+BROKEN = 70  # exit status: a bug, of which a traceback was printed
 _NO_CUT = Span(0, 0, 0, 0, 1)
 
 

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 COLLISION = 75
 """Exit status: something of this process lies where memory was to be mapped; another process may fare better."""
 
-UNMAPPABLE = 76
-"""Exit status: the system does not let this memory be mapped."""
-
+UNMAPPABLE = 76  # exit status: the system does not let this memory be mapped
 PR_SET_PDEATHSIG = 1
 MAP_SHARED = 0x01
 MAP_FIXED_NOREPLACE = 0x100000

@@ -24,8 +24,7 @@ from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 
 HEADER = 4
-CHUNK = 1 << 18
-"""Bytes that are received at a time."""
+CHUNK = 1 << 18  # bytes that are received at a time
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True, tag=0):

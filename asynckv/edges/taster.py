@@ -26,11 +26,8 @@ from asynckv.ports import AgentInfo
 MAX_TRIED = 64
 """Peers after which another process tries: UCX keeps a socket of each, on both sides, until the process ends."""
 
-MAX_HOSTS = 1024
-"""Hosts whose turns are remembered."""
-
-TRY_S = 2.0
-"""How long one load may take, which takes milliseconds; a process that hangs in it is killed."""
+MAX_HOSTS = 1024  # hosts whose turns are remembered
+TRY_S = 2.0  # how long one load may take, which takes milliseconds; a process that hangs in it is killed
 
 
 class Taster:
@@ -46,8 +43,7 @@ class Taster:
         self._config, self._name, self._go_on = replace(config, process="never", posting_threads=0), name, go_on
         self._plane: ProcessPlane | None = None
         self._turn = asyncio.Lock()
-        self._queue: dict[object, str] = {}
-        """Hosts of the peers that wait or are tried, the oldest first."""
+        self._queue: dict[object, str] = {}  # hosts of the peers that wait or are tried, the oldest first
         self._turns: dict[str, tuple[int, int]] = {}
         """By host, the latest last: how many of its peers were refused, and the number of its last turn."""
         self._starts = self._tried = self._num_turns = 0

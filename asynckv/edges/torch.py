@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     Tensor: TypeAlias = torch.Tensor
     Dtype: TypeAlias = torch.dtype
 
-MAX_DIMS = 9
-"""Of a tensor: `block`, and as many as a part may have."""
+MAX_DIMS = 9  # of a tensor: `block`, and as many as a part may have
 
 
 def shared_tensor(shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -17,12 +17,8 @@ from urllib.parse import urlsplit
 
 from asynckv.arguments import is_loopback_host
 
-SAME_HOST = ("cma", "knem", "xpmem", "sm", "shm")
-"""UCX's transports, and aliases, that read another process's memory."""
-
-QUEUES = ("tcp", "posix", "sysv", "mm")
-"""Those that only carry messages."""
-
+SAME_HOST = ("cma", "knem", "xpmem", "sm", "shm")  # UCX's transports, and aliases, that read another process's memory
+QUEUES = ("tcp", "posix", "sysv", "mm")  # those that only carry messages
 RDMA = ("rc", "dc", "srd", "gga", "ib")
 """Those that read by RDMA, and their alias; `rc_mlx5` and the like begin so. (`ud` sends messages only.)"""
 

@@ -41,15 +41,9 @@ from asynckv.edges.transports import is_loopback
 from asynckv.errors import BackendError, ConfigError
 from asynckv.keys import AllowList, KeyPair, decode_z85, encode_z85, read_pair
 
-RECEIVE_BUFFER = MAX_REQUEST_PACKET
-"""Of one connection of our listener, in the kernel."""
-
-QUEUE = 8192
-"""Packets per link that wait to be sent to a listener."""
-
-REPLY_QUEUE = 128
-"""Packets that wait to be sent to one connection of our listener."""
-
+RECEIVE_BUFFER = MAX_REQUEST_PACKET  # of one connection of our listener, in the kernel
+QUEUE = 8192  # packets per link that wait to be sent to a listener
+REPLY_QUEUE = 128  # packets that wait to be sent to one connection of our listener
 MAX_UNREAD, MAX_UNREAD_ALL, MAX_UNREAD_TOTAL, LOOK_UNREAD_S = 1024 * 1024, 2 * MAX_PACKET, 8 * MAX_PACKET, 0.1
 """Bytes sent to one connection of our listener, to all of one principal, and to all that the peers' kernels did not
 take, and the time between two looks. More are dropped and counted; one packet counts as half of a connection's at most.
@@ -58,24 +52,14 @@ take, and the time between two looks. More are dropped and counted; one packet c
 TURN_S = 0.002
 """Time that all sockets together may take of one turn of the loop. Each handles one message even so."""
 
-DIRECT = 16
-"""Packets of one turn that are handled as they come; the rest waits for the turns of their senders."""
-
+DIRECT = 16  # packets of one turn that are handled as they come; the rest waits for the turns of their senders
 MAX_WAITING, MAX_WAITING_ALL, MAX_WAITING_TOTAL = 4096, 16 * 1024 * 1024, 128 * 1024 * 1024
 """Packets of one connection, bytes of one principal, and of all, that may wait so. More are dropped and counted."""
 
-WAITING_BYTES = 128
-"""Bytes of memory that a packet needs beside its own."""
-
-SLICE = 512
-"""Parts of a message that are dropped before the clock is looked at."""
-
-CURVE_BYTES = 33
-"""What CURVE adds to a frame: a name, a nonce, a code and flags."""
-
-MAX_ROUTES = 16_384
-"""Connections of which the principal is remembered; of others libzmq is asked again."""
-
+WAITING_BYTES = 128  # bytes of memory that a packet needs beside its own
+SLICE = 512  # parts of a message that are dropped before the clock is looked at
+CURVE_BYTES = 33  # what CURVE adds to a frame: a name, a nonce, a code and flags
+MAX_ROUTES = 16_384  # connections of which the principal is remembered; of others libzmq is asked again
 LINGER_MS = 200
 
 RENEW_S = 0.5
@@ -86,18 +70,12 @@ ZMQ never tries again once a listener broke the protocol or refused the key, tho
 
 STUCK_S = 10.0
 
-MAX_LINKS = 65_535
-"""Peers that one rank may have; ZMQ's own default is 1,023."""
-
-NAMED_S = 5.0
-"""How long it is believed what a host's name stands for, or that nobody knows it, when a link is made."""
-
+MAX_LINKS = 65_535  # peers that one rank may have; ZMQ's own default is 1,023
+NAMED_S = 5.0  # how long it is believed what a host's name stands for, or that nobody knows it, when a link is made
 MAX_NAMES, MAX_RESOLVING, MAX_UNRESOLVED = 512, 256, 8
 """Names that are remembered, those that are asked for at a time, each in a thread, and packets that wait for one."""
 
-HANDSHAKE_IVL_MS = 5_000
-"""Who has not proven a key (without keys: spoken ZMTP) by then is cut off."""
-
+HANDSHAKE_IVL_MS = 5_000  # who has not proven a key (without keys: spoken ZMTP) by then is cut off
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"asynckv"
 MONITOR_ENDPOINT = "inproc://asynckv-monitor-"
@@ -109,8 +87,7 @@ _COUNTED = {
     zmq.EVENT_HANDSHAKE_SUCCEEDED: "connections.admitted",
     zmq.EVENT_DISCONNECTED: "connections.closed",
 }
-_LOST = zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-"""After these libzmq connects no more."""
+_LOST = zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # after these libzmq connects no more
 _FAILED = (*_LOST, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _LEFT = {errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED}
 
@@ -252,8 +229,7 @@ class ZmqPlane:
         self._router: _Link | None = None
         self._zap: _Link | None = None
         self._door: Door | None = None
-        self._ended = ""
-        """Why nothing is sent or taken any more, if the plane was not closed."""
+        self._ended = ""  # why nothing is sent or taken any more, if the plane was not closed
         self._principals: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
         """And libzmq's number of the connection's descriptor, by route. libzmq never uses a route again."""
         self._unread: Counter[str] = Counter()  # bytes by principal; some may have been taken since the last look
@@ -268,8 +244,7 @@ class ZmqPlane:
         self._numbers: OrderedDict[str, tuple[float, str]] = OrderedDict()
         """By host: when its name was resolved, and its IP address; empty if it has none."""
         self._resolving: set[str] = set()
-        self._unresolved: dict[Address, list[bytes]] = {}
-        """Packets that wait until the name in an address is resolved."""
+        self._unresolved: dict[Address, list[bytes]] = {}  # packets that wait until the name in an address is resolved
         self._on_packet: OnPacket = lambda origin, data, principal: None
         self._on_refused: OnRefused = lambda cause, who: None
         self._counts: Counter[str] = Counter()
@@ -851,16 +826,12 @@ class _Link:
         queue is written to for ever (`docs/reliability.md`)."""
         self.name: tuple[str, str] | None = None
         """If the address has a name: that, and the number that was connected to."""
-        self._heard = 0, 0.0
-        """How much had been received when it was last seen to be more, and when that was."""
-        self.error = 0
-        """Why the last send that failed did: `EHOSTUNREACH` if the connection has ended."""
+        self._heard = 0, 0.0  # how much had been received when it was last seen to be more, and when that was
+        self.error = 0  # why the last send that failed did: `EHOSTUNREACH` if the connection has ended
         self._sent = self._received = 0
-        self._received_before = -1
-        """When a send failed after one that did not; -1 if the last one did not."""
+        self._received_before = -1  # when a send failed after one that did not; -1 if the last one did not
         self._failing_since = 0.0
-        self._skipped = 0
-        """Parts that were dropped of a message that has not ended."""
+        self._skipped = 0  # parts that were dropped of a message that has not ended
         self._skipped_bytes, self._first = 0, b""
         self._fd = int(socket.getsockopt(zmq.FD))
         self._is_due = False

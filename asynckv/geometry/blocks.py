@@ -36,18 +36,10 @@ from asynckv.geometry.bounds import (
 )
 from asynckv.geometry.layout import Group, Layout
 
-BlockIds = Sequence[int | None] | npt.NDArray[np.integer]
-"""Block ids as an engine gives them."""
-
-BlockList = tuple[int, Int64s]
-"""First token, and the ids of our blocks from the one on that holds it."""
-
-SHORT = 160
-"""Block ids that are checked one by one: faster than as an array, up to about so many."""
-
-FEW = 40
-"""The same for writing them as runs."""
-
+BlockIds = Sequence[int | None] | npt.NDArray[np.integer]  # block ids as an engine gives them
+BlockList = tuple[int, Int64s]  # first token, and the ids of our blocks from the one on that holds it
+SHORT = 160  # block ids that are checked one by one: faster than as an array, up to about so many
+FEW = 40  # the same for writing them as runs
 PlainIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_ID)]]
 """Integers of Python's own, and no placeholder: nearly every list, and msgspec checks it at 4 ns per id."""
 
@@ -309,8 +301,7 @@ class LentBlocks:
     def __init__(self, lent: BlockRuns) -> None:
         self.first_token = lent.first_token
         self._runs = lent.runs
-        self.is_one_run = len(lent.runs) == 1
-        """In which a later block has a greater id."""
+        self.is_one_run = len(lent.runs) == 1  # in which a later block has a greater id
         self._index: tuple[Int64s, Int64s, Int64s] | None = None
 
     def kernel_blocks(self, first: int, begin: int, stop: int, group: Group) -> Int32s | None:

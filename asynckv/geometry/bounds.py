@@ -18,17 +18,12 @@ from asynckv.arguments import MAX_NAME
 MAX_RANKS = 65_536
 MAX_GROUPS = 64
 MAX_VIEWS = 2048
-MAX_RUNS = 1 << 17
-"""Of all groups of one request: two groups of a million tokens whose blocks of 16 are all scattered."""
+MAX_RUNS = 1 << 17  # of all groups of one request: two groups of a million tokens whose blocks of 16 are all scattered
 MAX_TOKENS = 1 << 40
 MAX_BLOCK_ID = (1 << 31) - 1
 MAX_BYTES = 1 << 56
-MAX_DESCRIPTORS = (1 << 31) - 1
-"""NIXL's prepared lists are indexed with int32."""
-
-NULL = -1
-"""A placeholder where a list of blocks has none: outside a sliding window, a state that was not kept."""
-
+MAX_DESCRIPTORS = (1 << 31) - 1  # NIXL's prepared lists are indexed with int32
+NULL = -1  # a placeholder where a list of blocks has none: outside a sliding window, a state that was not kept
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 Size = Annotated[int, Meta(ge=1, le=MAX_RANKS)]

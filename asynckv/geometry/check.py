@@ -41,14 +41,9 @@ from asynckv.geometry.overlap import Spot, check_overlap, check_pools, part_byte
 MAX_LAYOUT_BYTES = 256 * 1024
 """Most bytes that a layout takes on the wire: what bounds decoding, and is known before it."""
 
-MAX_PARTS = 2048
-"""Most parts in all views together."""
-
-MAX_LAYER_PARTS = 64
-"""Most parts of one layer, of which the largest known has six."""
-
-MAX_DIMS = 8192
-"""Most dims in all parts together."""
+MAX_PARTS = 2048  # most parts in all views together
+MAX_LAYER_PARTS = 64  # most parts of one layer, of which the largest known has six
+MAX_DIMS = 8192  # most dims in all parts together
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -42,9 +42,7 @@ from asynckv.geometry.bounds import (
     Size,
 )
 
-TOKEN = "token"
-"""The dim along which a part covers tokens, one entry each."""
-
+TOKEN = "token"  # the dim along which a part covers tokens, one entry each
 ONE_PER_REQUEST = MAX_TOKENS
 """The `block_size` of a `Group` of states in which a request has a single slot, whatever its length."""
 

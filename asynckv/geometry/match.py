@@ -88,8 +88,7 @@ def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
 
     Which ranges the ranks hold is no difference: `assign` looks at all remote ranks together.
     """
-    found: dict[tuple[str, str, str], list[str]] = {}
-    """(field, local, remote) -> the layers that differ so."""
+    found: dict[tuple[str, str, str], list[str]] = {}  # (field, local, remote) -> the layers that differ so
     out: list[Difference] = []
     if local.model != remote.model:
         is_named = local.model and remote.model
@@ -113,8 +112,7 @@ def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
     return tuple(out[:MAX_DIFFERENCES])
 
 
-_Parts = dict[str, tuple[View, Part]]
-"""Of one layer: part -> where it is."""
+_Parts = dict[str, tuple[View, Part]]  # of one layer: part -> where it is
 
 
 def _layers(layout: Layout) -> dict[str, _Parts]:
@@ -280,8 +278,7 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
         if groups is not None and view.group not in groups:
             continue
         for part in view.parts:
-            twins: list[tuple[int, View, Part]] = []
-            """The remote ranks that have this part, and where."""
+            twins: list[tuple[int, View, Part]] = []  # the remote ranks that have this part, and where
             for name in names[view.layer]:
                 spots = [(i, layers.get(name, {}).get(part.name)) for i, layers in enumerate(held_by)]
                 if twins := [(i, *spot) for i, spot in spots if spot is not None]:

@@ -32,20 +32,17 @@ MAX_CHECKED = 1 << 14
 """Most descriptors that are compared one by one in a search for overlaps: parts whose dims are not nested in each
 other."""
 
-_Step = tuple[int, int, bool]
-"""Byte stride, entries, and whether they are the blocks."""
+_Step = tuple[int, int, bool]  # byte stride, entries, and whether they are the blocks
 
 
 class Spot(NamedTuple):
     """Where one part of one view lies in its memory, over all blocks."""
 
     lo: int
-    hi: int
-    """Behind the last byte."""
+    hi: int  # behind the last byte
     view: View
     part: Part
-    steps: tuple[_Step, ...]
-    """The blocks and the dims, the largest stride first; what has one entry is left out."""
+    steps: tuple[_Step, ...]  # the blocks and the dims, the largest stride first; what has one entry is left out
 
     @property
     def name(self) -> str:

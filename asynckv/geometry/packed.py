@@ -205,8 +205,7 @@ def _pack(views: Sequence[View], stride: int) -> list[View]:
     return out
 
 
-_Placed = tuple[int, Part, tuple[int, int]]
-"""Where a part of kernel block 0 begins, the part, and which it is."""
+_Placed = tuple[int, Part, tuple[int, int]]  # where a part of kernel block 0 begins, the part, and which it is
 
 
 def _meshed(parts: Sequence[_Placed]) -> Iterator[list[_Placed]]:

@@ -95,10 +95,8 @@ class BlockLists:
         for group, (first, ids) in enumerate(self.local):
             if first < num_tokens and len(ids) and (ids[0] != NULL or ids.max() > NULL):
                 wanted.append(group)
-        self.wanted = tuple(wanted)
-        """Our groups in which something is to be filled."""
-        self.is_empty = not wanted
-        """No block is to be filled: a full prefix hit."""
+        self.wanted = tuple(wanted)  # our groups in which something is to be filled
+        self.is_empty = not wanted  # no block is to be filled: a full prefix hit
 
     def pairs(self, tables: PeerTables, pair: GroupPair) -> Sequence[Pairs]:
         """Pair one group of ours with one of a remote rank's.

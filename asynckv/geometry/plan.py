@@ -32,8 +32,7 @@ class ReadRequest(NamedTuple):
     local: Int32s
     remote: Int32s
     num_bytes: int
-    num_descriptors: int
-    """After NIXL's merging."""
+    num_descriptors: int  # after NIXL's merging
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,8 +121,7 @@ class _Part(NamedTuple):
     lo: int
     hi: int
     num_bytes: int
-    num_descriptors: int
-    """After NIXL's merging."""
+    num_descriptors: int  # after NIXL's merging
 
 
 def _split(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_Part]:

@@ -47,18 +47,12 @@ from asynckv.geometry.strides import count_descriptors, strided_descriptors
 #     tables made beforehand          MAX_REGULAR   per pair of groups that has more of them, none is
 #     tables kept, and their rows     MAX_TABLES, MAX_KEPT_ROWS    after each plan
 
-MAX_TABLES = 1024
-"""Most tables kept per peer; the least recently used go first."""
-
-MAX_KINDS = 1024
-"""Most kinds of spans of two block sizes; sizes that share no boundary for longer are refused."""
-
+MAX_TABLES = 1024  # most tables kept per peer; the least recently used go first
+MAX_KINDS = 1024  # most kinds of spans of two block sizes; sizes that share no boundary for longer are refused
 MAX_SHAPES = 4096
 """Most kinds of spans times shapes of parts: each is worked out by itself, and the strides there are a stranger's."""
 
-MAX_REGULAR = 64
-"""Most tables that are made for a pair of groups before any request needs them."""
-
+MAX_REGULAR = 64  # most tables that are made for a pair of groups before any request needs them
 MAX_ROWS = 1 << 18
 """Most rows of all tables made for a peer beforehand, and of one made later: the remote strides decide it. So
 many take 50 ms; 128 layers of keys and values have as many where blocks of 1,024 tokens share one token at a time."""
@@ -314,8 +308,7 @@ class _Shape(NamedTuple):
     tokens_per_entry: int
     dims: tuple[tuple[int, int, int], ...]
     """`(entries, local byte stride, remote byte stride)` of what is read along every dim but the tokens."""
-    token: tuple[int, int]
-    """Byte strides along the tokens, local and remote; 0, 0 for a part without that dim."""
+    token: tuple[int, int]  # byte strides along the tokens, local and remote; 0, 0 for a part without that dim
 
 
 class _Alike:
@@ -323,8 +316,7 @@ class _Alike:
 
     def __init__(self, shape: _Shape, places: Int64s) -> None:
         self._shape = shape
-        self.places = places
-        """Rows `[local memory, offset, stride, remote memory, offset, stride]`."""
+        self.places = places  # rows `[local memory, offset, stride, remote memory, offset, stride]`
 
     def _dims(self, span: Span) -> list[tuple[int, int, int]]:
         _, each, dims, token = self._shape

@@ -42,9 +42,7 @@ from asynckv.offload.tier import Place, Tier
 from asynckv.offload.traffic import Budgets, Running, Traffic
 from asynckv.offload.write_back import WriteBack
 
-MAX_NAME = 16 * 1024
-"""Characters of a job's id, and of a pin's name."""
-
+MAX_NAME = 16 * 1024  # characters of a job's id, and of a pin's name
 Positions = Sequence[Iterable[int]]
 
 
@@ -84,8 +82,7 @@ class Catalogue:
         budgets = replace(budgets, write_back_bytes=min(budgets.write_back_bytes, host_bytes // 4))
         self.host = Tier(Place.HOST, self.groups, host_bytes, policy)
         self.file = Tier(Place.FILE, self.groups, file_bytes, policy) if file_bytes else None
-        self.wake_at = math.inf
-        """When to call `moves` again though nothing else happens."""
+        self.wake_at = math.inf  # when to call `moves` again though nothing else happens
         self.corrupt_or_unread = 0
         self.traffic = Traffic(budgets)
         self._jobs = Jobs(len(self.groups), self.host, self.file)

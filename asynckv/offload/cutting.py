@@ -11,8 +11,7 @@ from asynckv.offload.keys import StoredGroup
 from asynckv.offload.tier import Tier
 from asynckv.offload.traffic import Traffic
 
-LOOKED_AT = 64
-"""Loads that wait, in one turn."""
+LOOKED_AT = 64  # loads that wait, in one turn
 
 
 class Cutting:

@@ -59,14 +59,11 @@ class Queue(Generic[K]):
     """First in, first out, but for what stands aside."""
 
     def __init__(self) -> None:
-        self._line: OrderedDict[K, int] = OrderedDict()
-        """Key -> how many had stood aside when it came."""
-        self.aside: dict[K, int] = {}
-        """Key -> the how manieth it was that stood aside."""
+        self._line: OrderedDict[K, int] = OrderedDict()  # key -> how many had stood aside when it came
+        self.aside: dict[K, int] = {}  # key -> the how manieth it was that stood aside
         self._back: dict[K, int] = {}
         """The same of those that are idle again: each precedes what came after it had stood aside."""
-        self._heap: list[tuple[int, K]] = []
-        """The same in order, and some that have gone elsewhere since."""
+        self._heap: list[tuple[int, K]] = []  # the same in order, and some that have gone elsewhere since
         self._count = 0
 
     def add(self, key: K) -> None:
@@ -143,17 +140,14 @@ class S3Fifo(Generic[K]):
         ghost_of: By what something is recognised when it comes back; itself, if left out.
     """
 
-    SMALL = 10
-    """The small queue holds a tenth, as in the paper."""
+    SMALL = 10  # the small queue holds a tenth, as in the paper
 
-    MOST = 3
-    """Uses that are counted, two bits."""
+    MOST = 3  # uses that are counted, two bits
 
     def __init__(self, ghost_of: Callable[[K], Hashable] | None = None) -> None:
         self._ghost_of = ghost_of or (lambda key: key)
         self._small, self._main = Queue[K](), Queue[K]()
-        self._uses: dict[K, int] = {}
-        """How often each was used since it came."""
+        self._uses: dict[K, int] = {}  # how often each was used since it came
         self._ghosts: OrderedDict[Hashable, None] = OrderedDict()
 
     def add(self, key: K) -> None:

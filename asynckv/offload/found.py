@@ -23,9 +23,7 @@ ABSENT, READY, IN_FILE, STORING = range(4)
 """What is known of one block: nothing; in host memory; in the file tier alone; being written into host memory. The
 first two are what an array of whether it is in host memory has."""
 
-FEW = 256
-"""Blocks that are looked up together: most prompts are not stored, and of these no more is looked at."""
-
+FEW = 256  # blocks that are looked up together: most prompts are not stored, and of these no more is looked at
 Codes = npt.NDArray[np.uint8]
 
 
@@ -86,8 +84,7 @@ def _usable(group: StoredGroup, present: npt.NDArray[np.bool_]) -> npt.NDArray[n
     if group.is_state:
         return present
     places = np.arange(1, len(present) + 1)
-    gap = np.maximum.accumulate(np.where(present, 0, places))
-    """How many blocks there are up to the last that is absent."""
+    gap = np.maximum.accumulate(np.where(present, 0, places))  # how many blocks there are up to the last that is absent
     if not group.window:
         return np.equal(gap, 0)
     least = np.minimum(places, -(-(group.window - 1) // group.block_size))

@@ -31,8 +31,7 @@ class Jobs:
         self.absent: dict[str, Job] = {}
         self.pins: dict[str, list[tuple[Tier, Entry]]] = {}
         self._news: list[JobEnded | JobReturned] = []
-        self._deadline = math.inf
-        """Of some job the first, or before: jobs are looked at then, and not in every turn."""
+        self._deadline = math.inf  # of some job the first, or before: jobs are looked at then, and not in every turn
 
     def begin(self, job_id: str, kind: JobKind, until: float, *, is_pinning: bool = False) -> Job:
         """Know a job."""

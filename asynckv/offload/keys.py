@@ -25,12 +25,8 @@ from asynckv.errors import ConfigError, LocalProtocolError
 from asynckv.geometry.bounds import MAX_TOKENS
 from asynckv.geometry.layout import ONE_PER_REQUEST, TOKEN, Group, Layout, View
 
-MAX_HASH_BYTES = 64
-"""Bytes of one hash, in UTF-8 if it is text: SHA-512, or SHA-256 in hex."""
-
-NAMESPACE_BYTES = 16
-"""Of a key before the hash: what the hash means."""
-
+MAX_HASH_BYTES = 64  # bytes of one hash, in UTF-8 if it is text: SHA-512, or SHA-256 in hex
+NAMESPACE_BYTES = 16  # of a key before the hash: what the hash means
 MAX_HASHES = 1 << 20
 
 

@@ -20,9 +20,7 @@ from typing import NamedTuple
 
 from asynckv.errors import ConfigError
 
-RECORDS_PER_CHUNK = 8
-"""Of the largest records at least, so that little is lost at a chunk's ends."""
-
+RECORDS_PER_CHUNK = 8  # of the largest records at least, so that little is lost at a chunk's ends
 MAX_CHUNKS = 256
 
 
@@ -32,10 +30,8 @@ class Runs:
     def __init__(self) -> None:
         self.total = 0
         self._lengths: dict[int, int] = {}
-        self._starts: dict[int, int] = {}
-        """End of a run (exclusive) -> its start."""
-        self._by_size: list[dict[int, None]] = []
-        """Starts of the runs whose length has so many bits."""
+        self._starts: dict[int, int] = {}  # end of a run (exclusive) -> its start
+        self._by_size: list[dict[int, None]] = []  # starts of the runs whose length has so many bits
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(self._lengths.items())
@@ -132,8 +128,7 @@ class Slots:
     def __init__(self, num_bytes: int, record_bytes: Sequence[int], name: str = "num_bytes") -> None:
         self.num_bytes = num_bytes
         self.sizes = sorted(set(record_bytes))
-        self.kinds = tuple(self.sizes.index(size) for size in record_bytes)
-        """Per group, which size of record it has."""
+        self.kinds = tuple(self.sizes.index(size) for size in record_bytes)  # per group, which size of record it has
         least = RECORDS_PER_CHUNK * max(self.sizes) * len(self.sizes)
         if len(self.sizes) == 1:
             least, self.chunk_bytes = self.sizes[0], num_bytes
@@ -149,8 +144,7 @@ class Slots:
                 f"give {least} or more"
             )
         self.num_chunks = num_bytes // self.chunk_bytes
-        self.owners: list[int | None] = [None] * self.num_chunks
-        """Per chunk, the size of record that it holds."""
+        self.owners: list[int | None] = [None] * self.num_chunks  # per chunk, the size of record that it holds
         self._free_chunks = dict.fromkeys(range(self.num_chunks))
         self._per_chunk = [
             min(hi - lo for lo, hi in (self.bounds(kind, chunk) for chunk in range(self.num_chunks)))

@@ -59,8 +59,7 @@ class Traffic:
     def __init__(self, budgets: Budgets) -> None:
         self.budgets = budgets
         self.running: dict[int, Running] = {}
-        self.under_way = dict.fromkeys(MoveKind, 0)
-        """Bytes by kind, without what is in doubt."""
+        self.under_way = dict.fromkeys(MoveKind, 0)  # bytes by kind, without what is in doubt
         self.limits = {
             MoveKind.LOAD: budgets.load_bytes,
             MoveKind.STORE: budgets.store_bytes,
@@ -68,8 +67,7 @@ class Traffic:
             MoveKind.WRITE_BACK: budgets.write_back_bytes,
         }
         self._last_id = 0
-        self._allowance = 0.0
-        """Bytes that may be written back; below 0 after a move that was larger than what was left."""
+        self._allowance = 0.0  # bytes that may be written back; below 0 after a move that was larger than what was left
         self._allowed_at: float | None = None
 
     def fits(self, kind: MoveKind, num_bytes: int, more: int) -> bool:

@@ -11,8 +11,7 @@ from asynckv.offload.keys import StoredGroup
 from asynckv.offload.tier import Tier
 from asynckv.offload.traffic import Running, Traffic
 
-TRIES = 3
-"""A block that could not be written so often is left where it is."""
+TRIES = 3  # a block that could not be written so often is left where it is
 
 
 class WriteBack:

@@ -163,13 +163,11 @@ class Transfer:
     agent_name: str
     pieces: list[tuple[Bytes, Bytes]]
     spots: list[tuple[int, int, int]]
-    owner_ends: int
-    """The owner's `ends` when it was posted."""
+    owner_ends: int  # the owner's `ends` when it was posted
     landed: int = 0
     is_over: bool = False
     is_dead: bool = False
-    done_at: float = math.inf
-    """When it is done, if that is certain."""
+    done_at: float = math.inf  # when it is done, if that is certain
 
     @property
     def is_cut(self) -> bool:
@@ -193,8 +191,7 @@ class _Remote:
     """An agent that was loaded."""
 
     nic: Nic
-    memories: tuple[Memory, ...]
-    """As we were told of them."""
+    memories: tuple[Memory, ...]  # as we were told of them
     users: int = 0
     tables: dict[int, tuple[DescTable, list[_Row]]] = field(default_factory=dict)
     """By the table's id; an entry holds its table, so that no other gets its id."""

@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.asynckv")
 
-NULL_BLOCK = 0
-"""The block that vLLM's lists name where there is none."""
+NULL_BLOCK = 0  # the block that vLLM's lists name where there is none
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,18 +52,14 @@ from asynckv.scheduler import PrefillRanks
 if TYPE_CHECKING:
     from asynckv.integrations.vllm.handover import WorkerAddress
 
-PARAMS = "asynckv"
-"""Where in `kv_transfer_params` ours are: vLLM and routers put other things beside them."""
-
+PARAMS = "asynckv"  # where in `kv_transfer_params` ours are: vLLM and routers put other things beside them
 NOT_FOR_NIXL = {"remote_engine_id": "asynckv", "remote_host": "asynckv.invalid", "remote_port": None}
 """What `NixlConnector` looks for. It waits for ever where one is missing, and fails at once to connect to nowhere."""
 
 HASH_TOKENS, MAX_CHAIN = 256, 256
 """Tokens per hash, doubled as often as it takes to have no more hashes than this: 9 kB of params at most."""
 
-RECLAIM_S = 1.0
-"""Between two orders to make room."""
-
+RECLAIM_S = 1.0  # between two orders to make room
 CAUSES = {
     "no_params": "do_remote_prefill is true, but there is no 'asynckv' beside it: the other engine has another "
     "connector, or the router does not pass on what it gave out",
@@ -87,8 +83,7 @@ FAILED = PullError("a worker could not load it, and says why in its log")
 
 FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
-logger = logging.getLogger("vllm.asynckv")
-"""vLLM shows what is logged below its own name."""
+logger = logging.getLogger("vllm.asynckv")  # vLLM shows what is logged below its own name
 
 
 class SchedulerHalf:
@@ -99,10 +94,8 @@ class SchedulerHalf:
         self.engine_id: str = vllm_config.kv_transfer_config.engine_id
         self.shape = Shape.of(vllm_config, kv_cache_config)
         self.pulls = DecodeLedger(num_ranks=1)  # vLLM's workers agree among themselves before they report
-        self.loans: PrefillLedger | None = None
-        """None until the workers' addresses are known."""
-        self._end: dict[str, int] = {}
-        """Tokens from the start of a queued request's prompt that are to be read."""
+        self.loans: PrefillLedger | None = None  # None until the workers' addresses are known
+        self._end: dict[str, int] = {}  # tokens from the start of a queued request's prompt that are to be read
         self._failing: list[str] = []
         self._erred: set[str] = set()
         """Requests that ended with an error while they were loaded: it is a failed load's, or `loaded` does not say so.

@@ -17,8 +17,7 @@ from asynckv.integrations.vllm import compat
 
 NULL_BLOCK = 0
 
-Blocks = list[tuple[int, list[int | None]]]
-"""Per group its first token, and ids from the block on that holds it."""
+Blocks = list[tuple[int, list[int | None]]]  # per group its first token, and ids from the block on that holds it
 
 
 @dataclass(frozen=True, slots=True)

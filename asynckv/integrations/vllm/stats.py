@@ -15,8 +15,7 @@ from asynckv.integrations.vllm.compat import KVConnectorPromMetrics, KVConnector
 from asynckv.results import PullResult
 
 EVERY_S = 1.0
-MAX_SAMPLES = 4096
-"""Durations of one interval and worker at most: vLLM sends them between processes."""
+MAX_SAMPLES = 4096  # durations of one interval and worker at most: vLLM sends them between processes
 
 
 class AsyncKVStats(KVConnectorStats):

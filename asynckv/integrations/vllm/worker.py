@@ -36,15 +36,11 @@ if TYPE_CHECKING:
     from asynckv.edges.torch import Tensor
     from asynckv.integrations.vllm.options import Options
 
-START_S = 120.0
-"""Until the engine listens: registering much memory takes its time."""
-
+START_S = 120.0  # until the engine listens: registering much memory takes its time
 DRAIN_S = 2.0
 """Before sleep, until what is under way is cut short. vLLM sleeps when it is idle, so that nothing should be."""
 
-LET_GO_S = 30.0
-"""Besides, until the memory is let go; what was promised to readers (`lease.grant_s`) comes on top."""
-
+LET_GO_S = 30.0  # besides, until the memory is let go; what was promised to readers (`lease.grant_s`) comes on top
 CLOSE_S = 3.5
 """Until all has ended. vLLM kills a worker 5 s after it asked it to end."""
 
@@ -77,8 +73,7 @@ class WorkerHalf:
         self._is_suspended = False
         self._pulling: dict[str, Pull] = {}
         self._lent: set[str] = set()
-        self._failing: set[str] = set()
-        """Loads that were given up before they were ordered."""
+        self._failing: set[str] = set()  # loads that were given up before they were ordered
         self._tally = Tally()
 
     # -- memory ----------------------------------------------------------------------------------------------

@@ -27,8 +27,7 @@ from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, Stored
 
 log = logging.getLogger("vllm.asynckv")
 
-START_S = 600.0
-"""Space is taken from the disk at the start, which takes long where the file system writes zeros."""
+START_S = 600.0  # space is taken from the disk at the start, which takes long where the file system writes zeros
 
 
 class Files:

@@ -60,9 +60,7 @@ from asynckv.ports import FOUND_DAMAGED, CopyOp, RecordNews, RecordPlane, Record
 
 log = logging.getLogger("vllm.asynckv")
 
-ALL = 1 << 62
-"""Bytes: what vLLM has decided to move is moved; workers take one job after another."""
-
+ALL = 1 << 62  # bytes: what vLLM has decided to move is moved; workers take one job after another
 CLOSE_S = 3.0
 FULL_S = 60.0
 
@@ -91,12 +89,9 @@ class _Request:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.wanted: dict[OffloadKey, None] = {}
-        """Met in files since the last step ended."""
-        self.coming: set[OffloadKey] = set()
-        """Asked for."""
-        self.refused: set[OffloadKey] = set()
-        """In files, and not to be had."""
+        self.wanted: dict[OffloadKey, None] = {}  # met in files since the last step ended
+        self.coming: set[OffloadKey] = set()  # asked for
+        self.refused: set[OffloadKey] = set()  # in files, and not to be had
         self.fetched: set[OffloadKey] = set()
         self.pins: list[str] = []
         self.used: dict[OffloadKey, None] = {}
@@ -132,8 +127,7 @@ class Manager(OffloadingManager):
         self._shape, self._groups, self._clock, self._timeout_s = shape, groups, clock, offload.timeout_s
         self._places = {group.group_id: place for place, group in enumerate(config.groups)}
         self._world_size = config.parallel.world_size
-        self._is_checked = False
-        """All workers use the memory that files are read into."""
+        self._is_checked = False  # all workers use the memory that files are read into
         self._blocks = BlockRecords(groups, f"vllm-{shape.block_bytes}x{shape.blocks}x{shape.ranks}")
         self._lock = threading.RLock()
         self.catalogue = Catalogue(
@@ -157,16 +151,12 @@ class Manager(OffloadingManager):
         self._wake_at = math.inf
         self._next_told_full = -math.inf
         self._names = itertools.count(1)
-        self._cut: dict[str, list[Move]] = {}
-        """Moves for workers, of the job that is being asked for."""
+        self._cut: dict[str, list[Move]] = {}  # moves for workers, of the job that is being asked for
         self._stores, self._loads = OpenMoves(), OpenMoves()
-        self._stale: list[Move] = []
-        """Those of before the last `reset_cache`, which workers may still carry out."""
-        self._fetches: dict[str, tuple[_Request, list[OffloadKey]]] = {}
-        """Jobs that bring blocks from files."""
+        self._stale: list[Move] = []  # those of before the last `reset_cache`, which workers may still carry out
+        self._fetches: dict[str, tuple[_Request, list[OffloadKey]]] = {}  # jobs that bring blocks from files
         self._wanting: list[_Request] = []
-        self._pinned: dict[str, _Request] = {}
-        """Those for which something is kept, by their ids."""
+        self._pinned: dict[str, _Request] = {}  # those for which something is kept, by their ids
         self._moving: dict[int, tuple[str, int]] = {}
         """Between files and memory: as what it is counted, and how many blocks it has."""
         self._seen = Seen(self.catalogue.host, self._is_known, config.enable_kv_cache_events)

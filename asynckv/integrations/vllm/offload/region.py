@@ -28,8 +28,7 @@ FOLDER = Path("/dev/shm")  # a name that cannot be guessed by who does not know 
 PREFIX = "asynckv-offload-"
 HEAD = mmap.ALLOCATIONGRANULARITY
 """Bytes before the memory, in which it is written how the memory is cut, and which ranks have mapped it."""
-RANKS = 1024
-"""Where it is written which ranks: a byte for each."""
+RANKS = 1024  # where it is written which ranks: a byte for each
 
 
 class Shape(NamedTuple):

@@ -27,8 +27,7 @@ class Seen:
         self._host, self._is_known = host, is_known
         self._events: list[OffloadingEvent] | None = [] if has_events else None
         self._at: dict[int, OffloadKey] = {}
-        self.evicted: list[OffloadKey] = []
-        """Since somebody has emptied it."""
+        self.evicted: list[OffloadKey] = []  # since somebody has emptied it
 
     def stored(self, move: Move) -> None:
         """What a move has brought can be loaded."""

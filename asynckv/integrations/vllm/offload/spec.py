@@ -130,8 +130,7 @@ def shape_of(config: OffloadingConfig, offload: OffloadConfig) -> Shape:
     return shape._replace(slots=slots)
 
 
-LEAST_SLOTS = 8
-"""Of a tier: what it gives to groups at a time."""
+LEAST_SLOTS = 8  # of a tier: what it gives to groups at a time
 
 
 def stored(config: OffloadingConfig, offload: OffloadConfig, shape: Shape) -> tuple[StoredGroup, ...]:

@@ -55,16 +55,13 @@ WAIT_S = 60.0
 """How long vLLM is kept waiting for blocks that it wants for something else, a copy may be in doubt, or there may be
 jobs of which none ends. Copies take milliseconds, or hang."""
 
-GRACE_S = 1.0
-"""Between two looks at what is late: a process that was stopped for a minute has had no time to copy."""
-
+GRACE_S = 1.0  # between two looks at what is late: a process that was stopped for a minute has had no time to copy
 HUNG = (
     "their blocks may still be written, and vLLM cannot set them aside, so this rank ends; start the engine anew, and "
     "if this comes again, look for what keeps copies: swapping (`vmstat 1`: si, so), a device that hangs (`dmesg`)"
 )
 
-CLOSE_S = 3.0
-"""vLLM kills a worker five seconds after it has asked it to end."""
+CLOSE_S = 3.0  # vLLM kills a worker five seconds after it has asked it to end
 
 
 class _Job(NamedTuple):
@@ -122,14 +119,11 @@ class Worker(OffloadingWorker):
                 region.pin(device)
             except BackendError as exc:
                 log.warning("host memory cannot be pinned (%s): copies will be slower", exc)
-        self._jobs: dict[int, _Job] = {}
-        """The oldest first."""
+        self._jobs: dict[int, _Job] = {}  # the oldest first
         self._doubtful: dict[int, float] = {}
         """Since when: jobs of which the copy plane does not know whether they go on."""
-        self._ended_at = -math.inf
-        """When one did."""
-        self._late_at = math.inf
-        """When one was first seen not to."""
+        self._ended_at = -math.inf  # when one did
+        self._late_at = math.inf  # when one was first seen not to
         self._ended: list[TransferResult] = []
         self._changed = threading.Condition()
         self._broken: BaseException | None = None
