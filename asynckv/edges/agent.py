@@ -1,16 +1,12 @@
 """One NIXL agent without a progress thread: remote agents, their descriptor lists, and every transfer until its end.
 
-It belongs to one thread at a time, which posts, asks and makes progress: the event loop's, or a posting
-thread's. It never waits. NIXL itself is handed in, so that one module imports it.
+An agent belongs to one thread at a time, and never waits. A transfer ends by `DONE`, by a remote disconnect (no thread
+of NIXL's is left to write), or with its agent. Any other trouble is *doubt*: the transfer keeps its handle and is asked
+again for as long as it takes.
 
-What is known about the end of a transfer (measured, and held to strictly): `DONE` is the end; a remote
-disconnect is the end, because no thread of NIXL's own is left to write; the end of the agent is the end.
-Any other trouble is *doubt*, and a transfer in doubt keeps its handle and is asked again for as long as it takes.
-
-A read is posted by index into two descriptor lists, ours and theirs, which NIXL prepares once per table. The first
-read of a table prepares them: 20 to 40 us for the tables of usual layouts, a third of a read of 64 descriptors. They
-are kept until the remote agent is dropped, or until so many tables followed that the oldest make room, and never
-released under a transfer. An entry holds its table, so that no other can take its place in memory, and so its id.
+A read is posted by index into two descriptor lists, which NIXL prepares at the first read of a table (20 to 40 us).
+They are kept until the remote agent is dropped or so many tables followed, and never released under a transfer. An
+entry holds its table, so that no other table gets its id.
 
 NIXL's agent lives as long as anything refers to it, and a traceback refers to the locals of NIXL's frames. So no
 exception of NIXL's leaves this module, not even as a cause, and `close` looks whether the agent is gone.
@@ -46,8 +42,7 @@ from asynckv.ports import AgentInfo
 MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 
 MAX_LISTS = 1024
-"""Tables of one remote agent whose descriptor lists are kept, besides those in use: as many as the core keeps of a peer
-(`MAX_TABLES` in `asynckv/geometry/tables.py`). Their rows are bounded as well."""
+"""Tables of one remote agent whose descriptor lists are kept, besides those in use. Their rows are bounded as well."""
 
 SOURCE, SINK = " is copied from", " is copied to"
 """What follows the name of memory of this process, by which way the bytes go."""
@@ -57,11 +52,8 @@ _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """Keep agents for ever in the child of a fork: they share UCX's descriptors with the parent's.
-
-    A child that ends in the usual way would destroy them, and take the parent's sockets out of the parent's epolls:
-    UCX ends the parent when it finds out.
-    """
+    """Keep agents for ever in the child of a fork: destroying them would take the parent's sockets out of its
+    epolls."""
     for agent in tuple(_agents):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
 
@@ -70,15 +62,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _descriptors() -> set[str]:
-    """Name this process's descriptors."""
     return set(os.listdir("/proc/self/fd"))
 
 
 def _epolls(names: set[str]) -> set[int]:
-    """Return those of some descriptors that are epoll sets.
-
-    Asked for few: every look lets go of Python's lock, which a thread that never sleeps gives back only after 5 ms.
-    """
+    """Return those of some descriptors that are epoll sets: of few, because each look gives up Python's lock."""
     found = set()
     for name in names:
         with suppress(OSError):
@@ -88,10 +76,8 @@ def _epolls(names: set[str]) -> set[int]:
 
 
 def _own(found: set[int]) -> tuple[int, ...]:
-    """Leave out the set in which UCX's asynchronous thread watches those of all agents of the process.
-
-    Only the first agent meets it. It is ready whenever any agent has something to do, on whatever thread.
-    """
+    """Leave out the set that UCX's asynchronous thread has for all agents of the process; only the first agent meets
+    it."""
     own = []
     for fd in sorted(found):
         with suppress(OSError):
@@ -130,8 +116,6 @@ def set_up(agent: Agent) -> Iterator[Agent]:
 
 
 class _Lists(NamedTuple):
-    """What NIXL prepared for one table."""
-
     table: DescTable
     local: Any
     remote: Any
@@ -139,8 +123,6 @@ class _Lists(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Remote:
-    """One remote agent."""
-
     memories: Sequence[Memory]
     own: str = ""  # of this process: `SOURCE` or `SINK`
     alias: str = ""  # by which NIXL knows it here
@@ -148,8 +130,6 @@ class _Remote:
 
 
 class _Transfer(NamedTuple):
-    """One that was posted and has not ended."""
-
     handle: int
     name: str
     lists: _Lists | None  # None for files
@@ -162,8 +142,6 @@ class Agent:
     Args:
         api: NIXL's Python API.
         name: Unique in this process and all others.
-        backend: NIXL back end.
-        params: Its parameters.
         unheeded: Variables of the environment that are meant for other agents, and would go before the parameters.
 
     Raises:
@@ -219,31 +197,16 @@ class Agent:
     # -- memory and remote agents ------------------------------------------------------------------
 
     def register(self, memories: Sequence[Memory]) -> None:
-        """Register local memory, which tables number in this order.
-
-        Raises:
-            BackendError: NIXL refuses.
-        """
         self._register(memories)
         self._memories += tuple(memories)
 
     def register_own(self, name: str, memories: Sequence[Memory]) -> None:
-        """Register memory that is the other side of copies within this process: under `name + SOURCE` it is copied
-        from, under `name + SINK` to.
-
-        Raises:
-            BackendError: NIXL refuses.
-        """
+        """Register memory to copy from, as `name + SOURCE`, and to, as `name + SINK`, within this process."""
         self._register(memories)
         for suffix in (SOURCE, SINK):
             self._remotes[name + suffix] = _Remote(memories, suffix)
 
     def register_files(self, fds: Mapping[int, int]) -> None:
-        """Register open files, by descriptor, with their lengths.
-
-        Raises:
-            BackendError: NIXL refuses.
-        """
         self._register_rows([(0, length, fd, "") for fd, length in fds.items()], "FILE", "files")
 
     def _register(self, memories: Sequence[Memory]) -> None:
@@ -261,15 +224,10 @@ class Agent:
             raise BackendError(refused)
 
     def info(self) -> AgentInfo:
-        """Return the name and NIXL's metadata blob."""
         return AgentInfo(self.name, bytes(self._agent.get_agent_metadata()))
 
     def load(self, remote: AgentInfo, memories: Sequence[Memory]) -> None:
-        """Load a remote agent's metadata, which opens the connection: 4 to 14 ms. May run on another thread.
-
-        Raises:
-            BackendError: NIXL refuses it, or it is somebody else's.
-        """
+        """Load a remote agent's metadata, which opens the connection: 4 to 14 ms. May run on another thread."""
         name, alias, metadata, loaded, refused = remote.name, remote.name, remote.metadata, None, ""
         if self._knows_form is None:
             self._knows_form = is_known(self.info().metadata)
@@ -293,13 +251,10 @@ class Agent:
         return name in self._remotes and name not in self._gone
 
     def forget_broken(self, name: str) -> None:
-        """Forget a connection that broke, so that the remote agent can be loaded anew; harmless if it did not.
+        """Forget a connection that broke, so that the remote agent can be loaded anew; not while a transfer runs over
+        it.
 
-        Transfers in doubt stay: they are asked as ever, and NIXL does not know most of them any more (measured: new
-        reads work all the same). Their lists are never released.
-
-        Raises:
-            BackendError: A transfer runs there still; its end would not be known any more.
+        Transfers in doubt stay, and are asked as ever. Their lists are never released.
         """
         if name not in self._gone:
             return
@@ -330,11 +285,7 @@ class Agent:
             self._agent.remove_remote_agent(remote.alias)
 
     def prepare(self, name: str, table: DescTable) -> _Lists:
-        """Prepare a table's two descriptor lists, one strided row per piece.
-
-        Raises:
-            BackendError: The remote agent is not loaded, or NIXL refuses.
-        """
+        """Prepare a table's two descriptor lists, one strided row per piece."""
         if (remote := self._remotes.get(name)) is None:
             raise BackendError(f"peer {name} is not loaded")
         if (known := remote.lists.get(id(table))) is not None:
@@ -424,14 +375,8 @@ class Agent:
     def post_file(
         self, transfer_id: TransferId, near: npt.NDArray[np.uint64], far: npt.NDArray[np.uint64], *, is_write: bool
     ) -> TransferEnded | None:
-        """Post a copy between registered host memory and registered files.
-
-        Args:
-            transfer_id: Unique among those that have not ended.
-            near: Rows of address, length and 0.
-            far: As many rows of offset, length and descriptor.
-            is_write: Into the files.
-        """
+        """Post a copy between host memory, as rows of (address, length, 0), and files, as (offset, length,
+        descriptor)."""
         op = self._write if is_write else self._read
         try:
             mine, files = self._agent.get_xfer_descs(near, "DRAM"), self._agent.get_xfer_descs(far, "FILE")
@@ -454,18 +399,15 @@ class Agent:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is left to ask for or to release."""
         return bool(self.running or self.doubtful or self.unreleased)
 
     def sweep(self) -> list[TransferEnded]:
-        """Ask about every transfer until nothing new is found; without any, make progress for remote readers."""
         news = self.ask()
         if not self.running:
             self._progress()
         return news
 
     def ask(self) -> list[TransferEnded]:
-        """Ask about every transfer until nothing new is found."""
         news: list[TransferEnded] = []
         while self.running and (found := self._ask(self.running)):
             news += found
@@ -478,10 +420,7 @@ class Agent:
         return news
 
     def look(self) -> list[TransferEnded]:
-        """Ask about the oldest transfer of each peer, and about all if one has ended.
-
-        One question makes progress for all, and on one connection transfers end about in order.
-        """
+        """Ask about the oldest transfer of each peer, which makes progress for all, and about all if one has ended."""
         heads: dict[str, TransferId] = {}
         for transfer_id, transfer in self.running.items():
             heads.setdefault(transfer.name, transfer_id)
@@ -537,7 +476,6 @@ class Agent:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the agent is gone, and with it whatever could write."""
         return not self._life.alive
 
     def close(self) -> None:

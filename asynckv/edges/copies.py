@@ -1,14 +1,10 @@
 """The copy plane on NIXL: between a rank's own memory and that of its tiers, within one process.
 
-A NIXL agent may transfer to itself. With UCX's `self` transport alone that is one `memcpy` per descriptor (measured: as
-fast as `memcpy`, and 1.6 times what UCX chooses by itself, which asks the kernel to copy), and the post *is* the copy.
-So posts are made on posting threads (`posters.py`), each with an agent of its own; the loop hands over so many bytes
-that a thread does not run dry while the loop is busy, and no more, because what is handed over goes before whatever is
-more urgent.
+An agent transfers to itself. With UCX's `self` transport that is one `memcpy` per descriptor, and the post *is* the
+copy. So posts are made on posting threads; the loop hands over so much that a thread does not run dry, and no more,
+because what was handed over goes before what is more urgent.
 
-On the loop a move is an iterator of pieces, the pieces that run, and the worst that was heard of them. It ends when
-nothing of it runs any more: a piece that failed, or a cancellation, only keeps the rest from being posted, that which
-was handed over included. So what a cancelled move waits for is one piece, which is being copied.
+A move ends when nothing of it runs any more. A failure or a cancellation keeps the rest from being posted.
 """
 
 from __future__ import annotations
@@ -32,8 +28,7 @@ from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import CopyOp
 
 WINDOW_BYTES = 64 << 20
-"""What one thread is given before it told of the end of something, some 10 ms of copying: two of the largest posts, so
-that the next one waits for the thread and not the thread for the loop."""
+"""What one thread is given at a time, some 10 ms of copying: two of the largest posts."""
 
 WINDOW_PIECES = 256  # the same of pieces, well below what a thread takes (`MAX_QUEUED`)
 TELL_S = 0.002  # how long the loop is not woken while a thread has more to copy
@@ -42,8 +37,6 @@ CLOSED = "the copy plane was closed"
 
 @dataclass(slots=True, eq=False)
 class _Move:
-    """One that has not ended."""
-
     move_id: TransferId
     op: CopyOp
     far: str  # and which way, as agents name it
@@ -57,7 +50,6 @@ class _Move:
     is_cancelled: bool = False
 
     def is_off(self) -> bool:
-        """Whether nothing more of it is to be copied; asked by threads, too."""
         return self.is_cancelled or self.ending is not Ending.DONE
 
     def spoil(self, ending: Ending, cause: str) -> None:
@@ -71,7 +63,6 @@ class NixlCopies:
     """A `CopyPlane` on one NIXL agent per thread.
 
     Args:
-        agent_name: Unique per process start; every agent of this plane adds a number.
         threads: How many copy. One is a little slower than `memcpy`.
         window_bytes: Handed to one thread at a time, unless a single piece is larger.
     """
@@ -89,8 +80,7 @@ class NixlCopies:
         self._pieces: dict[TransferId, tuple[_Move, Poster, int]] = {}
         """Those that run: of which move, on which thread, how many bytes."""
         self._given: Counter[Poster] = Counter()
-        """Bytes that each thread was given and the loop has not heard the end of: a thread that ends pieces as fast as
-        they are made must not keep the loop."""
+        """Bytes that each thread was given and whose end the loop has not heard."""
         self._news: list[TransferEnded] = []
         self._is_due = False
         self._counts = dict.fromkeys(("moves", "pieces", "bytes_read", "bytes_written", "failed"), 0)
@@ -98,7 +88,6 @@ class NixlCopies:
     # -- life ----------------------------------------------------------------------------------------
 
     def start(self, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]], on_ready: Callable[[], None]) -> None:
-        """Make the agents, which register all memory, and their threads, which wait."""
         if self._posters:
             raise BackendError(f"{self._posters[0].name} of the last start is still inside NIXL; `close()` first")
         api = load_nixl()
@@ -126,15 +115,10 @@ class NixlCopies:
         return agent
 
     async def quiesce(self, timeout_s: float | None = None) -> None:
-        """Stop the threads, and wait for them off the loop, at most `CLOSE_S` or so long."""
         await self._posters.quiesce(timeout_s)
 
     def close(self) -> None:
-        """Stop the threads and destroy the agents; moves that had not ended are told as `FAILED`. Idempotent.
-
-        Raises:
-            BackendError: A thread did not come out of NIXL, or an agent lives: call again to wait again.
-        """
+        """Stop the threads and destroy the agents; moves that had not ended end as `FAILED`. Idempotent."""
         causes = self._posters.join()
         self._take_inbox()  # what has ended before
         self._given = Counter({poster: self._given[poster] for poster in self._posters})
@@ -155,7 +139,6 @@ class NixlCopies:
     # -- moves ---------------------------------------------------------------------------------------
 
     def post(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterable[ReadRequest]) -> None:
-        """Take over a move, and hand over as much of it as there is room for."""
         assert move_id not in self._moves, f"move {move_id} has not ended"
         place = far + (SOURCE if op is CopyOp.READ else SINK)
         move = self._moves[move_id] = _Move(move_id, op, place, iter(pieces))
@@ -172,7 +155,6 @@ class NixlCopies:
                 self._settle(move)
 
     def poll(self) -> list[TransferEnded]:
-        """Return what has ended since the last call."""
         self._take_inbox()
         self._pump()
         news, self._news = self._news, []
@@ -217,7 +199,6 @@ class NixlCopies:
         move.running.add(number)
 
     def _settle(self, move: _Move) -> None:
-        """End a move of which nothing runs and nothing will."""
         if move.pieces is None and not move.running and move.move_id in self._moves:
             self._end(move)
 
@@ -272,7 +253,6 @@ class NixlCopies:
     # -- questions -----------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, int]:
-        """Count moves and bytes; those of threads as they are this moment."""
         return {
             **self._counts,
             "running": len(self._moves),
@@ -284,5 +264,4 @@ class NixlCopies:
         }
 
     def describe(self) -> dict[str, str]:
-        """Name transports and threads."""
         return {"backend": "UCX", "transports": self._tls or "not started", "threads": str(self._num_threads)}

@@ -1,17 +1,13 @@
-"""The door keeper of a control plane: how many connections there are, and how many bytes wait behind each.
+"""The door keeper of a control plane: it bounds connections, and the bytes that wait behind each.
 
-libzmq gathers a message of many parts before it shows any of it, at 64 bytes of memory for two bytes on the wire, and
-has no bound for that. A bounded receive queue is no bound either, and it is worse: libzmq aborts the process if a peer
-leaves while that queue is full (`docs/reliability.md`). So the receive queues have no end, and this thread bounds them
-from outside. It keeps a duplicate of every connection's descriptor, asks the kernel how many bytes have arrived
-(`TCP_INFO`), subtracts what the event loop was given, and shuts a connection down that is too far ahead.
+libzmq gathers a message of many parts before it shows any of it, at 64 bytes of memory for two on the wire, and aborts
+the process if a peer leaves while a bounded receive queue is full (`docs/reliability.md`). So the queues have no end,
+and this thread bounds them from outside: it asks the kernel how many bytes have arrived on a duplicate of each
+descriptor (`TCP_INFO`), subtracts what the loop was given, and shuts connections down that are too far ahead.
 
-The thread does not need the event loop, so a loop that is away does not let memory grow. It sleeps while nothing
-arrives: a connection's descriptor is watched for one event, then looked at every `TICK_S` until it is quiet. All are
-looked at every `LOOK_S`, because an event is lost if libzmq reads what came before this thread is scheduled.
-
-A connection beyond the limits costs another one its place: the oldest that has not said anything yet, of the host that
-has most. So connections that say nothing do not keep others out.
+It sleeps while nothing arrives: a descriptor is watched for one event, then looked at every `TICK_S` until it is quiet.
+All are looked at every `LOOK_S`, because libzmq may have eaten the event. Beyond the limits, the oldest connection that
+has said nothing loses its place, of the host that has most.
 """
 
 from __future__ import annotations
@@ -40,8 +36,7 @@ MAX_AHEAD = 1024 * 1024
 """Bytes that one connection of the listener may be ahead of the loop; memory holds 32 times as many at worst."""
 
 MAX_AHEAD_ALL = 4 * MAX_AHEAD
-"""The same of all connections of the listener; and of all that have ended, whose messages libzmq keeps. While those are
-more, the kernel takes no new connection, so that memory ends somewhere even if the loop is away."""
+"""The same of all connections, and of all that have ended. While those are more, the kernel takes no new connection."""
 
 MAX_LINK_AHEAD = 20 * 1024 * 1024  # the same of one link to a listener that was asked: a single answer may have 16 MiB
 UNSEEN = 64 * 1024  # bytes that a connection may leave behind unseen, if it ends before this thread is scheduled
@@ -65,11 +60,10 @@ OnFailed = Callable[[Exception], object]
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A descriptor became a connection, or no longer is one.
+    """A descriptor became a connection, or, with an empty endpoint, no longer is one.
 
     Attributes:
         fd: The descriptor, as libzmq numbers it.
-        endpoint: Where the listener is, ours or another's; empty if the connection was closed.
         is_accepted: It came to our listener.
         is_listener: It is our listener.
     """
@@ -80,11 +74,7 @@ class Opened:
     is_listener: bool = False
 
     def peer(self, one: socket.socket) -> tuple[str, int]:
-        """Return the address of the other side.
-
-        Raises:
-            OSError: libzmq has closed the descriptor meanwhile, and something else may have its number.
-        """
+        """Return the other side's address; `OSError` if something else has the descriptor's number by now."""
         ours, theirs = one.getsockname(), one.getpeername()
         if (ours if self.is_accepted else theirs)[1] != int(self.endpoint.rpartition(":")[2]):
             raise OSError(errno.EBADF, "another connection has that number")
@@ -97,9 +87,7 @@ class Connection:
 
     Attributes:
         fd: libzmq's number of its descriptor.
-        duplicate: A descriptor of its own, so that it never means another connection. The peer learns that libzmq
-            closed the connection when the duplicate is closed as well.
-        host: The other side's address.
+        duplicate: A descriptor of its own, so that it never means another connection.
         delivered: Bytes on the wire that the loop was given. The loop adds to it.
         arrived: Bytes on the wire, as last seen.
         quiet: Ticks without a byte.
@@ -123,18 +111,12 @@ class Connection:
     taken: int = 0
 
     def look(self) -> None:
-        """Ask the kernel what has arrived.
-
-        Raises:
-            OSError: There is no connection any more.
-        """
         info = self.duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
         arrived = struct.unpack_from("=Q", info, _RECEIVED_AT)[0]
         self.quiet = 0 if arrived > self.arrived else self.quiet + 1
         self.arrived = arrived
 
     def has_news(self) -> bool:
-        """Something has arrived since it was looked at, or it has ended."""
         before = self.arrived
         try:
             self.look()
@@ -144,7 +126,6 @@ class Connection:
 
     @property
     def ahead(self) -> int:
-        """Bytes that have arrived and were not delivered."""
         return self.arrived - self.delivered
 
     def look_unread(self) -> int:
@@ -175,12 +156,8 @@ class Door:
 
     Args:
         fd: Readable when `take` has something.
-        take: Returns what opened and closed since it was last called; called in the thread.
-        counts: Where connections that were cut are counted.
+        take: Returns what opened and closed since the last call; called in the thread.
         on_failed: Told in the thread why it ends, if it was not closed; all connections have been shut by then.
-
-    Raises:
-        ConfigError: Too few descriptors are free.
     """
 
     def __init__(
@@ -240,11 +217,9 @@ class Door:
         self.ring()
 
     def ring(self) -> None:
-        """Have the thread look."""
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """End the thread, and wait for that."""
         self._is_closed = True
         self.ring()
         self._thread.join()
@@ -401,12 +376,10 @@ class Door:
 
 
 def free_files() -> int:
-    """Return how many descriptors this process can still have."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
 
 
 def _drop(one: socket.socket, is_on: bool) -> None:
-    """Have the kernel drop what arrives at a socket, or no longer."""
     nothing = ctypes.create_string_buffer(struct.pack("=HBBI", _BPF_RET, 0, 0, 0))
     program = struct.pack("@HP", 1, ctypes.addressof(nothing))
     one.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER if is_on else _DETACH_FILTER, program)

@@ -1,14 +1,3 @@
-"""How bytes get into files and out of them: by NIXL's POSIX back end (`file_nixl.py`), or by plain system calls.
-
-Both take a *batch* of extents between a range of memory and open files, and say later whether all of it is there. NIXL
-queues what bypasses the page cache, so several batches run at a time; what goes through the page cache is copied while
-it is posted. Plain system calls do a batch as it is given.
-
-NIXL says that a batch has failed, but neither which of its extents nor why, nor that nothing of it runs any more. That
-is what `reset` is for: it destroys the agent, and with it all that runs, and makes another one. Whoever wants to know
-more tries again one extent at a time (`transfer`): system calls say what is wrong.
-"""
-
 from __future__ import annotations
 
 import ctypes
@@ -25,8 +14,6 @@ ALIGN = 4096  # places in files, and sizes, are multiples of it
 
 
 class Extent(NamedTuple):
-    """Bytes that are together in memory and in a file."""
-
     near: int  # offset in the memory
     fd: int
     offset: int  # in the file
@@ -38,8 +25,6 @@ class FileTooShort(OSError):
 
 
 class FileIO(Protocol):
-    """Moves batches of extents; all of it on one thread."""
-
     def submit(self, number: int, extents: Sequence[Extent], is_write: bool) -> None:
         """Begin with a batch; `collect` tells. Never raises."""
 
@@ -47,18 +32,10 @@ class FileIO(Protocol):
         """The batches that have ended since the last call, and whether all of each is in place; does not wait."""
 
     def reset(self) -> None:
-        """See that nothing runs any more; what was not collected is then, or has failed.
-
-        Raises:
-            BackendError: Something may still run.
-        """
+        """See that nothing runs any more, or raise `BackendError`; what was not collected has ended or failed then."""
 
     def close(self) -> None:
-        """End everything. Idempotent.
-
-        Raises:
-            BackendError: Something may still run.
-        """
+        """End everything, or raise `BackendError`. Idempotent."""
 
 
 def view_of(memory: Memory) -> memoryview:
@@ -67,12 +44,6 @@ def view_of(memory: Memory) -> memoryview:
 
 
 def transfer(view: memoryview, extent: Extent, is_write: bool) -> None:
-    """Move one extent by system calls.
-
-    Raises:
-        FileTooShort: The file ends before it does.
-        OSError: It is not in place.
-    """
     near, offset, end = extent.near, extent.offset, extent.near + extent.size
     while near < end:
         if is_write:
@@ -86,14 +57,11 @@ def transfer(view: memoryview, extent: Extent, is_write: bool) -> None:
 
 
 class PlainFiles:
-    """Moves batches by system calls, each before `submit` returns."""
-
     def __init__(self, memory: Memory) -> None:
         self._view = view_of(memory)
         self._ended: list[tuple[int, bool]] = []
 
     def submit(self, number: int, extents: Sequence[Extent], is_write: bool) -> None:
-        """Move a batch."""
         try:
             for extent in extents:
                 transfer(self._view, extent, is_write)
@@ -103,15 +71,12 @@ class PlainFiles:
             self._ended.append((number, True))
 
     def collect(self) -> list[tuple[int, bool]]:
-        """Return what was submitted since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
-    def reset(self) -> None:
-        """Nothing runs."""
+    def reset(self) -> None: ...
 
-    def close(self) -> None:
-        """Nothing runs."""
+    def close(self) -> None: ...
 
 
 @contextmanager

@@ -1,12 +1,8 @@
 """A directory of stored records: who owns it, and the files that hold the bytes.
 
-The bytes are one range of addresses, cut into *segments*: files of equal size (the last may be shorter) whose space is
-taken from the file system when the directory is opened, so that a disk that is full is found out then and not in the
-middle of a store. A directory belongs to one process at a time, by a lock that the system takes back when that process
-ends, however it ends. Who it is, is written into the locked file for others to read.
-
-Others may read the files meanwhile, any number of them, and take no lock: nothing of theirs keeps the owner from
-writing over a record, cutting a file short or removing it, and what they read then fails its checksum.
+The bytes are one range of addresses, cut into *segments*: files of equal size whose space is taken when the directory
+is opened, so that a full disk is found out then. A directory belongs to one process at a time, by a lock that ends with
+the process. Others may read without a lock: what the owner changes meanwhile fails its checksum.
 """
 
 from __future__ import annotations
@@ -39,14 +35,11 @@ MAX_OWNER = 4096  # bytes that are read of the file that says who the owner is
 
 
 class Owner(Struct, frozen=True):
-    """Who has a directory."""
-
     pid: Annotated[int, Meta(ge=0)]
     host: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,256}\Z")]
     since: Annotated[str, Meta(pattern=r"^[0-9T:.+-]{1,64}\Z")]  # UTC, ISO 8601
 
     def __str__(self) -> str:
-        """For an error."""
         return f"process {self.pid} on {self.host} since {self.since}"
 
 
@@ -109,12 +102,10 @@ def check_parents(folder: Path) -> None:
 def check_folder(folder: Path) -> None:
     """See that no other user decides what is in a directory: a checksum says that bytes are whole, not who made them.
 
-    A group may write it as a container volume has it (Kubernetes: `fsGroup`), which sets the setgid bit and gives the
-    group to the volume's containers. A group that has come by it otherwise is refused.
+    A group may write it as a container volume has it (Kubernetes: `fsGroup`): setgid, and one of this process's groups.
 
     Raises:
-        BackendError: It, a file in it or a directory above it is another user's, everybody or some group may write it,
-            or it cannot be looked at.
+        BackendError: Another user, everybody or some group may change it, or it cannot be looked at.
     """
     check_parents(folder)
     try:
@@ -142,10 +133,10 @@ class OwnerLock:
 
     Args:
         folder: Made if it is not there.
-        visit: Have it for a moment, to tidy up: the directory has to be there, and afterwards it says again who had it.
+        visit: Have it for a moment, to tidy up: it has to be there, and says again who had it afterwards.
 
     Raises:
-        BackendError: Somebody else has it, or it cannot be written.
+        BackendError: Another process has it, or it cannot be written.
     """
 
     def __init__(self, folder: Path, *, visit: bool = False) -> None:
@@ -202,7 +193,6 @@ class OwnerLock:
         self.let_go()
 
     def let_go(self) -> None:
-        """Close the file, and leave it as it is. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -246,7 +236,6 @@ def explained_index(folder: Path, exc: Exception) -> str:
 
 
 def segment_path(folder: Path, number: int) -> Path:
-    """Say where a segment is."""
     return folder / f"segment-{number:05}.kv"
 
 
@@ -260,16 +249,11 @@ def segment_extents(far: int, size: int, segment_bytes: int) -> Iterator[tuple[i
         near, far, size = near + part, far + part, size - part
 
 
-class NoRoom(BackendError):
-    """A disk has no room for what a directory is to hold."""
+class NoRoom(BackendError): ...
 
 
 def check_room(folder: Path, num_bytes: int, beside: int = 0, *, refused: str = "") -> None:
-    """See that a disk has room for all: one that is full for a moment is full for everybody on it.
-
-    Raises:
-        NoRoom: It has not room for segments of so many bytes and what comes `beside`, or has `refused` already.
-    """
+    """See that a disk has room for segments of so many bytes and what comes `beside`, or has not `refused` already."""
     found = os.statvfs(folder)
     wanted = num_bytes + beside - sum(path.lstat().st_blocks * 512 for path in folder.glob("segment-*.kv"))
     free, why = found.f_bavail * found.f_frsize, refused or os.strerror(errno.ENOSPC)
@@ -281,14 +265,11 @@ def check_room(folder: Path, num_bytes: int, beside: int = 0, *, refused: str = 
 
 
 class Segments:
-    """The files that hold the bytes.
+    """The files that hold the bytes: a range of `num_bytes`, in files of `segment_bytes`.
 
     Args:
-        folder: Where they are.
-        num_bytes: Length of the range, a multiple of 4096.
-        segment_bytes: Length of one file, a multiple of 4096.
         direct: Whether to bypass the page cache, if the file system can.
-        is_owned: This process has the directory; else nothing is made, and what is not there is not there.
+        is_owned: This process has the directory; else nothing is made.
 
     Attributes:
         fds: Of the files, by number; -1 where there is none.
@@ -334,7 +315,6 @@ class Segments:
             raise self._refused(exc) from None
 
     def path(self, number: int) -> Path:
-        """Where one segment is."""
         return segment_path(self._folder, number)
 
     def _open(self, path: Path, length: int) -> None:
@@ -383,7 +363,6 @@ class Segments:
             yield Extent(near + extent.near, self.fds[number], extent.offset, extent.size)
 
     def has_kept(self, far: int, size: int) -> bool:
-        """Whether all of a stretch was there when the files were opened."""
         if far + size > self.num_bytes or self.kept == self.lengths:
             return far + size <= self.num_bytes
         parts = segment_extents(far, size, self.segment_bytes)
@@ -397,7 +376,6 @@ class Segments:
         return ""
 
     def close(self) -> None:
-        """Close the files. Idempotent."""
         for fd in self.fds:
             if fd < 0:
                 continue

@@ -29,8 +29,8 @@ from asynckv.offload.keys import short
 from asynckv.ports import Record, RecordNews, RecordsEnded, RecordsLost
 
 BATCH_BYTES = 8 << 20
-"""What is moved at a time, unless one record is larger: enough to pay for a post, and little enough to be in the caches
-when it is checked."""
+"""What is moved at a time, unless one record is larger: enough to pay for a post, and in the caches when it is
+checked."""
 
 IN_FLIGHT = 4  # batches at a time, where the back end queues them
 MAX_PENDING = 256  # changes of the index that one transaction takes
@@ -53,8 +53,6 @@ class Takes(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class _Move:
-    """One that has not ended."""
-
     move_id: TransferId
     is_write: bool
     records: Sequence[Record]
@@ -77,8 +75,6 @@ class _Move:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Some records of one move, on their way."""
-
     move: _Move
     positions: list[int]
     sums: list[int] = field(default_factory=list)
@@ -88,14 +84,10 @@ class Worker:
     """The thread, and what it shares with the loop under `_gate`.
 
     Args:
-        name: Of the thread.
-        memory: Where records come from and go to.
-        segments: The files; closed by the thread in its end, as are the next two.
-        index: What is to be told of changes; None if the directory is only read.
+        segments: The files; the thread closes them in its end, as it does `index` and `io`.
+        index: None if the directory is only read.
         only_read: Why it is.
-        io: Who moves bytes.
         entries: What the index says, by place.
-        layouts: What was written down.
         slow_s: How long a read, or a call to the system, may take.
         wake: Called when there is news, on either side.
     """
@@ -149,22 +141,18 @@ class Worker:
 
     @property
     def is_direct(self) -> bool:
-        """The page cache is bypassed."""
         return self._segments.is_direct
 
     @property
     def has_news(self) -> bool:
-        """There is something to take."""
         return bool(self._news)
 
     def take_news(self) -> list[RecordNews]:
-        """Return what has happened since the last call."""
         with self._gate:
             news, self._news = self._news, []
         return news
 
     def post(self, move_id: TransferId, is_write: bool, records: Sequence[Record]) -> None:
-        """Take over a move, or fail it at once."""
         wrong = next((cause for cause in map(self._wrong, records) if cause), "")
         with self._gate:
             assert move_id not in self._moves, f"move {move_id} has not ended"
@@ -179,7 +167,6 @@ class Worker:
                 self._gate.notify()
 
     def _wrong(self, record: Record) -> str:
-        """Say why a record cannot be moved."""
         key, near, far, size = record[:4]
         if size <= 0 or near % ALIGN or far % ALIGN or size % ALIGN:
             return f"a record of {size} bytes at {near} and {far}: all must be multiples of {ALIGN}"
@@ -194,14 +181,12 @@ class Worker:
             self._gate.notify()
 
     def keep_layout(self, fingerprint: str, body: bytes) -> None:
-        """Write a layout down."""
         with self._gate:
             if self._takes is Takes.ALL:
                 self.layouts[fingerprint] = self._new_layouts[fingerprint] = body
                 self._gate.notify()
 
     def cancel(self, move_id: TransferId) -> None:
-        """Begin nothing more of a move."""
         with self._gate:
             if (move := self._moves.get(move_id)) is not None and not move.is_void:
                 move.void("cancelled")
@@ -229,7 +214,6 @@ class Worker:
             return bool(self._moves)
 
     def stop(self) -> None:
-        """Begin nothing more, and end once nothing runs and the index is written."""
         with self._gate:
             self._is_stopping = True
             self._gate.notify()
@@ -240,11 +224,8 @@ class Worker:
         return not self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end; what had not ended has `FAILED`.
-
-        Raises:
-            BackendError: The thread is inside the system still, or has left something there.
-        """
+        """Wait for the end; what had not ended has `FAILED`. Raises `BackendError` if the thread is inside the
+        system still."""
         if not self.wait(timeout_s):
             raise BackendError(
                 f"the disk under {self._folder} has not answered in time: memory that it reads into may still be "
@@ -260,7 +241,6 @@ class Worker:
                 self._settle(move)
 
     def statistics(self) -> dict[str, int]:
-        """Count moves, records and troubles."""
         with self._gate:
             return {
                 **self._counts,
@@ -273,7 +253,6 @@ class Worker:
     # -- under the lock, on either side --------------------------------------------------------------
 
     def _settle(self, move: _Move) -> None:
-        """End a move that is over."""
         if not move.is_over or self._moves.pop(move.move_id, None) is None:
             return
         if move.is_void:
@@ -440,7 +419,6 @@ class Worker:
             self._retry(self._batches.pop(min(self._batches)))
 
     def _retry(self, batch: _Batch) -> None:
-        """Move records one by one, so that each has its own end."""
         move, good, sums = batch.move, [], []
         for i, found in zip(batch.positions, batch.sums, strict=True):
             with self._gate:
@@ -458,7 +436,6 @@ class Worker:
         self._finish(batch)
 
     def _finish(self, batch: _Batch) -> None:
-        """All its bytes are in place."""
         move, at = batch.move, now()
         for i, expected in zip(batch.positions, batch.sums, strict=True):
             record = move.records[i]
@@ -516,7 +493,6 @@ class Worker:
     # -- the index -----------------------------------------------------------------------------------
 
     def _drop(self, far: int) -> None:
-        """Forget what begins at some place."""
         if self._entries.pop(far, None) is not None and self._index is not None:
             self._stored.pop(far, None)
             self._dropped.add(far)
@@ -540,7 +516,6 @@ class Worker:
                     )
 
     def _is_due(self) -> bool:
-        """Whether the index should be told now."""
         if not (self._stored or self._dropped):
             return False
         return (

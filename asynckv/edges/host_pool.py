@@ -1,9 +1,5 @@
-"""The host pool: ordinary memory of this process in which blocks are kept that do not fit the accelerator.
-
-One range, aligned to huge pages, for which it asks; shared, if a data plane in a process of its own is to serve it; and
-pinned where the engine's memory is on a GPU, which copies to and from pinned memory by itself. What lies in it is
-`asynckv/geometry`'s business, and who uses which slot the catalogue's.
-"""
+"""The host pool: memory of this process, in one range aligned to huge pages, for blocks that do not fit the
+accelerator."""
 
 from __future__ import annotations
 
@@ -32,14 +28,12 @@ class HostPool:
 
     Args:
         num_bytes: Its length; rounded up to 4096.
-        shared: Other processes can map it, as `asynckv.shared_memory`.
-        populate: Take all of it from the system now, so that a lack of memory is found out now, and no copy waits for a
-            page. Takes 0.1 to 0.4 s per GB.
-        device: The GPU that copies to and from it, which it is pinned for; None if none does.
+        shared: Other processes can map it.
+        populate: Take all of it from the system now, 0.1 to 0.4 s per GB, so that no copy waits for a page.
+        device: The GPU that it is pinned for; None if there is none.
 
     Attributes:
-        memory: Where it lies.
-        how: What became of pinning it; empty without a GPU. Memory that cannot be pinned serves as well, and slower.
+        how: What became of pinning it. Memory that cannot be pinned serves as well, and slower.
 
     Raises:
         ConfigError: It is no number of bytes.
@@ -96,14 +90,11 @@ class HostPool:
             ctypes.memset(address, 0, length)  # the kernel is too old
 
     def describe(self) -> dict[str, str]:
-        """Say whether it is pinned, or why not; nothing without a GPU."""
         return {"host_memory": self.how} if self.how else {}
 
     def close(self) -> None:
-        """Give the memory back: some ms per GB, for which it may run on another thread. Idempotent.
-
-        Nothing may read or write it any more. Memory that somebody still has an array of lives until that is gone.
-        """
+        """Give the memory back, once nothing reads or writes it: some ms per GB. Idempotent; may run on another
+        thread."""
         if self._pinned is not None:
             self._pinned.release()
         self.array = None

@@ -1,10 +1,9 @@
 """Keeps a NIXL agent alive in processes of their own: one serves, one stands by.
 
-UCX ends the process on some of its paths when a connection that emulates remote reads breaks (`docs/reliability.md`).
-Here that process is a child, which maps the engine's memory at the same addresses and runs `NixlPlane`. Its end is the
-end of whatever could write: it is waited for, and only then told. Starting one takes about a second (Python, NIXL, and
-half of it UCX's first agent), so the next one is started ahead; it has an agent that nobody knows yet, and costs memory
-only.
+UCX ends the process on some paths when a connection that emulates remote reads breaks (`docs/reliability.md`). Here
+that process is a child, which maps the engine's memory at the same addresses and runs `NixlPlane`. Its end is the end
+of whatever could write: it is waited for, and only then told. Starting one takes about a second, so the next is started
+ahead.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 
 SETTLE_S = 10.0
-"""How long after the engine's start the first one to stand by is started, which takes a core for half a second: then
-the engine has enough to do, and the others of its host, which start as well."""
+"""How long after the engine's start the first one to stand by is started, which takes a core for half a second."""
 
 AHEAD_S = 1.0  # how long after another serves the next is started
 CPUCLOCK_SCHED = 2  # of Linux: a process's clock of CPU time, by its id
@@ -53,16 +51,11 @@ STANDBY_S = 10.0
 
 BEAT_S = 1.0
 HUNG_S = 10.0
-"""While somebody may be reading, a child is asked each second whether it is there, and killed when it has not answered
-for so long: it may be stuck in NIXL, or be writing a core dump, and readers would wait for it in vain."""
+"""A child that has not answered for so long, while somebody may be reading, is killed: it may be stuck in NIXL."""
 
 
 def check_processes() -> None:
-    """See whether children can be kept here at all: some sandboxes forbid it, some interpreters cannot be started.
-
-    Raises:
-        BackendError: Naming what is missing.
-    """
+    """See whether children can be kept here at all: some sandboxes forbid it, some interpreters cannot be started."""
     if not sys.executable:
         raise BackendError("this interpreter does not know its own path (sys.executable), so it cannot start another")
     try:
@@ -72,16 +65,7 @@ def check_processes() -> None:
 
 
 class _Process:
-    """One child, until it was waited for.
-
-    Args:
-        shares: What it maps before all else.
-        setup: Its first order, which it answers by `Ready`.
-        collisions: How many before it found addresses taken.
-
-    Raises:
-        BackendError: No process can be started.
-    """
+    """One child, until it was waited for; `collisions` is how many before it found addresses taken."""
 
     def __init__(self, shares: Sequence[Share], fds: Sequence[int], setup: wire.Setup, collisions: int) -> None:
         self.name, self.collisions = setup.agent_name, collisions
@@ -123,7 +107,6 @@ class _Process:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._popen.pid
 
     def is_stuck(self, patience_s: float) -> bool:
@@ -135,7 +118,6 @@ class _Process:
         return now > self.busy_at + patience_s or now > self.started_at + 10 * patience_s
 
     def kill(self) -> None:
-        """End it now; harmless if it has ended."""
         self._popen.kill()
 
     def wait(self, seconds: float) -> bool:
@@ -169,7 +151,6 @@ class _Process:
         return f"was ended by signal {-status}"
 
     def close(self) -> None:
-        """Let go of the descriptors, once it was waited for."""
         if self.timer is not None:
             self.timer.cancel()
         self.link.close()
@@ -187,11 +168,9 @@ class Keeper:
     """One agent after the other, in processes of their own. Never blocks but in `close`.
 
     Args:
-        config: Of the agents.
         name: Of the first agent; those that follow get a number.
         hear: Called with what the child that serves has to say, and after that with None, once per turn.
         lost: Called when it has ended, and was waited for: why, and the seconds until another may serve.
-        served: Called when another serves.
         deaths: How many ends within a minute are followed by another at once.
         has_spare: Another child stands by.
     """
@@ -232,42 +211,31 @@ class Keeper:
 
     @property
     def is_serving(self) -> bool:
-        """There is an agent."""
         return self._current is not None and self._current.ready is not None
 
     @property
     def agent(self) -> AgentInfo:
-        """The one that serves, or served last."""
         return self._ready.agent
 
     @property
     def facts(self) -> dict[str, str]:
-        """Versions and modes of that agent."""
         return self._ready.facts
 
     @property
     def pid(self) -> int:
-        """Of the child that serves; 0 if none does."""
         return self._current.pid if self._current is not None and self.is_serving else 0
 
     def stands_by(self) -> bool:
-        """Say whether another agent could serve at once."""
         return self._next is not None and self._next.ready is not None
 
     @property
     def num_processes(self) -> int:
-        """Children that there are."""
         return (self._current is not None) + (self._next is not None)
 
     # -- life --------------------------------------------------------------------------------------
 
     async def start(self, memories: Sequence[Memory]) -> AgentInfo:
-        """Start a child and wait for its agent while it makes progress; after `SETTLE_S` another that stands by.
-
-        Raises:
-            BackendError: The memory cannot be shared (names the region and the remedy), or the child does not serve.
-            EngineClosed: It was closed meanwhile.
-        """
+        """Start a child and wait for its agent while it makes progress; after `SETTLE_S` another that stands by."""
         if self._shares is not None:
             raise BackendError("a data plane in a process of its own serves already; `close()` first")
         self._loop = asyncio.get_running_loop()
@@ -286,7 +254,6 @@ class Keeper:
         return self.agent
 
     def _spawn(self, collisions: int) -> _Process:
-        """Start a child, and give it its first order."""
         assert self._shares is not None
         self._starts += 1
         name = self._base_name if self._starts == 1 else f"{self._base_name}-{self._starts}"
@@ -308,7 +275,6 @@ class Keeper:
         return True
 
     def _see_off(self, process: _Process) -> None:
-        """Let go of a child that was waited for."""
         if not self._loop.is_closed():
             for fd in (process.link.fileno(), process.exit_fd):
                 self._loop.remove_reader(fd)
@@ -414,7 +380,6 @@ class Keeper:
         self._hear(None)
 
     def _replace(self) -> None:
-        """Let the one that stands by serve, or one that is started for that."""
         if self.is_closing or self._current is not None:
             return
         self._current, self._next = self._next, None
@@ -425,7 +390,6 @@ class Keeper:
             self._hear(None)
 
     def _place(self, collisions: int, *, is_current: bool) -> None:
-        """Start a child for a place that is empty."""
         if self.is_closing or (self._current if is_current else self._next) is not None:
             return
         try:

@@ -1,11 +1,9 @@
 """NIXL's metadata of a remote agent, looked at before NIXL loads it.
 
-NIXL bounds its own reading, but hands UCX's parts to UCX without their length, and UCX ends the process on some: on a
-worker address of an unknown version (an assertion), and on a memory key that names more memory domains than there are
-(SIGSEGV, 62 of 275 mutations of a key). NIXL ends it by a kind of memory that it does not know. All three are refused
-here, and so is what does not have NIXL's form. The inside of a worker address UCX alone can judge, and it ends by some
-(8 of 12,000 mutations), so where nobody vouches for a peer, a process of its own loads the metadata first
-(`taster.py`).
+NIXL hands UCX's parts to UCX without their length, and UCX ends the process on a worker address of an unknown version
+and on a memory key that names more memory domains than there are (62 of 275 mutations). NIXL ends it by an unknown kind
+of memory. All three are refused here. UCX ends by the inside of some worker addresses too (8 of 12,000 mutations), so
+where nobody vouches for a peer, a process of its own loads the metadata first (`taster.py`).
 """
 
 from __future__ import annotations
@@ -44,11 +42,7 @@ class _Reader:
 
 
 def _check(metadata: bytes) -> str:
-    """Return the agent's name.
-
-    Raises:
-        ValueError: Something is not as NIXL writes it, or would end the process inside UCX.
-    """
+    """Return the agent's name; raises `ValueError` if something is not as NIXL writes it, or would end the process."""
     reader = _Reader(metadata)
     name = reader.take(b"Agent").decode()
     for _ in range(reader.count(b"Conns")):
@@ -89,9 +83,7 @@ def is_known(metadata: bytes) -> bool:
 
 
 def renamed(metadata: bytes, name: str, alias: str) -> bytes:
-    """Return an agent's metadata under another name, by which one agent of this process alone knows it.
-
-    A load that fails leaves the name behind inside NIXL, which refuses it from then on: so each load has its own.
+    """Return an agent's metadata under another name, because a load that fails leaves the name behind inside NIXL.
 
     Raises:
         BackendError: It is another agent's, or not as NIXL writes it.

@@ -1,8 +1,6 @@
 """Host memory that a GPU copies to and from by itself: pages that stay where they are, and are known to CUDA.
 
-The driver is asked (`libcuda.so.1`), for every process with a GPU has it under that one name, whichever runtime its
-frameworks bring along, and in the primary context of the GPU that holds the engine's memory: the one that these
-runtimes use as well. Nothing of it is loaded where no memory is on a GPU.
+The driver (`libcuda.so.1`) is asked, in the primary context of the GPU that holds the engine's memory.
 """
 
 from __future__ import annotations
@@ -19,11 +17,6 @@ FLAGS = 0x01 | 0x02
 
 
 def load_driver() -> Any:
-    """Load CUDA's driver.
-
-    Raises:
-        BackendError: There is none.
-    """
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as exc:
@@ -35,8 +28,6 @@ class Pinned:
     """A range that is pinned until `release`.
 
     Args:
-        address: Where it begins.
-        num_bytes: How long it is.
         device: The GPU that holds the engine's memory, as CUDA numbers those that this process may use.
 
     Raises:

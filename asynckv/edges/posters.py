@@ -1,14 +1,10 @@
 """Posting threads: bulk reads run here, so that neither a copy nor a drained socket holds up the event loop.
 
-Each thread has a NIXL agent of its own, that is, its own UCX worker, connections and lock. Several workers in
-one agent copy no faster, and share a lock which every metadata and notification call takes exclusively: the
-loop would wait there for a poster's copy. An agent apart shares nothing with the loop's. It gives out no
-metadata, so remote readers never reach it; they reach the loop's.
+Each thread has a NIXL agent of its own: its own UCX worker, connections and lock. (Several workers in one agent copy no
+faster, and share a lock on which the loop would wait.) It gives out no metadata, so remote readers never reach it.
 
-The thread posts, asks and sleeps: in epoll, on UCX's descriptors and an eventfd. Orders come in through a
-queue, in order; news goes out in batches, the first at once and then one per `TELL_S` while there is work.
-Handles never leave their thread, and descriptor lists are handles too: the agent prepares them when it posts the first
-read of a table. What a thread's end may leave behind is nothing: it destroys its agent, after which nothing writes.
+The thread posts, asks and sleeps: in epoll, on UCX's descriptors and an eventfd. Orders come in by a queue; news goes
+out in batches, the first at once and then one per `TELL_S`. Its end destroys its agent, after which nothing writes.
 """
 
 from __future__ import annotations
@@ -77,8 +73,6 @@ _Order = _Load | _Drop | _Post
 
 
 class _Woken(enum.Enum):
-    """What ended a sleep."""
-
     BY_ORDER = enum.auto()
     BY_UCX = enum.auto()
     BY_TIME = enum.auto()
@@ -88,11 +82,10 @@ class Poster:
     """One posting thread.
 
     Args:
-        name: Of the thread.
         agent: Its own from here on; its memory is registered.
         tell: Called on the thread with news, in batches.
-        broke: Called on the loop when the thread ends by an exception. Everything it had is told before or after:
-            what was not posted `FAILED`, the rest `IN_DOUBT`, and `FAILED` once its agent is seen to be gone.
+        broke: Called on the loop when the thread ends by an exception. Everything it had is told before or after: what
+            was not posted `FAILED`, the rest `IN_DOUBT`, and `FAILED` once its agent is seen to be gone.
         tell_s: How long news may wait for more while there is more to post.
     """
 
@@ -155,10 +148,8 @@ class Poster:
     def post(
         self, transfer_id: TransferId, name: str, read: ReadRequest, is_off: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Take a read over; False if it is not taken, because the thread is gone or has too many.
-
-        `is_off` is asked on the thread when it would be posted: if it is not wanted any more, it ends as `FAILED`.
-        """
+        """Take a read over; False if the thread is gone or has too many. It ends as `FAILED` if it `is_off` when its
+        turn comes."""
         if self.num_taken - self.posts >= MAX_QUEUED:
             return False
         if not self._order(_Post(transfer_id, name, read, is_off)):
@@ -168,13 +159,10 @@ class Poster:
         return True
 
     def take_pace(self) -> tuple[int, float]:
-        """Return bytes that were copied by posting since the last look, and the seconds it took; a post that ends
-        meanwhile may be missed."""
         copied, self._copied = self._copied, (0, 0.0)
         return copied
 
     def stop(self) -> None:
-        """Tell the thread to end as soon as it comes out of NIXL."""
         self._is_stopping = True
         self._wake()
 
@@ -184,11 +172,7 @@ class Poster:
         return not self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread's end, and see that its agent is gone.
-
-        Raises:
-            BackendError: It is still inside NIXL, or its agent lives.
-        """
+        """Wait for the thread's end, and see that its agent is gone, or raise `BackendError`."""
         if not self.wait(timeout_s):
             raise BackendError(f"{self.name} did not come out of NIXL in time")
         if self._wake_fd >= 0:
@@ -246,7 +230,6 @@ class Poster:
             sleeper.close()
 
     def _ask(self, agent: Agent, why: _Woken) -> bool:
-        """Collect news; whether there is any."""
         now = time.monotonic()
         if why is _Woken.BY_UCX and agent.running and now - self._swept_at < POLL_S:
             found = agent.look()
@@ -317,7 +300,6 @@ class Poster:
         self._tell(news)
 
     def _sleep(self, sleeper: select.epoll, agent: Agent) -> _Woken:
-        """Sleep until an order, an event of UCX or the time to ask."""
         timeout: float | None = None
         if agent.running:
             timeout = SAFETY_S if agent.fds else POLL_S
@@ -399,12 +381,7 @@ def _clear_frames(exc: BaseException) -> None:
 
 
 class Posters(list[Poster]):
-    """The posting threads of one plane, and what they tell it.
-
-    Args:
-        told: Called on the loop when threads have put news into `inbox`.
-        what: What one of them is, if it breaks.
-    """
+    """The posting threads of one plane; `told` is called on the loop when they have put news into `inbox`."""
 
     def __init__(self, told: Callable[[], None], what: str) -> None:
         super().__init__()
@@ -416,16 +393,13 @@ class Posters(list[Poster]):
         self._close_by: float | None = None  # until when `join` may still wait, if the waiting was begun off the loop
 
     def begin(self) -> None:
-        """Begin on the running loop, perhaps anew."""
         self._loop, self._is_told, self._close_by = asyncio.get_running_loop(), False, None
 
     def start(self, name: str, agent: Agent, tell_s: float = TELL_S) -> None:
-        """Start a thread that has this agent from here on."""
         assert self._loop is not None
         self.append(Poster(name, agent, self._hear, self._loop, self._tell_broken, tell_s=tell_s))
 
     def stop(self) -> None:
-        """Tell all threads to end."""
         for poster in self:
             poster.stop()
 
@@ -456,7 +430,6 @@ class Posters(list[Poster]):
         return causes
 
     def _hear(self, news: list[TransferEnded]) -> None:
-        """Take what a thread tells, on that thread."""
         self.inbox.extend(news)
         if not self._is_told and self._loop is not None:
             self._is_told = True

@@ -1,8 +1,7 @@
 """What runs in the data plane's own process: a `NixlPlane` on an event loop, obeying what comes over a socket.
 
-It decides nothing. Orders come in frames, in order, and each becomes one call of the plane; what the plane tells goes
-back in frames, the first at once and then one per `TELL_S`. Its end is how trouble is told: a bug, or a socket on
-which nobody is left, ends the process, and whoever waits for that knows that nothing of it writes any more.
+Each order becomes one call of the plane; news go back in frames, the first at once and then one per `TELL_S`. A bug, or
+a socket on which nobody is left, ends the process: then nothing of it writes any more.
 """
 
 from __future__ import annotations
@@ -32,12 +31,6 @@ _NO_CUT = Span(0, 0, 0, 0, 1)
 
 
 class Child:
-    """Obeys one engine.
-
-    Args:
-        link: The socket to it.
-    """
-
     def __init__(self, link: wire.Link) -> None:
         self._link = link
         self._plane: NixlPlane | None = None
@@ -51,7 +44,6 @@ class Child:
         self._over = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until told to end, or nobody is there to tell it."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(_end_at_once)
         self._loop.add_reader(self._link.fileno(), self._on_orders)

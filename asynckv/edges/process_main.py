@@ -1,8 +1,7 @@
 """The data plane's own process: maps the engine's memory where the engine has it, then runs `NixlPlane` for it.
 
-Started by `edges/process.py` as `python -m asynckv.edges.process_main SOCKET`. What to map comes first, one line of
-JSON; it is mapped before anything large is imported, because nothing else may lie at those addresses. It ends with its
-engine: when the socket is closed, and whenever the kernel sees its parent end.
+`python -m asynckv.edges.process_main SOCKET`. What to map comes first, as JSON; it is mapped before anything large is
+imported, because nothing else may lie at those addresses. The process ends with its engine.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ EEXIST = 17
 
 
 def main() -> None:
-    """Map, import, serve."""
     # It ends with its engine, which may drain first: what is sent to all of a terminal or service is not for it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -1,13 +1,3 @@
-"""Loads the metadata of peers that nobody vouches for in a process of its own first: what kills that kills no engine.
-
-UCX reads its part of the metadata without being told the length (`metadata.py`), so nobody but UCX can say whether it
-survives. One such process is started for the first peer, is kept, and takes one peer at a time, so that its end is one
-peer's fault. It reads nothing, has none of the engine's memory, and idles at no cost but its 30 MB.
-
-A peer that hangs it costs seconds, and one request can name many. So hosts take turns, and those that were refused come
-last. Names of engines and ports are made up at will, but nobody answers from an address that is not theirs.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -31,13 +21,8 @@ TRY_S = 2.0  # how long one load may take, which takes milliseconds; a process t
 
 
 class Taster:
-    """Tries peers, one at a time.
-
-    Args:
-        config: Of the agent that tries.
-        name: Of that agent; later ones get a number.
-        go_on: Told why no process can be started; peers are not tried then. If it is left out they are refused.
-    """
+    """Tries peers, one at a time. Without a process they go untried, and `go_on` is told why; without that they are
+    refused."""
 
     def __init__(self, config: NixlConfig, name: str, go_on: Callable[[str], None] | None) -> None:
         self._config, self._name, self._go_on = replace(config, process="never", posting_threads=0), name, go_on
@@ -51,11 +36,6 @@ class Taster:
         self.num_refused = 0
 
     async def try_out(self, remote: AgentInfo, memories: Sequence[Memory]) -> None:
-        """Load a peer's metadata there, when it is its host's turn.
-
-        Raises:
-            BackendError: NIXL refuses it there, or that process ended or hung.
-        """
         self._queue[place := object()] = remote.host
         try:
             while True:
@@ -116,5 +96,4 @@ class Taster:
             plane.close()
 
     async def quiesce(self) -> None:
-        """End the process, off the loop; the next peer would start another."""
         await self._end()

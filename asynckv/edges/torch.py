@@ -1,11 +1,7 @@
 """Tensors as registered memory, and when a GPU has written them: the only file that knows torch.
 
-An engine has tensors whose dims it can name. What a `Layout` says of memory follows from them: their storages are the
-memories, their shapes and strides the views, and nothing is guessed. What a GPU does is asynchronous, and NIXL asks no
-stream: `synchronize` waits, before blocks are lent, for the events behind what writes them. `CudaMirror` is for
-benchmarks and checks, which fill and compare a GPU's memory from the host.
-
-It loads torch on first use.
+Storages become the memories of a `Layout`, shapes and strides its views. NIXL asks no stream, so `synchronize` waits
+for the events behind what writes blocks before they are lent. torch is loaded on first use.
 """
 
 from __future__ import annotations
@@ -81,13 +77,9 @@ def shared_zeros() -> AbstractContextManager[Any]:
 
 
 class Event(Protocol):
-    """What `torch.cuda.Event` can do."""
+    def query(self) -> bool: ...
 
-    def query(self) -> bool:
-        """Say whether everything before it is done."""
-
-    def synchronize(self) -> None:
-        """Block until everything before it is done."""
+    def synchronize(self) -> None: ...
 
 
 async def synchronize(*events: Event) -> None:
@@ -110,16 +102,10 @@ async def synchronize(*events: Event) -> None:
 class CudaMirror:
     """A GPU's memory with a copy on the host, for whoever fills and compares it with the host's means.
 
-    Args:
-        lengths: Bytes of each piece.
-
     Attributes:
         arrays: The copies, as numpy arrays of bytes.
         bases: Addresses of the pieces on the GPU.
         device: Index of the GPU.
-
-    Raises:
-        ConfigError: There is no GPU, or its memory does not suffice.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -156,7 +142,6 @@ class CudaMirror:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """See a tensor's elements as bytes, along its last dim."""
     import torch
 
     return tensor.view(torch.uint8)
@@ -269,7 +254,6 @@ def register_parts(
 
 
 def _check_same(alias: str, tensor: torch.Tensor, layer: str, other: torch.Tensor | None) -> None:
-    """Refuse an alias that is memory of its own."""
     if other is None or (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) != (
         other.data_ptr(),
         other.shape,
@@ -283,7 +267,6 @@ def _check_same(alias: str, tensor: torch.Tensor, layer: str, other: torch.Tenso
 
 
 def _aliases(given: Mapping[str, str]) -> Mapping[str, str]:
-    """Check the layers that are names for others."""
     if not isinstance(given, Mapping):
         raise LayoutError(f"aliases is {shown(given)}; give a mapping of alias to layer")
     for alias, layer in given.items():
@@ -293,7 +276,6 @@ def _aliases(given: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _checked(group: Group) -> Group:
-    """Hold a caller's group to the bounds of one that was sent."""
     try:
         return sendable(group, Group)
     except msgspec.ValidationError as exc:
@@ -301,7 +283,6 @@ def _checked(group: Group) -> Group:
 
 
 def _check_tensor(where: str, given: object) -> None:
-    """Refuse what is no tensor."""
     import torch
 
     if not isinstance(given, torch.Tensor):

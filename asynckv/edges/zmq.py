@@ -1,16 +1,12 @@
 """The control plane on ZMQ: the only file that imports it.
 
-One ROUTER listens, one DEALER per remote address asks. The sockets are plain ones, driven by their
-descriptors: ZMQ's descriptor is edge-triggered, so a reader goes on until there is nothing left, and
-after every send the socket is looked at once more, since sending may have eaten the edge.
+One ROUTER listens, one DEALER per remote address asks. ZMQ's descriptors are edge-triggered, so a reader goes on until
+nothing is left, and a socket is looked at once more after every send. Delivery is at most once and in order per link.
+Queues are bounded; what does not fit is dropped and counted, because the core repeats what matters.
 
-Delivery is at most once and in order per link. Queues are bounded; what does not fit is dropped and
-counted, because the core repeats what matters. Nothing that arrives can end the listener.
-
-With keys (`KeysConfig`) every link is CURVE: a connection is admitted when it has proven a key that is
-on the allow-list, before it may send or receive one frame, and the address that is given to others
-names the key that the listener will prove: `tcp://10.0.0.1:5555#<64 hex digits>`. ZMQ asks who may
-enter over a socket of its own (ZAP), and tells on another (a monitor) who was turned away.
+With keys (`KeysConfig`) every link is CURVE: a connection is admitted when it has proven a key on the allow-list, and
+an address names the key that the listener will prove: `tcp://10.0.0.1:5555#<64 hex digits>`. ZMQ asks who may enter
+over a socket of its own (ZAP), and tells on another (a monitor) who was turned away.
 """
 
 from __future__ import annotations
@@ -45,9 +41,8 @@ RECEIVE_BUFFER = MAX_REQUEST_PACKET  # of one connection of our listener, in the
 QUEUE = 8192  # packets per link that wait to be sent to a listener
 REPLY_QUEUE = 128  # packets that wait to be sent to one connection of our listener
 MAX_UNREAD, MAX_UNREAD_ALL, MAX_UNREAD_TOTAL, LOOK_UNREAD_S = 1024 * 1024, 2 * MAX_PACKET, 8 * MAX_PACKET, 0.1
-"""Bytes sent to one connection of our listener, to all of one principal, and to all that the peers' kernels did not
-take, and the time between two looks. More are dropped and counted; one packet counts as half of a connection's at most.
-"""
+"""Bytes that the peers' kernels did not take, of one connection, one principal and all, and seconds between two
+looks. More are dropped and counted; one packet counts as half of a connection's at most."""
 
 TURN_S = 0.002
 """Time that all sockets together may take of one turn of the loop. Each handles one message even so."""
@@ -63,10 +58,8 @@ MAX_ROUTES = 16_384  # connections of which the principal is remembered; of othe
 LINGER_MS = 200
 
 RENEW_S = 0.5
-"""Age from which a dead link is replaced; one that is full may as well be dead after `STUCK_S` of silence.
-
-ZMQ never tries again once a listener broke the protocol or refused the key, though it may be another one by now.
-"""
+"""Age from which a dead link is replaced: ZMQ never tries again once a listener refused the key or broke the
+protocol. A link that is full may as well be dead after `STUCK_S` of silence."""
 
 STUCK_S = 10.0
 
@@ -96,17 +89,12 @@ OnRefused = Callable[[str, str], None]
 
 
 def make_pair() -> KeyPair:
-    """Make a new pair of keys."""
     public, secret = zmq.curve_keypair()
     return KeyPair(decode_z85(public), decode_z85(secret))
 
 
 def _split(address: str) -> tuple[str, bytes | None]:
-    """Return what ZMQ is to connect to, and the public key that the listener has to prove.
-
-    Raises:
-        ConfigError: What follows the mark is no key.
-    """
+    """Return what ZMQ is to connect to, and the public key that the listener has to prove."""
     endpoint, mark, text = address.partition(KEY_MARK)
     if not mark:
         return endpoint, None
@@ -116,11 +104,7 @@ def _split(address: str) -> tuple[str, bytes | None]:
 
 
 def _host(address: str) -> str:
-    """Return the host of `tcp://host:port`.
-
-    Raises:
-        ConfigError: It is not such an address.
-    """
+    """Return the host of `tcp://host:port`, or raise `ConfigError`."""
     try:
         address.encode("ascii")
         parts = urlsplit(address)
@@ -134,11 +118,7 @@ def _host(address: str) -> str:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Return where `tcp://host:port`, with a key behind it or not, is to be reached.
-
-    Raises:
-        ConfigError: It is not such an address.
-    """
+    """Return where `tcp://host:port`, with a key behind it or not, is to be reached."""
     endpoint, _ = _split(address)
     host, port = _host(endpoint), endpoint.rpartition(":")[2]
     if port == "*" or not int(port):
@@ -156,11 +136,7 @@ def _is_wildcard(host: str) -> bool:
 
 
 def _load(keys: KeysConfig) -> tuple[KeyPair, AllowList]:
-    """Read an engine's keys.
-
-    Raises:
-        ConfigError: They are not to be had, or are none; the message names the file and the remedy.
-    """
+    """Read an engine's keys; a `ConfigError` names the file and the remedy."""
     path = Path(keys.secret)
     pair = read_pair(path)
     if zmq.curve_public(encode_z85(pair.secret).encode()) != encode_z85(pair.public).encode():
@@ -202,7 +178,6 @@ class ZmqPlane:
         bind: Where to listen, such as `tcp://127.0.0.1:0`; port 0 lets the system choose. None: only ask.
         advertise: What others are told, if it is not the bound address.
         allow_insecure: Listen beyond loopback although nothing is encrypted.
-        keys: Who this is, and who else may speak.
 
     Raises:
         ConfigError: The addresses or the keys cannot serve.
@@ -251,7 +226,6 @@ class ZmqPlane:
 
     @staticmethod
     def _check(bind: str, advertise: str, is_protected: bool) -> None:
-        """Refuse addresses that cannot serve."""
         host = _host(bind)
         if not is_loopback(bind) and not is_protected:
             raise ConfigError(
@@ -266,11 +240,9 @@ class ZmqPlane:
 
     @property
     def address(self) -> Address:
-        """Where others reach this rank."""
         return self._address
 
     async def start(self, on_packet: OnPacket, on_refused: OnRefused = lambda cause, who: None) -> None:
-        """Bind the listener."""
         self._context, self._on_packet, self._on_refused = zmq.Context(), on_packet, on_refused
         self._turn = _Turn()
         self._context.set(zmq.MAX_SOCKETS, min(MAX_LINKS, self._context.get(zmq.SOCKET_LIMIT)))
@@ -301,7 +273,6 @@ class ZmqPlane:
         self._router = _Link(socket, self._turn, 2, self._from_router, self._dropped, self._serve, self._door)
 
     def _listen(self, socket: zmq.Socket[bytes], bind: str) -> Address:
-        """Bind, and return what others are told."""
         try:
             socket.bind(bind)
         except zmq.ZMQError as exc:
@@ -322,7 +293,6 @@ class ZmqPlane:
         return Address(advertised)
 
     def send(self, to: Address | ReplyTo, packet: bytes) -> bool:
-        """Send, or drop and count."""
         if self._context is None or self._ended or (self._router is None and self._bind is not None):
             return False
         if isinstance(to, bytes):
@@ -401,7 +371,6 @@ class ZmqPlane:
         return str(ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host
 
     def disconnect(self, address: Address) -> None:
-        """Drop a link."""
         self._unresolved.pop(address, None)
         if (link := self._links.pop(address, None)) is not None:
             link.close(LINGER_MS)
@@ -418,7 +387,6 @@ class ZmqPlane:
         return counts
 
     async def aclose(self) -> None:
-        """Close every socket; what was sent gets a moment to leave."""
         context, self._context = self._context, None
         if context is None:
             return
@@ -426,7 +394,6 @@ class ZmqPlane:
         door, self._door, events = self._door, None, self._events
 
         def close() -> None:
-            """Wait for the door's thread and for lingering sockets."""
             if door is not None:
                 door.close()
             if events is not None:
@@ -515,13 +482,7 @@ class ZmqPlane:
         return link
 
     def _number(self, host: str) -> str:
-        """Return the IP address of a host; empty if it has none, or is being asked for.
-
-        libzmq would ask in the one thread that serves all connections, which a slow name service holds.
-
-        Raises:
-            ConfigError: It is neither a name nor an address.
-        """
+        """Return the IP address of a host; empty if it has none, or is being asked for, in a thread of its own."""
         with contextlib.suppress(ValueError):
             return str(ip_address(host))  # as libzmq spells it when it tells of it
         if not re.fullmatch("[A-Za-z0-9_.-]+", host):
@@ -592,7 +553,6 @@ class ZmqPlane:
         self._watch(router, (zmq.EVENT_LISTENING, *_COUNTED, *_FAILED))
 
     def _watch(self, socket: zmq.Socket[bytes], events: Iterable[int]) -> None:
-        """Have the door's thread told what becomes of a socket's connections."""
         endpoint = f"{MONITOR_ENDPOINT}{next(self._monitors)}"
         socket.monitor(endpoint, sum(events))
         with self._events_lock:
@@ -602,7 +562,6 @@ class ZmqPlane:
             self._door.ring()  # libzmq announces nothing to a socket that has not looked yet
 
     def _take_events(self, loop: asyncio.AbstractEventLoop) -> Iterator[Opened]:
-        """Take what libzmq tells of connections, in the door's thread."""
         taken, others = list[list[bytes]](), list[tuple[zmq.Event, int, str, float]]()
         with self._events_lock, contextlib.suppress(zmq.Again):
             assert self._events is not None
@@ -786,7 +745,6 @@ class _Turn:
         self._until: float | None = None
 
     def until(self) -> float:
-        """Return when the sockets have had their time."""
         if self._until is None:
             self._until = self.now() + TURN_S
             self.loop.call_soon(self._end)
@@ -801,7 +759,6 @@ class _Link:
 
     Args:
         most: Parts of a message that are taken; a message of more is dropped.
-        on_frames: Takes a message.
         on_dropped: Told of a message that was dropped: its connection's descriptor, its parts, their bytes, the first.
         on_turn: Called when nothing more is taken in this turn, with its end; True if there is more to do.
         door: Told when everything was taken.
@@ -822,8 +779,8 @@ class _Link:
         self._made_at = self._loop.time()
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.is_refused = False
-        """libzmq says so. It gives the connection up, but for one that failed before `connect` had returned: that one's
-        queue is written to for ever (`docs/reliability.md`)."""
+        """libzmq says so. If that was before `connect` returned, the queue is written to for ever
+        (`docs/reliability.md`)."""
         self.name: tuple[str, str] | None = None
         """If the address has a name: that, and the number that was connected to."""
         self._heard = 0, 0.0  # how much had been received when it was last seen to be more, and when that was
@@ -861,7 +818,6 @@ class _Link:
         return self.endpoint == endpoint and self._made_at < at and not self._received
 
     def is_new(self) -> bool:
-        """It may not have its connection yet."""
         return self._loop.time() - self._made_at < RENEW_S
 
     def is_dead(self) -> bool:
@@ -913,11 +869,8 @@ class _Link:
             self.look_again()
 
     def _next(self) -> list[zmq.Frame]:
-        """Take a message; empty if it has too many parts, of which many may be left for the next turn.
-
-        Raises:
-            zmq.Again: There is none.
-        """
+        """Take a message; empty if it has too many parts, of which many may be left for the next turn. May raise
+        `zmq.Again`."""
         frames: list[zmq.Frame] = []
         if not self._skipped:
             frames.append(self.socket.recv(zmq.NOBLOCK, copy=False))

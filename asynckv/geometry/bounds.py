@@ -1,8 +1,7 @@
 """Bounded numbers and block runs that both pure rooms speak in.
 
-What crosses the wire is checked by its type while it is decoded, so the bounds stand in the types. They are larger than
-anything real and small enough that no product of two of them leaves 64 bits unseen: arithmetic on what a stranger sent
-is done with Python's integers, and only what was bounded is handed to numpy.
+What crosses the wire is checked by its type while it is decoded. The bounds are larger than anything real, and small
+enough that no product of two of them leaves 64 bits unseen.
 """
 
 from __future__ import annotations

@@ -1,18 +1,3 @@
-"""Refuse a layout that does not hold together, wherever it comes from.
-
-Our own engine declares a layout by hand, and a remote rank sends one in its handshake. Neither is trusted:
-
-- `decode_layout` takes bytes from a stranger, `valid_layout` a value that somebody built. Both end in the same bounds
-  of every field, and both name the field as people know it (`group 'attention' num_blocks is 0: ...`), not its place
-  in an array.
-- `check_layout` then asks whether the fields agree with each other: every product is bounded with Python's integers
-  before anything is handed to numpy, nothing is allocated by a declared count, parts fill their kernel blocks, views
-  fit their memories, and no byte belongs to two things (`overlap`).
-
-After that the data path asserts nothing: all sums fit, all indices exist. `register_memory` is the same for our own
-memory, and keeps what must not be freed beside it.
-"""
-
 from __future__ import annotations
 
 import contextlib
@@ -80,11 +65,6 @@ _decoder: msgspec.msgpack.Decoder[Layout] = msgspec.msgpack.Decoder(Layout)
 
 
 def decode_layout(data: bytes | memoryview) -> Layout:
-    """Decode what a remote rank says of itself; `check_layout` is next.
-
-    Raises:
-        LayoutError: It is too long, which is seen before anything is read, or a field is not what it has to be.
-    """
     _check_length(len(data))
     try:
         return _decoder.decode(data)
@@ -98,11 +78,6 @@ def decode_layout(data: bytes | memoryview) -> Layout:
 
 
 def valid_layout(layout: Layout) -> Layout:
-    """Hold a layout that was made by hand to the bounds that a decoded one has; numpy's integers become Python's.
-
-    Raises:
-        LayoutError: Naming the field and its value.
-    """
     try:
         made = msgspec.convert(msgspec.to_builtins(layout, builtin_types=(bytes,), enc_hook=_builtin), Layout)
         _check_length(len(msgspec.msgpack.encode(made)))
@@ -137,7 +112,6 @@ _NESTED: Mapping[tuple[type[Struct], str], tuple[type[Struct], str, str]] = {
     (View, "parts"): (Part, "part", "name"),
     (Part, "dims"): (Dim, "dim", "name"),
 }
-"""Fields that hold structures: which, what one is called, and by which of its fields people know it."""
 
 
 def _blamed(exc: msgspec.ValidationError, layout: Any) -> str:
@@ -168,7 +142,6 @@ def _blamed(exc: msgspec.ValidationError, layout: Any) -> str:
 
 
 def _field(value: Any, kind: type[Struct], name: str) -> Any:
-    """A field of a structure, or of what was decoded without knowing that it is one."""
     if isinstance(value, Struct):
         return getattr(value, name)
     if isinstance(value, Mapping):
@@ -182,11 +155,7 @@ def _entry(value: Any, at: int) -> Any:
 
 
 def check_layout(layout: Layout) -> None:
-    """Refuse a layout that does not hold together; afterwards all products fit and nothing overlaps.
-
-    Raises:
-        LayoutError: Naming the field, both numbers and the remedy.
-    """
+    """Refuse a layout that does not hold together; afterwards all products fit and nothing overlaps."""
     _check_size(layout)
     if layout.tp_rank >= layout.tp_size:
         raise LayoutError(f"tp_rank {layout.tp_rank} is outside its group of tp_size {layout.tp_size}")
@@ -226,7 +195,6 @@ def check_layout(layout: Layout) -> None:
 
 
 def _check_size(layout: Layout) -> None:
-    """Refuse what no real layout needs, before anything is looked at."""
     _check_count("memories", len(layout.memories), MAX_VIEWS)
     _check_count("groups", len(layout.groups), MAX_GROUPS)
     _check_count("aliases", len(layout.aliases), MAX_VIEWS)
@@ -257,7 +225,6 @@ def _check_aliases(layout: Layout) -> None:
 
 
 def _check_memories(layout: Layout) -> None:
-    """No byte is in two memories."""
     spots = sorted((m.kind, m.device, m.base, m.base + m.length, i) for i, m in enumerate(layout.memories))
     for (kind, device, lo, end, i), (other, number, start, _, j) in pairwise(spots):
         if (kind, device) == (other, number) and start < end:
@@ -268,7 +235,6 @@ def _check_memories(layout: Layout) -> None:
 
 
 def _check_views(layout: Layout) -> list[Spot]:
-    """Check every view by itself, and say where its parts are."""
     out = []
     known: dict[tuple[int, Part], int] = {}
     """Layers are much alike: what was checked for one is known of the others. The bytes that a block's part spans."""

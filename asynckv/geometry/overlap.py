@@ -7,12 +7,8 @@ A part over all blocks is one strided array: the blocks are a dim like any other
     k v k  vk  v                      meshed in another way: compared descriptor by descriptor
 
 So ranges are sorted; those that mesh lose their common outermost dim, and are sorted again. That takes time by the
-number of parts and not by the number of blocks. Only the third kind costs more, and little of it is allowed
-(`MAX_CHECKED`).
-
-Different groups may lie in the same memory on purpose: a hybrid model sees the same pages as attention blocks in one
-group and as states in another. `pools` says which groups do. Where blocks are only kept, groups share a range as slots
-of their own sizes (`Layout.slotted`): they see no pages in common, and whoever hands out slots keeps them apart.
+number of parts, not of blocks. Little of the third kind is allowed (`MAX_CHECKED`). Different groups may lie in the
+same memory on purpose (`pools`), or share a range as slots of their own sizes (`Layout.slotted`).
 """
 
 from __future__ import annotations
@@ -29,15 +25,12 @@ from asynckv.geometry.layout import Layout, Part, View
 from asynckv.geometry.strides import count_descriptors, strided_descriptors
 
 MAX_CHECKED = 1 << 14
-"""Most descriptors that are compared one by one in a search for overlaps: parts whose dims are not nested in each
-other."""
+"""Most descriptors that are compared one by one: parts whose dims are not nested in each other."""
 
 _Step = tuple[int, int, bool]  # byte stride, entries, and whether they are the blocks
 
 
 class Spot(NamedTuple):
-    """Where one part of one view lies in its memory, over all blocks."""
-
     lo: int
     hi: int  # behind the last byte
     view: View
@@ -50,7 +43,6 @@ class Spot(NamedTuple):
 
 
 def part_bytes(part: Part) -> int:
-    """Bytes of a block from a part's first element to behind its last."""
     return part.itemsize + sum([d.stride * (d.size - 1) for d in part.dims])
 
 
@@ -65,11 +57,7 @@ def spot(view: View, part: Part, blocks: int, length: int) -> Spot:
 
 
 def check_overlap(spots: Sequence[Spot]) -> None:
-    """Refuse a byte that belongs to two parts or two blocks of one group.
-
-    Raises:
-        LayoutError: Naming both parts, or that they cannot be compared.
-    """
+    """Refuse a byte that belongs to two parts or two blocks of one group."""
     places: dict[tuple[int, int], list[Spot]] = {}
     for each in spots:
         places.setdefault((each.view.group, each.view.memory), []).append(each)
@@ -81,8 +69,7 @@ def check_overlap(spots: Sequence[Spot]) -> None:
 def _check_apart(spots: list[Spot], budget: list[int]) -> None:
     """No byte is in two of these arrays, nor twice in one.
 
-    Of arrays that mesh the outermost dim is dropped if all have it and one entry of it, of all together, is no longer
-    than its stride. Otherwise they are compared descriptor by descriptor.
+    The outermost dim is dropped if all have it, and one entry of it is no longer than its stride.
     """
     for cluster in _clusters(spots):
         first = cluster[0]
@@ -184,11 +171,7 @@ def pools(layout: Layout) -> tuple[int, ...]:
 
 
 def check_pools(layout: Layout, spots: Sequence[Spot]) -> tuple[int, ...]:
-    """Sweep every memory from end to end, and say what `pools` says.
-
-    Raises:
-        LayoutError: Two groups overlap with pages of different sizes.
-    """
+    """Sweep every memory from end to end, and say what `pools` says; refuse overlaps of pages of different sizes."""
     pool = list(range(len(layout.groups)))
     if len(pool) == 1 or layout.slotted is True:
         return tuple(pool)

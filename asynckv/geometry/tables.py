@@ -1,24 +1,16 @@
 """Once per peer: the descriptors of every span of tokens, in tables that NIXL prepares and requests index.
 
-Most of the work of a plan depends on the peer only. What is read of it (its `Share`s) is, per layer and part, an
-array that lies in two memories with two sets of strides (`strides`). Of one pair of kernel blocks, ours and theirs,
-it makes a number of **descriptors**: byte ranges that are contiguous on both sides. They are the same for every other
-pair of blocks, but for `block * stride`; so a `DescTable` holds one row per descriptor, and a request only says which
-blocks.
+What is read of a peer (its `Share`s) is, per layer and part, an array that lies in two memories with two sets of
+strides. Of one pair of kernel blocks it makes a number of **descriptors**, byte ranges that are contiguous on both
+sides, which are the same for every other pair but for `block * stride`. A `DescTable` holds one row per descriptor.
 
-Which tokens of the two blocks meet is a **span**: `(offset here, offset there, tokens)`. Equal block sizes on aligned
-boundaries know a single span, the whole block; two sizes know a few, that repeat. A first token inside a block adds
-one of its own, the first time it occurs. States have a single span, the whole. There is a table per span: the regular
-ones are made when the peer is first met, any other when a request needs it, and no more than `MAX_TABLES` of them, and
-`MAX_KEPT_ROWS` rows, are kept.
+Which tokens of the two blocks meet is a **span**: `(offset here, offset there, tokens)`. There is a table per span: the
+regular ones are made when the peer is first met, others when a request needs them. The remote strides are a stranger's,
+so what a table may cost is counted before it is made.
 
-The remote strides are a stranger's, so what a table may cost is counted before it is made.
-
-With numbers: one local rank holds 8 heads of 128 elements of 2 bytes, one remote rank 4 of these. A kernel block is 16
-tokens on both sides, and tokens lie within heads. Then the 4 heads that both hold are contiguous on both sides,
-4 x 16 x 128 x 2 = 16 KiB, and a layer's `k` is one row. If heads lie within tokens instead, 4 of 8 heads are contiguous
-only within one token, 1 KiB, and it is 16 rows. With blocks of 16 tokens here and 32 there, there are two spans,
-`(0, 0, 16)` and `(0, 16, 16)`, each with a table of its own.
+With numbers: one local rank holds 8 heads of 128 elements of 2 bytes, one remote rank 4 of these; a kernel block is 16
+tokens. With tokens within heads, the 4 heads are 4 x 16 x 128 x 2 = 16 KiB, one row. With heads within tokens they are
+contiguous only within one token, 1 KiB, and it is 16 rows.
 """
 
 from __future__ import annotations
@@ -54,19 +46,16 @@ MAX_SHAPES = 4096
 
 MAX_REGULAR = 64  # most tables that are made for a pair of groups before any request needs them
 MAX_ROWS = 1 << 18
-"""Most rows of all tables made for a peer beforehand, and of one made later: the remote strides decide it. So
-many take 50 ms; 128 layers of keys and values have as many where blocks of 1,024 tokens share one token at a time."""
+"""Most rows of all tables made for a peer beforehand, and of one made later: so many take 50 ms."""
 
 MAX_KEPT_ROWS = 4 * MAX_ROWS
-"""Most rows of all tables kept per peer, some 70 MB: a stranger's strides make tables of many rows, and odd first
-tokens many tables."""
+"""Most rows of all tables kept per peer, some 70 MB."""
 
 WARN_ROWS = 8
 """Rows per layer beyond which an operator is told of small pieces. Fewer are as the model makes them."""
 
 SMALL_PIECE = 4096
-"""Bytes of a piece below which its descriptor costs more than its bytes: over UCX in host memory 1 KiB took 5 us and
-16 KiB 9 us."""
+"""Bytes of a piece below which its descriptor costs more: over UCX in host memory 1 KiB took 5 us and 16 KiB 9 us."""
 
 
 class Span(NamedTuple):
@@ -128,10 +117,7 @@ class GroupPair:
     """A group of ours and one of theirs that share layers, and what pairing their blocks has to know.
 
     Attributes:
-        local_index, remote_index: Their numbers in the two layouts.
-        local, remote: The groups.
-        entry: Tokens of which the first token to be read must be a multiple: a scale may cover several tokens, and an
-            entry is read whole.
+        entry: Tokens of which the first token to be read must be a multiple, because a scale's entry is read whole.
         local_size, remote_size: Tokens per kernel block.
         remote_blocks: Kernel blocks of the remote group.
         whole: The span of a whole block, where both sizes are one.
@@ -165,8 +151,6 @@ class PeerTables:
     """How what is read of one remote rank maps onto our memory; made once per peer.
 
     Args:
-        local: Our layout, checked.
-        remote: The remote rank's layout, checked, and found comparable by `compare`.
         shares: What is read of it, from `assign`.
         ids: Where table ids come from, for all peers.
 
@@ -190,7 +174,6 @@ class PeerTables:
             GroupPair(a, b, local.groups[a], remote.groups[b], math.lcm(*(_entry(s, local.groups[a]) for s in shares)))
             for (a, b), shares in pairs.items()
         )
-        """Local and remote groups that share layers."""
         spans = [span for pair in pairs for span in self._regular_spans(*pair)]
         if (rows := sum(map(self._num_rows, spans))) > MAX_ROWS:
             raise LayoutError(
@@ -247,7 +230,6 @@ class PeerTables:
             )
 
     def table(self, span: Span) -> DescTable:
-        """Return the table of a span, made on first use."""
         if (table := self._tables.get(span)) is not None:
             self._tables.move_to_end(span)
             return table
@@ -257,14 +239,12 @@ class PeerTables:
 
     @property
     def is_full(self) -> bool:
-        """There are more tables, or rows of them, than are kept."""
         return len(self._tables) > MAX_TABLES or self._num_kept_rows > MAX_KEPT_ROWS
 
     def evict(self, in_use: set[int]) -> list[DescTable]:
         """Forget tables beyond what is kept, the least recently used first, and return them.
 
-        Tables in use stay, for whoever planned with one has yet to post with it; so do the regular ones, which the next
-        aligned request would only make again. There may be more than are kept then.
+        Tables in use and regular ones stay, so there may be more than are kept.
         """
         if not self.is_full:
             return []
@@ -297,7 +277,6 @@ class PeerTables:
 
 
 def _entry(share: Share, group: Group) -> int:
-    """Tokens that one entry of a part covers. Of states nobody asks: they are read whole."""
     return share.local_part.tokens_per_entry if share.local_part.has_tokens else group.kernel_size
 
 
@@ -323,7 +302,6 @@ class _Alike:
         return [*dims, (span.tokens // each, *token)] if any(token) else list(dims)
 
     def num_rows(self, span: Span) -> int:
-        """Rows per part, of one span."""
         return count_descriptors(self._shape.itemsize, self._dims(span))
 
     def rows(self, span: Span) -> Int64s:
@@ -339,7 +317,6 @@ class _Alike:
 
 
 def _sort_alike(shares: Sequence[Share]) -> list[_Alike]:
-    """Put parts of one shape together."""
     found: dict[_Shape, list[tuple[int, ...]]] = {}
     for local_view, remote_view, local, remote, lo, hi in shares:
         twins = {d.name: d for d in remote.dims}

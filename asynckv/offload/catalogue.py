@@ -1,25 +1,17 @@
 """The catalogue: which keys are where, which slot a store gets, what is evicted, and what is brought back.
 
-It decides and carries nothing. Jobs come in (`store`, `load`, `cancel`), `moves` says which transfers are to be
-carried out next, and `ended` tells how one ended; `news` says what became of jobs. It holds no bytes and no thread,
-and reads no clock. So it may live beside an engine or in a scheduler's process whose workers carry the moves out: the
-slots are the same on all of them.
+Jobs come in (`store`, `load`, `cancel`), `moves` says which transfers are to be carried out next, `ended` tells how one
+ended, and `news` what became of jobs. It has no bytes, thread or clock, so it may live in a scheduler's process whose
+workers carry the moves out. The order is: first `moves`, then `forgotten` (what an index on disk must no longer say,
+before those moves begin), then `news`.
 
-In which order: after calls and ends of moves, first `moves`, then `forgotten` (what an index on disk must no longer say
-of slots, some of which those moves write anew: tell it before they are begun), then `news`.
+Loads and stores share the link to the device, promotions and write-backs the file tier; of each two the first is served
+first, within budgets. A load takes a slot of host memory per block that is promoted, and lets go of it when the block
+has reached the device. If nothing runs and only pins hold the slots, the load fails.
 
-What goes first
----------------
-
-Loads and stores share the link to the device, promotions and write-backs the file tier; of each two the first is
-served first, within budgets of bytes that are under way. At least one move of a kind may always run, and what is in
-doubt counts for no budget. A load takes a slot of host memory per block that is promoted, and lets go of it when that
-block has reached the device: so a load of any length passes through any number of slots, and what it has yet to load
-is held, so that its own promotions do not evict it. If nothing runs, and no slot can be had for a promotion, only pins
-hold them, and waiting would be for ever: then the load fails.
-
-A prompt's blocks are used, and so kept, in order from its end: what is evicted first is the end of a chain. A block
-whose predecessor is gone is found by no lookup, is not used any more, and leaves."""
+A prompt's blocks are used in order from its end, so the end of a chain is evicted first. A block whose predecessor is
+gone is found by no lookup, is not used any more, and leaves.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +42,9 @@ class Catalogue:
     """All that is stored in one rank's tiers, and what is under way.
 
     Args:
-        groups: What is stored, see `asynckv.offload.keys.stored_groups`.
         hash_tokens: Tokens per hash.
-        host_bytes: Size of the host tier.
         file_bytes: Size of the file tier; 0 if there is none.
-        policy: Who is evicted, by name, see `asynckv.offload.eviction`.
+        policy: Which blocks are evicted, by name, see `asynckv.offload.eviction`.
         budgets: How much may be under way.
 
     Raises:
@@ -98,7 +88,6 @@ class Catalogue:
         return look_up(self.groups, self.hash_tokens, self.host, self.file, as_hashes(hashes))
 
     def statistics(self) -> dict[str, int]:
-        """Gauges and counters, for metrics."""
         running = self.traffic.running.values()
         said = {f"{kind}_bytes_under_way": n for kind, n in self.traffic.under_way.items()}
         said |= {"jobs": len(self.jobs), "pins": len(self.pins), "moves": len(running)}
@@ -147,8 +136,8 @@ class Catalogue:
     ) -> None:
         """Store blocks of a request; `news` says how it ended.
 
-        What is stored already is not stored again, and what another job is storing is waited for. Blocks for which
-        there is no room are left out, from the end of each group.
+        What is stored already is not stored again. Blocks for which there is no room are left out, from the end of each
+        group.
 
         Args:
             hashes: Of the whole prompt, from its start.
@@ -205,21 +194,13 @@ class Catalogue:
         until: float = math.inf,
         is_pinning: bool = False,
     ) -> None:
-        """Load blocks of a request; `news` says how it ended.
+        """Load blocks of a request, with `store`'s arguments; `news` says how it ended.
 
         What is in the file tier alone is promoted first, and what is being stored is waited for. If a block is stored
         nowhere, nothing is moved.
 
         Args:
-            hashes: Of the whole prompt, from its start.
-            tokens: Where the prefix ends, as `lookup` said; all that is hashed if left out.
-            first_token: The caller has what is before it.
-            positions: Per group, the blocks to load; what `needed` says if left out.
-            until: When what has not been posted is given up.
             is_pinning: What has been loaded stays in host memory; once all has, until `unpin` of the job's id.
-
-        Raises:
-            LocalProtocolError: The job is known already, or an argument makes no sense; nothing was changed.
         """
         mine, where = self._request(job_id, hashes, tokens, first_token, positions)
         job = self._jobs.begin(job_id, JobKind.LOAD, until, is_pinning=is_pinning)
@@ -276,11 +257,7 @@ class Catalogue:
     ) -> tuple[Piece, ...]:
         """Keep what is stored of a prefix until `unpin`; returns what is in host memory, by group.
 
-        What is in the file tier alone stays there, and what is not stored yet is not pinned. With a `place` only what
-        that tier has is.
-
-        Raises:
-            LocalProtocolError: There is a pin or a job of that name.
+        What is in the file tier alone stays there. With a `place` only what that tier has is pinned.
         """
         mine, where = self._request(name, hashes, tokens, first_token, positions)
         self._use(mine, where)
@@ -313,9 +290,7 @@ class Catalogue:
         return True
 
     def evict(self, hashes: Sequence[str | bytes] | None = None, place: Place | None = None) -> tuple[int, int]:
-        """Let nobody find a prompt's blocks any more, or any block, but for those that are pinned.
-
-        What is being read is read to its end. With a `place` only what that tier has is evicted.
+        """Evict a prompt's blocks, or all; with a `place` only that tier's. What is being read is read to its end.
 
         Returns:
             How many blocks were given up, and how many were left because they are pinned.
@@ -343,16 +318,9 @@ class Catalogue:
         return count - left, left
 
     def recover(self, found: Iterable[tuple[int, int, bytes]], others: Iterable[tuple[int, int]] = ()) -> int:
-        """Take in `(group, slot, hash)` that the file tier found in its index, the least recently used first.
+        """Take in `(group, slot, hash)` of the file tier, the least recently used first; returns how many were taken.
 
-        Returns how many were taken in. What was not is among what is `forgotten`.
-
-        Args:
-            found: What can be found from now on.
-            others: `(group, slot)` of other models' blocks. They keep their room until it is needed, and go first.
-
-        Raises:
-            LocalProtocolError: There is no file tier, or it is not empty.
+        What was not is among what is `forgotten`. `others` are `(group, slot)` of other models' blocks, which go first.
         """
         if self.file is None or any(True for _ in self.file.entries()):
             raise LocalProtocolError("only an empty file tier takes in what was recovered")
@@ -380,7 +348,6 @@ class Catalogue:
         return freed
 
     def news(self) -> list[JobEnded | JobReturned]:
-        """Return what became of jobs, since the last call."""
         return self._jobs.news()
 
     def moves(self, now: float) -> list[Move]:
@@ -426,9 +393,6 @@ class Catalogue:
         """Note how a move ended; after `IN_DOUBT` another ending may follow, and frees what it touches.
 
         Args:
-            move_id: Which one.
-            ending: How.
-            cause: For people.
             lost: Of a move that is `DONE`, blocks that are not, counted over its pieces: a file had them corrupt.
 
         Raises:
@@ -617,7 +581,6 @@ class Catalogue:
     # -- audits ------------------------------------------------------------------------------------
 
     def check_integrity(self) -> list[str]:
-        """Recount everything; a list of what does not add up."""
         wrong = [text for tier in self._tiers() for text in tier.audit()] + self.traffic.audit() + self._jobs.audit()
         touched: dict[Entry, set[int]] = {}
         to_write = set(self._jobs.to_write())

@@ -15,8 +15,6 @@ LOOKED_AT = 64  # loads that wait, in one turn
 
 
 class Cutting:
-    """Cuts loads, stores and promotions."""
-
     def __init__(
         self, groups: Sequence[StoredGroup], host: Tier, file: Tier | None, jobs: Jobs, traffic: Traffic
     ) -> None:
@@ -24,7 +22,6 @@ class Cutting:
         self._turn = 0
 
     def of(self, kind: MoveKind, of: JobKind) -> list[Move]:
-        """Cut moves between the device and host memory."""
         moves, ready = list[Move](), self._jobs.ready[of]
         while ready:
             over, is_full = list[Job](), False
@@ -44,7 +41,6 @@ class Cutting:
         return moves
 
     def _next(self, kind: MoveKind, job: Job) -> tuple[list[Item], int]:
-        """Take what fits into one move."""
         items, num_bytes = list[Item](), 0
         while job.todo:
             position, entry = job.todo[0]
@@ -61,7 +57,6 @@ class Cutting:
         return items, num_bytes
 
     def _post(self, kind: MoveKind, job: Job, items: list[Item], num_bytes: int) -> Move:
-        """Hand out a move between the device and host memory."""
         move = self._traffic.begin(kind, job, items, self._host, [], num_bytes)
         job.running.add(move.move_id)
         if kind is MoveKind.STORE:  # from now on the move keeps the slots
@@ -71,8 +66,7 @@ class Cutting:
     def promotions(self, patience: float = LOOKED_AT) -> Iterator[Move]:
         """Find slots for what loads need from the file tier, the first job first.
 
-        After so many jobs that have to go on waiting, only some of the others are looked at, by turns: what they need
-        may have come to host memory for somebody else.
+        After so many jobs that have to go on waiting, only some of the others are looked at, by turns.
         """
         absent, full = self._jobs.absent, set[int]()
         jobs, waiting = list(absent.values()), 0

@@ -1,10 +1,8 @@
 """How long a stored prefix is: what a lookup says.
 
-A prefix of `n` tokens can be used if every group has what somebody needs who continues after `n` tokens: attention over
-all tokens needs every block, a window the blocks of its last tokens, a state group the state at exactly `n`. The groups
-must agree on `n`, which is a multiple of all their block sizes.
-
-It is worked out over arrays, a group's blocks at once: a prompt has thousands of them, and schedulers ask often.
+A prefix of `n` tokens can be used if every group has what is needed to continue after `n` tokens: every block, the
+blocks of a window, or the state at exactly `n`. The groups must agree on `n`. It is worked out over arrays, because a
+prompt has thousands of blocks, and schedulers ask often.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ from asynckv.offload.keys import StoredGroup, block_hashes, needed
 from asynckv.offload.tier import Tier
 
 ABSENT, READY, IN_FILE, STORING = range(4)
-"""What is known of one block: nothing; in host memory; in the file tier alone; being written into host memory. The
-first two are what an array of whether it is in host memory has."""
+"""What is known of one block: nothing; in host memory; in the file tier alone; being written into host memory."""
 
 FEW = 256  # blocks that are looked up together: most prompts are not stored, and of these no more is looked at
 Codes = npt.NDArray[np.uint8]
@@ -63,10 +60,8 @@ class Found(Struct, frozen=True, gc=False):
 
 
 def longest(groups: Sequence[StoredGroup], codes: Sequence[Codes], align: int = 1) -> Found:
-    """Say how long the stored prefix is, from what is known of every group's blocks; what lies beyond is absent.
-
-    It ends at a multiple of `align`, as well as of all block sizes.
-    """
+    """Say how long the stored prefix is, from what is known of every group's blocks; it ends at a multiple of
+    `align`."""
     align = math.lcm(align, *(group.block_size for group in groups))
     there = [_usable(group, code != ABSENT) for group, code in zip(groups, codes, strict=True)]
     ready = [_usable(group, code == READY) for group, code in zip(groups, codes, strict=True)]
@@ -101,14 +96,12 @@ def _common(groups: Sequence[StoredGroup], usable: Sequence[npt.NDArray[np.bool_
 
 
 def _last(usable: npt.NDArray[np.bool_]) -> int:
-    """Return the place after the last that is usable; 0 if none is."""
     if not usable.any():
         return 0
     return len(usable) - int(usable[::-1].argmax())
 
 
 def look_up(groups: Sequence[StoredGroup], hash_tokens: int, host: Tier, file: Tier | None, keys: list[bytes]) -> Found:
-    """Say how long the stored prefix of a prompt is; `keys` are its hashes."""
     return longest(groups, known(dict(enumerate(groups)), hash_tokens, host, file, keys))
 
 

@@ -1,15 +1,13 @@
 """One caller's request to store or load, and the transfers that carry it out.
 
-A *job* is what somebody asked for: it ends once, and is told how. A *move* is one transfer between two places, as it is
-given to whoever carries bytes. A job has several moves if its blocks do not fit into one, or become ready one after
-another; a promotion or a write-back belongs to no job.
+A *job* is what a caller asked for: it ends once, and is told how. A *move* is one transfer between two places. A
+promotion or a write-back belongs to no job.
 
     RUNNING --all is moved--> OVER
     RUNNING --FAILED, CANCELLED--> DRAINING --nothing runs--> OVER
                                    DRAINING --only what is in doubt runs--> HELD --nothing is in doubt--> OVER
 
-The outcome is bounded in time and the custody of the caller's blocks is not, so they are two events, as they are for a
-pull: a job in doubt is told that it has failed on entering HELD, and that its blocks are its caller's again on leaving.
+A job in doubt is told that it has failed on entering HELD, and that its blocks are its caller's again on leaving.
 Transfers cannot be called back: a cancelled job ends when what was posted has ended.
 """
 
@@ -45,10 +43,8 @@ class Piece(Struct, frozen=True, gc=False):
     """What a move carries of one group; the lists belong together, block by block.
 
     Attributes:
-        group: Index of the group.
         hashes: The blocks' keys.
         positions: Their places in the list of blocks of the job's request; empty if the device has no part in it.
-        host_slots: Where they lie in host memory.
         file_slots: Where they lie in the file tier; empty if it has no part in it.
     """
 
@@ -62,8 +58,7 @@ class Piece(Struct, frozen=True, gc=False):
 class Move(Struct, frozen=True):
     """One transfer, to be carried out and told of by `Catalogue.ended`.
 
-    Attributes:
-        job_id: Whose blocks of the device it reads or writes; for a promotion who asked first; empty for a write-back.
+    `job_id` says whose blocks of the device it reads or writes; a promotion has who asked first, a write-back none.
     """
 
     move_id: int
@@ -74,13 +69,10 @@ class Move(Struct, frozen=True):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks over all groups."""
         return sum(len(piece.hashes) for piece in self.pieces)
 
 
 class JobKind(enum.StrEnum):
-    """What a job is for."""
-
     LOAD = "load"
     STORE = "store"
 
@@ -183,8 +175,6 @@ WHEN: Mapping[JobState, Mapping[Callable[[Job], bool], JobState]] = {
 
 
 class Item(NamedTuple):
-    """One block of a job: its position in the request, and what is kept of it."""
-
     position: int
     entry: Entry
 
@@ -242,15 +232,10 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Nothing more is heard of it."""
         return self.state is S.OVER
 
     def receive(self, event: JobEvent, outcome: JobOutcome, cause: str = "") -> None:
-        """Take an event; the first outcome counts.
-
-        Raises:
-            LocalProtocolError: It is over; nothing was changed.
-        """
+        """Take an event; the first outcome counts. An event of a job that is over is a `LocalProtocolError`."""
         after = ON_EVENT[self.state].get(event)
         if after is None:
             raise LocalProtocolError(f"{event.name} while job {self.job_id!r} is {self.state.name}")

@@ -1,7 +1,4 @@
-"""All jobs of a catalogue: what each holds and waits for, and what is to be told of them.
-
-Those that can go on are listed apart, so that no turn looks at jobs that wait.
-"""
+"""All jobs of a catalogue that are not over: what each holds and waits for, and what is to be told of them."""
 
 from __future__ import annotations
 
@@ -15,14 +12,8 @@ from asynckv.offload.tier import Tier
 
 
 class Jobs:
-    """Jobs that are not over.
-
-    Attributes:
-        by_name: All of them.
-        ready: Those of each kind that have something to be moved at once.
-        absent: Those that need blocks from the file tier.
-        pins: By name, what is kept in which tier.
-    """
+    """Jobs that are not over, by name; those that can go on are listed apart, so that no turn looks at jobs that
+    wait."""
 
     def __init__(self, num_groups: int, host: Tier, file: Tier | None) -> None:
         self._num_groups, self._host, self._file = num_groups, host, file
@@ -34,37 +25,31 @@ class Jobs:
         self._deadline = math.inf  # of some job the first, or before: jobs are looked at then, and not in every turn
 
     def begin(self, job_id: str, kind: JobKind, until: float, *, is_pinning: bool = False) -> Job:
-        """Know a job."""
         job = self.by_name[job_id] = Job(job_id, kind, until, is_pinning=is_pinning)
         self._deadline = min(self._deadline, until)
         return job
 
     def news(self) -> list[JobEnded | JobReturned]:
-        """Return what became of jobs, since the last call."""
         news, self._news = self._news, []
         return news
 
     # -- what they hold ----------------------------------------------------------------------------
 
     def hold(self, job: Job, tier: Tier, entry: Entry) -> None:
-        """A job needs a block."""
         tier.hold(entry, job.job_id)
         job.holding.add(entry)
 
     def let_go(self, job: Job, tier: Tier, entry: Entry) -> None:
-        """A job needs a block no more."""
         job.holding.discard(entry)
         tier.let_go(entry, job.job_id)
 
     def let_go_all(self, job: Job, items: Sequence[Item]) -> None:
-        """A job needs blocks of host memory no more."""
         name, let_go = job.job_id, self._host.let_go
         job.holding.difference_update([entry for _, entry in items])
         for _, entry in items:
             let_go(entry, name)
 
     def do(self, job: Job, position: int, entry: Entry) -> None:
-        """A block that a job holds can be moved."""
         job.todo.append(Item(position, entry))
         self.ready[job.kind][job.job_id] = job
 
@@ -100,7 +85,6 @@ class Jobs:
     # -- how they end ------------------------------------------------------------------------------
 
     def cancel(self, job: Job) -> None:
-        """Begin nothing more for a job."""
         was_running = job.state is JobState.RUNNING
         job.receive(JobEvent.CANCELLED, JobOutcome.CANCELLED)
         if was_running:
@@ -108,7 +92,6 @@ class Jobs:
         self.settle(job)
 
     def fail(self, job: Job, outcome: JobOutcome, cause: str) -> None:
-        """A job cannot be carried out any more."""
         if job.state in (JobState.RUNNING, JobState.DRAINING):
             was_running = job.state is JobState.RUNNING
             job.receive(JobEvent.FAILED, outcome, cause)
@@ -151,7 +134,6 @@ class Jobs:
             self.let_go(job, self._host, entry)
 
     def settle(self, job: Job) -> None:
-        """Look whether a job is over."""
         if (told := job.settle(self._num_groups)) is not None:
             self._news.append(told)
         if job.is_over and self.by_name.pop(job.job_id, None) is not None and job.is_pinning:
@@ -175,11 +157,9 @@ class Jobs:
     # -- audits ------------------------------------------------------------------------------------
 
     def to_write(self) -> Iterator[Entry]:
-        """Return what stores have yet to write."""
         return (item.entry for job in self.by_name.values() if job.kind is JobKind.STORE for item in job.todo)
 
     def audit(self) -> list[str]:
-        """Recount those that can go on; a list of what does not add up."""
         jobs, wrong = self.by_name.values(), list[str]()
         ready = {name for some in self.ready.values() for name in some}
         if ready != {job.job_id for job in jobs if job.todo}:

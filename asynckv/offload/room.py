@@ -1,9 +1,7 @@
 """How much of a prompt is stored where host memory has no room for all of it.
 
-Groups share the bytes of a tier, and a prefix is of use only if all of them have it. So if one finds no room for all of
-its blocks, none keeps more than the longest beginning of the prompt for which there is room in all of them: what lies
-beyond would be found by no lookup, and would have taken the place of something that is. For the same reason it is known
-how much that is before anything is evicted.
+Groups share the bytes of a tier, and a prefix is of use only if all of them have it. So none keeps more than the
+longest beginning of the prompt for which there is room in all of them, which is worked out before anything is evicted.
 """
 
 from __future__ import annotations
@@ -31,9 +29,6 @@ def make_room(
     """Find room for a prompt's new blocks, or for those of its longest beginning that can be used.
 
     Args:
-        groups: Whose blocks these are.
-        host: Where there is to be room.
-        file: What it has counts as kept.
         keys: Per group, those of all blocks of the prompt.
         new: Per group, which are to be stored, in order.
         spared: What was used in this tick: it is not evicted.
@@ -74,7 +69,6 @@ def make_room(
 
 
 def _count(places: Sequence[int], tokens: int, group: StoredGroup) -> int:
-    """How many of some blocks end within so many tokens."""
     return bisect_right(places, tokens // group.block_size - 1)
 
 

@@ -1,12 +1,11 @@
-"""What one tier keeps: its blocks by their keys, their slots, and who has to go when room is wanted.
+"""What one tier keeps: its blocks by their keys, their slots, and which have to go when room is wanted.
 
-Every change of an entry goes through here, so that what follows from it happens in one place: a block that is written
-can be found and evicted; one that is dropped cannot be found; one that is gone gives its slot back.
+Every change of an entry goes through here: a block that is written can be found and evicted; one that is dropped cannot
+be found; one that is gone gives its slot back.
 
-Groups whose records have other sizes compete for the same bytes. A group evicts its own blocks first. If it has none to
-evict, or has evicted a chunk's worth, it may take a whole chunk from records of another size: the chunk whose last use
-is longest ago, and in the second case only if every block in it was used before the one that was evicted last. So what
-goes is what the policy would have chosen, and a mix of groups that changes over time is followed.
+A group evicts its own blocks first. If it has none, or has evicted a chunk's worth, it may take a whole chunk from
+records of another size: the chunk whose last use is longest ago, and in the second case only if every block in it was
+used before the one that was evicted last. So what goes is what the policy would have chosen.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from asynckv.offload.slots import Room, Slots
 
 
 class Place(enum.StrEnum):
-    """Where blocks are kept."""
-
     HOST = "host"
     FILE = "file"
 
@@ -37,15 +34,6 @@ SLICE = 512  # blocks that are dropped in one turn, of all that are: about a mil
 
 
 class Tier:
-    """One tier.
-
-    Args:
-        place: Which one.
-        groups: What is kept.
-        num_bytes: How much fits.
-        policy: By name, see `asynckv.offload.eviction`.
-    """
-
     def __init__(self, place: Place, groups: Sequence[StoredGroup], num_bytes: int, policy: str) -> None:
         self.place = place
         self.slots = Slots(num_bytes, [group.record_bytes for group in groups], f"{place}_bytes")
@@ -82,10 +70,8 @@ class Tier:
     # -- room --------------------------------------------------------------------------------------
 
     def make(self, group: int, hashes: Sequence[bytes], spare: int = -1) -> list[Entry]:
-        """Find room for blocks that are to be written, evicting others; for as many as there is room.
-
-        What was used in the tick `spare` is not evicted.
-        """
+        """Find room for blocks that are to be written, for as many as there is; what was used in the tick `spare`
+        stays."""
         if not self.takes_more:
             return []
         kind, self._spared = self.slots.kinds[group], spare
@@ -183,10 +169,11 @@ class Tier:
         return 0 < self._idle_in[chunk] == len(self._in_chunk[chunk]) and self._used[chunk] != self._spared
 
     def recover(self, found: Iterable[tuple[int, int, bytes]], others: Iterable[tuple[int, int]] = ()) -> int:
-        """Take in `(group, slot, hash)` that were found in the tier, the least recently used first; returns how many.
+        """Take in `(group, slot, hash)` that were found in the empty tier, the least recently used first; returns how
+        many.
 
-        Only while the tier is empty. What is not taken in is freed: it lies outside the tier, shares its slot with
-        another, or is there twice. `others` are `(group, slot)` of blocks that have another model's hashes.
+        What lies outside, shares its slot or is there twice is freed. `others` are `(group, slot)` of other models'
+        blocks.
         """
         found, tick = list(found), self.tick
         wanted = [(g, slot, h) for (g, h), slot in {(g, h): slot for g, slot, h in found}.items()]
@@ -215,7 +202,6 @@ class Tier:
     # -- entries -----------------------------------------------------------------------------------
 
     def use(self, entries: Iterable[Entry]) -> None:
-        """Note that blocks that can be found were used, the last of a prompt first."""
         for entry in entries:
             self._mark(entry)
             self.policies[entry.kind].use(entry)
@@ -282,13 +268,11 @@ class Tier:
         return bool(self._doomed)
 
     def hold(self, entry: Entry, holder: str) -> None:
-        """Keep a block for somebody."""
         if self._is_idle(entry):
             self._count(entry, -1)
         entry.hold(holder)
 
     def let_go(self, entry: Entry, holder: str) -> None:
-        """Let one holder go."""
         if holder in entry.holders:
             if entry.let_go(holder):
                 self._gone(entry)
@@ -296,13 +280,11 @@ class Tier:
                 self._settle(entry)
 
     def begin(self, entry: Entry, move: int) -> None:
-        """Note a transfer that will touch a slot."""
         if self._is_idle(entry):
             self._count(entry, -1)
         entry.begin(move)
 
     def end(self, entry: Entry, move: int) -> None:
-        """Note that a transfer touches a slot no more."""
         if move in entry.moves:
             if entry.end(move):
                 self._gone(entry)
@@ -350,11 +332,9 @@ class Tier:
 
     @property
     def num_idle(self) -> int:
-        """How many blocks are complete, and nobody holds or moves them."""
         return sum(self._idle)
 
     def entries(self) -> Iterator[Entry]:
-        """Return all blocks, those that are leaving among them."""
         for index in self.index:
             yield from index.values()
         yield from self._unfound()

@@ -1,10 +1,7 @@
 """What is under way: moves that were handed out, within budgets of bytes.
 
-Every kind of move has a budget of its own, so that none keeps another from running; write-backs have a rate besides.
-One move of a kind may always run, however large its blocks are, and what is in doubt counts for no budget: it may stay
-so for ever, and would keep everything else waiting.
-
-It refuses to know what is moved why, and what becomes of it.
+Every kind of move has a budget of its own; write-backs have a rate besides. One move of a kind may always run, and what
+is in doubt counts for no budget, because it may stay so for ever.
 """
 
 from __future__ import annotations
@@ -24,8 +21,7 @@ class Budgets(Struct, frozen=True, kw_only=True):
 
     Attributes:
         move_bytes: The most that one move carries; one block at least.
-        load_bytes, store_bytes, promotion_bytes, write_back_bytes: The most that moves of a kind carry together; one
-            move at least. A catalogue lets write-backs carry a quarter of its host memory at most.
+        load_bytes, store_bytes, promotion_bytes, write_back_bytes: The most that moves of a kind carry together.
         write_back_bytes_per_s: How fast the file tier is written.
     """
 
@@ -54,8 +50,6 @@ class Running:
 
 
 class Traffic:
-    """All moves that are under way."""
-
     def __init__(self, budgets: Budgets) -> None:
         self.budgets = budgets
         self.running: dict[int, Running] = {}
@@ -78,7 +72,6 @@ class Traffic:
         return under_way + more <= self.limits[kind] and (num_bytes == 0 or num_bytes + more <= self.budgets.move_bytes)
 
     def is_idle(self) -> bool:
-        """Whether nothing runs but what is in doubt."""
         return all(running.is_doubtful for running in self.running.values())
 
     def begin(
@@ -107,11 +100,6 @@ class Traffic:
         return move
 
     def get(self, move_id: int) -> Running:
-        """Return a move that is under way.
-
-        Raises:
-            LocalProtocolError: There is none of that number.
-        """
         running = self.running.get(move_id)
         if running is None:
             raise LocalProtocolError(f"move {move_id} is not under way")
@@ -123,7 +111,6 @@ class Traffic:
         self.under_way[running.move.kind] -= running.move.num_bytes
 
     def end(self, running: Running) -> None:
-        """Forget a move."""
         del self.running[running.move.move_id]
         if not running.is_doubtful:
             self.under_way[running.move.kind] -= running.move.num_bytes
@@ -139,11 +126,9 @@ class Traffic:
         return now if self._allowance > 0 else now + (1 - self._allowance) / rate
 
     def wrote_back(self, num_bytes: int) -> None:
-        """Note how much a write-back takes of the rate."""
         self._allowance -= num_bytes
 
     def audit(self) -> list[str]:
-        """Recount everything; a list of what does not add up."""
         under_way = dict.fromkeys(MoveKind, 0)
         for running in self.running.values():
             if not running.is_doubtful:

@@ -37,7 +37,6 @@ class WriteBack:
             self.lost += 1
 
     def switch_off(self) -> None:
-        """The file tier takes no more."""
         self._file.takes_more = False
         self.lost += len(self._host.onward)
         self._host.onward.clear()
