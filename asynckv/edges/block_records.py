@@ -1,3 +1,6 @@
+"""A catalogue's blocks as records of files. A record's key is the group's namespace and the hash; its place is its
+slot's."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,3 +1,10 @@
+"""How bytes get into files and out of them: by NIXL's POSIX back end (`file_nixl.py`), or by plain system calls.
+
+Both take a *batch* of extents, and say later whether all of it is in place. NIXL queues several batches if they bypass
+the page cache. It says that a batch has failed, but not which extent nor that nothing of it runs any more: that is what
+`reset` is for, and `transfer` tells what is wrong with one extent.
+"""
+
 from __future__ import annotations
 
 import ctypes
@@ -44,6 +51,7 @@ def view_of(memory: Memory) -> memoryview:
 
 
 def transfer(view: memoryview, extent: Extent, is_write: bool) -> None:
+    """Move one extent by system calls; `FileTooShort` if the file ends before it does."""
     near, offset, end = extent.near, extent.offset, extent.near + extent.size
     while near < end:
         if is_write:

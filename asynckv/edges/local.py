@@ -1,3 +1,11 @@
+"""A socket of the host on which an engine answers what it holds, and nothing else: no address, no port, no keys.
+
+The file system says who may ask: the socket is its user's alone (0600), in a directory that nobody else may write to.
+There is one socket per rank. It appears under its name only when somebody listens behind it, so one that refuses
+connections was left by a dead process, and the next engine removes it. A packet is preceded by its length, in four
+bytes.
+"""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,10 @@
+"""Loads the metadata of peers that nobody vouches for in a process of its own first: what kills that kills no engine.
+
+Only UCX can say whether it survives its part of the metadata (`metadata.py`). One process is kept for that, and takes
+one peer at a time, so that its end is one peer's fault. A peer that hangs it costs seconds, so hosts take turns, and
+those that were refused come last.
+"""
+
 from __future__ import annotations
 
 import asyncio
@@ -36,6 +43,7 @@ class Taster:
         self.num_refused = 0
 
     async def try_out(self, remote: AgentInfo, memories: Sequence[Memory]) -> None:
+        """Load a peer's metadata there, when it is its host's turn."""
         self._queue[place := object()] = remote.host
         try:
             while True:

@@ -1,3 +1,12 @@
+"""Refuse a layout that does not hold together, wherever it comes from.
+
+`decode_layout` takes bytes from a stranger, `valid_layout` a value that an engine built. Both apply the bounds of every
+field, and name a wrong field as people know it. `check_layout` then asks whether the fields agree with each other:
+products are bounded with Python's integers before numpy sees them, nothing is allocated by a declared count, parts fill
+their kernel blocks, views fit their memories, and no byte belongs to two things (`overlap`). After that the data path
+asserts nothing.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -65,6 +74,7 @@ _decoder: msgspec.msgpack.Decoder[Layout] = msgspec.msgpack.Decoder(Layout)
 
 
 def decode_layout(data: bytes | memoryview) -> Layout:
+    """Decode what a remote rank says of itself, or raise `LayoutError`; `check_layout` is next."""
     _check_length(len(data))
     try:
         return _decoder.decode(data)
@@ -78,6 +88,7 @@ def decode_layout(data: bytes | memoryview) -> Layout:
 
 
 def valid_layout(layout: Layout) -> Layout:
+    """Hold a layout that was made by hand to the bounds of a decoded one; numpy's integers become Python's."""
     try:
         made = msgspec.convert(msgspec.to_builtins(layout, builtin_types=(bytes,), enc_hook=_builtin), Layout)
         _check_length(len(msgspec.msgpack.encode(made)))

@@ -1,3 +1,21 @@
+"""Once per request: our blocks and the lent ones, paired by the tokens that they cover.
+
+Both sides say per group `(first token, blocks)`; the two lists are never matched by place. The wanted tokens are cut at
+*both* sides' kernel block boundaries. What lies between two cuts is in one kernel block here and in one there, at some
+offset in each: a `Span`. Blocks of one span go together into a `Pairs`. One pairing serves every remote rank whose
+groups look the same.
+
+With numbers: our kernel blocks have 16 tokens, theirs 32. Tokens 40 to 99 are wanted; the first 40 are cached.
+
+    tokens     32      40      48              64              80              96  100         112
+    local      | 2             |       3       |       4       |       5       |       6       |
+    remote     |               1               |               2               |       3
+    spans              |8,8,8  |  0,16,16      |  0,0,16       |  0,16,16      |  0,0,16       |
+
+*Tokens*: every wanted token of a block that we were given is read, from the window on if there is one. `_pair_aligned`
+is a shortcut for the usual case. *States*: exactly one block is read, the one after the last wanted token.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

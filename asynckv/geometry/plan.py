@@ -1,3 +1,11 @@
+"""What one request reads of one remote rank, cut into the read requests that are posted.
+
+A plan has, per span of tokens, pairs of kernel blocks (`pairing`) and a table of descriptors (`tables`): every pair
+times every row of the table is one descriptor. Both stay small, however long the prompt is; only what is posted next is
+expanded. NIXL merges consecutive indices whose bytes touch on both sides, so rows come one after the other, blocks
+ascend within a row, and a plan is cut between rows wherever it can be.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -74,6 +82,7 @@ class Plan:
 
 
 def plan_read(tables: PeerTables, lists: BlockLists) -> Plan:
+    """Say what is read of one remote rank for one request; `RemoteTooShort` if the prefill side offers less."""
     sections = []
     for pair in tables.group_pairs:
         for span, local, remote in lists.pairs(tables, pair):

@@ -1,3 +1,16 @@
+"""Which stored block has to go when room is wanted: policies, by name.
+
+A policy keeps an order of keys, and knows nothing of slots or transfers. Asked to `choose`, it lets go of one that is
+not busy. An entry that is busy when it is chosen stands aside until it is `idle`, and moves to the back of the queue.
+
+- `lru`: what was not used for longest goes first.
+- `s3-fifo`: three queues (Yang, Zhang, Qiu, Yue and Vigfusson, "FIFO queues are all you need for cache eviction", SOSP
+2023). What is new goes into a small queue, and leaves the tier from there unless it was used again. What has just left
+is remembered as a ghost, and goes into the main queue if it comes back.
+
+The blocks of a prompt are a chain: without the first, no other can be used. So the last one is told of first.
+"""
+
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -104,6 +117,8 @@ class LRU(Queue[K]):
 
 
 class S3Fifo(Generic[K]):
+    """A small queue for what is new, a main one for what was used again, and ghosts of what has just left."""
+
     SMALL = 10  # the small queue holds a tenth, as in the paper
 
     MOST = 3  # uses that are counted, two bits
