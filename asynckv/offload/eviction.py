@@ -5,8 +5,8 @@ not busy. An entry that is busy when it is chosen stands aside until it is `idle
 
 - `lru`: what was not used for longest goes first.
 - `s3-fifo`: three queues (Yang, Zhang, Qiu, Yue and Vigfusson, "FIFO queues are all you need for cache eviction", SOSP
-2023). What is new goes into a small queue, and leaves the tier from there unless it was used again. What has just left
-is remembered as a ghost, and goes into the main queue if it comes back.
+  2023). What is new goes into a small queue, and leaves the tier from there unless it was used again. What has just
+  left is remembered as a ghost, and goes into the main queue if it comes back.
 
 The blocks of a prompt are a chain: without the first, no other can be used. So the last one is told of first.
 """

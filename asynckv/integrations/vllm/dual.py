@@ -1,9 +1,7 @@
 """A connector that is both: each request goes to `AsyncKVConnector` or to vLLM's own `NixlConnector`, by its params.
 
-An engine with it reads from prefill engines of either connector, so that a fleet can move from the one to the other
-engine by engine (`docs/vllm.md`). It is vLLM's `MultiConnector`, but for two things. Each of the two gets the
-handshake that its own workers wrote. And a request is known to one of them only, from its arrival to its end, so that
-the other neither announces it nor answers for it.
+An engine with it reads from prefill engines of either connector (`docs/vllm.md`). It is vLLM's `MultiConnector`, but
+each of the two gets the handshake that its own workers wrote, and a request is known to one of them only.
 """
 
 from __future__ import annotations
@@ -49,8 +47,6 @@ class NixlParams(msgspec.Struct):
 
 @dataclasses.dataclass
 class BothHandshakes(KVConnectorHandshakeMetadata):
-    """What a worker's two connectors say of themselves."""
-
     parts: tuple[KVConnectorHandshakeMetadata | None, ...]
 
 
@@ -150,11 +146,8 @@ class DualConnector(MultiConnector):
 
 
 def expanded(given: KVTransferConfig) -> KVTransferConfig:
-    """Write our configuration as that of a `MultiConnector`.
-
-    Raises:
-        ConfigError: Naming the option, and what to write instead.
-    """
+    """Write our configuration as that of a `MultiConnector`; a `ConfigError` names the option, and what to write
+    instead."""
     extra = given.kv_connector_extra_config
     if given.kv_connector == MultiConnector.__name__:
         return given  # it has been written so already

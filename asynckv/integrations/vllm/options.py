@@ -1,8 +1,7 @@
 """What `kv_connector_extra_config` may say: the sections of `EngineConfig` by their own names, and little else.
 
 Both halves read it in their constructors, so that a mistake shows before a model is loaded. What is not understood is
-refused: an option that is quietly ignored is found out in production. Whoever comes from `NixlConnector` is told what
-its options are called here.
+refused, and whoever comes from `NixlConnector` is told what its options are called here.
 """
 
 from __future__ import annotations
@@ -143,11 +142,7 @@ class Options:
 
     @classmethod
     def parse(cls, given: object) -> Options:
-        """Read what a user wrote.
-
-        Raises:
-            ConfigError: Naming the option, and what to write instead.
-        """
+        """Read what a user wrote; a `ConfigError` names the option, and what to write instead."""
         values = dict(_mapping(WHERE, given))
         for name in values:
             if (remedy := OF_NIXL_CONNECTOR.get(name)) is not None:
@@ -167,9 +162,7 @@ class Options:
         """What a worker's engine is configured with.
 
         Args:
-            engine_id: vLLM's.
-            number: The worker's, among those that got the same options. All may be on one host, so a port that is
-                given is the first worker's, and the others have those that follow.
+            number: The worker's, among those that got the same options: it listens so many ports after the first one's.
 
         Raises:
             ConfigError: There is no such port.
@@ -180,11 +173,7 @@ class Options:
         return EngineConfig(engine_id=engine_id, **values)
 
     def check_addresses(self) -> None:
-        """Refuse before a model is loaded what could not listen after it; reads the files of keys.
-
-        Raises:
-            ConfigError: Naming the address or the file, and the remedy.
-        """
+        """Refuse before a model is loaded what could not listen after it; reads the files of keys."""
         from asynckv.edges.zmq import ZmqPlane
 
         try:
@@ -214,7 +203,6 @@ def remarks(options: Options, version: str, environment: Mapping[str, str], miss
 
 
 def _port_of(name: str, address: str, number: int) -> str:
-    """The address of a worker, from the first one's."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or int(port) == 0:
         return address

@@ -1,18 +1,13 @@
 """The worker's half: an engine on a thread of its own, fed with the orders of each step and asked what has ended.
 
-vLLM calls this from the thread that computes, thousands of times a second while it is idle, so nothing here waits
-but the start, sleep, wake-up and the end, and those for a bounded time. Per step it is one hand-over of orders and one
-look at what has ended.
-
-What is told to vLLM, and when, is all that can go wrong here: the scheduler frees blocks by it, counts ranks by it, and
-ends when it hears of a request twice. So:
+vLLM calls this from the thread that computes, so nothing waits but the start, sleep, wake-up and the end, and those for
+a bounded time. The scheduler frees blocks and counts ranks by what is told, and ends when it hears of a request twice:
 
 - Every pull that was ordered is told once in `finished_recving`, when its bytes are in place or nothing can write its
-  blocks any more; one that failed is in `failed_recving` as well. (Blocks are never named: with several cache groups
-  vLLM ends of it.)
+  blocks any more; one that failed is in `failed_recving` as well.
 - Every lend that was ordered is told once in `finished_sending`, also one that the engine refused.
-- Blocks that may still be written when `pull.held_s` has passed have no counterpart in vLLM: its scheduler can neither
-  keep them nor leave the request. The worker ends with an error that names the requests.
+- Blocks that may still be written when `pull.held_s` has passed have no counterpart in vLLM: the worker ends with an
+  error that names the requests.
 """
 
 from __future__ import annotations
@@ -48,16 +43,7 @@ log = logging.getLogger("vllm.asynckv")
 
 
 class WorkerHalf:
-    """What a worker of vLLM does for the connector.
-
-    Args:
-        options: What `kv_connector_extra_config` says.
-        vllm_config: vLLM's whole configuration.
-        kv_cache_config: The KV cache's.
-
-    Raises:
-        ConfigError: Something cannot be supported; names the option to change.
-    """
+    """What a worker of vLLM does for the connector."""
 
     def __init__(self, options: Options, vllm_config: Any, kv_cache_config: Any) -> None:
         check_supported(vllm_config, kv_cache_config)
@@ -79,20 +65,12 @@ class WorkerHalf:
     # -- memory ----------------------------------------------------------------------------------------------
 
     def allocation(self) -> contextlib.AbstractContextManager[Any] | None:
-        """In what vLLM shall allocate its caches: host memory that NIXL's own process can map; None for a device's.
-
-        vLLM's views and whatever took their addresses stay valid, because nothing is moved afterwards.
-        """
+        """What vLLM shall allocate its caches in: host memory that NIXL's own process can map; None for a device's."""
         is_cpu = current_platform is not None and current_platform.is_cpu()
         return shared_zeros() if is_cpu and self._config.nixl.process != "never" else None
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
-        """Declare the memory and start the engine; returns when it listens.
-
-        Raises:
-            ConfigError: Something in the memory cannot be moved; names the layer and the option to change.
-            BackendError: NIXL or ZMQ could not start.
-        """
+        """Declare the memory and start the engine; returns when it listens."""
         facts, place = ModelFacts.of(self._vllm_config), place_of(self._vllm_config)
         registration = register(self._kv_cache_config, kv_caches, place, facts)
         self._tails = Tails.of(self._kv_cache_config, kv_caches, facts)
@@ -110,7 +88,6 @@ class WorkerHalf:
             self._thread = thread.start(START_S)
 
     def _show(self, thread: EngineThread) -> None:
-        """Show the engine to Prometheus, if that is wanted."""
         if self._metrics is not None:
             from asynckv.observe.endpoint import MetricsEndpoint
             from asynckv.observe.metrics import Metrics
@@ -151,7 +128,6 @@ class WorkerHalf:
     # -- steps -----------------------------------------------------------------------------------------------
 
     def start_load(self, step: StepOrders) -> None:
-        """Hand a step's orders over, in one go."""
         self._failing.update(step.failing)
         if not step.orders:
             return
@@ -223,10 +199,7 @@ class WorkerHalf:
             results.finished_sending.add(request_id)
 
     def statistics(self) -> AsyncKVStats | None:
-        """Say what has happened since the last time, at most once a second while something is under way.
-
-        When nothing is, this may be the last step for long.
-        """
+        """Say what has happened since the last time, at most once a second while something is under way."""
         return self._tally.take(at_once=not (self._pulling or self._lent))
 
     # -- the end ---------------------------------------------------------------------------------------------
@@ -257,11 +230,8 @@ def _plain(endpoint: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def unpinned() -> Iterator[None]:
-    """Let threads that are started meanwhile run on all cores that the process may use.
-
-    vLLM pins a CPU worker's computing threads to a core each, this one among them, and a new thread inherits that: the
-    engine would share one core with the forward pass. This thread itself is pinned again afterwards.
-    """
+    """Let threads that are started meanwhile run on all cores: vLLM pins this one to a core, and new threads inherit
+    that."""
     mine = os.sched_getaffinity(0)
     if len(mine) > 1:
         yield

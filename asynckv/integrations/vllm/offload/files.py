@@ -1,10 +1,6 @@
 """The thread on which an engine's files are: a record plane wants a loop, and the scheduler's process has none.
 
-What is handed over is handed over in order, and what the plane tells comes back on this thread; the manager's lock is
-the manager's affair.
-
-Each model and geometry has a directory of its own in the one that a user names: the records of another are of no use
-here, and would be written over.
+Each model and geometry has a directory of its own in the one that a user names.
 """
 
 from __future__ import annotations
@@ -31,13 +27,8 @@ START_S = 600.0  # space is taken from the disk at the start, which takes long w
 
 
 class Files:
-    """A record plane on a thread.
-
-    Args:
-        plane: The plane.
-        on_news: Called on the thread with what has ended.
-        on_time: Called on the thread when the time has come that was last given to `wake_in`.
-    """
+    """A record plane on a thread, which calls `on_news` with what has ended, and `on_time` when `wake_in` has
+    passed."""
 
     def __init__(
         self,
@@ -50,11 +41,8 @@ class Files:
         self._timer = 0
 
     def start(self, memory: Memory) -> Sequence[Stored]:
-        """Open what is there; returns what was found.
-
-        Raises:
-            BackendError: It cannot be opened, has no room, or belongs to a process that lives.
-        """
+        """Open what is there; returns what was found. `BackendError`: it cannot be opened, has no room, or is
+        another process's."""
 
         async def start() -> Sequence[Stored]:
             return self._plane.start(memory, self._ready)
@@ -71,11 +59,9 @@ class Files:
             raise
 
     def post(self, move_id: int, op: CopyOp, records: Sequence[Record]) -> None:
-        """Hand a move over."""
         self._thread.soon(self._plane.post, TransferId(move_id), op, records)
 
     def forget(self, places: Iterable[int]) -> None:
-        """Drop what begins at some places."""
         self._thread.soon(self._plane.forget, list(places))
 
     def wake_in(self, seconds: float) -> None:
@@ -110,7 +96,6 @@ class Files:
 
 
 def folder_of(directory: str | os.PathLike[str], config: OffloadingConfig, groups: Sequence[StoredGroup]) -> Path:
-    """Say where an engine has its files."""
     what = hashlib.sha256("".join(group.namespace for group in groups).encode()).hexdigest()[:16]
     rank = f"-dp{config.parallel.data_parallel_index}" if config.parallel.data_parallel_size > 1 else ""
     return Path(directory) / f"vllm-{what}{rank}"

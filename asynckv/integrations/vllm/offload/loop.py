@@ -12,8 +12,6 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """A loop on a thread of its own, until `close`."""
-
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self.is_closed = False
@@ -32,11 +30,7 @@ class LoopThread:
             self.loop.call_soon_threadsafe(function, *args)
 
     def call(self, function: Callable[[], Awaitable[T]], timeout_s: float) -> T:
-        """Run something there, and wait for it.
-
-        Raises:
-            TimeoutError: It takes longer.
-        """
+        """Run something there, and wait for it; `TimeoutError` if it takes longer."""
 
         async def run() -> T:
             return await function()
@@ -44,7 +38,6 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """End it, and wait for that for so long. Idempotent."""
         self.is_closed = True
         self.soon(self.loop.stop)
         self._thread.join(timeout_s)

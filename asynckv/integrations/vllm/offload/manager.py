@@ -1,17 +1,13 @@
 """The scheduler's half: the catalogue, in the words of vLLM's `OffloadingManager`.
 
-vLLM asks for one key at a time, and for lists of keys; which of them make a prompt it knows itself. To the catalogue
-each list is a prompt of blocks of one token, of which some are wanted. Slots are given at once, and the workers move
-the bytes; that they have is told by `complete_store` and `complete_load`.
+vLLM asks for one key at a time, and for lists of keys. To the catalogue each list is a prompt of blocks of one token,
+of which some are wanted. Slots are given at once; `complete_store` and `complete_load` tell that workers moved the
+bytes.
 
-What is in files alone has to be brought to host memory first. A lookup that meets such a block says that it is on its
-way (`HIT_PENDING`: vLLM asks again at its next step), and the end of the step asks for all that was met. The bytes move
-in this process, for vLLM has no way to give a worker something to do that is no request's; and a file that cannot be
-read, or whose bytes are not those that were stored, is a miss, while a load that failed would be the end of the engine.
-What was brought is pinned until its request has loaded it, has begun without it, or has ended; so two requests cannot
-evict each other's blocks for ever. What finds no room any more is a miss for that request.
-
-The thread of the files comes in between vLLM's calls; vLLM holds `lock` for the length of a step.
+What is in files alone is brought to host memory first. A lookup that meets such a block says `HIT_PENDING`, and the end
+of the step asks for all that was met. The bytes move in this process, because a file that cannot be read is a miss,
+while a load that failed would end the engine. What was brought is pinned until its request has loaded it, has begun
+without it, or has ended. The thread of the files comes in between vLLM's calls; vLLM holds `lock` for a step.
 """
 
 from __future__ import annotations
@@ -101,19 +97,7 @@ class _Request:
 
 
 class Manager(OffloadingManager):
-    """asynckv's manager.
-
-    Args:
-        config: vLLM's.
-        offload: What the user wants.
-        shape: How the region is cut.
-        groups: What the catalogue is told of vLLM's groups.
-        records: Record plane; files of `offload.directory` if left out.
-        clock: Seconds.
-
-    Raises:
-        BackendError: The files are not to be had.
-    """
+    """asynckv's manager; `groups` are what the catalogue is told of vLLM's groups, and `records` is for tests."""
 
     def __init__(
         self,
@@ -167,7 +151,6 @@ class Manager(OffloadingManager):
         self._open(config, offload, records)
 
     def _open(self, config: OffloadingConfig, offload: OffloadConfig, records: RecordPlane | None) -> None:
-        """Map what the workers map, if there are files, and open them."""
         folder = folder_of(offload.directory, config, self._groups)
         if records is None and offload.directory:
             name, smallest = f"{config.engine_id}-files", self._shape.slot_bytes
@@ -192,7 +175,6 @@ class Manager(OffloadingManager):
 
     @property
     def lock(self) -> threading.RLock:
-        """What vLLM holds for the length of a step."""
         return self._lock
 
     # -- questions -----------------------------------------------------------------------------------
@@ -202,7 +184,6 @@ class Manager(OffloadingManager):
         return self._places[get_offload_group_idx(key)], key
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Say where a block is; one that is in files alone will be brought."""
         place, hash_ = self._find(key)
         allows = req_context.load_tier_filter.allows
         entry = self.catalogue.host.index[place].get(hash_)
@@ -231,11 +212,9 @@ class Manager(OffloadingManager):
         return request
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        """Say where a block came from."""
         return CacheHitSource.DISK if key in self._request(req_context).fetched else CacheHitSource.HOST
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Note that blocks were used."""
         self.catalogue.touch(list(dict.fromkeys(keys)))
 
     # -- what workers move ---------------------------------------------------------------------------
@@ -284,14 +263,12 @@ class Manager(OffloadingManager):
         return hash_ in self.catalogue.host.index[place]
 
     def _positions(self, keys: Sequence[OffloadKey]) -> list[list[int]]:
-        """Per group, which of the keys are its own."""
         out: list[list[int]] = [[] for _ in self._groups]
         for position, key in enumerate(keys):
             out[self._places[get_offload_group_idx(key)]].append(position)
         return out
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """Blocks are in their slots, on all ranks."""
         ending = Ending.DONE if success else Ending.FAILED
         self._take_name()
         for move in self._stores.completed(keys):
@@ -309,11 +286,8 @@ class Manager(OffloadingManager):
             self._has_name = False
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Say in which slots blocks are, and keep them there until `complete_load`.
-
-        Raises:
-            BackendError: One is not stored: vLLM has not asked in this step.
-        """
+        """Say in which slots blocks are, and keep them there until `complete_load`; `BackendError` if one is not
+        stored."""
         wanted = list(dict.fromkeys(keys))
         name = f"load{next(self._names)}"
         self.catalogue.load(name, wanted, positions=self._positions(wanted))
@@ -333,8 +307,7 @@ class Manager(OffloadingManager):
     def _chain(self, request: _Request, context: ReqContext, num_new: int) -> None:
         """Note that all blocks of a request were used, the end of its prompt first: what LRU gives up is an end.
 
-        vLLM stores a prompt's blocks step by step, by which the beginning would be the oldest. So this is done over
-        again when what is new has grown to an eighth of it, and at its end.
+        vLLM stores a prompt's beginning first, so this is done over again when an eighth of it is new, and at its end.
         """
         request.num_new += num_new
         if not self._is_lru or request.num_new * 8 < (1 if request.is_over else len(request.used)):
@@ -348,7 +321,6 @@ class Manager(OffloadingManager):
                 tier.use(entry for place, hash_ in found if (entry := tier.index[place].get(hash_)) is not None)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Blocks have been read."""
         self._take_name()
         for move in self._loads.completed(keys):
             self.counts["loaded_blocks"] += move.num_blocks
@@ -358,12 +330,10 @@ class Manager(OffloadingManager):
     # -- requests and steps --------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """A request has come."""
         self._request(req_context)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """A request has ended: nothing is kept for it any more."""
         request = self._request(req_context)
         request.is_over = True
         request.wanted.clear()
@@ -378,7 +348,6 @@ class Manager(OffloadingManager):
             self.catalogue.unpin(pin)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """A step has been decided on: bring what it met in files."""
         for name in context.new_req_ids:
             if (begun := self._pinned.get(name)) is not None:
                 self._release(begun)
@@ -416,15 +385,12 @@ class Manager(OffloadingManager):
     # -- what is told --------------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What came to host memory, and left it."""
         return self._seen.take()
 
     def statistics(self) -> dict[str, int]:
-        """Counters and gauges."""
         return {**self.catalogue.statistics(), **self.counts}
 
     def get_stats(self) -> OffloadingConnectorStats:
-        """For vLLM's metrics: what was counted since the last call."""
         stats = OffloadingConnectorStats()
         for name, count in (self.counts - self._told).items():
             stats.increase_counter(PREFIX + name, count)
@@ -435,7 +401,6 @@ class Manager(OffloadingManager):
         return stats
 
     def _forget(self) -> None:
-        """Rid the files' index of what was given up."""
         freed = self.catalogue.forgotten()
         if freed and self._files is not None:
             self._files.forget(self._blocks.places(freed))
@@ -453,7 +418,6 @@ class Manager(OffloadingManager):
     # -- what is moved here --------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Have done what is to be done, until nothing new follows from it."""
         is_new = True
         while is_new:
             is_new = False
@@ -500,7 +464,6 @@ class Manager(OffloadingManager):
         return self._is_checked
 
     def _keep(self, move: Move, request: _Request, keys: list[OffloadKey]) -> None:
-        """What a request waited for is in host memory: keep it there for the request."""
         self._seen.stored(move)
         if not request.is_over:
             positions = [[] for _ in self._groups]  # type: list[list[int]]

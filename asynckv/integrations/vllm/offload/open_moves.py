@@ -10,14 +10,11 @@ from asynckv.offload.job import Move
 
 
 class OpenMoves:
-    """Moves of one direction."""
-
     def __init__(self) -> None:
         self._by_key: defaultdict[OffloadKey, deque[tuple[Move, set[OffloadKey]]]] = defaultdict(deque)
         """Those that have a key, the oldest first, each with the keys that have not been told of."""
 
     def open(self, move: Move, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
-        """Note a move of some of a job's keys; returns its slots."""
         where = {
             keys[position]: slot
             for piece in move.pieces

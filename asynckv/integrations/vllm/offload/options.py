@@ -1,8 +1,6 @@
 """What `kv_connector_extra_config` may say where `OffloadingConnector` uses asynckv's spec.
 
-Some options are the connector's own, and vLLM reads them; the others are fields of `OffloadConfig`. What is not
-understood is refused, in both halves and before a model is loaded, and what vLLM's own specs call otherwise is told by
-the name that it has here.
+Some options are the connector's own, the others fields of `OffloadConfig`. What is not understood is refused.
 """
 
 from __future__ import annotations
@@ -39,16 +37,8 @@ OF_OTHER_SPECS = {
 
 
 def parse(given: Mapping[str, Any], model: str, hash_tokens: int) -> OffloadConfig:
-    """Read what a user wrote.
-
-    Args:
-        given: `kv_connector_extra_config`.
-        model: The model's name, unless one is given.
-        hash_tokens: Tokens per hash, which is vLLM's to say.
-
-    Raises:
-        ConfigError: Naming the option, and what to write instead.
-    """
+    """Read what a user wrote; `model` is the model's name, unless one is given. A `ConfigError` says what to write
+    instead."""
     for name in given:
         if name in OF_OTHER_SPECS and (name != "canonical_layout" or given[name]):
             raise ConfigError(f"{WHERE}.{name} is an option of vLLM's own offloading specs; {OF_OTHER_SPECS[name]}")

@@ -1,9 +1,8 @@
 """The host memory of an engine: one region that the scheduler's process and all workers have mapped.
 
-A file in memory (`/dev/shm`) whose name follows from the engine's id, so that whoever comes first makes it. Once all
-have mapped it, which the first job shows that has ended, the scheduler's half takes the name away, and the memory lives
-as long as the processes, however they end. Each holds a lock on the file; so what a process left that was killed before
-is known by having none, and the next engine removes it.
+It is a file in `/dev/shm` whose name follows from the engine's id. Once all have mapped it, which the first job shows
+that has ended, the name is taken away, and the memory lives as long as the processes. Each holds a lock on the file, so
+that the next engine can remove what a killed one has left.
 """
 
 from __future__ import annotations
@@ -32,14 +31,7 @@ RANKS = 1024  # where it is written which ranks: a byte for each
 
 
 class Shape(NamedTuple):
-    """How the region is cut.
-
-    Attributes:
-        block_bytes: Of one block of one rank, padded.
-        blocks: Per slot: vLLM's chunk.
-        ranks: Parts of a slot.
-        slots: How many there are.
-    """
+    """How the region is cut: `slots`, each of `blocks` (vLLM's chunk) of `block_bytes`, padded, on `ranks`."""
 
     block_bytes: int
     blocks: int
@@ -48,16 +40,11 @@ class Shape(NamedTuple):
 
     @property
     def slot_bytes(self) -> int:
-        """Of all ranks."""
         return self.block_bytes * self.blocks * self.ranks
 
 
 class Region:
-    """Memory of an engine.
-
-    Args:
-        engine_id: Of which engine; one per data-parallel rank.
-        shape: How it is cut: all processes must say the same.
+    """Memory of an engine: one per data-parallel rank.
 
     Raises:
         BackendError: The system has not so much, or the file belongs to somebody else.
@@ -116,11 +103,7 @@ class Region:
                 )
 
     def join(self, rank: int) -> None:
-        """Note that a rank uses it.
-
-        Raises:
-            ConfigError: Another process is this rank.
-        """
+        """Note that a rank uses it; a `ConfigError` says that another process is this rank."""
         with self._alone():
             if os.pread(self._fd, 1, RANKS + rank) == b"\1":
                 raise ConfigError(
@@ -134,15 +117,9 @@ class Region:
         return sum(os.pread(self._fd, HEAD - RANKS, RANKS))
 
     def pin(self, device: int) -> None:
-        """Lock it for a GPU.
-
-        Raises:
-            BackendError: It cannot be.
-        """
         self._pinned = Pinned(self.memory.base, self.num_bytes, device)
 
     def unlink(self) -> None:
-        """Take the name away: nobody else will map it. Idempotent."""
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -158,7 +135,6 @@ class Region:
 
 
 def path_of(engine_id: str) -> Path:
-    """Where an engine's region is."""
     return FOLDER / f"{PREFIX}{hashlib.sha256(engine_id.encode()).hexdigest()[:32]}"
 
 

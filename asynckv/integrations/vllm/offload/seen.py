@@ -1,7 +1,6 @@
 """What vLLM has been told of host memory: which block lies in which slot; it hears of each once, and of its end.
 
-No two groups have a slot of one number. A block is told of when it can be loaded, and is gone when its slot is given to
-another that it was not brought back to.
+A block is told of when it can be loaded, and is gone when its slot is given to another one.
 """
 
 from __future__ import annotations
@@ -15,14 +14,6 @@ from asynckv.offload.tier import Tier
 
 
 class Seen:
-    """What was told.
-
-    Args:
-        host: The tier.
-        is_known: Whether it has a key.
-        has_events: vLLM wants them.
-    """
-
     def __init__(self, host: Tier, is_known: Callable[[OffloadKey], bool], has_events: bool) -> None:
         self._host, self._is_known = host, is_known
         self._events: list[OffloadingEvent] | None = [] if has_events else None
@@ -30,7 +21,6 @@ class Seen:
         self.evicted: list[OffloadKey] = []  # since somebody has emptied it
 
     def stored(self, move: Move) -> None:
-        """What a move has brought can be loaded."""
         keys = []
         for piece in move.pieces:
             for hash_, slot in zip(piece.hashes, piece.host_slots, strict=True):
@@ -55,11 +45,9 @@ class Seen:
             self._events.append(OffloadingEvent(keys, Medium.CPU, removed=removed))
 
     def clear(self) -> None:
-        """All was forgotten, which vLLM knows."""
         self._at.clear()
 
     def take(self) -> list[OffloadingEvent]:
-        """What is to be told, once."""
         if self._events is None:
             return []
         events, self._events = self._events, []

@@ -1,13 +1,11 @@
 """The workers' half: bytes between the device's blocks and this rank's part of the slots.
 
-A job of vLLM says which blocks of which groups belong into which slots; the tables of `asynckv/geometry` say which
-bytes these are, and the copy plane moves them on a thread. vLLM's thread hands jobs over, and asks which have ended; it
-waits only where vLLM itself does, for blocks that are about to be used for something else.
+A job of vLLM says which blocks of which groups belong into which slots; the copy plane moves them on a thread. vLLM's
+thread hands jobs over, asks which have ended, and waits only where vLLM itself does.
 
-vLLM 0.33.0 knows no job that failed: it asserts success, and has nobody who would keep blocks that a copy may still
-write. So what the copy plane could not copy is copied by torch; and if that is not possible either, or a copy does not
-end, this rank ends with an error, and the engine with it, rather than serve wrong bytes or have requests wait for ever.
-A job that has not ended is not told of: until then nobody else uses its blocks and slots.
+vLLM 0.33.0 knows no job that failed. So what the copy plane could not copy is copied by torch; if that is not possible
+either, or a copy does not end, this rank ends with an error, and the engine with it, rather than serve wrong bytes. A
+job that has not ended is not told of: until then nobody else uses its blocks and slots.
 """
 
 from __future__ import annotations
@@ -52,8 +50,7 @@ log = logging.getLogger("vllm.asynckv")
 HOST = "host"
 MAX_DESCRIPTORS = 4096
 WAIT_S = 60.0
-"""How long vLLM is kept waiting for blocks that it wants for something else, a copy may be in doubt, or there may be
-jobs of which none ends. Copies take milliseconds, or hang."""
+"""How long vLLM is kept waiting, a copy may be in doubt, or jobs may not end. Copies take milliseconds, or hang."""
 
 GRACE_S = 1.0  # between two looks at what is late: a process that was stopped for a minute has had no time to copy
 HUNG = (
@@ -65,8 +62,6 @@ CLOSE_S = 3.0  # vLLM kills a worker five seconds after it has asked it to end
 
 
 class _Job(NamedTuple):
-    """One that has not ended."""
-
     op: CopyOp
     blocks: list[tuple[Int64s, Int64s]]
     num_bytes: int
@@ -74,14 +69,10 @@ class _Job(NamedTuple):
 
 
 class Worker(OffloadingWorker):
-    """One rank's.
+    """One rank's part.
 
     Args:
-        shape: How the region is cut.
         rank: Whose part of a slot is this one's.
-        name: Of NIXL's agents; unique.
-        caches: vLLM's.
-        region: The host memory.
         max_post_bytes: Most bytes in one copy.
         copies: Copy plane; NIXL's if left out.
 
@@ -141,13 +132,11 @@ class Worker(OffloadingWorker):
     # -- jobs ----------------------------------------------------------------------------------------
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        """Take over a job from the device to its slots."""
         return self._submit(job_id, CopyOp.WRITE, src_spec, dst_spec)
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Take over a job from its slots to the device; all loads go before all stores, so each is expedited."""
         return self._submit(job_id, CopyOp.READ, dst_spec, src_spec)
 
     def _submit(self, job_id: int, op: CopyOp, device: GPULoadStoreSpec, slots: LoadStoreSpec) -> bool:
@@ -167,11 +156,8 @@ class Worker(OffloadingWorker):
         return True
 
     def _pairs(self, device: GPULoadStoreSpec, slots: CPULoadStoreSpec) -> list[tuple[Int64s, Int64s]]:
-        """Per group, which blocks belong to which blocks of this rank's parts.
-
-        A group's blocks follow each other in the request, from the place on that vLLM says; the first may be in the
-        middle of its chunk, and so of its slot.
-        """
+        """Per group, which blocks belong to which blocks of this rank's parts; the first may be in the middle of its
+        slot."""
         size = self._shape.blocks
         groups = list(zip(device.group_sizes, (first % size for first in device.block_indices), strict=True))
         chunks = [-(-(first + count) // size) if count else 0 for count, first in groups]
@@ -209,7 +195,6 @@ class Worker(OffloadingWorker):
             self._break(exc)
 
     def _on_copies(self) -> None:
-        """On the thread: tell what has ended."""
         for news in self._copies.poll():
             if news.ending is Ending.IN_DOUBT:
                 log.error(
@@ -264,22 +249,14 @@ class Worker(OffloadingWorker):
     # -- what vLLM asks ------------------------------------------------------------------------------
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that have ended since the last call; vLLM asks in every step, and makes steps while a job has not.
-
-        Raises:
-            BackendError: One could not be copied, or does not end.
-        """
+        """Jobs that have ended since the last call; `BackendError` if one could not be copied, or does not end."""
         with self._changed:
             self._check()
             ended, self._ended = self._ended, []
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until jobs have ended.
-
-        Raises:
-            BackendError: One could not be copied, or does not end. Its blocks must not be used for anything else.
-        """
+        """Wait until jobs have ended; after a `BackendError` their blocks must not be used for anything else."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._broken is not None or self._jobs.keys().isdisjoint(job_ids),
@@ -290,7 +267,6 @@ class Worker(OffloadingWorker):
                 raise self._hung(late)
 
     def _check(self) -> None:
-        """See that jobs end."""
         if self._broken is not None:
             raise BackendError(
                 f"blocks could not be copied: {self._broken!r}; vLLM knows no job that failed, so this rank ends"
