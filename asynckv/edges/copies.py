@@ -85,8 +85,6 @@ class NixlCopies:
         self._is_due = False
         self._counts = dict.fromkeys(("moves", "pieces", "bytes_read", "bytes_written", "failed"), 0)
 
-    # -- life ----------------------------------------------------------------------------------------
-
     def start(self, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]], on_ready: Callable[[], None]) -> None:
         if self._posters:
             raise BackendError(f"{self._posters[0].name} of the last start is still inside NIXL; `close()` first")
@@ -135,8 +133,6 @@ class NixlCopies:
             self._end(move)
         for queue in self._waiting.values():
             queue.clear()
-
-    # -- moves ---------------------------------------------------------------------------------------
 
     def post(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterable[ReadRequest]) -> None:
         assert move_id not in self._moves, f"move {move_id} has not ended"
@@ -207,8 +203,6 @@ class NixlCopies:
         self._counts["failed"] += move.ending is not Ending.DONE
         self._tell(TransferEnded(move.move_id, move.ending, move.cause))
 
-    # -- what threads tell ---------------------------------------------------------------------------
-
     def _told(self) -> None:
         self._is_due = True
         self._take_inbox()
@@ -249,8 +243,6 @@ class NixlCopies:
         self._is_due = False
         if self._news:
             self._on_ready()
-
-    # -- questions -----------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, int]:
         return {

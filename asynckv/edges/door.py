@@ -60,18 +60,12 @@ OnFailed = Callable[[Exception], object]
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A descriptor became a connection, or, with an empty endpoint, no longer is one.
+    """A descriptor became a connection, or, with an empty endpoint, no longer is one."""
 
-    Attributes:
-        fd: The descriptor, as libzmq numbers it.
-        is_accepted: It came to our listener.
-        is_listener: It is our listener.
-    """
-
-    fd: int
+    fd: int  # the descriptor, as libzmq numbers it
     endpoint: str
-    is_accepted: bool = False
-    is_listener: bool = False
+    is_accepted: bool = False  # it came to our listener
+    is_listener: bool = False  # it is our listener
 
     def peer(self, one: socket.socket) -> tuple[str, int]:
         """Return the other side's address; `OSError` if something else has the descriptor's number by now."""
@@ -83,32 +77,19 @@ class Opened:
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One TCP connection.
-
-    Attributes:
-        fd: libzmq's number of its descriptor.
-        duplicate: A descriptor of its own, so that it never means another connection.
-        delivered: Bytes on the wire that the loop was given. The loop adds to it.
-        arrived: Bytes on the wire, as last seen.
-        quiet: Ticks without a byte.
-        spoke_early: The loop was given something of it before the thread saw it.
-        muted_until: When it is heard again; 0 if it is.
-        principal, route, sent, taken: Whose it is, and the bytes that libzmq was given for it, and its kernel took.
-    """
-
-    fd: int
-    duplicate: socket.socket
+    fd: int  # libzmq's number of its descriptor
+    duplicate: socket.socket  # a descriptor of its own, so that it never means another connection
     host: str
     is_accepted: bool
-    delivered: int = 0
-    arrived: int = 0
-    quiet: int = 0
-    spoke_early: bool = False
-    muted_until: float = 0.0
+    delivered: int = 0  # bytes on the wire that the loop was given; the loop adds to it
+    arrived: int = 0  # bytes on the wire, as last seen
+    quiet: int = 0  # ticks without a byte
+    spoke_early: bool = False  # the loop was given something of it before the thread saw it
+    muted_until: float = 0.0  # when it is heard again; 0 if it is
     principal: str = ""
     route: bytes = b""
-    sent: int = 0
-    taken: int = 0
+    sent: int = 0  # bytes that libzmq was given for it
+    taken: int = 0  # bytes that the peer's kernel took
 
     def look(self) -> None:
         info = self.duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)

@@ -260,8 +260,6 @@ class FileIndex:
         db.execute(f"DROP TABLE {ROOM}")
         db.execute("PRAGMA wal_checkpoint")
 
-    # -- changes, small ones first -------------------------------------------------------------------
-
     def note(self, **facts: int) -> None:
         self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", facts.items())
 

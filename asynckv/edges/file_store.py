@@ -271,9 +271,6 @@ class Segments:
         direct: Whether to bypass the page cache, if the file system can.
         is_owned: This process has the directory; else nothing is made.
 
-    Attributes:
-        fds: Of the files, by number; -1 where there is none.
-
     Raises:
         NoRoom: The file system has no room for them.
         BackendError: It refuses.
@@ -283,7 +280,7 @@ class Segments:
         self, folder: Path, num_bytes: int, segment_bytes: int, *, direct: bool, is_owned: bool = True
     ) -> None:
         self.num_bytes, self.segment_bytes = num_bytes, segment_bytes
-        self.fds: list[int] = []
+        self.fds: list[int] = []  # of the files, by number; -1 where there is none
         self.lengths: list[int] = []
         self.kept: list[int] = []
         """Bytes at the start of each segment that were there already; what was stored beyond is lost."""

@@ -95,8 +95,6 @@ class FileTier:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    # -- life ----------------------------------------------------------------------------------------
-
     def start(
         self, memory: Memory, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
     ) -> list[Stored]:
@@ -218,8 +216,6 @@ class FileTier:
             self._lock.release()
             self._lock = None
 
-    # -- moves ---------------------------------------------------------------------------------------
-
     def post(self, move_id: TransferId, op: CopyOp, records: Sequence[Record]) -> None:
         if self._worker is None:
             self._news.append(RecordsEnded(move_id, Ending.FAILED, "the file tier is closed"))
@@ -249,8 +245,6 @@ class FileTier:
             news += self._worker.take_news()
         return news
 
-    # -- waking --------------------------------------------------------------------------------------
-
     def _wake(self) -> None:
         """Called by the thread: there is news."""
         if self._loop is not None:
@@ -275,8 +269,6 @@ class FileTier:
         self._timer = None
         if self._worker is not None and self._worker.look():
             self._arm()
-
-    # -- questions -----------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, int]:
         found = {f"found_{name}": number for name, number in tuple(self.found.items())}

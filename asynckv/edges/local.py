@@ -124,8 +124,6 @@ class LocalDoor:
             guest.cancel()
         await asyncio.gather(*self._guests, return_exceptions=True)
 
-    # -- inside ------------------------------------------------------------------------------------
-
     def _check_directory(self) -> None:
         directory = self._directory
         check_parents(directory)

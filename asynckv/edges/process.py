@@ -197,8 +197,6 @@ class ProcessPlane(_Kept):
     def watch(self, serving: bool) -> None:
         self._keeper.watch(serving)
 
-    # -- remote agents and transfers ---------------------------------------------------------------
-
     async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
         while not self._keeper.is_serving or self._keeper.is_closing:
             if self._keeper.is_closing or self._settled.is_set():
@@ -299,8 +297,6 @@ class ProcessPlane(_Kept):
     def _served(self) -> None:
         super()._served()
         self._settled.set()
-
-    # -- questions and the end ---------------------------------------------------------------------
 
     def statistics(self) -> dict[str, int]:
         """Count transfers and restarts; what the present child counts is up to a tenth of a second old."""

@@ -57,8 +57,6 @@ class Child:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._plane.close()
 
-    # -- orders ------------------------------------------------------------------------------------
-
     def _on_orders(self) -> None:
         frames, is_there = self._link.receive()
         for frame in frames:
@@ -132,8 +130,6 @@ class Child:
         except Exception as exc:
             cause = str(exc) if isinstance(exc, BackendError) else repr(exc)
         self._say(wire.Loaded(order.number, cause))
-
-    # -- news --------------------------------------------------------------------------------------
 
     def _on_ready(self) -> None:
         if self._plane is not None and (news := self._plane.poll()):

@@ -100,13 +100,7 @@ async def synchronize(*events: Event) -> None:
 
 
 class CudaMirror:
-    """A GPU's memory with a copy on the host, for whoever fills and compares it with the host's means.
-
-    Attributes:
-        arrays: The copies, as numpy arrays of bytes.
-        bases: Addresses of the pieces on the GPU.
-        device: Index of the GPU.
-    """
+    """A GPU's memory with a copy on the host, for whoever fills and compares it with the host's means."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         import torch
@@ -117,14 +111,14 @@ class CudaMirror:
                 f"with a GPU and a torch that was built for it"
             )
         self._torch = torch
-        self.device = torch.cuda.current_device()
+        self.device = torch.cuda.current_device()  # index of the GPU
         try:
             self._pieces = [torch.zeros(n, dtype=torch.uint8, device="cuda") for n in lengths]
             self._copies = [torch.zeros(n, dtype=torch.uint8, pin_memory=True) for n in lengths]
         except torch.OutOfMemoryError as exc:
             raise ConfigError(f"--memory cuda: no room for a pool of {sum(lengths)} bytes; lower --pool-mb") from exc
-        self.arrays: list[Any] = [t.numpy() for t in self._copies]
-        self.bases = [t.data_ptr() for t in self._pieces]
+        self.arrays: list[Any] = [t.numpy() for t in self._copies]  # the copies, as numpy arrays of bytes
+        self.bases = [t.data_ptr() for t in self._pieces]  # addresses of the pieces on the GPU
 
     def upload(self) -> Event:
         """Begin to copy everything to the GPU; the event says when it is there."""

@@ -28,14 +28,8 @@ def overlapping(rank: int, size: int, other_size: int) -> range:
     return range(rank * other_size // size, -(-(rank + 1) * other_size // size))
 
 
-def remote_ranks(decode_rank: int, decode_size: int, prefill_size: int) -> range:
-    """Return the prefill ranks that one decode rank must release, read or not."""
-    return overlapping(decode_rank, decode_size, prefill_size)
-
-
-def owed_readers(prefill_rank: int, prefill_size: int, decode_size: int) -> range:
-    """Return the decode ranks whose release one prefill rank is owed."""
-    return overlapping(prefill_rank, prefill_size, decode_size)
+remote_ranks = overlapping  # the prefill ranks that one decode rank must release, read or not
+owed_readers = overlapping  # the decode ranks whose release one prefill rank is owed
 
 
 class Difference(NamedTuple):

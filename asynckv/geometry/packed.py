@@ -36,17 +36,11 @@ ALIGN = 4096
 
 
 class RecordSize(NamedTuple):
-    """What one block of a group becomes.
+    """What one block of a group becomes."""
 
-    Attributes:
-        num_bytes: Bytes that its parts have, in all kernel blocks; 0 for a group without a layer on this rank.
-        stride: Bytes from slot to slot.
-        num_slots: Slots that the range has, if no other group had any of it.
-    """
-
-    num_bytes: int
-    stride: int
-    num_slots: int
+    num_bytes: int  # bytes that its parts have, in all kernel blocks; 0 for a group without a layer on this rank
+    stride: int  # bytes from slot to slot
+    num_slots: int  # slots that the range has, if no other group had any of it
 
 
 def packed(

@@ -70,33 +70,20 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DescTable:
-    """The descriptors of one span, on both sides; row `i` of block `b` is one descriptor.
+    """The descriptors of one span, on both sides; row `i` of block `b` is descriptor `i * blocks + b`."""
 
-    Descriptor index = `i * blocks + b`, with that side's number of kernel blocks.
-
-    Attributes:
-        table_id: Unique among all tables of this rank: two peers may be one process under two addresses.
-        span: Which tokens of two kernel blocks it is for.
-        length: Bytes per descriptor, int64 `[rows]`.
-        local, remote: int64 `[rows, 3]`: index of the memory, byte offset of block 0 in it, stride.
-        local_blocks, remote_blocks: Kernel blocks that every row can index.
-        num_rows, block_bytes: Descriptors and bytes per pair of kernel blocks.
-        dense: Rows in which consecutive blocks touch on both sides, so that NIXL merges them; `num_dense` in all.
-        local_index, remote_index: int32 `[rows, 1]`: index of every row's block 0.
-    """
-
-    table_id: int
-    span: Span
-    length: Int64s
-    local: Int64s
+    table_id: int  # unique among all tables of this rank: two peers may be one process under two addresses
+    span: Span  # which tokens of two kernel blocks it is for
+    length: Int64s  # bytes per descriptor, int64 `[rows]`
+    local: Int64s  # int64 `[rows, 3]`: index of the memory, byte offset of block 0 in it, stride
     remote: Int64s
-    local_blocks: int
+    local_blocks: int  # kernel blocks that every row can index
     remote_blocks: int
-    num_rows: int = field(init=False)
+    num_rows: int = field(init=False)  # descriptors per pair of kernel blocks
     block_bytes: int = field(init=False)
-    dense: npt.NDArray[np.bool_] = field(init=False)
+    dense: npt.NDArray[np.bool_] = field(init=False)  # rows that NIXL merges: consecutive blocks touch on both sides
     num_dense: int = field(init=False)
-    local_index: Int32s = field(init=False)
+    local_index: Int32s = field(init=False)  # int32 `[rows, 1]`: index of every row's block 0
     remote_index: Int32s = field(init=False)
 
     def __post_init__(self) -> None:
@@ -114,37 +101,16 @@ class DescTable:
 
 
 class GroupPair:
-    """A group of ours and one of theirs that share layers, and what pairing their blocks has to know.
-
-    Attributes:
-        entry: Tokens of which the first token to be read must be a multiple, because a scale's entry is read whole.
-        local_size, remote_size: Tokens per kernel block.
-        remote_blocks: Kernel blocks of the remote group.
-        whole: The span of a whole block, where both sizes are one.
-        key: Equal for ranks whose pairs of blocks are the same.
-    """
-
-    __slots__ = (
-        "entry",
-        "key",
-        "local",
-        "local_index",
-        "local_size",
-        "remote",
-        "remote_blocks",
-        "remote_index",
-        "remote_size",
-        "whole",
-    )
+    """A group of ours and one of theirs that share layers, and what pairing their blocks has to know."""
 
     def __init__(self, local_index: int, remote_index: int, local: Group, remote: Group, entry: int) -> None:
         self.local_index, self.remote_index = local_index, remote_index
         self.local, self.remote = local, remote
-        self.entry = entry
-        self.local_size, self.remote_size = local.kernel_size, remote.kernel_size
-        self.remote_blocks = remote.num_kernel_blocks
+        self.entry = entry  # the first token to be read must be a multiple, because a scale's entry is read whole
+        self.local_size, self.remote_size = local.kernel_size, remote.kernel_size  # in tokens
+        self.remote_blocks = remote.num_kernel_blocks  # kernel blocks of the remote group
         self.whole = Span(local_index, remote_index, 0, 0, self.local_size if local.kind == "tokens" else 0)
-        self.key = (local_index, remote_index, remote, entry)
+        self.key = (local_index, remote_index, remote, entry)  # equal for ranks whose pairs of blocks are the same
 
 
 class PeerTables:

@@ -81,25 +81,18 @@ def only(one: str | int) -> frozenset[Any]:
 class Entry(Struct, eq=False, gc=False):
     """One stored block in one tier. Only this class writes its fields; there may be millions, so `gc` does not look at
     them.
-
-    Attributes:
-        hash: Its key within the group.
-        used: When it was last used, in the tier's ticks.
-        kind: Which size of record it has, as its tier counts them.
-        chunk: The chunk of its tier that the slot lies in.
-        tries: How often it could not be written to the next tier.
     """
 
     group: int
-    hash: bytes
+    hash: bytes  # its key within the group
     slot: int
     state: EntryState
-    used: int = 0
-    kind: int = 0
-    chunk: int = 0
+    used: int = 0  # when it was last used, in the tier's ticks
+    kind: int = 0  # which size of record it has, as its tier counts them
+    chunk: int = 0  # the chunk of its tier that the slot lies in
     holders: frozenset[str] = NOBODY
     moves: frozenset[int] = NOTHING
-    tries: int = 0
+    tries: int = 0  # how often it could not be written to the next tier
 
     def receive(self, event: EntryEvent) -> bool:
         """Take an event; True if it has just gone. An impossible one is a `LocalProtocolError`, and changes nothing."""

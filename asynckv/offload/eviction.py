@@ -16,34 +16,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from heapq import heapify, heappop, heappush
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from asynckv.arguments import shown
 from asynckv.errors import ConfigError
 
 K = TypeVar("K", bound=Hashable)
-
-
-class Policy(Protocol[K]):
-    """An order of what may have to go."""
-
-    def add(self, key: K) -> None: ...
-
-    def use(self, key: K) -> None: ...
-
-    def idle(self, key: K) -> None:
-        """Note that it is busy no more; needed only of what was busy when its turn came, and was not used since."""
-
-    def remove(self, key: K) -> None: ...
-
-    def choose(self, is_busy: Callable[[K], bool]) -> K | None:
-        """Let one go that is not busy; None if all are."""
-
-    def is_aside(self, key: K) -> bool: ...
-
-    def __len__(self) -> int: ...
-
-    def __contains__(self, key: K) -> bool: ...
 
 
 class Queue(Generic[K]):
@@ -120,7 +98,6 @@ class S3Fifo(Generic[K]):
     """A small queue for what is new, a main one for what was used again, and ghosts of what has just left."""
 
     SMALL = 10  # the small queue holds a tenth, as in the paper
-
     MOST = 3  # uses that are counted, two bits
 
     def __init__(self, ghost_of: Callable[[K], Hashable] | None = None) -> None:
@@ -197,6 +174,7 @@ class S3Fifo(Generic[K]):
         return key in self._uses
 
 
+Policy = LRU[K] | S3Fifo[K]
 POLICIES = {"lru": LRU, "s3-fifo": S3Fifo}
 
 

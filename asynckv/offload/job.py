@@ -17,6 +17,7 @@ import enum
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -40,19 +41,13 @@ class MoveKind(enum.StrEnum):
 
 
 class Piece(Struct, frozen=True, gc=False):
-    """What a move carries of one group; the lists belong together, block by block.
-
-    Attributes:
-        hashes: The blocks' keys.
-        positions: Their places in the list of blocks of the job's request; empty if the device has no part in it.
-        file_slots: Where they lie in the file tier; empty if it has no part in it.
-    """
+    """What a move carries of one group; the lists belong together, block by block."""
 
     group: int
-    hashes: tuple[bytes, ...]
-    positions: tuple[int, ...]
+    hashes: tuple[bytes, ...]  # the blocks' keys
+    positions: tuple[int, ...]  # their places in the job's list of blocks; empty if the device has no part in it
     host_slots: tuple[int, ...]
-    file_slots: tuple[int, ...]
+    file_slots: tuple[int, ...]  # where they lie in the file tier; empty if it has no part in it
 
 
 class Move(Struct, frozen=True):
@@ -93,24 +88,16 @@ class JobOutcome(enum.StrEnum):
 
 
 class JobEnded(Struct, frozen=True):
-    """A job has ended: said once of each.
-
-    Attributes:
-        blocks: Blocks that were moved for it, or by another job that it waited for.
-        known: Of a store, blocks that were stored already.
-        missing: Per group, the positions that were not moved; if a load moved nothing because it is MISSING, those that
-            are not stored.
-        is_held: A transfer in doubt may still touch the caller's blocks; `JobReturned` follows.
-    """
+    """A job has ended: said once of each."""
 
     job_id: str
     kind: JobKind
     outcome: JobOutcome
-    blocks: int
-    known: int
-    missing: tuple[tuple[int, ...], ...]
+    blocks: int  # blocks that were moved for it, or by another job that it waited for
+    known: int  # of a store, blocks that were stored already
+    missing: tuple[tuple[int, ...], ...]  # per group, the positions that were not moved; of a MISSING load, not stored
     cause: str = ""
-    is_held: bool = False
+    is_held: bool = False  # a transfer in doubt may still touch the caller's blocks; `JobReturned` follows
 
 
 class JobReturned(Struct, frozen=True):
@@ -179,56 +166,27 @@ class Item(NamedTuple):
     entry: Entry
 
 
+@dataclass(slots=True, eq=False)
 class Job:
-    """The state machine of one job. Its fields are everybody's to read, and only the catalogue's to write.
+    """The state machine of one job. Only the catalogue writes its fields."""
 
-    Attributes:
-        todo: What can be moved at once: of a load, READY blocks; of a store, WRITING ones that it has to fill.
-        waits: Blocks that another store or a promotion is writing -> their positions.
-        absent: What is in the file tier alone, and has no slot in host memory yet.
-        running: Moves that are posted and read or write the caller's blocks.
-        doubtful: Those among the posted whose end is in doubt.
-        holding: What it holds, in any tier.
-        missing: `(group, position)` that will not be moved.
-        until: When it fails unless all has been posted.
-        is_pinning: What it has loaded stays held until it is over, and after that, if all is there, as a pin of its
-            name.
-        loaded: What is held so.
-    """
-
-    __slots__ = (
-        "absent",
-        "blocks",
-        "cause",
-        "doubtful",
-        "holding",
-        "is_pinning",
-        "job_id",
-        "kind",
-        "known",
-        "loaded",
-        "missing",
-        "outcome",
-        "running",
-        "state",
-        "todo",
-        "until",
-        "waits",
-    )
-
-    def __init__(self, job_id: str, kind: JobKind, until: float = math.inf, *, is_pinning: bool = False) -> None:
-        self.job_id, self.kind, self.until, self.is_pinning = job_id, kind, until, is_pinning
-        self.state = S.RUNNING
-        self.outcome, self.cause = JobOutcome.DONE, ""
-        self.todo: deque[Item] = deque()
-        self.waits: dict[Entry, int] = {}
-        self.absent: deque[Item] = deque()
-        self.running: set[int] = set()
-        self.doubtful: set[int] = set()
-        self.holding: set[Entry] = set()
-        self.loaded: list[Entry] = []
-        self.missing: list[tuple[int, int]] = []
-        self.blocks = self.known = 0
+    job_id: str
+    kind: JobKind
+    until: float = math.inf  # when it fails unless all has been posted
+    is_pinning: bool = False  # what it has loaded stays held until it is over, and then, if all is there, as a pin
+    state: JobState = S.RUNNING
+    outcome: JobOutcome = JobOutcome.DONE
+    cause: str = ""
+    todo: deque[Item] = field(default_factory=deque)  # what can be moved: READY blocks of a load, WRITING of a store
+    waits: dict[Entry, int] = field(default_factory=dict)  # blocks that others are writing -> their positions
+    absent: deque[Item] = field(default_factory=deque)  # what is in files alone, and has no slot in host memory yet
+    running: set[int] = field(default_factory=set)  # moves that are posted and read or write the caller's blocks
+    doubtful: set[int] = field(default_factory=set)  # those among the posted whose end is in doubt
+    holding: set[Entry] = field(default_factory=set)  # in any tier
+    loaded: list[Entry] = field(default_factory=list)  # what is held because it `is_pinning`
+    missing: list[tuple[int, int]] = field(default_factory=list)  # `(group, position)` that will not be moved
+    blocks: int = 0
+    known: int = 0
 
     @property
     def is_over(self) -> bool:

@@ -33,8 +33,6 @@ class Jobs:
         news, self._news = self._news, []
         return news
 
-    # -- what they hold ----------------------------------------------------------------------------
-
     def hold(self, job: Job, tier: Tier, entry: Entry) -> None:
         tier.hold(entry, job.job_id)
         job.holding.add(entry)
@@ -81,8 +79,6 @@ class Jobs:
             return []
         jobs = (self.by_name.get(name) for name in sorted(entry.holders))
         return [job for job in jobs if job is not None and entry in job.waits]
-
-    # -- how they end ------------------------------------------------------------------------------
 
     def cancel(self, job: Job) -> None:
         was_running = job.state is JobState.RUNNING
@@ -153,8 +149,6 @@ class Jobs:
                     else:
                         self._deadline = min(self._deadline, job.until)
         return self._deadline
-
-    # -- audits ------------------------------------------------------------------------------------
 
     def to_write(self) -> Iterator[Entry]:
         return (item.entry for job in self.by_name.values() if job.kind is JobKind.STORE for item in job.todo)

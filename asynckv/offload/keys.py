@@ -29,21 +29,14 @@ MAX_HASHES = 1 << 20
 
 
 class StoredGroup(Struct, frozen=True, kw_only=True):
-    """What a tier has to know of one group.
-
-    Attributes:
-        block_size: Tokens per block; for states, tokens between those that are kept.
-        record_bytes: What one block takes in a tier: its record and the padding after it.
-        window: Sliding window, as a layout's group has it; 0: all tokens.
-        namespace: What its hashes mean, see `namespace`.
-    """
+    """What a tier has to know of one group."""
 
     name: str
-    block_size: int
-    record_bytes: int
+    block_size: int  # tokens per block; for states, tokens between those that are kept
+    record_bytes: int  # what one block takes in a tier: its record and the padding after it
     is_state: bool = False
-    window: int = 0
-    namespace: str = ""
+    window: int = 0  # sliding window, as a layout's group has it; 0: all tokens
+    namespace: str = ""  # what its hashes mean, see `namespace`
 
 
 def stored_groups(

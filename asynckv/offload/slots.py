@@ -77,19 +77,12 @@ class Runs:
 
 
 class Room(NamedTuple):
-    """How many slots can be had, per size of record.
+    """How many slots can be had, per size of record."""
 
-    Attributes:
-        slots: Those in chunks that hold something which stays.
-        whole: Chunks that each size of record has, and could give away.
-        free: Chunks that nobody has.
-        per_chunk: Slots of a chunk.
-    """
-
-    slots: list[int]
-    whole: list[int]
-    free: int
-    per_chunk: list[int]
+    slots: list[int]  # those in chunks that hold something which stays
+    whole: list[int]  # chunks that each size of record has, and could give away
+    free: int  # chunks that nobody has
+    per_chunk: list[int]  # slots of a chunk
 
     def fits(self, wanted: Sequence[int]) -> bool:
         return self.over(wanted) >= 0

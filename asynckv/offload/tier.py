@@ -67,8 +67,6 @@ class Tier:
         """What lies in each chunk; kept if records have several sizes."""
         self._used = [0] * self.slots.num_chunks  # when something in a chunk was last used
 
-    # -- room --------------------------------------------------------------------------------------
-
     def make(self, group: int, hashes: Sequence[bytes], spare: int = -1) -> list[Entry]:
         """Find room for blocks that are to be written, for as many as there is; what was used in the tick `spare`
         stays."""
@@ -199,8 +197,6 @@ class Tier:
         self.freed += dict.fromkeys(each[:2] for each in (*found, *wanted) if each[:2] not in kept)
         return sum(map(len, self.index))
 
-    # -- entries -----------------------------------------------------------------------------------
-
     def use(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
             self._mark(entry)
@@ -327,8 +323,6 @@ class Tier:
         self.slots.put(entry.kind, entry.slot)
         if self.place is Place.FILE:
             self.freed.append((entry.group, entry.slot))
-
-    # -- questions ---------------------------------------------------------------------------------
 
     @property
     def num_idle(self) -> int:

@@ -124,25 +124,17 @@ class Port:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One read that was posted, or is about to be; from `landed` on it is for the driver to keep.
-
-    Attributes:
-        owner: Whose memory it reads.
-        pieces: What is copied where: our bytes and theirs.
-        spots: Where it lands: memory, start, length.
-        is_over: Nothing will be written, and its end was reported.
-        is_dead: Nothing will be written any more.
-    """
+    """One read that was posted, or is about to be; from `landed` on it is for the driver to keep."""
 
     transfer_id: TransferId
-    owner: Nic
+    owner: Nic  # whose memory it reads
     agent_name: str
-    pieces: list[tuple[Bytes, Bytes]]
-    spots: list[tuple[int, int, int]]
+    pieces: list[tuple[Bytes, Bytes]]  # what is copied where: our bytes and theirs
+    spots: list[tuple[int, int, int]]  # where it lands: memory, start, length
     owner_ends: int  # the owner's `ends` when it was posted
     landed: int = 0
-    is_over: bool = False
-    is_dead: bool = False
+    is_over: bool = False  # nothing will be written, and its end was reported
+    is_dead: bool = False  # nothing will be written any more
     done_at: float = math.inf  # when it is done, if that is certain
 
     @property
@@ -323,13 +315,12 @@ class SimNetwork(Fabric):
 
     Attributes:
         fate: Decides over every packet, given who sends it to whom; delivers by default.
-        held: Packets that `hold` kept back, as calls that deliver them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.fate: Callable[[str, str, bytes], Fate] = lambda sender, to, packet: "deliver"
-        self.held: list[Callable[[], None]] = []
+        self.held: list[Callable[[], None]] = []  # packets that `hold` kept back, as calls that deliver them
         self._addresses = itertools.count(1)
 
     def new_address(self) -> Address:
@@ -368,16 +359,12 @@ class SimControl(Port):
 
 
 class SimData(Nic):
-    """A data plane on a `SimNetwork`.
-
-    Attributes:
-        deferred: Reads stay running until `finish`; otherwise they are done when posted.
-    """
+    """A data plane on a `SimNetwork`."""
 
     def __init__(self, network: SimNetwork, agent_name: str) -> None:
         super().__init__(network, agent_name)
         self._network = network
-        self.deferred = False
+        self.deferred = False  # reads stay running until `finish`; otherwise they are done when posted
 
     def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
         """Copy now, or when told."""

@@ -49,42 +49,26 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """A layer that keeps something of every token.
+    """A layer that keeps something of every token."""
 
-    Attributes:
-        content: What an entry holds; both sides must say the same.
-        heads: Which heads of the model this rank holds; None if every rank holds the same.
-        tokens_per_entry: Tokens that one entry covers; below 1, entries that one token has.
-        is_by_token: An entry lies by itself; otherwise a kernel has an order of its own, and only whole kernel blocks
-            move.
-    """
-
-    content: str
-    heads: Range | None
-    tokens_per_entry: Fraction = Fraction(1)
-    is_by_token: bool = True
+    content: str  # what an entry holds; both sides must say the same
+    heads: Range | None  # which heads of the model this rank holds; None if every rank holds the same
+    tokens_per_entry: Fraction = Fraction(1)  # tokens that one entry covers; below 1, entries that one token has
+    is_by_token: bool = True  # an entry lies by itself; otherwise only whole kernel blocks move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Array:
-    """An array in a page of states, or a slice of one along its channels.
-
-    Attributes:
-        offset: Bytes from the start of the page to the array that it is, or is a slice of.
-        shape: Of that array, as it lies in memory.
-        axis: The dim that is cut.
-        held: Which range of the model's axis this rank holds; None if every rank holds the same.
-        first, size: Which entries along `axis` of the array; all if `size` is 0.
-    """
+    """An array in a page of states, or a slice of one along its channels."""
 
     name: str
     dtype: Dtype
-    offset: int
-    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the page to the array that it is, or is a slice of
+    shape: tuple[int, ...]  # of that array, as it lies in memory
     dims: tuple[str, ...]
-    axis: str
-    held: Range | None
-    first: int = 0
+    axis: str  # the dim that is cut
+    held: Range | None  # which range of the model's axis this rank holds; None if every rank holds the same
+    first: int = 0  # which entries along `axis`; all if `size` is 0
     size: int = 0
 
 
@@ -95,8 +79,7 @@ class States:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opaque:
-    """A layer of unknown structure; `content` must be the same on both sides, and `num_bytes` of a page hold
-    something."""
+    """A layer of unknown structure, of which `num_bytes` of a page hold something."""
 
     content: str
     num_bytes: int
@@ -104,8 +87,7 @@ class Opaque:
 
 
 def kv_heads(num_local: int, num_shares: int | None, place: Place) -> Range:
-    """Say which KV heads of the model a rank holds, from `num_local` heads here and at most `num_shares` different
-    shares.
+    """Say which KV heads of the model a rank holds, that has `num_local` of `num_shares` different shares at most.
 
     Every rank holds as many, in the order of ranks; with fewer shares than ranks neighbours hold the same one. If the
     number of shares is not known, all are taken for different ones: that matches only engines of as many ranks.
@@ -189,9 +171,6 @@ def _known_dtype(tensor: Tensor, name: str) -> tuple[Tensor, str]:
     """See elements of a kind that layouts have no name for as bytes; the part's name says what they are."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return (tensor, name) if dtype in ITEMSIZE else (as_bytes(tensor), f"{name} {dtype}")
-
-
-# -- states whose inner structure is known --------------------------------------------------------------------
 
 
 def mamba1(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Dtype], *, is_dim_first: bool, place: Place) -> States:

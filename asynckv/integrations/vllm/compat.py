@@ -92,9 +92,6 @@ def version() -> str:
     return str(getattr(vllm, "__version__", "of an unknown version"))
 
 
-# -- fields of vLLM's objects ----------------------------------------------------------------------
-
-
 def needed(of: str, given: Any, names: Sequence[str], what: str) -> list[Any]:
     """Return fields for which there is no stand-in, or raise `ConfigError`."""
     if absent := [name for name in names if not hasattr(given, name)]:

@@ -64,8 +64,6 @@ class DualConnector(MultiConnector):
         self._lender = SECTIONS.index(given.kv_connector_extra_config.get("lend_as", "asynckv"))
         self._nixl = self._connectors[1].connector_scheduler  # None in a worker
 
-    # -- what vLLM asks of the class, before there is a connector -----------------------------------
-
     @classmethod
     def _get_connector_classes_and_configs(cls, vllm_config: Any) -> Any:
         config = copy.copy(vllm_config)
@@ -75,8 +73,6 @@ class DualConnector(MultiConnector):
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         return bool(super().supports_sleep_mode(expanded(kv_transfer_config)))
-
-    # -- one of the two for each request ------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
         self._requests_to_connector[request.request_id] = self._choose(request)
@@ -133,8 +129,6 @@ class DualConnector(MultiConnector):
         finished: tuple[bool, dict[str, Any] | None] = self._of(request).request_finished_all_groups(request, block_ids)
         self._requests_to_connector.pop(request.request_id, None)
         return finished
-
-    # -- a handshake of each ------------------------------------------------------------------------
 
     def get_handshake_metadata(self) -> BothHandshakes:
         return BothHandshakes(tuple(each.get_handshake_metadata() for each in self._connectors))

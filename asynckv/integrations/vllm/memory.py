@@ -45,20 +45,13 @@ NULL_BLOCK = 0  # the block that vLLM's lists name where there is none
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What specifications leave out, from the model's configuration and its layers. What is not there is not known.
-
-    Attributes:
-        num_kv_heads: KV heads of the usual layer of the whole model.
-        num_mamba_groups: Groups of Mamba-2's B and C in the whole model.
-        is_conv_dim_first: Convolution states have channels before columns; None if that is not known.
-        cache_dtype: `--kv-cache-dtype`.
-    """
+    """What specifications leave out, from the model's configuration and its layers. What is not there is not known."""
 
     name: str = ""
-    num_kv_heads: int | None = None
-    num_mamba_groups: int | None = None
-    is_conv_dim_first: bool | None = False
-    cache_dtype: str = "auto"
+    num_kv_heads: int | None = None  # KV heads of the usual layer of the whole model
+    num_mamba_groups: int | None = None  # groups of Mamba-2's B and C in the whole model
+    is_conv_dim_first: bool | None = False  # convolution states have channels before columns; None if that is not known
+    cache_dtype: str = "auto"  # `--kv-cache-dtype`
     layers: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

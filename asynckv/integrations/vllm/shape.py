@@ -20,32 +20,21 @@ Blocks = list[tuple[int, list[int | None]]]  # per group its first token, and id
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One group of layers that share block ids.
+    """One group of layers that share block ids."""
 
-    Attributes:
-        index: Its place among all of vLLM's groups.
-        block_size: Tokens per block; of states, tokens between those that are kept.
-        is_window: Tokens are forgotten once they are far enough behind.
-    """
-
-    index: int
-    block_size: int
+    index: int  # its place among all of vLLM's groups
+    block_size: int  # tokens per block; of states, tokens between those that are kept
     is_state: bool = False
-    is_window: bool = False
+    is_window: bool = False  # tokens are forgotten once they are far enough behind
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """All groups that are transferred, in vLLM's order.
-
-    Attributes:
-        back_off: Tokens at the end of a prompt that are left to whoever reads it.
-        has_drafts: Tokens are guessed, and states kept of all guesses; which one holds is known to the workers alone.
-    """
+    """All groups that are transferred, in vLLM's order."""
 
     groups: tuple[CacheGroup, ...]
-    back_off: int
-    has_drafts: bool = False
+    back_off: int  # tokens at the end of a prompt that are left to whoever reads it
+    has_drafts: bool = False  # states are kept of all guesses; which one holds is known to the workers alone
 
     @property
     def has_states(self) -> bool:

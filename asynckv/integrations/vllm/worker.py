@@ -62,8 +62,6 @@ class WorkerHalf:
         self._failing: set[str] = set()  # loads that were given up before they were ordered
         self._tally = Tally()
 
-    # -- memory ----------------------------------------------------------------------------------------------
-
     def allocation(self) -> contextlib.AbstractContextManager[Any] | None:
         """What vLLM shall allocate its caches in: host memory that NIXL's own process can map; None for a device's."""
         is_cpu = current_platform is not None and current_platform.is_cpu()
@@ -124,8 +122,6 @@ class WorkerHalf:
             return None
         engine = self._thread.engine
         return WorkerAddress(_plain(engine.endpoint), engine.memory_epoch)
-
-    # -- steps -----------------------------------------------------------------------------------------------
 
     def start_load(self, step: StepOrders) -> None:
         self._failing.update(step.failing)
@@ -201,8 +197,6 @@ class WorkerHalf:
     def statistics(self) -> AsyncKVStats | None:
         """Say what has happened since the last time, at most once a second while something is under way."""
         return self._tally.take(at_once=not (self._pulling or self._lent))
-
-    # -- the end ---------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """End the engine, within a few seconds, whatever is under way. Does nothing twice."""

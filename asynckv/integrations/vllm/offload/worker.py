@@ -129,8 +129,6 @@ class Worker(OffloadingWorker):
     async def _start(self) -> None:
         self._copies.start(self._layout.memories, {HOST: [self._region.memory]}, self._on_copies)
 
-    # -- jobs ----------------------------------------------------------------------------------------
-
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         return self._submit(job_id, CopyOp.WRITE, src_spec, dst_spec)
 
@@ -245,8 +243,6 @@ class Worker(OffloadingWorker):
                 blocks[ids.to(blocks.device)] = kept[far].to(blocks.device)
         if self._is_cuda:
             torch.cuda.synchronize()
-
-    # -- what vLLM asks ------------------------------------------------------------------------------
 
     def get_finished(self) -> list[TransferResult]:
         """Jobs that have ended since the last call; `BackendError` if one could not be copied, or does not end."""
