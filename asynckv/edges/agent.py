@@ -40,13 +40,8 @@ from asynckv.geometry.tables import MAX_KEPT_ROWS, DescTable
 from asynckv.ports import AgentInfo
 
 MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
-
-MAX_LISTS = 1024
-"""Tables of one remote agent whose descriptor lists are kept, besides those in use. Their rows are bounded as well."""
-
-SOURCE, SINK = " is copied from", " is copied to"
-"""What follows the name of memory of this process, by which way the bytes go."""
-
+MAX_LISTS = 1024  # tables of one remote agent whose descriptor lists are kept, besides those in use
+SOURCE, SINK = " is copied from", " is copied to"  # by the way in which bytes go, after the memory's name
 _creating = threading.Lock()  # descriptors are found by comparing before and after, so agents are made one at a time
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
 
@@ -171,12 +166,10 @@ class Agent:
             if agent is None or refused:
                 agent = None
                 raise BackendError(refused)
-            self.fds = _own(_epolls(_descriptors() - before))
-            """UCX's own epoll descriptors, which tell when there is something to do; none for some back ends."""
+            self.fds = _own(_epolls(_descriptors() - before))  # UCX's own epoll descriptors, if there are any
         self._agent: Any = agent
         self._raw: Any = agent.agent
-        self._life = weakref.finalize(self._raw, int)
-        """Alive until NIXL's destructor has run, which is later than `close` if something else refers to the agent."""
+        self._life = weakref.finalize(self._raw, int)  # alive until NIXL's destructor has run
         self._life.atexit = False
         self._read, self._write = agent.nixl_ops["READ"], agent.nixl_ops["WRITE"]
         self._lost: type[Exception] = sys.modules[f"{api.__package__}._bindings"].nixlRemoteDisconnectError
@@ -185,8 +178,7 @@ class Agent:
         self._remotes: dict[str, _Remote] = {}
         self._loads = 0
         self._knows_form: bool | None = None  # this NIXL's metadata has the known form; None before the first load
-        self._gone: set[str] = set()
-        """Remote agents whose process ended under a transfer: NIXL refuses them from then on."""
+        self._gone: set[str] = set()  # remote agents whose process ended under a transfer: NIXL refuses them
         self.running: dict[TransferId, _Transfer] = {}
         self.doubtful: dict[TransferId, _Transfer] = {}
         self.unreleased: list[int] = []  # handles of transfers that have ended, which NIXL did not let go of yet

@@ -27,9 +27,7 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import CopyOp
 
-WINDOW_BYTES = 64 << 20
-"""What one thread is given at a time, some 10 ms of copying: two of the largest posts."""
-
+WINDOW_BYTES = 64 << 20  # given to one thread at a time, some 10 ms of copying: two of the largest posts
 WINDOW_PIECES = 256  # the same of pieces, well below what a thread takes (`MAX_QUEUED`)
 TELL_S = 0.002  # how long the loop is not woken while a thread has more to copy
 CLOSED = "the copy plane was closed"
@@ -41,8 +39,7 @@ class _Move:
     op: CopyOp
     far: str  # and which way, as agents name it
     pieces: Iterator[ReadRequest] | None  # None once nothing more is to be posted
-    running: set[TransferId] = field(default_factory=set)
-    """Pieces that were handed over, until their end; those in doubt as well."""
+    running: set[TransferId] = field(default_factory=set)  # pieces that were handed over, until their end
     doubtful: set[TransferId] = field(default_factory=set)
     ending: Ending = Ending.DONE
     cause: str = ""
@@ -77,10 +74,8 @@ class NixlCopies:
         self._ids = count(1)
         self._moves: dict[TransferId, _Move] = {}
         self._waiting: dict[CopyOp, deque[_Move]] = {op: deque() for op in CopyOp}
-        self._pieces: dict[TransferId, tuple[_Move, Poster, int]] = {}
-        """Those that run: of which move, on which thread, how many bytes."""
-        self._given: Counter[Poster] = Counter()
-        """Bytes that each thread was given and whose end the loop has not heard."""
+        self._pieces: dict[TransferId, tuple[_Move, Poster, int]] = {}  # of which move, thread and size
+        self._given: Counter[Poster] = Counter()  # bytes given to each, whose end the loop has not heard
         self._news: list[TransferEnded] = []
         self._is_due = False
         self._counts = dict.fromkeys(("moves", "pieces", "bytes_read", "bytes_written", "failed"), 0)

@@ -32,29 +32,17 @@ from asynckv.errors import ConfigError
 
 TICK_S = 0.02
 QUIET_TICKS = 5  # a connection is watched again after so many ticks without a byte
-MAX_AHEAD = 1024 * 1024
-"""Bytes that one connection of the listener may be ahead of the loop; memory holds 32 times as many at worst."""
-
-MAX_AHEAD_ALL = 4 * MAX_AHEAD
-"""The same of all connections, and of all that have ended. While those are more, the kernel takes no new connection."""
-
+MAX_AHEAD = 1024 * 1024  # bytes that one connection may be ahead of the loop; memory holds 32 times as many at worst
+MAX_AHEAD_ALL = 4 * MAX_AHEAD  # the same of all, and of all that have ended: beyond it no new connection is taken
 MAX_LINK_AHEAD = 20 * 1024 * 1024  # the same of one link to a listener that was asked: a single answer may have 16 MiB
 UNSEEN = 64 * 1024  # bytes that a connection may leave behind unseen, if it ends before this thread is scheduled
 LOOK_S = 0.25  # all connections are looked at so often
-MUTE_S = 2.0
-"""Nothing is heard for so long of a connection whose message had too many parts: each part costs as a message does."""
-
+MUTE_S = 2.0  # nothing is heard for so long of a connection whose message had too many parts
 SWEEPS_S = (0.3, 1.0, 5.0)  # after a socket was closed; it lingers for 0.2 s
 MAX_CONNECTIONS = 4096
-
-SPARE_FILES = 128
-"""Descriptors that must be free at the start. libzmq aborts the process when it gets none."""
-
-_ACKED_AT, _RECEIVED_AT = 120, 128
-"""Where `tcpi_bytes_acked` and `tcpi_bytes_received` are in Linux's `struct tcp_info`."""
-
+SPARE_FILES = 128  # descriptors that must be free at the start: libzmq aborts the process when it gets none
+_ACKED_AT, _RECEIVED_AT = 120, 128  # `tcpi_bytes_acked` and `tcpi_bytes_received` in `struct tcp_info`
 _ATTACH_FILTER, _DETACH_FILTER, _BPF_RET = 26, 27, 6
-
 OnFailed = Callable[[Exception], object]
 
 
@@ -153,13 +141,11 @@ class Door:
         self.most = min(MAX_CONNECTIONS, free // 4)  # each takes two
         self.most_per_host = self.most // 2
         self.connections: dict[int, Connection] = {}  # by libzmq's number of the descriptor
-        self.orphaned = 0
-        """Bytes that ended connections of the listener had not delivered, ever; only the thread adds to it."""
+        self.orphaned = 0  # bytes that ended connections had not delivered, ever; only the thread adds to it
         self._forgiven = 0  # those of them that were delivered since, or cannot be; only the loop adds to it
         self._listener: socket.socket | None = None
         self._is_shut = False
-        self._early: Counter[int] = Counter()
-        """Bytes of links that the thread has not seen yet. Of accepted connections only the descriptor is noted."""
+        self._early: Counter[int] = Counter()  # bytes of links that the thread has not seen yet
         self._take, self._counts, self._on_failed = take, counts, on_failed
         self._per_host: Counter[str] = Counter()
         self._watched: dict[int, Connection] = {}  # all, by the number of the duplicate

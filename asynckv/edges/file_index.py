@@ -27,13 +27,10 @@ INDEX = "index.sqlite"
 FORMAT = 1
 APPLICATION = 0x61736B76  # `askv`: so that somebody else's database is not taken for one of ours
 MAX_KEY = 1024
-
 MAX_CHANGES = 1000  # in one transaction: each may write a page or two to the log
 RECORD_BYTES = 256  # what one record may take in an index: it is a hundred or so, in pages that are not full
 ROOM = "room"  # a table that holds space for a moment
-STORED_AT = "stored_at"
-"""The fact of a directory that says when something was stored there last: nanoseconds since 1970."""
-
+STORED_AT = "stored_at"  # when something was stored in a directory last: nanoseconds since 1970
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {FORMAT};

@@ -15,9 +15,7 @@ from asynckv.edges.file_io import Extent
 from asynckv.edges.nixl import load_nixl
 from asynckv.geometry.layout import Memory
 
-AIO = {"use_aio": "true"}
-"""As fast as io_uring, which many containers forbid; POSIX aio has 0.7 to 0.9 of it."""
-
+AIO = {"use_aio": "true"}  # as fast as io_uring, which many containers forbid; POSIX aio has 0.7 to 0.9 of it
 NAP_S = 0.0001
 
 

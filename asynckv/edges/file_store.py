@@ -282,8 +282,7 @@ class Segments:
         self.num_bytes, self.segment_bytes = num_bytes, segment_bytes
         self.fds: list[int] = []  # of the files, by number; -1 where there is none
         self.lengths: list[int] = []
-        self.kept: list[int] = []
-        """Bytes at the start of each segment that were there already; what was stored beyond is lost."""
+        self.kept: list[int] = []  # bytes that were there already; what was stored beyond is lost
         self._folder = folder
         if num_bytes > MAX_SEGMENTS * segment_bytes:
             raise BackendError(

@@ -40,9 +40,7 @@ from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, RecordsLost,
 RECORD_BYTES = 64 << 10
 SLOW_S = 10.0
 CLOSE_S = 10.0
-
-Opened = tuple[FileIndex | None, Segments, dict[int, Entry], dict[str, bytes]]
-"""What `FileTier` opens, and what it holds: records by place, and layouts."""
+Opened = tuple[FileIndex | None, Segments, dict[int, Entry], dict[str, bytes]]  # records by place, and layouts
 
 
 class FileTier:

@@ -28,18 +28,13 @@ from asynckv.geometry.layout import Memory
 from asynckv.offload.keys import short
 from asynckv.ports import Record, RecordNews, RecordsEnded, RecordsLost
 
-BATCH_BYTES = 8 << 20
-"""What is moved at a time, unless one record is larger: enough to pay for a post, and in the caches when it is
-checked."""
-
+BATCH_BYTES = 8 << 20  # moved at a time, unless one record is larger: in the caches when it is checked
 IN_FLIGHT = 4  # batches at a time, where the back end queues them
 MAX_PENDING = 256  # changes of the index that one transaction takes
 COMMIT_S = 0.02  # how long a change of the index waits for others
 LOOK_S = 1.0  # within what time of a write it is seen that the files are there
 MAX_ERRORS = 8  # places that failed, one after another, after which a tier takes no more writes, or no more reads
-NAPS_S = 0.00005, 0.0004
-"""How often queued batches are asked for: ever less often until one has ended, for each time takes others' time."""
-
+NAPS_S = 0.00005, 0.0004  # between two looks at queued batches, ever less often until one has ended
 NO_MORE = {*FULL, errno.EROFS}  # what says that no later write will do better
 
 
@@ -117,10 +112,8 @@ class Worker:
         self._new_layouts: dict[str, bytes] = {}
         self._news: list[RecordNews] = []
         self._takes, self._cause = Takes.ALL if index is not None else Takes.READS, only_read
-        """What is taken, and why not more."""
         self._is_stopping = False
-        self._busy_since: float | None = None
-        """Since when the thread has been in one call to the system, or since the oldest batch in flight moved."""
+        self._busy_since: float | None = None  # of one call to the system, or of the oldest batch in flight
         # The thread's own.
         self._batches: dict[int, _Batch] = {}
         self._number = 0
@@ -128,10 +121,8 @@ class Worker:
         self._stored: dict[int, Entry] = {}
         self._dropped: set[int] = set()  # what the index has not been told yet, and since when
         self._pending_since = 0.0
-        self._failing: dict[bool, set[int]] = {False: set(), True: set()}
-        """Where reads, and writes, have failed since the last one that did not: a place that is tried again is one."""
-        self._looked_at, self._is_unseen = 0.0, False
-        """When it was seen last that the files are there, and whether something was written since."""
+        self._failing: dict[bool, set[int]] = {False: set(), True: set()}  # places, since the last success
+        self._looked_at, self._is_unseen = 0.0, False  # looks at whether the files are there
         self._counts: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name=f"{name}-files", daemon=True)
         end_at_exit(self)

@@ -33,25 +33,18 @@ from asynckv.errors import BackendError, EngineClosed
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 
-SETTLE_S = 10.0
-"""How long after the engine's start the first one to stand by is started, which takes a core for half a second."""
-
+SETTLE_S = 10.0  # after the engine's start, until the first one to stand by is started
 AHEAD_S = 1.0  # how long after another serves the next is started
 CPUCLOCK_SCHED = 2  # of Linux: a process's clock of CPU time, by its id
 CLOSE_S = 10.0  # how long a child may take to let go by itself; it is killed then
 KILL_S = 5.0  # how long the kernel may take to end a child that was killed
 MAX_NEWS = 64 * 1024 * 1024  # bytes of one frame that a child sends; what is longer is no frame
-MAX_COLLISIONS = 32
-"""How often in a row a child may find the addresses taken: chance, of some percent for a pool of 64 GB."""
-
+MAX_COLLISIONS = 32  # how often in a row a child may find the addresses taken: chance, of some percent for 64 GB
 DEATHS = 10
 DEATHS_S = 60.0  # more deaths than that within so many seconds, and the next one serves when the first of them is past
-STANDBY_S = 10.0
-"""How long after the end of one that stood by another is started: it served nobody, so nobody waits for it."""
-
+STANDBY_S = 10.0  # after the end of one that stood by, until another is started: no reader waits for it
 BEAT_S = 1.0
-HUNG_S = 10.0
-"""A child that has not answered for so long, while somebody may be reading, is killed: it may be stuck in NIXL."""
+HUNG_S = 10.0  # without an answer while somebody may be reading, and a child is killed: it may be stuck in NIXL
 
 
 def check_processes() -> None:

@@ -28,8 +28,7 @@ MAX_PATH = 107  # bytes that the system has room for
 MAX_GUESTS = 16  # connections at a time; more are closed at once
 MAX_STALE = 1024  # sockets that are looked at when an engine starts
 IDLE_S = 60.0  # a guest that says nothing for so long is sent away
-OnQuestion = Callable[[object, StatusRequest, Callable[[Status], None]], None]
-"""Who asks, what, and where the answer goes."""
+OnQuestion = Callable[[object, StatusRequest, Callable[[Status], None]], None]  # who asks, what, where to answer
 
 
 def socket_name(engine_id: str, pp_stage: int, tp_rank: int, incarnation: str) -> str:

@@ -11,12 +11,9 @@ from __future__ import annotations
 from asynckv.errors import BackendError
 
 MAGIC, LENGTH = b"nixlSerDes|", 8
-VERSIONS = {0, 1}
-"""Of UCX's worker addresses: the low half of their first byte. It knows no other."""
-
+VERSIONS = {0, 1}  # of UCX's worker addresses: the low half of their first byte
 MEMORY_KINDS = {0, 1}  # host and device; NIXL looks others up in a table without an end
-DESCRIPTOR, DOMAINS, KEY_HEADER = 24, 32, 9
-"""Bytes of a descriptor before its memory key; memory domains that a host may have; bytes of a key before them."""
+DESCRIPTOR, DOMAINS, KEY_HEADER = 24, 32, 9  # bytes before the key; most memory domains; bytes before them
 
 
 class _Reader:

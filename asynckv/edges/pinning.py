@@ -12,8 +12,7 @@ from typing import Any
 
 from asynckv.errors import BackendError
 
-FLAGS = 0x01 | 0x02
-"""`CU_MEMHOSTREGISTER_PORTABLE` and `_DEVICEMAP`: for every context of this process, and for kernels too."""
+FLAGS = 0x01 | 0x02  # `CU_MEMHOSTREGISTER_PORTABLE` and `_DEVICEMAP`
 
 
 def load_driver() -> Any:

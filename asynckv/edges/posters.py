@@ -34,14 +34,10 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo
 
-MAX_QUEUED = 1024
-"""Reads that wait for one thread, at most. The windows of the core are far below; whatever is above is not taken."""
-
+MAX_QUEUED = 1024  # reads that wait for one thread, at most; the windows of the core are far below
 SAFETY_S = 0.005  # some wake-ups are missed; a sleep this short finds what they would have told
 POLL_S = 0.001  # how often all transfers are asked while bytes arrive, or where UCX has no descriptors to sleep on
-NAP_S = 0.00002
-"""Pause after bytes that ended nothing: a thread that asks in a tight loop keeps Python's lock from the event loop."""
-
+NAP_S = 0.00002  # pause after bytes that ended nothing: a tight loop keeps Python's lock from the event loop
 RESTLESS_S = 0.1  # for how long progress is made after a peer was dropped: without it UCX keeps the connection's socket
 DOUBT_S = 0.25
 TELL_S = 0.0005
@@ -104,8 +100,7 @@ class Poster:
         self._orders: deque[_Order] = deque()
         self._gate = threading.Lock()  # held to order, and to end: what is ordered is either obeyed or refused
         self._loading: Future[None] | None = None
-        self._mine: dict[TransferId, int] = {}
-        """Bytes of the reads that were posted, until their end is told; none if in doubt."""
+        self._mine: dict[TransferId, int] = {}  # bytes of the reads that were posted; none if in doubt
         self._news: list[TransferEnded] = []
         self._told_at = self._swept_at = 0.0
         self.num_taken = 0  # reads that were handed over

@@ -25,8 +25,7 @@ from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.tables import MAX_KEPT_ROWS, DescTable
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews, DataPlane
 
-MAX_TABLES = 1024
-"""Tables of one remote agent that the child is sent once and knows by number: as many as the core keeps of a peer."""
+MAX_TABLES = 1024  # tables of one remote agent that the child knows by number: as many as the core keeps
 
 
 class _Kept:
@@ -180,8 +179,7 @@ class ProcessPlane(_Kept):
     def __init__(self, config: NixlConfig, agent_name: str, *, deaths: int = DEATHS, has_spare: bool = True) -> None:
         super().__init__(_in_child(config), agent_name, reads=True, deaths=deaths, has_spare=has_spare)
         self._users: Counter[str] = Counter()  # remote agents, and how often they were added
-        self._tables: dict[str, dict[int, tuple[int, DescTable]]] = {}
-        """Number and table of those that the child knows, by the table's id, the oldest first."""
+        self._tables: dict[str, dict[int, tuple[int, DescTable]]] = {}  # number and table, the oldest first
         self._num_tables = 0
         self._loads: dict[int, asyncio.Future[None]] = {}
         self._num_loads = 0

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from asynckv.edges.process_wire import Link
 
-COLLISION = 75
-"""Exit status: something of this process lies where memory was to be mapped; another process may fare better."""
-
+COLLISION = 75  # exit status: addresses are taken; another process may fare better
 UNMAPPABLE = 76  # exit status: the system does not let this memory be mapped
 PR_SET_PDEATHSIG = 1
 MAP_SHARED = 0x01

@@ -79,7 +79,6 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 Order = Setup | Load | Drop | Table | Forget | Read | Watch | Close | Beat
-
 orders: msgspec.msgpack.Decoder[list[Order]] = msgspec.msgpack.Decoder(list[Order])
 
 
@@ -106,7 +105,6 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 News = Ready | Unready | Loaded | Ends | Stats
-
 news: msgspec.msgpack.Decoder[list[News]] = msgspec.msgpack.Decoder(list[News])
 
 

@@ -20,9 +20,7 @@ from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 
-MAX_TRIED = 64
-"""Peers after which another process tries: UCX keeps a socket of each, on both sides, until the process ends."""
-
+MAX_TRIED = 64  # peers after which another process tries: UCX keeps a socket of each until the process ends
 MAX_HOSTS = 1024  # hosts whose turns are remembered
 TRY_S = 2.0  # how long one load may take, which takes milliseconds; a process that hangs in it is killed
 
@@ -36,8 +34,7 @@ class Taster:
         self._plane: ProcessPlane | None = None
         self._turn = asyncio.Lock()
         self._queue: dict[object, str] = {}  # hosts of the peers that wait or are tried, the oldest first
-        self._turns: dict[str, tuple[int, int]] = {}
-        """By host, the latest last: how many of its peers were refused, and the number of its last turn."""
+        self._turns: dict[str, tuple[int, int]] = {}  # by host: its refusals, and the number of its last turn
         self._starts = self._tried = self._num_turns = 0
         self._is_off = False
         self.num_refused = 0

@@ -18,11 +18,8 @@ from asynckv.arguments import is_loopback_host
 
 SAME_HOST = ("cma", "knem", "xpmem", "sm", "shm")  # UCX's transports, and aliases, that read another process's memory
 QUEUES = ("tcp", "posix", "sysv", "mm")  # those that only carry messages
-RDMA = ("rc", "dc", "srd", "gga", "ib")
-"""Those that read by RDMA, and their alias; `rc_mlx5` and the like begin so. (`ud` sends messages only.)"""
-
-USUAL = {SAME_HOST: ("cma", {"sm", "shm"}), QUEUES: ("tcp", set[str]()), RDMA: ("rc", {"ib"})}
-"""Of each the one that is there wherever any is, and its aliases: what counts where others are excluded."""
+RDMA = ("rc", "dc", "srd", "gga", "ib")  # and what begins so, such as `rc_mlx5`; `ud` sends messages only
+USUAL = {SAME_HOST: ("cma", {"sm", "shm"}), QUEUES: ("tcp", set[str]()), RDMA: ("rc", {"ib"})}  # the usual, and aliases
 
 
 YAMA_ADMIN, CAP_SYS_PTRACE = 2, 1 << 19

@@ -44,9 +44,7 @@ MAX_UNREAD, MAX_UNREAD_ALL, MAX_UNREAD_TOTAL, LOOK_UNREAD_S = 1024 * 1024, 2 * M
 """Bytes that the peers' kernels did not take, of one connection, one principal and all, and seconds between two
 looks. More are dropped and counted; one packet counts as half of a connection's at most."""
 
-TURN_S = 0.002
-"""Time that all sockets together may take of one turn of the loop. Each handles one message even so."""
-
+TURN_S = 0.002  # that all sockets together may take of one turn of the loop; each handles one message even so
 DIRECT = 16  # packets of one turn that are handled as they come; the rest waits for the turns of their senders
 MAX_WAITING, MAX_WAITING_ALL, MAX_WAITING_TOTAL = 4096, 16 * 1024 * 1024, 128 * 1024 * 1024
 """Packets of one connection, bytes of one principal, and of all, that may wait so. More are dropped and counted."""
@@ -56,24 +54,19 @@ SLICE = 512  # parts of a message that are dropped before the clock is looked at
 CURVE_BYTES = 33  # what CURVE adds to a frame: a name, a nonce, a code and flags
 MAX_ROUTES = 16_384  # connections of which the principal is remembered; of others libzmq is asked again
 LINGER_MS = 200
-
 RENEW_S = 0.5
 """Age from which a dead link is replaced: ZMQ never tries again once a listener refused the key or broke the
 protocol. A link that is full may as well be dead after `STUCK_S` of silence."""
 
 STUCK_S = 10.0
-
 MAX_LINKS = 65_535  # peers that one rank may have; ZMQ's own default is 1,023
 NAMED_S = 5.0  # how long it is believed what a host's name stands for, or that nobody knows it, when a link is made
-MAX_NAMES, MAX_RESOLVING, MAX_UNRESOLVED = 512, 256, 8
-"""Names that are remembered, those that are asked for at a time, each in a thread, and packets that wait for one."""
-
+MAX_NAMES, MAX_RESOLVING, MAX_UNRESOLVED = 512, 256, 8  # remembered; asked for at a time; packets that wait for one
 HANDSHAKE_IVL_MS = 5_000  # who has not proven a key (without keys: spoken ZMTP) by then is cut off
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"asynckv"
 MONITOR_ENDPOINT = "inproc://asynckv-monitor-"
 KEY_MARK = "#"
-
 _OPENED = {zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED}
 _COUNTED = {
     zmq.EVENT_ACCEPTED: "connections.accepted",
@@ -83,7 +76,6 @@ _COUNTED = {
 _LOST = zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # after these libzmq connects no more
 _FAILED = (*_LOST, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _LEFT = {errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED}
-
 OnPacket = Callable[[Address | ReplyTo, bytes, str], None]
 OnRefused = Callable[[str, str], None]
 
@@ -205,19 +197,16 @@ class ZmqPlane:
         self._zap: _Link | None = None
         self._door: Door | None = None
         self._ended = ""  # why nothing is sent or taken any more, if the plane was not closed
-        self._principals: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
-        """And libzmq's number of the connection's descriptor, by route. libzmq never uses a route again."""
+        self._principals: OrderedDict[bytes, tuple[str, int]] = OrderedDict()  # with the connection's descriptor
         self._unread: Counter[str] = Counter()  # bytes by principal; some may have been taken since the last look
         self._unread_all = 0
         self._events: zmq.Socket[bytes] | None = None
-        self._events_lock = threading.Lock()
-        """The sockets' monitors are connected to by the loop, and heard by the door's thread."""
+        self._events_lock = threading.Lock()  # the loop connects monitors, the door's thread hears them
         self._monitors = itertools.count()
         self._waiting = _Waiting()
         self._num_direct, self._look_at = 0, 0.0
         self._links: dict[Address, _Link] = {}
-        self._numbers: OrderedDict[str, tuple[float, str]] = OrderedDict()
-        """By host: when its name was resolved, and its IP address; empty if it has none."""
+        self._numbers: OrderedDict[str, tuple[float, str]] = OrderedDict()  # by host: when, and its IP address
         self._resolving: set[str] = set()
         self._unresolved: dict[Address, list[bytes]] = {}  # packets that wait until the name in an address is resolved
         self._on_packet: OnPacket = lambda origin, data, principal: None
@@ -778,11 +767,8 @@ class _Link:
         self._turn, self._on_turn, self._door, self._loop = turn, on_turn, door, turn.loop
         self._made_at = self._loop.time()
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.is_refused = False
-        """libzmq says so. If that was before `connect` returned, the queue is written to for ever
-        (`docs/reliability.md`)."""
-        self.name: tuple[str, str] | None = None
-        """If the address has a name: that, and the number that was connected to."""
+        self.is_refused = False  # libzmq says so (`docs/reliability.md` has an exception)
+        self.name: tuple[str, str] | None = None  # if the address has one, and the number behind it
         self._heard = 0, 0.0  # how much had been received when it was last seen to be more, and when that was
         self.error = 0  # why the last send that failed did: `EHOSTUNREACH` if the connection has ended
         self._sent = self._received = 0

@@ -33,8 +33,7 @@ BlockIds = Sequence[int | None] | npt.NDArray[np.integer]  # block ids as an eng
 BlockList = tuple[int, Int64s]  # first token, and the ids of our blocks from the one on that holds it
 SHORT = 160  # block ids that are checked one by one: faster than as an array, up to about so many
 FEW = 40  # the same for writing them as runs
-PlainIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_ID)]]
-"""Integers of Python's own, and no placeholder: nearly every list, and msgspec checks it at 4 ns per id."""
+PlainIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_ID)]]  # msgspec checks it at 4 ns per id
 
 
 def as_block_ids(ids: BlockIds, null_block: int = NULL) -> Int64s:

@@ -29,7 +29,6 @@ Size = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 BlockId = Annotated[int, Meta(ge=NULL, le=MAX_BLOCK_ID)]
 Count = Annotated[int, Meta(ge=1, le=MAX_BLOCK_ID)]
-
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 

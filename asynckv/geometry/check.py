@@ -32,9 +32,7 @@ from asynckv.geometry.overlap import Spot, check_overlap, check_pools, part_byte
 # views and parts with 1,260 dims in 58 KB; the presets of `asynckv models` have up to 80 views, 256 parts and 18 KB.
 # Four times as much fits, and takes 17 ms; what costs most takes 41 (`python -m scripts.bench plan --layouts`).
 
-MAX_LAYOUT_BYTES = 256 * 1024
-"""Most bytes that a layout takes on the wire: what bounds decoding, and is known before it."""
-
+MAX_LAYOUT_BYTES = 256 * 1024  # bounds decoding, and is known before it
 MAX_PARTS = 2048  # most parts in all views together
 MAX_LAYER_PARTS = 64  # most parts of one layer, of which the largest known has six
 MAX_DIMS = 8192  # most dims in all parts together
@@ -247,8 +245,7 @@ def _check_memories(layout: Layout) -> None:
 
 def _check_views(layout: Layout) -> list[Spot]:
     out = []
-    known: dict[tuple[int, Part], int] = {}
-    """Layers are much alike: what was checked for one is known of the others. The bytes that a block's part spans."""
+    known: dict[tuple[int, Part], int] = {}  # by group: the bytes that a part spans, once for all layers
     for view in layout.views:
         if view.memory >= len(layout.memories):
             raise LayoutError(

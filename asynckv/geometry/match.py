@@ -240,8 +240,7 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
         NotCovered: A layer, or a range of a part, is held by none of them.
     """
     held_by, names = [_layers(remote) for remote in remotes], layer_names(local)
-    covers: dict[tuple[tuple[int, int], ...], list[tuple[int | None, int, int]]] = {}
-    """Layers are much alike: what covers one mostly covers the others."""
+    covers: dict[tuple[tuple[int, int], ...], list[tuple[int | None, int, int]]] = {}  # for layers that are alike
     out: list[list[Share]] = [[] for _ in remotes]
     missing: dict[str, None] = {}
     gaps: dict[tuple[str, str], list[str]] = {}

@@ -24,9 +24,7 @@ from asynckv.errors import LayoutError
 from asynckv.geometry.layout import Layout, Part, View
 from asynckv.geometry.strides import count_descriptors, strided_descriptors
 
-MAX_CHECKED = 1 << 14
-"""Most descriptors that are compared one by one: parts whose dims are not nested in each other."""
-
+MAX_CHECKED = 1 << 14  # descriptors that are compared one by one: of parts whose dims are not nested in each other
 _Step = tuple[int, int, bool]  # byte stride, entries, and whether they are the blocks
 
 

@@ -31,8 +31,7 @@ from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Dim, Layout, Memory, Part, View
 from asynckv.geometry.overlap import part_bytes
 
-ALIGN = 4096
-"""Records are padded to a multiple of so many bytes: pages, and what files are read in without the page cache."""
+ALIGN = 4096  # records are padded to pages, as files are read without the page cache
 
 
 class RecordSize(NamedTuple):

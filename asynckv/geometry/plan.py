@@ -112,8 +112,7 @@ def _split(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_
     per_row = np.where(dense, runs, blocks)
     # Consecutive rows go together while their whole block lists fit; a row too large alone is split.
     size, descs = (np.concatenate(([0], np.cumsum(x))) for x in (length * blocks, per_row))
-    ends: Int64s | None = None
-    """Where runs end: they differ in length as they like, and a slice has so many of them at most."""
+    ends: Int64s | None = None  # where runs end
     row = 0
     while row < table.num_rows:
         end = min(

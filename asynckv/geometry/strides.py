@@ -16,8 +16,7 @@ from asynckv.errors import LayoutError
 from asynckv.geometry.bounds import Int64s
 
 StridedDim = tuple[int, int, int]  # `(entries, byte stride in a, byte stride in b)`
-MAX_RANGES = 65_536
-"""Most ranges into which one part of one block may fall: the strides are a stranger's, and decide what is allocated."""
+MAX_RANGES = 65_536  # of one part of one block, at most: the strides are a stranger's
 
 
 def count_descriptors(itemsize: int, dims: Sequence[StridedDim]) -> int:

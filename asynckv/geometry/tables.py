@@ -41,21 +41,12 @@ from asynckv.geometry.strides import count_descriptors, strided_descriptors
 
 MAX_TABLES = 1024  # most tables kept per peer; the least recently used go first
 MAX_KINDS = 1024  # most kinds of spans of two block sizes; sizes that share no boundary for longer are refused
-MAX_SHAPES = 4096
-"""Most kinds of spans times shapes of parts: each is worked out by itself, and the strides there are a stranger's."""
-
+MAX_SHAPES = 4096  # kinds of spans times shapes of parts, at most: the strides there are a stranger's
 MAX_REGULAR = 64  # most tables that are made for a pair of groups before any request needs them
-MAX_ROWS = 1 << 18
-"""Most rows of all tables made for a peer beforehand, and of one made later: so many take 50 ms."""
-
-MAX_KEPT_ROWS = 4 * MAX_ROWS
-"""Most rows of all tables kept per peer, some 70 MB."""
-
-WARN_ROWS = 8
-"""Rows per layer beyond which an operator is told of small pieces. Fewer are as the model makes them."""
-
-SMALL_PIECE = 4096
-"""Bytes of a piece below which its descriptor costs more: over UCX in host memory 1 KiB took 5 us and 16 KiB 9 us."""
+MAX_ROWS = 1 << 18  # of all tables made for a peer beforehand, and of one made later: so many take 50 ms
+MAX_KEPT_ROWS = 4 * MAX_ROWS  # of all tables kept per peer, some 70 MB
+WARN_ROWS = 8  # per layer, beyond which an operator is told of small pieces
+SMALL_PIECE = 4096  # bytes below which a descriptor costs more: over UCX 1 KiB took 5 us and 16 KiB 9 us
 
 
 class Span(NamedTuple):
@@ -147,8 +138,7 @@ class PeerTables:
                 f"memory order and block size on both sides"
             )
         kinds = Counter(span[:2] for span in spans)
-        self.regular = [self.table(span) for span in spans if kinds[span[:2]] <= MAX_REGULAR]
-        """Tables of the spans that aligned requests use, to be prepared before the first."""
+        self.regular = [self.table(span) for span in spans if kinds[span[:2]] <= MAX_REGULAR]  # of aligned requests
         largest = {table.span[:2]: table for table in sorted(self.regular, key=lambda table: table.num_rows)}
         for table in largest.values():
             self._warn(table)
@@ -251,8 +241,7 @@ class _Shape(NamedTuple):
 
     itemsize: int
     tokens_per_entry: int
-    dims: tuple[tuple[int, int, int], ...]
-    """`(entries, local byte stride, remote byte stride)` of what is read along every dim but the tokens."""
+    dims: tuple[tuple[int, int, int], ...]  # `(entries, local stride, remote stride)`, tokens left out
     token: tuple[int, int]  # byte strides along the tokens, local and remote; 0, 0 for a part without that dim
 
 

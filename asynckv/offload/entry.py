@@ -67,7 +67,6 @@ WHEN: Mapping[EntryState, Mapping[Callable[[Entry], bool], EntryState]] = {
 """Looked at when an event has led there, and whenever a holder or a transfer lets go."""
 
 CONDITIONS = {state: tuple(row.items()) for state, row in WHEN.items()}
-
 NOBODY: frozenset[str] = frozenset()
 NOTHING: frozenset[int] = frozenset()
 

@@ -30,8 +30,7 @@ class Queue(Generic[K]):
     def __init__(self) -> None:
         self._line: OrderedDict[K, int] = OrderedDict()  # key -> how many had stood aside when it came
         self.aside: dict[K, int] = {}  # key -> the how manieth it was that stood aside
-        self._back: dict[K, int] = {}
-        """The same of those that are idle again: each precedes what came after it had stood aside."""
+        self._back: dict[K, int] = {}  # the same of those that are idle again: each precedes what came later
         self._heap: list[tuple[int, K]] = []  # the same in order, and some that have gone elsewhere since
         self._count = 0
 

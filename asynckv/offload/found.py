@@ -17,9 +17,7 @@ from msgspec import Struct
 from asynckv.offload.keys import StoredGroup, block_hashes, needed
 from asynckv.offload.tier import Tier
 
-ABSENT, READY, IN_FILE, STORING = range(4)
-"""What is known of one block: nothing; in host memory; in the file tier alone; being written into host memory."""
-
+ABSENT, READY, IN_FILE, STORING = range(4)  # of one block; READY is in host memory
 FEW = 256  # blocks that are looked up together: most prompts are not stored, and of these no more is looked at
 Codes = npt.NDArray[np.uint8]
 

@@ -28,7 +28,6 @@ class Place(enum.StrEnum):
 
 
 S, E = members(EntryState), members(EntryEvent)
-
 BEFORE = -2  # when other models' blocks were used: before all else, and in no tick that is spared
 SLICE = 512  # blocks that are dropped in one turn, of all that are: about a millisecond
 
@@ -37,8 +36,7 @@ class Tier:
     def __init__(self, place: Place, groups: Sequence[StoredGroup], num_bytes: int, policy: str) -> None:
         self.place = place
         self.slots = Slots(num_bytes, [group.record_bytes for group in groups], f"{place}_bytes")
-        self.index: list[dict[bytes, Entry]] = [{} for _ in groups]
-        """Per group, what is found by its hash: WRITING or READY."""
+        self.index: list[dict[bytes, Entry]] = [{} for _ in groups]  # what is WRITING or READY, by group
         self.writing: list[set[bytes]] = [set() for _ in groups]  # per group, the hashes of what is WRITING
         self.leaving: set[Entry] = set()
         kind = policy_named(policy)
@@ -47,24 +45,20 @@ class Tier:
         ]
         """Per size of record, what is WRITING or READY."""
         self.onward: dict[Entry, None] = {}  # what is to be copied to the next tier, the oldest first
-        self.others = [OrderedDict[Entry, None]() for _ in self.slots.sizes]
-        """Per size of record, other models' blocks, which go first: the oldest first."""
+        self.others = [OrderedDict[Entry, None]() for _ in self.slots.sizes]  # other models' blocks, the oldest first
         self._doomed: list[dict[bytes, Entry]] = []  # what nobody finds any more, and what is dropped little by little
-        self.freed: list[tuple[int, int]] = []
-        """`(group, slot)` of files that nobody has any more: their index is to forget them."""
+        self.freed: list[tuple[int, int]] = []  # `(group, slot)` of files that their index is to forget
         self.tick = 0
         self.is_off = False  # nothing is found in it
         self.takes_more = True
         self.evicted = self.lost = 0  # blocks evicted, and those among them that the next tier should have got
         self._spared = -1
-        self.may_take = math.inf
-        """How many chunks may be taken of records of another size by one that has blocks to evict itself."""
+        self.may_take = math.inf  # chunks that a size may take from others though it has blocks to evict
         self._idle = [0] * len(self.slots.sizes)  # per size of record, how much is READY, and nobody holds or moves it
         self._idle_in = [0] * self.slots.num_chunks  # the same per chunk
         self._evictions = [0] * len(self.slots.sizes)
         self._is_mixed = len(self.slots.sizes) > 1
-        self._in_chunk: list[set[Entry]] = [set() for _ in range(self.slots.num_chunks)]
-        """What lies in each chunk; kept if records have several sizes."""
+        self._in_chunk: list[set[Entry]] = [set() for _ in range(self.slots.num_chunks)]  # if sizes are mixed
         self._used = [0] * self.slots.num_chunks  # when something in a chunk was last used
 
     def make(self, group: int, hashes: Sequence[bytes], spare: int = -1) -> list[Entry]:

@@ -32,8 +32,7 @@ from asynckv.geometry.tables import DescTable
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
 
 Bytes = npt.NDArray[np.uint8]
-Origin = Address | ReplyTo
-"""The way a packet came, and goes back: an address that is asked, or the route by which whoever asked is answered."""
+Origin = Address | ReplyTo  # an address that is asked, or the route of whoever asked
 
 
 def bytes_at(memory: Memory) -> Bytes:
@@ -150,8 +149,7 @@ class Transfer:
         self.landed = max(self.landed, upto)
 
 
-_Row = tuple[int, Bytes, int, int, Bytes, int, int, int]
-"""Our memory, its bytes, offset and stride; their bytes, offset and stride; the length."""
+_Row = tuple[int, Bytes, int, int, Bytes, int, int, int]  # memory, bytes, offset, stride; theirs; length
 
 
 @dataclass(slots=True)
@@ -159,8 +157,7 @@ class _Remote:
     nic: Nic
     memories: tuple[Memory, ...]  # as we were told of them
     users: int = 0
-    tables: dict[int, tuple[DescTable, list[_Row]]] = field(default_factory=dict)
-    """By the table's id; an entry holds its table, so that no other gets its id."""
+    tables: dict[int, tuple[DescTable, list[_Row]]] = field(default_factory=dict)  # an entry holds its table
 
 
 class Nic:

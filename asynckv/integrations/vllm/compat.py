@@ -14,7 +14,6 @@ from typing import Any
 from asynckv.errors import ConfigError
 
 _KV = "vllm.distributed.kv_transfer.kv_connector"
-
 SPECS = "FullAttentionSpec MambaSpec MLAAttentionSpec SlidingWindowSpec"
 RARE_SPECS = (
     "ChunkedLocalAttentionSpec CircularBufferSpec EncoderOnlyAttentionSpec HiddenStateCacheSpec RSWASpec "

@@ -25,7 +25,6 @@ from asynckv.integrations.vllm.scheduler import PARAMS
 SECTIONS = ("asynckv", "nixl")  # whose options these are, and the sequence of the two connectors
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=65535)]
-
 logger = logging.getLogger("vllm.asynckv")
 
 

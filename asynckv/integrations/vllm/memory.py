@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from asynckv.edges.torch import Tensor
 
 log = logging.getLogger("vllm.asynckv")
-
 NULL_BLOCK = 0  # the block that vLLM's lists name where there is none
 
 

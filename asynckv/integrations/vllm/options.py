@@ -24,11 +24,8 @@ from asynckv.config import (
 )
 from asynckv.errors import ConfigError
 
-TESTED_VERSIONS = ("0.33.0", "0.32.0")
-"""The versions of vLLM that this was tested with. Its connector interface changes without notice."""
-
+TESTED_VERSIONS = ("0.33.0", "0.32.0")  # its connector interface changes without notice
 WHERE = "kv_connector_extra_config"
-
 LOOPBACK = "tcp://127.0.0.1:0"
 
 

@@ -49,9 +49,7 @@ PARAMS = "asynckv"  # where in `kv_transfer_params` ours are: vLLM and routers p
 NOT_FOR_NIXL = {"remote_engine_id": "asynckv", "remote_host": "asynckv.invalid", "remote_port": None}
 """What `NixlConnector` looks for. It waits for ever where one is missing, and fails at once to connect to nowhere."""
 
-HASH_TOKENS, MAX_CHAIN = 256, 256
-"""Tokens per hash, doubled as often as it takes to have no more hashes than this: 9 kB of params at most."""
-
+HASH_TOKENS, MAX_CHAIN = 256, 256  # doubled as often as it takes: 9 kB of params at most
 RECLAIM_S = 1.0  # between two orders to make room
 CAUSES = {
     "no_params": "do_remote_prefill is true, but there is no 'asynckv' beside it: the other engine has another "
@@ -73,9 +71,7 @@ CAUSES = {
 """Why a prompt, or its end, is computed where its KV was to be transferred. Each is logged once, and counted always."""
 
 FAILED = PullError("a worker could not load it, and says why in its log")
-
 FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
-
 logger = logging.getLogger("vllm.asynckv")  # vLLM shows what is logged below its own name
 
 
@@ -90,18 +86,14 @@ class SchedulerHalf:
         self.loans: PrefillLedger | None = None  # None until the workers' addresses are known
         self._end: dict[str, int] = {}  # tokens from the start of a queued request's prompt that are to be read
         self._failing: list[str] = []
-        self._erred: set[str] = set()
-        """Requests that ended with an error while they were loaded: it is a failed load's, or `loaded` does not say
-        so."""
-        self._first: dict[str, int] = {}
-        """The first token that the local prefix cache lacks, as was asked last of a queued request."""
+        self._erred: set[str] = set()  # requests that ended with an error while they were loaded
+        self._first: dict[str, int] = {}  # the first token that the local prefix cache lacks
         from asynckv.integrations.vllm.stats import Tally
 
         self.tally = Tally()
         self._told: set[str] = set()
         self._pool: Any = None
-        self._queued: dict[str, tuple[Any, float]] = {}
-        """Requests that never had blocks, and since when; the oldest first."""
+        self._queued: dict[str, tuple[Any, float]] = {}  # without blocks, and since when; the oldest first
         self._reclaimed_at = -math.inf
         self._reclaims: list[Order] = []
 

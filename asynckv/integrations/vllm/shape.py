@@ -14,7 +14,6 @@ from asynckv.geometry.layout import ONE_PER_REQUEST
 from asynckv.integrations.vllm import compat
 
 NULL_BLOCK = 0
-
 Blocks = list[tuple[int, list[int | None]]]  # per group its first token, and ids from the block on that holds it
 
 

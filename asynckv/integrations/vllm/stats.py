@@ -118,8 +118,7 @@ class Tally:
         return stats
 
 
-_PHASES = frozenset({"handshake", "queue", "plan", "read", "confirm"})
-"""Of a pull, one after the other: from when it was asked for to its proof."""
+_PHASES = frozenset({"handshake", "queue", "plan", "read", "confirm"})  # of a pull, one after the other
 
 
 class AsyncKVPromMetrics(KVConnectorPromMetrics):

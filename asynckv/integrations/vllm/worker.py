@@ -32,13 +32,9 @@ if TYPE_CHECKING:
     from asynckv.integrations.vllm.options import Options
 
 START_S = 120.0  # until the engine listens: registering much memory takes its time
-DRAIN_S = 2.0
-"""Before sleep, until what is under way is cut short. vLLM sleeps when it is idle, so that nothing should be."""
-
+DRAIN_S = 2.0  # before sleep, until what is under way is cut short: vLLM sleeps when it is idle
 LET_GO_S = 30.0  # besides, until the memory is let go; what was promised to readers (`lease.grant_s`) comes on top
-CLOSE_S = 3.5
-"""Until all has ended. vLLM kills a worker 5 s after it asked it to end."""
-
+CLOSE_S = 3.5  # until all has ended: vLLM kills a worker 5 s after it asked it to end
 log = logging.getLogger("vllm.asynckv")
 
 

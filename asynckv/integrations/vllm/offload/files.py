@@ -22,7 +22,6 @@ from asynckv.offload.keys import StoredGroup
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, Stored
 
 log = logging.getLogger("vllm.asynckv")
-
 START_S = 600.0  # space is taken from the disk at the start, which takes long where the file system writes zeros
 
 

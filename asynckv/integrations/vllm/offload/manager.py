@@ -55,11 +55,9 @@ from asynckv.offload.traffic import Budgets
 from asynckv.ports import FOUND_DAMAGED, CopyOp, RecordNews, RecordPlane, RecordsEnded
 
 log = logging.getLogger("vllm.asynckv")
-
 ALL = 1 << 62  # bytes: what vLLM has decided to move is moved; workers take one job after another
 CLOSE_S = 3.0
 FULL_S = 60.0
-
 READY = EntryState.READY
 
 COUNTED = {
@@ -91,8 +89,7 @@ class _Request:
         self.fetched: set[OffloadKey] = set()
         self.pins: list[str] = []
         self.used: dict[OffloadKey, None] = {}
-        self.num_new = 0
-        """How many of them have come to host memory, or were loaded, since the policy was told of all in order."""
+        self.num_new = 0  # of them, since the policy was told of all in order
         self.is_over = False
 
 
@@ -141,8 +138,7 @@ class Manager(OffloadingManager):
         self._fetches: dict[str, tuple[_Request, list[OffloadKey]]] = {}  # jobs that bring blocks from files
         self._wanting: list[_Request] = []
         self._pinned: dict[str, _Request] = {}  # those for which something is kept, by their ids
-        self._moving: dict[int, tuple[str, int]] = {}
-        """Between files and memory: as what it is counted, and how many blocks it has."""
+        self._moving: dict[int, tuple[str, int]] = {}  # as what it is counted, and how many blocks
         self._seen = Seen(self.catalogue.host, self._is_known, config.enable_kv_cache_events)
         self._path = path_of(config.engine_id)
         self._has_name = True

@@ -14,7 +14,6 @@ from asynckv.config import OffloadConfig
 from asynckv.errors import ConfigError
 
 WHERE = "kv_connector_extra_config"
-
 OURS = ("host_bytes", "directory", "file_bytes", "policy", "write_back_bytes_per_s", "timeout_s", "model")
 """Fields of `OffloadConfig` that mean the same here."""
 

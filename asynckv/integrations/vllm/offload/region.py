@@ -25,8 +25,7 @@ from asynckv.geometry.layout import Memory
 
 FOLDER = Path("/dev/shm")  # a name that cannot be guessed by who does not know the engine's id
 PREFIX = "asynckv-offload-"
-HEAD = mmap.ALLOCATIONGRANULARITY
-"""Bytes before the memory, in which it is written how the memory is cut, and which ranks have mapped it."""
+HEAD = mmap.ALLOCATIONGRANULARITY  # how the memory is cut, and which ranks have mapped it
 RANKS = 1024  # where it is written which ranks: a byte for each
 
 

@@ -46,12 +46,9 @@ from asynckv.integrations.vllm.offload.region import Region, Shape
 from asynckv.ports import CopyOp, CopyPlane
 
 log = logging.getLogger("vllm.asynckv")
-
 HOST = "host"
 MAX_DESCRIPTORS = 4096
-WAIT_S = 60.0
-"""How long vLLM is kept waiting, a copy may be in doubt, or jobs may not end. Copies take milliseconds, or hang."""
-
+WAIT_S = 60.0  # at most for a wait of vLLM's, a doubt, or jobs of which none ends: copies take milliseconds, or hang
 GRACE_S = 1.0  # between two looks at what is late: a process that was stopped for a minute has had no time to copy
 HUNG = (
     "their blocks may still be written, and vLLM cannot set them aside, so this rank ends; start the engine anew, and "
@@ -111,8 +108,7 @@ class Worker(OffloadingWorker):
             except BackendError as exc:
                 log.warning("host memory cannot be pinned (%s): copies will be slower", exc)
         self._jobs: dict[int, _Job] = {}  # the oldest first
-        self._doubtful: dict[int, float] = {}
-        """Since when: jobs of which the copy plane does not know whether they go on."""
+        self._doubtful: dict[int, float] = {}  # since when it is not known whether they go on
         self._ended_at = -math.inf  # when one did
         self._late_at = math.inf  # when one was first seen not to
         self._ended: list[TransferResult] = []
