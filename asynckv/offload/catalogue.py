@@ -23,16 +23,13 @@ from msgspec.structs import replace
 from asynckv.arguments import integer, shown, text
 from asynckv.core.events import Ending
 from asynckv.errors import ConfigError, LocalProtocolError
-from asynckv.offload.cutting import Cutting
+from asynckv.offload.cutting import Cutting, WriteBack
 from asynckv.offload.entry import Entry, EntryEvent, EntryState
-from asynckv.offload.found import Found, look_up
-from asynckv.offload.job import Item, JobEnded, JobKind, JobOutcome, JobReturned, JobState, Move, MoveKind, Piece
-from asynckv.offload.jobs import Jobs
+from asynckv.offload.found import Found, look_up, make_room
+from asynckv.offload.job import Item, JobEnded, JobKind, JobOutcome, JobReturned, Jobs, JobState, Move, MoveKind, Piece
 from asynckv.offload.keys import StoredGroup, as_hashes, block_hashes, needed
-from asynckv.offload.room import make_room
 from asynckv.offload.tier import Place, Tier
 from asynckv.offload.traffic import Budgets, Running, Traffic
-from asynckv.offload.write_back import WriteBack
 
 MAX_NAME = 16 * 1024  # characters of a job's id, and of a pin's name
 Positions = Sequence[Iterable[int]]

@@ -5,19 +5,21 @@ Each model and geometry has a directory of its own in the one that a user names.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 from asynckv.core.types import TransferId
 from asynckv.edges.file_index import INDEX
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.integrations.vllm.compat import OffloadingConfig
-from asynckv.integrations.vllm.offload.loop import LoopThread
 from asynckv.offload.keys import StoredGroup
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, Stored
 
@@ -25,9 +27,45 @@ log = logging.getLogger("vllm.asynckv")
 START_S = 600.0  # space is taken from the disk at the start, which takes long where the file system writes zeros
 
 
+T = TypeVar("T")
+
+
+class LoopThread:
+    """A thread with a loop, until `close`, for what needs one: vLLM's processes have none of their own."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.is_closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
+
+    def soon(self, function: Callable[..., object], *args: Any) -> None:
+        """Call something there, after all that was handed over before; nothing once it is closed."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function, *args)
+
+    def call(self, function: Callable[[], Awaitable[T]], timeout_s: float) -> T:
+        """Run something there, and wait for it; `TimeoutError` if it takes longer."""
+
+        async def run() -> T:
+            return await function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        self.is_closed = True
+        self.soon(self.loop.stop)
+        self._thread.join(timeout_s)
+
+
 class Files:
-    """A record plane on a thread, which calls `on_news` with what has ended, and `on_time` when `wake_in` has
-    passed."""
+    """A record plane on a thread: `on_news` hears what has ended, `on_time` that `wake_in` has passed."""
 
     def __init__(
         self,

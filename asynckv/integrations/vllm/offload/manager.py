@@ -44,9 +44,8 @@ from asynckv.integrations.vllm.compat import (
     get_offload_group_idx,
 )
 from asynckv.integrations.vllm.offload.files import Files, folder_of, tell_of_start
-from asynckv.integrations.vllm.offload.open_moves import OpenMoves
 from asynckv.integrations.vllm.offload.region import Region, Shape, path_of
-from asynckv.integrations.vllm.offload.seen import Seen
+from asynckv.integrations.vllm.offload.seen import OpenMoves, Seen
 from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.entry import EntryState
 from asynckv.offload.job import JobEnded, JobOutcome, Move, MoveKind

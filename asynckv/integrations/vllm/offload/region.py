@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asynckv.edges.pinning import Pinned
+from asynckv.edges.host_pool import Pinned
 from asynckv.errors import AsyncKVError, BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 

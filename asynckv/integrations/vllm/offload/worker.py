@@ -41,7 +41,7 @@ from asynckv.integrations.vllm.compat import (
     OffloadingWorker,
     TransferResult,
 )
-from asynckv.integrations.vllm.offload.loop import LoopThread
+from asynckv.integrations.vllm.offload.files import LoopThread
 from asynckv.integrations.vllm.offload.region import Region, Shape
 from asynckv.ports import CopyOp, CopyPlane
 
