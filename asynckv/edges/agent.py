@@ -47,8 +47,7 @@ _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """Keep agents for ever in the child of a fork: destroying them would take the parent's sockets out of its
-    epolls."""
+    """Keep agents for ever in the child of a fork: they share UCX's sockets and epolls with the parent's."""
     for agent in tuple(_agents):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
 
@@ -71,8 +70,7 @@ def _epolls(names: set[str]) -> set[int]:
 
 
 def _own(found: set[int]) -> tuple[int, ...]:
-    """Leave out the set that UCX's asynchronous thread has for all agents of the process; only the first agent meets
-    it."""
+    """Leave out the set that UCX's asynchronous thread has for all agents; only the first agent meets it."""
     own = []
     for fd in sorted(found):
         with suppress(OSError):
@@ -94,7 +92,6 @@ def _without(names: Sequence[str]) -> Iterator[None]:
 
 
 def make_epoll() -> select.epoll:
-    """Make an epoll descriptor that no agent takes for one of UCX's."""
     with _creating:
         return select.epoll()
 
@@ -239,15 +236,11 @@ class Agent:
         self._remotes[name] = _Remote(memories, alias=alias)
 
     def is_connected(self, name: str) -> bool:
-        """Say whether a remote agent is loaded, and its connection has not broken."""
         return name in self._remotes and name not in self._gone
 
     def forget_broken(self, name: str) -> None:
-        """Forget a connection that broke, so that the remote agent can be loaded anew; not while a transfer runs over
-        it.
-
-        Transfers in doubt stay, and are asked as ever. Their lists are never released.
-        """
+        """Forget a broken connection, so that the remote agent can be loaded anew; transfers in doubt stay, and are
+        asked."""
         if name not in self._gone:
             return
         if any(transfer.name == name for transfer in self.running.values()):
@@ -258,14 +251,12 @@ class Agent:
         self.drop(name)
 
     def drop_lists(self, name: str) -> None:
-        """Release the descriptor lists of a remote agent which nothing reads from now; harmless if there are none."""
         if (remote := self._remotes.get(name)) is not None:
             for lists in remote.lists.values():
                 self._release_lists(lists.local, lists.remote)
             remote.lists.clear()
 
     def drop(self, name: str) -> None:
-        """Forget a remote agent and its descriptor lists; harmless if it is not loaded."""
         self._gone.discard(name)
         if name not in self._remotes:
             return
@@ -300,7 +291,6 @@ class Agent:
         return lists
 
     def _make_room(self, remote: _Remote, num_rows: int) -> None:
-        """Release the oldest lists beyond so many, but none that a transfer uses."""
         num_rows += sum([lists.table.num_rows for lists in remote.lists.values()])
         if len(remote.lists) < MAX_LISTS and num_rows <= MAX_KEPT_ROWS:
             return
@@ -367,8 +357,7 @@ class Agent:
     def post_file(
         self, transfer_id: TransferId, near: npt.NDArray[np.uint64], far: npt.NDArray[np.uint64], *, is_write: bool
     ) -> TransferEnded | None:
-        """Post a copy between host memory, as rows of (address, length, 0), and files, as (offset, length,
-        descriptor)."""
+        """Post a copy between host memory, rows of (address, length, 0), and files, rows of (offset, length, fd)."""
         op = self._write if is_write else self._read
         try:
             mine, files = self._agent.get_xfer_descs(near, "DRAM"), self._agent.get_xfer_descs(far, "FILE")

@@ -1,5 +1,4 @@
-"""A catalogue's blocks as records of files. A record's key is the group's namespace and the hash; its place is its
-slot's."""
+"""A catalogue's blocks as records of files: a record's key is namespace and hash, its place its slot's."""
 
 from __future__ import annotations
 

@@ -50,7 +50,6 @@ class _Move:
         return self.is_cancelled or self.ending is not Ending.DONE
 
     def spoil(self, ending: Ending, cause: str) -> None:
-        """Post nothing more; the first trouble is what is told."""
         self.pieces = None
         if self.ending is Ending.DONE:
             self.ending, self.cause = ending, cause
@@ -138,7 +137,6 @@ class NixlCopies:
         self._pump()
 
     def cancel(self, move_id: TransferId) -> None:
-        """Copy nothing more of a move; it ends once what is being copied has."""
         if (move := self._moves.get(move_id)) is not None:
             move.is_cancelled = True
             if move.pieces is not None:  # else what was handed over may be copied already, which is all of it

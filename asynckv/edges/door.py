@@ -98,7 +98,6 @@ class Connection:
         return self.arrived - self.delivered
 
     def look_unread(self) -> int:
-        """Ask the kernel how many bytes that were sent the peer's kernel has not taken."""
         with contextlib.suppress(OSError):  # it has ended
             info = self.duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_AT + 8)
             self.taken = struct.unpack_from("=Q", info, _ACKED_AT)[0]
@@ -161,7 +160,6 @@ class Door:
         self._thread.start()
 
     def deliver(self, fd: int, num_bytes: int, is_accepted: bool) -> Connection | None:
-        """Count what the loop was given of a connection, which may have ended by now."""
         if (connection := self.connections.get(fd)) is not None:
             connection.delivered += num_bytes
         elif is_accepted:
@@ -269,7 +267,6 @@ class Door:
             self._make_room(connection.host)
 
     def _end_unwatched(self, opened: Opened) -> None:
-        """There is no descriptor to watch a connection by, so nothing would bound it: it ends."""
         with contextlib.suppress(OSError, IndexError, TypeError):
             lent = socket.socket(fileno=opened.fd)  # libzmq's own
             try:
@@ -330,7 +327,6 @@ class Door:
             self._shut(is_shut)
 
     def _shut(self, is_shut: bool) -> None:
-        """Have the kernel take no new connections, or take them again: ended ones have left too much behind."""
         self._is_shut = is_shut
         self._counts["shut"] += is_shut
         if self._listener is not None:

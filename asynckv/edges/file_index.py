@@ -85,8 +85,6 @@ def checksum(key: bytes, data: memoryview | bytes) -> int:
 
 
 class DamagedIndex(BackendError):
-    """An index cannot be read as what it should be."""
-
     def __init__(self, folder: Path, how: str) -> None:
         super().__init__(
             f"the index of {folder} is damaged ({how}), so what is stored there is lost: the next start sets it aside "
@@ -221,7 +219,6 @@ class FileIndex:
 
     @staticmethod
     def lacks(folder: Path, num_records: int) -> int:
-        """Return how many bytes `prepare` is going to take from the disk."""
         sizes = (path.stat().st_size if (path := folder / name).exists() else 0 for name in (INDEX, f"{INDEX}-wal"))
         return sum(max(0, pages * ALIGN - size) for pages, size in zip(_wanted(num_records), sizes, strict=True))
 
@@ -237,14 +234,12 @@ class FileIndex:
             self.change({}, forgotten)
 
     def removed(self) -> str:
-        """Name it, if somebody has removed it."""
         with suppress(FileNotFoundError):
             return INDEX if self._path.stat().st_ino != self._inode else ""
         return INDEX
 
     def _reserve(self, num_records: int) -> None:
-        """Take space for so many records and for the log, which a full disk cannot deny later: sqlite uses pages
-        again."""
+        """Take space for so many records and for the log, which a full disk cannot deny later."""
         db, (pages, log) = self._db, _wanted(num_records)
         db.execute(f"PRAGMA wal_autocheckpoint = {log // 4}")
         missing = max(0, pages - _number(db, "page_count"))

@@ -32,8 +32,7 @@ class FileTooShort(OSError):
 
 
 class FileIO(Protocol):
-    def submit(self, number: int, extents: Sequence[Extent], is_write: bool) -> None:
-        """Begin with a batch; `collect` tells. Never raises."""
+    def submit(self, number: int, extents: Sequence[Extent], is_write: bool) -> None: ...
 
     def collect(self) -> list[tuple[int, bool]]:
         """The batches that have ended since the last call, and whether all of each is in place; does not wait."""
@@ -41,12 +40,10 @@ class FileIO(Protocol):
     def reset(self) -> None:
         """See that nothing runs any more, or raise `BackendError`; what was not collected has ended or failed then."""
 
-    def close(self) -> None:
-        """End everything, or raise `BackendError`. Idempotent."""
+    def close(self) -> None: ...
 
 
 def view_of(memory: Memory) -> memoryview:
-    """Make host memory readable and writable as bytes."""
     return memoryview((ctypes.c_char * memory.length).from_address(memory.base)).cast("B")
 
 

@@ -50,7 +50,6 @@ class NixlFiles:
         return ended
 
     def reset(self) -> None:
-        """Let what is not in trouble end, then destroy the agent, and with it the rest, and make another one."""
         while self._agent is not None and self._agent.running:
             self._ended = self.collect()  # with those from before
             time.sleep(NAP_S)

@@ -67,7 +67,6 @@ def owner_of(folder: Path) -> tuple[Owner | None, bool]:
 
 
 def _check_user(path: Path, *users: int) -> None:
-    """See that what is below a path, or in a file, is not another user's to change."""
     me, hidden = os.geteuid(), -1
     with suppress(OSError, ValueError):  # in a container without root, all users that it does not know are this one
         number = int(Path("/proc/sys/kernel/overflowuid").read_text())
@@ -185,7 +184,6 @@ class OwnerLock:
         return True
 
     def release(self) -> None:
-        """Let others in. Idempotent."""
         if self._is_visit and self._fd >= 0:
             with suppress(OSError):
                 os.ftruncate(self._fd, 0)
@@ -209,7 +207,6 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def explained(folder: Path, exc: OSError) -> str:
-    """Say why the system refuses to write in a directory, with the numbers, and what helps."""
     why = exc.strerror or str(exc)
     for path in [Path(exc.filename or folder), folder] if exc.errno in (errno.EACCES, errno.EPERM) else ():
         with suppress(OSError):
@@ -228,7 +225,6 @@ def explained(folder: Path, exc: OSError) -> str:
 
 
 def explained_index(folder: Path, exc: Exception) -> str:
-    """Say why an index cannot be used, with the numbers, and what helps."""
     code = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}
     return explained(
         folder, OSError(code.get(getattr(exc, "sqlite_errorcode", 0) & 0xFF, 0), " ".join(f"{exc}".split()))
@@ -240,7 +236,6 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def segment_extents(far: int, size: int, segment_bytes: int) -> Iterator[tuple[int, Extent]]:
-    """Say where a stretch of the range is: the numbers of segments, and extents from the stretch's start on."""
     near = 0
     while size:
         number, offset = divmod(far, segment_bytes)
@@ -345,7 +340,6 @@ class Segments:
             raise self._refused(exc) from None
 
     def _remove_beyond(self, number: int) -> None:
-        """Remove the segments of a range that was longer."""
         for path in self._folder.glob("segment-*.kv"):
             if path.name >= self.path(number).name:
                 path.unlink()
@@ -354,7 +348,6 @@ class Segments:
         return BackendError(f"{self._folder} cannot be used: {explained(self._folder, exc)}; or name another directory")
 
     def extents(self, near: int, far: int, size: int) -> Iterator[Extent]:
-        """Say where a stretch of the range is; more than one extent where it goes over the end of a segment."""
         for number, extent in segment_extents(far, size, self.segment_bytes):
             yield Extent(near + extent.near, self.fds[number], extent.offset, extent.size)
 
@@ -365,7 +358,6 @@ class Segments:
         return all(extent.offset + extent.size <= self.kept[number] for number, extent in parts)
 
     def removed(self) -> str:
-        """Name a file that somebody has removed, if there is one."""
         for number, fd in enumerate(self.fds):
             if not os.fstat(fd).st_nlink:
                 return self.path(number).name
@@ -394,7 +386,6 @@ def _takes_direct(folder: Path) -> bool:
 
 
 def _reads_direct(folder: Path) -> bool:
-    """Try the same with a file that is there."""
     try:
         some = next(folder.glob("segment-*.kv"))
         with mmap.mmap(-1, ALIGN) as page, _opened(some, os.O_RDONLY | os.O_NONBLOCK | os.O_DIRECT) as fd:

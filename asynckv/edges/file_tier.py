@@ -154,7 +154,6 @@ class FileTier:
             raise
 
     def _open(self, is_owned: bool) -> Opened:
-        """Open index and segments, and return them with what they hold; no index if it is only read."""
         folder, index = self._folder, None
         with ExitStack() as undo:
             if is_owned:
@@ -244,7 +243,6 @@ class FileTier:
         return news
 
     def _wake(self) -> None:
-        """Called by the thread: there is news."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: nobody listens
                 self._loop.call_soon_threadsafe(self._ready)

@@ -39,8 +39,6 @@ NO_MORE = {*FULL, errno.EROFS}  # what says that no later write will do better
 
 
 class Takes(IntEnum):
-    """What a tier takes. It takes less and less, until the next start."""
-
     NOTHING = 0
     READS = 1
     ALL = 2
@@ -166,7 +164,6 @@ class Worker:
         return f"a key of {len(key)} bytes; {MAX_KEY} at most" if len(key) > MAX_KEY else ""
 
     def forget(self, places: Iterable[int]) -> None:
-        """Drop what begins at some places, before what is posted later."""
         with self._gate:
             self._forgotten += places
             self._gate.notify()
@@ -210,13 +207,12 @@ class Worker:
             self._gate.notify()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end; False if it did not come. May run on another thread."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end; what had not ended has `FAILED`. Raises `BackendError` if the thread is inside the
-        system still."""
+        """Wait for the end; what had not ended has `FAILED`. `BackendError` if the thread is inside the system
+        still."""
         if not self.wait(timeout_s):
             raise BackendError(
                 f"the disk under {self._folder} has not answered in time: memory that it reads into may still be "
@@ -452,7 +448,6 @@ class Worker:
             self._settle(batch.move)
 
     def _lose(self, move: _Move, i: int, cause: str, counted: str) -> None:
-        """A record is not there, and will not be."""
         self._counts[counted] += 1
         record = move.records[i]
         move.lost.append(i)
@@ -463,7 +458,6 @@ class Worker:
             self._drop(record.far)
 
     def _trouble(self, move: _Move, i: int, exc: OSError) -> None:
-        """The system refuses to move a record."""
         word, what = exc.strerror or str(exc), "writing" if move.is_write else "reading"
         self._lose(move, i, f"{what} failed: {word}", "io_errors")
         failing = self._failing[move.is_write]

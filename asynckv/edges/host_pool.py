@@ -128,7 +128,6 @@ class Pinned:
         self._is_pinned = True
 
     def release(self) -> None:
-        """Give the range back; before its memory is. Idempotent."""
         if not self._is_pinned:
             return
         self._is_pinned = False
@@ -138,7 +137,6 @@ class Pinned:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Have the GPU's context current on this thread, whatever it had before."""
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
             yield

@@ -114,7 +114,6 @@ class _Process:
         self._popen.kill()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for its end, and see it off; False if it has not ended."""
         if self._popen.returncode is not None:
             return True
         poll = select.poll()  # descriptors may have any number
@@ -126,12 +125,10 @@ class _Process:
 
     @property
     def is_collision(self) -> bool:
-        """It was waited for, and found addresses taken; another may fare better."""
         return self._popen.returncode == COLLISION and self.collisions < MAX_COLLISIONS
 
     @property
     def end(self) -> str:
-        """How it ended, once it was waited for."""
         status = self._popen.returncode
         if status == COLLISION:
             return f"found the addresses of the memory taken, {self.collisions + 1} times in a row"
@@ -261,7 +258,6 @@ class Keeper:
         return process
 
     def _fail_start(self, exc: Exception) -> bool:
-        """Tell whoever waits for the start; False if nobody does."""
         if self._started is None or self._started.done():
             return False
         self._started.set_exception(exc)
@@ -279,7 +275,6 @@ class Keeper:
             self._next = None
 
     async def quiesce(self) -> None:
-        """Tell all children to end, and wait for them off the loop, at most `CLOSE_S`."""
         self._begin_to_close()
         if self.num_processes:
             with suppress(TimeoutError):
@@ -431,7 +426,6 @@ class Keeper:
             self._hear(None)
 
     def _take_news(self, process: _Process) -> bool:
-        """Take what a child says; False if it says nothing any more."""
         frames, is_there = process.link.receive()
         process.asked_at = math.inf if frames else process.asked_at
         for frame in frames:

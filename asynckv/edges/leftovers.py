@@ -27,8 +27,7 @@ MAX_FOLDERS = 4096
 
 
 class Left(NamedTuple):
-    """One rank's directory: the bytes of its files, what a record in it is, and when something was stored there
-    last."""
+    """One rank's directory: how many bytes its files have, what a record is, and when something was stored last."""
 
     folder: Path
     num_bytes: int
@@ -37,7 +36,6 @@ class Left(NamedTuple):
 
 
 def rank_folder(directory: str | os.PathLike[str], form: Layout) -> Path:
-    """Say where a rank keeps its records of some form."""
     stage = f"-pp{form.pp_stage}of{form.pp_size}" if form.pp_size > 1 else ""
     return Path(directory) / f"tp{form.tp_rank}of{form.tp_size}{stage}-{fingerprint(form)}"
 

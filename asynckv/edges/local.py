@@ -66,7 +66,6 @@ def pid_of(connected: socket.socket) -> int:
 
 
 def is_left_behind(path: Path) -> bool:
-    """Whether nobody listens behind a socket any more."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(os.fspath(path))
@@ -78,8 +77,6 @@ def is_left_behind(path: Path) -> bool:
 
 
 class LocalDoor:
-    """One rank's socket in `directory`."""
-
     def __init__(self, directory: str | os.PathLike[str], on_question: OnQuestion) -> None:
         self._directory, self._on_question = Path(directory), on_question
         self._server: asyncio.Server | None = None

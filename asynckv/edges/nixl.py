@@ -46,10 +46,7 @@ MAX_KEPT = 64  # remote agents that are kept connected though nobody reads from 
 
 
 def _variant() -> str:
-    """Name the NIXL package to load: the one that is loaded, else the one for torch's CUDA version.
-
-    Two variants in one process abort it, so this must agree with what `import nixl` would choose, which takes seconds.
-    """
+    """Name the NIXL package that `import nixl` would choose, because two variants in one process abort it."""
     for name in ("nixl_cu13", "nixl_cu12"):
         if f"{name}._bindings" in sys.modules:
             return name
@@ -143,8 +140,7 @@ class _Pace:
 
 
 class NixlPlane:
-    """One NIXL agent on the running event loop, and one per posting thread; `taster` tries peers before they are
-    loaded."""
+    """One NIXL agent on the running event loop, and one per posting thread."""
 
     def __init__(self, config: NixlConfig, agent_name: str, taster: Taster | None = None) -> None:
         self._config, self._taster = config, taster
@@ -175,7 +171,6 @@ class NixlPlane:
         return self.begin(memories, on_ready)
 
     def begin(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
-        """Create the agents, hand UCX's descriptors to the loop, and start posting threads, which wait."""
         if self._posters or self._ending is not None:
             left = ", ".join([*(p.name for p in self._posters), *([self._ending.name] if self._ending else [])])
             raise BackendError(f"{left} of the last start is still inside NIXL; `close()` first")

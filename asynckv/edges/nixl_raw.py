@@ -15,8 +15,6 @@ from asynckv.geometry.plan import ReadRequest
 
 
 class RawLoop(NixlPlane):
-    """A NIXL agent whose reads are posted and polled in a plain loop."""
-
     def prepare_lists(self, name: str, requests: Sequence[Sequence[ReadRequest]]) -> Mapping[int, Any]:
         """Have all descriptor lists that these requests' posts need, for `read_all`."""
         assert self._agent is not None

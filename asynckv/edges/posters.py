@@ -126,11 +126,9 @@ class Poster:
 
     @property
     def backlog(self) -> int:
-        """Bytes that were handed over and whose end, or doubt, was not told yet."""
         return self._queued_bytes - self._ended_bytes
 
     def load(self, remote: AgentInfo, memories: Sequence[Memory]) -> Future[None]:
-        """Load a remote agent; the future fails with `BackendError`."""
         loaded: Future[None] = Future()
         if not self._order(_Load(remote, memories, loaded)):
             loaded.set_exception(BackendError(f"{self.name} has ended"))
@@ -143,8 +141,7 @@ class Poster:
     def post(
         self, transfer_id: TransferId, name: str, read: ReadRequest, is_off: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Take a read over; False if the thread is gone or has too many. It ends as `FAILED` if it `is_off` when its
-        turn comes."""
+        """Take a read over; False if the thread is gone or has too many. It ends as `FAILED` if it `is_off` by then."""
         if self.num_taken - self.posts >= MAX_QUEUED:
             return False
         if not self._order(_Post(transfer_id, name, read, is_off)):
@@ -162,7 +159,6 @@ class Poster:
         self._wake()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the thread's end; False if it is still inside NIXL. May run on another thread."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -178,7 +174,6 @@ class Poster:
             self.agent.close()
 
     def _order(self, order: _Order) -> bool:
-        """Hand something over; False if nobody is there to obey, or to refuse it."""
         with self._gate:
             if not self.is_alive:
                 return False
@@ -362,7 +357,6 @@ class Poster:
 
 
 def _clear_frames(exc: BaseException) -> None:
-    """Let go of the locals of all frames that an exception, its causes and its contexts lead to."""
     left, seen = [exc], set[int]()
     while left:
         each = left.pop()

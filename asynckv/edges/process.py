@@ -64,7 +64,6 @@ class _Kept:
                 assert_never(news)
 
     def _lost(self, cause: str, pause_s: float) -> None:
-        """The child was waited for: nothing of it writes any more."""
         self._cause = cause
         if not self._lost_at:
             self._lost_at = time.monotonic()
@@ -220,7 +219,6 @@ class ProcessPlane(_Kept):
                     self._keeper.order(wire.Forget(number))
 
     def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
-        """Hand a read to the child; only without one is anything known at once."""
         self._num_posts += 1
         if not self._keeper.is_serving or self._keeper.is_closing:
             return TransferEnded(transfer_id, Ending.FAILED, self._cause or "the data plane was closed")

@@ -42,7 +42,6 @@ def main() -> None:
 
 
 def _first_line(end: socket.socket) -> bytes:
-    """Read what is to be mapped, and nothing of what follows."""
     return _exactly(end, int.from_bytes(_exactly(end, 4), "little"))
 
 

@@ -30,8 +30,6 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Load a remote agent, and say `Loaded` with the number."""
-
     number: int
     remote: AgentInfo
     memories: tuple[Memory, ...]
@@ -43,8 +41,6 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Table(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Know a table by a number; rows as int64."""
-
     number: int
     length: bytes
     local: bytes
@@ -109,8 +105,8 @@ news: msgspec.msgpack.Decoder[list[News]] = msgspec.msgpack.Decoder(list[News])
 
 
 class Link:
-    """One end of the socket pair; never blocks. Nothing is taken from a frame on that says it has more than `most`
-    bytes."""
+    """One end of the socket pair; never blocks. After a frame that says it has more than `most` bytes, nothing is
+    taken."""
 
     def __init__(self, end: socket.socket, most: int = (1 << 32) - 1) -> None:
         end.setblocking(False)
@@ -125,7 +121,6 @@ class Link:
         return self._socket.fileno()
 
     def send(self, messages: Sequence[Order] | Sequence[News]) -> bool:
-        """Send one frame, or keep what does not fit; False if something is left for `flush`."""
         return self.send_bytes(self._encoder.encode(messages))
 
     def send_bytes(self, body: bytes) -> bool:

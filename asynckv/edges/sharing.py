@@ -57,8 +57,6 @@ class NotShared(BackendError): ...
 
 
 class Share(NamedTuple):
-    """One mapping to be repeated elsewhere: a descriptor, an offset in its file, and the addresses."""
-
     fd: int
     offset: int
     address: int
@@ -92,7 +90,6 @@ class Shares:
         return tuple(self._fds.values())
 
     def close(self) -> None:
-        """Close the descriptors; what is mapped stays so. Idempotent."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
@@ -122,7 +119,6 @@ class Shares:
 
 
 def _under(memory: Memory, mappings: Sequence[_Mapping], where: str) -> Iterator[_Mapping]:
-    """Return the mappings that a region lies in."""
     at, end = memory.base, memory.base + memory.length
     for mapping in mappings:
         if mapping.end <= at:
@@ -148,7 +144,6 @@ def _mappings() -> Iterator[_Mapping]:
 
 
 def _open_files() -> dict[tuple[int, int], int]:
-    """Return this process's writable descriptors by the file that they lead to."""
     found: dict[tuple[int, int], int] = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):

@@ -26,8 +26,7 @@ TRY_S = 2.0  # how long one load may take, which takes milliseconds; a process t
 
 
 class Taster:
-    """Tries peers, one at a time. Without a process they go untried, and `go_on` is told why; without that they are
-    refused."""
+    """Tries peers, one at a time. Without a process they go untried, which `go_on` is told, or are refused."""
 
     def __init__(self, config: NixlConfig, name: str, go_on: Callable[[str], None] | None) -> None:
         self._config, self._name, self._go_on = replace(config, process="never", posting_threads=0), name, go_on
@@ -40,7 +39,6 @@ class Taster:
         self.num_refused = 0
 
     async def try_out(self, remote: AgentInfo, memories: Sequence[Memory]) -> None:
-        """Load a peer's metadata there, when it is its host's turn."""
         self._queue[place := object()] = remote.host
         try:
             while True:

@@ -121,7 +121,6 @@ class CudaMirror:
         self.bases = [t.data_ptr() for t in self._pieces]  # addresses of the pieces on the GPU
 
     def upload(self) -> Event:
-        """Begin to copy everything to the GPU; the event says when it is there."""
         for piece, copy in zip(self._pieces, self._copies, strict=True):
             piece.copy_(copy, non_blocking=True)
         event = self._torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -129,7 +128,6 @@ class CudaMirror:
         return event
 
     def download(self) -> None:
-        """Copy everything from the GPU, after whatever was asked of it before."""
         self._torch.cuda.synchronize()
         for piece, copy in zip(self._pieces, self._copies, strict=True):
             copy.copy_(piece)

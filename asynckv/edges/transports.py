@@ -102,8 +102,7 @@ def copy_from(pid: int, address: int, size: int, call: str = "process_vm_readv")
 
 
 def has_cma(yama: Path = Path("/proc/sys/kernel/yama/ptrace_scope"), status: Path = Path("/proc/self/status")) -> bool:
-    """Say whether UCX can copy between processes of this host: its calls are tried here, and Yama's privilege looked
-    up."""
+    """Say whether UCX can copy between processes of this host: its calls are tried here."""
     if any(os.path.exists(f"/dev/{module}") for module in ("knem", "xpmem")):
         return True
     place = ctypes.create_string_buffer(8)
@@ -119,5 +118,4 @@ def has_cma(yama: Path = Path("/proc/sys/kernel/yama/ptrace_scope"), status: Pat
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether an address such as `tcp://127.0.0.1:0` is reached from this host only."""
     return is_loopback_host(urlsplit(address).hostname or "")

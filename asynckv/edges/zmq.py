@@ -96,7 +96,6 @@ def _split(address: str) -> tuple[str, bytes | None]:
 
 
 def _host(address: str) -> str:
-    """Return the host of `tcp://host:port`, or raise `ConfigError`."""
     try:
         address.encode("ascii")
         parts = urlsplit(address)
@@ -119,7 +118,6 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def _endpoint(number: str, port: str) -> str:
-    """Return what ZMQ connects to; an IPv6 address has brackets there."""
     return f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}"
 
 
@@ -139,7 +137,6 @@ def _load(keys: KeysConfig) -> tuple[KeyPair, AllowList]:
 
 
 def _cause(event: int, value: int, has_keys: bool) -> str:
-    """Say in one word why somebody was not admitted."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return "unlisted_key"
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
@@ -304,7 +301,6 @@ class ZmqPlane:
         return sent
 
     def _answer(self, router: _Link, route: ReplyTo, packet: bytes) -> bool:
-        """Answer a connection, unless its peer leaves too much unread."""
         principal, fd = self._principals.get(route, ("", -1))
         connection = self._door.connections.get(fd) if self._door is not None else None
         if connection is None:
@@ -367,7 +363,6 @@ class ZmqPlane:
                 self._door.sweep()
 
     def statistics(self) -> dict[str, int]:
-        """Count packets, bytes, drops, and who was turned away why (`docs/security.md`)."""
         zeros = dict.fromkeys(("packets_in", "packets_out", *_COUNTED.values()), 0)
         counts = {**zeros, **self._counts, "links": len(self._links)}
         if self._peers is not None:
@@ -399,7 +394,6 @@ class ZmqPlane:
         self._zap, self._router, self._links = None, None, {}
 
     def _on_door_failed(self, cause: Exception) -> None:
-        """End the plane, because nothing bounds what its connections send."""
         if (door := self._door) is not None:  # else it is being closed
             self._ended = f"the control plane has ended, because its door keeper failed: {cause!r}; restart the engine"
             self._close_sockets()
@@ -497,7 +491,6 @@ class ZmqPlane:
             self._turn.loop.call_soon_threadsafe(self._resolved, host, numbers)
 
     def _resolved(self, host: str, numbers: list[str]) -> None:
-        """Remember what a name stands for, and send what has waited for that."""
         self._resolving.discard(host)
         number = self._numbers.get(host, (0.0, ""))[1]  # one failure of the service makes no name unknown
         if numbers and number not in numbers:
@@ -514,7 +507,6 @@ class ZmqPlane:
                 self.send(address, packet)
 
     def _refusal(self, address: Address, key: bytes | None) -> str | None:
-        """Say why no word may be said to a listener with this key."""
         if (key is None) != (self._peers is None):
             return "needs_keys" if key is not None else "no_key"
         if key is not None and self._peers is not None and key not in self._peers:
@@ -663,7 +655,6 @@ class ZmqPlane:
             connection.mute()
 
     def _principal(self, frame: zmq.Frame) -> str:
-        """Say whose a packet is: the key that its connection proved, or its host."""
         if self._pair is not None:
             return f"key:{frame.get('User-Id')}"
         return f"host:{frame.get('Peer-Address')}"
@@ -696,7 +687,6 @@ class _Waiting:
         return bool(self._queues)
 
     def put(self, principal: str, route: ReplyTo, packet: bytes) -> bool:
-        """Keep a packet; False if there is no room for it."""
         queues, size = self._queues.get(principal), len(packet) + WAITING_BYTES
         number = len(queues.get(route, ())) if queues is not None else 0
         # Half of a principal's room is for connections of which nothing waits yet.
@@ -855,8 +845,7 @@ class _Link:
             self.look_again()
 
     def _next(self) -> list[zmq.Frame]:
-        """Take a message; empty if it has too many parts, of which many may be left for the next turn. May raise
-        `zmq.Again`."""
+        """Take a message, or raise `zmq.Again`; empty if it has too many parts, of which many may be left."""
         frames: list[zmq.Frame] = []
         if not self._skipped:
             frames.append(self.socket.recv(zmq.NOBLOCK, copy=False))

@@ -117,7 +117,6 @@ def _runs_of(ids: npt.NDArray[np.integer], plain: list[int] | None = None) -> tu
 
 
 def check_runs(block_ids: BlockIds, null_block: int = NULL) -> tuple[tuple[int, int], ...]:
-    """Check block ids as `as_block_ids` does, and write them as runs."""
     if isinstance(block_ids, list | tuple) and len(block_ids) <= FEW:
         few = _few_runs(block_ids, null_block)
         if few is not None:
@@ -238,11 +237,8 @@ def _is_plain(ids: object, group: Group) -> bool:
 def check_covers(
     where: str, group: Group, offer: BlockRuns, num_tokens: int, columns: tuple[Int64s, Int64s] | None = None
 ) -> None:
-    """Refuse a lent list that ends before the tokens which it is said to hold.
-
-    An empty list, placeholders alone, a window of one token and states, which are kept here and there, may end
-    anywhere.
-    """
+    """Refuse a lent list that ends before the tokens that it is said to hold; states and placeholders may end
+    anywhere."""
     first, counts = columns or as_columns(offer.runs)
     if group.kind == "state" or group.window == 1 or not (first != NULL).any():
         return
@@ -273,8 +269,7 @@ def check_blocks(where: str, group: Group, ids: Int64s) -> None:
 
 
 class LentBlocks:
-    """The blocks that a prefill rank lends in one group, as runs that are never expanded; place 0 holds
-    `first_token`."""
+    """The blocks that a prefill rank lends in one group, as runs that are never expanded."""
 
     def __init__(self, lent: BlockRuns) -> None:
         self.first_token = lent.first_token
@@ -283,7 +278,7 @@ class LentBlocks:
         self._index: tuple[Int64s, Int64s, Int64s] | None = None
 
     def kernel_blocks(self, first: int, begin: int, stop: int, group: Group) -> Int32s | None:
-        """Ids of kernel blocks `begin ... stop - 1` of the prompt, the first token being `first`; None if one is not
+        """Ids of kernel blocks `begin ... stop - 1` of the prompt, whose first token is `first`; None if one is not
         lent."""
         if first < self.first_token:
             return None

@@ -113,7 +113,6 @@ class Part(Struct, frozen=True, array_like=True):
 
     @property
     def has_tokens(self) -> bool:
-        """One of its dims is along the tokens."""
         return any(dim.name == TOKEN for dim in self.dims)
 
 

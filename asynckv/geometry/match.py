@@ -48,10 +48,7 @@ class NotCovered(LayoutError):
 
 
 class Share(NamedTuple):
-    """What one rank reads of one part from one remote rank: the range `[lo, hi)` of the axis that both of them hold.
-
-    `lo` and `hi` are 0 for a part that is not sharded, which is read whole.
-    """
+    """What one rank reads of one part from one remote rank: `[lo, hi)` of the axis; 0, 0 if it is not sharded."""
 
     local_view: View
     remote_view: View
@@ -62,8 +59,7 @@ class Share(NamedTuple):
 
 
 def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
-    """List every field in which two checked layouts differ so that nothing can be planned; ranges are `assign`'s
-    matter."""
+    """List every field in which two checked layouts differ so that nothing can be planned."""
     found: dict[tuple[str, str, str], list[str]] = {}  # (field, local, remote) -> the layers that differ so
     out: list[Difference] = []
     if local.model != remote.model:
@@ -104,7 +100,6 @@ def _layers(layout: Layout) -> dict[str, _Parts]:
 
 
 def layer_names(layout: Layout) -> dict[str, list[str]]:
-    """Layer that has memory -> the names that it goes by."""
     out = {view.layer: [view.layer] for view in layout.views}
     for alias, layer in layout.aliases:
         out[layer].append(alias)
@@ -112,7 +107,6 @@ def layer_names(layout: Layout) -> dict[str, list[str]]:
 
 
 def strange_layers(layout: Layout, others: Container[str]) -> list[str]:
-    """Layers with memory of which the other side knows none of the names."""
     return [layer for layer, names in layer_names(layout).items() if not any(name in others for name in names)]
 
 
@@ -193,8 +187,7 @@ def _axis(part: Part) -> str:
 
 
 def predicted(layout: Layout, ranks: Sequence[int], size: int) -> list[int]:
-    """Say which of the remote `ranks` will be read, if they share heads the usual way; all where that rule cannot
-    say."""
+    """Say which of the remote `ranks` will be read, if they share heads the usual way; else all of them."""
     chosen = set()
     for axis, (lo, hi), extent in {(p.axis, p.held, p.extent) for v in layout.views for p in v.parts}:
         if not axis:

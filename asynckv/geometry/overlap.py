@@ -65,10 +65,7 @@ def check_overlap(spots: Sequence[Spot]) -> None:
 
 
 def _check_apart(spots: list[Spot], budget: list[int]) -> None:
-    """No byte is in two of these arrays, nor twice in one.
-
-    The outermost dim is dropped if all have it, and one entry of it is no longer than its stride.
-    """
+    """No byte is in two of these arrays, nor twice in one; a common outermost dim is dropped where that shows it."""
     for cluster in _clusters(spots):
         first = cluster[0]
         if len(cluster) == 1 and _is_nested(first):
@@ -84,7 +81,6 @@ def _check_apart(spots: list[Spot], budget: list[int]) -> None:
 
 
 def _clusters(spots: list[Spot]) -> Iterator[list[Spot]]:
-    """Sort spots into those whose ranges mesh; of two clusters one ends before the other begins."""
     spots.sort(key=lambda s: s[:2])
     cluster, end = spots[:1], spots[0].hi
     for each in spots[1:]:
@@ -98,7 +94,6 @@ def _clusters(spots: list[Spot]) -> Iterator[list[Spot]]:
 
 
 def _is_nested(one: Spot) -> bool:
-    """Each entry of each dim begins behind the one before it."""
     reach = one.part.itemsize
     for stride, size, _ in reversed(one.steps):
         if stride < reach:
@@ -158,10 +153,7 @@ def _check_descriptors(cluster: list[Spot], budget: list[int]) -> None:
 
 
 def pools(layout: Layout) -> tuple[int, ...]:
-    """Say which groups of a checked layout share memory: per group the number of its pool, the lowest group's in it.
-
-    Groups of one pool see the same pages, so that a block id means the same memory in each.
-    """
+    """Say per group the number of its pool: groups of one pool see the same pages, so an id means the same memory."""
     blocks = [group.num_kernel_blocks for group in layout.groups]
     return check_pools(
         layout, [spot(view, p, blocks[view.group], part_bytes(p)) for view in layout.views for p in view.parts]
@@ -175,8 +167,7 @@ def check_pools(layout: Layout, spots: Sequence[Spot]) -> tuple[int, ...]:
         return tuple(pool)
     rows = sorted([(s.view.memory, s.lo, s.hi, s.view.group, s.view.stride) for s in spots])
     here: list[tuple[int, int, int]] = []
-    """(end, group, page) of all that covers the byte where the sweep is. Any two of these overlap, so all are of one
-    group or of one page size, and in one pool."""
+    """(end, group, page) of all that covers the byte where the sweep is; any two are of one group or one page size."""
     known: tuple[Counter[int], Counter[int]] = Counter(), Counter()
     swept = -1
     for memory, lo, hi, index, stride in rows:

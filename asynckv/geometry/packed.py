@@ -35,8 +35,6 @@ ALIGN = 4096  # records are padded to pages, as files are read without the page 
 
 
 class RecordSize(NamedTuple):
-    """What one block of a group becomes."""
-
     num_bytes: int  # bytes that its parts have, in all kernel blocks; 0 for a group without a layer on this rank
     stride: int  # bytes from slot to slot
     num_slots: int  # slots that the range has, if no other group had any of it
@@ -181,7 +179,6 @@ _Placed = tuple[int, Part, tuple[int, int]]  # where a part of kernel block 0 be
 
 
 def _meshed(parts: Sequence[_Placed]) -> Iterator[list[_Placed]]:
-    """Sort parts, given in the order of their addresses, into those whose ranges mesh."""
     found: list[_Placed] = []
     end = 0
     for each in parts:

@@ -182,10 +182,7 @@ class BlockLists:
         return inside, inside
 
     def _pair_aligned(self, pair: GroupPair, first: int, end: int) -> Sequence[Pairs]:
-        """Pair kernel blocks one to one where both sides' have one size and none is missing; else return nothing.
-
-        The rest of `_pair_tokens` is the rule, and says the same.
-        """
+        """Pair kernel blocks one to one where both sides' have one size and none is missing; else return nothing."""
         (listed, ids), lent, size = self.local[pair.local_index], self._lent[pair.remote_index], pair.local_size
         here = pair.local
         begin, stop = first // size, -(-end // size)

@@ -198,10 +198,7 @@ class PeerTables:
         return len(self._tables) > MAX_TABLES or self._num_kept_rows > MAX_KEPT_ROWS
 
     def evict(self, in_use: set[int]) -> list[DescTable]:
-        """Forget tables beyond what is kept, the least recently used first, and return them.
-
-        Tables in use and regular ones stay, so there may be more than are kept.
-        """
+        """Forget tables beyond what is kept, the least recently used first, and return them; those in use stay."""
         if not self.is_full:
             return []
         kept = in_use | {table.table_id for table in self.regular}
@@ -246,8 +243,6 @@ class _Shape(NamedTuple):
 
 
 class _Alike:
-    """Parts of one shape, and where each begins in its views' block 0."""
-
     def __init__(self, shape: _Shape, places: Int64s) -> None:
         self._shape = shape
         self.places = places  # rows `[local memory, offset, stride, remote memory, offset, stride]`

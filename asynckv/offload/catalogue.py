@@ -108,7 +108,6 @@ class Catalogue:
         }
 
     def held(self) -> dict[str, int]:
-        """Return how many blocks each job and each pin holds, in any tier."""
         return {name: len(job.holding) for name, job in self.jobs.items()} | {
             name: len(entries) for name, entries in self.pins.items()
         }
@@ -238,7 +237,6 @@ class Catalogue:
         return True
 
     def touch(self, hashes: Sequence[str | bytes], tokens: int | None = None) -> None:
-        """Note that a prompt's blocks were used, so that they stay longer."""
         mine, where = self._prefix(hashes, tokens, 0, None)
         self._use(mine, where)
 
@@ -252,10 +250,7 @@ class Catalogue:
         positions: Positions | None = None,
         place: Place | None = None,
     ) -> tuple[Piece, ...]:
-        """Keep what is stored of a prefix until `unpin`; returns what is in host memory, by group.
-
-        What is in the file tier alone stays there. With a `place` only what that tier has is pinned.
-        """
+        """Keep what is stored of a prefix (in one `place`) until `unpin`; returns what is in host memory, by group."""
         mine, where = self._request(name, hashes, tokens, first_token, positions)
         self._use(mine, where)
         held = self.pins[name] = []
@@ -278,7 +273,6 @@ class Catalogue:
         return tuple(pieces)
 
     def unpin(self, name: str) -> bool:
-        """Let go of what was pinned; False if there is no pin of that name."""
         held = self.pins.pop(name, None)
         if held is None:
             return False
@@ -564,7 +558,6 @@ class Catalogue:
             tier.tick = self._tick
 
     def _used(self, tier: Tier, mine: list[list[bytes]], where: list[Sequence[int]]) -> list[Entry]:
-        """Return the blocks of a prompt that a tier has, each chain from its end."""
         found: list[Entry] = []
         for g, group in enumerate(self.groups):
             index, keys = tier.index[g], mine[g]

@@ -64,10 +64,8 @@ class Cutting:
         return move
 
     def promotions(self, patience: float = LOOKED_AT) -> Iterator[Move]:
-        """Find slots for what loads need from the file tier, the first job first.
-
-        After so many jobs that have to go on waiting, only some of the others are looked at, by turns.
-        """
+        """Find slots for what loads need from the file tier; after some that must wait, the others are looked at by
+        turns."""
         absent, full = self._jobs.absent, set[int]()
         jobs, waiting = list(absent.values()), 0
         for i, job in enumerate(jobs):
@@ -181,7 +179,6 @@ class WriteBack:
         return moves, math.inf
 
     def _take(self) -> tuple[list[Item], list[Entry]]:
-        """Find room for as much as one move carries; returns what is written, and what is read for it."""
         chosen, num_bytes = list[Entry](), 0
         for entry in self._host.onward:
             if not self._traffic.fits(MoveKind.WRITE_BACK, num_bytes, self._size(entry)):

@@ -83,8 +83,6 @@ class Queue(Generic[K]):
 
 
 class LRU(Queue[K]):
-    """What was not used for longest goes first."""
-
     use = Queue.to_end
 
     def choose(self, is_busy: Callable[[K], bool]) -> K | None:

@@ -1,8 +1,9 @@
-"""How long a stored prefix is: what a lookup says.
+"""How long a stored prefix is, and how much of a prompt is stored where host memory has no room for all of it.
 
 A prefix of `n` tokens can be used if every group has what is needed to continue after `n` tokens: every block, the
-blocks of a window, or the state at exactly `n`. The groups must agree on `n`. It is worked out over arrays, because a
-prompt has thousands of blocks, and schedulers ask often.
+blocks of a window, or the state at exactly `n`. The groups must agree on `n`, so none keeps more of a prompt than the
+longest beginning for which there is room in all of them. It is worked out over arrays, because a prompt has thousands
+of blocks, and schedulers ask often.
 """
 
 from __future__ import annotations
@@ -60,8 +61,7 @@ class Found(Struct, frozen=True, gc=False):
 
 
 def longest(groups: Sequence[StoredGroup], codes: Sequence[Codes], align: int = 1) -> Found:
-    """Say how long the stored prefix is, from what is known of every group's blocks; it ends at a multiple of
-    `align`."""
+    """Say how long the stored prefix is, a multiple of `align`, from what is known of every group's blocks."""
     align = math.lcm(align, *(group.block_size for group in groups))
     there = [_usable(group, code != ABSENT) for group, code in zip(groups, codes, strict=True)]
     ready = [_usable(group, code == READY) for group, code in zip(groups, codes, strict=True)]
@@ -108,7 +108,6 @@ def look_up(groups: Sequence[StoredGroup], hash_tokens: int, host: Tier, file: T
 def known(
     groups: Mapping[int, StoredGroup], hash_tokens: int, host: Tier, file: Tier | None, keys: list[bytes]
 ) -> list[Codes]:
-    """Say what is known of a prompt's blocks, for groups by their places in the tiers."""
     codes = dict.fromkeys(groups, np.zeros(0, np.uint8))
     most = len(keys) * hash_tokens
     # Groups that need every block end at the first gap, and nobody needs what others have beyond it.

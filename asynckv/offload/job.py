@@ -52,10 +52,7 @@ class Piece(Struct, frozen=True, gc=False):
 
 
 class Move(Struct, frozen=True):
-    """One transfer, to be carried out and told of by `Catalogue.ended`.
-
-    `job_id` says whose blocks of the device it reads or writes; a promotion has who asked first, a write-back none.
-    """
+    """One transfer, to be carried out and told of by `Catalogue.ended`; a write-back has no `job_id`."""
 
     move_id: int
     kind: MoveKind
@@ -227,8 +224,7 @@ class Job:
 
 
 class Jobs:
-    """Jobs that are not over, by name; those that can go on are listed apart, so that no turn looks at jobs that
-    wait."""
+    """Jobs that are not over, by name; those that can go on are listed apart."""
 
     def __init__(self, num_groups: int, host: Tier, file: Tier | None) -> None:
         self._num_groups, self._host, self._file = num_groups, host, file
@@ -289,7 +285,6 @@ class Jobs:
         self.absent[job.job_id] = job
 
     def waiting(self, entry: Entry) -> list[Job]:
-        """Return who waits for a block."""
         if not entry.holders:
             return []
         jobs = (self.by_name.get(name) for name in sorted(entry.holders))

@@ -29,8 +29,6 @@ MAX_HASHES = 1 << 20
 
 
 class StoredGroup(Struct, frozen=True, kw_only=True):
-    """What a tier has to know of one group."""
-
     name: str
     block_size: int  # tokens per block; for states, tokens between those that are kept
     record_bytes: int  # what one block takes in a tier: its record and the padding after it
@@ -147,10 +145,7 @@ def short(key: bytes) -> str:
 
 
 def needed(group: StoredGroup, first_token: int, tokens: int) -> range:
-    """Which blocks of a group a request needs that continues after `tokens` and has those before `first_token`.
-
-    All of them; with a window those that hold one of the last `window - 1` tokens; of states the one at the end.
-    """
+    """Which blocks of a group a request needs that continues after `tokens` and has those before `first_token`."""
     end = tokens // group.block_size
     if first_token >= tokens:
         return range(0)

@@ -77,8 +77,6 @@ class Runs:
 
 
 class Room(NamedTuple):
-    """How many slots can be had, per size of record."""
-
     slots: list[int]  # those in chunks that hold something which stays
     whole: list[int]  # chunks that each size of record has, and could give away
     free: int  # chunks that nobody has

@@ -62,8 +62,7 @@ class Tier:
         self._used = [0] * self.slots.num_chunks  # when something in a chunk was last used
 
     def make(self, group: int, hashes: Sequence[bytes], spare: int = -1) -> list[Entry]:
-        """Find room for blocks that are to be written, for as many as there is; what was used in the tick `spare`
-        stays."""
+        """Find room for blocks that are to be written, for as many as there is; the tick `spare` is not evicted."""
         if not self.takes_more:
             return []
         kind, self._spared = self.slots.kinds[group], spare
@@ -202,7 +201,6 @@ class Tier:
             self._mark(entry)
 
     def written(self, entry: Entry) -> bool:
-        """Note that a block is complete; True if it can be found from now on, False if it had been dropped."""
         self._take(entry, E.WRITTEN)
         if entry.state is not S.READY:
             return False
@@ -211,7 +209,6 @@ class Tier:
         return True
 
     def failed(self, entry: Entry, event: EntryEvent) -> None:
-        """Note that a block was not written, or may not have been."""
         if entry.state is S.WRITING:
             self.policies[entry.kind].remove(entry)
         self._hide(entry)
@@ -225,10 +222,7 @@ class Tier:
             self._forget(entry)
 
     def drop_all(self, but: Collection[Entry] = ()) -> list[Entry]:
-        """Let nobody find any block any more, but for some, at once; returns those that were being written.
-
-        There may be millions, so what is complete is dropped by `drop_some`.
-        """
+        """Let nobody find any block any more, but for some, at once; returns those that were being written."""
         left: list[dict[bytes, Entry]] = [{} for _ in self.index]
         for entry in but:
             if self.index[entry.group].get(entry.hash) is entry:
@@ -245,7 +239,6 @@ class Tier:
         return writing
 
     def drop_some(self) -> bool:
-        """Drop some of what nobody finds any more; True if there is more."""
         left = SLICE
         while self._doomed and left:
             if not self._doomed[-1]:
@@ -329,13 +322,11 @@ class Tier:
         yield from self.leaving
 
     def _unfound(self) -> Iterator[Entry]:
-        """Return what is complete, and nobody finds it."""
         yield from (entry for index in self._doomed for entry in index.values() if entry.state is S.READY)
         for others in self.others:
             yield from others
 
     def audit(self) -> list[str]:
-        """Recount everything; a list of what does not add up."""
         wrong, taken = [], [set[int]() for _ in self.slots.sizes]
         idle = Counter(entry.chunk for entry in self.entries() if self._is_idle(entry))
         if idle != Counter(dict(enumerate(self._idle_in))) or self._idle != [

@@ -65,7 +65,6 @@ class Traffic:
         self._allowed_at: float | None = None
 
     def fits(self, kind: MoveKind, num_bytes: int, more: int) -> bool:
-        """Whether a move that has so many bytes may carry so many more."""
         under_way = self.under_way[kind] + num_bytes
         if under_way == 0:
             return True
@@ -106,7 +105,6 @@ class Traffic:
         return running
 
     def doubt(self, running: Running) -> None:
-        """Count on a move no more: it may end at some time, or never."""
         running.is_doubtful = True
         self.under_way[running.move.kind] -= running.move.num_bytes
 
@@ -116,7 +114,6 @@ class Traffic:
             self.under_way[running.move.kind] -= running.move.num_bytes
 
     def write_back_at(self, now: float) -> float:
-        """Say from when on more may be written back."""
         rate = self.budgets.write_back_bytes_per_s
         if rate == math.inf:
             return now

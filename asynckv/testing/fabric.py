@@ -39,20 +39,17 @@ def bytes_at(memory: Memory) -> Bytes:
     return np.frombuffer(memoryview((ctypes.c_uint8 * memory.length).from_address(memory.base)), np.uint8)
 
 
-class Violation(AssertionError):
-    """Something happened that must never happen."""
+class Violation(AssertionError): ...
 
 
 class Fabric:
-    """What connects ranks: who listens, by address, who asks, by route, and the agents that can be read from, by
-    name."""
+    """What connects ranks: who listens, by address, who asks, by route, and agents by name."""
 
     def __init__(self) -> None:
         self.ports: dict[Origin, Port] = {}
         self.nics: dict[str, Nic] = {}
 
     def carry(self, sender: Port, receiver: Port, origin: Origin, packet: bytes) -> None:
-        """Have a packet heard: at once, unless a driver decides otherwise."""
         receiver.hear(origin, packet)
 
 
@@ -138,7 +135,6 @@ class Transfer:
 
     @property
     def is_cut(self) -> bool:
-        """The agent that it reads from has ended."""
         return self.owner.ends != self.owner_ends
 
     def land(self, upto: int | None = None) -> None:
@@ -278,7 +274,6 @@ class Nic:
         return found
 
     def _registered(self, told: Memory) -> tuple[Bytes, int]:
-        """Where memory that somebody was told of is."""
         for memory, array in zip(self.memories, self.arrays, strict=True):
             if memory.base <= told.base and told.base + told.length <= memory.base + memory.length:
                 return array, told.base - memory.base
@@ -321,7 +316,6 @@ class SimNetwork(Fabric):
         self._addresses = itertools.count(1)
 
     def new_address(self) -> Address:
-        """Make up an address."""
         return Address(f"sim://{next(self._addresses)}")
 
     def carry(self, sender: Port, receiver: Port, origin: Origin, packet: bytes) -> None:
@@ -364,7 +358,6 @@ class SimData(Nic):
         self.deferred = False  # reads stay running until `finish`; otherwise they are done when posted
 
     def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
-        """Copy now, or when told."""
         self.posts += 1
         if name not in self.fabric.nics:
             return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
@@ -389,7 +382,6 @@ class SimData(Nic):
             self.report(TransferEnded(one, Ending.DONE))
 
     def fail(self, transfer_id: TransferId, *, peer_lost: bool = False) -> None:
-        """End a read without landing it; nothing will be written any more."""
         del self.running[transfer_id]
         self.report(TransferEnded(transfer_id, Ending.FAILED, "failed on request", peer_lost))
 
@@ -417,6 +409,5 @@ class SimData(Nic):
         self.report(AgentReplaced(self.join(), "killed on request", 0.0, 0))
 
     def report(self, news: DataNews) -> None:
-        """Queue news."""
         self._news.append(news)
         asyncio.get_running_loop().call_soon(self._on_ready)

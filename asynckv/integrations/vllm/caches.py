@@ -40,8 +40,6 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Entries `[lo, hi)` of the whole model's axis."""
-
     lo: int
     hi: int
     extent: int
@@ -49,8 +47,6 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """A layer that keeps something of every token."""
-
     content: str  # what an entry holds; both sides must say the same
     heads: Range | None  # which heads of the model this rank holds; None if every rank holds the same
     tokens_per_entry: Fraction = Fraction(1)  # tokens that one entry covers; below 1, entries that one token has
@@ -59,8 +55,6 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Array:
-    """An array in a page of states, or a slice of one along its channels."""
-
     name: str
     dtype: Dtype
     offset: int  # bytes from the start of the page to the array that it is, or is a slice of
@@ -174,7 +168,6 @@ def _known_dtype(tensor: Tensor, name: str) -> tuple[Tensor, str]:
 
 
 def mamba1(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Dtype], *, is_dim_first: bool, place: Place) -> States:
-    """Describe Mamba-1: a convolution's state over channels, and a state per channel."""
     channels = _conv(shapes[0], is_dim_first)[0]
     _check("Mamba-1", channels == shapes[1][0], shapes)
     conv = _conv_slices(("conv_x", channels, place.share(channels)), conv=(shapes[0], dtypes[0]), first=is_dim_first)
@@ -211,7 +204,6 @@ def mamba2(
 def delta_net(
     shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Dtype], *, is_dim_first: bool, place: Place
 ) -> States:
-    """Describe a gated delta net: a convolution's state over q, k and v, and a state per value head."""
     heads, value_dim, _ = shapes[1]
     channels, v = _conv(shapes[0], is_dim_first)[0], heads * value_dim
     _check("a gated delta net", channels > v and (channels - v) % 2 == 0, shapes)

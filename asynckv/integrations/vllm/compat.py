@@ -129,7 +129,6 @@ def layer_specs(group: Any) -> Mapping[str, Any]:
 
 
 def quantisation(spec: Any) -> str:
-    """Name how a layer's cache is quantised; empty if it is not."""
     (mode,) = needed("caches", spec, ("kv_quant_mode",), "how their bytes are quantised")
     return "" if mode.name == "NONE" else str(mode.name).lower()
 

@@ -139,8 +139,7 @@ class DualConnector(MultiConnector):
 
 
 def expanded(given: KVTransferConfig) -> KVTransferConfig:
-    """Write our configuration as that of a `MultiConnector`; a `ConfigError` names the option, and what to write
-    instead."""
+    """Write our configuration as that of a `MultiConnector`; a `ConfigError` says what to write instead."""
     extra = given.kv_connector_extra_config
     if given.kv_connector == MultiConnector.__name__:
         return given  # it has been written so already

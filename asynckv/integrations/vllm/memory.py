@@ -81,8 +81,7 @@ class ModelFacts:
         return f"{name} {isa}" if isinstance(isa, str) else name
 
     def mamba_groups(self, layer: str, place: Place) -> int | None:
-        """Groups of a layer's B and C in the whole model. A layer may count the replicas of a single group: its norm
-        does not."""
+        """Groups of a layer's B and C in the whole model; a layer may count replicas, its norm does not."""
         found = self.layers.get(layer)
         own = getattr(getattr(found, "norm", None), "n_groups", None)
         if type(own) is not int:

@@ -139,7 +139,6 @@ class Options:
 
     @classmethod
     def parse(cls, given: object) -> Options:
-        """Read what a user wrote; a `ConfigError` names the option, and what to write instead."""
         values = dict(_mapping(WHERE, given))
         for name in values:
             if (remedy := OF_NIXL_CONNECTOR.get(name)) is not None:

@@ -180,8 +180,7 @@ class SchedulerHalf:
         return False
 
     def _readable(self, request: Any, params: KVTransferParams) -> tuple[str, int]:
-        """Count the tokens of this prompt whose KV was lent and is of use, by hashes, and say why not all of them
-        are."""
+        """Count the tokens of this prompt whose KV was lent and is of use, and say why not all of them are."""
         if getattr(request, "skip_reading_prefix_cache", False):
             return "prompt_logprobs", 0  # vLLM computes every token, and reads nothing
         most, every = min(params.num_tokens, request.num_tokens), params.hash_tokens
@@ -220,8 +219,8 @@ class SchedulerHalf:
         request.max_tokens = 1
 
     def match(self, request: Any, num_cached: int) -> tuple[int | None, bool]:
-        """How many tokens beyond the local prefix cache's can be read; None if a request with the same params is
-        being read."""
+        """How many tokens beyond the local prefix cache's can be read; None: another request reads the same, ask
+        again."""
         fetch = self.pulls.get(request.request_id)
         if fetch is None:
             return 0, False
@@ -380,7 +379,6 @@ def hash_tokens_of(num_tokens: int) -> int:
 
 
 def chain_of(request: Any, num_tokens: int, every: int) -> list[str]:
-    """Hash the first tokens of a request, with all that their KV depends on."""
     return token_hashes(request.all_token_ids[:num_tokens], every, also=_also(request, num_tokens, every))
 
 

@@ -19,8 +19,6 @@ Blocks = list[tuple[int, list[int | None]]]  # per group its first token, and id
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One group of layers that share block ids."""
-
     index: int  # its place among all of vLLM's groups
     block_size: int  # tokens per block; of states, tokens between those that are kept
     is_state: bool = False
@@ -65,7 +63,6 @@ class Shape:
         return cls(tuple(groups), back_off, vllm_config.speculative_config is not None)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Count the blocks that so many tokens take, of all groups."""
         return sum(1 if group.is_state else -(-num_tokens // group.block_size) for group in self.groups)
 
     def missing(self, blocks: Any, first_token: int, num_tokens: int) -> Blocks:

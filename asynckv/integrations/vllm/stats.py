@@ -76,8 +76,6 @@ class AsyncKVStats(KVConnectorStats):
 
 
 class Tally:
-    """What a worker has heard of since it was last asked."""
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._stats = AsyncKVStats()
@@ -109,8 +107,7 @@ class Tally:
         counts[cause] = counts.get(cause, 0) + 1
 
     def take(self, at_once: bool = False) -> AsyncKVStats | None:
-        """Give away what was counted; None if there is nothing, or, unless `at_once`, it was asked less than a
-        second ago."""
+        """Give away what was counted; None if there is nothing, or it was given away less than a second ago."""
         if self._is_empty or ((now := self._clock()) - self._taken_at < EVERY_S and not at_once):
             return None
         stats, self._stats = self._stats, AsyncKVStats()

@@ -39,8 +39,6 @@ log = logging.getLogger("vllm.asynckv")
 
 
 class WorkerHalf:
-    """What a worker of vLLM does for the connector."""
-
     def __init__(self, options: Options, vllm_config: Any, kv_cache_config: Any) -> None:
         check_supported(vllm_config, kv_cache_config)
         use_vllm_logging()
@@ -220,8 +218,8 @@ def _plain(endpoint: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def unpinned() -> Iterator[None]:
-    """Let threads that are started meanwhile run on all cores: vLLM pins this one to a core, and new threads inherit
-    that."""
+    """Let threads that are started meanwhile run on all cores: they would inherit the one that vLLM pins this one
+    to."""
     mine = os.sched_getaffinity(0)
     if len(mine) > 1:
         yield

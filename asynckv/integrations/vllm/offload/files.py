@@ -1,7 +1,4 @@
-"""The thread on which an engine's files are: a record plane wants a loop, and the scheduler's process has none.
-
-Each model and geometry has a directory of its own in the one that a user names.
-"""
+"""The thread on which an engine's files are, in a directory of its own for each model and geometry."""
 
 from __future__ import annotations
 
@@ -51,8 +48,6 @@ class LoopThread:
             self.loop.call_soon_threadsafe(function, *args)
 
     def call(self, function: Callable[[], Awaitable[T]], timeout_s: float) -> T:
-        """Run something there, and wait for it; `TimeoutError` if it takes longer."""
-
         async def run() -> T:
             return await function()
 
@@ -78,8 +73,7 @@ class Files:
         self._timer = 0
 
     def start(self, memory: Memory) -> Sequence[Stored]:
-        """Open what is there; returns what was found. `BackendError`: it cannot be opened, has no room, or is
-        another process's."""
+        """Open what is there, or raise `BackendError`; returns what was found."""
 
         async def start() -> Sequence[Stored]:
             return self._plane.start(memory, self._ready)

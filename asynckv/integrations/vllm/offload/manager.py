@@ -78,8 +78,6 @@ PREFIX = "asynckv:kv_offload_"
 
 
 class _Request:
-    """What a request waits for, and what is kept for it."""
-
     def __init__(self, name: str) -> None:
         self.name = name
         self.wanted: dict[OffloadKey, None] = {}  # met in files since the last step ended
@@ -281,8 +279,7 @@ class Manager(OffloadingManager):
             self._has_name = False
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Say in which slots blocks are, and keep them there until `complete_load`; `BackendError` if one is not
-        stored."""
+        """Say in which slots blocks are, and keep them there until `complete_load`, or raise `BackendError`."""
         wanted = list(dict.fromkeys(keys))
         name = f"load{next(self._names)}"
         self.catalogue.load(name, wanted, positions=self._positions(wanted))
@@ -371,7 +368,6 @@ class Manager(OffloadingManager):
         self._advance()
 
     def on_reset_flushed(self) -> None:
-        """Workers touch nothing any more that was asked of them before."""
         stale, self._stale = self._stale, []
         for move in stale:
             self.catalogue.ended(move.move_id, Ending.DONE if move.kind is MoveKind.LOAD else Ending.FAILED)
@@ -484,7 +480,6 @@ class Manager(OffloadingManager):
             log.warning("%d of %d blocks were not brought from files: %s", len(missing), len(keys), ended.cause)
 
     def _hear(self, news: Sequence[RecordNews]) -> None:
-        """On the thread of the files: note what has ended."""
         with self._lock:
             for each in news:
                 if not isinstance(each, RecordsEnded):

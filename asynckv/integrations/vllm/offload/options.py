@@ -1,7 +1,4 @@
-"""What `kv_connector_extra_config` may say where `OffloadingConnector` uses asynckv's spec.
-
-Some options are the connector's own, the others fields of `OffloadConfig`. What is not understood is refused.
-"""
+"""What `kv_connector_extra_config` may say where `OffloadingConnector` uses asynckv's spec; all else is refused."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ OF_OTHER_SPECS = {
 
 
 def parse(given: Mapping[str, Any], model: str, hash_tokens: int) -> OffloadConfig:
-    """Read what a user wrote; `model` is the model's name, unless one is given. A `ConfigError` says what to write
+    """Read what a user wrote; `model` is for the case that none is given. A `ConfigError` says what to write
     instead."""
     for name in given:
         if name in OF_OTHER_SPECS and (name != "canonical_layout" or given[name]):

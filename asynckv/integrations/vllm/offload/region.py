@@ -86,7 +86,6 @@ class Region:
             fcntl.lockf(self._fd, fcntl.LOCK_UN, HEAD)
 
     def _agree(self, shape: Shape) -> None:
-        """Write down how it is cut, or compare what is written."""
         with self._alone():
             said = ", ".join(f"{name}={value}" for name, value in shape._asdict().items()).encode()
             found = os.pread(self._fd, RANKS, 0).rstrip(b"\0")

@@ -38,8 +38,7 @@ log = logging.getLogger("vllm.asynckv")
 
 
 class AsyncKVOffloadingSpec(OffloadingSpec):
-    """asynckv's spec: `"spec_name": "AsyncKVOffloadingSpec", "spec_module_path":
-    "asynckv.integrations.vllm.offload"`."""
+    """asynckv's spec: `AsyncKVOffloadingSpec` of `asynckv.integrations.vllm.offload`, as vLLM is told."""
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)

@@ -150,8 +150,7 @@ class Worker(OffloadingWorker):
         return True
 
     def _pairs(self, device: GPULoadStoreSpec, slots: CPULoadStoreSpec) -> list[tuple[Int64s, Int64s]]:
-        """Per group, which blocks belong to which blocks of this rank's parts; the first may be in the middle of its
-        slot."""
+        """Per group, which blocks belong to which blocks of this rank's parts; the first may be amid its slot."""
         size = self._shape.blocks
         groups = list(zip(device.group_sizes, (first % size for first in device.block_indices), strict=True))
         chunks = [-(-(first + count) // size) if count else 0 for count, first in groups]
@@ -223,7 +222,6 @@ class Worker(OffloadingWorker):
             self._changed.notify_all()
 
     def _copy(self, job: _Job) -> None:
-        """Copy a job's blocks without NIXL."""
         region = torch.from_numpy(self._region.array)
         for view, far_view in zip(self._layout.views, self._far.views, strict=True):
             assert view.layer == far_view.layer
