@@ -86,7 +86,6 @@ class FileTier:
         self._worker: Worker | None = None
         self._lock: OwnerLock | None = None
         self._news: list[RecordNews] = []
-        self._is_due = False
         self.found: Counter[str] = Counter()  # what the start found: records, and those that were dropped, by cause
 
     @property
@@ -216,7 +215,7 @@ class FileTier:
     def post(self, move_id: TransferId, op: CopyOp, records: Sequence[Record]) -> None:
         if self._worker is None:
             self._news.append(RecordsEnded(move_id, Ending.FAILED, "the file tier is closed"))
-            self._wake_here()
+            self._wake()
             return
         self._worker.post(move_id, op is CopyOp.WRITE, records)
         self._arm()
@@ -247,13 +246,7 @@ class FileTier:
             with suppress(RuntimeError):  # the loop is closed: nobody listens
                 self._loop.call_soon_threadsafe(self._ready)
 
-    def _wake_here(self) -> None:
-        if not self._is_due and self._loop is not None and not self._loop.is_closed():
-            self._is_due = True
-            self._loop.call_soon(self._ready)
-
     def _ready(self) -> None:
-        self._is_due = False
         if self._news or (self._worker is not None and self._worker.has_news):
             self._on_ready()
 

@@ -33,16 +33,12 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     end = socket.socket(fileno=int(sys.argv[1]))
-    _map(json.loads(_first_line(end)))
+    _map(json.loads(_exactly(end, int.from_bytes(_exactly(end, 4), "little"))))
 
     # Only now: what follows brings libraries and threads, which may lie anywhere.
     from asynckv.edges.process_wire import Link
 
     _serve(Link(end))
-
-
-def _first_line(end: socket.socket) -> bytes:
-    return _exactly(end, int.from_bytes(_exactly(end, 4), "little"))
 
 
 def _exactly(end: socket.socket, size: int) -> bytes:

@@ -40,18 +40,6 @@ class RecordSize(NamedTuple):
     num_slots: int  # slots that the range has, if no other group had any of it
 
 
-def packed(
-    layout: Layout, capacity: int, *, base: int = 0, align: int = ALIGN, strides: Sequence[int] | None = None
-) -> Layout:
-    """Return the layout of a range of `capacity` bytes that keeps blocks of `layout`: same groups, a slot for a block
-    id.
-
-    Raises:
-        LayoutError: The range has not room for one record of each group.
-    """
-    return placed(record_form(layout, align=align, strides=strides), base, capacity)
-
-
 def record_form(layout: Layout, *, align: int = ALIGN, strides: Sequence[int] | None = None) -> Layout:
     """Say what one block of each group becomes, wherever it is kept: a layout with one slot per group, at address 0.
 

@@ -54,12 +54,7 @@ class Traffic:
         self.budgets = budgets
         self.running: dict[int, Running] = {}
         self.under_way = dict.fromkeys(MoveKind, 0)  # bytes by kind, without what is in doubt
-        self.limits = {
-            MoveKind.LOAD: budgets.load_bytes,
-            MoveKind.STORE: budgets.store_bytes,
-            MoveKind.PROMOTION: budgets.promotion_bytes,
-            MoveKind.WRITE_BACK: budgets.write_back_bytes,
-        }
+        self.limits: dict[MoveKind, int] = {kind: getattr(budgets, f"{kind}_bytes") for kind in MoveKind}
         self._last_id = 0
         self._allowance = 0.0  # bytes that may be written back; below 0 after a move that was larger than what was left
         self._allowed_at: float | None = None

@@ -6,7 +6,7 @@ refused, and whoever comes from `NixlConnector` is told what its options are cal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
@@ -143,11 +143,11 @@ class Options:
         for name in values:
             if (remedy := OF_NIXL_CONNECTOR.get(name)) is not None:
                 raise ConfigError(f"{WHERE}.{name} is an option of NixlConnector; {remedy}")
-        _refuse_unknown(WHERE, values, cls)
+        refuse_unknown(WHERE, values, [f.name for f in fields(cls)])
         for name, kind in SECTIONS.items():
             if values.get(name) is not None:
                 section = dict(_mapping(f"{WHERE}.{name}", values[name]))
-                _refuse_unknown(f"{WHERE}.{name}", section, kind)
+                refuse_unknown(f"{WHERE}.{name}", section, [f.name for f in fields(kind)])
                 values[name] = _made(f"{WHERE}.{name}", kind, {**DEFAULTS.get(name, {}), **section})
             elif name in values and name not in ("keys", "metrics"):
                 raise ConfigError(f"{WHERE}.{name} is None; give an object, or leave it out")
@@ -213,11 +213,10 @@ def _mapping(where: str, given: object) -> Mapping[str, Any]:
     raise ConfigError(f"{where} is {shown(given)}; it must be an object of names and values")
 
 
-def _refuse_unknown(where: str, given: Mapping[str, Any], kind: type[Any]) -> None:
-    known = [f.name for f in fields(kind)]
+def refuse_unknown(where: str, given: Iterable[str], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
-            near = get_close_matches(name, known, 1)
+            near = get_close_matches(str(name), known, 1)
             hint = f"did you mean {near[0]!r}? It" if near else "it"
             raise ConfigError(f"{where} has no option {shown(name)}; {hint} takes {', '.join(known)}")
 

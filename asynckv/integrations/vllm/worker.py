@@ -18,6 +18,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from asynckv.edges.torch import shared_zeros
 from asynckv.embed import Cancel, EngineThread, Finished, Lend, Order, Pull, Withdraw
 from asynckv.errors import BlocksRetired, EngineClosed, LocalProtocolError
@@ -115,7 +117,7 @@ class WorkerHalf:
         if self._thread is None or self._is_suspended:
             return None
         engine = self._thread.engine
-        return WorkerAddress(_plain(engine.endpoint), engine.memory_epoch)
+        return WorkerAddress(msgspec.to_builtins(engine.endpoint), engine.memory_epoch)
 
     def start_load(self, step: StepOrders) -> None:
         self._failing.update(step.failing)
@@ -209,17 +211,9 @@ def _request_id(order: Lend) -> str:
     return str(order.params["request_id"])
 
 
-def _plain(endpoint: Any) -> dict[str, Any]:
-    import msgspec
-
-    plain: dict[str, Any] = msgspec.to_builtins(endpoint)
-    return plain
-
-
 @contextlib.contextmanager
 def unpinned() -> Iterator[None]:
-    """Let threads that are started meanwhile run on all cores: they would inherit the one that vLLM pins this one
-    to."""
+    """Let threads that are started meanwhile run on all cores, and not inherit the one that vLLM pins this one to."""
     mine = os.sched_getaffinity(0)
     if len(mine) > 1:
         yield

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
-from asynckv.arguments import shown
 from asynckv.config import OffloadConfig
 from asynckv.errors import ConfigError
+from asynckv.integrations.vllm.options import WHERE, refuse_unknown
 
-WHERE = "kv_connector_extra_config"
 OURS = ("host_bytes", "directory", "file_bytes", "policy", "write_back_bytes_per_s", "timeout_s", "model")
 """Fields of `OffloadConfig` that mean the same here."""
 
@@ -38,11 +36,7 @@ def parse(given: Mapping[str, Any], model: str, hash_tokens: int) -> OffloadConf
     for name in given:
         if name in OF_OTHER_SPECS and (name != "canonical_layout" or given[name]):
             raise ConfigError(f"{WHERE}.{name} is an option of vLLM's own offloading specs; {OF_OTHER_SPECS[name]}")
-        if name not in OURS and name not in THEIRS and name != "canonical_layout":
-            known = sorted((*OURS, *THEIRS))
-            near = get_close_matches(str(name), known, 1)
-            hint = f"did you mean {near[0]!r}? It" if near else "it"
-            raise ConfigError(f"{WHERE} has no option {shown(name)}; {hint} takes {', '.join(known)}")
+    refuse_unknown(WHERE, [name for name in given if name != "canonical_layout"], sorted((*OURS, *THEIRS)))
     if "host_bytes" not in given:
         raise ConfigError(f"{WHERE} lacks host_bytes: how much host memory all ranks together may use for blocks")
     values = {name: given[name] for name in OURS if name in given}
