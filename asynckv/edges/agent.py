@@ -135,9 +135,6 @@ class Agent:
         api: NIXL's Python API.
         name: Unique in this process and all others.
         unheeded: Variables of the environment that are meant for other agents, and would go before the parameters.
-
-    Raises:
-        BackendError: The back end cannot be created.
     """
 
     def __init__(
@@ -460,11 +457,8 @@ class Agent:
         return not self._life.alive
 
     def close(self) -> None:
-        """Destroy the agent, which ends whatever still runs before the memory goes. Idempotent.
-
-        Raises:
-            BackendError: Something still refers to it, so it lives and may write. Call again to look again.
-        """
+        """Destroy the agent, which ends whatever still runs, or raise `BackendError`: it lives, and may write.
+        Idempotent."""
         if self._agent is not None:
             self._let_go()
         if self._life.alive:

@@ -144,11 +144,7 @@ def _number(db: sqlite3.Connection, pragma: str) -> int:
 
 
 def read_index(folder: Path, *, records: bool = True) -> Said:
-    """Return what an index says, of `records` as well, and change nothing: its owner may be writing it.
-
-    Raises:
-        BackendError: It is damaged (`DamagedIndex`), of another format, or cannot be read.
-    """
+    """Return what an index says, of `records` as well, and change nothing: its owner may be writing it."""
     path, names = folder / INDEX, (INDEX, f"{INDEX}-wal")
     try:
         with typed(folder):
@@ -194,11 +190,7 @@ def _wanted(num_records: int) -> tuple[int, int]:
 
 
 class FileIndex:
-    """One open index. All but the constructor belongs to one thread.
-
-    Raises:
-        BackendError: It is damaged (`DamagedIndex`), of another format, or cannot be opened.
-    """
+    """One open index. All but the constructor belongs to one thread."""
 
     def __init__(self, folder: Path) -> None:
         self._path = path = folder / INDEX

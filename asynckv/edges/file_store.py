@@ -80,11 +80,9 @@ def _check_user(path: Path, *users: int) -> None:
 
 
 def check_parents(folder: Path) -> None:
-    """See that no other user can put another directory in the place of this one; it may not be there yet.
+    """See that no other user can put another directory in the place of this one, which may not be there yet.
 
-    Raises:
-        BackendError: One above it is another user's, or everybody may write it, and it has no sticky bit. (A mount
-            point may be so: an `emptyDir` of Kubernetes is, and only its pod sees it.)
+    A mount point may be open to everybody: an `emptyDir` of Kubernetes is, and only its pod sees it.
     """
     for parent in sorted({*folder.absolute().parents, *Path(os.path.realpath(folder)).parents}):
         with suppress(OSError):  # it is not there, or cannot be reached
@@ -102,9 +100,6 @@ def check_folder(folder: Path) -> None:
     """See that no other user decides what is in a directory: a checksum says that bytes are whole, not who made them.
 
     A group may write it as a container volume has it (Kubernetes: `fsGroup`): setgid, and one of this process's groups.
-
-    Raises:
-        BackendError: Another user, everybody or some group may change it, or it cannot be looked at.
     """
     check_parents(folder)
     try:
@@ -133,9 +128,6 @@ class OwnerLock:
     Args:
         folder: Made if it is not there.
         visit: Have it for a moment, to tidy up: it has to be there, and says again who had it afterwards.
-
-    Raises:
-        BackendError: Another process has it, or it cannot be written.
     """
 
     def __init__(self, folder: Path, *, visit: bool = False) -> None:
@@ -265,10 +257,6 @@ class Segments:
     Args:
         direct: Whether to bypass the page cache, if the file system can.
         is_owned: This process has the directory; else nothing is made.
-
-    Raises:
-        NoRoom: The file system has no room for them.
-        BackendError: It refuses.
     """
 
     def __init__(

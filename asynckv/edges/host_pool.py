@@ -27,10 +27,6 @@ class HostPool:
 
     All of it is taken from the system at once, 0.1 to 0.4 s per GB, so that no copy waits for a page. With a `device`
     it is pinned for that GPU; memory that cannot be pinned serves as well, and slower (`how`).
-
-    Raises:
-        ConfigError: It is no number of bytes.
-        BackendError: The system has not so much memory.
     """
 
     def __init__(self, num_bytes: int, *, device: int | None = None) -> None:
@@ -104,14 +100,7 @@ def load_driver() -> Any:
 
 
 class Pinned:
-    """A range that is pinned until `release`.
-
-    Args:
-        device: The GPU that holds the engine's memory, as CUDA numbers those that this process may use.
-
-    Raises:
-        BackendError: It cannot be, and why; nothing is left behind.
-    """
+    """A range that is pinned until `release`, for a GPU as CUDA numbers those that this process may use."""
 
     def __init__(self, address: int, num_bytes: int, device: int) -> None:
         self._driver, self._address, self._context = load_driver(), ctypes.c_void_p(address), ctypes.c_void_p()

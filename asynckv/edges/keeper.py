@@ -284,11 +284,8 @@ class Keeper:
                 process.kill()
 
     def close(self) -> None:
-        """Let go of everything. Idempotent. Waits for children, at most `CLOSE_S`, and kills them then.
-
-        Raises:
-            BackendError: The kernel does not end one, so it may still write. Call again to wait again.
-        """
+        """Let go of everything, or raise `BackendError`: a child may still write. Idempotent; waits at most
+        `CLOSE_S`."""
         self._begin_to_close()
         deadline = time.monotonic() + CLOSE_S
         for process in (self._current, self._next):

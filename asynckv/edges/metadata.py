@@ -80,11 +80,7 @@ def is_known(metadata: bytes) -> bool:
 
 
 def renamed(metadata: bytes, name: str, alias: str) -> bytes:
-    """Return an agent's metadata under another name, because a load that fails leaves the name behind inside NIXL.
-
-    Raises:
-        BackendError: It is another agent's, or not as NIXL writes it.
-    """
+    """Return an agent's metadata under another name, because a load that fails leaves the name behind inside NIXL."""
     try:
         found = _check(metadata)
     except ValueError as exc:

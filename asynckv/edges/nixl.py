@@ -212,12 +212,7 @@ class NixlPlane:
         await self._posters.quiesce()
 
     def close(self) -> None:
-        """Let go of everything; memory under a running transfer stays registered. Idempotent.
-
-        Raises:
-            BackendError: A posting thread did not come out of NIXL, or an agent lives on: the memory may still be
-                written. Call again to wait again.
-        """
+        """Let go of everything, or raise `BackendError`: something may still write. Idempotent."""
         self._posters.stop()
         if self._loop is not None:
             for fd in self._fds:

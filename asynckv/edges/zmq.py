@@ -167,9 +167,6 @@ class ZmqPlane:
         bind: Where to listen, such as `tcp://127.0.0.1:0`; port 0 lets the system choose. None: only ask.
         advertise: What others are told, if it is not the bound address.
         allow_insecure: Listen beyond loopback although nothing is encrypted.
-
-    Raises:
-        ConfigError: The addresses or the keys cannot serve.
     """
 
     def __init__(

@@ -43,9 +43,6 @@ class Catalogue:
         file_bytes: Size of the file tier; 0 if there is none.
         policy: Which blocks are evicted, by name, see `asynckv.offload.eviction`.
         budgets: How much may be under way.
-
-    Raises:
-        ConfigError: A policy that does not exist, a tier that is too small, or a group that hashes cannot name.
     """
 
     def __init__(
@@ -385,9 +382,6 @@ class Catalogue:
 
         Args:
             lost: Of a move that is `DONE`, blocks that are not, counted over its pieces: a file had them corrupt.
-
-        Raises:
-            LocalProtocolError: No such move is under way.
         """
         running = self.traffic.get(move_id)
         if ending is Ending.IN_DOUBT:

@@ -45,9 +45,6 @@ def stored_groups(
     Args:
         record_bytes: Per group, what one block takes in a tier.
         model: The model's fingerprint: weights, and whatever else changes the KV of a prompt.
-
-    Raises:
-        ConfigError: A group's blocks end where no hash does, or it has no blocks that a hash could name.
     """
     integer("hash_tokens", hash_tokens, 1, MAX_TOKENS, ConfigError)
     if len(record_bytes) != len(layout.groups):

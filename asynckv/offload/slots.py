@@ -101,9 +101,6 @@ class Slots:
     Args:
         record_bytes: Per group, bytes from one slot to the next.
         name: What the tier's size is called in settings.
-
-    Raises:
-        ConfigError: The tier is too small to hold `RECORDS_PER_CHUNK` of every group's records.
     """
 
     def __init__(self, num_bytes: int, record_bytes: Sequence[int], name: str = "num_bytes") -> None:

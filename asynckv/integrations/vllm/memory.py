@@ -145,14 +145,7 @@ def _check_spec(layer: str, spec: Any) -> None:
 
 
 def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: ModelFacts) -> Registration:
-    """Declare a worker's KV caches; groups that are not for transfers are left out.
-
-    Args:
-        tensors: What vLLM registers: a tensor per layer, among them names of layers that use another one's.
-
-    Raises:
-        ConfigError: Naming the layer, the numbers and the option to change. (`LayoutError` is one.)
-    """
+    """Declare a worker's KV caches; groups that are not for transfers are left out."""
     groups: list[Group] = []
     made: list[TensorPart] = []
     owners: dict[tuple[object, ...], str] = {}

@@ -159,9 +159,6 @@ class Options:
 
         Args:
             number: The worker's, among those that got the same options: it listens so many ports after the first one's.
-
-        Raises:
-            ConfigError: There is no such port.
         """
         values = {name: getattr(self, name) for name in _ENGINE}
         for name in ("bind", "advertise") if number else ():

@@ -133,11 +133,7 @@ class WorkerHalf:
         self._thread.submit(step.orders)
 
     def take_results(self) -> Any:
-        """Say what has ended since the last call; every request once.
-
-        Raises:
-            BlocksRetired: Blocks were given up for this process; it has to end.
-        """
+        """Say what has ended since the last call; every request once. `BlocksRetired` ends this process."""
         results = KVConnectorTransferResults(finished_recving=self._failing, failed_recving=set(self._failing))
         self._failing = set()
         if self._thread is not None and (finished := self._thread.take_finished()):

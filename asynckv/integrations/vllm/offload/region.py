@@ -43,12 +43,7 @@ class Shape(NamedTuple):
 
 
 class Region:
-    """Memory of an engine: one per data-parallel rank.
-
-    Raises:
-        BackendError: The system has not so much, or the file belongs to somebody else.
-        ConfigError: Another process cuts it otherwise.
-    """
+    """Memory of an engine: one per data-parallel rank."""
 
     def __init__(self, engine_id: str, shape: Shape) -> None:
         self.path = path_of(engine_id)

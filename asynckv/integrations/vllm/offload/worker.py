@@ -72,10 +72,6 @@ class Worker(OffloadingWorker):
         rank: Whose part of a slot is this one's.
         max_post_bytes: Most bytes in one copy.
         copies: Copy plane; NIXL's if left out.
-
-    Raises:
-        ConfigError: A block has more bytes than its part of a slot has room for.
-        BackendError: NIXL is not to be had, or refuses the memory.
     """
 
     def __init__(
