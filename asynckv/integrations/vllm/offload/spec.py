@@ -29,9 +29,10 @@ from asynckv.integrations.vllm.compat import (
     version,
 )
 from asynckv.integrations.vllm.offload.manager import COUNTED, GAUGES, PREFIX, Manager
-from asynckv.integrations.vllm.offload.options import WHERE, parse
+from asynckv.integrations.vllm.offload.options import parse
 from asynckv.integrations.vllm.offload.region import Region, Shape
 from asynckv.integrations.vllm.offload.worker import Worker
+from asynckv.integrations.vllm.options import WHERE
 from asynckv.offload.keys import StoredGroup
 
 log = logging.getLogger("vllm.asynckv")
