@@ -106,8 +106,8 @@ def find(seen: Seen) -> Findings:
     gone = list(_gone(seen))
     told = {name for x in gone for name in x.requests}
     refused = {x.text("prefill_request_id") for x in _refusals(seen)}
-    late = [x for x in seen.late if not (x.request_id in told and _is_of_process(x))]
-    late = [*_late([x for x in late if not (x.cause in NEVER_ASKED and x.request_id in refused)])]
+    rest = [x for x in seen.late if not (x.request_id in told and _is_of_process(x))]
+    late = list(_late([x for x in rest if not (x.cause in NEVER_ASKED and x.request_id in refused)]))
     told |= {x.request_id for x in seen.late}
     failed = [*_refused(seen), *_failed(seen, told)]
     wrong = [*gone, *_silent(seen), *late, *_copies(seen.copies), *failed, *_away(seen), *_errors(seen)]
