@@ -197,7 +197,7 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     assert [x.event for x in logs.records] == ["lease_ended", "of_the_future"]
     skipped = {x.reason: (x.lines, x.where) for x in logs.skipped}
     assert skipped == {
-        "cut short": (2, f"{path}:3"),
+        "cut short": (1, f"{path}:3"),  # the last line is perhaps being written just now
         "nested too deeply": (1, f"{path}:4"),
         "without a time that can be read (timestamp, time, ts, @timestamp, asctime)": (1, f"{path}:5"),
         "longer than 1,048,576 bytes": (1, f"{path}:6"),

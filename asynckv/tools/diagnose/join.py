@@ -534,7 +534,10 @@ def join(logs: Logs | Iterable[Record]) -> Service:
     builder = _Builder()
     for record in records:
         builder.take(record)
-    return builder.finish()
+    service = builder.finish()
+    for incarnation, lines in (logs.counted if isinstance(logs, Logs) else {}).items():
+        service.processes[incarnation].num_records += lines
+    return service
 
 
 class _Builder:
