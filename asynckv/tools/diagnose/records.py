@@ -23,6 +23,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -62,7 +63,6 @@ ALIKE = {told.LeasesEndedAlike.event: told.LeaseEnded.event, told.PullsEndedAlik
 
 MANY = {told.LeaseHeld.event, told.PullHeld.event, *ALIKE}
 OF_REQUESTS = MANY | {x.event for x in told.EVENTS.values() if issubclass(x, told.OfLease | told.OfPull)}
-CUT = "cut short"
 
 BOUND = ("engine_id", "rank", "incarnation", "timestamp", "level", "event")
 MOST = 1e24
@@ -297,14 +297,15 @@ def read_logs(
     sizes = [os.stat(x).st_size if x != "-" else 0 for x in files]
     total = 0 if "-" in files else sum(sizes)
     wanted = Wanted(request) if request else None
-    again = _copied_stdin() if wanted is not None and "-" in files else None
     done = 0
 
     def progress(read: int) -> None:
         if on_progress is not None:
             on_progress(done + read, total)
 
-    with no_collection():
+    with no_collection(), ExitStack() as stack:
+        is_copied = wanted is not None and "-" in files
+        again = _copy_stdin(stack.enter_context(tempfile.TemporaryFile())) if is_copied else None
         for _ in range(MAX_PASSES):
             done, reader = 0, _Reader(keep, wanted, since)
             for path, size in zip(files, sizes, strict=True):
@@ -315,11 +316,11 @@ def read_logs(
         return reader.finished()
 
 
-def _copied_stdin() -> IO[bytes]:
+def _copy_stdin(file: IO[bytes]) -> IO[bytes]:
     """Keep what is piped in, so that it can be read again."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115  # is read as often as logs are
     while sys.stdin is not None and (piece := os.read(sys.stdin.fileno(), CHUNK)):
         file.write(piece)
+    file.flush()
     return file
 
 
@@ -478,7 +479,7 @@ class _Reader:
             try:
                 fields = _decoded(text)
             except ValueError as exc:
-                if not self._is_end or str(exc) != CUT:
+                if not self._is_end:
                     self._skip(str(exc), text)
                 return
             if "incarnation" in fields:
@@ -614,7 +615,7 @@ def _decoded(text: bytes) -> dict[str, Any]:
         except RecursionError:
             raise ValueError("nested too deeply") from None
         except ValueError:
-            raise ValueError("no JSON" if text.endswith(b"}") else CUT) from None
+            raise ValueError("no JSON" if text.endswith(b"}") else "cut short") from None
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     return value

@@ -119,10 +119,13 @@ class Well:
         is_open = (kind == _OPENS) & ~np.isin(lease, lease[kind == _ENDS])
         known = (self._numbers[x] * _SEQUENCES + y for x, y in wrong if x in self._numbers and 0 <= y < _SEQUENCES)
         is_wrong = np.isin(group, [*known]) | np.isin(group, group[is_open])
+        # The first and the last line of each process say when it was there; they are kept with their requests.
+        by_process = np.lexsort((at, process))
+        is_edge = np.ones(len(at) + 1, bool)
+        is_edge[1:-1] = np.diff(process[by_process]) != 0
+        edges = by_process[is_edge[:-1] | is_edge[1:]]
+        is_wrong |= np.isin(group, group[edges])
         keep = is_wrong | _sampled(sequence, wanted & ~is_wrong)
-        for number in np.unique(process):  # the first and the last line of each process say when it was there
-            own = np.flatnonzero(process == number)
-            keep[[own[np.argmin(at[own])], own[np.argmax(at[own])]]] = True
         counted = wanted & ~keep
         names = list(self._numbers)
         numbers, lines = np.unique(process[counted], return_counts=True)
