@@ -534,10 +534,9 @@ def join(logs: Logs | Iterable[Record]) -> Service:
     builder = _Builder()
     for record in records:
         builder.take(record)
-    service = builder.finish()
-    for incarnation, lines in (logs.counted if isinstance(logs, Logs) else {}).items():
-        service.processes[incarnation].num_records += lines
-    return service
+    for record, lines in logs.counted if isinstance(logs, Logs) else ():
+        builder.speaks(record, lines)
+    return builder.finish()
 
 
 class _Builder:
@@ -552,11 +551,7 @@ class _Builder:
         self._like: dict[str, str] = {}
 
     def take(self, record: Record) -> None:
-        process = self._process(record)
-        event = record.event
-        side = SIDES.get(event)
-        process.lends |= side == "prefill"
-        process.pulls |= side == "decode"
+        process, event = self.speaks(record), record.event
         if event in LEASE_EVENTS:
             self._take_lease(process, record)
         elif event in PULL_EVENTS:
@@ -589,12 +584,15 @@ class _Builder:
                 pull.peer = pull.like.peer
         return Service(self._processes, list(_Joiner(self._leases.values()).joined(self._pulls, self._withdrawn)))
 
-    def _process(self, record: Record) -> Process:
+    def speaks(self, record: Record, lines: int = 1) -> Process:
+        """A process is there, and has said something."""
         process = self._processes.get(record.incarnation)
         if process is None:
             process = self._processes[record.incarnation] = Process(record.incarnation, record.engine_id, record.rank)
         process.first_at, process.last_at = min(process.first_at, record.at), max(process.last_at, record.at)
-        process.num_records += 1
+        process.num_records += lines
+        process.lends |= (side := SIDES.get(record.event)) == "prefill"
+        process.pulls |= side == "decode"
         process.says_info |= record.level not in ("warning", "error")
         if record.event in (told.EngineStarted.event, told.EngineResumed.event):
             process.started = process.started or record

@@ -24,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from operator import attrgetter
@@ -38,7 +38,7 @@ from asynckv.core.types import rank_name
 from asynckv.edges.file_io import no_collection
 from asynckv.errors import ConfigError
 from asynckv.tools.diagnose.files import CHUNK, MAX_LINE, Pieces, found, lines_of
-from asynckv.tools.diagnose.well import Head, Well
+from asynckv.tools.diagnose.well import Head, Packed, Well
 
 MAX_RECORDS = 20_000_000
 MAX_WRAPPED = 3
@@ -57,7 +57,7 @@ TIMES = ("timestamp", "time", "ts", "@timestamp", "asctime", "__REALTIME_TIMESTA
 EVENTS = ("event", "message", "msg")
 LEVELS = ("level", "levelname", "severity", "log_level")
 WRAPS = ("log", "MESSAGE", "message", "msg", "line", "jsonPayload")
-IDS = ("request_id", "prefill_request_id", "pull_id")
+IDS = ("request_id", "prefill_request_id", "pull_id", "same_as")
 ALIKE = {told.LeasesEndedAlike.event: told.LeaseEnded.event, told.PullsEndedAlike.event: told.PullEnded.event}
 """Lines that tell of many requests, which are read as one line for each."""
 
@@ -212,15 +212,16 @@ class Logs:
         sources: The files.
         skipped: What was left out, and why.
         num_text: Lines of other programs that look like asynckv's in another form than JSON.
-        counted: Incarnation -> lines that were only counted, because their requests went well.
-        num_well: Requests of these lines.
+        counted: The first and the last of the lines of each process that were only counted, and for how many lines
+            each of them stands.
+        num_well: Requests that went well and were only counted.
     """
 
     records: Sequence[Record] = ()
     sources: Sequence[Source] = ()
     skipped: Sequence[Skipped] = ()
     num_text: int = 0
-    counted: Mapping[str, int] = field(default_factory=dict)
+    counted: Sequence[tuple[Record, int]] = ()
     num_well: int = 0
 
     @property
@@ -283,7 +284,7 @@ def read_logs(
             that is not known).
         keep: Which events are wanted, by name; all if left out.
         request: Of requests only this one is wanted: an id of either side, the beginning of one, a pull id, or a
-            sequence. Of processes all is read.
+            sequence. Of processes all is read; and everything if no request is called so.
         since: Given the time of the last event, returns the time from which on lines about requests are wanted. Those
             of `MARGIN_S` before are kept too.
 
@@ -306,14 +307,14 @@ def read_logs(
     with no_collection(), ExitStack() as stack:
         is_copied = wanted is not None and "-" in files
         again = _copy_stdin(stack.enter_context(tempfile.TemporaryFile())) if is_copied else None
-        for _ in range(MAX_PASSES):
+        while True:
             done, reader = 0, _Reader(keep, wanted, since)
             for path, size in zip(files, sizes, strict=True):
                 reader.read(path, progress, again)
                 done += size
             if wanted is None or not wanted.has_more():
-                break
-        return reader.finished()
+                return reader.finished()
+            wanted = wanted if wanted.is_known else None
 
 
 def _copy_stdin(file: IO[bytes]) -> IO[bytes]:
@@ -328,25 +329,30 @@ class Wanted:
     """The one request that is read, by all names that lines have told of it."""
 
     def __init__(self, asked: str) -> None:
-        self._asked = asked
+        self._asked, self._number = asked, asked.removeprefix("#")
         self._names: set[str] = {asked}
         self._keys: set[tuple[str, int]] = set()
-        self._known = 0
-        self._needles: tuple[bytes, ...] = ()
+        self._passes = 0
         self._search()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a line was about it."""
+        return self._known > 1
 
     def _search(self) -> None:
         """Search lines for the names that are known by now, as JSON writes them."""
         self._known = len(self._names) + len(self._keys)
         texts = {json.dumps(x, ensure_ascii=y)[1:-1] for x in self._names for y in (True, False)}
-        numbers = {str(x) for _, x in self._keys} | ({self._asked} if self._asked.isdecimal() else set())
+        numbers = {str(x) for _, x in self._keys} | ({self._number} if self._number.isdecimal() else set())
         texts |= {f'sequence"{colon}{x}' for x in numbers for colon in (":", ": ")}
         self._needles = tuple(x.encode(errors="replace") for x in texts)
 
     def has_more(self) -> bool:
         """Go on with the names that were found meanwhile; False if there are none, or too many for one request."""
+        self._passes += 1
         found = len(self._names) + len(self._keys)
-        if found == self._known or found > MAX_NAMES:
+        if (found == self._known and self.is_known) or found > MAX_NAMES or self._passes >= MAX_PASSES:
             return False
         self._search()
         return True
@@ -365,7 +371,7 @@ class Wanted:
         names = {x for name in IDS if isinstance(x := row.get(name), str) and x}
         key = _key(row, engine_id)
         begins = any(x.startswith(self._asked) for x in names)
-        if not (begins or names & self._names or key in self._keys or str(key[1]) == self._asked):
+        if not (begins or names & self._names or key in self._keys or str(key[1]) == self._number):
             return False
         self._names |= names
         self._keys |= {key} if key[1] >= 0 else set()
@@ -385,6 +391,7 @@ class _Reader:
         self._skipped: dict[str, list[Any]] = {}
         self._events: dict[str, bool] = {}
         self._pieces = Pieces()
+        self._passed: dict[tuple[int, bytes], list[Any]] = {}
         self._num_text, self._last, self._floor = 0, -math.inf, -math.inf
         self._path, self._number, self._is_end = "", 0, False
 
@@ -426,11 +433,10 @@ class _Reader:
             if record.event in MANY:
                 self._wrong |= {_key(x, record.engine_id) for x in _rows(record.fields)}
         chosen = self._well.chosen(self._wrong, self._floor)
-        for text, number, line in chosen.lines:
-            head, source = _head(text), self._sources[number]
-            at = _time(head.timestamp)
-            if at is not None:
-                self._records.append((_record(head, at, text, f"{source.path}:{line}"), text, source))
+        self._records += [(y, x[0], self._sources[x[1]]) for x in chosen.lines for y in self._again(x)]
+        ends = [*zip(chosen.edges, [x - 1 for x in chosen.counted] + [1] * len(chosen.counted), strict=True)]
+        for (number, _), (first, last, lines) in self._passed.items():
+            ends += [((_object(first), number, 0), lines - 1), ((_object(last), number, 0), 1)]
         for source, repeated in zip(self._sources, chosen.repeated, strict=False):
             source.num_repeated += repeated
         return Logs(
@@ -438,7 +444,7 @@ class _Reader:
             sources=self._sources,
             skipped=[Skipped(reason, *found) for reason, found in self._skipped.items()],
             num_text=self._num_text,
-            counted=chosen.counted,
+            counted=[(y, lines) for x, lines in ends for y in self._again(x)],
             num_well=chosen.num_requests,
         )
 
@@ -456,6 +462,12 @@ class _Reader:
                 seen.add((record.incarnation, text))
                 yield from _each(record) if record.event in ALIKE else (record,)
 
+    def _again(self, line: Packed) -> Iterator[Record]:
+        """Make a record of a line that was put aside, if it says in the usual way when it was written."""
+        text, source, number = line
+        if (head := _head_of(text)) is not None and (at := _time(head.timestamp)) is not None:
+            yield _record(head, at, text, f"{self._sources[source].path}:{number}")
+
     def _raise_floor(self) -> None:
         """The later the last event, the later what is asked about begins."""
         if self._since is not None and self._last > -math.inf:
@@ -469,6 +481,7 @@ class _Reader:
             self._other(line)
             return
         if self._wanted is not None and self._wanted.misses(line):
+            self._pass(line)
             return
         text, outer = _object(line), dict[str, Any](time=time) if time else {}
         for _ in range(MAX_WRAPPED + 1 if text else 0):
@@ -532,6 +545,7 @@ class _Reader:
         if at < self._floor and head.event in OF_REQUESTS:
             return
         if self._wanted is not None and not self._wanted.takes(text, head.engine_id):
+            self._pass(text)
             return
         if (kind := head.kind) and b"\n" not in text:
             self._well.add(head, kind, at, len(self._sources) - 1, self._number, text)
@@ -542,6 +556,13 @@ class _Reader:
         if head.sequence >= 0:
             self._wrong.add(head.key)
         self._records.append((_record(head, at, text, f"{self._path}:{self._number}"), text, self._sources[-1]))
+
+    def _pass(self, text: bytes) -> None:
+        """Keep only that a process said something."""
+        start = text.find(b'"incarnation"')
+        passed = self._passed.setdefault((len(self._sources) - 1, text[start : start + 50]), [text, text, 0])
+        passed[1] = text
+        passed[2] += 1
 
     def _other(self, line: bytes) -> None:
         self._sources[-1].num_others += bool(line.strip())

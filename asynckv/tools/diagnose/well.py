@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from asynckv.core import told
 
-MAX_WELL = 50_000
+MAX_WELL = 100_000
 """Lines of requests that went well which are kept beside those that went wrong: a sample, whole requests."""
 
 PACKED = 512
@@ -37,6 +37,7 @@ _KINDS = {
     told.LeaseTransition.event: _OTHER,
     told.PullTransition.event: _OTHER,
 }
+Packed = tuple[bytes, int, int]
 _CAUSES = {told.LeaseEnded.event: "released", told.PullEnded.event: "complete"}
 
 
@@ -102,7 +103,7 @@ class Well:
         """Choose the lines that are to be read.
 
         Args:
-            wrong: Keys of requests that something else was said of.
+            wrong: Keys of requests of which something else is said, too.
             floor: The time from which on lines are wanted.
         """
         self._pack()
@@ -119,24 +120,19 @@ class Well:
         is_open = (kind == _OPENS) & ~np.isin(lease, lease[kind == _ENDS])
         known = (self._numbers[x] * _SEQUENCES + y for x, y in wrong if x in self._numbers and 0 <= y < _SEQUENCES)
         is_wrong = np.isin(group, [*known]) | np.isin(group, group[is_open])
-        # The first and the last line of each process say when it was there; they are kept with their requests.
-        by_process = np.lexsort((at, process))
-        is_edge = np.ones(len(at) + 1, bool)
-        is_edge[1:-1] = np.diff(process[by_process]) != 0
-        edges = by_process[is_edge[:-1] | is_edge[1:]]
-        is_wrong |= np.isin(group, group[edges])
         keep = is_wrong | _sampled(sequence, wanted & ~is_wrong)
-        counted = wanted & ~keep
-        names = list(self._numbers)
-        numbers, lines = np.unique(process[counted], return_counts=True)
+        counted = np.flatnonzero(wanted & ~keep)
+        counted = counted[np.lexsort((at[counted], process[counted]))]
+        _, first, number = np.unique(process[counted], return_index=True, return_counts=True)
         return Chosen(
             self._lines(np.flatnonzero(wanted & keep), columns),
-            {names[x]: int(n) for x, n in zip(numbers, lines, strict=True)},
+            [next(self._lines(counted[[x]], columns)) for x in (*first, *(first + number - 1))],
+            number.tolist(),
             len(np.unique(group[counted])),
             repeated.tolist(),
         )
 
-    def _lines(self, chosen: npt.NDArray[np.intp], columns: npt.NDArray[np.void]) -> Iterator[tuple[bytes, int, int]]:
+    def _lines(self, chosen: npt.NDArray[np.intp], columns: npt.NDArray[np.void]) -> Iterator[Packed]:
         block, texts = -1, list[bytes]()
         for i in chosen.tolist():
             if i // PACKED != block:
@@ -146,17 +142,19 @@ class Well:
 
 
 class Chosen(msgspec.Struct):
-    """What became of lines of requests that went well.
+    """What becomes of the lines of requests that went well; each has its source and its number there.
 
     Attributes:
-        lines: Those that are to be read, each with its source and its number there.
-        counted: Incarnation -> how many were only counted.
-        num_requests: Requests that were only counted.
-        repeated: How many of each source were there before.
+        lines: Those that are to be read.
+        edges: Of each process the first line that is only counted; and then of each the last.
+        counted: How many of each process are only counted.
+        num_requests: Requests that are only counted.
+        repeated: How many lines of each source were there before.
     """
 
-    lines: Iterator[tuple[bytes, int, int]]
-    counted: dict[str, int]
+    lines: Iterator[Packed]
+    edges: list[Packed]
+    counted: list[int]
     num_requests: int
     repeated: list[int]
 
