@@ -79,7 +79,7 @@ def found(names: Sequence[str]) -> Iterator[str]:
             yield str(path)
 
 
-def lines_of(raw: io.BufferedReader, failed: Callable[[str], None]) -> Iterator[tuple[bytes, int]]:
+def lines_of(raw: io.BufferedReader[io.FileIO], failed: Callable[[str], None]) -> Iterator[tuple[bytes, int]]:
     """Split a file into lines, each with its length; of one that is too long only the beginning is kept.
 
     The last line has no newline if the file was cut there. Of an archive that is cut short all that can be read is.
@@ -98,7 +98,7 @@ def lines_of(raw: io.BufferedReader, failed: Callable[[str], None]) -> Iterator[
                     line = msgspec.json.encode(row) + b"\n"
                     yield line, len(line)
                 return
-            file = io.BufferedReader(io.BytesIO(text))  # type: ignore[arg-type]  # lines that begin as a document does
+            file = io.BufferedReader(io.BytesIO(text))  # lines that begin as a document does
         while line := file.readline(MAX_LINE + 1):
             length, last = len(line), line
             while not last.endswith(b"\n") and (last := file.readline(MAX_LINE)):
@@ -112,7 +112,7 @@ def lines_of(raw: io.BufferedReader, failed: Callable[[str], None]) -> Iterator[
         failed(f"compressed, and cut short or damaged ({exc})")
 
 
-def _unpacked(raw: io.BufferedReader) -> Any:
+def _unpacked(raw: io.BufferedReader[io.FileIO]) -> Any:
     """Return what is in a file, one archive after the other as they follow; None if nothing here can unpack it."""
     begin = raw.peek(6)
     if begin.startswith(b"\x1f\x8b"):

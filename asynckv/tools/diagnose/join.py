@@ -27,10 +27,11 @@ import msgspec
 
 from asynckv.core import told
 from asynckv.core.notes import Granted, Lapsed, Note, Promised, Released, Revoked, Settled
-from asynckv.core.told import RefusedMessage as Refusal
+from asynckv.core.told import RefusedMessage
 from asynckv.core.types import SHOWN_LETTERS
 from asynckv.tools.diagnose.records import Logs, Record, integer, number
 
+Refusal = RefusedMessage
 DURATIONS = tuple(x for x in told.EngineStarted.__struct_fields__ if x.endswith("_s"))
 _RANK = re.compile(r"(?P<base>.+?/tp\d+)(?:@(?P<start>[0-9a-f]{1,64}))?(?: \(.*\))?\Z", re.DOTALL)
 
@@ -451,7 +452,7 @@ class Request:
 
     def records(self) -> list[Record]:
         """Return all that was said of it, by time."""
-        spoken_of = (*self.leases.values(), *self.all_pulls)
+        spoken_of: tuple[Lease | Pull, ...] = (*self.leases.values(), *self.all_pulls)
         out = {id(x): x for x in (*self.withdrawn, *(y for x in spoken_of for y in x.records))}
         return sorted(out.values(), key=lambda x: x.at)
 

@@ -434,7 +434,7 @@ class _Reader:
                 self._wrong |= {_key(x, record.engine_id) for x in _rows(record.fields)}
         chosen = self._well.chosen(self._wrong, self._floor)
         self._records += [(y, x[0], self._sources[x[1]]) for x in chosen.lines for y in self._again(x)]
-        ends = [*zip(chosen.edges, [x - 1 for x in chosen.counted] + [1] * len(chosen.counted), strict=True)]
+        ends = list(chosen.edges)
         for (number, _), (first, last, lines) in self._passed.items():
             ends += [((_object(first), number, 0), lines - 1), ((_object(last), number, 0), 1)]
         for source, repeated in zip(self._sources, chosen.repeated, strict=False):

@@ -124,10 +124,11 @@ class Well:
         counted = np.flatnonzero(wanted & ~keep)
         counted = counted[np.lexsort((at[counted], process[counted]))]
         _, first, number = np.unique(process[counted], return_index=True, return_counts=True)
+        ends = counted[np.concatenate((first, first + number - 1))]
+        stands_for, order = np.concatenate((number - 1, np.ones_like(number))), np.argsort(ends)
         return Chosen(
             self._lines(np.flatnonzero(wanted & keep), columns),
-            [next(self._lines(counted[[x]], columns)) for x in (*first, *(first + number - 1))],
-            number.tolist(),
+            zip(self._lines(ends[order], columns), stands_for[order].tolist(), strict=True),
             len(np.unique(group[counted])),
             repeated.tolist(),
         )
@@ -146,15 +147,13 @@ class Chosen(msgspec.Struct):
 
     Attributes:
         lines: Those that are to be read.
-        edges: Of each process the first line that is only counted; and then of each the last.
-        counted: How many of each process are only counted.
+        edges: Of each process the first and the last line of those that are only counted, and for how many each stands.
         num_requests: Requests that are only counted.
         repeated: How many lines of each source were there before.
     """
 
     lines: Iterator[Packed]
-    edges: list[Packed]
-    counted: list[int]
+    edges: Iterator[tuple[Packed, int]]
     num_requests: int
     repeated: list[int]
 
@@ -164,4 +163,5 @@ def _sampled(sequence: npt.NDArray[np.int64], among: npt.NDArray[np.bool_]) -> n
     spread = (sequence * 2_654_435_761) & 0xFFFFFFFF
     if np.count_nonzero(among) <= MAX_WELL:
         return among
-    return among & (spread < np.partition(spread[among], MAX_WELL)[MAX_WELL])
+    chosen: npt.NDArray[np.bool_] = among & (spread < np.partition(spread[among], MAX_WELL)[MAX_WELL])
+    return chosen
