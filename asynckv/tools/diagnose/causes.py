@@ -79,6 +79,19 @@ class Reader(enum.Enum):
     BUG = "nothing else explains it, and `internal_error` is logged meanwhile, on either side"
 
 
+class HEADING(enum.StrEnum):
+    """What kind of thing is wrong: it decides what to do."""
+
+    GONE = "process gone"
+    STOPPED = "stopped or blocked"
+    NETWORK = "the network between two ranks"
+    NEVER_CAME = "params never came"
+    DROPPED = "dropped or refused by the decode engine"
+    WRONG_NAME = "wrong address, key or id"
+    LEASE = "the lease against the queue"
+    UNKNOWN = "not known"
+
+
 class CAUSE(enum.StrEnum):
     """Why blocks came back late. The values are stable."""
 
@@ -212,6 +225,7 @@ class Entry:
     sentence: str
     remedy: str
     is_class: bool = False
+    heading: HEADING = HEADING.UNKNOWN
     of: Mapping[Owner, str] = field(default_factory=dict)
 
 
@@ -258,7 +272,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     C.DECODE_UNRESPONSIVE: Entry(
         "a decode engine was not there",
         "it was not claimed: {reader} {given}, but {why}",
-        "See whether the process lives (`asynckv inspect`; `ps -o stat`: T is stopped) and what blocks its loop: "
+        "See whether the process lives (`asynckv why`; `ps -o stat`: T is stopped) and what blocks its loop: "
         "`docs/stuck.md`. If it had only nothing to say, look for the request in the router.",
         is_class=True,
     ),

@@ -34,7 +34,7 @@ def is_address(text: str) -> bool:
     path = Path(text)
     if path.is_dir():
         return any(x.is_socket() for x in path.glob(f"*{SUFFIX}"))
-    return text.startswith("tcp://") or path.is_socket() or (not path.exists() and bool(_HOST_PORT.match(text)))
+    return "://" in text or path.is_socket() or (not path.exists() and bool(_HOST_PORT.match(text)))
 
 
 def has_logs(text: str) -> bool:
@@ -42,8 +42,8 @@ def has_logs(text: str) -> bool:
     return not is_address(text) or any(x.is_file() for x in Path(text).rglob("*"))
 
 
-def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
-    """Say what engines hold as if they had just warned of it."""
+def records_of(answers: Iterable[Answer], now: float, *, every: bool = False) -> Iterator[Record]:
+    """Say what engines hold as if they had just warned of it; `every` request, not only those held for long."""
     for answer in answers:
         account = answer.account
         if answer.error or not account.incarnation:
@@ -70,7 +70,7 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
             if is_retired:
                 yield say(told.OffloadRetired, **copy)
         for status in answer.requests:
-            if not _is_long(status):
+            if not (every or _is_long(status)):
                 continue
             if status.kind == "lease":
                 entry = _lease(status)

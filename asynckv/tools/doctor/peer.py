@@ -188,7 +188,7 @@ class _Asking:
         self._know(stage=stage, mechanism=found.mechanism, error=found.error, errno=found.errno)
 
     async def _ask_account(self) -> None:
-        """Ask for versions and settings, which an engine tells if it is asked for an account (`asynckv inspect`)."""
+        """Ask for versions and settings, which an engine tells if it is asked for an account (`asynckv why`)."""
         answer = await self._answer(lambda nonce: StatusRequest(nonce, most=1), SILENCE_S)
         if not isinstance(answer, Status) or not answer.account:
             return  # it is older, or does not want to
