@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import lzma
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,50 +183,22 @@ def lines_of(written: Written) -> str:
     return "".join(x + "\n" for _, x in written.lines)
 
 
-@pytest.mark.parametrize("name", ["chat-7", "gen-7", f"{D[1][-8:]}{D[1][-8:]}-7", "7", "#7"])
+@pytest.mark.parametrize("name", ["chat-7", "gen-7", f"{D[1][-8:]}{D[1][-8:]}-7", "7", "#7", "chat-7\u00fc"])
 @pytest.mark.parametrize(
     "form", [lines_of, lambda x: "".join(json.dumps({"log": y + "\n"}) + "\n" for _, y in x.lines)]
 )
-def test_one_request_is_read_without_the_others(tmp_path: Path, name: str, form: Callable[[Written], str]) -> None:
-    (tmp_path / "a.log").write_text(form(service()))
-    logs = read_logs([tmp_path / "a.log"], request=name)
-    [request] = join(logs).requests
-    assert (request.name, [x.request_id for x in request.all_pulls]) == ("chat-7", ["gen-7"])
+def test_the_request_that_is_asked_about_is_in_every_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, form: Callable[[Written], str]
+) -> None:
+    written = service()
+    if not name.isascii():
+        written.lines = [(at, x.replace('chat-7"', 'chat-7\\u00fc"')) for at, x in written.lines]
+    (tmp_path / "a.log").write_text(form(written))
+    monkeypatch.setattr(well, "MAX_WELL", 0)
+    assert not join(read_logs([tmp_path / "a.log"])).requests
+    [request] = join(read_logs([tmp_path / "a.log"], request=name)).requests
+    assert (request.sequence, [x.request_id for x in request.all_pulls]) == (7, ["gen-7"])
     assert {x.event for x in request.records()} == {"lease_lent", "lease_granted", "pull_ended", "lease_ended"}
-    assert len(logs.records) == 4 + sum("request_id" not in x for _, x in service().lines)
-    whole = join(read_logs([tmp_path / "a.log"])).processes
-    for incarnation, process in join(logs).processes.items():
-        other = whole[incarnation]
-        assert (process.first_at, process.last_at, process.num_records) == (
-            other.first_at,
-            other.last_at,
-            other.num_records,
-        )
-
-
-def test_a_request_that_nobody_knows_is_looked_for_in_everything(tmp_path: Path) -> None:
-    (tmp_path / "a.log").write_text(lines_of(service()))
-    assert len(read_logs([tmp_path / "a.log"], request="chat 7").records) == len(service().lines)
-
-
-def test_one_request_of_stdin_and_of_lines_about_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = {"request_id": "d", "prefill_request_id": "b", "pull_id": "x-1", "peer": "prefill", "sequence": 7}
-    start = {"engine_id": "decode", "rank": "decode/tp0@bbbbbbbb", "incarnation": "b" * 32}
-    each = {"request_id": ["a", "b"], "sequence": [1, 7]}
-    lines = [
-        row("leases_ended_alike", cause="expired", requests=2, alike={"owed": ["*"]}, each=each),
-        row("lease_lent", request_id="ü", sequence=8),
-        row("pull_held", waits="x", requests=1, oldest=[held]) | start,
-    ]
-    read, written = os.pipe()
-    os.write(written, "".join(json.dumps(x) + "\n" for x in lines).encode())
-    os.close(written)
-    with io.TextIOWrapper(os.fdopen(read, "rb")) as stdin:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        logs = read_logs(["-"], request="d")
-    found = [x for x in join(logs).requests if x.request_id == "b"]
-    assert [(len(x.leases), list(x.pulls)) for x in found] == [(1, ["x-1"])]
-    assert ids(read_logs([write(tmp_path / "a", *lines)], request="ü")) == ["ü"]
 
 
 def test_lines_before_the_time_that_is_asked_about_are_left_out(

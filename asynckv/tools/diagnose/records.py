@@ -21,15 +21,13 @@ import math
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -50,14 +48,13 @@ SHOWN = 160
 MARGIN_S = 7200.0
 """What was said so long before the time that is asked about may belong to what is late then: twice a longest lease."""
 
-MAX_NAMES, MAX_PASSES = 64, 4
-"""Names of one request, and how often logs are read to find them."""
+MAX_NAMED = 10_000
+"""Lines that are kept because they name the request that is asked about: what begins so may be many."""
 
 TIMES = ("timestamp", "time", "ts", "@timestamp", "asctime", "__REALTIME_TIMESTAMP")
 EVENTS = ("event", "message", "msg")
 LEVELS = ("level", "levelname", "severity", "log_level")
 WRAPS = ("log", "MESSAGE", "message", "msg", "line", "jsonPayload")
-IDS = ("request_id", "prefill_request_id", "pull_id", "same_as")
 ALIKE = {told.LeasesEndedAlike.event: told.LeaseEnded.event, told.PullsEndedAlike.event: told.PullEnded.event}
 """Lines that tell of many requests, which are read as one line for each."""
 
@@ -283,8 +280,8 @@ def read_logs(
         on_progress: Called with the bytes that were read so far and those that there are (as they lie on disk; 0 if
             that is not known).
         keep: Which events are wanted, by name; all if left out.
-        request: Of requests only this one is wanted: an id of either side, the beginning of one, a pull id, or a
-            sequence. Of processes all is read; and everything if no request is called so.
+        request: An id of either side, the beginning of one, a pull id, or a sequence: what is said of this request is
+            kept, also if it went well and only a sample of such requests is.
         since: Given the time of the last event, returns the time from which on lines about requests are wanted. Those
             of `MARGIN_S` before are kept too.
 
@@ -297,106 +294,40 @@ def read_logs(
     files = list(found(names))
     sizes = [os.stat(x).st_size if x != "-" else 0 for x in files]
     total = 0 if "-" in files else sum(sizes)
-    wanted = Wanted(request) if request else None
-    done = 0
+    reader, done = _Reader(keep, request, since), 0
 
     def progress(read: int) -> None:
         if on_progress is not None:
             on_progress(done + read, total)
 
-    with no_collection(), ExitStack() as stack:
-        is_copied = wanted is not None and "-" in files
-        again = _copy_stdin(stack.enter_context(tempfile.TemporaryFile())) if is_copied else None
-        while True:
-            done, reader = 0, _Reader(keep, wanted, since)
-            for path, size in zip(files, sizes, strict=True):
-                reader.read(path, progress, again)
-                done += size
-            if wanted is None or not wanted.has_more():
-                return reader.finished()
-            wanted = wanted if wanted.is_known else None
-
-
-def _copy_stdin(file: IO[bytes]) -> IO[bytes]:
-    """Keep what is piped in, so that it can be read again."""
-    while sys.stdin is not None and (piece := os.read(sys.stdin.fileno(), CHUNK)):
-        file.write(piece)
-    file.flush()
-    return file
-
-
-class Wanted:
-    """The one request that is read, by all names that lines have told of it."""
-
-    def __init__(self, asked: str) -> None:
-        self._asked, self._number = asked, asked.removeprefix("#")
-        self._names: set[str] = {asked}
-        self._keys: set[tuple[str, int]] = set()
-        self._passes = 0
-        self._search()
-
-    @property
-    def is_known(self) -> bool:
-        """Whether a line was about it."""
-        return self._known > 1
-
-    def _search(self) -> None:
-        """Search lines for the names that are known by now, as JSON writes them."""
-        self._known = len(self._names) + len(self._keys)
-        texts = {json.dumps(x, ensure_ascii=y)[1:-1] for x in self._names for y in (True, False)}
-        numbers = {str(x) for _, x in self._keys} | ({self._number} if self._number.isdecimal() else set())
-        texts |= {f'sequence"{colon}{x}' for x in numbers for colon in (":", ": ")}
-        self._needles = tuple(x.encode(errors="replace") for x in texts)
-
-    def has_more(self) -> bool:
-        """Go on with the names that were found meanwhile; False if there are none, or too many for one request."""
-        self._passes += 1
-        found = len(self._names) + len(self._keys)
-        if (found == self._known and self.is_known) or found > MAX_NAMES or self._passes >= MAX_PASSES:
-            return False
-        self._search()
-        return True
-
-    def misses(self, text: bytes) -> bool:
-        """Whether a line is about requests, and names none that is wanted: what most lines are, and soon seen."""
-        return b'request_id"' in text and not any(x in text for x in self._needles)
-
-    def takes(self, text: bytes, engine_id: str) -> bool:
-        """Whether a line is about the request, or about none."""
-        if b'request_id"' not in text:
-            return True
-        return not self.misses(text) and sum(self._is(x, engine_id) for x in _rows(_decoded(text))) > 0
-
-    def _is(self, row: Mapping[str, Any], engine_id: str) -> bool:
-        names = {x for name in IDS if isinstance(x := row.get(name), str) and x}
-        key = _key(row, engine_id)
-        begins = any(x.startswith(self._asked) for x in names)
-        if not (begins or names & self._names or key in self._keys or str(key[1]) == self._number):
-            return False
-        self._names |= names
-        self._keys |= {key} if key[1] >= 0 else set()
-        return True
+    with no_collection():
+        for path, size in zip(files, sizes, strict=True):
+            reader.read(path, progress)
+            done += size
+        return reader.finished()
 
 
 class _Reader:
     """Reads files, one after the other."""
 
     def __init__(
-        self, keep: Callable[[str], bool] | None, wanted: Wanted | None, since: Callable[[float], float] | None
+        self, keep: Callable[[str], bool] | None, request: str, since: Callable[[float], float] | None
     ) -> None:
-        self._keep, self._wanted, self._since = keep, wanted, since
+        self._keep, self._since = keep, since
+        self._needles = {json.dumps(request, ensure_ascii=x)[:-1].encode(errors="replace") for x in (True, False)}
+        self._sequence = int(x) if (x := request.removeprefix("#")[:18]).isdecimal() else -1
+        self._num_named = 0 if request else MAX_NAMED
         self._records: list[tuple[Record, bytes, Source]] = []
         self._well, self._wrong = Well(), set[tuple[str, int]]()
         self._sources: list[Source] = []
         self._skipped: dict[str, list[Any]] = {}
         self._events: dict[str, bool] = {}
         self._pieces = Pieces()
-        self._passed: dict[tuple[int, bytes], list[Any]] = {}
         self._num_text, self._last, self._floor = 0, -math.inf, -math.inf
         self._path, self._number, self._is_end = "", 0, False
 
-    def read(self, path: str, progress: Callable[[int], None], stdin: IO[bytes] | None) -> None:
-        """Read a file; `stdin` is a copy of what was piped in."""
+    def read(self, path: str, progress: Callable[[int], None]) -> None:
+        """Read a file."""
         if path == "-" and sys.stdin is None:
             raise ConfigError("-: the standard input is closed; name a log")
         self._path, self._number, self._pieces = "stdin" if path == "-" else path, 0, Pieces()
@@ -405,10 +336,7 @@ class _Reader:
         damage: list[str] = []
         try:
             # The standard input stays open.
-            given = path if path != "-" else (stdin or sys.stdin).fileno()
-            file = io.FileIO(given, closefd=path != "-")
-            if path == "-" and stdin is not None:
-                file.seek(0)
+            file = io.FileIO(path if path != "-" else sys.stdin.fileno(), closefd=path != "-")
             with io.BufferedReader(file, CHUNK) as raw:
                 for line, length in lines_of(raw, damage.append):
                     self._number += 1
@@ -434,9 +362,6 @@ class _Reader:
                 self._wrong |= {_key(x, record.engine_id) for x in _rows(record.fields)}
         chosen = self._well.chosen(self._wrong, self._floor)
         self._records += [(y, x[0], self._sources[x[1]]) for x in chosen.lines for y in self._again(x)]
-        ends = list(chosen.edges)
-        for (number, _), (first, last, lines) in self._passed.items():
-            ends += [((_object(first), number, 0), lines - 1), ((_object(last), number, 0), 1)]
         for source, repeated in zip(self._sources, chosen.repeated, strict=False):
             source.num_repeated += repeated
         return Logs(
@@ -444,7 +369,7 @@ class _Reader:
             sources=self._sources,
             skipped=[Skipped(reason, *found) for reason, found in self._skipped.items()],
             num_text=self._num_text,
-            counted=[(y, lines) for x, lines in ends for y in self._again(x)],
+            counted=[(y, lines) for x, lines in chosen.edges for y in self._again(x)],
             num_well=chosen.num_requests,
         )
 
@@ -479,9 +404,6 @@ class _Reader:
         line, time = self._pieces.of_cri(line)
         if b"incarnation" not in line and not (self._pieces and b'"log"' in line):
             self._other(line)
-            return
-        if self._wanted is not None and self._wanted.misses(line):
-            self._pass(line)
             return
         text, outer = _object(line), dict[str, Any](time=time) if time else {}
         for _ in range(MAX_WRAPPED + 1 if text else 0):
@@ -533,7 +455,7 @@ class _Reader:
 
     def _is_event(self, head: Head) -> bool:
         """Whether a line names an event of asynckv's."""
-        if head.event not in self._events and len(self._events) < MAX_NAMES**2:
+        if head.event not in self._events and len(self._events) < MAX_NAMED:
             self._events[head.event] = bool(_NAME.match(head.event))
         return bool(head.incarnation and head.engine_id) and self._events.get(head.event, False)
 
@@ -544,10 +466,7 @@ class _Reader:
         self._last = max(self._last, at)
         if at < self._floor and head.event in OF_REQUESTS:
             return
-        if self._wanted is not None and not self._wanted.takes(text, head.engine_id):
-            self._pass(text)
-            return
-        if (kind := head.kind) and b"\n" not in text:
+        if (kind := head.kind) and b"\n" not in text and not self._names(head, text):
             self._well.add(head, kind, at, len(self._sources) - 1, self._number, text)
             return
         if len(self._records) >= MAX_RECORDS:
@@ -557,12 +476,14 @@ class _Reader:
             self._wrong.add(head.key)
         self._records.append((_record(head, at, text, f"{self._path}:{self._number}"), text, self._sources[-1]))
 
-    def _pass(self, text: bytes) -> None:
-        """Keep only that a process said something."""
-        start = text.find(b'"incarnation"')
-        passed = self._passed.setdefault((len(self._sources) - 1, text[start : start + 50]), [text, text, 0])
-        passed[1] = text
-        passed[2] += 1
+    def _names(self, head: Head, text: bytes) -> bool:
+        """Whether a line names the request that is asked about."""
+        if self._num_named >= MAX_NAMED or not (
+            head.sequence == self._sequence or any(x in text for x in self._needles)
+        ):
+            return False
+        self._num_named += 1
+        return True
 
     def _other(self, line: bytes) -> None:
         self._sources[-1].num_others += bool(line.strip())
