@@ -232,6 +232,11 @@ class Logs:
         return sum(x.num_lines for x in self.sources)
 
     @property
+    def num_events(self) -> int:
+        """asynckv's lines, also those that were only counted."""
+        return len(self.records) + sum(lines for _, lines in self.counted)
+
+    @property
     def num_others(self) -> int:
         """Lines of other programs: nothing is wrong with them."""
         return sum(x.num_others for x in self.sources)
