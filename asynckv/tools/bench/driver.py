@@ -81,11 +81,6 @@ class Measured:
 class Driver:
     """One run.
 
-    Args:
-        experiment: What to run.
-        num_blocks: Size of the pools per group, by role.
-        progress: Is told how far the run is.
-
     Attributes:
         found: What was measured so far.
     """
@@ -118,12 +113,7 @@ class Driver:
                 loop.remove_signal_handler(number)
 
     async def run(self, workers: Workers) -> Measured:
-        """Run all requests on these workers, which were told who they are; bounded in time.
-
-        Raises:
-            ConfigError: The input cannot be run.
-            AsyncKVError: A worker cannot go on.
-        """
+        """Run all requests on these workers, which were told who they are; bounded in time."""
         self._engines = {place: workers[place] for place in self._experiment.engines.places}
         for place, ranks in self._engines.items():
             self._roles |= dict.fromkeys(ranks, place.role)
@@ -392,16 +382,7 @@ class Driver:
 
 
 async def run(experiment: Experiment, progress: Bar) -> Measured:
-    """Run a benchmark; nothing is left running.
-
-    Args:
-        experiment: The run.
-        progress: Is told how far the run is.
-
-    Raises:
-        ConfigError: The input cannot be run.
-        AsyncKVError: A worker cannot go on.
-    """
+    """Run a benchmark; nothing is left running."""
     num_blocks = await asyncio.to_thread(experiment.num_blocks)
     driver = await asyncio.to_thread(Driver, experiment, num_blocks, progress)
     host = Host(experiment, num_blocks)

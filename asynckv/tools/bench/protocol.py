@@ -239,11 +239,7 @@ def encode(message: Command | Answer) -> bytes:
 
 
 class Pipe:
-    """A worker's end.
-
-    Args:
-        reader, writer: Its stdin, and what was its stdout.
-    """
+    """A worker's end."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer

@@ -263,13 +263,7 @@ class Worker:
 
 
 async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
-    """Be this rank until the driver says stop or is gone.
-
-    Args:
-        pipe: To the driver.
-        setup: The rank.
-        folder: Of files that last as long as this process.
-    """
+    """Be this rank until the driver says stop or is gone."""
     options = setup.options
     stream = open(setup.log, "a", buffering=1, encoding="utf-8") if setup.log else sys.stderr  # noqa: ASYNC230, SIM115
     configure_logging(options.level, form="json", stream=stream)

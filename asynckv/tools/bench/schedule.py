@@ -82,11 +82,7 @@ class Arrivals:
         return self.kind != "closed"
 
     def times(self, workload: Workload, seed: int) -> list[float]:
-        """Seconds from the start of the schedule, ascending; all zero in a closed loop.
-
-        Raises:
-            ConfigError: The trace has no times.
-        """
+        """Seconds from the start of the schedule, ascending; all zero in a closed loop."""
         number = len(workload.prompt_tokens)
         if self.rate is not None:
             gaps = np.random.default_rng([seed, 2]).exponential(1 / self.rate, number)
@@ -131,19 +127,7 @@ def make_schedule(
     cached: Callable[[int], int],
     seed: int,
 ) -> list[Request]:
-    """Work every request out.
-
-    Args:
-        workload: Lengths and chunks.
-        engines: Who lends to whom.
-        arrivals: When they come.
-        cache_tokens: Tokens that every reader's prefix cache holds, where prompts share chunks.
-        cached: Tokens of a prompt that are cached, where they share none.
-        seed: Of what is random.
-
-    Raises:
-        ConfigError: The trace has no times.
-    """
+    """Work every request out."""
     times = arrivals.times(workload, seed)
     caches = {p: PrefixCache(cache_tokens // workload.chunk_tokens) for p in engines.places}
     out = []
