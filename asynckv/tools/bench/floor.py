@@ -86,7 +86,9 @@ class Floor:
         self._plane.watch(on)
 
     async def connect(self, opened: p.Opened) -> None:
-        """Start, and load the agent of the prefill worker."""
+        """Start, and load the agent of the prefill worker, unless that was done."""
+        if self._raw is not None:
+            return
         self.open()
         self._there = opened
         (share,) = assign(self._here, [opened.layout])

@@ -25,11 +25,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """How many engines there are, and who lends to whom.
-
-    Attributes:
-        prefill, decode: Engines of each role; requests take turns among all pairs.
-    """
+    """How many engines there are, and who lends to whom."""
 
     prefill: int = 1
     decode: int = 1
@@ -54,12 +50,7 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """When requests come: in a closed loop the next begins when one ends; else by a clock, however slow they are.
-
-    Attributes:
-        rate: Requests per second at random.
-        speed: How many times as fast the trace's clock runs.
-    """
+    """When requests come: in a closed loop the next begins when one ends; else by a clock, however slow they are."""
 
     rate: float | None = None
     speed: float | None = None
@@ -99,15 +90,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One request.
-
-    Attributes:
-        tokens: Length of the prompt.
-        cached: How many of them the reader has already.
-        chunks: Ids of its leading chunks, by which others may share them.
-        lender, reader: The engines.
-        arrival_s: When it comes, from the start of the schedule.
-    """
+    """One request."""
 
     number: int
     tokens: int

@@ -97,11 +97,7 @@ class Planned(NamedTuple):
 
 
 class Host:
-    """All workers of a run.
-
-    Attributes:
-        workers: As far as they were started.
-    """
+    """All workers of a run."""
 
     def __init__(self, experiment: Experiment, num_blocks: Mapping[str, list[int]]) -> None:
         self._experiment, self._options = experiment, experiment.options
