@@ -30,7 +30,7 @@ from asynckv.core.types import Reason
 from asynckv.embed import ledgers
 from asynckv.errors import ConfigError
 from asynckv.observe.metrics import FAMILIES
-from asynckv.tools.bench import journal, report
+from asynckv.tools.bench import report, table
 from asynckv.tools.bench.driver import Measured
 from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.options import Options
@@ -175,10 +175,10 @@ def reports(account: Account) -> dict[str, list[str]]:
     keys = {each["schema"]: set(_keys(each)) for each in (_bench(), why)}
     doctor = show.as_json(Facts(), (), 1.0)
     keys[doctor["schema"]] = {*_keys(doctor), *_fields(Facts, ".facts"), *_fields(Finding, ".findings[]")}
-    for kind in (Folder, Pruned, journal.Head):
+    for kind in (Folder, Pruned, table.Head):
         (schema,) = (field.default for field in msgspec.structs.fields(kind) if field.name == "schema")
         keys[str(schema)] = set(_fields(kind))
-    keys[journal.SCHEMA] |= set(_fields(journal.Row))
+    keys[table.SCHEMA] |= set(_fields(table.Row))
     return {schema: sorted(found) for schema, found in keys.items()}
 
 
