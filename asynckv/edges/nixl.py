@@ -302,8 +302,7 @@ class NixlPlane:
             raise BackendError(refused[0])
 
     def remove_remote_agent(self, name: str, *, keep: bool = False) -> None:
-        """Forget a remote agent and its descriptor lists; `keep` those that may be met again, the last `MAX_KEPT` of
-        them.
+        """Forget a remote agent and its descriptor lists; `keep` one that may be met again, of the last `MAX_KEPT`.
 
         UCX keeps a socket open on both sides for every agent that is removed while its process lives (NIXL 1.5.1).
         """
