@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import anyio.to_thread
 
@@ -37,9 +37,6 @@ from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo
-
-if TYPE_CHECKING:
-    from asynckv.edges.taster import Taster
 
 SAFETY_S = 0.005  # some wake-ups are missed; a timer this long finds what they would have told
 DOUBT_S = 0.25  # how often a transfer in doubt is asked again when nothing else runs
@@ -94,6 +91,14 @@ def _is_reopenable(fd: int) -> bool:
 
 PROBE_S = 1.0  # how often bulk goes the other way, to see whether that is better now
 PACE = 1.5  # how much slower a posting thread may copy than the loop would, which has other things to do
+
+
+class Taster(Protocol):
+    num_refused: int
+
+    async def try_out(self, remote: AgentInfo, memories: Sequence[Memory]) -> None: ...
+
+    async def quiesce(self) -> None: ...
 
 
 class _Remote:
