@@ -462,13 +462,20 @@ class Service:
     """All processes and requests that some logs speak of.
 
     Attributes:
-        unanswered: Ranks that were asked, live, and do not answer, by name.
+        unanswered: Ranks that were asked, live, and do not answer, by name: their processes are there.
+        gone: Ranks whose processes are not there any more, by the start of each, and how that is known.
     """
 
     processes: dict[str, Process] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
+    gone: dict[str, str] = field(default_factory=dict)
     _by_start: dict[str, Process] = field(default_factory=dict)
+
+    def add(self, process: Process) -> None:
+        """Take up a process of which there is no record."""
+        self.processes[process.incarnation] = process
+        self._by_start.clear()
 
     def process_named(self, rank: str) -> Process | None:
         """Find the process that a rank's name means, by the start that is in it."""

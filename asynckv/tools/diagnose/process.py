@@ -87,8 +87,8 @@ def verdict(before: Seen, now: Seen) -> str:
         return f"its process (pid {pid}) has ended meanwhile"
     if now.frozen:
         return (
-            f"pid {pid} is paused: its cgroup {now.frozen} is frozen; resume its container (`docker unpause`, or write 0 "
-            f"to cgroup.freeze), for kill -CONT does nothing"
+            f"pid {pid} is paused: its cgroup {now.frozen} is frozen; resume its container (`docker unpause`), for "
+            f"kill -CONT does nothing"
         )
     match now.state:
         case "":

@@ -224,7 +224,8 @@ class Looking:
             if logs.nothing:
                 raise ConfigError("; ".join(f"{x.address}: {x.error}" for x in answers) or logs.nothing)
             service = join(logs)
-            service.unanswered = leaks_live.who_hangs(answers, service)
+            leaks_live.tell(service, answers, now)
+            leaks_live.look_here(service)
             return logs, service
 
         # What is young is told of one request, and is not late.
