@@ -94,23 +94,13 @@ PACE = 1.5  # how much slower a posting thread may copy than the loop would, whi
 
 
 class Taster(Protocol):
-<<<<<<< HEAD
     """Tries peers before they are loaded here (`taster.py`)."""
 
-    num_refused: int
-
-    async def try_out(self, remote: AgentInfo, memories: Sequence[Memory]) -> None:
-        """Raise `BackendError` if it is not to be loaded."""
-
-    async def quiesce(self) -> None:
-        """End what tries."""
-=======
     num_refused: int
 
     async def try_out(self, remote: AgentInfo, memories: Sequence[Memory]) -> None: ...
 
     async def quiesce(self) -> None: ...
->>>>>>> cuta
 
 
 class _Remote:
