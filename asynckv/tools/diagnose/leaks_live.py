@@ -115,7 +115,8 @@ def look_here(service: Service, proc: Path = Path("/proc")) -> None:
     pid that another process has by now is told by when that began.
     """
     here = [x for x in service.processes.values() if x.host == socket.gethostname() and x.started is not None]
-    alive, ended = [], []
+    alive: list[Process] = []
+    ended: list[Process] = []
     for process in here:
         assert process.started is not None
         seen = look(process.started.integer("pid"), proc)
