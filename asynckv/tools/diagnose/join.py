@@ -464,6 +464,7 @@ class Service:
 
     Attributes:
         unanswered: Ranks that were asked, live, and do not answer, by name: their processes are there.
+        stopped: Processes that are stopped or paused, by the start of each, and how that is known.
         gone: Ranks whose processes are not there any more, by the start of each, and how that is known.
         put_back: When clocks were put back, by the incarnation of the process; its times go on as before.
     """
@@ -471,6 +472,7 @@ class Service:
     processes: dict[str, Process] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
+    stopped: dict[str, str] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)
     put_back: dict[str, list[PutBack]] = field(default_factory=dict)
     _by_start: dict[str, Process] = field(default_factory=dict)
