@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import dataclasses
 import math
 import os
 import select
@@ -28,20 +29,20 @@ import traceback
 import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
-from typing import Any, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
-from asynckv.arguments import number, seconds
+from asynckv.arguments import number, seconds, shown
 from asynckv.config import EngineConfig
 from asynckv.core.inspect import HeldBlocks
 from asynckv.embed.bell import Bell
-from asynckv.embed.desk import EngineDesk, checked, snapshot
-from asynckv.embed.in_place import InPlace
+from asynckv.embed.desk import EngineDesk
 from asynckv.embed.orders import Finished, Order
 from asynckv.engine import Engine
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, WrongThread
 from asynckv.geometry.check import Registration
 from asynckv.results import Statistics
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 START_S = 60.0
@@ -58,6 +59,18 @@ MAX_CRASHES = 3
 """How often the loop may be ended by an exception while it ends the engine, before the thread gives up."""
 
 _THREADS: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+
+
+class _InPlace(concurrent.futures.ThreadPoolExecutor):
+    """Does at once what it is given: for a loop that may have no threads, or when no more can be made."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[T]:
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as exc:
+            future.set_exception(exc)
+        return future
 
 
 SWITCH_INTERVAL_S = 0.0005
@@ -302,7 +315,13 @@ class EngineThread:
             WrongThread: This is the engine's thread: await the coroutine instead.
             BaseException: What the coroutine raised; or what ended the loop, which is raised once.
         """
-        timeout_s = checked(work, timeout_s)
+        if not asyncio.iscoroutine(work):
+            raise LocalProtocolError(f"work is {shown(work)}; give a coroutine, such as engine.drain(5.0)")
+        try:
+            timeout_s = number("timeout_s", timeout_s, 0)
+        except BaseException:
+            work.close()
+            raise
         if threading.current_thread() is self._thread:
             work.close()
             raise WrongThread("call() was called on the engine's own thread, which would wait for itself; await it")
@@ -458,7 +477,7 @@ class EngineThread:
     async def _live(self) -> None:
         assert self._ask is not None
         loop = asyncio.get_running_loop()
-        loop.set_default_executor(InPlace())  # a start that fails leaves no thread
+        loop.set_default_executor(_InPlace())  # a start that fails leaves no thread
         try:
             await self.engine.start()
         except asyncio.CancelledError:
@@ -483,7 +502,7 @@ class EngineThread:
         await self._desk.finish()
         closers = len(self._closers)
         # When the interpreter exits, no other executor takes anything any more.
-        asyncio.get_running_loop().set_default_executor(InPlace())
+        asyncio.get_running_loop().set_default_executor(_InPlace())
         try:
             self._cut_short = await self.engine.aclose(self._close_s)
         except Exception as exc:
@@ -532,7 +551,10 @@ class EngineThread:
                 driver.core.decode.alive_at = driver.clock.now()
 
     def _take_snapshot(self) -> None:
-        self._snapshot = snapshot(self._desk, self.engine, wakeups=self._num_wakeups)
+        found, desk = self.engine.statistics(), self._desk
+        own = {"handovers": desk.num_handovers, "orders": desk.num_orders, "wakeups": self._num_wakeups}
+        counters = {**found.counters, **{f"embed.{name}": count for name, count in own.items()}}
+        self._snapshot = time.monotonic(), dataclasses.replace(found, counters=counters)
 
     # -- what ends the process -----------------------------------------------------------------------
 
