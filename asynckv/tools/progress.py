@@ -1,8 +1,4 @@
-"""How far a command is, on stderr: what it does now, how much of that is done, how fast, and how long the rest takes.
-
-On a terminal a bar, redrawn in place and gone at the end. Elsewhere a line now and then, so that a log of hours has
-few of them and a run of seconds has none.
-"""
+"""How far a command is, on stderr: a bar on a terminal, and elsewhere a line now and then."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Two sides, each one report or many: what changed between them, and whether that is more than noise.
 
-A figure's noise is what it varies by between runs of the same point on the same side. One run shows none of it,
-so nothing is said about one run but the ratio. Runs with faults are named; their figures count only where a side has
-no others.
+Runs of the same point on the same side show a figure's noise. One run shows none, so only its ratio is told. The
+figures of runs with faults count only where a side has no others.
 """
 
 from __future__ import annotations
@@ -30,13 +29,9 @@ Verdict = Literal["better", "worse", "noise", "unsure", "undefined"]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One figure of one point.
+    """One figure of one point. `excess` says by how much it is worse: 0.05 for 5 % fewer requests/s or 5 % more ms.
 
-    Attributes:
-        before, after: Medians, in the figure's unit.
-        ratio: after / before; None where before is zero.
-        low, high: Its interval; None with fewer than two runs on either side.
-        excess: By how much it is worse: 0.05 for 5 % fewer requests/s or 5 % more ms.
+    `ratio` is None where before is zero, and its interval is None with fewer than two runs on either side.
     """
 
     before: float
@@ -60,9 +55,9 @@ def judge(
     better: Literal["higher", "lower"],
     within: tuple[Range | None, Range | None] = (None, None),
 ) -> Change:
-    """Compare one figure's runs on two sides.
+    """Compare one figure's runs. A change counts where the interval of the ratio does not hold 1.
 
-    A change counts where the interval of the ratio (`asynckv.tools.bench.noise`) does not hold 1, and is worth enough.
+    `within` are the intervals that the runs themselves found, for single runs.
     """
     first, second = median_of(before).median, median_of(after).median
     if not first:
@@ -89,7 +84,7 @@ def judge(
 
 
 def compare(before: Side, after: Side, fail_above: float | None = None) -> dict[str, Any]:
-    """Compare two sides point by point.
+    """Compare two sides point by point; what is worse by more than `fail_above`, and not within noise, has exceeded it.
 
     Points match where all parameters agree, but for those that have one value on each side and not the same: these
     are what was changed.
@@ -182,10 +177,7 @@ def _exceeded(points: Sequence[Mapping[str, Any]], lost: Sequence[Any], fail_abo
 
 
 def _columns(sides: Sequence[Side]) -> tuple[dict[str, list[Any]], list[str], set[str]]:
-    """What was changed, the parameters that a point is known by, and those of them that vary.
-
-    A parameter that only one side knows is of another version, and says nothing.
-    """
+    """Return what was changed, the parameters that a point is known by, and those of them that vary."""
     names = [dict.fromkeys(name for run in side.runs for name in run.params) for side in sides]
     found = {name: [_values(side, name) for side in sides] for name in names[0] if name in names[1]}
     changed = {n: [*a, *b] for n, (a, b) in found.items() if len(a) == len(b) == 1 and a != b}

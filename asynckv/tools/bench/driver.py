@@ -1,10 +1,7 @@
-"""The driver: given workers, it plays the two schedulers and the router, and collects figures.
+"""The driver: it plays the two schedulers and the router, and collects figures.
 
-Work goes in *waves*. For each: fill the blocks, tell the ranks that pull, lend, open the window
-in which they pull (in a closed loop, or by the schedule's clock), close it, verify, wait until every lease is
-over. Only the windows are timed. The pools are sized by the concurrency, not by the number of requests.
-
-It does not know on which machine a worker is: it tells them, and hears them.
+Requests go in *waves*: fill the blocks, tell the ranks that pull, lend, open the window in which they pull, close it,
+verify, and wait until every lease is over. Only the windows are timed. The concurrency sizes the pools.
 """
 
 from __future__ import annotations

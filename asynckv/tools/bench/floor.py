@@ -1,9 +1,8 @@
 """The floor: the same bytes between the same buffers by a raw NIXL loop, measured beside the engine.
 
 Before or after each window of the engine, in turn, the decode worker moves the wave's requests by a plain loop: the
-same descriptors in the same order, cut into posts as the engine cuts them. Everything is worked out before the clock
-runs, and what lands is compared with the pattern after it has stopped. The prefill worker only serves, by a second NIXL
-agent over the same memory, so that nothing of the engine is in the way.
+same descriptors in the same order, cut into posts as the engine cuts them. Planning and comparing are outside of the
+clock. The prefill worker only serves, by a second NIXL agent over the same memory.
 """
 
 from __future__ import annotations
@@ -37,13 +36,9 @@ if TYPE_CHECKING:
 
 
 class Round(msgspec.Struct):
-    """One window of the engine and what followed it.
+    """One window of the engine (its CPU is the decode process's), and the floor's sample beside it.
 
-    Attributes:
-        window_s, seconds, num_bytes, cpu_s: The engine's: the window, every request's latency, what was moved, CPU
-            of the decode process.
-        sample: The floor's.
-        failed: Requests of the engine's that failed. The floor moved them, so the round is in no ratio.
+    The floor moved the requests that failed in the engine, so a round with such is in no ratio.
     """
 
     window_s: float

@@ -1,9 +1,8 @@
 """One rank's KV pool, and the pattern in it.
 
-What belongs into an element is a function of (seed, request, layer, part, token, place in the whole model's
-axes), whoever holds it and however it is laid out: a byte of another request, token, layer, head or rank
-shows. Tokens that requests have in common depend on their chunk instead of the request. Both sides work it
-out by themselves, from their own layouts.
+An element is a function of (seed, request, layer, part, token, place in the whole model's axes), in every layout: a
+byte of another request, token, layer, head or rank shows. Tokens that requests share depend on their chunk instead of
+the request.
 """
 
 from __future__ import annotations
@@ -99,10 +98,10 @@ class Pool:
             it.array[ids] = np.uint64(POISON) >> it.shift
 
     def check(self, request: int, lists: Lists, tokens: int, prefix: Prefix = NOTHING_SHARED) -> tuple[int, int]:
-        """Compare with a request's pattern; the bytes that were compared, and those that differ.
+        """Compare with a request's pattern; returns the bytes that were compared, and those that differ.
 
-        What lies before a list's first token must be untouched, that is, poison. Tokens after the last, or
-        before a sliding window, are nobody's.
+        What lies before a list's first token must still be poison. Tokens after the last, or before a window, may be
+        anything.
         """
         compared = wrong = 0
         for it, ids, begin, end, expected in self._chunks(request, lists, tokens, prefix):

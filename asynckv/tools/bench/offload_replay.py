@@ -1,9 +1,7 @@
-"""What of a workload's prompts would be found again, in tiers of which sizes: the catalogue alone, without bytes.
+"""The share of a workload's prompts that tiers of some sizes would find again: the catalogue alone, without bytes.
 
-Every request looks its prompt up, loads what is found, computes the rest, and stores what it computed. The catalogue
-decides as it does in an engine; its moves are carried out by saying that they are done. So it takes a minute to learn
-what a terabyte would be good for. Requests come one after another, in the order of the workload: nobody finds what is
-being stored just now, and a write-back has ended before the next one comes.
+The catalogue decides as it does in an engine; its moves are carried out by saying that they are done. Requests come
+one after another, so no request finds what is being stored just now.
 """
 
 from __future__ import annotations
@@ -38,13 +36,9 @@ class Tiers(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """One request.
+    """One request: its length, the hashes of its whole blocks, and the leading tokens that the accelerator has of it.
 
-    Attributes:
-        tokens: Its length.
-        hashes: Of its whole blocks.
-        cached: Leading tokens that the accelerator has of it, whole blocks of all groups.
-        most: Leading tokens that any request before it had in common with it: what no cache exceeds.
+    `most` are the leading tokens that any request before it had in common with it: what no cache exceeds.
     """
 
     tokens: int

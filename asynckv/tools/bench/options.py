@@ -1,15 +1,7 @@
-"""Every option of `asynckv bench`, each declared once.
+"""Every option of `asynckv bench`, each declared once, as a field of `Options`.
 
-A field of `Options` is an option: its name, type and default, and beside them (`Option`) its help, its panel, its
-bounds and what else becomes of it. Made from the declarations, and nowhere spelled again:
-
-- the command line (`asynckv.tools.bench.cli` makes its parameters), and with it the parameters of sweeps;
-- what a worker is told (`protocol.Setup` carries the options whole);
-- the JSON record: `config` has an option under its own name, unless it stands there in another form;
-- the check of bounds, and its words.
-
-So a new option is one field here, and its use. What options amount to together (a model, a workload, pools) is the next
-room's (`asynckv.tools.bench.experiment`). Loads nothing heavy: `--help` reads it.
+The declarations make the command line and the parameters of sweeps, what a worker is told (`protocol.Setup`), the JSON
+record's `config`, and the check of bounds. `--help` reads this, so it loads nothing heavy.
 """
 
 from __future__ import annotations
@@ -49,10 +41,8 @@ class Option:
     """What an option is beside its name, type and default.
 
     Attributes:
-        panel: Of the help, where it stands.
         shown: What the help gives as its default, if that is not the field's.
-        least, most: Its bounds; `most` may be open.
-        read: Makes the value of what the command line has as text, by the option's name; its default is then `shown`.
+        read: Makes the value of the command line's text, by the option's name; its default is then `shown`.
         is_file: Names a file that the run reads: a sweep takes other content for another sweep.
         in_record: It stands in the JSON record as it is. Otherwise the record has what became of it, or nothing.
         is_single: Means nothing for a sweep, whose points are many runs.

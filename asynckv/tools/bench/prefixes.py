@@ -1,8 +1,7 @@
 """The decode side's prefix cache, as a model: which tokens of a prompt would be there already.
 
-Least recently used chunks leave first, and of one prompt its end before its beginning. The model goes by the
-order of the schedule, as if every request were there before the next one comes, so it gives the same answer
-whatever the clock does. It moves no bytes: what it holds cached is never pulled.
+Least recently used chunks leave first, and of one prompt its end before its beginning. The model goes by the order of
+the schedule, so it gives the same answer whatever the clock does.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Processes that end with their driver, whatever happens to either.
+"""Processes that end with their driver, whatever happens to either. Imports the standard library only.
 
-The driver (`Processes`) speaks with a command over the command's stdin and stdout. It ends the process by closing
-stdin, or kills it. A process on the same host calls `end_with_driver`, so that the system kills it if the driver dies.
-Processes that these have started are found by a mark in their environment if they outlive them.
-
-Imports the standard library only.
+A driver speaks with a command over its stdin and stdout, and ends it by closing stdin. The kernel kills a process on
+the same host if the driver dies. Children that outlive such a process are found by a mark in their environment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the driver and its workers say to each other: JSON lines over a worker's stdin and stdout.
-
-A worker whose stdin ends (its driver is gone) ends itself.
-"""
+"""The JSON lines that the driver and its workers say to each other. A worker whose stdin ends, ends itself."""
 
 from __future__ import annotations
 
@@ -25,11 +22,8 @@ from asynckv.version import VERSION
 class Setup(Struct, tag=True, kw_only=True):
     """Who the worker is, and what it takes part in: the first line.
 
-    Attributes:
-        version: Of the driver; another one's lines may differ.
-        keys: Of the engine's control plane; without keys it stays on this host.
-        env: Environment, as far as the worker has none of its own.
-        log: The file that its log is appended to; None for stderr.
+    Without `keys` the control plane stays on this host. `env` does not replace what the worker has. The log is stderr
+    where `log` is None.
     """
 
     version: str = VERSION

@@ -1,7 +1,6 @@
 """What a worker process does: it is one rank of the prefill or the decode engine, under the driver's commands.
 
-Filling, poisoning and verifying happen in a thread and outside the window; inside it there is nothing
-but the engine and a sampler of the loop's lag.
+Filling, poisoning and verifying happen in a thread and outside of the window.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ LAG_S = 0.005
 
 
 class LagSampler:
-    """Measures how late the loop calls back, every so often.
-
-    By a clock of its own: a loop's may stand still while it is busy (uvloop's does, and has whole milliseconds).
-    """
+    """Measures how late the loop calls back, by a clock of its own: uvloop's stands still while the loop is busy."""
 
     def __init__(self, every_s: float = LAG_S) -> None:
         self.lags: list[float] = []

@@ -1,7 +1,4 @@
-"""How a run's report reads: one line with the verdict, then what was reached, how long it took, what it cost, what ran.
-
-`show` prints its `parts` on a terminal.
-"""
+"""How a run's report reads: the verdict in one line, then what was reached, in which time, at what cost, and what ran."""
 
 from __future__ import annotations
 

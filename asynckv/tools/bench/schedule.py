@@ -1,7 +1,4 @@
-"""The schedule: every request with its engines, its arrival, what of it is cached, and when it is cancelled.
-
-Made once from the options, before anything runs, and the same for the same seed. Pure.
-"""
+"""The schedule: every request with its engines, its arrival, and what of it is cached. Made before anything runs."""
 
 from __future__ import annotations
 

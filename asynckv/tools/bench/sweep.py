@@ -1,7 +1,6 @@
 """Sweeps: the grid of runs that options span, each run in a process of its own, each a line of the table.
 
-What one point leaves behind cannot touch the next, and every line's command repeats its point by itself. The options of
-`asynckv bench` are known only through its command, so that one that is added there can be swept at once.
+What one point leaves behind cannot touch the next, and every line's command repeats its point by itself.
 """
 
 from __future__ import annotations
@@ -44,13 +43,9 @@ Status = Literal["good", "bad", "failed"]
 
 
 class Point(NamedTuple):
-    """One run of a grid.
+    """One run of a grid: what follows `asynckv bench`, its place (option without dashes -> value), and all parameters.
 
-    Attributes:
-        key: A digest of all parameters, defaults included: the same point has the same key in any sweep.
-        argv: What follows `asynckv bench`.
-        axes: Its place in the grid: option without dashes -> the value as written.
-        params: Every parameter, after defaults.
+    The key is a digest of all parameters, defaults included: the same point has the same key in any sweep.
     """
 
     key: str

@@ -1,8 +1,8 @@
-"""What was measured, as it lies in files: sweeps, which can be gone on with, and whatever can be compared.
+"""Files of results: sweeps, which can be gone on with, and reports that can be compared.
 
-A sweep's file has a head, which says what is swept and where, and then a line per finished run. A line counts once it
-is whole: it is written in one piece and synced. A line that a crash tore off at the end is cut away, and its run is
-measured again. The last head counts, and the last line of a point and round.
+A sweep's file has a head, which says what is swept and where, and then a line per finished run, written in one piece
+and synced. A line that a crash tore off is cut away, and its run is measured again. The last head counts, and the last
+line of a point and round.
 """
 
 from __future__ import annotations
@@ -52,13 +52,7 @@ class Head(Struct, frozen=True, kw_only=True, tag="sweep", tag_field="kind"):
 
 
 class Row(Struct, frozen=True, kw_only=True, tag="point", tag_field="kind"):
-    """One point, measured once.
-
-    Attributes:
-        status: `good`; `bad`: it ran, but something failed, was wrong or leaked; `failed`: there is no report.
-        seconds: What the whole run took.
-        at: When it ended, UTC.
-    """
+    """One point, measured once. `bad`: it ran, and something failed, was wrong or leaked; `failed`: it has no report."""
 
     key: str
     round: int

@@ -1,8 +1,4 @@
-"""Workers as the driver sees them: commands that hear and speak lines (`asynckv.tools.bench.protocol`).
-
-On this machine a worker is a Python of this version; elsewhere it is what `--remote` starts, such as `ssh host asynckv
-bench worker`. The driver tells no difference between the two.
-"""
+"""Workers as the driver sees them, on this machine, or elsewhere by what `--remote` starts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""All findings that there can be: how bad each is, why it matters, and what to do about it.
-
-They are written down in `findings.toml`. `docs/doctor.md` lists them too: `python -m asynckv.tools.doctor.catalogue`
-prints its table.
-"""
+"""All findings that there can be, from `findings.toml`: how bad each is, why it matters, and what to do about it."""
 
 from __future__ import annotations
 
@@ -29,14 +25,7 @@ TOPICS = {
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """One thing that was found.
-
-    Attributes:
-        code: Its name in the catalogue.
-        found: What was seen, with numbers.
-        remedy: A command or a setting; empty where nothing is wrong.
-        link: Where the documentation says more.
-    """
+    """One thing that was found: what was seen, why it matters, what to do, and where the documentation says more."""
 
     code: str
     level: Level

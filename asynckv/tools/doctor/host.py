@@ -1,7 +1,4 @@
-"""Gathers facts of this machine: what the kernel says under /proc and /sys, and what it lets a process do.
-
-Nothing here fails: what cannot be read is left at a value of which no check complains.
-"""
+"""Gathers facts of this machine from /proc and /sys. What cannot be read gets a value of which no check complains."""
 
 from __future__ import annotations
 

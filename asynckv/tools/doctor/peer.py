@@ -1,8 +1,7 @@
 """Asks the engine at an address who it is and how its memory is reached, as a reader would; reads none of its blocks.
 
-First everything is tried over the engine's own protocol, with keys if there are any. Only when that is not answered, a
-plain TCP connection tells why: whether anything listens, and by its greeting whether it speaks ZMQ, with keys or
-without. (Done first, it would be one more stranger in the engine's log.)
+The engine's own protocol is tried first. Only if it is not answered, a plain TCP connection tells why: one more
+stranger in the engine's log.
 """
 
 from __future__ import annotations

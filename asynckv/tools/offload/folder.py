@@ -1,7 +1,7 @@
-"""What `asynckv offload` does with directories of stored blocks; it reads with system calls, and needs no NIXL.
+"""What `asynckv offload` does with directories of stored blocks; it needs no NIXL.
 
-Looking changes nothing, takes no lock and leaves no trace: what an operator finds is still there for the next one, and
-a process may have a directory meanwhile. Only pruning writes, and nobody else may have the directory then.
+Looking changes nothing, takes no lock and leaves no trace. Only pruning writes, and no process may have the directory
+then.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What a transfer between two engines will be, worked out from their layouts alone: `asynckv plan`.
-
-The same code as in a running engine: `compare`, `assign`, `PeerTables`, `BlockLists`, `plan_read`. Nothing is
-started, nothing is read.
-"""
+"""What a transfer between two engines will be, worked out from their layouts by a running engine's own code."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Layouts of whole models: which rank holds what, and how its memory is arranged.
-
-Engines declare the memory they have; this is for those that have not allocated it yet (benchmarks,
-capacity planning, `asynckv.plan`), and an example of every kind of declaration.
-"""
+"""Layouts of whole models, for those that have not allocated their memory yet: benchmarks, capacity planning."""
 
 from __future__ import annotations
 

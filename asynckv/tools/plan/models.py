@@ -28,13 +28,9 @@ _shown.maxstring = _shown.maxother = 80
 
 
 class Heads(Struct, frozen=True, tag="heads"):
-    """Attention that keeps keys and values per KV head (MHA, GQA, MQA).
+    """Attention that keeps keys and values per KV head (MHA, GQA, MQA). A `v_head_dim` of 0 is the same as `head_dim`.
 
-    Attributes:
-        num_heads: KV heads of the whole model.
-        head_dim: Elements of one head's key.
-        v_head_dim: Elements of one head's value; 0 for the same as `head_dim`.
-        window: Sliding window: the next token attends to itself and the `window - 1` tokens before it. 0: all.
+    With a `window`, the next token attends to itself and the `window - 1` tokens before it.
     """
 
     num_heads: int
@@ -44,13 +40,7 @@ class Heads(Struct, frozen=True, tag="heads"):
 
 
 class Latent(Struct, frozen=True, tag="latent"):
-    """Attention that keeps one latent per token (MLA), the same on all tensor-parallel ranks.
-
-    Attributes:
-        rank: Elements of the latent.
-        rope_dim: Elements of the rotary key beside it.
-        window: As for `Heads`.
-    """
+    """Attention that keeps one latent and a rotary key per token (MLA), the same on all tensor-parallel ranks."""
 
     rank: int
     rope_dim: int
@@ -77,7 +67,6 @@ class State(Struct, frozen=True, tag="state"):
         columns: Columns that the convolution keeps per channel: its kernel size - 1.
         units: Entries of the recurrent state's sharded axis (channels, or heads).
         shape: Its other dims, such as (head_dim, state size).
-        dtype: Element type of the recurrent state; empty for the model's.
     """
 
     conv: tuple[Projection, ...]

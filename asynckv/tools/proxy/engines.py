@@ -58,15 +58,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Limits:
-    """How long engines may take, in seconds.
-
-    Attributes:
-        connect_s: For a connection, and for saying how they are.
-        prefill_s: For one prefill.
-        silence_s: Between two pieces of a stream, and before the first.
-        health_s: Between two looks at their health.
-        refresh_s: Between two looks at which engines there are, where that can change.
-    """
+    """How long engines may take, in seconds; what for, the options of `asynckv proxy` say."""
 
     connect_s: float = 2.0
     prefill_s: float = 120.0
