@@ -1,4 +1,4 @@
-"""How a run's report reads: the verdict in one line, then what was reached, in which time, at what cost, and what ran."""
+"""How a run's report reads: the verdict in one line, then what was reached, how fast, at what cost, and what ran."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Head(Struct, frozen=True, kw_only=True, tag="sweep", tag_field="kind"):
 
 
 class Row(Struct, frozen=True, kw_only=True, tag="point", tag_field="kind"):
-    """One point, measured once. `bad`: it ran, and something failed, was wrong or leaked; `failed`: it has no report."""
+    """One point, measured once. `bad`: it ran, and something failed, was wrong or leaked; `failed`: no report."""
 
     key: str
     round: int

@@ -67,7 +67,6 @@ def _run(setup: p.Setup, stdout: int, folder: Path) -> None:
     async def run() -> None:
         pipe = await p.Pipe.open(0, stdout)
         await rank.run(pipe, setup, folder)
-        await pipe.close()
 
     if importlib.util.find_spec("uvloop") is not None:
         import uvloop

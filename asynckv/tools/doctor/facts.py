@@ -81,7 +81,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
 
 class Software(Struct, frozen=True, kw_only=True):
-    """What is installed: NIXL's packages for CUDA versions, which of them asynckv loads, and variables of UCX and NIXL."""
+    """What is installed: NIXL's packages for CUDA versions, the one that asynckv loads, and the environment."""
 
     asynckv: str = "0.2.0"
     python: str = "3.11.7"
