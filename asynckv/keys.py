@@ -1,7 +1,7 @@
-"""Key files: who this engine is, and which engines it talks to. Knows files, and nothing of sockets.
+"""Key files: who this engine is, and which engines it talks to.
 
-The format is ZMQ's own for certificates (`zmq.auth`), so its tools can read and write these files too. A key is
-32 bytes; in files it is Z85 text of 40 characters. Nothing here ever puts a secret into an error or a repr.
+The format is ZMQ's own for certificates (`zmq.auth`). A key is 32 bytes; in files it is Z85 text of 40 characters.
+Nothing here puts a secret into an error or a repr.
 """
 
 from __future__ import annotations

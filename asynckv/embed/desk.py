@@ -1,10 +1,7 @@
-"""Where orders are carried out: on the engine's loop, in the order in which they were handed over.
+"""Carrying out orders on the engine's loop, in the order in which they were handed over.
 
-Handing over and taking are plain appends to queues, which Python makes in one step: no lock is taken, so that nobody
-ever waits for somebody who has been stopped in the middle, not even in a signal handler or a finalizer.
-
-The loop's thread shares Python's lock with the engine's busy thread, and with the NIC's news. So it works in slices:
-what is left after a millisecond is carried out in the loop's next turn.
+Handing over and taking are appends to queues, without a lock, so they may be called in a signal handler. The loop
+carries orders out in slices of a millisecond, because its thread shares Python's lock with the engine's busy thread.
 """
 
 from __future__ import annotations

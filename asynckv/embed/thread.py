@@ -1,16 +1,13 @@
 """The engine on a thread and event loop of its own, for workers whose own thread is busy computing.
 
-Every call may come from any thread, and none waits for the network, but for `start`, `call` and `close`, which say how
-long. A step hands its orders over and takes what has ended; see `orders` for what crosses, and `desk` for who carries
-it out.
+Every call may come from any thread, and none waits for the network, but for `start`, `call` and `close`.
 
-Two threads share Python's lock. The caller's gives it away in none of these calls (`bell`), so that a hand-over costs
-microseconds however much the engine has to do. The engine's thread is given it when the caller's computes outside of
-Python, sleeps, or has had it for the switch interval, which `start` therefore lowers from 5 ms to 0.5.
+Two threads share Python's lock. The caller's gives it away in none of these calls (`bell`), so a hand-over costs
+microseconds. The engine's thread gets it when the caller's computes outside of Python, sleeps, or has had it for the
+switch interval.
 
-However the thread ends, it ends the engine first: what was promised to readers is kept, and whatever was under way is
-told in `Finished`. It is a daemon, for a loop that is stuck must not keep the process; and when the interpreter exits
-with an engine still open, it is closed.
+However the thread ends, it ends the engine first: what was promised to readers is kept. It is a daemon, because a loop
+that is stuck must not keep the process. When the interpreter exits, an engine that is still open is closed.
 """
 
 from __future__ import annotations
