@@ -47,7 +47,6 @@ from asynckv.tools.offload.folder import Folder, Pruned
 from asynckv.tools.plan.models import Heads, Model
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
-LOG = str(DATA / "leaks.jsonl")
 DEFAULT = ", has a default"
 
 BY_DATA: tuple[str, ...] = (
@@ -82,9 +81,7 @@ COMMANDS = {
     "plan": "plan LAYOUTS LAYOUTS --json OUT",
 }
 """Commands that need no engine; what is in capitals is a path."""
-
-WHY = "why late LOG --json OUT"
-"""This one has besides what engines say."""
+WHY = "why late LOG --json OUT"  # and what engines say
 
 
 def _parameters(value: Any) -> dict[str, str]:
@@ -172,8 +169,8 @@ def names() -> dict[str, Any]:
 def reports(account: Account) -> dict[str, list[str]]:
     """The keys of JSON reports, by their schema. `account`: what an engine says of itself, all of it."""
     answers = [Answer(address="tcp://h:1", engine_id="e", account=account), Answer(address="tcp://h:2", error="x")]
-    with tempfile.TemporaryDirectory() as folder:
-        why = _run(WHY, {"LOG": LOG, "OUT": str(Path(folder) / "OUT")})
+    with tempfile.NamedTemporaryFile() as out:
+        why = _run(WHY, {"LOG": str(DATA / "leaks.jsonl"), "OUT": out.name})
     why["engines"] = [why_report.engine(x) for x in answers]
     keys = {each["schema"]: set(_keys(each)) for each in (_bench(), why)}
     doctor = show.as_json(Facts(), (), 1.0)

@@ -37,7 +37,7 @@ from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.keys import write_pair
 from asynckv.testing import SimData, SimNetwork
 from asynckv.tools.diagnose import why_cli
-from asynckv.tools.diagnose.ask import Answer, ask_all, targets
+from asynckv.tools.diagnose.ask import Answer, Trouble, ask_all, targets
 from asynckv.tools.diagnose.findings import Seen
 from asynckv.tools.diagnose.timeline_model import Story
 from tests.engines import memory, until
@@ -233,7 +233,7 @@ async def test_an_event_loop_is_away() -> None:
     async with listener(lambda asked: None) as address:
         answer = await one(address, SHORT_S)
     assert "its process lives but its event loop is away" in answer.error
-    assert answer.is_away
+    assert answer.trouble is Trouble.AWAY
 
 
 async def test_an_engine_of_another_major_version_says_so() -> None:
@@ -345,7 +345,7 @@ async def test_what_a_dead_process_left_is_known_and_taken_away_by_the_next(shor
         dead.bind(str(left))
     assert is_left_behind(left)
     answer = await one(str(left))
-    assert (answer.is_left_behind, answer.rank) == (True, "decode/pp1/tp2@01234567")
+    assert (answer.trouble, answer.rank) == (Trouble.GONE, "decode/pp1/tp2@01234567")
     assert "its process has ended without taking the socket away" in answer.error
     async with pair(inspect=InspectConfig(directory=short_path)) as (_, _, _):
         assert not left.exists()
@@ -396,7 +396,7 @@ async def test_of_who_is_silent_behind_a_socket_the_process_is_told(short_path: 
         silent.bind(path)
         silent.listen(1)
         answer = await one(path, SHORT_S)
-        assert (answer.pid, answer.is_away) == (os.getpid(), True)
+        assert (answer.pid, answer.trouble) == (os.getpid(), Trouble.AWAY)
         assert f"no answer within {SHORT_S:g} s: pid {os.getpid()} " in answer.error
         # Nobody takes the connections, until no more fit.
         with contextlib.suppress(BlockingIOError):
@@ -404,7 +404,7 @@ async def test_of_who_is_silent_behind_a_socket_the_process_is_told(short_path: 
                 other = others.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
                 other.connect(path)
         answer = await one(path, SHORT_S)
-        assert (answer.pid, answer.is_away, "no more fit" in answer.error) == (0, True, True)
+        assert (answer.pid, answer.trouble is Trouble.AWAY, "no more fit" in answer.error) == (0, True, True)
 
 
 async def test_an_engine_that_closes_hangs_up(short_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from asynckv.core.account import Account, PhaseCount
 from asynckv.core.inspect import RankStatus, RequestStatus
-from asynckv.tools.diagnose.ask import Answer
+from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.inspect_join import join, unrepeated
 from asynckv.tools.diagnose.process import Seen, look, verdict
 
@@ -90,7 +90,7 @@ def test_a_lease_stands_beside_its_readers_attempt() -> None:
         (answer(DECODE, is_cut=True), "not among the oldest requests that it reported", False),
         (answer("decode/tp0@cccccccc"), "its process has ended: decode/tp0@cccccccc is there now", True),
         (silent(DECODE), "does not answer", True),
-        (silent(DECODE, is_left_behind=True), "its process has ended", True),
+        (silent(DECODE, trouble=Trouble.GONE), "its process has ended", True),
         (silent(), "was not asked", False),
         (answer(DECODE, pull(pull_id="bb-2")), "another attempt than the one that was granted", False),
     ],
@@ -149,6 +149,26 @@ def test_a_process_that_does_not_answer_is_told_with_what_to_do(state: str, cpu_
     assert "has ended meanwhile" in verdict(before, Seen(7))
     assert "has ended meanwhile" in verdict(before, Seen(7, state, 200, 0.0, 55.0)), "another with this pid"
     assert verdict(Seen(7), Seen(7)) == "pid 7 listens, and its event loop is away"
+
+
+@pytest.mark.parametrize(
+    ("line", "file", "text"),
+    [
+        ("0::/docker/ab12", "docker/ab12/cgroup.events", "populated 1\nfrozen 1\n"),
+        ("4:freezer:/docker/ab12", "freezer/docker/ab12/freezer.state", "FROZEN\n"),
+    ],
+)
+def test_a_paused_container_is_told_from_a_device_that_hangs(line: str, file: str, text: str, tmp_path: Path) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "7").mkdir(parents=True)
+    (proc / "7" / "stat").write_text(f"7 (python) D {' '.join(map(str, range(4, 40)))}\n")
+    (proc / "7" / "cgroup").write_text(f"1:cpu:/\n{line}\n")
+    (cgroups / file).parent.mkdir(parents=True)
+    for state, is_paused in ((text, True), ("populated 1\nfrozen 0\n" if "::" in line else "THAWED\n", False)):
+        (cgroups / file).write_text(state)
+        said = verdict(Seen(7), look(7, proc, cgroups))
+        assert ("paused: its cgroup /docker/ab12 is frozen" in said) is is_paused
+        assert ("waits for a device" in said) is not is_paused
 
 
 def test_a_process_is_found_whatever_it_is_called(tmp_path: Path) -> None:

@@ -20,18 +20,18 @@ from typer.testing import CliRunner
 
 from asynckv.core import told
 from asynckv.core.account import Account, Facts
-from asynckv.core.inspect import RequestStatus
+from asynckv.core.inspect import RankStatus, RequestStatus
 from asynckv.errors import ConfigError
 from asynckv.tools import cli
 from asynckv.tools.cli import app
 from asynckv.tools.diagnose import why_text
-from asynckv.tools.diagnose.ask import Answer
+from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, WHY, Owner, cells
 from asynckv.tools.diagnose.findings import Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
-from asynckv.tools.diagnose.leaks_live import records_of, who_hangs
+from asynckv.tools.diagnose.leaks_live import look_here, records_of, tell
 from asynckv.tools.diagnose.leaks_values import Leak
 from asynckv.tools.diagnose.presence import early_ends
 from asynckv.tools.diagnose.records import Logs, Record, read_logs
@@ -964,15 +964,61 @@ def test_an_engine_that_does_not_answer_may_have_been_given_it() -> None:
     assert f"{RANK[E]} was given it, as other ranks of its engine were, but it does not answer" in leak.sentence
 
 
-def test_who_hangs_is_named_as_in_the_logs() -> None:
-    service = join([begun(P), begun(D)])
-    by_socket = Answer(address="/run/d.sock", error="no answer", is_away=True, account=Account(rank=RANK[E]))
-    by_address = Answer(address="tcp://10.0.0.1:1", error="no answer", is_away=True)
-    ended = Answer(address="/run/o.sock", error="it has ended", account=Account(rank=RANK[OTHER]))
-    stranger = Answer(address="tcp://10.0.0.9:1", error="no answer", is_away=True)
-    keyed = Answer(address="/run/k.sock", error="it has keys", is_away=True, account=Account(rank=RANK[OTHER]))
-    assert who_hangs([by_socket, ended, stranger, keyed], service) == [RANK[E]]
-    assert who_hangs([by_address], join([begun(D)])) == [RANK[D]]
+def test_who_was_asked_in_vain_is_named_as_in_the_logs() -> None:
+    def told_of(records: list[Record], *answers: Answer) -> tuple[list[str], list[str]]:
+        service = join(records)
+        tell(service, answers, 2e9)
+        return service.unanswered, sorted(service.gone)
+
+    by_socket = Answer(address="/run/d.sock", error="no answer", trouble=Trouble.AWAY, account=Account(rank=RANK[E]))
+    by_address = Answer(address="tcp://10.0.0.1:1", error="no answer", trouble=Trouble.AWAY)
+    ended = Answer(address="/run/o.sock", error="it has ended", trouble=Trouble.GONE, account=Account(rank=RANK[OTHER]))
+    stranger = Answer(address="tcp://10.0.0.9:1", error="no answer", trouble=Trouble.AWAY)
+    keyed = Answer(address="/run/k.sock", error="it has keys", trouble=Trouble.KEYS, account=Account(rank=RANK[OTHER]))
+    assert told_of([begun(P), begun(D)], by_socket, ended, stranger, keyed) == ([RANK[E]], ["eeeeeeee"])
+    assert told_of([begun(D)], by_address) == ([RANK[D]], [])
+
+
+def test_a_reader_that_was_asked_and_is_gone_has_died_though_no_log_of_it_is_there() -> None:
+    claims = (RankStatus(RANK[D], "granted", pull_id=PULL, granted_s=5.0, heard_s=8.0),)
+    held = RequestStatus("lease", "a", "a", "lent", 20.0, 20.0, 10.0, 4, "a claim", claims, sequence=0)
+    asked = [answering(P, {"leases.lent": 3}, held)]
+    gone = Answer(address="/run/d.sock", error="its process has ended", account=Account(rank=RANK[D]))
+
+    def judged(trouble: Trouble) -> Leak:
+        answers = [*asked, replace(gone, trouble=trouble)]
+        service = join(records_of(answers, 1e9))
+        tell(service, answers, 1e9)
+        [leak] = find_leaks(service)
+        return leak
+
+    leak = judged(Trouble.GONE)
+    assert leak.cause is C.READER_DIED
+    assert "and died (its process has ended (there is no log of it)" in leak.sentence
+    leak = judged(Trouble.AWAY)
+    assert leak.last_decode == f"nothing of this request; {RANK[D]}: it does not answer (there is no log of it)"
+
+
+def test_a_pid_that_is_not_there_any_more_is_a_death_if_the_logs_are_of_this_host(tmp_path: Path) -> None:
+    start = {"host": socket.gethostname(), "version": "1"}
+    (tmp_path / "stat").write_text("btime 1000\n")
+    (tmp_path / "7").mkdir()
+    fields = ["S", *["0"] * 18, "500", *["0"] * 5]
+    (tmp_path / "7" / "stat").write_text(f"7 (python) {' '.join(fields)}\n")
+
+    def gone(*said: Record) -> dict[str, str]:
+        service = join(said)
+        look_here(service, tmp_path)
+        return service.gone
+
+    there, ended = say(1e9, told.EngineStarted, P, pid=7, **start), say(1e9, told.EngineStarted, D, pid=8, **start)
+    assert gone(there, ended) == {"bbbbbbbb": "pid 8 is not there any more"}
+    assert gone(ended) == {}, "nothing shows that these logs are of this host"
+    assert gone(there, say(1e9, told.EngineStarted, D, pid=8, **start | {"host": "elsewhere"})) == {}
+    assert gone(there, ended, say(2e9, told.EngineStopped, D)) == {}
+    # Another process has its pid: it began later than the engine.
+    early = say(-1e9 + 900.0, told.EngineStarted, E, pid=7, **start)
+    assert gone(there, early) == {"cccccccc": "pid 7 is not there any more"}
 
 
 def test_only_what_was_late_since_a_repair(tmp_path: Path) -> None:

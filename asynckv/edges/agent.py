@@ -236,8 +236,7 @@ class Agent:
         return name in self._remotes and name not in self._gone
 
     def forget_broken(self, name: str) -> None:
-        """Forget a broken connection, so that the remote agent can be loaded anew; transfers in doubt stay, and are
-        asked."""
+        """Forget a broken connection, so that the remote agent can be loaded anew; transfers in doubt stay."""
         if name not in self._gone:
             return
         if any(transfer.name == name for transfer in self.running.values()):
@@ -457,8 +456,7 @@ class Agent:
         return not self._life.alive
 
     def close(self) -> None:
-        """Destroy the agent, which ends whatever still runs, or raise `BackendError`: it lives, and may write.
-        Idempotent."""
+        """Destroy the agent and what still runs; `BackendError` if it lives on, and may write. Idempotent."""
         if self._agent is not None:
             self._let_go()
         if self._life.alive:

@@ -211,8 +211,7 @@ class Worker:
         return not self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end; what had not ended has `FAILED`. `BackendError` if the thread is inside the system
-        still."""
+        """Wait for the end; what had not ended has `FAILED`. `BackendError` if the thread hangs in the system."""
         if not self.wait(timeout_s):
             raise BackendError(
                 f"the disk under {self._folder} has not answered in time: memory that it reads into may still be "

@@ -284,8 +284,7 @@ class Keeper:
                 process.kill()
 
     def close(self) -> None:
-        """Let go of everything, or raise `BackendError`: a child may still write. Idempotent; waits at most
-        `CLOSE_S`."""
+        """Let go of everything within `CLOSE_S`; `BackendError` if a child may still write. Idempotent."""
         self._begin_to_close()
         deadline = time.monotonic() + CLOSE_S
         for process in (self._current, self._next):

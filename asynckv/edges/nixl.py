@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import anyio.to_thread
 
@@ -37,9 +37,6 @@ from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo
-
-if TYPE_CHECKING:
-    from asynckv.edges.taster import Taster
 
 SAFETY_S = 0.005  # some wake-ups are missed; a timer this long finds what they would have told
 DOUBT_S = 0.25  # how often a transfer in doubt is asked again when nothing else runs
@@ -94,6 +91,16 @@ def _is_reopenable(fd: int) -> bool:
 
 PROBE_S = 1.0  # how often bulk goes the other way, to see whether that is better now
 PACE = 1.5  # how much slower a posting thread may copy than the loop would, which has other things to do
+
+
+class Taster(Protocol):
+    """Tries peers before they are loaded here (`taster.py`)."""
+
+    num_refused: int
+
+    async def try_out(self, remote: AgentInfo, memories: Sequence[Memory]) -> None: ...
+
+    async def quiesce(self) -> None: ...
 
 
 class _Remote:
@@ -293,8 +300,7 @@ class NixlPlane:
             raise BackendError(refused[0])
 
     def remove_remote_agent(self, name: str, *, keep: bool = False) -> None:
-        """Forget a remote agent and its descriptor lists; `keep` those that may be met again, the last `MAX_KEPT` of
-        them.
+        """Forget a remote agent and its descriptor lists; `keep` one that may be met again, of the last `MAX_KEPT`.
 
         UCX keeps a socket open on both sides for every agent that is removed while its process lives (NIXL 1.5.1).
         """

@@ -105,8 +105,7 @@ news: msgspec.msgpack.Decoder[list[News]] = msgspec.msgpack.Decoder(list[News])
 
 
 class Link:
-    """One end of the socket pair; never blocks. After a frame that says it has more than `most` bytes, nothing is
-    taken."""
+    """One end of the socket pair; never blocks. A frame of more than `most` bytes ends what is taken."""
 
     def __init__(self, end: socket.socket, most: int = (1 << 32) - 1) -> None:
         end.setblocking(False)

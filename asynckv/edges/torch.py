@@ -40,8 +40,7 @@ def shared_tensor(shape: Sequence[int], dtype: torch.dtype | None = None) -> tor
     Use it for a KV cache in place of `torch.zeros`, whose memory no other process can map.
 
     Args:
-        shape: As for `torch.zeros`.
-        dtype: As for `torch.zeros`.
+        shape, dtype: As for `torch.zeros`.
 
     Raises:
         ConfigError: The shape is empty or no shape.
@@ -183,11 +182,7 @@ def register_parts(
     Args:
         parts: Every part of every layer of this rank.
         groups: The cache groups, as the engine's configuration says; the same list on all ranks.
-        tp_rank: This rank's place among the ranks that share layers.
-        tp_size: How many these are.
-        pp_stage: This rank's pipeline stage.
-        pp_size: How many stages there are.
-        model: Name that both engines must agree on; empty to not compare.
+        tp_rank, tp_size, pp_stage, pp_size, model: As for `Layout`.
         aliases: As for `register_tensors`.
 
     Raises:

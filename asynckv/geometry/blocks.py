@@ -237,8 +237,7 @@ def _is_plain(ids: object, group: Group) -> bool:
 def check_covers(
     where: str, group: Group, offer: BlockRuns, num_tokens: int, columns: tuple[Int64s, Int64s] | None = None
 ) -> None:
-    """Refuse a lent list that ends before the tokens that it is said to hold; states and placeholders may end
-    anywhere."""
+    """Refuse a lent list that ends before the tokens that it is said to hold; states may end anywhere."""
     first, counts = columns or as_columns(offer.runs)
     if group.kind == "state" or group.window == 1 or not (first != NULL).any():
         return
@@ -278,8 +277,7 @@ class LentBlocks:
         self._index: tuple[Int64s, Int64s, Int64s] | None = None
 
     def kernel_blocks(self, first: int, begin: int, stop: int, group: Group) -> Int32s | None:
-        """Ids of kernel blocks `begin ... stop - 1` of the prompt, whose first token is `first`; None if one is not
-        lent."""
+        """Ids of kernel blocks `begin ... stop - 1` of the prompt, from token `first` on; None if one is not lent."""
         if first < self.first_token:
             return None
         ratio = group.ratio

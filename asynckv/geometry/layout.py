@@ -257,14 +257,9 @@ def dense_part(
     `register_memory` checks it with its layout.
 
     Args:
-        name: As for `Part`.
         dtype: Element type: bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, int8 or uint8.
         dims: `(name, entries)`, slowest first.
-        offset: As for `Part`.
-        axis: As for `Part`.
-        held: As for `Part`.
-        extent: As for `Part`.
-        tokens_per_entry: As for `Part`.
+        name, offset, axis, held, extent, tokens_per_entry: As for `Part`.
 
     Raises:
         LayoutError: The dtype is unknown, or a dim has no size.

@@ -64,8 +64,7 @@ class Cutting:
         return move
 
     def promotions(self, patience: float = LOOKED_AT) -> Iterator[Move]:
-        """Find slots for what loads need from the file tier; after some that must wait, the others are looked at by
-        turns."""
+        """Find slots for what loads need from the file tier; if many wait, only some are looked at, by turns."""
         absent, full = self._jobs.absent, set[int]()
         jobs, waiting = list(absent.values()), 0
         for i, job in enumerate(jobs):

@@ -78,9 +78,7 @@ def only(one: str | int) -> frozenset[Any]:
 
 
 class Entry(Struct, eq=False, gc=False):
-    """One stored block in one tier. Only this class writes its fields; there may be millions, so `gc` does not look at
-    them.
-    """
+    """One stored block in one tier, of perhaps millions, so `gc` does not look at them; only this class writes them."""
 
     group: int
     hash: bytes  # its key within the group

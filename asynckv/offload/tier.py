@@ -160,8 +160,7 @@ class Tier:
         return 0 < self._idle_in[chunk] == len(self._in_chunk[chunk]) and self._used[chunk] != self._spared
 
     def recover(self, found: Iterable[tuple[int, int, bytes]], others: Iterable[tuple[int, int]] = ()) -> int:
-        """Take in `(group, slot, hash)` that were found in the empty tier, the least recently used first; returns how
-        many.
+        """Take in `(group, slot, hash)` that an empty tier had, the least recently used first; returns how many.
 
         What lies outside, shares its slot or is there twice is freed. `others` are `(group, slot)` of other models'
         blocks.

@@ -219,8 +219,7 @@ class SchedulerHalf:
         request.max_tokens = 1
 
     def match(self, request: Any, num_cached: int) -> tuple[int | None, bool]:
-        """How many tokens beyond the local prefix cache's can be read; None: another request reads the same, ask
-        again."""
+        """How many tokens beyond the local prefix cache's can be read; None to be asked again."""
         fetch = self.pulls.get(request.request_id)
         if fetch is None:
             return 0, False

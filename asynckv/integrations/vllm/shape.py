@@ -66,8 +66,7 @@ class Shape:
         return sum(1 if group.is_state else -(-num_tokens // group.block_size) for group in self.groups)
 
     def missing(self, blocks: Any, first_token: int, num_tokens: int) -> Blocks:
-        """Blocks of a request (vLLM's `KVCacheBlocks`) that are to be filled with tokens from `first_token` to
-        `num_tokens`.
+        """Blocks of a request (vLLM's `KVCacheBlocks`) to be filled with tokens from `first_token` to `num_tokens`.
 
         Where layers forget, the local prefix cache may have less: blocks of a window that nothing is cached of are read
         too.

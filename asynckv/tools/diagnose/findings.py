@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from asynckv.core import told
-from asynckv.tools.diagnose.ask import Answer
+from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING
 from asynckv.tools.diagnose.join import Process, base_name
@@ -28,6 +28,18 @@ MAX_TEXT = 400
 DIED = "Look at its stderr, its supervisor and the kernel's log (out of memory?); start it again."
 AWAY = "While it is away its engine answers nothing. Find what blocks it: py-spy dump, or asyncio's debug mode."
 UNSEEN = "Give the logs of all processes, from level info on, and of the whole time."
+HEADINGS = {
+    Trouble.GONE: HEADING.GONE,
+    Trouble.AWAY: HEADING.STOPPED,
+    Trouble.NETWORK: HEADING.NETWORK,
+    Trouble.KEYS: HEADING.WRONG_NAME,
+}
+REMEDIES = {
+    Trouble.GONE: DIED,
+    Trouble.AWAY: "Let it run on, or end it: docs/stuck.md.",
+    Trouble.NETWORK: "See whether the host is up, and whether a firewall is in between: `asynckv doctor --to ADDRESS`.",
+    Trouble.KEYS: "Give --keys and --authorized, and the address with its key: docs/why.md.",
+}
 LOOPS_AWAY = {CAUSE.DECODE_LOOP_AWAY, CAUSE.PREFILL_LOOP_AWAY}
 NEVER_ASKED = {CAUSE.NEVER_HEARD_OF, CAUSE.NEVER_CLAIMED}
 SAID_ELSEWHERE = {
@@ -106,8 +118,8 @@ def find(seen: Seen) -> Findings:
     gone = list(_gone(seen))
     told = {name for x in gone for name in x.requests}
     refused = {x.text("prefill_request_id") for x in _refusals(seen)}
-    late = [x for x in seen.late if not (x.request_id in told and _is_of_process(x))]
-    late = [*_late([x for x in late if not (x.cause in NEVER_ASKED and x.request_id in refused)])]
+    rest = [x for x in seen.late if not (x.request_id in told and _is_of_process(x))]
+    late = list(_late([x for x in rest if not (x.cause in NEVER_ASKED and x.request_id in refused)]))
     told |= {x.request_id for x in seen.late}
     failed = [*_refused(seen), *_failed(seen, told)]
     wrong = [*gone, *_silent(seen), *late, *_copies(seen.copies), *failed, *_away(seen), *_errors(seen)]
@@ -136,9 +148,10 @@ def _silent(seen: Seen) -> Iterator[Finding]:
     """Engines that were asked and gave no answer; a socket that is left of an earlier start is none."""
     there = {base_name(x.rank) for x in seen.answers if not x.error}
     for answer in seen.answers:
-        if answer.error and not (answer.is_left_behind and base_name(answer.rank) in there):
-            kind = HEADING.STOPPED if answer.is_away else HEADING.GONE
-            yield Finding(kind, "no_answer", f"{answer.rank} does not answer", answer.error, "", *_of([]))
+        if answer.error and not (answer.trouble is Trouble.GONE and base_name(answer.rank) in there):
+            mine = [x for x in seen.late if answer.rank in (x.reader, *x.holders, *x.owed) or answer.rank in x.sentence]
+            heading, remedy = HEADINGS.get(answer.trouble, HEADING.UNKNOWN), REMEDIES.get(answer.trouble, "")
+            yield Finding(heading, "no_answer", f"{answer.rank} does not answer", answer.error, remedy, *_of(mine))
 
 
 def _late(late: Sequence[Leak]) -> Iterator[Finding]:

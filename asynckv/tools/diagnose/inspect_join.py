@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
-from asynckv.tools.diagnose.ask import Answer
+from asynckv.tools.diagnose.ask import Answer, Trouble
 
 NOT_ASKED = "was not asked"
 KNOWS_NOTHING = "knows nothing of it"
@@ -192,7 +192,7 @@ def _unknown(asked: _Asked, said: RankStatus, why: str) -> Other:
             return Other(said.rank, said, None, "not among the oldest requests that it reported", False)
         return Other(said.rank, said, None, f"{KNOWS_NOTHING}: {why}", True)
     if (silent := asked.silent.get(start)) is not None:
-        gone = "its process has ended" if silent.is_left_behind else "does not answer"
+        gone = "its process has ended" if silent.trouble is Trouble.GONE else "does not answer"
         return Other(said.rank, said, None, gone, True)
     now = asked.starts.get(said.rank.partition("@")[0])
     if now is not None and start:

@@ -191,7 +191,8 @@ class Looking:
         self._request, self._since, self._keys, self._timeout_s = request, since, keys, timeout_s
         self._addresses = [x for x in sources if is_address(x)]
         paths = [x for x in sources if has_logs(x)]
-        self._logs = read_with_progress(paths, Console(stderr=True)) if paths else Logs()
+        errors = Console(stderr=True)
+        self._logs = read_with_progress(paths, errors, request=request or "", since=since) if paths else Logs()
 
     def look(self) -> Seen:
         """Ask, and join what was said with what was read."""
@@ -223,7 +224,8 @@ class Looking:
             if logs.nothing:
                 raise ConfigError("; ".join(f"{x.address}: {x.error}" for x in answers) or logs.nothing)
             service = join(logs)
-            service.unanswered = leaks_live.who_hangs(answers, service)
+            leaks_live.tell(service, answers, now)
+            leaks_live.look_here(service)
             return logs, service
 
         # What is young is told of one request, and is not late.

@@ -76,8 +76,8 @@ def _read(seen: Seen) -> dict[str, Any]:
         "files": len(logs.sources),
         "lines": logs.num_lines,
         "bytes": logs.num_bytes,
-        "events": len(logs.records),
-        "requests": len(service.requests),
+        "events": logs.num_events,
+        "requests": len(service.requests) + logs.num_well,
         "lent_now": sum(x.number for x in counts if x.kind == "lease"),
         "pulled_now": sum(x.number for x in counts if x.kind != "lease"),
         "since": moment(seen.since) if math.isfinite(seen.since) else None,
@@ -97,7 +97,7 @@ def engine(answer: Answer) -> dict[str, Any]:
     """Make plain data of what an engine said of itself."""
     head = {"address": answer.address, "took_s": round(answer.took_s, 6)}
     if answer.error:
-        return head | {"error": answer.error, "is_left_behind": answer.is_left_behind, "pid": answer.pid or None}
+        return head | {"error": answer.error, "trouble": answer.trouble.name.lower(), "pid": answer.pid or None}
     said: dict[str, Any] = msgspec.to_builtins(answer.account, str_keys=True)
     for name in ("refused", "retry_s", "after"):
         del said[name]

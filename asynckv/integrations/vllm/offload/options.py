@@ -31,8 +31,7 @@ OF_OTHER_SPECS = {
 
 
 def parse(given: Mapping[str, Any], model: str, hash_tokens: int) -> OffloadConfig:
-    """Read what a user wrote; `model` is for the case that none is given. A `ConfigError` says what to write
-    instead."""
+    """Read what a user wrote; `model` is for the case that none is given."""
     for name in given:
         if name in OF_OTHER_SPECS and (name != "canonical_layout" or given[name]):
             raise ConfigError(f"{WHERE}.{name} is an option of vLLM's own offloading specs; {OF_OTHER_SPECS[name]}")
