@@ -12,12 +12,12 @@ import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import numpy as np
 import structlog
-from msgspec.structs import replace as replace_struct
+from msgspec.structs import replace
 
 from asynckv.core.types import Endpoint
 from asynckv.errors import AsyncKVError
@@ -200,7 +200,7 @@ class Driver:
             for i in range(self._options.warmup):
                 # Under numbers that no measured request has.
                 number = len(self._schedule) + len(todo)
-                todo.append(replace(requests[i % len(requests)], number=number, chunks=()))
+                todo.append(requests[i % len(requests)]._replace(number=number, chunks=()))
         self._enter("warm-up", len(todo))
         while todo and not self._stop.is_set():
             wave = self._allocate(todo)
@@ -226,7 +226,7 @@ class Driver:
             work = p.Work(r.number, lent, r.tokens, params, it.workload.chunk_tokens, list(r.chunks))
             lend[r.lender].append(work)
             arrival_s = r.arrival_s - clock_s if is_open else 0.0
-            pull[r.reader].append(replace_struct(work, lists=pulled, arrival_s=arrival_s))
+            pull[r.reader].append(replace(work, lists=pulled, arrival_s=arrival_s))
         patience = GRACE_S + self._pool_bytes() / FILLED_PER_S
         for place, workers in self._engines.items():
             for worker in workers:

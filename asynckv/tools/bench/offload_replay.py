@@ -20,7 +20,7 @@ from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.found import Found
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome, MoveKind
 from asynckv.offload.keys import StoredGroup, stored_groups
-from asynckv.tools.bench.prefixes import PrefixCache
+from asynckv.tools.bench.schedule import PrefixCache
 from asynckv.tools.bench.workload import Workload
 
 MODEL = "bench"

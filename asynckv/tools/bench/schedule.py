@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from asynckv.errors import ConfigError
-from asynckv.tools.bench.prefixes import PrefixCache
 from asynckv.tools.bench.workload import Workload
 
 
@@ -85,8 +85,7 @@ class Arrivals:
         return [t / self.speed for t in workload.arrivals_s]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(NamedTuple):
     """One request."""
 
     number: int
@@ -96,6 +95,34 @@ class Request:
     reader: Place
     chunks: tuple[int, ...] = ()
     arrival_s: float = 0.0
+
+
+class PrefixCache:
+    """The decode side's prefix cache, as a model: which chunks of a prompt would be there already.
+
+    Least recently used chunks leave first, and of one prompt its end before its beginning. The model goes by the order
+    of the schedule, so it gives the same answer whatever the clock does.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._chunks: OrderedDict[Hashable, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def num_cached(self, chunks: Sequence[Hashable]) -> int:
+        """Count the leading chunks of a prompt that are here."""
+        return next((n for n, chunk in enumerate(chunks) if chunk not in self._chunks), len(chunks))
+
+    def use(self, chunks: Sequence[Hashable]) -> None:
+        """Hold a prompt's chunks as the most recently used; the oldest make room."""
+        # Its beginning is used last: whoever shares anything with it shares that.
+        for chunk in reversed(chunks):
+            self._chunks[chunk] = None
+            self._chunks.move_to_end(chunk)
+        while len(self._chunks) > self.capacity:
+            self._chunks.popitem(last=False)
 
 
 def make_schedule(
@@ -120,17 +147,7 @@ def make_schedule(
             caches[reader].use(held)
         else:
             there = cached(tokens)
-        out.append(
-            Request(
-                number=i,
-                tokens=tokens,
-                cached=there,
-                lender=lender,
-                reader=reader,
-                chunks=chunks,
-                arrival_s=times[i],
-            )
-        )
+        out.append(Request(i, tokens, there, lender, reader, chunks, times[i]))
     return out
 
 
