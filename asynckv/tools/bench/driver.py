@@ -11,13 +11,13 @@ import contextlib
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import numpy as np
 import structlog
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from asynckv.core.types import Endpoint
 from asynckv.errors import AsyncKVError
@@ -52,17 +52,12 @@ class Measured:
     windows_s: list[float] = field(default_factory=list)
     scheduled_s: float = 0.0
     """When the last request that was submitted should have come."""
-    lent_places: int = 0
-    shared_places: int = 0
-    bytes_verified: int = 0
-    bytes_wanted: int = 0
-    bytes_wrong: int = 0
-    prefill_leaked: int = 0
-    decode_leaked: int = 0
-    quarantined: int = 0
+    lent: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    blocks: Counter[str] = field(default_factory=Counter)
+    leases: Counter[str] = field(default_factory=Counter)
     cpu_s: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "decode": 0.0})
     lags: list[float] = field(default_factory=list)
-    lease_ends: dict[str, int] = field(default_factory=dict)
     release_s: list[float] = field(default_factory=list)
     peak_rss: dict[str, int] = field(default_factory=dict)
     pool_bytes: dict[str, int] = field(default_factory=dict)
@@ -93,18 +88,6 @@ class Driver:
         self._stop = asyncio.Event()
         self._rng = np.random.default_rng(self._options.seed)
         self._cpu_at: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def heeding_signals(self) -> Iterator[None]:
-        """Let Ctrl-C and SIGTERM end the run in order."""
-        loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
-        for number in numbers:
-            loop.add_signal_handler(number, self.interrupt)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
 
     async def run(self, workers: Workers) -> Measured:
         """Run all requests on these workers, which were told who they are; bounded in time."""
@@ -208,9 +191,9 @@ class Driver:
             await self._wave(groups, wave, 0.0, is_open=False)
             for request, _, _ in wave:
                 found.warmup += found.outcomes.pop(request.number)
-        found.submitted, found.bytes_verified, found.bytes_wanted = 0, 0, 0
-        found.lent_places = found.shared_places = 0
-        found.windows_s, found.lags, found.lease_ends, found.floor = [], [], {}, []
+        found.submitted, found.bytes = 0, Counter(wrong=found.bytes["wrong"])
+        found.lent, found.leases = Counter(), Counter()
+        found.windows_s, found.lags, found.floor = [], [], []
         found.cpu_s = dict.fromkeys(found.cpu_s, 0.0)
 
     async def _wave(
@@ -293,8 +276,7 @@ class Driver:
             if (taken := allocator.take(request)) is None:
                 break
             out.append(taken)
-        self.found.lent_places += allocator.num_lent
-        self.found.shared_places += allocator.num_shared
+        self.found.lent.update(lent_blocks=allocator.num_lent, lent_shared=allocator.num_shared)
         return out
 
     async def _pull(self, concurrency: int, patience_s: float) -> None:
@@ -304,7 +286,7 @@ class Driver:
             windows.append(pulled.window_s)
             found.cpu_s[self._roles[worker]] += pulled.cpu_s
             found.lags += pulled.lags
-            found.decode_leaked += pulled.held
+            found.blocks["decode_leaked"] += pulled.held
             for outcome in pulled.outcomes:
                 if outcome.number in found.outcomes:
                     found.outcomes[outcome.number].append(outcome)
@@ -313,20 +295,16 @@ class Driver:
         found.windows_s.append(max(windows, default=0.0))
 
     async def _verify(self, patience_s: float) -> None:
-        found = self.found
         async for _, verified in self._ask(self._readers, p.Verify(), p.Verified, patience_s):
-            found.bytes_verified += verified.num_bytes
-            found.bytes_wanted += verified.wanted
-            found.bytes_wrong += verified.wrong
+            self.found.bytes.update(asdict(verified))
 
     async def _finish(self) -> None:
         found = self.found
         # Where a reader never came, the lease has to run out first.
         patience = self._options.lease.lease_s + 2 * self._options.lease.grant_s + 10.0
         async for worker, ended in self._ask(self._lenders, p.Finish(patience), p.Ended, patience + GRACE_S):
-            for cause, n in ended.causes.items():
-                found.lease_ends[cause] = found.lease_ends.get(cause, 0) + n
-            found.prefill_leaked += ended.leaked_blocks
+            found.leases.update(ended.causes)
+            found.blocks["prefill_leaked"] += ended.leaked_blocks
             found.lags += ended.lags
             found.cpu_s["prefill"] += ended.cpu_s - self._cpu_at[worker.name]
 
@@ -339,10 +317,10 @@ class Driver:
             found.pool_bytes[worker.name] = report.pool_bytes
             transports.update(report.transports)
             found.release_s += report.release_s
-            quarantined = report.gauges.get("blocks_quarantined", 0)
-            found.quarantined += quarantined
-            found.prefill_leaked += report.gauges.get("blocks_lent", 0)
-            found.decode_leaked += report.gauges.get("blocks_writing", 0) - quarantined
+            gauges = Counter(report.gauges)
+            found.blocks["quarantined"] += gauges["blocks_quarantined"]
+            found.blocks["prefill_leaked"] += gauges["blocks_lent"]
+            found.blocks["decode_leaked"] += gauges["blocks_writing"] - gauges["blocks_quarantined"]
             if report.integrity:
                 found.problems.append(f"{worker.name}: {report.integrity}")
         found.environment["ucx_transports"] = ucx.named(transports)
@@ -374,9 +352,13 @@ async def run(experiment: Experiment, progress: Bar) -> Measured:
     num_blocks = await asyncio.to_thread(experiment.num_blocks)
     driver = await asyncio.to_thread(Driver, experiment, num_blocks, progress)
     host = Host(experiment, num_blocks)
-    with driver.heeding_signals():
-        try:
-            return await driver.run(await host.start())
-        finally:
-            # An interrupted start does not wait for what the workers do first.
-            await host.end(0.5 if driver.found.interrupted and driver.found.stage == "start" else END_S)
+    loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, driver.interrupt)
+    try:
+        return await driver.run(await host.start())
+    finally:
+        # An interrupted start does not wait for what the workers do first.
+        await host.end(0.5 if driver.found.interrupted and driver.found.stage == "start" else END_S)
+        for number in signals:
+            loop.remove_signal_handler(number)

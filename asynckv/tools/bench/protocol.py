@@ -120,11 +120,10 @@ class Verify(Struct, tag=True):
 
 
 class Verified(Struct, tag=True):
-    """What the comparison found."""
+    """What the comparison found, in bytes; `wanted` are those of the completed requests in all."""
 
-    num_bytes: int
+    verified: int
     wanted: int
-    """Bytes of the completed requests in all."""
     wrong: int
 
 
