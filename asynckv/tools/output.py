@@ -46,7 +46,6 @@ def write(option: str, target: str, text: str) -> None:
 
 
 def write_json(target: str | None, value: Any) -> None:
-    """Write what `--json` asks for, if it does."""
     import msgspec
 
     if target is not None:

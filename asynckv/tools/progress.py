@@ -63,16 +63,13 @@ class Bar:
         self._show()
 
     def at(self, done: int, total: int | None = None) -> None:
-        """Say how much of it is done."""
         self._done, self._total = done, self._total if total is None else total
         self._show()
 
     def advance(self, more: int = 1) -> None:
-        """Say that so much more is done."""
         self.at(self._done + more)
 
     def note(self, text: str) -> None:
-        """Say what of it is done just now."""
         self._note = text
         self._show()
 

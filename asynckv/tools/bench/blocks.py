@@ -20,8 +20,6 @@ Lists = list[tuple[int, list[int | None]]]
 
 
 class Allocation(NamedTuple):
-    """One request's blocks on both sides."""
-
     request: Request
     lent: Lists
     pulled: Lists

@@ -168,7 +168,6 @@ def _compared(chosen: Sequence[Figure], held: Sequence[Sequence[Run]]) -> dict[s
 
 
 def _exceeded(points: Sequence[Mapping[str, Any]], lost: Sequence[Any], fail_above: float) -> list[dict[str, Any]]:
-    """List what is worse than is allowed."""
     found = []
     for point in points:
         for name, change in point["metrics"].items():
@@ -195,7 +194,6 @@ def _names(side: Side) -> dict[str, None]:
 
 
 def _values(sides: Sequence[Side], names: Sequence[str]) -> dict[str, list[list[Any]]]:
-    """Return the values that every parameter has on each side."""
     return {n: [list(dict.fromkeys(run.params.get(n) for run in side.runs)) for side in sides] for n in names}
 
 
@@ -239,7 +237,6 @@ TEXTS = {
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Print what was found."""
     result = printable(result)
     say = partial(console.print, highlight=False)
     say(f"before {result['before']}, after {result['after']}")
@@ -319,7 +316,6 @@ def _value(value: float) -> str:
 
 
 def _change(ratio: float | None) -> str:
-    """Say a small change in percent, and a large one as a factor."""
     if ratio is None:
         return ""
     if 0.5 <= ratio <= 2:

@@ -44,8 +44,6 @@ FILLED_PER_S = 2e8
 
 @dataclass(slots=True)
 class Measured:
-    """What a run found."""
-
     submitted: int = 0
     outcomes: dict[int, list[p.Outcome]] = field(default_factory=dict)
     warmup: list[p.Outcome] = field(default_factory=list)
@@ -71,8 +69,6 @@ class Measured:
 
 
 class Driver:
-    """One run."""
-
     def __init__(self, experiment: Experiment, num_blocks: Mapping[str, Sequence[int]], progress: Bar) -> None:
         self.found = Measured()
         self._experiment, self._options = experiment, experiment.options
@@ -127,7 +123,6 @@ class Driver:
             worker.tell(p.Cancel())
 
     def _enter(self, stage: Literal["warm-up", "run"], total: int | None) -> None:
-        """Go on to the next part of the run."""
         if not self.found.interrupted:
             self.found.stage = stage
         what = {"warm-up": "warm-up, first handshakes", "run": "requests, with filling and comparing"}[stage]
@@ -158,7 +153,6 @@ class Driver:
     # -- waves -------------------------------------------------------------------------------------
 
     async def _waves(self, groups: Groups) -> None:
-        """Run all requests."""
         await self._warm_up(groups)
         self._enter("run", len(self._schedule))
         done, clock_s, total = 0, 0.0, len(self._schedule)
@@ -257,7 +251,6 @@ class Driver:
         )
 
     async def _measure_floor(self, patience_s: float) -> p.Sample:
-        """Move the wave without the engine."""
         (lender,), (reader,) = self._lenders, self._readers
         assert self._floor_at is not None
         lender.tell(p.Serve(True))
@@ -309,7 +302,6 @@ class Driver:
             found.cpu_s["prefill"] += ended.cpu_s - self._cpu_at[worker.name]
 
     async def _reports(self) -> None:
-        """Ask every worker for its last words."""
         found = self.found
         patience, transports = self._options.timeout_s + 2 * GRACE_S, Counter[str]()
         async for worker, report in self._ask([*self._roles], p.Stop(), p.Report, patience, AsyncKVError):

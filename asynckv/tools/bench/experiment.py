@@ -94,7 +94,6 @@ class Experiment:
         return side.tp * side.pp
 
     def schedule(self) -> list[Request]:
-        """Work every request out."""
         return make_schedule(
             self.workload,
             engines=self.engines,
@@ -130,7 +129,6 @@ class Experiment:
         return out
 
     def layout(self, role: str, tp_rank: int, pp_stage: int, num_blocks: int | Sequence[int] = 1) -> Layout:
-        """One rank's layout."""
         shape = self.sides[role]
         try:
             return shape.layout(self.model, tp_rank, pp_stage, num_blocks)

@@ -91,7 +91,6 @@ class Floor:
         await self._plane.add_remote_agent(AgentInfo(opened.agent_name, opened.metadata), opened.layout.memories)
 
     def close(self) -> None:
-        """Let go of agents and sockets."""
         if self._raw is not None:
             self._raw.close()
 
@@ -173,7 +172,6 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def faults(rounds: Sequence[Round]) -> list[str]:
-    """Say what was wrong with the floor itself."""
     found = [f"floor: {r.sample.wrong} bytes that the raw NIXL loop moved are wrong" for r in rounds if r.sample.wrong]
     return found + sorted({f"floor: {r.sample.error}" for r in rounds if r.sample.error})
 

@@ -36,7 +36,6 @@ class Interval(Struct, frozen=True):
 
 
 def median_of(values: Sequence[float]) -> Interval:
-    """Sum rounds up."""
     if not values:
         return Interval(0.0, 0.0, 0.0, 0.0, 0)
     number, ordered = len(values), np.sort(np.array(values, float))

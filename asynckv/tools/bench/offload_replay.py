@@ -28,8 +28,6 @@ MODEL = "bench"
 
 
 class Tiers(NamedTuple):
-    """What one run is given."""
-
     policy: str
     host_bytes: int
     file_bytes: int
@@ -85,8 +83,6 @@ class Prompts:
 
 
 class Tally:
-    """What became of requests."""
-
     def __init__(self, groups: Sequence[StoredGroup]) -> None:
         self.groups = groups
         self.tokens = dict.fromkeys(("prompt", "device", "host", "file", "computed", "best"), 0.0)
@@ -94,7 +90,6 @@ class Tally:
         self._blocks = [dict.fromkeys(("host", "file"), 0) for _ in groups]
 
     def count(self, prompt: Prompt, found: Found, loaded: int) -> None:
-        """Note a request: what was looked up, and up to where it was loaded."""
         at_hand = max(loaded, prompt.cached)
         self.tokens["prompt"] += prompt.tokens
         self.tokens["device"] += prompt.cached
@@ -114,7 +109,6 @@ class Tally:
         self.tokens["host"] += (loaded - prompt.cached) * (1 - share)
 
     def told(self) -> dict[str, Any]:
-        """Say it, as it stands in the report."""
         tokens = {name: round(count) for name, count in self.tokens.items()}
         prompt = max(1, tokens["prompt"])
         return {

@@ -58,7 +58,6 @@ class Option:
     is_single: bool = False
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse what is out of bounds."""
         if self.least is None or value is None:
             return
         if self.most is None:
@@ -70,7 +69,6 @@ class Option:
 
 
 def flag(name: str) -> str:
-    """Spell an option as the command line does."""
     return "--" + name.replace("_", "-")
 
 
@@ -113,8 +111,6 @@ def _of_sides(one: Callable[[str, str], T]) -> Callable[[str, str], T | tuple[T,
 
 
 class Shape(Struct, frozen=True, kw_only=True):
-    """How one of the two engines is cut and laid out."""
-
     tp: int = 1
     pp: int = 1
     block_size: int = 16
@@ -123,7 +119,6 @@ class Shape(Struct, frozen=True, kw_only=True):
     conv_order: str = "channel"
 
     def layout(self, model: Model, tp_rank: int, pp_stage: int, num_blocks: int | Sequence[int] = 1) -> Layout:
-        """One rank's layout."""
         from asynckv.tools.plan.layouts import model_layout
 
         return model_layout(
@@ -305,18 +300,15 @@ class Options:
             option.check(flag(name), getattr(self, name))
 
     def shape(self, role: str) -> Shape:
-        """How one side is cut and laid out."""
         sides = {name: getattr(self, name) for name in ("tp", "pp", "block_size", "order")}
         return Shape(**{k: v[role == "decode"] if isinstance(v, tuple) else v for k, v in sides.items()})
 
     @property
     def lease(self) -> LeaseConfig:
-        """Of what is lent."""
         return LeaseConfig(lease_s=self.timeout_s, grant_s=min(10.0, self.timeout_s))
 
     @property
     def level(self) -> Literal["info", "error"]:
-        """Of the logs."""
         return "info" if self.log else "error"
 
     def record(self) -> dict[str, Any]:

@@ -54,12 +54,10 @@ class Child:
         return self._process.returncode
 
     async def ended(self) -> str:
-        """Wait for its end, and say how it came."""
         status = await self._process.wait()
         return f"{self} was killed by signal {-status}" if status < 0 else f"{self} exited with status {status}"
 
     async def kill(self) -> None:
-        """Kill -9, and collect it."""
         self._is_ending = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
@@ -67,11 +65,9 @@ class Child:
         await self.close()
 
     async def close(self) -> None:
-        """Hang up."""
         self.writer.close()
 
     async def end(self, within_s: float = ANSWER_S) -> None:
-        """Let it end in order."""
         self._is_ending = True
         with contextlib.suppress(OSError, RuntimeError):
             self.writer.write_eof()

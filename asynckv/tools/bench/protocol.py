@@ -77,8 +77,6 @@ class Lend(Struct, tag=True):
 
 
 class Done(Struct, tag=True):
-    """What was asked is done."""
-
     cpu_s: float
 
 
@@ -89,8 +87,6 @@ class Go(Struct, tag=True):
 
 
 class Outcome(Struct):
-    """How one pull went."""
-
     number: int
     error: str = ""
     reason: str = ""
@@ -105,8 +101,6 @@ class Outcome(Struct):
 
 
 class Pulled(Struct, tag=True):
-    """The window is closed."""
-
     window_s: float
     cpu_s: float
     lags: list[float]
@@ -134,8 +128,6 @@ class Finish(Struct, tag=True):
 
 
 class Ended(Struct, tag=True):
-    """How the wave's leases ended."""
-
     causes: dict[str, int]
     leaked_blocks: int
     lags: list[float]
@@ -151,8 +143,6 @@ class Stop(Struct, tag=True):
 
 
 class Report(Struct, tag=True):
-    """A worker's last words."""
-
     gauges: dict[str, int]
     release_s: list[float]
     integrity: str
@@ -213,7 +203,6 @@ answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 
 
 def encode(message: Command | Answer) -> bytes:
-    """Encode one line."""
     return _encoder.encode(message) + b"\n"
 
 
@@ -225,7 +214,6 @@ class Pipe:
 
     @classmethod
     async def open(cls, stdin: int, stdout: int) -> Pipe:
-        """Speak over two descriptors."""
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=LIMIT)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(stdin, "rb", 0))
         return cls(reader, stdout)

@@ -111,7 +111,6 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
 
 
 def _warnings(experiment: Experiment) -> list[str]:
-    """Say what is not wrong, but slow."""
     try:
         small = experiment.small_pieces()
     except AsyncKVError:  # the run says why there is no plan
@@ -190,7 +189,6 @@ def faults(report: Mapping[str, Any]) -> list[str]:
 
 
 def status(found: Measured, report: dict[str, Any]) -> int:
-    """Return the exit status of a run."""
     return 130 if found.interrupted else 0 if is_good(report) else 1
 
 

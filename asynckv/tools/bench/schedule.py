@@ -22,18 +22,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """How many engines there are, and who lends to whom."""
-
     prefill: int = 1
     decode: int = 1
 
     @property
     def places(self) -> list[Place]:
-        """All of them, prefill first."""
         return [Place(r, i) for r, n in (("prefill", self.prefill), ("decode", self.decode)) for i in range(n)]
 
     def name(self, place: Place) -> str:
-        """Name an engine."""
         is_alone = (self.prefill if place.role == "prefill" else self.decode) == 1
         return place.role if is_alone else f"{place.role}-{place.number}"
 
@@ -61,12 +57,10 @@ class Arrivals:
 
     @property
     def kind(self) -> Literal["closed", "poisson", "trace"]:
-        """Name it, as the report does."""
         return "poisson" if self.rate is not None else "trace" if self.speed is not None else "closed"
 
     @property
     def is_open(self) -> bool:
-        """Requests come by the clock."""
         return self.kind != "closed"
 
     def times(self, workload: Workload, seed: int) -> list[float]:
@@ -86,8 +80,6 @@ class Arrivals:
 
 
 class Request(NamedTuple):
-    """One request."""
-
     number: int
     tokens: int
     cached: int
@@ -134,7 +126,6 @@ def make_schedule(
     cached: Callable[[int], int],
     seed: int,
 ) -> list[Request]:
-    """Work every request out."""
     times = arrivals.times(workload, seed)
     caches = {p: PrefixCache(cache_tokens // workload.chunk_tokens) for p in engines.places}
     out = []

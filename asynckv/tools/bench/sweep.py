@@ -62,7 +62,6 @@ class Grid(NamedTuple):
     files: dict[str, str]
 
     def head(self, command: str, rounds: int) -> Head:
-        """Begin a table of it."""
         places = [Place(point.key, point.axes) for point in self.points]
         here = machine.environment()
         return Head(command=command, rounds=rounds, axes=self.axes, points=places, files=self.files, environment=here)
@@ -242,7 +241,6 @@ def run(
 
 
 def result(row: Row) -> str:
-    """Say in one line what a run found."""
     said = [] if row.status == "good" else [f"{row.status}: {printable(row.reason)}"]
     if row.report is not None:
         rates, latency = row.report["throughput"], row.report["latency_s"]

@@ -33,8 +33,6 @@ _MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Place(Struct, frozen=True):
-    """One point of the grid."""
-
     key: str
     axes: dict[str, str]
 
@@ -80,7 +78,6 @@ class Sweep:
 
     @property
     def head(self) -> Head:
-        """The head that counts."""
         return self.heads[-1]
 
     def latest(self) -> dict[tuple[str, int], Row]:
@@ -125,7 +122,6 @@ class Point(NamedTuple):
 
 
 def label(axes: Mapping[str, Any]) -> str:
-    """Name a place of a grid."""
     return ", ".join(f"{name} {value}" for name, value in axes.items())
 
 
@@ -188,7 +184,6 @@ class Journal:
         self.sweep.rows.append(row)
 
     def close(self) -> None:
-        """Let others write."""
         self._file.close()
 
     def _check(self, head: Head) -> None:
@@ -255,7 +250,6 @@ class Run(NamedTuple):
 
     @property
     def fault(self) -> str:
-        """Say what went wrong, in short."""
         return "; ".join(text[:120] for text in report.faults(self.report)[:5]) if self.report else self.reason
 
 
@@ -270,7 +264,6 @@ class Side:
 
     @property
     def reports(self) -> list[dict[str, Any]]:
-        """Of the runs that have one."""
         return [run.report for run in self.runs if run.report]
 
 

@@ -29,8 +29,6 @@ class WorkerLost(Exception):
 
 
 class Worker:
-    """One rank of one engine."""
-
     def __init__(self, child: Child) -> None:
         self.name, self.is_lost, self._child = child.name, False, child
 

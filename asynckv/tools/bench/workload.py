@@ -173,7 +173,6 @@ class _Entry(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Length of the prompt."""
         return self.input_length or self.prompt_tokens or 0
 
 

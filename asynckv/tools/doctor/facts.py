@@ -43,8 +43,6 @@ class Machine(Struct, frozen=True, kw_only=True):
 
 
 class Interface(Struct, frozen=True, kw_only=True):
-    """One network interface that is up."""
-
     name: str
     mtu: int = 1500
     addresses: tuple[str, ...] = ()
@@ -52,8 +50,6 @@ class Interface(Struct, frozen=True, kw_only=True):
 
 
 class Rdma(Struct, frozen=True, kw_only=True):
-    """One RDMA device, whether it can be used or not."""
-
     name: str
     state: str = "ACTIVE"
     rate: str = ""

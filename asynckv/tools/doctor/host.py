@@ -221,7 +221,6 @@ def _read_of(pid: int, address: int) -> str:
 
 
 def network(system: Path = Path("/sys")) -> Network:
-    """Describe interfaces that are up, RDMA devices, and what this host's name leads to."""
     name = socket.gethostname()
     addresses, _ = resolve(name)
     return Network(

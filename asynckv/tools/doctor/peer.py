@@ -76,7 +76,6 @@ def check_address(address: str) -> tuple[str, int, bytes | None]:
 
 
 async def ask(address: str, keys: KeysConfig | None, note: Callable[[str], None]) -> Asked:
-    """Ask an engine; go as far as it leads."""
     name, port, key = check_address(address)
     facts = PeerFacts(
         address=address, stage="resolve", has_key=key is not None, has_keys=keys is not None, our_minor=MINOR,
@@ -94,8 +93,6 @@ async def ask(address: str, keys: KeysConfig | None, note: Callable[[str], None]
 
 
 class _Asking:
-    """One conversation, and what is known so far."""
-
     def __init__(
         self,
         address: Address,

@@ -51,8 +51,6 @@ class Ended(Exception):
 
 
 class Probe:
-    """One process of ours."""
-
     def __init__(self, order: Order, folder: Path) -> None:
         self.stage = "start"
         self._errors = folder / f"{order.name}.err"
@@ -124,7 +122,6 @@ class Probe:
         return "; ".join([how, *dict.fromkeys(lines[-4:])])[:MOST_DETAIL]
 
     def end(self, seconds: float) -> None:
-        """Let it end in order, or end it."""
         self._link.close()
         try:
             self._popen.wait(seconds)

@@ -28,8 +28,6 @@ RANK = re.compile(r"tp\d+of\d+|vllm-")
 
 
 class Kind(Struct, frozen=True):
-    """Blocks of one group in one layout."""
-
     tag: str
     layout: str
     blocks: int
@@ -37,8 +35,6 @@ class Kind(Struct, frozen=True):
 
 
 class Folder(Struct, frozen=True, kw_only=True):
-    """What a directory holds."""
-
     schema: str = "asynckv.offload.inspect/1"
     folder: str
     owner: Owner | None
@@ -57,8 +53,6 @@ class Folder(Struct, frozen=True, kw_only=True):
 
 
 class Pruned(Struct, frozen=True, kw_only=True):
-    """What was forgotten."""
-
     schema: str = "asynckv.offload.prune/1"
     folder: str
     blocks: int
@@ -95,7 +89,6 @@ def _is_one(path: Path) -> bool:
 
 
 def look(folder: Path) -> Folder:
-    """Say what a directory holds, whoever has it."""
     said = _said(folder)
     owner, is_live = owner_of(folder)
     kinds: Counter[tuple[str, str]] = Counter()

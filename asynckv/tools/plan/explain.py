@@ -301,7 +301,6 @@ def _hints(peer: PeerTables, shares: Sequence[Share]) -> Iterator[str]:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print a report."""
     report = printable(report)
     for role, side in (("decode (local)", report["local"]), ("prefill (remote)", report["remote"])):
         stages = f", pp {side['pp_size']}" if side["pp_size"] > 1 else ""

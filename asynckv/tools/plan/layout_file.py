@@ -42,7 +42,6 @@ def _fields(kind: type[Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
 
 
 def dump_layouts(layouts: Sequence[Layout]) -> str:
-    """Write an engine's ranks as JSON."""
     ranks = [_plain(layout) for layout in layouts]
     for rank in ranks:
         rank.pop("schema", None)

@@ -110,7 +110,6 @@ def model_layout(
 
 
 def with_addresses(layout: Layout, bases: Sequence[int]) -> Layout:
-    """Give a layout's memories their addresses."""
     memories = [msgspec.structs.replace(m, base=base) for m, base in zip(layout.memories, bases, strict=True)]
     return msgspec.structs.replace(layout, memories=tuple(memories))
 

@@ -87,7 +87,6 @@ class Model(Struct, frozen=True):
     dtype: str = "bfloat16"
 
     def token_bytes(self) -> int:
-        """Bytes of KV that one token takes in the whole model."""
         elements = 0
         for layer in self.layers:
             match layer:
@@ -201,7 +200,6 @@ PRESETS = {
 
 
 def preset(name: str) -> Model:
-    """Find a preset by its name, in any case."""
     if (found := PRESETS.get(name.lower())) is not None:
         return found
     near = difflib.get_close_matches(name.lower(), PRESETS, 1, 0.5)
@@ -219,7 +217,6 @@ def chosen(name: str | None, hf_config: str | Path | None, default: str) -> Mode
 
 
 def dtype_named(name: str) -> str:
-    """Resolve the name of an element type."""
     plain = name.lower().removeprefix("torch.")
     plain = _ALIASES.get(plain, plain)
     if plain not in ITEMSIZE:

@@ -112,7 +112,6 @@ class Job:
             self.headers["Authorization"] = authorization
 
     def asks(self, engine: Engine) -> None:
-        """Take note of the engine that works for it now."""
         self.engine, self.notes[engine.role] = engine, engine.url
         self.hears()
 
@@ -121,7 +120,6 @@ class Job:
         self.heard, self.is_waiting = time.monotonic(), False
 
     def seen(self) -> dict[str, Any]:
-        """Say where it is and for how long."""
         engine = self.engine.url if self.engine is not None else ""
         silent_s, age_s = (round(time.monotonic() - since, 1) for since in (self.heard, self.began))
         return {"id": self.id, "engine": engine, "silent_s": silent_s, "age_s": age_s}
@@ -211,11 +209,9 @@ class Router:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests under way."""
         return len(self._jobs)
 
     def app(self) -> web.Application:
-        """Make the application, for `serving`."""
         app = web.Application(middlewares=[errors_as_json])
         app.router.add_routes([web.post(path, self._complete) for path in (*COMPLETIONS, RESPONSES)])
         app.router.add_get("/v1/models", self._models)
@@ -250,7 +246,6 @@ class Router:
             await asyncio.wait(tasks, timeout=self._drain_s + GRACE_S)
 
     def end_within(self, seconds: float) -> None:
-        """End what takes longer."""
         self._ends = asyncio.get_running_loop().time() + seconds
         for job in self._jobs:
             with contextlib.suppress(RuntimeError):  # it has come to its end already, and is only writing
@@ -329,7 +324,6 @@ class Router:
         return bytes(body)
 
     async def _read(self, job: Job) -> dict[str, Any]:
-        """Read what a client wants."""
         try:
             async with asyncio.timeout(self._body_s):
                 data = await self._read_body(job)
@@ -391,7 +385,6 @@ class Router:
         self._decode_only.labels(cause).inc()
 
     async def _prefill(self, job: Job) -> None:
-        """Have the prompt computed."""
         try:
             engine = self.engines.choose("prefill", job.avoid)
         except Refused:
@@ -421,7 +414,6 @@ class Router:
         job.params = params
 
     async def _decode(self, engine: Engine, job: Job) -> web.StreamResponse:
-        """Have the request decoded, and pass on what comes."""
         job.asks(engine)
         body = job.body | ({"kv_transfer_params": job.params} if job.params else {})
         is_stream = job.asked.get("stream")

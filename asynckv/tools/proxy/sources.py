@@ -49,8 +49,6 @@ def parse(text: str) -> Found:
 
 
 class Sources:
-    """All places where engines are found."""
-
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], file: Path | None = None) -> None:
         given = [*(("prefill", url) for url in prefill), *(("decode", url) for url in decode)]
         self._given: Found = {(role, checked(url)): None for role, url in given}

@@ -22,8 +22,6 @@ MAX_HEADER = 512
 
 
 class Trace:
-    """One request of a client."""
-
     def __init__(self, headers: Mapping[str, str], provider: Any = None) -> None:
         found = ((name, headers.get(name, "")) for name in ("traceparent", "tracestate"))
         self._given = {name: value for name, value in found if 0 < len(value) <= MAX_HEADER}
