@@ -18,12 +18,8 @@ from pathlib import Path
 from asynckv.errors import ConfigError
 
 PUBLIC, SECRET = ".key", ".key_secret"
-MOST_BYTES = 64 * 1024
-"""Of one key file."""
-
-MOST_KEYS = 65_536
-"""Of one allow-list."""
-
+MOST_BYTES = 64 * 1024  # of one key file
+MOST_KEYS = 65_536  # of one allow-list
 FRESH_S = 1.0
 """How long an allow-list is believed while its directory looks unchanged: a file can change inside it."""
 

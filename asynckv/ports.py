@@ -287,7 +287,6 @@ class Record(NamedTuple):
     far: int
     """Where it lies in the record plane's range: bytes from its start."""
     size: int
-    """Bytes."""
     layout: str = ""
     """Fingerprint of the packed layout that the bytes are in."""
     tag: str = ""

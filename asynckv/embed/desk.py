@@ -35,13 +35,10 @@ from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProto
 from asynckv.results import LeaseEnd
 
 SLICE_S = 0.001
-"""How long a turn may go on carrying out orders."""
-
 AWAITED = (Pull, Load, Store)
 """Orders that are awaited, each in a task of its own, and that hold blocks until their end or longer."""
 
 FINISH_S = 0.25
-"""How long an engine that ends goes on carrying out what was handed over before."""
 
 
 class EngineDesk:

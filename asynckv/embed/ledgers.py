@@ -29,9 +29,7 @@ from asynckv.geometry.bounds import MAX_RANKS
 from asynckv.results import LeaseEnd, PullResult
 from asynckv.scheduler import PrefillRanks, trace_of
 
-MAX_SPENT = 4096
-"""Params that are remembered once they were used up."""
-
+MAX_SPENT = 4096  # params that are remembered once they were used up
 Groups = Sequence[tuple[int, Sequence[int | None]]]
 
 

@@ -107,7 +107,6 @@ class EngineThread:
         self._loop_factory = loop_factory
         self._thread = threading.Thread(target=self._run, name=f"asynckv-{config.engine_id}", daemon=True)
         self._bell, self._is_rung = Bell(), False
-        """Wakes the loop."""
         self._bell_for_news = Bell()
         self._news_bell: Bell | None = None
         """Wakes whoever waits for news; and the same if anybody does."""
@@ -121,9 +120,7 @@ class EngineThread:
         self._ask: asyncio.Event | None = None
         self._is_asked_for = self._is_closing = self._is_over = self._has_crashed = False
         self._untold: list[BaseException] = []
-        """What ended the loop, until somebody was told."""
         self._cause = "it is not started; call start()"
-        """Why it does not run."""
         self._start_error: BaseException | None = None
         self._is_ending, self._close_s = False, CLOSE_S - LAST_S
         self._hurrying: asyncio.Task[None] | None = None

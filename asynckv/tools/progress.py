@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from rich.console import Console
 
-EVERY_S = 15.0
-"""Seconds between two lines where stderr is no terminal."""
+EVERY_S = 15.0  # between two lines where stderr is no terminal
 
 
 class Bar:

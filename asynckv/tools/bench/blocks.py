@@ -16,7 +16,6 @@ from asynckv.tools.plan.layouts import model_groups
 from asynckv.tools.plan.models import State
 
 Lists = list[tuple[int, list[int | None]]]
-"""Per group the first token and the blocks."""
 
 
 class Allocation(NamedTuple):

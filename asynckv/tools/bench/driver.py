@@ -38,8 +38,7 @@ _log = structlog.get_logger("asynckv.bench")
 
 START_S = 120.0
 GRACE_S = 30.0
-FILLED_PER_S = 2e8
-"""Bytes that a slow machine fills, poisons or compares in a second."""
+FILLED_PER_S = 2e8  # bytes that a slow machine fills, poisons or compares
 
 
 @dataclass(slots=True)
@@ -77,7 +76,6 @@ class Driver:
         self._engines: dict[Place, Sequence[Worker]] = {}
         self._roles: dict[Worker, str] = {}
         self._lenders: list[Worker] = []
-        """Ranks of the engines that lend."""
         self._readers: list[Worker] = []
         self._floor_at: p.Opened | None = None
         self._starting: asyncio.Task[Groups] | None = None

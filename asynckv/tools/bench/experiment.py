@@ -24,8 +24,7 @@ MiB = 1 << 20
 MOST_RANKS = 1024
 MOST_ENGINES = 256
 MOST_BLOCK_SIZE = 1 << 20
-PROCESS_BYTES = 600 * MiB
-"""What a process may use beside its pool."""
+PROCESS_BYTES = 600 * MiB  # what a process may use beside its pool
 PREFIXES = 8
 LOOPBACK = "127.0.0.1"
 OPEN_BYTES = 2048 * MiB

@@ -71,7 +71,6 @@ HEADS = {
     "ratio_to_floor.raw_nixl.cpu_s_per_request": "CPU / raw NIXL",
 }
 FLOORS = tuple(Figure(name, "", "higher" if name.endswith("per_s") else "lower", name) for name in HEADS)
-"""Looked at beside the usual figures where reports have them."""
 SHARE = FLOORS[0]
 
 

@@ -177,16 +177,12 @@ def faults(rounds: Sequence[Round]) -> list[str]:
 
 
 KIND = "raw_nixl"
-"""What the report calls it."""
 NAME = "raw NIXL loop"
 HEAD = ("floor (the bare transfer)", "GB/s", "p50", "engine reaches", "p50 x", "CPU x")
 
-ROUNDS = 10
-"""Into how many waves a run beside the floor is cut, or more where pools are small."""
-QUIET_S = 0.005
-"""What the p99 of the event loops' lag is below, on cores that do nothing else."""
-LEAST_ROUNDS = 6
-"""From so many rounds on an interval can be as sure as `noise.LEVEL`."""
+ROUNDS = 10  # waves that a run beside the floor is cut into, or more where pools are small
+QUIET_S = 0.005  # p99 of the event loops' lag, at most, on cores that do nothing else
+LEAST_ROUNDS = 6  # from so many on an interval can be as sure as `noise.LEVEL`
 LEAST_TURNS = 2
 """How often each round has to fill what is in flight; otherwise the start and the end of a round are all there is."""
 

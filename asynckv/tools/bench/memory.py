@@ -26,8 +26,7 @@ from asynckv.tools.plan.layouts import with_addresses
 Lists = Sequence[tuple[int, Sequence[int | None]]]
 """Per group the first token and the blocks from the one on that holds it, as the engines give them."""
 
-Prefix = tuple[int, Sequence[int]]
-"""Tokens per chunk, and the ids of a request's leading chunks."""
+Prefix = tuple[int, Sequence[int]]  # tokens per chunk, and the ids of a request's leading chunks
 NOTHING_SHARED: Prefix = 1, ()
 
 Words = npt.NDArray[Any]
@@ -36,9 +35,7 @@ Int64s = npt.NDArray[np.int64]
 POISON = 0xDEADBEEFDEADBEEF
 SHARED = 0x5348415245440000
 """Where a request's number would stand, for what belongs to a chunk."""
-CHUNK = 8 << 20
-"""Bytes that are made at a time."""
-
+CHUNK = 8 << 20  # bytes that are made at a time
 TOKEN_STEP = np.uint64(0x9E3779B97F4A7C15)
 AXIS_STEP = np.uint64(0xC2B2AE3D27D4EB4F)
 DIM_STEP = np.uint64(0xD6E8FEB86659FD93)

@@ -16,9 +16,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 LEVEL = 0.95
-MOST_EXACT = 400
-"""Pairs of runs up to which the rank sum's distribution is counted; beyond it is as good as normal."""
-
+MOST_EXACT = 400  # pairs of runs; beyond it the rank sum is as good as normal
 Floats = npt.NDArray[np.float64]
 
 

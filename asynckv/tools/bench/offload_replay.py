@@ -24,7 +24,6 @@ from asynckv.tools.bench.schedule import PrefixCache
 from asynckv.tools.bench.workload import Workload
 
 MODEL = "bench"
-"""Under which blocks are kept."""
 
 
 class Tiers(NamedTuple):

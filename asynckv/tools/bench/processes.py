@@ -17,9 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ANSWER_S = 20.0
-"""How long an answer, or an end in order, may take unless the caller says otherwise."""
-LIMIT = 1 << 28
-"""Bytes of one line, such as a question or an answer."""
+LIMIT = 1 << 28  # bytes of one line
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "ASYNCKV_FLEET"
 PR_SET_PDEATHSIG = 1

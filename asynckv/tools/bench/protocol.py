@@ -55,7 +55,6 @@ class Work(Struct):
 
     number: int
     lists: list[tuple[int, list[int | None]]]
-    """Per group the first token and the blocks."""
     tokens: int
     params: dict[str, Any]
     chunk_tokens: int = 1
@@ -149,7 +148,6 @@ class Report(Struct, tag=True):
     peak_rss_bytes: int
     pool_bytes: int
     transports: dict[str, int] = {}
-    """How often UCX read in which way."""
 
 
 class Opened(Struct):
@@ -195,8 +193,6 @@ Command = Setup | Prepare | Lend | Go | Verify | Finish | Cancel | Stop | Serve 
 Answer = Ready | Done | Pulled | Verified | Ended | Report | Failed | Sample
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding raises."""
-
 _encoder = msgspec.json.Encoder()
 commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)

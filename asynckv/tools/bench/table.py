@@ -26,8 +26,6 @@ from asynckv.tools.bench.noise import Interval, median_of
 
 SCHEMA = "asynckv.sweep/1"
 BEGIN = f'{{"kind":"sweep","schema":"{SCHEMA}"'.encode()
-"""How every sweep's file begins."""
-
 _OTHER = re.compile(rb'\{.{0,99}"schema": ?"(asynckv\.sweep/[^"]*)"')
 _MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 

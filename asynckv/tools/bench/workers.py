@@ -21,7 +21,6 @@ T = TypeVar("T")
 
 HERE = (sys.executable, "-c", "from asynckv.tools.bench.worker import main; main()")
 END_S = 15.0
-"""How long a worker may take to end in order."""
 
 
 class WorkerLost(Exception):
@@ -73,7 +72,6 @@ class Worker:
 
 
 Workers = Mapping[Place, Sequence[Worker]]
-"""The ranks of every engine."""
 
 
 class Host:

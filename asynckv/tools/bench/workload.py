@@ -18,8 +18,7 @@ from msgspec import Meta
 
 from asynckv.errors import ConfigError
 
-TRACE_CHUNK_TOKENS = 512
-"""Tokens that one of a trace's `hash_ids` stands for."""
+TRACE_CHUNK_TOKENS = 512  # that one of a trace's `hash_ids` stands for
 SHARED_CHUNK_TOKENS = 16
 
 _MOST_TOKENS = 1 << 30

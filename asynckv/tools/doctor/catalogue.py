@@ -11,8 +11,6 @@ from msgspec.structs import replace
 
 Level = Literal["error", "warning", "note", "good"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "note", "good")
-"""The worst first."""
-
 TOPICS = {
     "nixl": "NIXL and UCX",
     "peer": "The other side",
@@ -46,7 +44,6 @@ def _read() -> dict[str, Finding]:
 
 
 KINDS = _read()
-"""All findings, with nothing found yet."""
 
 
 def finding(code: str, found: str, *, remedy: str = "", level: Level | None = None) -> Finding:

@@ -16,9 +16,7 @@ from asynckv.tools.doctor.facts import Facts, Network
 
 Check = Callable[[Facts], Iterator[Finding]]
 
-SHM_SMALL = 256 << 20
-"""Docker's own is 64 MiB."""
-
+SHM_SMALL = 256 << 20  # Docker's own is 64 MiB
 SHM_FULL = 0.05
 MEMORY_FULL = 0.95
 NOFILE_LOW, NOFILE_NONE = 1024, 64

@@ -23,9 +23,7 @@ from asynckv.edges.transports import copy_from, rdma_devices
 from asynckv.errors import BackendError
 from asynckv.tools.doctor.facts import Gpu, Interface, Machine, Network, Rdma
 
-INITIAL_PID_NAMESPACE = 0xEFFFFFFC
-"""Its inode, in every kernel."""
-
+INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # its inode, in every kernel
 NO_LIMIT = 1 << 60
 NONE_FOUND = 2
 SIOCGIFADDR = 0x8915

@@ -48,9 +48,7 @@ from asynckv.tools.doctor.probe import Place
 from asynckv.tools.greeting import look_at_port
 
 ANSWER_S = 4.0
-SILENCE_S = 1.0
-"""After so long without an answer the port itself is looked at."""
-
+SILENCE_S = 1.0  # then the port itself is looked at
 SLOW_S = ANSWER_S - SILENCE_S
 RETRY_S = 0.25
 CONNECT_S = 3.0

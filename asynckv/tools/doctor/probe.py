@@ -28,10 +28,8 @@ from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.tables import DescTable, Span
 from asynckv.ports import AgentInfo
 
-SIZE = 64 << 20
-"""Bytes that are offered, and read twice."""
-PIECE, BLOCK = 16 << 10, 4 << 20
-"""Bytes of one of many pieces, and of a large read."""
+SIZE = 64 << 20  # bytes that are offered, and read twice
+PIECE, BLOCK = 16 << 10, 4 << 20  # bytes of one of many pieces, and of a large read
 POST_DESCRIPTORS = 512
 WINDOW = 32 << 20
 LINGER_S = 0.5

@@ -25,14 +25,10 @@ from asynckv.tools.doctor.ucx_log import ENVIRONMENT, read_log
 
 START_S = 15.0
 READ_S = 15.0
-CONNECT_S = 6.0
-"""A second more than an engine gives a handshake."""
-
+CONNECT_S = 6.0  # a second more than an engine gives a handshake
 END_S = 3.0
 MOST_READ = 4 << 20
-MOST_SAID = 1 << 20
-"""Bytes of one message of such a process."""
-
+MOST_SAID = 1 << 20  # bytes of one message
 MOST_DETAIL = 1500
 START = "from asynckv.tools.doctor.probe import main; main()"
 

@@ -24,7 +24,6 @@ from asynckv.errors import BackendError, ConfigError
 
 SEGMENTS = "segment-?????.kv"
 RANK = re.compile(r"tp\d+of\d+|vllm-")
-"""How the names of ranks' directories begin."""
 
 
 class Kind(Struct, frozen=True):
@@ -39,7 +38,6 @@ class Folder(Struct, frozen=True, kw_only=True):
     folder: str
     owner: Owner | None
     is_live: bool
-    """The owner has it now."""
     num_bytes: int
     """Of the range that the last owner divided."""
     segments: int
@@ -59,9 +57,7 @@ class Pruned(Struct, frozen=True, kw_only=True):
     blocks_before: int
     bytes_freed: int
     removed: bool = False
-    """The directory is gone."""
     left: tuple[str, ...] = ()
-    """What is in it that is not the file tier's."""
 
 
 def folders_in(path: Path) -> list[Path]:

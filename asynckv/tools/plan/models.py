@@ -307,8 +307,7 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {
 } | {"llama": {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}}
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-_OLD_NAMES = {"attention": FULL, "mamba": LINEAR}
-"""What layers were called before Transformers 5."""
+_OLD_NAMES = {"attention": FULL, "mamba": LINEAR}  # before Transformers 5
 
 
 class _Config(dict[str, Any]):

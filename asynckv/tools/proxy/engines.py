@@ -48,11 +48,8 @@ PREAMBLE = re.compile(
 )
 """Events of `/v1/responses` and of chats that vLLM sends before it has begun."""
 BLANK = (b"\n\n", b"\n\r\n")
-"""What ends an event of a stream."""
 ABORTED = re.compile(rb'"finish_reason": ?"abort"')
-MOST_UNREAD = 2**16
-"""Bytes of a stream that are read in search of its first event."""
-
+MOST_UNREAD = 2**16  # bytes of a stream, in search of its first event
 log = structlog.get_logger()
 
 

@@ -43,8 +43,7 @@ from asynckv.tools.proxy.traces import Trace
 RESPONSES = "/v1/responses"
 OF_GENERATION = {"min_tokens", "min_completion_tokens", "stream_options", "n", "best_of"}
 """What a request may say of its generation that does not go with one token in one piece."""
-OF_HOSTS = {"kv_transfer_params", "ec_transfer_params"}
-"""What names hosts to talk to: never a client's."""
+OF_HOSTS = {"kv_transfer_params", "ec_transfer_params"}  # never a client's
 LOOKED_AT = {"stream", "previous_response_id", "background", "n", "best_of", "use_beam_search", "echo", "logprobs"}
 LOOKED_AT |= {"prompt_logprobs"}
 """Fields of a request that the router decodes, each a `SCALAR`."""
@@ -56,15 +55,12 @@ CAUSES = ["no_prefill_engine", "prefill_failed", "transfer_failed", "no_params",
 CAUSES += ["prompt_logprobs"]
 """Why a decode engine computes a prompt itself: docs/service.md has a table."""
 LOST = {"lost", "silent"}
-"""Faults of engines that have probably died."""
 OF_TRANSFER = {"kv_transfer_error", "failed"}
 """Faults of decode engines that may come of the KV cache; vLLM does not say whether they do."""
 GRACE_S = 0.5
 """After the drain, for writing the errors in which it ends; what is no completion (/metrics) has no longer either."""
-MAX_NAMED = 8
-"""Requests that `/health/ready` names, those that have waited for the longest."""
-END = 16384
-"""Bytes at the end of a stream, in which an error is looked for."""
+MAX_NAMED = 8  # requests that `/health/ready` names
+END = 16384  # bytes of a stream, in which an error is looked for
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 log = structlog.get_logger()

@@ -14,7 +14,6 @@ import structlog
 from asynckv.errors import ConfigError
 
 Found = dict[tuple[str, str], None]
-"""Roles and URLs, each once, in the order in which they were named."""
 DNS = "dns+"
 URL = re.compile(r"(https?|dns\+http)://[^\s/?#@]+(/[^\s?#]*)?")
 """No password: it would stand in log and metrics."""
