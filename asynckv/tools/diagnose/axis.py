@@ -250,6 +250,12 @@ class Axis:
             f"processes of {host!r} say that they share a host, and what they exchanged says that they do not"
             for host in self.clocks.not_shared
         ]
+        out += [
+            f"the clock of {name[process]} was set: it went back by {shown_seconds(x.seconds)} at {clock_time(x.at)}; "
+            f"its times go on from there as if it had not been"
+            for process, found in self.service.put_back.items()
+            for x in found
+        ]
         if (groups := len(self.clocks.groups)) > 1:
             out.append(
                 f"{groups} groups of processes never answered each other in these logs: each goes by a clock of its "

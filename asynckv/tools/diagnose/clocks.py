@@ -18,12 +18,16 @@ set, or late lines. Then the interval holds both values, and the contradiction i
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
+
+from asynckv.core import told
+from asynckv.tools.diagnose.records import Record
 
 DRIFT = 200e-6
 """How much faster one clock may run than another; crystals keep 100 ppm together, and NTP turns them by as much."""
@@ -35,6 +39,8 @@ DOUBTED = 20
 """One of so many bounds is not believed: the tightest, whose line was late."""
 LOOKED_AT = 400
 """Moments at which contradictions between two clocks are looked for, at most."""
+PUT_BACK_S = 2.0
+"""Lines of one process are written in order but for less than this; a clock that goes back by more was set."""
 SET_S = 0.02
 """A lesser contradiction is not told: late lines look the same."""
 
@@ -227,3 +233,61 @@ def _conflict(found: Clocks, name: str) -> list[Conflict]:
     gaps = [(found.align(name, at), gap) for at in some if (gap := way.bounds(at)[2]) >= SET_S]
     moments = [at for at, _ in gaps]
     return [Conflict((name, way.to), min(moments), max(moments), max(x for _, x in gaps))] if gaps else []
+
+
+# -- a clock that was put back -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PutBack:
+    """A process's clock was put back: when, as it went before, and by how much at least."""
+
+    at: float
+    seconds: float
+
+
+def mended(records: Sequence[Record]) -> tuple[Sequence[Record], dict[str, list[PutBack]]]:
+    """Let a clock that was put back go on as it went before; the lines of each file tell in which order they came.
+
+    Args:
+        records: By time. How long a process was silent as its clock was put back is not known, and taken for nothing.
+    """
+    found: dict[str, list[PutBack]] = {}
+    moved: dict[int, Record] = {}
+    for incarnation, path in _disordered(records):
+        own = [x for x in records if x.incarnation == incarnation and x.where.rpartition(":")[0] == path]
+        own.sort(key=_line)
+        first, before, ahead = own[0].at, own[0].at, 0.0
+        for record in own:
+            # Lines that were put together, or exported, in the wrong order lie before all that stand above them.
+            if before - record.at > PUT_BACK_S and record.at > first:
+                found.setdefault(incarnation, []).append(PutBack(before + ahead, before - record.at))
+                ahead += before - record.at
+            first, before = min(first, record.at), record.at
+            if record.event == told.EngineStarted.event:  # nothing is written before that
+                first = -math.inf
+            elif record.event in (told.EngineStopped.event, told.EngineSuspended.event):  # nor after
+                first = math.inf
+            if ahead:
+                moved[id(record)] = replace(record, at=record.at + ahead)
+    if not moved:
+        return records, found
+    return sorted((moved.get(id(x), x) for x in records), key=lambda x: x.at), found
+
+
+def _disordered(records: Iterable[Record]) -> dict[tuple[str, str], None]:
+    """Find processes and files whose lines are not in the order of their times."""
+    found: dict[tuple[str, str], None] = {}
+    latest: dict[tuple[str, str], int] = {}
+    for record in records:
+        if record.where:
+            key = record.incarnation, record.where.rpartition(":")[0]
+            if (line := _line(record)) < latest.get(key, 0):
+                found[key] = None
+            latest[key] = line
+    return found
+
+
+def _line(record: Record) -> int:
+    line = record.where.rpartition(":")[2]
+    return int(line) if line.isascii() and line.isdigit() else 0

@@ -15,11 +15,13 @@ from asynckv.core import told
 from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING
-from asynckv.tools.diagnose.join import Process, base_name
+from asynckv.tools.diagnose.join import Process, Pull, base_name
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
+from asynckv.tools.diagnose.leaks_pulls import Failure, failures
 from asynckv.tools.diagnose.leaks_values import Leak
+from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, Record
-from asynckv.tools.diagnose.timeline_model import GOOD, Ground, families, last_attempt
+from asynckv.tools.diagnose.timeline_model import Ground, families, last_attempt
 
 MOST = 12
 """Findings of a kind."""
@@ -32,7 +34,7 @@ HEADINGS = {
     Trouble.GONE: HEADING.GONE,
     Trouble.AWAY: HEADING.STOPPED,
     Trouble.NETWORK: HEADING.NETWORK,
-    Trouble.KEYS: HEADING.WRONG_NAME,
+    Trouble.KEYS: HEADING.WRONG,
 }
 REMEDIES = {
     Trouble.GONE: DIED,
@@ -206,21 +208,23 @@ def _refused(seen: Seen) -> Iterator[Finding]:
 
 
 def _failed(seen: Seen, told: Container[str]) -> Iterator[Finding]:
-    """Why requests failed, the most frequent cause first; not an attempt that another followed, nor what is told."""
-    failed: dict[tuple[str, str], list[tuple[float, str, str]]] = defaultdict(list)
-    for family in families(seen.axis.service.requests):
-        bad = [x for x in last_attempt([p for r in family for p in r.all_pulls]) if x.cause not in GOOD]
-        if not bad or (ended := bad[0].ended) is None or family[0].name in told:
-            continue
-        at = seen.axis.at(bad[0].process, ended.at)
-        if not at < seen.since:
-            failed[bad[0].cause, bad[0].peer].append((at, ended.text("detail"), family[0].name))
-    for (cause, peer), found in sorted(failed.items(), key=lambda x: -len(x[1]))[:MOST]:
-        found.sort()
-        when = clock_time(found[0][0]) + (f" to {clock_time(found[-1][0])}" if len(found) > 1 else "")
-        detail = next((text for _, text, _ in found if text), "")[:MAX_TEXT]
-        what = f"{counted(len(found), 'request')} of {peer or 'a prefill engine'} failed: {cause[:MAX_TEXT]}, {when}"
-        yield Finding(HEADING.DROPPED, cause, what, detail, "", tuple(name for _, _, name in found))
+    """Why pulls failed, and whom that was about; not an attempt that another one followed, nor what is told already."""
+    axis = seen.axis
+    last: set[Pull] = set()
+    for family in families(axis.service.requests):
+        if family[0].name not in told:
+            last |= set(last_attempt([p for r in family for p in r.all_pulls]))
+
+    def counts(pull: Pull) -> bool:
+        return pull in last and pull.ended is not None and not axis.at(pull.process, pull.ended.at) < seen.since
+
+    for each in failures(axis.service, Presence(axis.service, axis.when), counts)[:MOST]:
+        yield Finding(each.heading, each.cause.value, each.sentence[:MAX_TEXT], _span(each), each.remedy, each.requests)
+
+
+def _span(each: Failure) -> str:
+    first, last = clock_time(each.since), clock_time(each.until)
+    return f"{counted(each.pulls, 'pull')}, {first}" + (f" to {last}" if each.pulls > 1 else "")
 
 
 def _away(seen: Seen) -> Iterator[Finding]:

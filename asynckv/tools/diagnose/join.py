@@ -29,6 +29,7 @@ from asynckv.core import told
 from asynckv.core.notes import Granted, Lapsed, Note, Promised, Released, Revoked, Settled
 from asynckv.core.told import RefusedMessage
 from asynckv.core.types import SHOWN_LETTERS
+from asynckv.tools.diagnose.clocks import PutBack, mended
 from asynckv.tools.diagnose.records import Logs, Record, integer, number
 
 Refusal = RefusedMessage
@@ -464,12 +465,14 @@ class Service:
     Attributes:
         unanswered: Ranks that were asked, live, and do not answer, by name: their processes are there.
         gone: Ranks whose processes are not there any more, by the start of each, and how that is known.
+        put_back: When clocks were put back, by the incarnation of the process; its times go on as before.
     """
 
     processes: dict[str, Process] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
     gone: dict[str, str] = field(default_factory=dict)
+    put_back: dict[str, list[PutBack]] = field(default_factory=dict)
     _by_start: dict[str, Process] = field(default_factory=dict)
 
     def add(self, process: Process) -> None:
@@ -530,13 +533,15 @@ SIDES = {x.event: x.side for x in told.EVENTS.values()}
 
 def join(logs: Logs | Iterable[Record]) -> Service:
     """Make one service out of what many processes said."""
-    records = logs.records if isinstance(logs, Logs) else sorted(logs, key=lambda x: x.at)
+    records, put_back = mended(logs.records if isinstance(logs, Logs) else sorted(logs, key=lambda x: x.at))
     builder = _Builder()
     for record in records:
         builder.take(record)
     for record, lines in logs.counted if isinstance(logs, Logs) else ():
         builder.speaks(record, lines)
-    return builder.finish()
+    service = builder.finish()
+    service.put_back = put_back
+    return service
 
 
 class _Builder:
