@@ -1,8 +1,7 @@
-"""Who holds what, for how long, and waiting for whom: plain values, fit for JSON; and what does not add up.
+"""Who holds what, for how long, and waiting for whom, as plain values; and what does not add up.
 
-Nothing in here changes anything: it reads the sides of a rank, whose own modules say what the states mean. What is held
-has two lists: `holds` is about blocks (each of them has an entry in the ledger), `requests` is about requests (each of
-them is a lease, an announcement or a pull, with blocks or without).
+`holds` is about blocks (entries of the ledger), `requests` is about leases, announcements and pulls, with blocks or
+without. Nothing here changes anything.
 """
 
 from __future__ import annotations
@@ -131,7 +130,6 @@ class Tally:
     blocks_quarantined: int = 0
 
     def add(self, pull: Pull, ledger: Ledger) -> None:
-        """Count one in."""
         for source in pull.sources:
             self.transfers_in_doubt += len(source.doubtful)
         if not pull.is_published:
@@ -243,7 +241,6 @@ class Inspector:
         return tuple(sorted(requests, key=lambda request: -request.age_s))
 
     def status(self, request: Lease | Pull, now: float) -> RequestStatus:
-        """Say how one of them stands."""
         hold = self._ledger.get(_holder(request))
         blocks = hold.num_blocks if hold is not None else 0
         if isinstance(request, Lease):
@@ -300,12 +297,10 @@ class Inspector:
 
 
 def _holder(request: Lease | Pull) -> str:
-    """Under what name the ledger knows it."""
     return request.lent.key.token if isinstance(request, Lease) else request.pull_id
 
 
 def retry_status(hold: HeldBlocks) -> RequestStatus:
-    """Say how a request stands that waits for another attempt."""
     return RequestStatus(
         kind="retrying",
         request_id=hold.request_id,
@@ -321,7 +316,6 @@ def retry_status(hold: HeldBlocks) -> RequestStatus:
 
 
 def _lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
-    """Say how a lent request stands."""
     ranks = []
     for name, state, grant in lease.readers():
         if state == "granted" and grant is not None and grant.until <= now:
@@ -347,7 +341,6 @@ def _lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
 
 
 def _pull_status(pull: Pull, peer_of: Callable[[Source], Peer | None], blocks: int, now: float) -> RequestStatus:
-    """Say how a pull or an announcement stands."""
     return RequestStatus(
         kind="announced" if pull.kind is Kind.ANNOUNCEMENT else "pull",
         request_id=pull.request_id,
@@ -379,7 +372,6 @@ def _rank_status(source: Source, peer: Peer | None, now: float) -> RankStatus:
 
 
 def _rank_state(source: Source, peer: Peer | None, now: float) -> str:
-    """The last word that is true."""
     met = peer.state if peer is not None else PeerState.NEW
     words = [
         (source.release is ReleaseState.SETTLED, "released"),

@@ -1,30 +1,17 @@
 """One lent request, as its prefill rank sees it: who may read, who is owed, when the blocks return.
 
-A lease in the sense of file systems (Gray and Cheriton, 1989): a promise that runs out by itself, so that a holder that
-died costs time and never memory. Here the promise is about blocks that others read from afar: a read of freed blocks
-succeeds and returns somebody else's KV, so a reader believes its bytes only if a grant covered the whole read.
+A lease (Gray and Cheriton, 1989) runs out by itself, so that a dead holder costs time and never memory. Three sets
+decide everything:
 
-Three sets decide everything. Only the reader that an entry is about changes it, but for grants, which also lapse by
-time. (What else a lease keeps, such as lapsed grants and how readers released, is for people, or bounds how often a
-reader may try.)
+- **owed**: the readers that have not released. A request is lent to `Lent.readers` cohorts, usually one. A cohort's
+  first message binds the lease to it, and to its exact set of readers. A cohort that has not spoken up is owed as well
+  (`*` in lists). A message that is repeated, late or forged changes nothing.
+- **grants**: what was promised to which pull, until when. Revoking only stops new ones: the blocks return at the
+  holders' releases or after the last granted deadline. No grant is ever shortened.
+- **final**: the pulls that have released. Only an attempt that will not be tried again strikes its reader off.
 
-- **owed**: the readers that have not released. A request is lent to `Lent.readers` cohorts (a decode engine's group of
-  ranks), usually to one. The first message of a cohort binds the lease to it, and with it that cohort's exact set of
-  readers is known. A cohort that has not spoken up is owed as well (`*` in lists), so the blocks return when all
-  `readers` cohorts have released. One that never comes costs the time of the lease. Sets, never counts: a message that
-  is repeated, late or forged changes nothing.
-- **grants**: what was promised to which pull, until when. A grant is kept whatever happens: revoking only stops new
-  ones, and the blocks return at the holders' releases or after the last granted deadline, whichever is first.
-- **final**: the pulls that have released. A release is final for its pull, but only an attempt that will not be tried
-  again strikes its reader off.
-
-The machine is two tables, and there is nothing beside them: `ON_EVENT` says where a message or a call leads, `WHEN`
-what is entered by itself once a condition holds. What a table does not list raises before anything was changed. A
-transition returns its `Effects`; who sends, frees and wakes is `core/prefill.py`.
-
-No grant is ever shortened, and no lease outlives `max_lease_s`. A lease ends before `lease_s` only if all that it waits
-for is readers that are *gone*: their last grant has run out, and their process is known to have ended. It refuses to
-know: sockets, other leases, and what the blocks hold.
+No lease outlives `max_lease_s`. A lease ends before `lease_s` only if all that it waits for is readers that are *gone*:
+their last grant has run out, and their process is known to have ended. `core/prefill.py` sends, frees and wakes.
 """
 
 from __future__ import annotations
@@ -64,8 +51,6 @@ MAX_ATTEMPTS = 64
 
 
 class LeaseState(enum.StrEnum):
-    """Where a lease stands."""
-
     LENT = "lent"
     ENDING = "ending"
     RELEASED = "released"
@@ -113,9 +98,8 @@ WHEN: Mapping[LeaseState, Mapping[Callable[[Lease, float], bool], LeaseState]] =
     L.EXPIRED: {},
     L.REVOKED: {},
 }
-"""Entered at once when the condition holds, whatever event or moment made it so; the first that holds counts. They are
-looked at after an event, not before: a claim or a renewal that comes late, but before anybody has looked, is granted,
-for the blocks are still what they were."""
+"""Entered at once when the condition holds; the first that holds counts. They are looked at after an event: a claim
+that comes late, but before anybody has looked, is granted, for the blocks are still what they were."""
 
 
 class Lent(Struct, frozen=True, kw_only=True, gc=False):
@@ -156,13 +140,13 @@ class Reader(Struct, frozen=True, order=True, gc=False):
 
 
 class Grant(Struct):
-    """What was promised to one pull, and when it was last asked for.
+    """What was promised to one pull.
 
     Attributes:
         sender: The start of the reader's process that claimed; nobody else renews or releases.
         name: The reader and its process, for people.
-        ways: The connections over which the reader has spoken of it, the last few.
-        probed_at: When these were last asked for a sign of life, after the grant had run out.
+        ways: The last few connections over which the reader has spoken of it.
+        probed_at: When these were last pinged, after the grant had run out.
     """
 
     pull_id: PullId
@@ -176,26 +160,17 @@ class Grant(Struct):
     probed_at: float = math.inf
 
     def came_by(self, reply_to: ReplyTo) -> None:
-        """Take note of a connection over which the reader has spoken."""
         if reply_to not in self.ways:
             self.ways = (*self.ways, reply_to)[-MAX_WAYS:]
 
 
 class Discharge(Struct, frozen=True, gc=False):
-    """How a reader released for good, and its name with the process that said so."""
-
     outcome: Outcome
     name: str
 
 
 class Refusal(Struct, frozen=True, gc=False):
-    """A message about this very request that was turned down.
-
-    Attributes:
-        at: When the first of its kind came.
-        what: `claim`, `renew` or `release`.
-        who: The reader and its process, for people.
-    """
+    """A message about this request that was turned down: the first of its kind (`claim`, `renew` or `release`)."""
 
     at: float
     what: str
@@ -217,9 +192,7 @@ class Effects(Struct, frozen=True, gc=False):
 
     Attributes:
         wake_at: When to call `tick`, at the latest; infinite once it is over.
-        answer: To the message that was taken.
         first_grant: The pull that was granted the blocks and held no grant before.
-        has_ended: This transition ended it: the blocks are the engine's again.
         is_overdue: It has been lent for so long that it is worth a word.
     """
 
@@ -263,13 +236,12 @@ class Lease:
         self.lent, self.lent_at = lent, now
         self.state = L.LENT
         self.since = now
-        """Since when it is in this state."""
         self.expires_at = now + lent.lease_s
         """When its time is up. A grant may prolong it; giving that grant back does not shorten it."""
         self.look_at = now + lent.grant_s
         """When to see whether a grant has run out, and whether its reader is gone."""
         self.warn_at = now + lent.warn_s
-        """When it will have been lent for so long that it is worth a word, or for twice as long as that."""
+        """When it has been lent for long enough to warn; doubles each time."""
         self.cohorts: dict[str, BoundCohort] = {}
         self.grants: dict[PullId, Grant] = {}
         self.deadlines: list[tuple[float, PullId]] = []
@@ -302,11 +274,7 @@ class Lease:
     def receive(
         self, message: Claim | Renew | Release, sender: str, now: float, proven: str = "", reply_to: ReplyTo = NOWHERE
     ) -> Effects:
-        """Take a message from the process start `sender`, over the connection `reply_to`, with the key that it proved.
-
-        Raises:
-            LocalProtocolError: It is over; nothing was changed.
-        """
+        """Take a message of the process start `sender`, over the connection `reply_to`, with the key that it proved."""
         after = ON_EVENT[self.state].get(type(message))
         if after is None:
             raise self._impossible(type(message))
@@ -328,11 +296,7 @@ class Lease:
         return Effects(self.wake_at, answer, first)
 
     def revoke(self, now: float, by: str = "caller") -> Effects:
-        """Stop granting; the blocks return when no grant runs any more. `by` is for people.
-
-        Raises:
-            LocalProtocolError: It is over; nothing was changed.
-        """
+        """Stop granting; the blocks return when no grant runs any more. `by` is for people."""
         after = ON_EVENT[self.state].get(Revoke)
         if after is None:
             raise self._impossible(Revoke)
@@ -341,11 +305,7 @@ class Lease:
         return Effects(self.wake_at, has_ended=self.is_over)
 
     def lose(self, readers: Iterable[Reader], now: float) -> Effects:
-        """Take note that the processes of these `strays` have ended.
-
-        Raises:
-            LocalProtocolError: It is over; nothing was changed.
-        """
+        """Take note that the processes of these `strays` have ended."""
         after = ON_EVENT[self.state].get(Gone)
         if after is None:
             raise self._impossible(Gone)
@@ -384,7 +344,6 @@ class Lease:
             self.refused.append(refusal)
 
     def who(self, message: Claim | Renew | Release, sender: str) -> str:
-        """Write the sender of a message for people."""
         if not isinstance(message, Renew):
             cohort = message.cohort
             return rank_name(cohort.id, cohort.tp_rank, cohort.pp_stage, sender)
@@ -442,12 +401,10 @@ class Lease:
 
     @property
     def is_over(self) -> bool:
-        """The blocks are the engine's again."""
         return not ON_EVENT[self.state]
 
     @property
     def ended_at(self) -> float:
-        """Since when it is over; infinite while it is not."""
         return self.since if self.is_over else math.inf
 
     @property
@@ -457,7 +414,6 @@ class Lease:
 
     @property
     def wake_at(self) -> float:
-        """When `tick` has something to do."""
         if self.state is L.LENT and self.is_owed():
             wake_at = self.expires_at if self.expires_at < self.warn_at else self.warn_at
             return wake_at if wake_at < self.look_at else self.look_at
@@ -501,9 +457,8 @@ class Lease:
         return [known[r] for bound in self.cohorts.values() for r in sorted(bound.owed) if r in known]
 
     def readers(self) -> Iterator[tuple[str, str, Grant | None]]:
-        """Say of every reader, by name, what it is at, and what it was granted last; `*` is a cohort yet to speak up.
-
-        `unclaimed`, `granted`, `lapsed`, `retrying`, `gone`, or how it released.
+        """Yield of every reader its name, its last grant, and `unclaimed`, `granted`, `lapsed`, `retrying`, `gone` or
+        how it released.
         """
         known = self._last_grants()
         owed = {reader for bound in self.cohorts.values() for reader in bound.owed}
@@ -550,7 +505,6 @@ class Lease:
         return "; ".join(f"{words} {_few(said[words])}" for words in sorted(said) if words)
 
     def _last_grants(self) -> dict[Reader, Grant]:
-        """Return the last grant to each reader that is owed, or holds one."""
         return self.past | {grant.reader: grant for grant in self.grants.values()}
 
     # -- answers -----------------------------------------------------------------------------------
@@ -711,7 +665,6 @@ _WAITS = {
 
 
 def _few(names: list[str]) -> str:
-    """Name a few of many."""
     return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
 
 

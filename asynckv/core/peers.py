@@ -1,18 +1,13 @@
 """All remote ranks that this rank has to do with: met once for everybody, watched while needed, forgotten in the end.
 
-A `Peer` (`core/peer.py`) is one start of one remote process and knows its own conversation. Here is what concerns them
-together: which of them answers at an address, whose handshake an answer belongs to, what is refused of what a stranger
-says it holds, and when the data plane and the control plane may forget it.
-
     meet            Hello ->
     hello_answered  <- Welcome: its layout is checked here, then the data plane loads its metadata
     loaded          READY: it can be read
     tick            the hello again, a ping; silence and idleness are for the caller to see to
     lost, reap      GONE: out of the data plane once nothing of it can write, forgotten after a while
 
-Whoever calls sees to the pulls: a method that ends the service of a peer says so in what it returns.
-
-It refuses to know: pulls but for their ids, and whose turn it is to read.
+A `Peer` (`core/peer.py`) knows its own conversation. The caller sees to the pulls: a method that ends the service of a
+peer says so in what it returns.
 """
 
 from __future__ import annotations
@@ -44,8 +39,6 @@ engine is their params' word as well, so for one rank more the oldest gives way.
 
 
 class Peers:
-    """The peers of one rank, by address and incarnation."""
-
     def __init__(
         self,
         layout: Layout,
@@ -67,11 +60,9 @@ class Peers:
     # -- who is where ------------------------------------------------------------------------------
 
     def at(self, address: Address) -> list[Peer]:
-        """Return who has answered at an address, or is asked there, and is not gone."""
         return [p for p in self.by_place.values() if p.address == address and p.state is not S.GONE]
 
     def greeted(self, address: Address) -> list[Peer]:
-        """Return whom we are shaking hands with at an address."""
         return [p for p in self.by_place.values() if p.address == address and p.state is S.CONNECTING]
 
     def find(self, engine_id: str, rank: RemoteRank, now: float) -> Peer:
@@ -101,10 +92,10 @@ class Peers:
         return peer
 
     def in_the_way(self, engine_id: str, ranks: Sequence[RemoteRank]) -> list[Peer]:
-        """Return which ranks that never answered give way to those of these ranks of an engine that were never met.
+        """Return the ranks that never answered and give way to those of these ranks that were never met.
 
-        Of the engine that has most of them the oldest goes first. A rank that is only told of a release goes before
-        one that is to be read.
+        The oldest of the engine that has most of them goes first. A rank that is only told of a release goes before one
+        that is to be read.
         """
         num_new = len([rank for rank in ranks if rank.place not in self.by_place])
         if not num_new:
@@ -263,12 +254,10 @@ class Peers:
         return known
 
     def back(self, peer: Peer) -> None:
-        """It was taken for silent, and can be read again."""
         self._changed(peer, S.SUSPECT)
         self.wake(peer)
 
     def failed(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
-        """A handshake failed; there is a pause before the next."""
         self._hellos.pop(peer.nonce, None)
         before = peer.state
         peer.failed(reason, detail, self._config, now)
@@ -295,7 +284,6 @@ class Peers:
         self.wake(peer)
 
     def drop(self, peer: Peer) -> None:
-        """Forget a peer."""
         self._timers.forget(peer)
         self.num_changes += 1
         if self.by_place.get(peer.place) is peer:  # else it was met anew, and this is what came before
@@ -332,7 +320,6 @@ class Peers:
         return left
 
     def wake(self, peer: Peer) -> None:
-        """Tick it when something is due."""
         self._timers.wake(peer, peer.wake_at(self._config))
 
     # -- inside ------------------------------------------------------------------------------------

@@ -1,17 +1,13 @@
 """One engine rank put together: calls, packets and time come in, messages and commands go out.
 
-Everything comes with `now`. What is to be done is left in the outbox. The engine drives a rank with real planes, a
-simulation with simulated ones.
-
     calls     lend, withdraw                   -> prefill side
               announce, pull, cancel, discharge, let_go -> decode side
               shut, close, say_goodbye          -> both, and whoever shook hands
-    packets   from who reads from us            -> prefill side, readers
-              from whom we read                 -> decode side
+    packets   of readers                        -> prefill side, readers
+              of ranks that we read             -> decode side
     time      tick                              -> whoever asked to be woken
-    questions inspect                           -> who holds what; survey, for whoever asks from outside
 
-What the planes say of transfers, peers and addresses goes past it, to `RankCore.decode`; `core/__init__.py` lists that.
+Everything comes with `now`. What the planes say of transfers, peers and addresses goes to `RankCore.decode` directly.
 """
 
 from __future__ import annotations
@@ -79,12 +75,6 @@ _RECEIVED = {kind: f"received.{kind.__name__.lower()}" for kind in get_args(Mess
 
 
 class RankCore:
-    """All state of one rank.
-
-    Raises:
-        LayoutError: The layout does not hold together.
-    """
-
     def __init__(self, identity: Identity, config: EngineConfig) -> None:
         check_layout(identity.layout)
         layout = identity.layout
@@ -318,12 +308,7 @@ class RankCore:
             )
 
     def _wanted_tokens(self, request: PullRequest) -> int:
-        """Return how many tokens are to be there in the end.
-
-        Raises:
-            PlanRefused: There is nothing to compare the hashes with.
-            RemoteTooShort: More tokens are wanted than are lent.
-        """
+        """Return how many tokens are to be there in the end."""
         params = request.params
         wanted = params.num_tokens if request.num_tokens is None else request.num_tokens
         if not 0 <= wanted <= params.num_tokens:
@@ -400,7 +385,6 @@ class RankCore:
             self.readers.say_draining()
 
     def say_goodbye(self) -> None:
-        """Tell everyone who shook hands that this process start serves nobody any more."""
         self.readers.say_goodbye()
 
     @property
@@ -426,9 +410,8 @@ class RankCore:
     # -- events ------------------------------------------------------------------------------------
 
     def receive(self, origin: Address | ReplyTo, data: bytes, now: float, principal: str = "") -> None:
-        """Take a packet's bytes; `now` was read after they were received.
-
-        `principal` is the key or the host that the packet came from, as the control plane says it.
+        """Take a packet's bytes; `now` was read after they were received, `principal` is the key or host that it came
+        from.
         """
         whose = principal if principal.startswith("key:") else origin  # one key's connections share, one host's do not
         if not self._messages.take(whose, now):
@@ -461,10 +444,7 @@ class RankCore:
                 self._serve(message, ReplyTo(origin), packet.sender, now, principal)
 
     def agent_lost(self, cause: str, reads: bool, now: float) -> None:
-        """The data plane's agent has ended by itself; what is lent stays lent, and nobody can read it for now.
-
-        `reads` says that our own reads have ended with it.
-        """
+        """Note that the data plane's agent has ended, and with it our own reads if `reads`. What is lent stays lent."""
         self.readers.agent_lost()
         self.outbox.counters["agents_lost"] += 1
         if reads:
@@ -503,7 +483,6 @@ class RankCore:
 
     @property
     def next_at(self) -> float:
-        """When `tick` will have something to do."""
         return min(self.timers.next_at, self.prefill.next_at, self.watch.next_at, self.survey.next_at)
 
     # -- inside ------------------------------------------------------------------------------------

@@ -1,11 +1,7 @@
-"""Who reads from this rank: what they are told when they shake hands, and when nobody is served any more.
+"""Ranks that read from this one: how their hellos are answered, and what they are told when service ends.
 
-The other half of a handshake is `core/peers.py`. Here a hello is answered: with who we are, how our memory is reached
-and what lies in it, or with why not. Every refusal names what was meant and what is here. While there is no agent that
-serves our memory, hellos wait.
-
-Whoever shook hands is remembered, for two words of courtesy: that nothing new is lent (`Draining`), and that this start
-of the process is over (`Goodbye`). Nothing depends on them.
+Every refusal names what was meant and what is here. Hellos wait while no agent serves our memory. `Draining` and
+`Goodbye` are courtesy: nothing depends on them.
 """
 
 from __future__ import annotations
@@ -52,8 +48,6 @@ class Identity:
     """Who this rank is, once its data plane is up.
 
     Attributes:
-        incarnation: Random per process start.
-        agent_name: The data plane's.
         metadata: With which remote data planes reach our memory.
         first_nonce: Where nonces start; random, so that they are not guessed from an older run.
         memory_epoch: How often the memory was registered anew.
@@ -78,8 +72,8 @@ class Readers:
 
     def __init__(self, identity: Identity, outbox: Outbox) -> None:
         self.minor_versions: dict[tuple[str, ReplyTo], int] = {}
-        """Of the protocol, by process start and the way back to it; who was heard of last comes last. (Who shakes hands
-        in the name of another hears what the other hears, and takes nothing from it.)"""
+        """Protocol minor version by process start and way back, the latest last. A process that greets in another's
+        name hears what the other hears, and takes nothing from it."""
         self._identity, self._outbox = identity, outbox
         self._layout = msgspec.Raw(msgspec.msgpack.encode(identity.layout))
         self._set_agent(identity.agent_name, identity.metadata)
@@ -93,7 +87,6 @@ class Readers:
     # -- our side ----------------------------------------------------------------------------------
 
     def agent_lost(self) -> None:
-        """Nothing serves our memory for now."""
         self._has_agent = False
 
     def agent_replaced(self, agent_name: str, metadata: bytes, closed_as: str, lends: bool) -> None:
@@ -121,15 +114,8 @@ class Readers:
     # -- theirs ------------------------------------------------------------------------------------
 
     def greet(self, hello: Hello, route: ReplyTo, source: str, proven: str, closed_as: str, lends: bool) -> None:
-        """Answer a hello.
-
-        Args:
-            hello: A stranger's words.
-            route: The way back.
-            source: What its process start calls itself.
-            proven: The key that its connection proved; empty without keys.
-            closed_as: How this rank takes nothing new, for people; empty while it does.
-            lends: Something is lent still.
+        """Answer a hello of the process start `source`; `proven` is its connection's key, `closed_as` how this rank
+        takes nothing new.
         """
         if not self._has_agent:
             # It is answered when there is an agent to be told of; one that does not fit in is repeated.
@@ -200,7 +186,6 @@ class Readers:
         return source if rank is None else rank[0]
 
     def _meet(self, hello: Hello, source: str, proven: str) -> None:
-        """Say so if this start of a process is welcomed for the first time."""
         reader = hello.reader
         rank = self._met.get((source, proven)) or (reader.id, reader.tp_rank, reader.pp_stage)
         self._newest[rank, proven] = source

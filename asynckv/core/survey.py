@@ -1,16 +1,11 @@
-"""Answers who asks what a rank holds, a slice at a time: with 50,000 leases no turn of the loop gets any longer.
+"""Answers questions about what a rank holds, a slice per turn: with 50,000 leases no turn of the loop gets any longer.
 
-A question waits in a queue of bounded length, and `tick` carries it on by one slice. First everything is counted, which
-serves all questions of the next moment, or of a longer one where there is much. Then the requests that are wanted are
-told, the oldest first.
+Questions wait in a bounded queue, and `tick` carries the first on by one slice. First everything is counted, for all
+questions of the next moment. Then the requests that are wanted are told, the oldest first: leases and pulls are kept in
+the order in which they began. The cursor of a page is its last request, so none is left out or told twice while others
+come and go (but for requests that began at the very same moment as one that has ended since).
 
-Nothing is sorted for that: leases and pulls are kept in the order in which they began. Where a page ended is said by
-the last request on it, so that no page is kept for whoever asks, and none is left out or told twice while others come
-and go (but for requests that began at the very same moment as one that has ended since; those may be told again).
-
-How much may be asked is bounded for each key or host and for all together. An asker that asks too often, or where it is
-turned off, is told so. Answers that an asker does not read are bounded where they are sent: in bytes by the control
-plane, and by one at a time over a socket of this host. Nothing in here changes anything but the counts of questions.
+Questions are rate-limited per key or host and for all together; unread answers are bounded where they are sent.
 """
 
 from __future__ import annotations
@@ -47,7 +42,6 @@ TOTAL_RATE, TOTAL_BURST, TOLD_PER_TOKEN = 16.0, 400, 64
 """The same for all together: a question is one, and one more for every so many requests that are told."""
 
 MAX_WAITING = 64
-"""Questions that wait for their answer."""
 
 LOOKED_PER_TOKEN = 8192
 """To find one request by its name all are looked at: so many cost as much as one question more."""
@@ -101,7 +95,6 @@ class _Counts(Struct):
     idle: list[Peer]
 
     def add(self, kind: str, phase: str, begun_at: float) -> None:
-        """Count a request in."""
         known = self.phases.get((kind, phase))
         if known is None:
             self.phases[kind, phase] = [1, begun_at]
@@ -114,7 +107,6 @@ class Survey:
     """One rank's answers.
 
     Attributes:
-        next_at: When `tick` has something to do.
         facts: What only the engine knows; the engine puts its own function here.
     """
 
@@ -139,9 +131,9 @@ class Survey:
         self._counts: _Counts | None = None
 
     def ask(self, whose: Hashable, asked: StatusRequest, answer: Answer, now: float, principal: str = "") -> bool:
-        """Take a question of a connection; it is answered now if it is refused, or in one of the next turns.
+        """Take a question; it is answered now if it is refused, or in one of the next turns.
 
-        False if it is not answered at all: whoever was told so often to wait, and asks on, is not listened to, for a
+        False if it is not answered at all: an asker that was told so often to wait is no longer listened to, because a
         refusal costs more than most questions.
         """
         if not self._config.inspect.enabled:
@@ -238,7 +230,6 @@ class Survey:
         return self._status(asked.nonce, self._inspector.gauges(counts.tally), account)
 
     def _count(self, now: float) -> Generator[None, float, float]:
-        """Look at everything once."""
         counts = _Counts(now, now, {}, Tally(), {}, [], [])
         leases = list(self._prefill.leases.values())
         for start in range(0, len(leases), SLICE_LEASES):
@@ -315,7 +306,6 @@ class Survey:
 
 
 def _letters(status: RequestStatus) -> int:
-    """About how long it is: names are as long as others made them."""
     said = sum(len(x.rank) + len(x.address) + 80 for x in status.ranks)
     said += sum(len(who) + len(detail) for _, _, _, who, detail in status.refused)
     return said + len(status.request_id) + 2 * len(status.prefill_request_id) + len(status.waits)
@@ -327,10 +317,7 @@ def _begun_at(request: Lease | Pull) -> float:
 
 
 def _count_leases(leases: Iterable[Lease], phases: dict[tuple[str, str], list[float]], now: float) -> None:
-    """Count leases by what most distinguishes them, in the order in which they began.
-
-    Thousands are counted in one turn: so it is one loop that calls nothing.
-    """
+    """Count leases by what most distinguishes them, in order of begin: one loop that calls nothing, for speed."""
     ending, granted, lapsed, unclaimed = (
         phases.setdefault(("lease", phase), [0, math.inf]) for phase in ("ending", "granted", "lapsed", "unclaimed")
     )

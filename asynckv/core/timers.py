@@ -9,8 +9,6 @@ from typing import Protocol
 
 
 class Timed(Protocol):
-    """Something that wants to be woken."""
-
     scheduled_at: float
 
 
@@ -23,7 +21,6 @@ class Timers:
         self._heap: list[tuple[float, int, Timed]] = []
         self._order = itertools.count()
         self._stale = 0
-        """Entries of forgotten items, at most."""
 
     @property
     def next_at(self) -> float:

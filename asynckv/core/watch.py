@@ -1,8 +1,6 @@
-"""What has been held for long: worth a word, but a thousand of a kind are worth no more than one.
+"""Gathers what has been held for long by what it waits for, and tells it together, at intervals.
 
-Leases and pulls say by themselves when they have been held for too long (`Effects.is_overdue` of a lease,
-`Pull.take_warning`). They are gathered here by what they wait for, and said together, at intervals: when a reader dies
-with ten thousand leases, that is a line in ten seconds, not ten thousand.
+When a reader dies with ten thousand leases, that is a line in ten seconds, not ten thousand.
 """
 
 from __future__ import annotations
@@ -38,11 +36,8 @@ def warn_after(lease_s: float, fraction: float) -> float:
 
 
 class Watch:
-    """Gathers what is held for long."""
-
     def __init__(self, outbox: Outbox) -> None:
         self.next_at = math.inf
-        """When `tick` has something to say."""
         self._outbox = outbox
         self._said_at = -math.inf
         self._gathered: dict[Lease | Pull, LeaseState | PullState] = {}

@@ -1,8 +1,7 @@
-"""How a caller waits for a pull: through one attempt or several, and what it is told in the end.
+"""How a caller waits for a pull, through one attempt or several, and what it is told in the end.
 
-An attempt is begun in the core and waited for here. Its caller may be cancelled at any moment, and is kept all the same
-until the pull has its outcome: NIXL may still be writing into its blocks. Whether another attempt follows, when, and
-with which params is the core's to say (`core/attempts.py`); what it waits for is waited for here.
+A cancelled caller is kept until the pull has its outcome, because NIXL may still be writing into its blocks. The core
+decides whether another attempt follows (`core/attempts.py`).
 """
 
 from __future__ import annotations
@@ -65,11 +64,7 @@ ERRORS: Mapping[Reason, type[PullError]] = {
 
 
 async def attempt(driver: Driver, request: Request, seconds: float, now: float) -> Waiting:
-    """Pull once, to its outcome.
-
-    Raises:
-        AsyncKVError: Nothing was begun.
-    """
+    """Pull once, to its outcome; if this raises, nothing was begun."""
     core, clock = driver.core, driver.clock
     driver.soon()  # also where it is refused: there may be something to say to somebody
     wanted = request.wanted
@@ -146,12 +141,7 @@ def let_go(driver: Driver, request: Request) -> None:
 
 
 class Retries:
-    """A request whose attempts follow each other, and its caller, who waits.
-
-    Args:
-        driver: Of the engine.
-        request: New.
-    """
+    """A request whose attempts follow each other, and its caller, who waits."""
 
     def __init__(self, driver: Driver, request: Request) -> None:
         self.request = request
@@ -165,11 +155,7 @@ class Retries:
         self._wake.set()
 
     async def result(self, seconds: float, now: float) -> PullResult:
-        """Try until it is over; the first attempt may take so long.
-
-        Raises:
-            AsyncKVError: Of the last attempt.
-        """
+        """Try until it is over, the first attempt for `timeout_s` at most; raise what the last attempt raised."""
         driver, request = self._driver, self.request
         while True:
             try:

@@ -1,13 +1,11 @@
 """How an engine ends: drained, suspended until it is resumed, or closed for good.
 
-The order is what keeps memory safe. First the work ends: pulls are cancelled, leases revoked, and the promises that run
-are kept, since somebody may be reading by them. Then everybody is told goodbye, and the data plane is left, which is
-refused while something is still inside it. Only when the agent is gone are blocks given back that something might have
-written.
+The order keeps memory safe. First pulls are cancelled and leases revoked, and the promises that run are kept. Then
+everybody is told goodbye, and the data plane is left, which is refused while something is still inside it. Only when
+the agent is gone are blocks given back that something might have written.
 
-Suspending and closing are tasks of their own, so that a caller who is cancelled does not leave them half done, and
-whoever calls meanwhile waits for the same. Whoever has less time than the promises run says so when closing: then they
-are cut short, which is safe for as long as nobody writes the memory.
+Suspending and closing are tasks of their own, which a cancelled caller does not leave half done, and which later
+callers wait for. Promises that a caller has no time for are cut short: safe as long as nobody writes the memory.
 """
 
 from __future__ import annotations
@@ -44,13 +42,7 @@ MAX_NAMED = 64
 
 
 class Ending:
-    """The ways in which an engine ends.
-
-    Args:
-        driver: The engine's.
-        config: The engine's.
-        retrying: Requests whose attempts follow each other.
-    """
+    """The ways in which an engine ends."""
 
     def __init__(self, driver: Driver, config: EngineConfig, retrying: Mapping[str, Retries]) -> None:
         self._driver, self._config, self._retrying = driver, config, retrying
@@ -59,7 +51,6 @@ class Ending:
         self._close_by = math.inf
         """Nothing is waited for any longer, not even the end of promises."""
         self._suspending: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
-        """The last suspension."""
         self._left: tuple[HeldBlocks, ...] = ()
         """What the last suspension did not wait for."""
         self.is_busy = False
@@ -140,7 +131,6 @@ class Ending:
             await door.close()
 
     async def close_data(self) -> None:
-        """Let go of the data plane."""
         data, self.is_busy = self._driver.data, True  # this one, whatever the engine has got when that is over
         try:
             await data.quiesce()
@@ -246,7 +236,6 @@ def _has_failed(task: asyncio.Task[Any]) -> bool:
 
 
 def _names(stragglers: Sequence[HeldBlocks]) -> list[str]:
-    """Name a few of them in a log."""
     return [
         f"{h.request_id[:80]} ({h.reason}, waits for {', '.join(h.waits_for[:8]) or 'nobody'})" for h in stragglers[:8]
     ]

@@ -1,8 +1,7 @@
 """The engine, as its owner sees it: what can be called, and what can be asked.
 
-A call checks what it is given, asks for a turn of the loop, and is handed to the core with the time; the driver does
-what comes of it (`driver.py`). A question is answered as things stand. What an engine may do next is a table in the
-core (`core/lifecycle.py`); how it starts and resumes is said here, and how it ends in `ending.py`.
+A call checks its arguments, asks for a turn of the loop, and is handed to the core with the time; `driver.py` does what
+comes of it, `ending.py` says how an engine ends.
 """
 
 from __future__ import annotations

@@ -24,8 +24,6 @@ from asynckv.scheduler import PrefillRanks
 
 
 class Lending:
-    """What is lent of a rank's own shelf."""
-
     def __init__(self, config: OffloadConfig, mover: Mover, found: Callable[[list[bytes]], Found]) -> None:
         self._config, self._mover, self._found = config, mover, found
         (self._own,) = mover.shelves

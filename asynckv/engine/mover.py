@@ -1,8 +1,7 @@
 """What catalogues want is carried out here, and their jobs hear how it ended.
 
-One turn of it (`pump`): what the files must no longer say is forgotten, what is to be moved is handed to a plane, and
-whoever waits for a job is told. It is taken after every call, at every end of a move, and when the time has come.
-Blocks are the engine's again when nothing touches them any more, and on no other ground.
+A turn (`pump`) forgets what files must no longer say, hands moves to planes, and tells who waits. Blocks are the
+engine's again when nothing touches them any more.
 """
 
 from __future__ import annotations
@@ -36,12 +35,11 @@ from asynckv.offload.job import JobEnded, JobKind, JobOutcome, JobReturned, Move
 from asynckv.ports import CopyOp, CopyPlane, RecordsEnded, RecordsLost, TimerHandle
 
 LATE_S = 1.0
-"""How long a load's copy may take, though the time of its job is over: it takes milliseconds, or hangs. Nobody is in
-such a hurry for a store, whose copies wait for those of loads: they have `timeout_s` from when they are posted."""
+"""How long a load's copy may take beyond its job's time: it takes milliseconds, or hangs. Stores, whose copies wait for
+those of loads, have `timeout_s` from when they are posted."""
 
 IN_ONE_TURN = 256
-"""Blocks that are taken and posted in one turn of the loop: a thousand take two milliseconds for the one, and two for
-the other."""
+"""Blocks that are taken, and posted, in one turn of the loop: a thousand take two milliseconds for each."""
 
 MAX_FAILURES = 10
 """That are logged at once; then one per second."""
@@ -63,8 +61,6 @@ COUNTERS = (
 
 @dataclass(slots=True)
 class _Posted:
-    """A move that has not ended."""
-
     shelf: Shelf
     move: Move
     since: float
@@ -76,19 +72,16 @@ class Mover:
 
     Args:
         driver: The engine's: its clock, its log, and the core whose ledger says which blocks are in use.
-        config: The offload's.
 
     Attributes:
         shelves: Those that blocks are on, the rank's own first.
         copies: What copies; set when the device's memory is taken.
         copying: What is copied between that and each shelf.
-        is_copying: It may be used.
         is_open: Shelves were opened, and are the loop's.
         cause: Why nothing is begun; empty while something is.
         jobs: Those that have not ended, or whose blocks something may still touch.
         posted: Moves that have not ended, those in doubt as well.
         ids: Of jobs, pins and transfers.
-        counts: What was counted.
         on_moved: Called when a move has ended.
     """
 
@@ -135,10 +128,9 @@ class Mover:
         """Take a request's blocks, and let catalogues store or load them.
 
         Args:
-            kind: Which of both.
+            kind: Store or load.
             request_id: The caller's.
-            blocks: Per group, the caller's list; empty if nothing is to be copied, but only brought to host memory and
-                pinned there under the job's id.
+            blocks: Per group, the caller's list; empty if blocks are only pinned in host memory under the job's id.
             ids: Per group, the blocks that are read or written.
             timeout_s: When what is not posted is given up.
             chain: The prompt's hashes.
@@ -185,11 +177,9 @@ class Mover:
         return job
 
     def of_request(self, request_id: str) -> list[OffloadJob]:
-        """Return a request's jobs whose blocks may be in use."""
         return list(self._by_request.get(request_id, {}).values())
 
     def unpin(self, name: str) -> None:
-        """Let go of a pin."""
         was_pinned = [shelf.catalogue.unpin(name) for shelf in self.shelves]
         if any(was_pinned) and not self.cause:
             self.soon()
@@ -303,8 +293,7 @@ class Mover:
         return True
 
     def _doubt(self, now: float) -> float:
-        """Wait no longer for copies that have not ended in their job's time: who asked is told, and what they may touch
-        is held. Returns when to look again."""
+        """Fail jobs whose copies have not ended in time, and hold what these may touch. Return when to look again."""
         if now < self._late_at:
             return self._late_at
         when = math.inf
@@ -394,7 +383,6 @@ class Mover:
         self.pump()
 
     def on_copies(self) -> None:
-        """The copy plane has news."""
         assert self.copies is not None
         for news in self.copies.poll():
             self._ended(news.transfer_id, news.ending, news.cause)
@@ -479,11 +467,8 @@ class Mover:
     # -- its end -------------------------------------------------------------------------------------
 
     async def end_work(self, timeout_s: float, flush_s: float = 0.0) -> tuple[HeldBlocks, ...]:
-        """Cancel what is asked for, and wait for what runs; returns who holds blocks still.
-
-        Args:
-            timeout_s: How long what runs is waited for.
-            flush_s: How long blocks are still written to files.
+        """Cancel what is asked for, wait `timeout_s` for what runs and `flush_s` for writing to files; return who holds
+        blocks still.
         """
         driver, began = self._driver, self._driver.clock.now()
         self._is_flushing = flush_s > 0 and self.is_open
@@ -519,11 +504,7 @@ class Mover:
         return (each.move for each in self.posted.values() if each.move.kind is kind and not each.is_doubtful)
 
     async def let_go_of_device(self, timeout_s: float) -> None:
-        """End the copy plane, for whose threads so long is waited.
-
-        Raises:
-            BackendError: Something may still write the memory.
-        """
+        """End the copy plane, for whose threads so long is waited; raise `BackendError` if it may still write."""
         if self.is_copying and self.copies is not None:
             await self.copies.quiesce(timeout_s)
             self.copies.close()

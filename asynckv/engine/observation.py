@@ -28,15 +28,8 @@ _CHANGING = threading.Lock()
 class Observation:
     """An engine, as its observers see it.
 
-    Args:
-        driver: The engine's.
-        config: The engine's.
-        layout: The engine's; says which rank it is.
-        retrying: Requests whose attempts follow each other.
-
     Attributes:
-        engine_id: The engine's.
-        rank: Which rank of it this is, such as `tp3` or `pp1/tp3`.
+        rank: Which rank of the engine this is, such as `tp3` or `pp1/tp3`.
     """
 
     def __init__(self, driver: Driver, config: EngineConfig, layout: Layout, retrying: Sized) -> None:
@@ -73,7 +66,6 @@ class Observation:
         return driver.life.state.value, driver.control_down or data_down
 
     def reading(self) -> Reading:
-        """Say how things stand."""
         driver, config = self._driver, self._config.pull
         driver.home.asked(self.reading)
         core, now = driver.core, driver.clock.now()

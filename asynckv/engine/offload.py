@@ -1,13 +1,10 @@
 """Offload, as its owner sees it: blocks go to host memory and to files, and come back before they are needed.
 
-Blocks are found by what they hold, not by who stored them: a caller gives the hashes of a prompt, and the longest
-prefix of it that is kept anywhere is loaded. `asynckv/offload/` decides what is where, what is given up and what is
-moved next; the copy plane and the record plane move it, on threads of their own. What is said here is who may call,
-which blocks of the engine are in use meanwhile, and what a caller hears.
+A caller gives the hashes of a prompt, and the longest kept prefix of it is loaded. `asynckv/offload/` decides what is
+where; the copy plane and the record plane move it, on threads of their own.
 
-No call waits for a copy but those that are awaited, and these may be cancelled. What is under way then is drained:
-blocks that are read for a store stay *lent*, and blocks that are loaded into stay *written* in the engine's ledger,
-until nothing can read or write them any more.
+Awaited calls may be cancelled. What is under way then is drained: blocks that are read for a store stay *lent*, and
+blocks that are loaded into stay *written* in the engine's ledger, until nothing can touch them any more.
 """
 
 from __future__ import annotations

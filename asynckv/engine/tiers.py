@@ -1,8 +1,7 @@
 """The tiers of one rank, as its engine's guest: how their memory is taken, their files are opened, and all is let go.
 
-What takes long, taking memory page by page and reading what files hold, is done on another thread. The order in which
-it ends keeps memory safe: first nothing is begun any more, then what is copied is waited for, then planes are left, and
-only then blocks are given back that something might have written.
+Memory is taken and files are read on another thread. The order of ending keeps memory safe: nothing is begun any more,
+what is copied is waited for, planes are left, and only then blocks are given back.
 """
 
 from __future__ import annotations
@@ -69,18 +68,12 @@ class Tiers:
 
     Args:
         owner: Whose calls it serves.
-        config: The offload's.
-        engine: Whose blocks these are.
-        copies: Copy plane; NIXL if left out.
-        records: Record plane; files of `config.directory` if left out.
         serve: Makes the host tier's own engine.
         leftovers: Finds what ranks of another geometry have left in files.
 
     Attributes:
-        own: The rank's own shelf.
         others: All of them are needed for a prefix; and how each is read.
         align: Prefixes end at multiples of it.
-        mover: Carries out what catalogues want.
         network: The host tier's own engine.
         is_started: Somebody has called `start`.
     """
@@ -124,13 +117,11 @@ class Tiers:
         self._is_left = False
         """That thread did not come back in time, and is waited for no longer; when it comes back it lets go of all."""
         self._waiting: set[asyncio.Future[None]] = set()
-        """Who waits for that thread."""
         self._tidying: asyncio.Task[None] | None = None
 
     # -- beginning -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Take the memory, open the files, and find out what they hold."""
         driver, config = self.driver, self.config
         if self.is_started:
             raise LocalProtocolError("the offload was started before; make a new one")
@@ -208,11 +199,7 @@ class Tiers:
         return found
 
     async def _until_opened(self, timeout_s: float) -> None:
-        """Wait until nothing is being opened any more; nobody may close it before.
-
-        Raises:
-            BackendError: It takes too long, for this or for somebody else who waits, and was left behind.
-        """
+        """Wait until nothing is being opened any more; raise `BackendError` if it took too long."""
         work, clock = self._opening, self.driver.clock
         if work is None or work.done():
             return
@@ -324,8 +311,7 @@ class Tiers:
         """End all planes; nothing touches any memory afterwards.
 
         Args:
-            by: Until when that may take; each plane `CLOSE_S` if None. What is well ends in milliseconds, and has
-                `GRACE_S` for it in any case.
+            by: Until when that may take; each plane `CLOSE_S` if None, and `GRACE_S` in any case.
 
         Raises:
             BackendError: Something may still write the memory.
@@ -373,15 +359,12 @@ class Tiers:
             self.mover.pump()
 
     def counters(self) -> dict[str, int]:
-        """What is told with the engine's own."""
         return {f"offload.{name}": count for name, count in self.figures.counters().items()}
 
     def gauges(self) -> dict[str, int]:
-        """The same, of how things stand."""
         return {f"offload.{name}": value for name, value in self.figures.gauges().items()}
 
     def describe(self) -> dict[str, str]:
-        """Name versions, transports and modes in use, and why what is not used is not."""
         planes = self._copies, self.own.records, self.own.memory
         said = {name: what for plane in planes if plane is not None for name, what in plane.describe().items()}
         off = {"off": self.mover.cause, "files_off": self.own.files_lost}

@@ -1,13 +1,11 @@
 """Structured logs: one event when a request ends, when a lease ends, when a peer changes.
 
-Where they go is said in `setup.py`, what each of them means in `core/told.py`, and which of those that went well are in
-the log in `sampling.py`. Most events are made where they happen; those about a pull or a lease are made here, since
-only few of them are wanted.
+`setup.py` says where they go, `core/told.py` what they mean, `sampling.py` which successes are logged. Most events are
+made where they happen; those about a pull or a lease are made here, since few of them are wanted.
 
-An event costs some 50 microseconds, ten times what the request cost the core. So levels are checked
-before anything is formatted, and requests that ended well are logged up to a rate, slow ones up to one of their
-own; those that failed always are, with their whole history, or with the name of one that has just failed in the
-same words. Many that fail alike share lines, in which each is named.
+An event costs some 50 microseconds, ten times what the request cost the core. So levels are checked before anything is
+formatted. Failures are always logged, with their history or with the name of one that failed in the same words; many
+that fail alike share lines.
 """
 
 from __future__ import annotations
@@ -67,14 +65,13 @@ LATE_S = 0.1
 
 
 def phases(pull: Pull) -> dict[str, float]:
-    """How long a pull spent in what, in seconds.
+    """Return the seconds that a pull spent in each phase (`docs/logging.md`).
 
-    `handshake` until the peer was ready, `queue` until it may read (it waits for others, or to be lent) and again until
-    its first post, `plan` between the two, `post` inside posting
-    calls (local transports copy there), `read` from the first post to the last completion, `detect` at
-    most between a completion and its discovery, `confirm` from then to the proof, `release` in the
-    background until every rank acknowledged. One that failed was in the phase in which it failed until then, and in
-    `drain` until its outcome was told; one that was only announced has `announced` for all but these two.
+    `handshake` until the peer was ready; `queue` until it may read, and again until its first post; `plan` between the
+    two; `post` inside posting calls (local transports copy there); `read` from the first post to the last completion;
+    `detect` at most between a completion and its discovery; `confirm` from then to the proof; `release` in the
+    background until every rank acknowledged. A failed pull was in its last phase until it failed, then in `drain`; a
+    pull that was only announced has `announced` for all but these two.
     """
     release_s = max(pull.released_at - pull.published_at, 0.0) if pull.released_at < math.inf else 0.0
     end = pull.published_at if pull.failed_at == math.inf else pull.failed_at
@@ -119,8 +116,6 @@ def process_facts(config: EngineConfig) -> dict[str, Any]:
 
 
 class Recorder:
-    """Turns what ended into events."""
-
     def __init__(self, config: LogConfig, **bound: Any) -> None:
         self._config = config
         self._log, self._log_level = logger_for(**bound)
@@ -149,7 +144,6 @@ class Recorder:
         return self._sink.num_dropped if self._sink is not None else 0
 
     async def aclose(self, timeout_s: float = math.inf) -> None:
-        """Let what is still to be written be written, for so long at most, and in any case for a bounded time."""
         if self._sink is not None and not self._is_closed:
             self._is_closed = True
             try:
@@ -166,7 +160,6 @@ class Recorder:
 
     @property
     def is_tracing(self) -> bool:
-        """Every transition is wanted."""
         return self._level <= logging.DEBUG
 
     def log(
@@ -247,7 +240,6 @@ class Recorder:
         self.log(ended, level="info" if good and not slow else "warning")
 
     def _same_as(self, pull: Pull, now: float) -> str:
-        """Name the pull of which all was said that there is to say of this one: one peer fails hundreds at once."""
         what = (pull.reason, pull.detail)
         at, like = self._failures.get(what, (-math.inf, ""))
         if now - at < SAME_S:
@@ -286,7 +278,6 @@ class Recorder:
             self.log(many(cause, len(rows), alike, each))
 
     def pull_refused(self, request_id: str, params: KVTransferParams | None, exc: Exception, now: float) -> None:
-        """Log that nothing was begun for a request."""
         refused = told.PullRefused(request_id, type(exc).__name__, short(str(exc)))
         if params is not None:
             refused.prefill_request_id, refused.peer = params.request_id, params.engine_id
@@ -294,17 +285,14 @@ class Recorder:
         self.log(refused, now)
 
     def alive(self, gauges: Mapping[str, int], waits_for: Sequence[str]) -> None:
-        """Log that the engine lives, and what it holds."""
         blocks = gauges["blocks_lent"] + gauges["blocks_writing"]
         self.log(told.EngineAlive(gauges["leases"], gauges["pulls"], gauges["parked"], blocks, list(waits_for)))
 
     def pull_retried(self, pull: Pull, attempt: int, after_s: float) -> None:
-        """Log that another attempt follows."""
         cause = str(pull.reason)
         self.log(told.PullRetried(**told.pull_ids(pull), cause=cause, attempt=attempt, after_s=round(after_s, 6)))
 
     def blocks_returned(self, pull: Pull, now: float) -> None:
-        """Log blocks that came back after their pull had failed."""
         seconds = round(now - pull.published_at, 6)
         self.log(
             told.BlocksReturned(**told.pull_ids(pull), blocks=_written_blocks(pull), seconds_after_failure=seconds)
@@ -324,10 +312,8 @@ class Recorder:
         )
 
     def loop_was_away(self, seconds: float, gauges: Mapping[str, int], now: float) -> None:
-        """Log that the event loop did not come to us for long: a step loop that is always away cannot fill the log.
-
-        It is why promises lapse, and nothing else tells of it: a longer absence is not left out for a shorter one's
-        sake. (Each is longer by a factor, so that between two that the limit lets through there are a few.)
+        """Log that the loop was away. A step loop that is always away cannot fill the log, but a longer absence than
+        the last that was told is never left out.
         """
         if seconds < LONGER * self._away_said_s and not self._away.take(now):
             self._away_s += seconds
@@ -343,7 +329,6 @@ class Recorder:
         self.log(away, more=self._away.left_out())
 
     def internal_error(self, exc: Exception, now: float) -> None:
-        """Log a bug of ours, with its traceback."""
         text = "".join(traceback.format_exception(exc))
         if len(text) > MAX_FIELD:
             text = f"... {text[4 - MAX_FIELD :]}"  # the last call matters most

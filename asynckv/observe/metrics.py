@@ -1,15 +1,14 @@
 """Metrics for Prometheus: what an engine has counted, how things stand, and how long everything took.
 
-`Metrics` is a collector that an application registers beside its own (`REGISTRY.register(Metrics(engine))`); several
-engines of one process go into one. The table `FAMILIES` says all that there is, and `docs/metrics.md` is made from it.
+`Metrics` is a collector for the application's registry; several engines go into one. `docs/metrics.md` is made from the
+table `FAMILIES`.
 
-Whoever scrapes does so on a thread of its own, while an engine is changed on its loop and nowhere else. So a reading is
-taken *on* the loop, between two turns, and waited for, for a quarter of a second at most; when the loop does not come
-to it, the last reading is shown, and `asynckv_reading_age_seconds` says how old that is. On the loop's own thread
-nothing is waited for.
+A scrape comes on another thread. The reading is taken *on* the loop, between two turns, and waited for, a quarter of a
+second at most. If the loop does not come to it, the last reading is shown, and `asynckv_reading_age_seconds` says how
+old it is.
 
-A label never holds a request's id or an address, and takes few values: causes and states are enumerations, and of
-engines that are read from the first 32 have a name, the others are `other`.
+A label never holds a request's id or an address, and takes few values: of engines that are read from, the first 32 have
+a name, the others are `other`.
 """
 
 from __future__ import annotations
@@ -298,8 +297,6 @@ class Metrics(Collector):
 
 
 class _Shown:
-    """One engine that is shown."""
-
     def __init__(self, engine: Observed) -> None:
         self.engine, self.tally = engine, Tally()
         self.names = engine.engine_id, engine.rank
@@ -345,11 +342,10 @@ class _Shown:
 
 
 FRESH_S = 0.05
-"""Between reading and showing."""
 
 LONG_S, REST = 0.002, 10
-"""A reading that takes the loop as long as that, where tens of thousands are lent, is not taken again for so many times
-as long, however many scrape: nobody has to authenticate, and no request is to wait for them."""
+"""A reading that takes the loop so long (tens of thousands of leases) is taken again only after so many times as long,
+however many scrape."""
 
 
 def _families() -> dict[str, Metric]:
@@ -444,8 +440,7 @@ def _counters(counters: Mapping[str, int]) -> Iterator[tuple[str, tuple[str, ...
 
 
 def place_of(counter: str) -> tuple[str, tuple[str, ...]] | None:
-    """Say which metric, and which labels of it, a counter of the engine, or a gauge of its offload, is; None if it is
-    not shown."""
+    """Return metric and labels of an engine's counter, or of its offload's gauge; None if it is not shown."""
     if counter in _PLAIN:
         return _PLAIN[counter], ()
     if counter in _OFFLOAD:
