@@ -20,7 +20,7 @@ from tests.lab.truth import watch
 from tests.test_leaks_records import row, write
 from tests.timeline_logs import D, P, Written
 
-LONG = row(history=[[0.0, "x" * 50]] * 600)
+LONG = row(history=[[0.0, "}" * 50]] * 600)
 """A line that container runtimes cut into three."""
 
 

@@ -26,6 +26,9 @@ CHUNK = 1 << 20
 MAX_LINE = 1 << 20
 """Bytes of one line; asynckv's longest, a request's whole history, has some 100 KB."""
 
+PIECE = 1 << 14
+"""Bytes of all pieces but the last into which Docker's runtime cuts a longer line."""
+
 MAX_DOCUMENT = 256 << 20
 """Bytes of one JSON document, which is decoded as a whole."""
 

@@ -35,7 +35,7 @@ from asynckv.core import told
 from asynckv.core.types import rank_name
 from asynckv.edges.file_io import no_collection
 from asynckv.errors import ConfigError
-from asynckv.tools.diagnose.files import CHUNK, MAX_LINE, Pieces, found, lines_of
+from asynckv.tools.diagnose.files import CHUNK, MAX_LINE, PIECE, Pieces, found, lines_of
 from asynckv.tools.diagnose.well import Head, Packed, Well
 
 MAX_RECORDS = 20_000_000
@@ -405,6 +405,8 @@ class _Reader:
 
     def _line(self, line: bytes) -> None:
         """Take one line, out of all that is wrapped around it."""
+        if line.startswith(b'{"') and self._is_taken(line):
+            return
         self._is_end = not line.endswith(b"\n")  # perhaps it is being written just now
         line, time = self._pieces.of_cri(line)
         if b"incarnation" not in line and not (self._pieces and b'"log"' in line):
@@ -412,9 +414,7 @@ class _Reader:
             return
         text, outer = _object(line), dict[str, Any](time=time) if time else {}
         for _ in range(MAX_WRAPPED + 1 if text else 0):
-            head = _head_of(text)
-            if head is not None and self._is_event(head) and (at := _time(head.timestamp)) is not None:
-                self._take(head, at, text)
+            if self._is_taken(text):
                 return
             try:
                 fields = _decoded(text)
@@ -428,9 +428,10 @@ class _Reader:
             outer |= fields
             texts = (x for key in WRAPS if isinstance(x := fields.get(key), str) and ("{" in x or self._pieces))
             if (inner := next(texts, None)) is not None:
+                piece = inner.encode(errors="replace")
                 # Docker's runtime ends only the last piece with a newline; others take it off.
-                is_last = "log" not in fields or inner.endswith("\n") or inner.rstrip().endswith("}")
-                whole = self._pieces.whole(fields.get("stream"), inner.encode(errors="replace"), is_last)
+                is_last = "log" not in fields or inner.endswith("\n") or (inner[-1:] == "}" and len(piece) != PIECE)
+                whole = self._pieces.whole(fields.get("stream"), piece, is_last)
                 if whole is None:
                     return
                 text = _object(whole)
@@ -439,6 +440,14 @@ class _Reader:
             else:
                 break
         self._other(line)
+
+    def _is_taken(self, text: bytes) -> bool:
+        """Take an object, if it is an event that says in the usual way what it is and when."""
+        head = _head_of(text)
+        if head is None or not self._is_event(head) or (at := _time(head.timestamp)) is None:
+            return False
+        self._take(head, at, text)
+        return True
 
     def _take_unusual(self, fields: dict[str, Any], outer: Mapping[str, Any], line: bytes) -> None:
         """Take a line that calls its time, its level or its event otherwise, as the usual line that says the same."""
@@ -471,6 +480,7 @@ class _Reader:
         self._last = max(self._last, at)
         if at < self._floor and head.event in OF_REQUESTS:
             return
+        text = text.rstrip()
         if (kind := head.kind) and b"\n" not in text and not self._names(head, text):
             self._well.add(head, kind, at, len(self._sources) - 1, self._number, text)
             return
@@ -540,7 +550,7 @@ def _key(row: Mapping[str, Any], engine_id: str) -> tuple[str, int]:
 def _object(line: bytes) -> bytes:
     """Return a line from where its object begins; labels of Loki's may stand before it."""
     start = line.find(b'{"')
-    return line[start if start >= 0 else line.find(b"{") :].rstrip() if b"{" in line else b""
+    return line[start if start >= 0 else line.find(b"{") :] if b"{" in line else b""
 
 
 def _head_of(text: bytes) -> Head | None:
@@ -562,7 +572,7 @@ def _decoded(text: bytes) -> dict[str, Any]:
         except RecursionError:
             raise ValueError("nested too deeply") from None
         except ValueError:
-            raise ValueError("no JSON" if text.endswith(b"}") else "cut short") from None
+            raise ValueError("no JSON" if text.rstrip().endswith(b"}") else "cut short") from None
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     return value

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from asynckv.core import told
 
-MAX_WELL = 100_000
+MAX_WELL = 50_000
 """Lines of requests that went well which are kept beside those that went wrong: a sample, whole requests."""
 
 PACKED = 512
