@@ -405,7 +405,7 @@ class _Reader:
 
     def _line(self, line: bytes) -> None:
         """Take one line, out of all that is wrapped around it."""
-        if line.startswith(b'{"') and self._is_taken(line):
+        if line.startswith(b'{"') and b"incarnation" in line and self._is_taken(line):
             return
         self._is_end = not line.endswith(b"\n")  # perhaps it is being written just now
         line, time = self._pieces.of_cri(line)
