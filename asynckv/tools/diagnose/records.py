@@ -323,7 +323,7 @@ class _Reader:
         self._sequence = int(x) if (x := request.removeprefix("#")[:18]).isdecimal() else -1
         self._num_named = 0 if request else MAX_NAMED
         self._records: list[tuple[Record, bytes, Source]] = []
-        self._well, self._wrong = Well(), set[tuple[str, int]]()
+        self._well, self._wrong, self._over = Well(), set[tuple[str, int]](), set[tuple[str, int]]()
         self._sources: list[Source] = []
         self._skipped: dict[str, list[Any]] = {}
         self._events: dict[str, bool] = {}
@@ -363,9 +363,12 @@ class _Reader:
         """Leave out what is there twice, or was only to be counted, and sort the rest."""
         self._raise_floor()
         for record, _, _ in self._records:
-            if record.event in MANY:
-                self._wrong |= {_key(x, record.engine_id) for x in _rows(record.fields)}
-        chosen = self._well.chosen(self._wrong, self._floor)
+            if record.event in MANY or record.at < self._floor:
+                keys = {_key(x, record.engine_id) for x in _rows(record.fields)}
+                self._wrong |= keys
+                self._over |= keys if record.at < self._floor else set()
+        self._records = [x for x in self._records if x[0].at >= self._floor or x[0].event not in OF_REQUESTS]
+        chosen = self._well.chosen(self._wrong, self._over, self._floor)
         self._records += [(y, x[0], self._sources[x[1]]) for x in chosen.lines for y in self._again(x)]
         for source, repeated in zip(self._sources, chosen.repeated, strict=False):
             source.num_repeated += repeated
@@ -388,7 +391,7 @@ class _Reader:
                 seen.clear()
             if (record.incarnation, text) in seen:
                 source.num_repeated += 1
-            elif at >= self._floor or record.event not in OF_REQUESTS:
+            else:
                 seen.add((record.incarnation, text))
                 yield from _each(record) if record.event in ALIKE else (record,)
 
@@ -478,11 +481,12 @@ class _Reader:
         if self._keep is not None and not self._keep(head.event):
             return
         self._last = max(self._last, at)
-        if at < self._floor and head.event in OF_REQUESTS:
-            return
         text = text.rstrip()
         if (kind := head.kind) and b"\n" not in text and not self._names(head, text):
             self._well.add(head, kind, at, len(self._sources) - 1, self._number, text)
+            return
+        if at < self._floor and head.event in OF_REQUESTS:
+            self._over.add(head.key)
             return
         if len(self._records) >= MAX_RECORDS:
             self._skip(f"beyond the first {MAX_RECORDS:,} events; give fewer logs at once", text)
