@@ -30,14 +30,14 @@ from asynckv.core.types import Reason
 from asynckv.embed import ledgers
 from asynckv.errors import ConfigError
 from asynckv.observe.metrics import FAMILIES
-from asynckv.tools.bench import journal, report
+from asynckv.tools.bench import report, table
 from asynckv.tools.bench.driver import Measured
 from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.options import Options
 from asynckv.tools.bench.protocol import Outcome
 from asynckv.tools.bench.workload import Workload
 from asynckv.tools.cli import app
-from asynckv.tools.diagnose import inspect_join
+from asynckv.tools.diagnose import why_report
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.causes import CAUSE
 from asynckv.tools.doctor import show
@@ -79,10 +79,9 @@ COMMANDS = {
     "compare": "bench compare ONE OTHER --json OUT",
     "layout": "layout --layers 1 -o OUT",
     "plan": "plan LAYOUTS LAYOUTS --json OUT",
-    "leaks": "leaks LOG --json OUT",
-    "timeline": "timeline LOG --json OUT",
 }
 """Commands that need no engine; what is in capitals is a path."""
+WHY = "why late LOG --json OUT"  # and what engines say
 
 
 def _parameters(value: Any) -> dict[str, str]:
@@ -170,13 +169,16 @@ def names() -> dict[str, Any]:
 def reports(account: Account) -> dict[str, list[str]]:
     """The keys of JSON reports, by their schema. `account`: what an engine says of itself, all of it."""
     answers = [Answer(address="tcp://h:1", engine_id="e", account=account), Answer(address="tcp://h:2", error="x")]
-    keys = {each["schema"]: set(_keys(each)) for each in (_bench(), inspect_join.as_json(answers))}
+    with tempfile.NamedTemporaryFile() as out:
+        why = _run(WHY, {"LOG": str(DATA / "leaks.jsonl"), "OUT": out.name})
+    why["engines"] = [why_report.engine(x) for x in answers]
+    keys = {each["schema"]: set(_keys(each)) for each in (_bench(), why)}
     doctor = show.as_json(Facts(), (), 1.0)
     keys[doctor["schema"]] = {*_keys(doctor), *_fields(Facts, ".facts"), *_fields(Finding, ".findings[]")}
-    for kind in (Folder, Pruned, journal.Head):
+    for kind in (Folder, Pruned, table.Head):
         (schema,) = (field.default for field in msgspec.structs.fields(kind) if field.name == "schema")
         keys[str(schema)] = set(_fields(kind))
-    keys[journal.SCHEMA] |= set(_fields(journal.Row))
+    keys[table.SCHEMA] |= set(_fields(table.Row))
     return {schema: sorted(found) for schema, found in keys.items()}
 
 
@@ -184,7 +186,6 @@ def commanded(name: str) -> dict[str, list[str]]:
     """The same of what a command writes that needs no engine."""
     with tempfile.TemporaryDirectory() as folder:
         paths = {each: str(Path(folder) / each) for each in ("ONE", "OTHER", "LAYOUTS", "OUT")}
-        paths["LOG"] = str(DATA / "leaks.jsonl")
         for each in ("ONE", "OTHER"):
             Path(paths[each]).write_bytes((DATA / "bench.json").read_bytes())
         if name == "plan":

@@ -18,7 +18,7 @@ from asynckv.geometry.bounds import NULL, BlockRuns
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, shard
 from asynckv.geometry.match import assign, remote_ranks
-from asynckv.geometry.packed import packed
+from asynckv.geometry.packed import ALIGN, placed, record_form
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, plan_read
 from asynckv.geometry.tables import PeerTables
@@ -367,6 +367,13 @@ def check_plans(
 
 
 # -- where blocks are only kept --------------------------------------------------------------------
+
+
+def packed(
+    layout: Layout, capacity: int, *, base: int = 0, align: int = ALIGN, strides: Sequence[int] | None = None
+) -> Layout:
+    """Make a range of `capacity` bytes that keeps blocks of a layout."""
+    return placed(record_form(layout, align=align, strides=strides), base, capacity)
 
 
 class Kept(Rank):

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from asynckv.errors import ConfigError
-from asynckv.tools.bench import noise, sides
+from asynckv.tools.bench import noise, table
 from asynckv.tools.bench.compare import compare, judge, show
-from asynckv.tools.bench.sides import Run, Side
+from asynckv.tools.bench.table import Run, Side
 from tests.test_bench_report import good, options
 from tests.test_bench_sweep import head, row
 from tests.test_cli import asynckv, complaint
@@ -269,17 +269,17 @@ def sweep(path: Path, *rates: float, rounds: int = 1, **changes: Any) -> str:
 
 
 def test_sweeps_match_by_point_and_their_rounds_are_the_noise(tmp_path: Path) -> None:
-    before = sides.load(sweep(tmp_path / "a.jsonl", 100, 200, 300, rounds=4))
-    after = sides.load(sweep(tmp_path / "b.jsonl", 100, 100, 600, rounds=4))
+    before = table.load(sweep(tmp_path / "a.jsonl", 100, 200, 300, rounds=4))
+    after = table.load(sweep(tmp_path / "b.jsonl", 100, 100, 600, rounds=4))
     result = compare(before, after)
     assert verdicts(result, "requests_per_s") == ["noise", "worse", "better"]
     assert [p["runs"] for p in result["points"]] == [[4, 4]] * 3
 
 
 def test_other_machines_code_and_files_are_named(tmp_path: Path) -> None:
-    before = sides.load(sweep(tmp_path / "a.jsonl", 1, 2, 3, files={"t.jsonl": "1"}))
+    before = table.load(sweep(tmp_path / "a.jsonl", 1, 2, 3, files={"t.jsonl": "1"}))
     there = {"host": "there", "asynckv": "1"}
-    after = sides.load(sweep(tmp_path / "b.jsonl", 1, 2, 3, files={"t.jsonl": "2"}, environment=there))
+    after = table.load(sweep(tmp_path / "b.jsonl", 1, 2, 3, files={"t.jsonl": "2"}, environment=there))
     assert compare(before, after)["environment"] == {
         "host": [["here"], ["there"]],
         "content of t.jsonl": [["1"], ["2"]],
@@ -289,7 +289,7 @@ def test_other_machines_code_and_files_are_named(tmp_path: Path) -> None:
 def test_a_directory_is_several_runs(tmp_path: Path) -> None:
     for n in range(4):
         saved(tmp_path / f"{n}.json", made(100 + n))
-    assert len(sides.load(str(tmp_path)).runs) == 4
+    assert len(table.load(str(tmp_path)).runs) == 4
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_a_file_that_is_given_twice_is_refused_by_whatever_name(
 
 def test_an_unfinished_sweep_says_how_to_finish_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is unfinished, 2 of 3 runs are there; go on with: asynckv bench sweep"):
-        sides.load(sweep(tmp_path / "a.jsonl", 1, 2))
+        table.load(sweep(tmp_path / "a.jsonl", 1, 2))
 
 
 @pytest.mark.slow

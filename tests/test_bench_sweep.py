@@ -21,11 +21,11 @@ from rich.console import Console
 
 from asynckv.errors import ConfigError
 from asynckv.tools import cli
-from asynckv.tools.bench import figures, grid, journal, noise, report, summary, sweep
+from asynckv.tools.bench import figures, noise, report, sweep, table
 from asynckv.tools.bench.driver import Measured
 from asynckv.tools.bench.experiment import Experiment
-from asynckv.tools.bench.journal import Head, Journal, Place, Row
 from asynckv.tools.bench.options import Options
+from asynckv.tools.bench.table import Head, Journal, Place, Row
 from asynckv.tools.bench.workload import Workload
 from asynckv.tools.plan.models import Heads, Model
 from tests.test_cli import asynckv, complaint
@@ -65,6 +65,10 @@ def row(key: str, number: int = 1, status: Any = "good", **changes: Any) -> Row:
     return Row(**fields | changes)
 
 
+def loaded(path: Path) -> table.Sweep:
+    return table.read(path.read_bytes(), str(path))
+
+
 def made(*options: str) -> dict[str, Any]:
     wanted = Experiment(Options(), Model("tiny", (Heads(4, 16),)), Workload("fixed 32", (32,)))
     return {**report.make(wanted, Measured()), "interrupted": "interrupted" in options}
@@ -74,7 +78,7 @@ def made(*options: str) -> dict[str, Any]:
 
 
 def test_every_combination_is_a_point_and_the_last_axis_varies_fastest() -> None:
-    found = grid.expand(BENCH, ["--concurrency", "1,16", "--layers=2", "--transport", "auto,tcp"])
+    found = sweep.expand(BENCH, ["--concurrency", "1,16", "--layers=2", "--transport", "auto,tcp"])
     assert found.axes == {"concurrency": ["1", "16"], "transport": ["auto", "tcp"]}
     assert [tuple(p.axes.values()) for p in found.points] == [
         ("1", "auto"),
@@ -91,25 +95,25 @@ def test_every_combination_is_a_point_and_the_last_axis_varies_fastest() -> None
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=4, unique=True), st.permutations(["tp", "seed", "layers"]))
 def test_a_points_key_knows_neither_the_order_of_options_nor_the_sweep(sizes: list[int], names: list[str]) -> None:
     args = [x for name in names for x in (f"--{name}", "2")]
-    found = grid.expand(BENCH, [*args, "--concurrency", ",".join(map(str, sizes))])
+    found = sweep.expand(BENCH, [*args, "--concurrency", ",".join(map(str, sizes))])
     assert len({p.key for p in found.points}) == len(sizes)
     for point, size in zip(found.points, sizes, strict=True):
-        alone = grid.expand(BENCH, ["--concurrency", str(size), "--seed", "2", "--layers", "2", "--tp", "2"])
+        alone = sweep.expand(BENCH, ["--concurrency", str(size), "--seed", "2", "--layers", "2", "--tp", "2"])
         assert alone.points[0].key == point.key
 
 
 def test_semicolons_separate_values_that_hold_commas() -> None:
-    assert grid.values("1, 16,") == ["1", "16"]
-    assert grid.values("128:0.8,8192:0.2;1024") == ["128:0.8,8192:0.2", "1024"]
-    assert grid.values("128:0.8,8192:0.2;") == ["128:0.8,8192:0.2"]
+    assert sweep.values("1, 16,") == ["1", "16"]
+    assert sweep.values("128:0.8,8192:0.2;1024") == ["128:0.8,8192:0.2", "1024"]
+    assert sweep.values("128:0.8,8192:0.2;") == ["128:0.8,8192:0.2"]
 
 
 def test_a_file_with_another_content_is_another_sweep(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"input_length": 5}\n')
-    before = grid.expand(BENCH, ["--trace", str(trace)]).files
+    before = sweep.expand(BENCH, ["--trace", str(trace)]).files
     trace.write_text('{"input_length": 6}\n')
-    after = grid.expand(BENCH, ["--trace", str(trace)]).files
+    after = sweep.expand(BENCH, ["--trace", str(trace)]).files
     with Opened(tmp_path / "s.jsonl") as book:
         book.begin(head(files=before))
         book.begin(head(files=before))
@@ -188,7 +192,7 @@ def test_a_sweep_torn_anywhere_goes_on_with_its_whole_lines(tmp_path_factory: An
         book.begin(head(2))
         for number, key in book.sweep.missing():
             book.add(row(key, number))
-    found = journal.load(path)
+    found = loaded(path)
     assert found.torn == 0
     assert not found.missing()
     assert len(found.rows) == 6
@@ -200,21 +204,21 @@ def test_a_damaged_line_is_a_clear_error_or_another_line(place: int, byte: int) 
     data = bytearray(whole())
     data[place] = byte
     try:
-        journal.read(bytes(data), "s.jsonl")
+        table.read(bytes(data), "s.jsonl")
     except ConfigError as exc:
         assert str(exc).startswith("s.jsonl")  # noqa: PT017
 
 
 @given(st.integers(1, 5), st.sets(st.tuples(st.sampled_from(KEYS), st.integers(1, 5))))
 def test_what_is_missing_and_what_is_there_make_the_whole(rounds: int, there: set[tuple[str, int]]) -> None:
-    found = journal.Sweep([head(rounds)], [row(k, n) for k, n in sorted(there)])
+    found = table.Sweep([head(rounds)], [row(k, n) for k, n in sorted(there)])
     missing = [(k, n) for n, k in found.missing()]
     assert len(missing) == len(set(missing))
     assert set(missing) == set(product(KEYS, range(1, rounds + 1))) - there
 
 
 def test_every_second_round_runs_backwards() -> None:
-    assert [k for _, k in journal.Sweep([head(2)]).order()] == ["a", "b", "c", "c", "b", "a"]
+    assert [k for _, k in table.Sweep([head(2)]).order()] == ["a", "b", "c", "c", "b", "a"]
 
 
 def test_more_rounds_add_to_what_is_there_and_fewer_take_nothing_away(tmp_path: Path) -> None:
@@ -273,7 +277,7 @@ def test_another_schema_is_named(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
     path.write_bytes(whole().replace(b"asynckv.sweep/1", b"asynckv.sweep/9"))
     with pytest.raises(ConfigError, match=r"is of schema asynckv\.sweep/9, and this asynckv reads asynckv\.sweep/1"):
-        journal.load(path)
+        loaded(path)
 
 
 def test_two_sweeps_do_not_write_one_file(tmp_path: Path) -> None:
@@ -302,32 +306,32 @@ def test_rounds_are_taken_together_and_reasons_said_once() -> None:
     one, two = made(), made()
     one["throughput"]["gbytes_per_s"], two["throughput"]["gbytes_per_s"] = 1.0, 3.0
     rows = [row("a", report=one), row("a", 2, report=two), row("b", 1, "failed"), row("b", 2, "failed")]
-    a, b = journal.Sweep([head(2)], rows).points()
+    a, b = table.Sweep([head(2)], rows).points()
     assert a.interval(figures.FIGURES["gbytes_per_s"]) == noise.Interval(2.0, 1.0, 3.0, 0.5, 2)
     assert b.interval(figures.FIGURES["p50"]) is None
     assert b.faults == ["failed: gone"]
 
 
-def printed(found: journal.Sweep) -> str:
+def printed(found: table.Sweep) -> str:
     stream = io.StringIO()
-    summary.show(found, Console(file=stream, width=200))
+    sweep.show(found, Console(file=stream, width=200))
     return stream.getvalue()
 
 
 def test_the_table_of_an_unfinished_sweep_says_how_many_rounds_it_has() -> None:
     rows = [row(key, n, report=made()) for n in (1, 2, 3) for key in KEYS]
-    assert "medians of 3 rounds\n" in printed(journal.Sweep([head(3)], rows))
-    assert "medians of 1 to 2 of 3 rounds\n" in printed(journal.Sweep([head(3)], rows[:4]))
-    assert "medians of 1 of 3 rounds; 1 of 3 points have none yet" in printed(journal.Sweep([head(3)], rows[:2]))
+    assert "medians of 3 rounds\n" in printed(table.Sweep([head(3)], rows))
+    assert "medians of 1 to 2 of 3 rounds\n" in printed(table.Sweep([head(3)], rows[:4]))
+    assert "medians of 1 of 3 rounds; 1 of 3 points have none yet" in printed(table.Sweep([head(3)], rows[:2]))
 
 
 def test_the_table_has_the_floor_where_it_was_measured() -> None:
     ratio = {"median": 0.725, "low": 0.7, "high": 0.75, "level": 0.97, "rounds": 10}
     floored = made() | {"ratio_to_floor": {"raw_nixl": {"gbytes_per_s": ratio}}}
-    text = printed(journal.Sweep([head()], [row("a", report=floored), row("b", report=made())]))
+    text = printed(table.Sweep([head()], [row("a", report=floored), row("b", report=made())]))
     assert "GB/s / raw NIXL" in text
     assert "72.5%" in text
-    assert "GB/s / raw NIXL" not in printed(journal.Sweep([head()], [row("a", report=made())]))
+    assert "GB/s / raw NIXL" not in printed(table.Sweep([head()], [row("a", report=made())]))
 
 
 # -- for real --------------------------------------------------------------------------------------
@@ -347,7 +351,7 @@ def test_a_sweep_is_interrupted_and_goes_on_and_a_point_that_fails_does_not_stop
         rest = running.stderr.read()
         assert running.wait(40) == 130
     path = tmp_path / "sweep.jsonl"
-    found = journal.load(path)
+    found = loaded(path)
     assert first.startswith("1/4 concurrency 1, prompt-tokens 64: ")
     assert f"interrupted after {len(found.rows)} of 4 runs; the same command goes on" in rest
     assert "Traceback" not in rest
@@ -359,7 +363,7 @@ def test_a_sweep_is_interrupted_and_goes_on_and_a_point_that_fails_does_not_stop
     assert done.returncode == 1, done.stderr
     assert "a line that was cut off is measured again" in done.stderr
     assert "failed: the longest prompt (4,000,000 tokens) needs a pool" in done.stderr
-    found = journal.load(path)
+    found = loaded(path)
     assert not found.missing()
     assert len(found.rows) == 4
     assert [r.status for r in sorted(found.rows, key=lambda r: r.params["prompt_tokens"])] == [

@@ -243,9 +243,7 @@ def test_keys_of_json_reports_are_still_there() -> None:
     assert missing(public_names.reports(record_wire.account())) == {}, ADVICE
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.slow) if x in ("leaks", "report") else x for x in public_names.COMMANDS]
-)
+@pytest.mark.parametrize("name", public_names.COMMANDS)
 def test_keys_of_what_commands_write_are_still_there(name: str) -> None:
     assert missing(public_names.commanded(name)) == {}, ADVICE
 

@@ -78,7 +78,7 @@ def test_the_two_engines_run_and_leave_nothing_behind(tmp_path: Path) -> None:
     assert r2.startswith("r2: aborted; the prefill engine has its blocks back after ")
     assert r3 == "r3: the pull failed (LeaseRefused: revoked); computed here; it is right: True"
     assert end == "all blocks are free in both engines"
-    told = run("-m", "asynckv", "leaks", str(tmp_path))
+    told = run("-m", "asynckv", "why", str(tmp_path))
     assert told.returncode == 0, told.stdout + told.stderr
 
 

@@ -19,6 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asynckv import (
+    AsyncKVError,
     ConfigError,
     EngineConfig,
     LeaseConfig,
@@ -249,6 +250,8 @@ def test_an_announcement_is_warned_of_on_the_side_that_does_not_pull() -> None:
     for side in (prefill, decode):
         assert [t - side.epoch for t, _ in side.said] == pytest.approx([10.25, 20.25, 40.25], abs=0.1)
     assert {(s.state, s.number) for _, s in decode.said} == {("announced", 1)}
+    # It has its time to be pulled, and its reader renews: nobody is late.
+    assert [s.is_orderly for side in (prefill, decode) for _, s in side.said] == [True] * 6
     assert "announced and never pulled; its lease is renewed at prefill/tp0@" in decode.said[0][1].waits
 
 
@@ -437,6 +440,60 @@ async def test_a_lease_that_ends_well_is_logged_as_a_whole_or_not_at_all(
         assert (ended[e["pull_id"]]["rank"], ended[e["pull_id"]]["sequence"]) == (e["reader"], e["sequence"])
     (failed,) = [e for e in events if e["event"] == "lease_ended" and e["cause"] == "expired"]
     assert (failed["request_id"], failed["owed"]) == ("never", ["*"])
+
+
+async def test_what_waits_in_order_is_no_warning(sim: Bench, events: list[dict[str, Any]]) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        params = group.make_params("waits", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params)
+        decode.engine.announce("d", params)
+        prefill.engine.lend(group.make_params("lone", [(0, [2])], 16))
+        await until(lambda: [x.state for x in decode.engine.requests()[0].ranks] == ["granted"])
+        for _ in range(90):
+            sim.clock.advance(0.15)
+            await asyncio.sleep(0)
+        await decode.engine.pull("d", [(0, [1])], params)
+    held = [(e["event"], e["level"], [x["request_id"] for x in e["oldest"]]) for e in events if "oldest" in e]
+    assert sorted(held) == [
+        ("lease_held", "info", ["waits"]),
+        ("lease_held", "warning", ["lone"]),
+        ("pull_held", "info", ["d"]),
+    ]
+
+
+async def test_an_idle_engine_gives_a_sign_of_life_every_half_lease(sim: Bench, events: list[dict[str, Any]]) -> None:
+    async with sim.pair(lease=LeaseConfig(lease_s=30.0)) as (_, _, _):
+        for _ in range(14):
+            sim.clock.advance(2.5)
+            await asyncio.sleep(0)
+    alive = [e for e in events if e["event"] == "engine_alive"]
+    assert sorted(e["engine_id"] for e in alive) == ["decode"] * 2 + ["prefill"] * 2
+    assert {(e["level"], e["leases"], e["pulls"], e["blocks_held"], tuple(e["waits_for"])) for e in alive} == {
+        ("info", 0, 0, 0, ())
+    }
+
+
+async def test_a_pull_that_is_refused_here_is_logged_with_what_joins_it(
+    sim: Bench, events: list[dict[str, Any]]
+) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        params = group.make_params("p", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params)
+        for groups in ([(0, [999])], [(0, [1]), (0, [2])]):
+            with pytest.raises(AsyncKVError):
+                await decode.engine.pull("d", groups, params)
+        with pytest.raises(AsyncKVError):
+            await decode.engine.pull("d", [(0, [1])], {"nonsense": 1})
+        with pytest.raises(AsyncKVError):
+            decode.engine.announce("d", {"nonsense": 1})
+    refused = [e for e in events if e["event"] == "pull_refused"]
+    assert [(e["cause"], e.get("prefill_request_id"), e.get("peer"), e.get("sequence")) for e in refused] == [
+        ("PlanRefused", "p", "prefill", 0),
+        ("PlanRefused", "p", "prefill", 0),
+        ("RemoteProtocolError", None, None, None),
+        ("RemoteProtocolError", None, None, None),
+    ]
+    assert all(e["request_id"] == "d" and e["detail"] and e["level"] == "warning" for e in refused)
 
 
 async def test_a_claim_that_came_before_its_request_is_logged_as_granted_too(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
 import stat
@@ -13,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 import zmq
@@ -36,8 +36,10 @@ from asynckv.edges.local import MAX_GUESTS, LocalDoor, is_left_behind, rank_of, 
 from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.keys import write_pair
 from asynckv.testing import SimData, SimNetwork
-from asynckv.tools.diagnose import inspect_cli
-from asynckv.tools.diagnose.ask import Answer, Asker, ask_all, targets
+from asynckv.tools.diagnose import why_cli
+from asynckv.tools.diagnose.ask import Answer, Trouble, ask_all, targets
+from asynckv.tools.diagnose.findings import Seen
+from asynckv.tools.diagnose.timeline_model import Story
 from tests.engines import memory, until
 
 pytestmark = pytest.mark.anyio
@@ -231,7 +233,7 @@ async def test_an_event_loop_is_away() -> None:
     async with listener(lambda asked: None) as address:
         answer = await one(address, SHORT_S)
     assert "its process lives but its event loop is away" in answer.error
-    assert answer.is_away
+    assert answer.trouble is Trouble.AWAY
 
 
 async def test_an_engine_of_another_major_version_says_so() -> None:
@@ -343,7 +345,7 @@ async def test_what_a_dead_process_left_is_known_and_taken_away_by_the_next(shor
         dead.bind(str(left))
     assert is_left_behind(left)
     answer = await one(str(left))
-    assert (answer.is_left_behind, answer.rank) == (True, "decode/pp1/tp2@01234567")
+    assert (answer.trouble, answer.rank) == (Trouble.GONE, "decode/pp1/tp2@01234567")
     assert "its process has ended without taking the socket away" in answer.error
     async with pair(inspect=InspectConfig(directory=short_path)) as (_, _, _):
         assert not left.exists()
@@ -394,7 +396,7 @@ async def test_of_who_is_silent_behind_a_socket_the_process_is_told(short_path: 
         silent.bind(path)
         silent.listen(1)
         answer = await one(path, SHORT_S)
-        assert (answer.pid, answer.is_away) == (os.getpid(), True)
+        assert (answer.pid, answer.trouble) == (os.getpid(), Trouble.AWAY)
         assert f"no answer within {SHORT_S:g} s: pid {os.getpid()} " in answer.error
         # Nobody takes the connections, until no more fit.
         with contextlib.suppress(BlockingIOError):
@@ -402,7 +404,7 @@ async def test_of_who_is_silent_behind_a_socket_the_process_is_told(short_path: 
                 other = others.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
                 other.connect(path)
         answer = await one(path, SHORT_S)
-        assert (answer.pid, answer.is_away, "no more fit" in answer.error) == (0, True, True)
+        assert (answer.pid, answer.trouble is Trouble.AWAY, "no more fit" in answer.error) == (0, True, True)
 
 
 async def test_an_engine_that_closes_hangs_up(short_path: Path) -> None:
@@ -448,39 +450,31 @@ async def test_an_asker_that_never_reads_keeps_no_other_from_its_answer() -> Non
 # -- the command, with engines -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("wanted", "status", "says"),
-    [
-        ("p1", 0, "lease p1"),
-        ("sre-7", 0, "lease sre-7-12"),
-        ("p", 1, "2 requests begin with 'p':"),
-        ("none", 1, "knows"),
-    ],
-)
-async def test_a_request_is_found_by_the_beginning_of_its_id(
-    wanted: str, status: int, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def looking(address: str, wanted: str | None) -> tuple[Seen, list[Story]]:
+    """Look as the command does, in a thread of its own: it has an event loop of its own."""
+    look = why_cli.Looking([address], wanted, None, None, 5.0)
+    seen = look.look()
+    return seen, look.stories(seen) if wanted is not None else []
+
+
+@pytest.mark.parametrize(("wanted", "name"), [("p1", "p1"), ("sre-7", "sre-7-12"), ("#2", "sre-7-12")])
+async def test_a_request_is_found_by_the_beginning_of_its_id(wanted: str, name: str) -> None:
     async with pair() as (prefill, _, group):
         lend(prefill, group, 2)
         prefill.lend(group.make_params("sre-7-12", [(0, [3])], 16))
-        addresses = [prefill.endpoint.address]
-        session = inspect_cli._Session(addresses, addresses, wanted, 64, follow=False)
-        assert await inspect_cli._run(session, Asker(), 0.0, 20, None) == status
-        assert says in capsys.readouterr().out
-        async with Asker() as asker:
-            answers = await session.ask(asker)
-        assert answers[0].account.facts.address == prefill.endpoint.address
+        seen, (story,) = await anyio.to_thread.run_sync(looking, prefill.endpoint.address, wanted)
+        assert (story.name, story.lease) == (name, "lent")
+        assert seen.answers[0].account.facts.address == prefill.endpoint.address
+        assert seen.late == [], "what is young is not late"
+        for several, says in (("p", "2 requests begin so: p0, p1"), ("none", "no such request among 3")):
+            with pytest.raises(ConfigError, match=says):
+                await anyio.to_thread.run_sync(looking, prefill.endpoint.address, several)
 
 
-async def test_json_goes_where_it_is_told_to(short_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async with pair() as (prefill, _, group):
-        lend(prefill, group, 1)
-        addresses = [prefill.endpoint.address]
-        for target in ("-", str(short_path / "out.json")):
-            session = inspect_cli._Session(addresses, addresses, "", 64, follow=False)
-            assert await inspect_cli._run(session, Asker(), 0.0, 20, target) == 0
-        out = capsys.readouterr().out
-        (document, end) = json.JSONDecoder().raw_decode(out)
-        assert "p0" in out[end:]  # a person sees it beside the file
-        written = json.loads((short_path / "out.json").read_text())
-        assert document["engines"][0]["rank"] == written["engines"][0]["rank"]
+async def test_engines_that_are_read_from_are_asked_as_well() -> None:
+    async with pair() as (prefill, decode, group):
+        [params] = lend(prefill, group, 1)
+        decode.announce("d0", params)
+        await until(lambda: decode.requests()[0].ranks[0].state == "granted")
+        seen, _ = await anyio.to_thread.run_sync(looking, decode.endpoint.address, None)
+        assert {x.engine_id for x in seen.answers} == {prefill.config.engine_id, decode.config.engine_id}

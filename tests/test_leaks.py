@@ -21,21 +21,24 @@ from typer.testing import CliRunner
 
 from asynckv.core import told
 from asynckv.core.account import Account, Facts
-from asynckv.core.inspect import RequestStatus
+from asynckv.core.inspect import RankStatus, RequestStatus
 from asynckv.errors import ConfigError
 from asynckv.tools import cli
 from asynckv.tools.cli import app
-from asynckv.tools.diagnose import leaks_page
-from asynckv.tools.diagnose.ask import Answer
+from asynckv.tools.diagnose import why_text
+from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, WHY, Owner, cells
+from asynckv.tools.diagnose.findings import Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
-from asynckv.tools.diagnose.leaks_live import records_of, who_hangs
+from asynckv.tools.diagnose.leaks_live import look_here, records_of, tell
 from asynckv.tools.diagnose.leaks_pulls import Failure, failures
 from asynckv.tools.diagnose.leaks_values import Leak
 from asynckv.tools.diagnose.presence import Presence, early_ends
 from asynckv.tools.diagnose.records import Logs, Record, read_logs
+from asynckv.tools.diagnose.timeline_model import ground
+from asynckv.tools.diagnose.why_report import report
 from tests.test_leaks_real import DECODE_ONLY, EXPECTED, PREFILL, PREFILL_ONLY, named
 
 RECORDED = Path(__file__).parent / "data" / "leaks.jsonl"
@@ -456,7 +459,8 @@ def test_every_cell_of_the_table_has_its_cause_and_its_evidence() -> None:
         assert leak.evidence.startswith(owner.value)
         assert "?" not in leak.sentence.replace("?@", "")
     failures = [x for _, records in FAILURES.values() for x in failed(records)]
-    assert {x.cell for x in (*leaks, *failures, *failed(BLOCKED))} == {cell for cause in CAUSE for cell in cells(cause)}
+    told_of = {x.cell for x in leaks} | {x.cell for x in (*failures, *failed(BLOCKED))}
+    assert told_of == {cell for cause in CAUSE for cell in cells(cause)}
 
 
 F, P2 = "dddddddd" + "3" * 24, "eeeeeeee" + "4" * 24
@@ -548,8 +552,9 @@ def test_a_cause_is_named_and_nothing_else(name: str) -> None:
     assert leak.request_id == "a"
     assert "?" not in leak.sentence.replace("?@", "")
     assert not re.search("(Prefill|Decode)/tp", shown(records)), "names are as they were logged"
-    report = leaks_page.report([leak], join(records), Logs(records))
-    assert json.loads(json.dumps(report))["leaked"] == 1
+    told = json.loads(json.dumps(plain(records)))
+    assert [x["cause"] for x in told["late"]] == [cause.value]
+    assert cause.value in [x["code"] for x in told["findings"]] or told["findings"][0]["requests"] == ["a"]
 
 
 def test_what_was_released_revoked_or_withdrawn_is_not_late() -> None:
@@ -738,8 +743,7 @@ def test_a_prefill_log_that_ends_early_says_no_more_than_one_that_is_missing() -
         early = early_ends(service, make_axis(service).when)
         assert [x.rank for x in early] == [RANK[P]]
         assert early[0].before_s == pytest.approx(90 - end, abs=0.2)
-        report = leaks_page.report(leaks, service, Logs(records), early=early)
-        assert report["read"]["early"][0]["rank"] == RANK[P]
+        assert f"the log of {RANK[P]} ends early" in [x["what"] for x in plain(records)["limits"]]
     assert not found([*BOTH, failed, refused])
     [leak] = found([*RUNNING, pull_ended(15, "complete"), unanswered(46, "timeout"), later, say(40, "of_later", P)])
     assert (leak.cause, leak.state) == (C.RELEASE_UNANSWERED, "unknown")
@@ -769,8 +773,7 @@ def test_what_a_log_of_warnings_lacks_says_nothing() -> None:
     records = [*warnings([pull_ended(9, "timeout", pull_id=f"{D[:16]}-7", prefill_request_id="z")]), *DIED[:1]]
     leaks = {x.request_id: x for x in found([*records, expired(), stopped(P)])}
     assert (leaks["a"].cause, leaks["a"].missing) == (C.READER_SILENT, (RANK[D],))
-    report = leaks_page.report([], join(records), Logs(records))
-    assert report["read"]["warnings_only"] == [RANK[D]]
+    assert RANK[D] in [x["evidence"] for x in plain(records)["limits"] if x["code"] == "warnings_only"]
 
 
 def test_a_death_that_is_only_inferred_is_told_with_its_reserve() -> None:
@@ -801,8 +804,6 @@ def test_another_request_id_is_named_or_told_as_unknown() -> None:
     for detail in ("the key belongs to another prefill request id", "not to 'cut of", "not to 'a' 'b", "not to '\\'"):
         old = alone(detail)
         assert (old.other_request_id, "another id than it was lent under, so" in old.sentence) == ("", True)
-    entry = leaks_page.report([known], join([begun(P)]), Logs())["leaks"][0]
-    assert (entry["reader"], entry["other_request_id"]) == (RANK[D], "cmpl-\n")
 
 
 def test_what_was_read_after_a_log_had_ended_is_not_held() -> None:
@@ -851,28 +852,31 @@ def test_recorded_logs_of_real_processes() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     run = CliRunner()
-    told = run.invoke(app, ["leaks", str(RECORDED), "--limit", "3"])
+    told = run.invoke(app, ["why", str(RECORDED)])
     assert told.exit_code == 1
-    assert "reader_died" in told.stdout
+    assert told.stdout.splitlines()[0].endswith(" things are wrong.")
     assert "whoever had them died" in told.stdout
     assert "what to do" in told.stdout
-    told = run.invoke(app, ["leaks", str(RECORDED), "--json", str(tmp_path / "x.json"), "--request", "D-late"])
+    told = run.invoke(app, ["why", "D-late", str(RECORDED), "--json", str(tmp_path / "x.json")])
     assert told.exit_code == 1
+    assert told.stdout.startswith("late (decode: D-late)  lease expired, pull expired")
+    assert "lease_too_short: alive/tp0@" in told.stdout
     report = json.loads((tmp_path / "x.json").read_text())
-    assert report["schema"] == "asynckv.leaks/1"
-    assert [x["request_id"] for x in report["leaks"]] == ["late"]
+    assert report["schema"] == "asynckv.why/1"
+    assert [x["request_id"] for x in report["late"]] == ["late"]
+    assert report["request"]["request_id"] == "late"
     well = tmp_path / "well.log"
-    well.write_text("".join(x for x in RECORDED.read_text().splitlines(True) if '"engine_started"' in x))
-    told = run.invoke(app, ["leaks", str(well)])
+    well.write_text("".join(json.dumps(line(x)) + "\n" for x in BOTH))
+    told = run.invoke(app, ["why", str(well)])
     assert told.exit_code == 0
-    assert "Nothing was late" in told.stdout
+    assert re.fullmatch(r"All is well: 0 requests, 1 prefill rank and 1 decode rank, .* UTC\.\n", told.stdout)
 
 
 def test_a_request_is_found_by_whatever_it_is_called(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
 
     def ask(name: str) -> tuple[int, str]:
-        told = CliRunner().invoke(app, ["leaks", str(path), "--request", name])
+        told = CliRunner().invoke(app, ["why", name, str(path)])
         if isinstance(told.exception, ConfigError):
             return 2, str(told.exception)
         return told.exit_code, " ".join(told.output.split())
@@ -897,11 +901,11 @@ def test_a_request_is_found_by_whatever_it_is_called(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(line(x)) + "\n" for x in records))
     for name in ("chatcmpl-ff6a", "cmpl-ff6a", "D-1", PULL, "0", "#0", "chatc", "cmpl"):
         code, text = ask(name)
-        assert (code, "other_request_id chatcmpl-ff6a" in text, "chat\\nx" in text) == (1, True, False), name
+        assert (code, text.startswith("chatcmpl-ff6a (decode: D-1)")) == (1, True), name
+        assert "other_request_id: " in text
     for name in ("chat\\nx", "chat\nx", "D-2", "7"):
         code, text = ask(name)
-        assert (code, f"Request {name.replace(chr(10), chr(92) + 'n')} was not late." in text) == (0, True)
-        assert "What became of it: asynckv timeline LOGS --request " in text
+        assert (code, text.startswith("chat\\nx (decode: D-2) lease released, pull complete")) == (0, True), name
     code, text = ask("chat")
     assert (code, "2 requests begin so: chat\\nx, chatcmpl-ff6a" in text) == (2, True)
     code, text = ask("cmpl-ff6b")
@@ -913,42 +917,52 @@ def test_a_request_is_found_by_whatever_it_is_called(tmp_path: Path) -> None:
     ended = replace(ended, engine_id="other", rank=RANK[OTHER])
     records = [*BOTH, again, first, ended, say(300, told.EngineStopped, OTHER)]
     path.write_text("".join(json.dumps(line(x)) + "\n" for x in records))
-    assert ask("again-5")[0] == ask("again")[0] == ask("prefill:again-5")[0] == ask("prefill:0")[0] == 1
+    assert ask("prefill:again-5")[0] == 1
+    code, text = ask("again-5")
+    assert (code, "only prefill:again-5" in text, "only other:again-5" in text) == (2, True, True)
     code, text = ask("other:again-5")
-    assert (code, "Request other:again-5 was not late." in text) == (0, True)
+    assert (code, "again-5 lease released" in text) == (0, True)
     assert ask("")[0] == ask(" ")[0] == 2
 
 
-def shown(records: list[Record], *, width: int = 0, details: int = 1, logs: Logs | None = None) -> str:
-    """What people see, piped or on a terminal of some width."""
+def seen_of(records: list[Record], logs: Logs | None = None) -> Seen:
+    """All that is known of some records."""
     service = join(records)
-    report = leaks_page.report(find_leaks(service), service, logs or Logs(records))
+    axis = make_axis(service)
+    return Seen(logs or Logs(records), axis, ground(axis), find_leaks(service, axis.when))
+
+
+def plain(records: list[Record], logs: Logs | None = None) -> dict[str, Any]:
+    """What programs see."""
+    seen = seen_of(records, logs)
+    return report(find(seen), seen)
+
+
+def shown(records: list[Record], *, width: int = 0, logs: Logs | None = None) -> str:
+    """What people see, piped or on a terminal of some width: what is wrong, and every late request."""
+    seen = seen_of(records, logs)
     out = io.StringIO()
-    leaks_page.show(report, Console(file=out, force_terminal=bool(width), width=width or None), details=details)
+    console = Console(file=out, force_terminal=bool(width), width=width or None)
+    why_text.show_findings(report(find(seen), seen), console)
+    why_text.show_late(seen.late, console)
     return out.getvalue()
 
 
-def test_examples_are_in_the_order_of_the_table_and_the_others_are_named() -> None:
+def test_the_most_frequent_cause_comes_first_and_names_its_requests() -> None:
     lapsed = [expired(False, request_id=f"x{i}", sequence=i, at=40.0 + i) for i in range(1, 12)]
-    records = [*BOTH, expired(refused=[REFUSED]), *lapsed]
-    text = shown(records)
-    [first, second] = [x for x in text.splitlines() if x.endswith("  x1") or x.endswith("  a")]
-    assert (first, second) == ("never_heard_of  x1", "release_refused  a")
-    names = ", ".join(f"x{i}" for i in range(2, 10))
-    assert f"never_heard_of: 10 more requests: {names} and 2 more; --limit shows more, --request one" in text
-    assert "never_heard_of: 11 requests: x1, x2" in shown(records, details=0)
-    assert "1 more request: a;" not in text
+    found = [x for x in plain([*BOTH, expired(refused=[REFUSED]), *lapsed])["findings"] if x["requests"]]
+    assert [(x["code"], len(x["requests"])) for x in found] == [("never_heard_of", 11), ("release_refused", 1)]
+    text = shown([*BOTH, expired(refused=[REFUSED]), *lapsed])
+    assert f"requests: {', '.join(f'x{i}' for i in range(1, 9))} and 3 more, 44 blocks\n" in text
 
 
 def test_text_has_the_width_of_its_terminal_and_no_padding_elsewhere() -> None:
     records = [*BOTH, expired(refused=[REFUSED])]
     assert all(x == x.rstrip() for x in shown(records).splitlines())
     assert any(len(x) > 100 for x in shown(records).splitlines())
-    forgotten = shown([*BOTH, pull_ended(60, "timeout", failed_in="announced", seconds=50.0), expired(False)])
-    assert f" {CATALOGUE[C.ANNOUNCED_AND_FORGOTTEN].title}\n" in forgotten
     text = re.sub(r"\x1b\[[0-9;]*m", "", shown(records, width=80))
     assert max(len(x.rstrip()) for x in text.splitlines()) <= 80
-    assert "\n  what to do: " in text
+    assert "\n   what to do: " in text
 
 
 def test_blocks_that_may_still_be_written_are_counted() -> None:
@@ -967,21 +981,19 @@ def test_blocks_that_may_still_be_written_are_counted() -> None:
 
 def test_what_is_not_known_is_left_out_and_one_is_no_plural(tmp_path: Path) -> None:
     text = shown([*RUNNING, pull_ended(15, "complete"), unanswered(46), stopped(D, 300.0)])
-    assert f"held: blocks of {RANK[P]}, since " in text
+    assert f"held: blocks of {RANK[P]}" in text
     text = shown([*BOTH, expired(False, blocks=1)])
-    assert f"held: 1 block of {RANK[P]}, 30.000 s since 01:46:50.000; its lease expired" in text
-    assert "owed by: * (a decode engine that never spoke up)" in text
+    assert f"held: 1 block of {RANK[P]} for 30.0 s since 01:46:50.000; expired" in text
+    assert "owed by: a decode engine that never spoke up" in text
     for name in ("a.log", "b.log"):
         (tmp_path / name).write_text("".join(json.dumps(line(x)) + "\n" for x in BOTH) + "GET /\n" * (name == "b.log"))
     read = read_logs([tmp_path])
     assert [(x.num_others, x.num_repeated) for x in read.sources] == [(0, 0), (1, len(BOTH))]
-    text = shown(list(read.records), logs=read)
-    assert f"{len(BOTH)} lines that were there twice: {tmp_path / 'b.log'} ({len(BOTH)})" in text
-    assert f"1 line of other programs: {tmp_path / 'b.log'} (1)" in text
-    assert "of 2 files, 0 requests, " in text
+    text = shown([*read.records, expired(False)], logs=read)
+    assert f"of 2 files; 1 line of other programs; {len(BOTH)} lines there twice: 1 request, " in text
 
 
-@pytest.mark.parametrize("argv", [["leaks"], ["leaks", "--json", "-"], ["timeline"]])
+@pytest.mark.parametrize("argv", [["why"], ["why", "--json", "-"]])
 def test_a_closed_pipe_is_no_error_of_ours(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -993,32 +1005,26 @@ def test_a_closed_pipe_is_no_error_of_ours(argv: list[str], monkeypatch: pytest.
     assert caught.value.code == 141
 
 
-def test_one_sides_logs_are_told_to_be_that(tmp_path: Path) -> None:
+def test_one_sides_logs_are_told_to_be_that() -> None:
     theirs = [begun(D), *met()[::2], stopped(D), pull_ended(15, "complete")]
-    assert "Nothing was late, as far as the decode side says." in shown(theirs)
-    mine = [begun(P), stopped(P), expired(cause="released", owed=[])]
-    assert "Nothing was late, as far as the prefill side says." in shown(mine)
-    log = tmp_path / "x.log"
-    log.write_text("".join(json.dumps(line(x)) + "\n" for x in theirs))
-    text = shown(theirs, logs=read_logs([log]))
-    assert "Nothing was late, as far as the decode side's logs say." in text
-    assert "Nothing was late." in shown([*theirs, *mine])
+    assert f"there is no log of {RANK[P]}" in shown(theirs)
+    assert "All is well, as far as these logs tell: " in shown(theirs)
 
 
-def test_who_answers_lives_and_who_does_not_makes_it_unsure(tmp_path: Path) -> None:
+def test_who_answers_lives_and_who_does_not_is_told(tmp_path: Path) -> None:
     well = tmp_path / "well.log"
     well.write_text("".join(json.dumps(line(x)) + "\n" for x in BOTH))
     left = tmp_path / "prefill.pp0.tp0.aaaaaaaa.sock"
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(str(left))
-    told = CliRunner().invoke(app, ["leaks", str(well), str(left)])
-    assert (told.exit_code, "Nothing was late" in told.stdout) == (2, False)
-    assert f"Cannot say: {left} did not answer; of the others nothing was late." in told.stdout
-    # Of a directory logs are read, and sockets asked; one of a process that has ended was not asked for.
-    told = CliRunner().invoke(app, ["leaks", str(tmp_path)])
-    assert (told.exit_code, "Nothing was late." in told.stdout) == (0, True)
+    told = CliRunner().invoke(app, ["why", str(well), str(left)])
+    assert (told.exit_code, "One thing is wrong." in told.stdout) == (1, True)
+    assert f"process gone: {RANK[P]} does not answer" in told.stdout
+    # Of a directory logs are read, and sockets asked.
+    told = CliRunner().invoke(app, ["why", str(tmp_path)])
+    assert (told.exit_code, f"process gone: {RANK[P]} does not answer" in told.stdout) == (1, True)
     well.unlink()
-    told = CliRunner().invoke(app, ["leaks", str(tmp_path)])
+    told = CliRunner().invoke(app, ["why", str(tmp_path)])
     assert isinstance(told.exception, ConfigError)
     assert "its process has ended" in str(told.exception)
 
@@ -1074,15 +1080,61 @@ def test_an_engine_that_does_not_answer_may_have_been_given_it() -> None:
     assert f"{RANK[E]} was given it, as other ranks of its engine were, but it does not answer" in leak.sentence
 
 
-def test_who_hangs_is_named_as_in_the_logs() -> None:
-    service = join([begun(P), begun(D)])
-    by_socket = Answer(address="/run/d.sock", error="no answer", is_away=True, account=Account(rank=RANK[E]))
-    by_address = Answer(address="tcp://10.0.0.1:1", error="no answer", is_away=True)
-    ended = Answer(address="/run/o.sock", error="it has ended", account=Account(rank=RANK[OTHER]))
-    stranger = Answer(address="tcp://10.0.0.9:1", error="no answer", is_away=True)
-    keyed = Answer(address="/run/k.sock", error="it has keys", is_away=True, account=Account(rank=RANK[OTHER]))
-    assert who_hangs([by_socket, ended, stranger, keyed], service) == [RANK[E]]
-    assert who_hangs([by_address], join([begun(D)])) == [RANK[D]]
+def test_who_was_asked_in_vain_is_named_as_in_the_logs() -> None:
+    def told_of(records: list[Record], *answers: Answer) -> tuple[list[str], list[str]]:
+        service = join(records)
+        tell(service, answers, 2e9)
+        return service.unanswered, sorted(service.gone)
+
+    by_socket = Answer(address="/run/d.sock", error="no answer", trouble=Trouble.AWAY, account=Account(rank=RANK[E]))
+    by_address = Answer(address="tcp://10.0.0.1:1", error="no answer", trouble=Trouble.AWAY)
+    ended = Answer(address="/run/o.sock", error="it has ended", trouble=Trouble.GONE, account=Account(rank=RANK[OTHER]))
+    stranger = Answer(address="tcp://10.0.0.9:1", error="no answer", trouble=Trouble.AWAY)
+    keyed = Answer(address="/run/k.sock", error="it has keys", trouble=Trouble.KEYS, account=Account(rank=RANK[OTHER]))
+    assert told_of([begun(P), begun(D)], by_socket, ended, stranger, keyed) == ([RANK[E]], ["eeeeeeee"])
+    assert told_of([begun(D)], by_address) == ([RANK[D]], [])
+
+
+def test_a_reader_that_was_asked_and_is_gone_has_died_though_no_log_of_it_is_there() -> None:
+    claims = (RankStatus(RANK[D], "granted", pull_id=PULL, granted_s=5.0, heard_s=8.0),)
+    held = RequestStatus("lease", "a", "a", "lent", 20.0, 20.0, 10.0, 4, "a claim", claims, sequence=0)
+    asked = [answering(P, {"leases.lent": 3}, held)]
+    gone = Answer(address="/run/d.sock", error="its process has ended", account=Account(rank=RANK[D]))
+
+    def judged(trouble: Trouble) -> Leak:
+        answers = [*asked, replace(gone, trouble=trouble)]
+        service = join(records_of(answers, 1e9))
+        tell(service, answers, 1e9)
+        [leak] = find_leaks(service)
+        return leak
+
+    leak = judged(Trouble.GONE)
+    assert leak.cause is C.READER_DIED
+    assert "and died (its process has ended (there is no log of it)" in leak.sentence
+    leak = judged(Trouble.AWAY)
+    assert leak.last_decode == f"nothing of this request; {RANK[D]}: it does not answer (there is no log of it)"
+
+
+def test_a_pid_that_is_not_there_any_more_is_a_death_if_the_logs_are_of_this_host(tmp_path: Path) -> None:
+    start = {"host": socket.gethostname(), "version": "1"}
+    (tmp_path / "stat").write_text("btime 1000\n")
+    (tmp_path / "7").mkdir()
+    fields = ["S", *["0"] * 18, "500", *["0"] * 5]
+    (tmp_path / "7" / "stat").write_text(f"7 (python) {' '.join(fields)}\n")
+
+    def gone(*said: Record) -> dict[str, str]:
+        service = join(said)
+        look_here(service, tmp_path)
+        return service.gone
+
+    there, ended = say(1e9, told.EngineStarted, P, pid=7, **start), say(1e9, told.EngineStarted, D, pid=8, **start)
+    assert gone(there, ended) == {"bbbbbbbb": "pid 8 is not there any more"}
+    assert gone(ended) == {}, "nothing shows that these logs are of this host"
+    assert gone(there, say(1e9, told.EngineStarted, D, pid=8, **start | {"host": "elsewhere"})) == {}
+    assert gone(there, ended, say(2e9, told.EngineStopped, D)) == {}
+    # Another process has its pid: it began later than the engine.
+    early = say(-1e9 + 900.0, told.EngineStarted, E, pid=7, **start)
+    assert gone(there, early) == {"cccccccc": "pid 7 is not there any more"}
 
 
 def test_only_what_was_late_since_a_repair(tmp_path: Path) -> None:
@@ -1091,18 +1143,19 @@ def test_only_what_was_late_since_a_repair(tmp_path: Path) -> None:
     log.write_text("".join(f"{json.dumps(line(x))}\n" for x in records))
 
     def told(since: str) -> tuple[int, str, list[str]]:
-        result = CliRunner().invoke(app, ["leaks", str(log), "--since", since, "--json", str(tmp_path / "leaks.json")])
-        report = json.loads((tmp_path / "leaks.json").read_text())
+        result = CliRunner().invoke(app, ["why", str(log), "--since", since, "--json", str(tmp_path / "why.json")])
+        report = json.loads((tmp_path / "why.json").read_text())
         assert report["read"]["since"]
-        return result.exit_code, result.stdout.splitlines()[0], [x["request_id"] for x in report["leaks"]]
+        return result.exit_code, result.stdout.splitlines()[0], [x["request_id"] for x in report["late"]]
 
-    assert told("150s") == (1, "2 late since 01:47:30.000 UTC, by cause", ["a", "b"])
-    assert told("90s") == (1, "1 late since 01:48:30.000 UTC, by cause", ["b"])
-    assert told("01:49:10") == (0, "Nothing was late since 01:49:10.000 UTC.", [])
+    assert told("150s") == (1, "One thing is wrong since 01:47:30.000 UTC.", ["a", "b"])
+    assert told("90s") == (1, "One thing is wrong since 01:48:30.000 UTC.", ["b"])
+    code, text, late = told("01:49:10")
+    assert (code, text.startswith("All is well since 01:49:10.000 UTC: "), late) == (0, True, [])
     assert told("2001-09-09T01:49:10Z")[0] == 0
     assert told("01:51")[2] == ["a", "b"]  # later than the last event: of the day before
     for wrong, why in (("2002-01-01", "no event is later than --since 2002-01-01"), ("noon", "is no time")):
-        result = CliRunner().invoke(app, ["leaks", str(log), "--since", wrong])
+        result = CliRunner().invoke(app, ["why", str(log), "--since", wrong])
         assert why in str(result.exception)
 
 
@@ -1110,9 +1163,11 @@ def test_the_command_refuses_bad_input(tmp_path: Path) -> None:
     empty = tmp_path / "empty.log"
     empty.touch()
     for arguments in (
-        ["leaks", str(empty)],
-        ["leaks", str(tmp_path / "none")],
-        ["leaks", str(RECORDED), "--limit", "-1"],
+        ["why", str(empty)],
+        ["why", str(tmp_path / "none")],
+        ["why", str(RECORDED), "--top", "-1"],
+        ["why", str(RECORDED), "--watch"],
+        ["why", "chat-17"],
     ):
         assert CliRunner().invoke(app, arguments).exit_code != 0
 
@@ -1161,6 +1216,5 @@ ROWS = st.builds(
 @given(st.lists(ROWS, max_size=8), st.sampled_from(list(CASES)))
 def test_hostile_lines_end_in_a_report(rows: list[Record], name: str) -> None:
     records = [*CASES[name][1], *rows]
-    service = join(records)
-    report = leaks_page.report(find_leaks(service), service, Logs(records))
-    json.dumps(report)
+    json.dumps(plain(records))
+    shown(records)

@@ -268,7 +268,7 @@ async def test_running_engines_say_what_they_hold_and_why(folder: Path) -> None:
             sys.executable,
             "-m",
             "asynckv",
-            "leaks",
+            "why",
             *addresses,
             "--json",
             "-",
@@ -279,7 +279,7 @@ async def test_running_engines_say_what_they_hold_and_why(folder: Path) -> None:
     assert both == {"announced": C.ANNOUNCED_AND_FORGOTTEN, "unclaimed": C.NEVER_CLAIMED, "waiting": C.STILL_HELD}
     assert alone == {"announced": C.STILL_HELD, "unclaimed": C.NEVER_CLAIMED, "waiting": C.STILL_HELD}
     assert run.returncode == 1
-    assert "waiting" in {x["request_id"] for x in json.loads(out)["leaks"]}
+    assert "waiting" in {x["request_id"] for x in json.loads(out)["late"]}
 
 
 def judge(folder: Path) -> None:

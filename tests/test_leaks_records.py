@@ -23,7 +23,7 @@ from asynckv.core import told
 from asynckv.errors import ConfigError
 from asynckv.observe.log import Recorder
 from asynckv.tools.cli import app
-from asynckv.tools.diagnose import records
+from asynckv.tools.diagnose import files, records
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.records import read_logs
 
@@ -185,7 +185,7 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
                 whole.encode()[:-20],
                 ('{"incarnation": ' + "[" * 100_000).encode(),
                 json.dumps(row(at="yesterday")).encode(),
-                b'{"incarnation": "' + b"x" * (records.MAX_LINE + 5) + b'"}',
+                b'{"incarnation": "' + b"x" * (files.MAX_LINE + 5) + b'"}',
                 b'["incarnation"]',
                 json.dumps({**row(), "event": "Something else"}).encode(),
                 json.dumps(row("of_the_future", number=float("inf"), other=float("nan"))).encode(),
@@ -197,7 +197,7 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     assert [x.event for x in logs.records] == ["lease_ended", "of_the_future"]
     skipped = {x.reason: (x.lines, x.where) for x in logs.skipped}
     assert skipped == {
-        "cut short": (2, f"{path}:3"),
+        "cut short": (1, f"{path}:3"),  # the last line is perhaps being written just now
         "nested too deeply": (1, f"{path}:4"),
         "without a time that can be read (timestamp, time, ts, @timestamp, asctime)": (1, f"{path}:5"),
         "longer than 1,048,576 bytes": (1, f"{path}:6"),
@@ -300,10 +300,10 @@ def test_no_command_stumbles_over_numbers_of_another_world(
         row("lease_held", oldest=[pulls[2]]),
     ]
     log = write(tmp_path / "a.log", *pulls, *leases)
-    for command in (["leaks", "--limit", "3"], ["timeline", "--slowest", "9", "--html", str(tmp_path / "a.html")]):
-        result = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "a.json"), str(log)])
-        assert result.exception is None or isinstance(result.exception, SystemExit), (command, result.exception)
-        json.loads((tmp_path / "a.json").read_text())
+    outputs = ["--html", str(tmp_path / "a.html"), "--json", str(tmp_path / "a.json")]
+    result = CliRunner().invoke(app, ["why", *outputs, str(log)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    json.loads((tmp_path / "a.json").read_text())
 
 
 def test_what_is_no_number_is_as_if_it_were_not_said(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_what_is_no_number_is_as_if_it_were_not_said(tmp_path: Path) -> None:
     assert "NaN" in log.read_text()
     (record,) = read_logs([log]).records
     assert (record.number("seconds", 7.0), record.integer("bytes")) == (7.0, -1)
-    result = CliRunner().invoke(app, ["timeline", "--html", str(tmp_path / "a.html"), str(log)])
+    result = CliRunner().invoke(app, ["why", "--html", str(tmp_path / "a.html"), str(log)])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     assert (
         "NaN" not in (tmp_path / "a.html").read_text().partition('type="application/json"')[2].partition("</script>")[0]

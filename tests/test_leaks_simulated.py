@@ -1,4 +1,4 @@
-"""`asynckv leaks` over logs of simulated services with faults, whose truth is known; and its judge judges.
+"""`asynckv why` over logs of simulated services with faults, whose truth is known; and its judge judges.
 
 A thousand services are judged by `python -m tests.lab.leaks_truth`; here are some dozens.
 """

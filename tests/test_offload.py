@@ -549,9 +549,9 @@ async def test_what_a_copy_held_is_told_by_the_log(tmp_path: Path) -> None:
     [stopped] = [each for each in said if each["event"] == "offload_stopped"]
     assert moved["counters"]["bytes.store"] == stopped["counters"]["bytes.store"] == 2 * RECORD
     assert moved["blocks"] == {"host": 2}
-    told = CliRunner().invoke(app, ["leaks", str(log), "--json", str(tmp_path / "report.json")])
+    told = CliRunner().invoke(app, ["why", str(log), "--json", str(tmp_path / "report.json")])
     assert told.exit_code == 1
-    assert "2 copies of stores and loads did not end in time" in told.stdout
+    assert "2 stores or loads did not end in time" in told.stdout
     copies = json.loads((tmp_path / "report.json").read_text())["copies"]
     assert [(x["request_id"], x["what"], x["state"], x["blocks"]) for x in copies] == [
         ("lost", "load", "retired", 1),

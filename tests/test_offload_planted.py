@@ -21,7 +21,7 @@ from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.cutting import Cutting
 from asynckv.offload.entry import Entry
 from asynckv.offload.eviction import S3Fifo
-from asynckv.offload.jobs import Jobs
+from asynckv.offload.job import Jobs
 from asynckv.offload.slots import Runs, Slots
 from asynckv.offload.tier import Tier
 from asynckv.offload.traffic import Traffic

@@ -27,7 +27,7 @@ from asynckv.geometry.kept import kept_tables, plan_copies, plan_loads
 from asynckv.geometry.layout import ONE_PER_REQUEST, Layout, Memory, fingerprint
 from asynckv.geometry.match import assign, compare
 from asynckv.geometry.overlap import pools
-from asynckv.geometry.packed import packed, placed, record_form, record_sizes
+from asynckv.geometry.packed import placed, record_form, record_sizes
 from asynckv.geometry.plan import Plan
 from asynckv.geometry.tables import PeerTables
 from asynckv.layout import register_memory
@@ -37,7 +37,7 @@ from asynckv.tools.plan.layouts import model_layout, with_addresses
 from asynckv.tools.plan.models import PRESETS, preset
 from tests import oracle
 from tests.engines import Bench
-from tests.oracle import Cache, Engine, GroupSpec, Kept, LayerSpec, PartSpec, Rank
+from tests.oracle import Cache, Engine, GroupSpec, Kept, LayerSpec, PartSpec, Rank, packed
 from tests.test_geometry import allocate, attention, engine, engines, latent, mamba2, models
 
 

@@ -196,7 +196,7 @@ def test_the_installed_bench_moves_and_verifies_bytes(installed: Path, elsewhere
     assert (report["requests"]["completed"], report["requests"]["failed"]) == (4, 0)
     assert (report["bytes"]["verified"], report["bytes"]["wrong"]) == (4 * 64 * 8192, 0)
 
-    call([asynckv, "timeline", "bench.log", "--html", "timeline.html"], elsewhere)
-    page = (elsewhere / "timeline.html").read_text()
+    call([asynckv, "why", "bench.log", "--html", "why.html"], elsewhere)
+    page = (elsewhere / "why.html").read_text()
     assert "<canvas" in page
-    assert "<p>All well.</p>" in page
+    assert "<p>All is well.</p>" in page

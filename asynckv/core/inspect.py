@@ -220,8 +220,7 @@ class Inspector:
     ) -> HeldBlocks:
         reason, until, waits_for = str(hold.kind), math.inf, tuple[str, ...]()
         if isinstance(request, Pull):
-            open_ones = (x for x in request.sources if x.running or x.doubtful or (x.reads and not x.proven))
-            waits_for = tuple(x.where for x in open_ones)
+            waits_for = tuple(x.where for x in request.sources if x.is_waited_for)
             reason, until = request.held_as
         elif isinstance(request, Lease):
             waits_for, reason, until = request.waits_for(), request.state.value, request.until

@@ -524,6 +524,13 @@ class Lease:
         for _ in range(self.lent.readers - len(self.cohorts)):
             yield "*", "unclaimed", None
 
+    def is_orderly(self, now: float) -> bool:
+        """Every reader that is owed renews what it was promised."""
+        grants = self.grants.values()
+        owed = sum(len(bound.owed) for bound in self.cohorts.values()) + self.lent.readers - len(self.cohorts)
+        renewed = sum(now - grant.asked_at <= self.lent.grant_s / 2 for grant in grants)
+        return self.state is L.LENT and renewed >= owed
+
     def waits(self, now: float) -> str:
         """What this waits for, in words."""
         said: dict[str, list[str]] = {}

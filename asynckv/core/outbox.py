@@ -92,12 +92,17 @@ class PullOver(Struct, frozen=True):
 
 
 class HeldForLong(Struct, frozen=True):
-    """Requests have been held for long, all in one state and waiting for the same; some that are held longest."""
+    """Requests have been held for long, all in one state and waiting for the same; some that are held longest.
+
+    Attributes:
+        is_orderly: Nobody is late: their readers renew what they were promised, or they are announced.
+    """
 
     state: str
     waits: str
     number: int
     oldest: tuple[Lease | Pull, ...]
+    is_orderly: bool = False
 
 
 class LeaseEnded(Struct, frozen=True):

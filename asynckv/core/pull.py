@@ -453,6 +453,10 @@ class Pull:
             return "retired" if self.is_retired else "quarantined", self.retire_at
         return self.state.value, self.deadline
 
+    def is_orderly(self, now: float) -> bool:
+        """It is announced, and has time left until it is to be pulled."""
+        return self.lists is None and not self.is_published and now < self.deadline
+
     def take_warning(self, now: float) -> bool:
         """Say once that it has been in one state for `warn_s`, and again at each doubling."""
         if now < self.warn_at:

@@ -150,6 +150,11 @@ class Source:
     # -- questions ---------------------------------------------------------------------------------
 
     @property
+    def is_waited_for(self) -> bool:
+        """Something of it may still be written, or is not proven yet."""
+        return bool(self.running or self.doubtful) or (self.reads and not self.proven)
+
+    @property
     def reads(self) -> bool:
         """It is read, as far as is known."""
         return self.role is ROLE.READ

@@ -208,6 +208,17 @@ class EngineClosedWithStragglers(Incomplete):
     promises_cut_short: Annotated[list[str] | None, "Requests whose readers held a grant for longer."] = None
 
 
+class EngineAlive(Told):
+    """A sign of life, every half lease: a log that ends is one of a process that has ended, or hangs."""
+
+    side, levels = "both", ("info",)
+    leases: Annotated[int, "Leases that are open."]
+    pulls: Annotated[int, "Pulls and announcements that are open."]
+    parked: Annotated[int, "Claims and releases that wait for their request to be lent."]
+    blocks_held: Annotated[int, "Blocks that are lent, or that a pull writes."]
+    waits_for: Annotated[list[str], "Ranks that pulls wait for, the first few."]
+
+
 class Drained(Told):
     """A drain ended, and no request is under way."""
 
@@ -316,10 +327,10 @@ class HeldLease(Struct, frozen=True, omit_defaults=True):
 class LeaseHeld(Told, kw_only=True):
     """Requests have been lent for a third of their lease (`log.held_fraction`), or twice as long, and so on.
 
-    Requests that wait for the same share a line; a few lines in ten seconds.
+    Requests that wait for the same share a line; a few lines in ten seconds. It is no warning while all readers renew.
     """
 
-    side, levels = "prefill", ("warning",)
+    side, levels = "prefill", ("warning", "info")
     state: HeldState = ""
     waits: Annotated[str, "What they wait for, in words."]
     requests: Annotated[int, "How many requests wait for the same."]
@@ -390,14 +401,31 @@ class HeldPull(Struct, frozen=True, omit_defaults=True):
 
 class PullHeld(Told, kw_only=True):
     """Announcements or pulls have been in one state for a third of their lease (`log.held_fraction`), or twice as long,
-    and so on. Those that wait for the same share a line; a few lines in ten seconds.
+    and so on. Those that wait for the same share a line; a few lines in ten seconds. An announcement may wait until
+    `announce_s` is over, so a line about announcements is no warning.
     """
 
-    side, levels = "decode", ("warning",)
+    side, levels = "decode", ("warning", "info")
     state: HeldState = ""
     waits: Annotated[str, "What they wait for, in words."]
     requests: Annotated[int, "How many requests wait for the same."]
     oldest: Annotated[list[HeldPull], "The three that have been held longest."]
+
+
+class PullRefused(Told):
+    """This engine refused to pull or to announce a request by itself, and began nothing.
+
+    Ten lines at once, then one per second.
+    """
+
+    side, levels, most = "decode", ("warning",), (1.0, 10.0)
+    request_id: Annotated[str, "The decode side's id of the request."]
+    cause: Annotated[str, "The name of the error that the caller was given."]
+    detail: Annotated[str, "Its words."]
+    prefill_request_id: Annotated[str, "The prefill side's id of the request; empty if the params cannot be read."] = ""
+    peer: Annotated[str, "The prefill engine's id."] = ""
+    sequence: Annotated[int | None, "The number of the request's key: the same on all ranks of both sides."] = None
+    not_logged: NotLogged = None
 
 
 class PullRetried(OfPull):

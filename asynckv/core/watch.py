@@ -67,12 +67,13 @@ class Watch:
         kinds = [(state, waits, left) for (state, waits), left in found.items()]
         kinds.sort(key=lambda kind: -len(kind[2]))
         for state, waits, left in kinds[:MAX_KINDS]:
-            self._say(state.value, waits, left)
+            self._say(state.value, waits, left, now)
         if rest := kinds[MAX_KINDS:]:
-            self._say("", f"{len(rest)} other ways to be held", [x for _, _, left in rest for x in left])
+            self._say("", f"{len(rest)} other ways to be held", [x for _, _, left in rest for x in left], now)
         if kinds:
             self._said_at = now
 
-    def _say(self, state: str, waits: str, held: list[Lease | Pull]) -> None:
+    def _say(self, state: str, waits: str, held: list[Lease | Pull], now: float) -> None:
         oldest = heapq.nsmallest(OLDEST, held, key=lambda x: x.history[0][0])
-        self._outbox.commands.append(HeldForLong(state, waits, len(held), tuple(oldest)))
+        is_orderly = all(x.is_orderly(now) for x in held)
+        self._outbox.commands.append(HeldForLong(state, waits, len(held), tuple(oldest), is_orderly))

@@ -1,16 +1,12 @@
 """One NIXL agent without a progress thread: remote agents, their descriptor lists, and every transfer until its end.
 
-It belongs to one thread at a time, which posts, asks and makes progress: the event loop's, or a posting
-thread's. It never waits. NIXL itself is handed in, so that one module imports it.
+An agent belongs to one thread at a time, and never waits. A transfer ends by `DONE`, by a remote disconnect (no thread
+of NIXL's is left to write), or with its agent. Any other trouble is *doubt*: the transfer keeps its handle and is asked
+again for as long as it takes.
 
-What is known about the end of a transfer (measured, and held to strictly): `DONE` is the end; a remote
-disconnect is the end, because no thread of NIXL's own is left to write; the end of the agent is the end.
-Any other trouble is *doubt*, and a transfer in doubt keeps its handle and is asked again for as long as it takes.
-
-A read is posted by index into two descriptor lists, ours and theirs, which NIXL prepares once per table. The first
-read of a table prepares them: 20 to 40 us for the tables of usual layouts, a third of a read of 64 descriptors. They
-are kept until the remote agent is dropped, or until so many tables followed that the oldest make room, and never
-released under a transfer. An entry holds its table, so that no other can take its place in memory, and so its id.
+A read is posted by index into two descriptor lists, which NIXL prepares at the first read of a table (20 to 40 us).
+They are kept until the remote agent is dropped or so many tables followed, and never released under a transfer. An
+entry holds its table, so that no other table gets its id.
 
 NIXL's agent lives as long as anything refers to it, and a traceback refers to the locals of NIXL's frames. So no
 exception of NIXL's leaves this module, not even as a cause, and `close` looks whether the agent is gone.
@@ -44,26 +40,14 @@ from asynckv.geometry.tables import MAX_KEPT_ROWS, DescTable
 from asynckv.ports import AgentInfo
 
 MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
-
-MAX_LISTS = 1024
-"""Tables of one remote agent whose descriptor lists are kept, besides those in use: as many as the core keeps of a peer
-(`MAX_TABLES` in `asynckv/geometry/tables.py`). Their rows are bounded as well."""
-
-SOURCE, SINK = " is copied from", " is copied to"
-"""What follows the name of memory of this process, by which way the bytes go."""
-
-_creating = threading.Lock()
-"""Descriptors are found by comparing before and after, so agents are made one at a time."""
-
+MAX_LISTS = 1024  # tables of one remote agent whose descriptor lists are kept, besides those in use
+SOURCE, SINK = " is copied from", " is copied to"  # by the way in which bytes go, after the memory's name
+_creating = threading.Lock()  # descriptors are found by comparing before and after, so agents are made one at a time
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """Keep agents for ever in the child of a fork: they share UCX's descriptors with the parent's.
-
-    A child that ends in the usual way would destroy them, and take the parent's sockets out of the parent's epolls:
-    UCX ends the parent when it finds out.
-    """
+    """Keep agents for ever in the child of a fork: they share UCX's sockets and epolls with the parent's."""
     for agent in tuple(_agents):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
 
@@ -72,15 +56,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _descriptors() -> set[str]:
-    """Name this process's descriptors."""
     return set(os.listdir("/proc/self/fd"))
 
 
 def _epolls(names: set[str]) -> set[int]:
-    """Return those of some descriptors that are epoll sets.
-
-    Asked for few: every look lets go of Python's lock, which a thread that never sleeps gives back only after 5 ms.
-    """
+    """Return those of some descriptors that are epoll sets: of few, because each look gives up Python's lock."""
     found = set()
     for name in names:
         with suppress(OSError):
@@ -90,10 +70,7 @@ def _epolls(names: set[str]) -> set[int]:
 
 
 def _own(found: set[int]) -> tuple[int, ...]:
-    """Leave out the set in which UCX's asynchronous thread watches those of all agents of the process.
-
-    Only the first agent meets it. It is ready whenever any agent has something to do, on whatever thread.
-    """
+    """Leave out the set that UCX's asynchronous thread has for all agents; only the first agent meets it."""
     own = []
     for fd in sorted(found):
         with suppress(OSError):
@@ -115,7 +92,6 @@ def _without(names: Sequence[str]) -> Iterator[None]:
 
 
 def make_epoll() -> select.epoll:
-    """Make an epoll descriptor that no agent takes for one of UCX's."""
     with _creating:
         return select.epoll()
 
@@ -132,8 +108,6 @@ def set_up(agent: Agent) -> Iterator[Agent]:
 
 
 class _Lists(NamedTuple):
-    """What NIXL prepared for one table."""
-
     table: DescTable
     local: Any
     remote: Any
@@ -141,26 +115,17 @@ class _Lists(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Remote:
-    """One remote agent."""
-
     memories: Sequence[Memory]
-    own: str = ""
-    """Of this process: `SOURCE` or `SINK`."""
-    alias: str = ""
-    """By which NIXL knows it here."""
-    lists: dict[int, _Lists] = field(default_factory=dict)
-    """By the id of their table, the oldest first."""
+    own: str = ""  # of this process: `SOURCE` or `SINK`
+    alias: str = ""  # by which NIXL knows it here
+    lists: dict[int, _Lists] = field(default_factory=dict)  # by the id of their table, the oldest first
 
 
 class _Transfer(NamedTuple):
-    """One that was posted and has not ended."""
-
     handle: int
     name: str
-    lists: _Lists | None
-    """None for files."""
-    remote: _Remote | None
-    """Loaded under that name when it was posted; it may have been loaded anew since."""
+    lists: _Lists | None  # None for files
+    remote: _Remote | None  # loaded under that name when it was posted; it may have been loaded anew since
 
 
 class Agent:
@@ -169,12 +134,7 @@ class Agent:
     Args:
         api: NIXL's Python API.
         name: Unique in this process and all others.
-        backend: NIXL back end.
-        params: Its parameters.
         unheeded: Variables of the environment that are meant for other agents, and would go before the parameters.
-
-    Raises:
-        BackendError: The back end cannot be created.
     """
 
     def __init__(
@@ -200,12 +160,10 @@ class Agent:
             if agent is None or refused:
                 agent = None
                 raise BackendError(refused)
-            self.fds = _own(_epolls(_descriptors() - before))
-            """UCX's own epoll descriptors, which tell when there is something to do; none for some back ends."""
+            self.fds = _own(_epolls(_descriptors() - before))  # UCX's own epoll descriptors, if there are any
         self._agent: Any = agent
         self._raw: Any = agent.agent
-        self._life = weakref.finalize(self._raw, int)
-        """Alive until NIXL's destructor has run, which is later than `close` if something else refers to the agent."""
+        self._life = weakref.finalize(self._raw, int)  # alive until NIXL's destructor has run
         self._life.atexit = False
         self._read, self._write = agent.nixl_ops["READ"], agent.nixl_ops["WRITE"]
         self._lost: type[Exception] = sys.modules[f"{api.__package__}._bindings"].nixlRemoteDisconnectError
@@ -213,14 +171,11 @@ class Agent:
         self._memories: tuple[Memory, ...] = ()
         self._remotes: dict[str, _Remote] = {}
         self._loads = 0
-        self._knows_form: bool | None = None
-        """This NIXL's metadata has the known form; None before the first load."""
-        self._gone: set[str] = set()
-        """Remote agents whose process ended under a transfer: NIXL refuses them from then on."""
+        self._knows_form: bool | None = None  # this NIXL's metadata has the known form; None before the first load
+        self._gone: set[str] = set()  # remote agents whose process ended under a transfer: NIXL refuses them
         self.running: dict[TransferId, _Transfer] = {}
         self.doubtful: dict[TransferId, _Transfer] = {}
-        self.unreleased: list[int] = []
-        """Handles of transfers that have ended, which NIXL did not let go of yet."""
+        self.unreleased: list[int] = []  # handles of transfers that have ended, which NIXL did not let go of yet
         self.done_in_post = 0
         self.notifications = 0
         _agents.add(self)
@@ -228,31 +183,16 @@ class Agent:
     # -- memory and remote agents ------------------------------------------------------------------
 
     def register(self, memories: Sequence[Memory]) -> None:
-        """Register local memory, which tables number in this order.
-
-        Raises:
-            BackendError: NIXL refuses.
-        """
         self._register(memories)
         self._memories += tuple(memories)
 
     def register_own(self, name: str, memories: Sequence[Memory]) -> None:
-        """Register memory that is the other side of copies within this process: under `name + SOURCE` it is copied
-        from, under `name + SINK` to.
-
-        Raises:
-            BackendError: NIXL refuses.
-        """
+        """Register memory to copy from, as `name + SOURCE`, and to, as `name + SINK`, within this process."""
         self._register(memories)
         for suffix in (SOURCE, SINK):
             self._remotes[name + suffix] = _Remote(memories, suffix)
 
     def register_files(self, fds: Mapping[int, int]) -> None:
-        """Register open files, by descriptor, with their lengths.
-
-        Raises:
-            BackendError: NIXL refuses.
-        """
         self._register_rows([(0, length, fd, "") for fd, length in fds.items()], "FILE", "files")
 
     def _register(self, memories: Sequence[Memory]) -> None:
@@ -270,15 +210,10 @@ class Agent:
             raise BackendError(refused)
 
     def info(self) -> AgentInfo:
-        """Return the name and NIXL's metadata blob."""
         return AgentInfo(self.name, bytes(self._agent.get_agent_metadata()))
 
     def load(self, remote: AgentInfo, memories: Sequence[Memory]) -> None:
-        """Load a remote agent's metadata, which opens the connection: 4 to 14 ms. May run on another thread.
-
-        Raises:
-            BackendError: NIXL refuses it, or it is somebody else's.
-        """
+        """Load a remote agent's metadata, which opens the connection: 4 to 14 ms. May run on another thread."""
         name, alias, metadata, loaded, refused = remote.name, remote.name, remote.metadata, None, ""
         if self._knows_form is None:
             self._knows_form = is_known(self.info().metadata)
@@ -298,18 +233,10 @@ class Agent:
         self._remotes[name] = _Remote(memories, alias=alias)
 
     def is_connected(self, name: str) -> bool:
-        """Say whether a remote agent is loaded, and its connection has not broken."""
         return name in self._remotes and name not in self._gone
 
     def forget_broken(self, name: str) -> None:
-        """Forget a connection that broke, so that the remote agent can be loaded anew; harmless if it did not.
-
-        Transfers in doubt stay: they are asked as ever, and NIXL does not know most of them any more (measured: new
-        reads work all the same). Their lists are never released.
-
-        Raises:
-            BackendError: A transfer runs there still; its end would not be known any more.
-        """
+        """Forget a broken connection, so that the remote agent can be loaded anew; transfers in doubt stay."""
         if name not in self._gone:
             return
         if any(transfer.name == name for transfer in self.running.values()):
@@ -320,14 +247,12 @@ class Agent:
         self.drop(name)
 
     def drop_lists(self, name: str) -> None:
-        """Release the descriptor lists of a remote agent which nothing reads from now; harmless if there are none."""
         if (remote := self._remotes.get(name)) is not None:
             for lists in remote.lists.values():
                 self._release_lists(lists.local, lists.remote)
             remote.lists.clear()
 
     def drop(self, name: str) -> None:
-        """Forget a remote agent and its descriptor lists; harmless if it is not loaded."""
         self._gone.discard(name)
         if name not in self._remotes:
             return
@@ -339,11 +264,7 @@ class Agent:
             self._agent.remove_remote_agent(remote.alias)
 
     def prepare(self, name: str, table: DescTable) -> _Lists:
-        """Prepare a table's two descriptor lists, one strided row per piece.
-
-        Raises:
-            BackendError: The remote agent is not loaded, or NIXL refuses.
-        """
+        """Prepare a table's two descriptor lists, one strided row per piece."""
         if (remote := self._remotes.get(name)) is None:
             raise BackendError(f"peer {name} is not loaded")
         if (known := remote.lists.get(id(table))) is not None:
@@ -366,7 +287,6 @@ class Agent:
         return lists
 
     def _make_room(self, remote: _Remote, num_rows: int) -> None:
-        """Release the oldest lists beyond so many, but none that a transfer uses."""
         num_rows += sum([lists.table.num_rows for lists in remote.lists.values()])
         if len(remote.lists) < MAX_LISTS and num_rows <= MAX_KEPT_ROWS:
             return
@@ -433,14 +353,7 @@ class Agent:
     def post_file(
         self, transfer_id: TransferId, near: npt.NDArray[np.uint64], far: npt.NDArray[np.uint64], *, is_write: bool
     ) -> TransferEnded | None:
-        """Post a copy between registered host memory and registered files.
-
-        Args:
-            transfer_id: Unique among those that have not ended.
-            near: Rows of address, length and 0.
-            far: As many rows of offset, length and descriptor.
-            is_write: Into the files.
-        """
+        """Post a copy between host memory, rows of (address, length, 0), and files, rows of (offset, length, fd)."""
         op = self._write if is_write else self._read
         try:
             mine, files = self._agent.get_xfer_descs(near, "DRAM"), self._agent.get_xfer_descs(far, "FILE")
@@ -463,18 +376,15 @@ class Agent:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is left to ask for or to release."""
         return bool(self.running or self.doubtful or self.unreleased)
 
     def sweep(self) -> list[TransferEnded]:
-        """Ask about every transfer until nothing new is found; without any, make progress for remote readers."""
         news = self.ask()
         if not self.running:
             self._progress()
         return news
 
     def ask(self) -> list[TransferEnded]:
-        """Ask about every transfer until nothing new is found."""
         news: list[TransferEnded] = []
         while self.running and (found := self._ask(self.running)):
             news += found
@@ -487,10 +397,7 @@ class Agent:
         return news
 
     def look(self) -> list[TransferEnded]:
-        """Ask about the oldest transfer of each peer, and about all if one has ended.
-
-        One question makes progress for all, and on one connection transfers end about in order.
-        """
+        """Ask about the oldest transfer of each peer, which makes progress for all, and about all if one has ended."""
         heads: dict[str, TransferId] = {}
         for transfer_id, transfer in self.running.items():
             heads.setdefault(transfer.name, transfer_id)
@@ -546,15 +453,10 @@ class Agent:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the agent is gone, and with it whatever could write."""
         return not self._life.alive
 
     def close(self) -> None:
-        """Destroy the agent, which ends whatever still runs before the memory goes. Idempotent.
-
-        Raises:
-            BackendError: Something still refers to it, so it lives and may write. Call again to look again.
-        """
+        """Destroy the agent and what still runs; `BackendError` if it lives on, and may write. Idempotent."""
         if self._agent is not None:
             self._let_go()
         if self._life.alive:

@@ -1,7 +1,7 @@
-"""Work on a thread that is never waited for, and the end of threads that were not closed.
+"""Work on a thread that nobody waits for, and the end of threads that were not closed.
 
-A call into a disk that hangs never returns, and cannot be ended. The threads of asyncio's own executor are waited for
-when a loop and when a process ends, each of which would hang as well; this one's are not.
+A call into a disk that hangs never returns. asyncio's own executor is waited for when a loop or a process ends, which
+would hang as well.
 """
 
 from __future__ import annotations
@@ -15,25 +15,18 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import ParamSpec, Protocol, TypeVar
 
-EXIT_S = 2.0
-"""How long the end of the interpreter waits for threads that were not closed."""
-
+EXIT_S = 2.0  # how long the end of the interpreter waits for threads that were not closed
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Aside(Executor):
-    """Runs each call on a thread of its own, which ends with the process at the latest.
-
-    Args:
-        name: Of the threads.
-    """
+    """Runs each call on a thread of its own, which ends with the process at the latest."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Begin a call."""
         ended: Future[T] = Future()
 
         def run() -> None:
@@ -48,13 +41,9 @@ class Aside(Executor):
 
 
 class Ending(Protocol):
-    """What has a thread."""
+    def stop(self) -> None: ...
 
-    def stop(self) -> None:
-        """Tell the thread to end."""
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for its end; False if it did not come."""
+    def wait(self, timeout_s: float) -> bool: ...
 
 
 _started: weakref.WeakSet[Ending] = weakref.WeakSet()

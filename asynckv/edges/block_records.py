@@ -1,8 +1,4 @@
-"""How a catalogue's blocks are records of files: their keys, their places, and which of those found fit.
-
-A record's key is what the hash means (the group's namespace) and the hash; its place is its slot's. A group's records
-are all of one size, so slot and place follow from each other.
-"""
+"""A catalogue's blocks as records of files: a record's key is namespace and hash, its place its slot's."""
 
 from __future__ import annotations
 
@@ -16,19 +12,11 @@ MAX_TAG = 64
 
 
 class BlockRecords:
-    """Records of one form.
-
-    Args:
-        groups: The catalogue's.
-        form: What tells their bytes from those of another form.
-    """
-
     def __init__(self, groups: Sequence[StoredGroup], form: str) -> None:
         self._groups, self._form = groups, form
         self._spaces = [bytes.fromhex(group.namespace) for group in groups]
 
     def of(self, move: Move) -> list[Record]:
-        """What a move carries between host memory and files, block by block."""
         out = []
         for piece in move.pieces:
             group, space = self._groups[piece.group], self._spaces[piece.group]
@@ -38,8 +26,6 @@ class BlockRecords:
         return out
 
     def known(self, found: Iterable[Stored]) -> tuple[list[tuple[int, int, bytes]], list[tuple[int, int]], list[int]]:
-        """Divide what files have: blocks as `Catalogue.recover` takes them in, `(group, slot)` that hold a block of
-        another model, and the places of what does not fit."""
         fits, others, strange = [], [], []
         spaces = {space: at for at, space in enumerate(self._spaces)}
         sizes = {group.record_bytes: at for at, group in enumerate(self._groups)}
@@ -55,5 +41,4 @@ class BlockRecords:
         return fits, others, strange
 
     def places(self, freed: Iterable[tuple[int, int]]) -> Iterator[int]:
-        """Where slots lie that hold nothing any more, by `(group, slot)`."""
         return (slot * self._groups[at].record_bytes for at, slot in freed)

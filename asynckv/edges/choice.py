@@ -1,8 +1,6 @@
-"""Where NIXL runs: in the engine's process, or in one of its own.
+"""Where NIXL runs: in the engine's process, or in one of its own if UCX has to emulate remote reads (`transports.py`).
 
-In the engine's, unless UCX has to emulate remote reads there (`transports.py`), for then a reader that dies can take
-the process with it. Whoever asked for nothing is not refused for memory that cannot be shared: NIXL runs here then,
-with a warning that says what would help.
+A reader that dies can end the process then. With `process="auto"`, memory that cannot be shared is only warned of.
 """
 
 from __future__ import annotations
@@ -25,10 +23,7 @@ from asynckv.ports import DataPlane
 def choose_plane(
     config: EngineConfig, memories: Sequence[Memory], agent_name: str, warn: Callable[[str], None]
 ) -> DataPlane:
-    """Return a data plane as `NixlConfig.process` has it; `warn` is told, now or at its start, if it goes without.
-
-    Memory that cannot be shared and has to be is refused when it is registered.
-    """
+    """Return a data plane as `NixlConfig.process` says; `warn` is told, now or at its start, what it goes without."""
     nixl = config.nixl
 
     def untried(cause: str) -> None:

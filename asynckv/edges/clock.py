@@ -1,8 +1,4 @@
-"""The system's clock. The only place outside the tests that reads time for the core.
-
-Deadlines are promises to others, whose time goes on while this host is suspended. asyncio's timers go by another clock,
-so a timer of theirs only wakes us, and this clock says whether the time has come.
-"""
+"""The system's clock, by which deadlines go on while this host is suspended; asyncio's timers go by another one."""
 
 from __future__ import annotations
 
@@ -36,18 +32,13 @@ class _Timer:
             self._callback()
 
     def cancel(self) -> None:
-        """Forget the callback."""
         self._handle.cancel()
 
 
 class LoopClock:
-    """Boot time, and timers on the running event loop."""
-
     def __init__(self) -> None:
         # Nothing lies between the caller and the system: the time is read several times for every request.
         self.now: Callable[[], float] = functools.partial(time.clock_gettime, _CLOCK)
-        """Return seconds since boot, time asleep included."""
 
     def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
-        """Call back once `now() >= when`."""
         return _Timer(when, callback)

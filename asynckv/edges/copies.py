@@ -1,14 +1,10 @@
 """The copy plane on NIXL: between a rank's own memory and that of its tiers, within one process.
 
-A NIXL agent may transfer to itself. With UCX's `self` transport alone that is one `memcpy` per descriptor (measured: as
-fast as `memcpy`, and 1.6 times what UCX chooses by itself, which asks the kernel to copy), and the post *is* the copy.
-So posts are made on posting threads (`posters.py`), each with an agent of its own; the loop hands over so many bytes
-that a thread does not run dry while the loop is busy, and no more, because what is handed over goes before whatever is
-more urgent.
+An agent transfers to itself. With UCX's `self` transport that is one `memcpy` per descriptor, and the post *is* the
+copy. So posts are made on posting threads; the loop hands over so much that a thread does not run dry, and no more,
+because what was handed over goes before what is more urgent.
 
-On the loop a move is an iterator of pieces, the pieces that run, and the worst that was heard of them. It ends when
-nothing of it runs any more: a piece that failed, or a cancellation, only keeps the rest from being posted, that which
-was handed over included. So what a cancelled move waits for is one piece, which is being copied.
+A move ends when nothing of it runs any more. A failure or a cancellation keeps the rest from being posted.
 """
 
 from __future__ import annotations
@@ -31,31 +27,19 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import CopyOp
 
-WINDOW_BYTES = 64 << 20
-"""What one thread is given before it told of the end of something, some 10 ms of copying: two of the largest posts, so
-that the next one waits for the thread and not the thread for the loop."""
-
-WINDOW_PIECES = 256
-"""The same of pieces, well below what a thread takes (`MAX_QUEUED`)."""
-
-TELL_S = 0.002
-"""How long the loop is not woken while a thread has more to copy."""
-
+WINDOW_BYTES = 64 << 20  # given to one thread at a time, some 10 ms of copying: two of the largest posts
+WINDOW_PIECES = 256  # the same of pieces, well below what a thread takes (`MAX_QUEUED`)
+TELL_S = 0.002  # how long the loop is not woken while a thread has more to copy
 CLOSED = "the copy plane was closed"
 
 
 @dataclass(slots=True, eq=False)
 class _Move:
-    """One that has not ended."""
-
     move_id: TransferId
     op: CopyOp
-    far: str
-    """And which way, as agents name it."""
-    pieces: Iterator[ReadRequest] | None
-    """None once nothing more is to be posted."""
-    running: set[TransferId] = field(default_factory=set)
-    """Pieces that were handed over, until their end; those in doubt as well."""
+    far: str  # and which way, as agents name it
+    pieces: Iterator[ReadRequest] | None  # None once nothing more is to be posted
+    running: set[TransferId] = field(default_factory=set)  # pieces that were handed over, until their end
     doubtful: set[TransferId] = field(default_factory=set)
     ending: Ending = Ending.DONE
     cause: str = ""
@@ -63,11 +47,9 @@ class _Move:
     is_cancelled: bool = False
 
     def is_off(self) -> bool:
-        """Whether nothing more of it is to be copied; asked by threads, too."""
         return self.is_cancelled or self.ending is not Ending.DONE
 
     def spoil(self, ending: Ending, cause: str) -> None:
-        """Post nothing more; the first trouble is what is told."""
         self.pieces = None
         if self.ending is Ending.DONE:
             self.ending, self.cause = ending, cause
@@ -77,7 +59,6 @@ class NixlCopies:
     """A `CopyPlane` on one NIXL agent per thread.
 
     Args:
-        agent_name: Unique per process start; every agent of this plane adds a number.
         threads: How many copy. One is a little slower than `memcpy`.
         window_bytes: Handed to one thread at a time, unless a single piece is larger.
     """
@@ -92,19 +73,13 @@ class NixlCopies:
         self._ids = count(1)
         self._moves: dict[TransferId, _Move] = {}
         self._waiting: dict[CopyOp, deque[_Move]] = {op: deque() for op in CopyOp}
-        self._pieces: dict[TransferId, tuple[_Move, Poster, int]] = {}
-        """Those that run: of which move, on which thread, how many bytes."""
-        self._given: Counter[Poster] = Counter()
-        """Bytes that each thread was given and the loop has not heard the end of: a thread that ends pieces as fast as
-        they are made must not keep the loop."""
+        self._pieces: dict[TransferId, tuple[_Move, Poster, int]] = {}  # of which move, thread and size
+        self._given: Counter[Poster] = Counter()  # bytes given to each, whose end the loop has not heard
         self._news: list[TransferEnded] = []
         self._is_due = False
         self._counts = dict.fromkeys(("moves", "pieces", "bytes_read", "bytes_written", "failed"), 0)
 
-    # -- life ----------------------------------------------------------------------------------------
-
     def start(self, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]], on_ready: Callable[[], None]) -> None:
-        """Make the agents, which register all memory, and their threads, which wait."""
         if self._posters:
             raise BackendError(f"{self._posters[0].name} of the last start is still inside NIXL; `close()` first")
         api = load_nixl()
@@ -132,15 +107,10 @@ class NixlCopies:
         return agent
 
     async def quiesce(self, timeout_s: float | None = None) -> None:
-        """Stop the threads, and wait for them off the loop, at most `CLOSE_S` or so long."""
         await self._posters.quiesce(timeout_s)
 
     def close(self) -> None:
-        """Stop the threads and destroy the agents; moves that had not ended are told as `FAILED`. Idempotent.
-
-        Raises:
-            BackendError: A thread did not come out of NIXL, or an agent lives: call again to wait again.
-        """
+        """Stop the threads and destroy the agents; moves that had not ended end as `FAILED`. Idempotent."""
         causes = self._posters.join()
         self._take_inbox()  # what has ended before
         self._given = Counter({poster: self._given[poster] for poster in self._posters})
@@ -158,10 +128,7 @@ class NixlCopies:
         for queue in self._waiting.values():
             queue.clear()
 
-    # -- moves ---------------------------------------------------------------------------------------
-
     def post(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterable[ReadRequest]) -> None:
-        """Take over a move, and hand over as much of it as there is room for."""
         assert move_id not in self._moves, f"move {move_id} has not ended"
         place = far + (SOURCE if op is CopyOp.READ else SINK)
         move = self._moves[move_id] = _Move(move_id, op, place, iter(pieces))
@@ -170,7 +137,6 @@ class NixlCopies:
         self._pump()
 
     def cancel(self, move_id: TransferId) -> None:
-        """Copy nothing more of a move; it ends once what is being copied has."""
         if (move := self._moves.get(move_id)) is not None:
             move.is_cancelled = True
             if move.pieces is not None:  # else what was handed over may be copied already, which is all of it
@@ -178,7 +144,6 @@ class NixlCopies:
                 self._settle(move)
 
     def poll(self) -> list[TransferEnded]:
-        """Return what has ended since the last call."""
         self._take_inbox()
         self._pump()
         news, self._news = self._news, []
@@ -223,7 +188,6 @@ class NixlCopies:
         move.running.add(number)
 
     def _settle(self, move: _Move) -> None:
-        """End a move of which nothing runs and nothing will."""
         if move.pieces is None and not move.running and move.move_id in self._moves:
             self._end(move)
 
@@ -231,8 +195,6 @@ class NixlCopies:
         del self._moves[move.move_id]
         self._counts["failed"] += move.ending is not Ending.DONE
         self._tell(TransferEnded(move.move_id, move.ending, move.cause))
-
-    # -- what threads tell ---------------------------------------------------------------------------
 
     def _told(self) -> None:
         self._is_due = True
@@ -275,10 +237,7 @@ class NixlCopies:
         if self._news:
             self._on_ready()
 
-    # -- questions -----------------------------------------------------------------------------------
-
     def statistics(self) -> dict[str, int]:
-        """Count moves and bytes; those of threads as they are this moment."""
         return {
             **self._counts,
             "running": len(self._moves),
@@ -290,5 +249,4 @@ class NixlCopies:
         }
 
     def describe(self) -> dict[str, str]:
-        """Name transports and threads."""
         return {"backend": "UCX", "transports": self._tls or "not started", "threads": str(self._num_threads)}

@@ -1,17 +1,13 @@
-"""The door keeper of a control plane: how many connections there are, and how many bytes wait behind each.
+"""The door keeper of a control plane: it bounds connections, and the bytes that wait behind each.
 
-libzmq gathers a message of many parts before it shows any of it, at 64 bytes of memory for two bytes on the wire, and
-has no bound for that. A bounded receive queue is no bound either, and it is worse: libzmq aborts the process if a peer
-leaves while that queue is full (`docs/reliability.md`). So the receive queues have no end, and this thread bounds them
-from outside. It keeps a duplicate of every connection's descriptor, asks the kernel how many bytes have arrived
-(`TCP_INFO`), subtracts what the event loop was given, and shuts a connection down that is too far ahead.
+libzmq gathers a message of many parts before it shows any of it, at 64 bytes of memory for two on the wire, and aborts
+the process if a peer leaves while a bounded receive queue is full (`docs/reliability.md`). So the queues have no end,
+and this thread bounds them from outside: it asks the kernel how many bytes have arrived on a duplicate of each
+descriptor (`TCP_INFO`), subtracts what the loop was given, and shuts connections down that are too far ahead.
 
-The thread does not need the event loop, so a loop that is away does not let memory grow. It sleeps while nothing
-arrives: a connection's descriptor is watched for one event, then looked at every `TICK_S` until it is quiet. All are
-looked at every `LOOK_S`, because an event is lost if libzmq reads what came before this thread is scheduled.
-
-A connection beyond the limits costs another one its place: the oldest that has not said anything yet, of the host that
-has most. So connections that say nothing do not keep others out.
+It sleeps while nothing arrives: a descriptor is watched for one event, then looked at every `TICK_S` until it is quiet.
+All are looked at every `LOOK_S`, because libzmq may have eaten the event. Beyond the limits, the oldest connection that
+has said nothing loses its place, of the host that has most.
 """
 
 from __future__ import annotations
@@ -35,66 +31,32 @@ from operator import itemgetter
 from asynckv.errors import ConfigError
 
 TICK_S = 0.02
-QUIET_TICKS = 5
-"""A connection is watched again after so many ticks without a byte."""
-
-MAX_AHEAD = 1024 * 1024
-"""Bytes that one connection of the listener may be ahead of the loop; memory holds 32 times as many at worst."""
-
-MAX_AHEAD_ALL = 4 * MAX_AHEAD
-"""The same of all connections of the listener; and of all that have ended, whose messages libzmq keeps. While those are
-more, the kernel takes no new connection, so that memory ends somewhere even if the loop is away."""
-
-MAX_LINK_AHEAD = 20 * 1024 * 1024
-"""The same of one link to a listener that was asked: a single answer may have 16 MiB."""
-
-UNSEEN = 64 * 1024
-"""Bytes that a connection may leave behind unseen, if it ends before this thread is scheduled."""
-
-LOOK_S = 0.25
-"""All connections are looked at so often."""
-
-MUTE_S = 2.0
-"""Nothing is heard for so long of a connection whose message had too many parts: each part costs as a message does."""
-
-SWEEPS_S = (0.3, 1.0, 5.0)
-"""After a socket was closed; it lingers for 0.2 s."""
-
+QUIET_TICKS = 5  # a connection is watched again after so many ticks without a byte
+MAX_AHEAD = 1024 * 1024  # bytes that one connection may be ahead of the loop; memory holds 32 times as many at worst
+MAX_AHEAD_ALL = 4 * MAX_AHEAD  # the same of all, and of all that have ended: beyond it no new connection is taken
+MAX_LINK_AHEAD = 20 * 1024 * 1024  # the same of one link to a listener that was asked: a single answer may have 16 MiB
+UNSEEN = 64 * 1024  # bytes that a connection may leave behind unseen, if it ends before this thread is scheduled
+LOOK_S = 0.25  # all connections are looked at so often
+MUTE_S = 2.0  # nothing is heard for so long of a connection whose message had too many parts
+SWEEPS_S = (0.3, 1.0, 5.0)  # after a socket was closed; it lingers for 0.2 s
 MAX_CONNECTIONS = 4096
-
-SPARE_FILES = 128
-"""Descriptors that must be free at the start. libzmq aborts the process when it gets none."""
-
-_ACKED_AT, _RECEIVED_AT = 120, 128
-"""Where `tcpi_bytes_acked` and `tcpi_bytes_received` are in Linux's `struct tcp_info`."""
-
+SPARE_FILES = 128  # descriptors that must be free at the start: libzmq aborts the process when it gets none
+_ACKED_AT, _RECEIVED_AT = 120, 128  # `tcpi_bytes_acked` and `tcpi_bytes_received` in `struct tcp_info`
 _ATTACH_FILTER, _DETACH_FILTER, _BPF_RET = 26, 27, 6
-
 OnFailed = Callable[[Exception], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A descriptor became a connection, or no longer is one.
+    """A descriptor became a connection, or, with an empty endpoint, no longer is one."""
 
-    Attributes:
-        fd: The descriptor, as libzmq numbers it.
-        endpoint: Where the listener is, ours or another's; empty if the connection was closed.
-        is_accepted: It came to our listener.
-        is_listener: It is our listener.
-    """
-
-    fd: int
+    fd: int  # the descriptor, as libzmq numbers it
     endpoint: str
-    is_accepted: bool = False
-    is_listener: bool = False
+    is_accepted: bool = False  # it came to our listener
+    is_listener: bool = False  # it is our listener
 
     def peer(self, one: socket.socket) -> tuple[str, int]:
-        """Return the address of the other side.
-
-        Raises:
-            OSError: libzmq has closed the descriptor meanwhile, and something else may have its number.
-        """
+        """Return the other side's address; `OSError` if something else has the descriptor's number by now."""
         ours, theirs = one.getsockname(), one.getpeername()
         if (ours if self.is_accepted else theirs)[1] != int(self.endpoint.rpartition(":")[2]):
             raise OSError(errno.EBADF, "another connection has that number")
@@ -103,48 +65,27 @@ class Opened:
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One TCP connection.
-
-    Attributes:
-        fd: libzmq's number of its descriptor.
-        duplicate: A descriptor of its own, so that it never means another connection. The peer learns that libzmq
-            closed the connection when the duplicate is closed as well.
-        host: The other side's address.
-        delivered: Bytes on the wire that the loop was given. The loop adds to it.
-        arrived: Bytes on the wire, as last seen.
-        quiet: Ticks without a byte.
-        spoke_early: The loop was given something of it before the thread saw it.
-        muted_until: When it is heard again; 0 if it is.
-        principal, route, sent, taken: Whose it is, and the bytes that libzmq was given for it, and its kernel took.
-    """
-
-    fd: int
-    duplicate: socket.socket
+    fd: int  # libzmq's number of its descriptor
+    duplicate: socket.socket  # a descriptor of its own, so that it never means another connection
     host: str
     is_accepted: bool
-    delivered: int = 0
-    arrived: int = 0
-    quiet: int = 0
-    spoke_early: bool = False
-    muted_until: float = 0.0
+    delivered: int = 0  # bytes on the wire that the loop was given; the loop adds to it
+    arrived: int = 0  # bytes on the wire, as last seen
+    quiet: int = 0  # ticks without a byte
+    spoke_early: bool = False  # the loop was given something of it before the thread saw it
+    muted_until: float = 0.0  # when it is heard again; 0 if it is
     principal: str = ""
     route: bytes = b""
-    sent: int = 0
-    taken: int = 0
+    sent: int = 0  # bytes that libzmq was given for it
+    taken: int = 0  # bytes that the peer's kernel took
 
     def look(self) -> None:
-        """Ask the kernel what has arrived.
-
-        Raises:
-            OSError: There is no connection any more.
-        """
         info = self.duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
         arrived = struct.unpack_from("=Q", info, _RECEIVED_AT)[0]
         self.quiet = 0 if arrived > self.arrived else self.quiet + 1
         self.arrived = arrived
 
     def has_news(self) -> bool:
-        """Something has arrived since it was looked at, or it has ended."""
         before = self.arrived
         try:
             self.look()
@@ -154,11 +95,9 @@ class Connection:
 
     @property
     def ahead(self) -> int:
-        """Bytes that have arrived and were not delivered."""
         return self.arrived - self.delivered
 
     def look_unread(self) -> int:
-        """Ask the kernel how many bytes that were sent the peer's kernel has not taken."""
         with contextlib.suppress(OSError):  # it has ended
             info = self.duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_AT + 8)
             self.taken = struct.unpack_from("=Q", info, _ACKED_AT)[0]
@@ -185,12 +124,8 @@ class Door:
 
     Args:
         fd: Readable when `take` has something.
-        take: Returns what opened and closed since it was last called; called in the thread.
-        counts: Where connections that were cut are counted.
+        take: Returns what opened and closed since the last call; called in the thread.
         on_failed: Told in the thread why it ends, if it was not closed; all connections have been shut by then.
-
-    Raises:
-        ConfigError: Too few descriptors are free.
     """
 
     def __init__(
@@ -204,24 +139,17 @@ class Door:
             )
         self.most = min(MAX_CONNECTIONS, free // 4)  # each takes two
         self.most_per_host = self.most // 2
-        self.connections: dict[int, Connection] = {}
-        """By libzmq's number of the descriptor."""
-        self.orphaned = 0
-        """Bytes that ended connections of the listener had not delivered, ever; only the thread adds to it."""
-        self._forgiven = 0
-        """Those of them that were delivered since, or cannot be; only the loop adds to it."""
+        self.connections: dict[int, Connection] = {}  # by libzmq's number of the descriptor
+        self.orphaned = 0  # bytes that ended connections had not delivered, ever; only the thread adds to it
+        self._forgiven = 0  # those of them that were delivered since, or cannot be; only the loop adds to it
         self._listener: socket.socket | None = None
         self._is_shut = False
-        self._early: Counter[int] = Counter()
-        """Bytes of links that the thread has not seen yet. Of accepted connections only the descriptor is noted."""
+        self._early: Counter[int] = Counter()  # bytes of links that the thread has not seen yet
         self._take, self._counts, self._on_failed = take, counts, on_failed
         self._per_host: Counter[str] = Counter()
-        self._watched: dict[int, Connection] = {}
-        """All, by the number of the duplicate."""
-        self._busy: set[Connection] = set()
-        """Those from which something has arrived lately."""
-        self._sweeps: list[float] = []
-        """When to look whether libzmq has closed what it does not tell of."""
+        self._watched: dict[int, Connection] = {}  # all, by the number of the duplicate
+        self._busy: set[Connection] = set()  # those from which something has arrived lately
+        self._sweeps: list[float] = []  # when to look whether libzmq has closed what it does not tell of
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closed = False
@@ -232,7 +160,6 @@ class Door:
         self._thread.start()
 
     def deliver(self, fd: int, num_bytes: int, is_accepted: bool) -> Connection | None:
-        """Count what the loop was given of a connection, which may have ended by now."""
         if (connection := self.connections.get(fd)) is not None:
             connection.delivered += num_bytes
         elif is_accepted:
@@ -255,11 +182,9 @@ class Door:
         self.ring()
 
     def ring(self) -> None:
-        """Have the thread look."""
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """End the thread, and wait for that."""
         self._is_closed = True
         self.ring()
         self._thread.join()
@@ -342,7 +267,6 @@ class Door:
             self._make_room(connection.host)
 
     def _end_unwatched(self, opened: Opened) -> None:
-        """There is no descriptor to watch a connection by, so nothing would bound it: it ends."""
         with contextlib.suppress(OSError, IndexError, TypeError):
             lent = socket.socket(fileno=opened.fd)  # libzmq's own
             try:
@@ -403,7 +327,6 @@ class Door:
             self._shut(is_shut)
 
     def _shut(self, is_shut: bool) -> None:
-        """Have the kernel take no new connections, or take them again: ended ones have left too much behind."""
         self._is_shut = is_shut
         self._counts["shut"] += is_shut
         if self._listener is not None:
@@ -416,12 +339,10 @@ class Door:
 
 
 def free_files() -> int:
-    """Return how many descriptors this process can still have."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
 
 
 def _drop(one: socket.socket, is_on: bool) -> None:
-    """Have the kernel drop what arrives at a socket, or no longer."""
     nothing = ctypes.create_string_buffer(struct.pack("=HBBI", _BPF_RET, 0, 0, 0))
     program = struct.pack("@HP", 1, ctypes.addressof(nothing))
     one.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER if is_on else _DETACH_FILTER, program)

@@ -1,12 +1,8 @@
 """The index of a directory of stored records: which key lies where, and which checksum its bytes must have.
 
-The index is a sqlite database, written by the file tier's thread in batches. It is never synced: a process that is
-killed leaves all that it had committed with the system, and what a power failure leaves is either sound or set aside.
-The index may be wrong, because every read is verified by a checksum over key and bytes: an index that is old, torn or
-foreign costs records, not truth. So other processes may read along: they take a snapshot, and what the owner changes
-afterwards fails its checksum.
-
-A damaged index is renamed, so that it can be looked at, and a new one is made (`set_aside`).
+It is a sqlite database that the file tier's thread writes in batches and never syncs. The index may be wrong, because
+every read is verified by a checksum over key and bytes: an old, torn or foreign index costs records, not truth. So
+other processes may read along. A damaged index is renamed (`set_aside`), and a new one is made.
 """
 
 from __future__ import annotations
@@ -29,23 +25,12 @@ from asynckv.errors import BackendError
 
 INDEX = "index.sqlite"
 FORMAT = 1
-APPLICATION = 0x61736B76
-"""`askv`: so that somebody else's database is not taken for one of ours."""
-
+APPLICATION = 0x61736B76  # `askv`: so that somebody else's database is not taken for one of ours
 MAX_KEY = 1024
-
-MAX_CHANGES = 1000
-"""In one transaction: each may write a page or two to the log."""
-
-RECORD_BYTES = 256
-"""What one record may take in an index: it is a hundred or so, in pages that are not full."""
-
-ROOM = "room"
-"""A table that holds space for a moment."""
-
-STORED_AT = "stored_at"
-"""The fact of a directory that says when something was stored there last: nanoseconds since 1970."""
-
+MAX_CHANGES = 1000  # in one transaction: each may write a page or two to the log
+RECORD_BYTES = 256  # what one record may take in an index: it is a hundred or so, in pages that are not full
+ROOM = "room"  # a table that holds space for a moment
+STORED_AT = "stored_at"  # when something was stored in a directory last: nanoseconds since 1970
 SCHEMA = f"""
 PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {FORMAT};
@@ -77,29 +62,20 @@ SOUND = (
 
 
 class Entry(NamedTuple):
-    """What is known of one stored record."""
-
     far: int
     size: int
     key: bytes
     checksum: int
     layout: str
     tag: str
-    stored_at: int
-    """Seconds since 1970."""
+    stored_at: int  # seconds since 1970
 
 
 class Said(NamedTuple):
-    """All that an index says at one time."""
-
-    facts: dict[str, int]
-    """Small ones, of the directory."""
-    layouts: dict[str, bytes]
-    """What was written down, by fingerprint."""
-    entries: list[Entry]
-    """By place."""
-    malformed: list[int]
-    """Places of records of no sensible shape."""
+    facts: dict[str, int]  # small ones, of the directory
+    layouts: dict[str, bytes]  # what was written down, by fingerprint
+    entries: list[Entry]  # by place
+    malformed: list[int]  # places of records of no sensible shape
 
 
 def checksum(key: bytes, data: memoryview | bytes) -> int:
@@ -109,8 +85,6 @@ def checksum(key: bytes, data: memoryview | bytes) -> int:
 
 
 class DamagedIndex(BackendError):
-    """An index cannot be read as what it should be."""
-
     def __init__(self, folder: Path, how: str) -> None:
         super().__init__(
             f"the index of {folder} is damaged ({how}), so what is stored there is lost: the next start sets it aside "
@@ -137,12 +111,7 @@ def typed(folder: Path) -> Iterator[None]:
 
 
 def _open(path: Path, how: str, *, check: bool = True) -> sqlite3.Connection:
-    """Open an index in the words of a URI of sqlite's, make its tables if there is none, and `check` all of it.
-
-    Raises:
-        BackendError: It is of another format, or of another application.
-        sqlite3.Error: It is damaged, or cannot be opened.
-    """
+    """Open an index in the words of a URI of sqlite's, make its tables if there is none, and `check` all of it."""
     uri = f"{path.absolute().as_uri()}?{how}"
     db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=1.0)
     try:
@@ -175,11 +144,7 @@ def _number(db: sqlite3.Connection, pragma: str) -> int:
 
 
 def read_index(folder: Path, *, records: bool = True) -> Said:
-    """Return what an index says, of `records` as well, and change nothing: its owner may be writing it.
-
-    Raises:
-        BackendError: It is damaged (`DamagedIndex`), of another format, or cannot be read.
-    """
+    """Return what an index says, of `records` as well, and change nothing: its owner may be writing it."""
     path, names = folder / INDEX, (INDEX, f"{INDEX}-wal")
     try:
         with typed(folder):
@@ -218,22 +183,14 @@ def _said(db: sqlite3.Connection, records: bool) -> Said:
 
 
 def _wanted(num_records: int) -> tuple[int, int]:
-    """Pages of an index, and of its log: four times what is written back at a time, for changes of `MAX_CHANGES` and
-    those who read."""
+    """Return the pages of an index, and of its log: four times what is written back at a time."""
     pages = -(-num_records * RECORD_BYTES // ALIGN) + 16
     log = 4 * max(64, min(1000, pages // 2))
     return max(pages, log), log
 
 
 class FileIndex:
-    """One open index. All but the constructor belongs to one thread.
-
-    Args:
-        folder: Where it is, or is to be.
-
-    Raises:
-        BackendError: It is damaged (`DamagedIndex`), of another format, or cannot be opened.
-    """
+    """One open index. All but the constructor belongs to one thread."""
 
     def __init__(self, folder: Path) -> None:
         self._path = path = folder / INDEX
@@ -247,7 +204,6 @@ class FileIndex:
 
     @staticmethod
     def set_aside(folder: Path) -> None:
-        """Rename a damaged index to `*.damaged`, in the place of an older one."""
         for name in (INDEX, f"{INDEX}-wal", f"{INDEX}-shm"):
             (folder / f"{name}.damaged").unlink(missing_ok=True)
             with suppress(FileNotFoundError):
@@ -255,12 +211,10 @@ class FileIndex:
 
     @staticmethod
     def lacks(folder: Path, num_records: int) -> int:
-        """Return how many bytes `prepare` is going to take from the disk."""
         sizes = (path.stat().st_size if (path := folder / name).exists() else 0 for name in (INDEX, f"{INDEX}-wal"))
         return sum(max(0, pages * ALIGN - size) for pages, size in zip(_wanted(num_records), sizes, strict=True))
 
     def said(self) -> Said:
-        """Return all that it says."""
         with typed(self._path.parent):
             return _said(self._db, records=True)
 
@@ -272,16 +226,12 @@ class FileIndex:
             self.change({}, forgotten)
 
     def removed(self) -> str:
-        """Name it, if somebody has removed it."""
         with suppress(FileNotFoundError):
             return INDEX if self._path.stat().st_ino != self._inode else ""
         return INDEX
 
     def _reserve(self, num_records: int) -> None:
-        """Take space for so many records, and for the log: a disk that is full later keeps neither from being written.
-
-        Sqlite uses pages that it has again, and its log from the start, so they are only to be made once.
-        """
+        """Take space for so many records and for the log, which a full disk cannot deny later."""
         db, (pages, log) = self._db, _wanted(num_records)
         db.execute(f"PRAGMA wal_autocheckpoint = {log // 4}")
         missing = max(0, pages - _number(db, "page_count"))
@@ -294,22 +244,14 @@ class FileIndex:
         db.execute(f"DROP TABLE {ROOM}")
         db.execute("PRAGMA wal_checkpoint")
 
-    # -- changes, small ones first -------------------------------------------------------------------
-
     def note(self, **facts: int) -> None:
-        """Note small facts."""
         self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", facts.items())
 
     def put_layout(self, fingerprint: str, body: bytes) -> None:
-        """Write a layout down."""
         self._db.execute("INSERT OR REPLACE INTO layouts VALUES (?, ?)", (fingerprint, body))
 
     def change(self, stored: Mapping[int, Entry], forgotten: Iterable[int]) -> None:
-        """Forget what lies at some places, and note what lies at others, all or nothing.
-
-        Raises:
-            sqlite3.Error: Nothing was changed.
-        """
+        """Forget what lies at some places, and note what lies at others, all or nothing."""
         db = self._db
         db.execute("BEGIN IMMEDIATE")
         try:
@@ -333,10 +275,8 @@ class FileIndex:
         return int(found.fetchone()[0])
 
     def close(self) -> None:
-        """Close it; what was changed stays."""
         self._db.close()
 
 
 def now() -> int:
-    """Seconds since 1970."""
     return int(time.time())

@@ -1,12 +1,8 @@
 """How bytes get into files and out of them: by NIXL's POSIX back end (`file_nixl.py`), or by plain system calls.
 
-Both take a *batch* of extents between a range of memory and open files, and say later whether all of it is there. NIXL
-queues what bypasses the page cache, so several batches run at a time; what goes through the page cache is copied while
-it is posted. Plain system calls do a batch as it is given.
-
-NIXL says that a batch has failed, but neither which of its extents nor why, nor that nothing of it runs any more. That
-is what `reset` is for: it destroys the agent, and with it all that runs, and makes another one. Whoever wants to know
-more tries again one extent at a time (`transfer`): system calls say what is wrong.
+Both take a *batch* of extents, and say later whether all of it is in place. NIXL queues several batches if they bypass
+the page cache. It says that a batch has failed, but not which extent nor that nothing of it runs any more: that is what
+`reset` is for, and `transfer` tells what is wrong with one extent.
 """
 
 from __future__ import annotations
@@ -21,18 +17,13 @@ from typing import NamedTuple, Protocol
 
 from asynckv.geometry.layout import Memory
 
-ALIGN = 4096
-"""Places in files, and sizes, are multiples of it."""
+ALIGN = 4096  # places in files, and sizes, are multiples of it
 
 
 class Extent(NamedTuple):
-    """Bytes that are together in memory and in a file."""
-
-    near: int
-    """Offset in the memory."""
+    near: int  # offset in the memory
     fd: int
-    offset: int
-    """In the file."""
+    offset: int  # in the file
     size: int
 
 
@@ -41,41 +32,23 @@ class FileTooShort(OSError):
 
 
 class FileIO(Protocol):
-    """Moves batches of extents; all of it on one thread."""
-
-    def submit(self, number: int, extents: Sequence[Extent], is_write: bool) -> None:
-        """Begin with a batch; `collect` tells. Never raises."""
+    def submit(self, number: int, extents: Sequence[Extent], is_write: bool) -> None: ...
 
     def collect(self) -> list[tuple[int, bool]]:
         """The batches that have ended since the last call, and whether all of each is in place; does not wait."""
 
     def reset(self) -> None:
-        """See that nothing runs any more; what was not collected is then, or has failed.
+        """See that nothing runs any more, or raise `BackendError`; what was not collected has ended or failed then."""
 
-        Raises:
-            BackendError: Something may still run.
-        """
-
-    def close(self) -> None:
-        """End everything. Idempotent.
-
-        Raises:
-            BackendError: Something may still run.
-        """
+    def close(self) -> None: ...
 
 
 def view_of(memory: Memory) -> memoryview:
-    """Make host memory readable and writable as bytes."""
     return memoryview((ctypes.c_char * memory.length).from_address(memory.base)).cast("B")
 
 
 def transfer(view: memoryview, extent: Extent, is_write: bool) -> None:
-    """Move one extent by system calls.
-
-    Raises:
-        FileTooShort: The file ends before it does.
-        OSError: It is not in place.
-    """
+    """Move one extent by system calls; `FileTooShort` if the file ends before it does."""
     near, offset, end = extent.near, extent.offset, extent.near + extent.size
     while near < end:
         if is_write:
@@ -89,14 +62,11 @@ def transfer(view: memoryview, extent: Extent, is_write: bool) -> None:
 
 
 class PlainFiles:
-    """Moves batches by system calls, each before `submit` returns."""
-
     def __init__(self, memory: Memory) -> None:
         self._view = view_of(memory)
         self._ended: list[tuple[int, bool]] = []
 
     def submit(self, number: int, extents: Sequence[Extent], is_write: bool) -> None:
-        """Move a batch."""
         try:
             for extent in extents:
                 transfer(self._view, extent, is_write)
@@ -106,15 +76,12 @@ class PlainFiles:
             self._ended.append((number, True))
 
     def collect(self) -> list[tuple[int, bool]]:
-        """Return what was submitted since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
-    def reset(self) -> None:
-        """Nothing runs."""
+    def reset(self) -> None: ...
 
-    def close(self) -> None:
-        """Nothing runs."""
+    def close(self) -> None: ...
 
 
 @contextmanager

@@ -15,24 +15,12 @@ from asynckv.edges.file_io import Extent
 from asynckv.edges.nixl import load_nixl
 from asynckv.geometry.layout import Memory
 
-AIO = {"use_aio": "true"}
-"""Of the ways in which the back end queues: as fast as io_uring, which many containers forbid; POSIX aio has 0.7 to 0.9
-of it."""
-
+AIO = {"use_aio": "true"}  # as fast as io_uring, which many containers forbid; POSIX aio has 0.7 to 0.9 of it
 NAP_S = 0.0001
 
 
 class NixlFiles:
-    """Moves batches by a NIXL agent with the POSIX back end.
-
-    Args:
-        name: Of agents: unique per process start; every agent adds a number.
-        memory: Host memory.
-        fds: Open files and their lengths.
-
-    Raises:
-        BackendError: NIXL has no such back end, or refuses the memory or the files.
-    """
+    """Moves batches by a NIXL agent with the POSIX back end; every agent adds a number to the name."""
 
     def __init__(self, name: str, memory: Memory, fds: Mapping[int, int]) -> None:
         self._api, self._name, self._memory, self._fds = load_nixl(), name, memory, fds
@@ -47,7 +35,6 @@ class NixlFiles:
         return agent
 
     def submit(self, number: int, extents: Sequence[Extent], is_write: bool) -> None:
-        """Post a batch."""
         assert self._agent is not None
         rows = np.array(list(_rows(extents, self._memory.base)), np.uint64).reshape(-1, 2, 3)
         near, far = np.ascontiguousarray(rows[:, 0]), np.ascontiguousarray(rows[:, 1])
@@ -56,7 +43,6 @@ class NixlFiles:
             self._ended.append((number, ended.ending is Ending.DONE))
 
     def collect(self) -> list[tuple[int, bool]]:
-        """Ask about all that was posted."""
         assert self._agent is not None
         ended, self._ended = self._ended, []
         if self._agent.running:
@@ -64,7 +50,6 @@ class NixlFiles:
         return ended
 
     def reset(self) -> None:
-        """Let what is not in trouble end, then destroy the agent, and with it the rest, and make another one."""
         while self._agent is not None and self._agent.running:
             self._ended = self.collect()  # with those from before
             time.sleep(NAP_S)
@@ -72,7 +57,6 @@ class NixlFiles:
         self._agent = self._make_agent()
 
     def close(self) -> None:
-        """Destroy the agent."""
         if self._agent is not None:
             self._agent.close()
             self._agent = None

@@ -1,12 +1,8 @@
 """A directory of stored records: who owns it, and the files that hold the bytes.
 
-The bytes are one range of addresses, cut into *segments*: files of equal size (the last may be shorter) whose space is
-taken from the file system when the directory is opened, so that a disk that is full is found out then and not in the
-middle of a store. A directory belongs to one process at a time, by a lock that the system takes back when that process
-ends, however it ends. Who it is, is written into the locked file for others to read.
-
-Others may read the files meanwhile, any number of them, and take no lock: nothing of theirs keeps the owner from
-writing over a record, cutting a file short or removing it, and what they read then fails its checksum.
+The bytes are one range of addresses, cut into *segments*: files of equal size whose space is taken when the directory
+is opened, so that a full disk is found out then. A directory belongs to one process at a time, by a lock that ends with
+the process. Others may read without a lock: what the owner changes meanwhile fails its checksum.
 """
 
 from __future__ import annotations
@@ -34,23 +30,16 @@ from asynckv.errors import BackendError
 OWNER = "owner"
 SEGMENT_BYTES = 1 << 30
 MAX_SEGMENTS = 99_999
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""What says that there is no room."""
-
-MAX_OWNER = 4096
-"""Bytes that are read of the file that says who the owner is."""
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # what says that there is no room
+MAX_OWNER = 4096  # bytes that are read of the file that says who the owner is
 
 
 class Owner(Struct, frozen=True):
-    """Who has a directory."""
-
     pid: Annotated[int, Meta(ge=0)]
     host: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,256}\Z")]
-    since: Annotated[str, Meta(pattern=r"^[0-9T:.+-]{1,64}\Z")]
-    """UTC, ISO 8601."""
+    since: Annotated[str, Meta(pattern=r"^[0-9T:.+-]{1,64}\Z")]  # UTC, ISO 8601
 
     def __str__(self) -> str:
-        """For an error."""
         return f"process {self.pid} on {self.host} since {self.since}"
 
 
@@ -78,7 +67,6 @@ def owner_of(folder: Path) -> tuple[Owner | None, bool]:
 
 
 def _check_user(path: Path, *users: int) -> None:
-    """See that what is below a path, or in a file, is not another user's to change."""
     me, hidden = os.geteuid(), -1
     with suppress(OSError, ValueError):  # in a container without root, all users that it does not know are this one
         number = int(Path("/proc/sys/kernel/overflowuid").read_text())
@@ -92,11 +80,9 @@ def _check_user(path: Path, *users: int) -> None:
 
 
 def check_parents(folder: Path) -> None:
-    """See that no other user can put another directory in the place of this one; it may not be there yet.
+    """See that no other user can put another directory in the place of this one, which may not be there yet.
 
-    Raises:
-        BackendError: One above it is another user's, or everybody may write it, and it has no sticky bit. (A mount
-            point may be so: an `emptyDir` of Kubernetes is, and only its pod sees it.)
+    A mount point may be open to everybody: an `emptyDir` of Kubernetes is, and only its pod sees it.
     """
     for parent in sorted({*folder.absolute().parents, *Path(os.path.realpath(folder)).parents}):
         with suppress(OSError):  # it is not there, or cannot be reached
@@ -113,12 +99,7 @@ def check_parents(folder: Path) -> None:
 def check_folder(folder: Path) -> None:
     """See that no other user decides what is in a directory: a checksum says that bytes are whole, not who made them.
 
-    A group may write it as a container volume has it (Kubernetes: `fsGroup`), which sets the setgid bit and gives the
-    group to the volume's containers. A group that has come by it otherwise is refused.
-
-    Raises:
-        BackendError: It, a file in it or a directory above it is another user's, everybody or some group may write it,
-            or it cannot be looked at.
+    A group may write it as a container volume has it (Kubernetes: `fsGroup`): setgid, and one of this process's groups.
     """
     check_parents(folder)
     try:
@@ -146,10 +127,7 @@ class OwnerLock:
 
     Args:
         folder: Made if it is not there.
-        visit: Have it for a moment, to tidy up: the directory has to be there, and afterwards it says again who had it.
-
-    Raises:
-        BackendError: Somebody else has it, or it cannot be written.
+        visit: Have it for a moment, to tidy up: it has to be there, and says again who had it afterwards.
     """
 
     def __init__(self, folder: Path, *, visit: bool = False) -> None:
@@ -198,7 +176,6 @@ class OwnerLock:
         return True
 
     def release(self) -> None:
-        """Let others in. Idempotent."""
         if self._is_visit and self._fd >= 0:
             with suppress(OSError):
                 os.ftruncate(self._fd, 0)
@@ -206,7 +183,6 @@ class OwnerLock:
         self.let_go()
 
     def let_go(self) -> None:
-        """Close the file, and leave it as it is. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -223,7 +199,6 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def explained(folder: Path, exc: OSError) -> str:
-    """Say why the system refuses to write in a directory, with the numbers, and what helps."""
     why = exc.strerror or str(exc)
     for path in [Path(exc.filename or folder), folder] if exc.errno in (errno.EACCES, errno.EPERM) else ():
         with suppress(OSError):
@@ -242,7 +217,6 @@ def explained(folder: Path, exc: OSError) -> str:
 
 
 def explained_index(folder: Path, exc: Exception) -> str:
-    """Say why an index cannot be used, with the numbers, and what helps."""
     code = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}
     return explained(
         folder, OSError(code.get(getattr(exc, "sqlite_errorcode", 0) & 0xFF, 0), " ".join(f"{exc}".split()))
@@ -250,12 +224,10 @@ def explained_index(folder: Path, exc: Exception) -> str:
 
 
 def segment_path(folder: Path, number: int) -> Path:
-    """Say where a segment is."""
     return folder / f"segment-{number:05}.kv"
 
 
 def segment_extents(far: int, size: int, segment_bytes: int) -> Iterator[tuple[int, Extent]]:
-    """Say where a stretch of the range is: the numbers of segments, and extents from the stretch's start on."""
     near = 0
     while size:
         number, offset = divmod(far, segment_bytes)
@@ -264,16 +236,11 @@ def segment_extents(far: int, size: int, segment_bytes: int) -> Iterator[tuple[i
         near, far, size = near + part, far + part, size - part
 
 
-class NoRoom(BackendError):
-    """A disk has no room for what a directory is to hold."""
+class NoRoom(BackendError): ...
 
 
 def check_room(folder: Path, num_bytes: int, beside: int = 0, *, refused: str = "") -> None:
-    """See that a disk has room for all: one that is full for a moment is full for everybody on it.
-
-    Raises:
-        NoRoom: It has not room for segments of so many bytes and what comes `beside`, or has `refused` already.
-    """
+    """See that a disk has room for segments of so many bytes and what comes `beside`, or has not `refused` already."""
     found = os.statvfs(folder)
     wanted = num_bytes + beside - sum(path.lstat().st_blocks * 512 for path in folder.glob("segment-*.kv"))
     free, why = found.f_bavail * found.f_frsize, refused or os.strerror(errno.ENOSPC)
@@ -285,31 +252,20 @@ def check_room(folder: Path, num_bytes: int, beside: int = 0, *, refused: str = 
 
 
 class Segments:
-    """The files that hold the bytes.
+    """The files that hold the bytes: a range of `num_bytes`, in files of `segment_bytes`.
 
     Args:
-        folder: Where they are.
-        num_bytes: Length of the range, a multiple of 4096.
-        segment_bytes: Length of one file, a multiple of 4096.
         direct: Whether to bypass the page cache, if the file system can.
-        is_owned: This process has the directory; else nothing is made, and what is not there is not there.
-
-    Attributes:
-        fds: Of the files, by number; -1 where there is none.
-
-    Raises:
-        NoRoom: The file system has no room for them.
-        BackendError: It refuses.
+        is_owned: This process has the directory; else nothing is made.
     """
 
     def __init__(
         self, folder: Path, num_bytes: int, segment_bytes: int, *, direct: bool, is_owned: bool = True
     ) -> None:
         self.num_bytes, self.segment_bytes = num_bytes, segment_bytes
-        self.fds: list[int] = []
+        self.fds: list[int] = []  # of the files, by number; -1 where there is none
         self.lengths: list[int] = []
-        self.kept: list[int] = []
-        """Bytes at the start of each segment that were there already; what was stored beyond is lost."""
+        self.kept: list[int] = []  # bytes that were there already; what was stored beyond is lost
         self._folder = folder
         if num_bytes > MAX_SEGMENTS * segment_bytes:
             raise BackendError(
@@ -338,7 +294,6 @@ class Segments:
             raise self._refused(exc) from None
 
     def path(self, number: int) -> Path:
-        """Where one segment is."""
         return segment_path(self._folder, number)
 
     def _open(self, path: Path, length: int) -> None:
@@ -373,7 +328,6 @@ class Segments:
             raise self._refused(exc) from None
 
     def _remove_beyond(self, number: int) -> None:
-        """Remove the segments of a range that was longer."""
         for path in self._folder.glob("segment-*.kv"):
             if path.name >= self.path(number).name:
                 path.unlink()
@@ -382,26 +336,22 @@ class Segments:
         return BackendError(f"{self._folder} cannot be used: {explained(self._folder, exc)}; or name another directory")
 
     def extents(self, near: int, far: int, size: int) -> Iterator[Extent]:
-        """Say where a stretch of the range is; more than one extent where it goes over the end of a segment."""
         for number, extent in segment_extents(far, size, self.segment_bytes):
             yield Extent(near + extent.near, self.fds[number], extent.offset, extent.size)
 
     def has_kept(self, far: int, size: int) -> bool:
-        """Whether all of a stretch was there when the files were opened."""
         if far + size > self.num_bytes or self.kept == self.lengths:
             return far + size <= self.num_bytes
         parts = segment_extents(far, size, self.segment_bytes)
         return all(extent.offset + extent.size <= self.kept[number] for number, extent in parts)
 
     def removed(self) -> str:
-        """Name a file that somebody has removed, if there is one."""
         for number, fd in enumerate(self.fds):
             if not os.fstat(fd).st_nlink:
                 return self.path(number).name
         return ""
 
     def close(self) -> None:
-        """Close the files. Idempotent."""
         for fd in self.fds:
             if fd < 0:
                 continue
@@ -424,7 +374,6 @@ def _takes_direct(folder: Path) -> bool:
 
 
 def _reads_direct(folder: Path) -> bool:
-    """Try the same with a file that is there."""
     try:
         some = next(folder.glob("segment-*.kv"))
         with mmap.mmap(-1, ALIGN) as page, _opened(some, os.O_RDONLY | os.O_NONBLOCK | os.O_DIRECT) as fd:

@@ -1,22 +1,15 @@
 """The record plane on files: blocks that outlive the process, in a directory of its own.
 
-A thread does the work (`file_worker`): it writes and reads records (`file_io`), makes and checks their checksums while
-the bytes are still in the processor's caches, and keeps the index (`file_index`). Reads go before writes. What is asked
-of it, and what it tells, goes through one lock; the loop holds it for moments only, and never waits for the disk.
+A thread does the work (`file_worker`); the loop never waits for the disk. A record is served if a checksum over its
+bytes and its key matches, and in no other case, so nothing depends on the order in which bytes and index reach the
+disk.
 
-What may be believed: a record is served if a checksum over its bytes and its key matches, and in no other case. So
-nothing depends on the order in which bytes and index reach the disk. A slot is simply written over; if the process dies
-half-way, what the index says of it does not match any more, and is dropped when somebody asks for it.
+A tier that is *only read* takes a snapshot of a directory that may be another's, without its lock, and changes nothing
+there. What the owner writes over is a miss here.
 
-A tier that is *only read* takes a snapshot of a directory that may be another's, without its lock: nothing is made,
-written or forgotten there, any number of processes may read at a time, and the owner, if there is one, goes on as it
-likes. What it writes over, or removes, is a miss here.
-
-A disk that fails makes misses. A batch that NIXL says has failed is tried again record by record with system calls, to
-learn which records are lost, and why. If the disk is full or cannot be written, or writes fail one after another, the
-tier takes no more writes; if reads do, or a call does not come back within `slow_s`, it takes nothing any more. Either
-is told once, and what is posted from then on fails at once. A read that waits for longer than `slow_s` is a miss as
-well, whatever the reason.
+A disk that fails makes misses. A failed batch is tried again record by record. If the disk is full, or writes fail in a
+row, the tier takes no more writes; if reads do, or a call does not come back within `slow_s`, it takes nothing any
+more. Either is told once. A read that waits for longer than `slow_s` is a miss as well.
 """
 
 from __future__ import annotations
@@ -47,9 +40,7 @@ from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, RecordsLost,
 RECORD_BYTES = 64 << 10
 SLOW_S = 10.0
 CLOSE_S = 10.0
-
-Opened = tuple[FileIndex | None, Segments, dict[int, Entry], dict[str, bytes]]
-"""What `FileTier` opens, and what it holds: records by place, and layouts."""
+Opened = tuple[FileIndex | None, Segments, dict[int, Entry], dict[str, bytes]]  # records by place, and layouts
 
 
 class FileTier:
@@ -57,17 +48,13 @@ class FileTier:
 
     Args:
         folder: Made if it is not there.
-        num_bytes: How long the range is: what all records together may take on the disk. Rounded down to 4096.
+        num_bytes: What all records together may take on the disk. Rounded down to 4096.
         name: Of NIXL agents: unique per process start.
-        back_end: Who moves bytes: NIXL's POSIX back end, or plain system calls.
-        direct: Whether to bypass the page cache where the file system can: blocks are cached in memory as it is.
+        direct: Whether to bypass the page cache where the file system can.
         slow_s: How long a read may take before it is a miss, and a call to the disk before the tier is given up.
         segment_bytes: Of one file; a directory keeps what it was made with.
-        record_bytes: Of the smallest record: the index takes space from the disk for as many as there may be.
-        read_only: Read what is there, and write nothing: what others have stored, who may have it still.
-
-    Raises:
-        ConfigError: A number is out of range.
+        record_bytes: Of the smallest record: the index takes space for as many as there may be.
+        read_only: Read what others have stored, who may have it still, and write nothing.
     """
 
     def __init__(
@@ -95,26 +82,19 @@ class FileTier:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_ready: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
-        self._close_by: float | None = None
-        """Until when `close` may still wait, if the waiting was begun off the loop."""
+        self._close_by: float | None = None  # until when `close` may still wait, if the waiting was begun off the loop
         self._worker: Worker | None = None
         self._lock: OwnerLock | None = None
         self._news: list[RecordNews] = []
-        self._is_due = False
-        self.found: Counter[str] = Counter()
-        """What the start found: records, and those that were dropped, by cause."""
+        self.found: Counter[str] = Counter()  # what the start found: records, and those that were dropped, by cause
 
     @property
     def num_bytes(self) -> int:
-        """Length of the range."""
         return self._num_bytes
-
-    # -- life ----------------------------------------------------------------------------------------
 
     def start(
         self, memory: Memory, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
     ) -> list[Stored]:
-        """Take the directory, take space for the files, read the index, and start the thread; or only look at it."""
         if self._worker is not None:
             raise BackendError(f"the file tier in {self._folder} has not ended; `close()` first")
         if memory.kind != "cpu" or memory.base % ALIGN:
@@ -173,7 +153,6 @@ class FileTier:
             raise
 
     def _open(self, is_owned: bool) -> Opened:
-        """Open index and segments, and return them with what they hold; no index if it is only read."""
         folder, index = self._folder, None
         with ExitStack() as undo:
             if is_owned:
@@ -209,7 +188,6 @@ class FileTier:
         return good, [*malformed, *(entry.far for entry in entries if entry.far not in good)]
 
     async def quiesce(self, timeout_s: float | None = None) -> None:
-        """Stop the thread, and wait for it off the loop, at most `CLOSE_S` or so long."""
         if self._worker is not None:
             self._worker.stop()
             in_time = CLOSE_S if timeout_s is None else timeout_s
@@ -217,11 +195,6 @@ class FileTier:
             await anyio.to_thread.run_sync(self._worker.wait, in_time)
 
     def close(self) -> None:
-        """Stop the thread, write the index, and let others in; moves that had not ended have `FAILED`. Idempotent.
-
-        Raises:
-            BackendError: The thread is inside the system and may write to memory. Call again to wait again.
-        """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -239,58 +212,41 @@ class FileTier:
             self._lock.release()
             self._lock = None
 
-    # -- moves ---------------------------------------------------------------------------------------
-
     def post(self, move_id: TransferId, op: CopyOp, records: Sequence[Record]) -> None:
-        """Take over a move, or fail it at once."""
         if self._worker is None:
             self._news.append(RecordsEnded(move_id, Ending.FAILED, "the file tier is closed"))
-            self._wake_here()
+            self._wake()
             return
         self._worker.post(move_id, op is CopyOp.WRITE, records)
         self._arm()
 
     def forget(self, places: Iterable[int]) -> None:
-        """Drop what begins at some places."""
         if self._worker is not None:
             self._worker.forget(places)
 
     def keep_layout(self, fingerprint: str, body: bytes) -> None:
-        """Write a layout down."""
         if self._worker is not None:
             self._worker.keep_layout(fingerprint, body)
 
     def layouts(self) -> Mapping[str, bytes]:
-        """Return what was written down."""
         return self._worker.layouts if self._worker is not None else {}
 
     def cancel(self, move_id: TransferId) -> None:
-        """Begin nothing more of a move."""
         if self._worker is not None:
             self._worker.cancel(move_id)
 
     def poll(self) -> list[RecordNews]:
-        """Return what has happened since the last call."""
         news, self._news = self._news, []
         if self._worker is not None:
             news += self._worker.take_news()
         return news
 
-    # -- waking --------------------------------------------------------------------------------------
-
     def _wake(self) -> None:
-        """Called by the thread: there is news."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: nobody listens
                 self._loop.call_soon_threadsafe(self._ready)
 
-    def _wake_here(self) -> None:
-        if not self._is_due and self._loop is not None and not self._loop.is_closed():
-            self._is_due = True
-            self._loop.call_soon(self._ready)
-
     def _ready(self) -> None:
-        self._is_due = False
         if self._news or (self._worker is not None and self._worker.has_news):
             self._on_ready()
 
@@ -299,20 +255,15 @@ class FileTier:
             self._timer = self._loop.call_later(self._slow_s / 4, self._look)
 
     def _look(self) -> None:
-        """See that nothing takes too long."""
         self._timer = None
         if self._worker is not None and self._worker.look():
             self._arm()
 
-    # -- questions -----------------------------------------------------------------------------------
-
     def statistics(self) -> dict[str, int]:
-        """Count moves, records and troubles."""
         found = {f"found_{name}": number for name, number in tuple(self.found.items())}
         return found | (self._worker.statistics() if self._worker is not None else {})
 
     def describe(self) -> dict[str, str]:
-        """Name the directory and how it is read and written."""
         is_direct = self._worker is not None and self._worker.is_direct
         return {
             "folder": str(self._folder),

@@ -28,35 +28,17 @@ from asynckv.geometry.layout import Memory
 from asynckv.offload.keys import short
 from asynckv.ports import Record, RecordNews, RecordsEnded, RecordsLost
 
-BATCH_BYTES = 8 << 20
-"""What is moved at a time, unless one record is larger: enough to pay for a post, and little enough to be in the caches
-when it is checked."""
-
-IN_FLIGHT = 4
-"""Batches at a time, where the back end queues them."""
-
-MAX_PENDING = 256
-"""Changes of the index that one transaction takes."""
-
-COMMIT_S = 0.02
-"""How long a change of the index waits for others."""
-
-LOOK_S = 1.0
-"""Within what time of a write it is seen that the files are there."""
-
-MAX_ERRORS = 8
-"""Places that failed, one after another, after which a tier takes no more writes, or no more reads."""
-
-NAPS_S = 0.00005, 0.0004
-"""How often queued batches are asked for: ever less often until one has ended, for each time takes others' time."""
-
-NO_MORE = {*FULL, errno.EROFS}
-"""What says that no later write will do better."""
+BATCH_BYTES = 8 << 20  # moved at a time, unless one record is larger: in the caches when it is checked
+IN_FLIGHT = 4  # batches at a time, where the back end queues them
+MAX_PENDING = 256  # changes of the index that one transaction takes
+COMMIT_S = 0.02  # how long a change of the index waits for others
+LOOK_S = 1.0  # within what time of a write it is seen that the files are there
+MAX_ERRORS = 8  # places that failed, one after another, after which a tier takes no more writes, or no more reads
+NAPS_S = 0.00005, 0.0004  # between two looks at queued batches, ever less often until one has ended
+NO_MORE = {*FULL, errno.EROFS}  # what says that no later write will do better
 
 
 class Takes(IntEnum):
-    """What a tier takes. It takes less and less, until the next start."""
-
     NOTHING = 0
     READS = 1
     ALL = 2
@@ -64,22 +46,16 @@ class Takes(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class _Move:
-    """One that has not ended."""
-
     move_id: TransferId
     is_write: bool
     records: Sequence[Record]
     posted_at: float
-    next: int = 0
-    """The first record that no batch has."""
-    running: int = 0
-    """Batches."""
+    next: int = 0  # the first record that no batch has
+    running: int = 0  # batches
     lost: list[int] = field(default_factory=list)
-    written: list[int] = field(default_factory=list)
-    """Where records were put."""
+    written: list[int] = field(default_factory=list)  # where records were put
     cause: str = ""
-    is_void: bool = False
-    """Cancelled or too late: nothing of it counts."""
+    is_void: bool = False  # cancelled or too late: nothing of it counts
     is_told_doubt: bool = False
 
     def void(self, cause: str) -> None:
@@ -92,8 +68,6 @@ class _Move:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Some records of one move, on their way."""
-
     move: _Move
     positions: list[int]
     sums: list[int] = field(default_factory=list)
@@ -103,14 +77,10 @@ class Worker:
     """The thread, and what it shares with the loop under `_gate`.
 
     Args:
-        name: Of the thread.
-        memory: Where records come from and go to.
-        segments: The files; closed by the thread in its end, as are the next two.
-        index: What is to be told of changes; None if the directory is only read.
+        segments: The files; the thread closes them in its end, as it does `index` and `io`.
+        index: None if the directory is only read.
         only_read: Why it is.
-        io: Who moves bytes.
         entries: What the index says, by place.
-        layouts: What was written down.
         slow_s: How long a read, or a call to the system, may take.
         wake: Called when there is news, on either side.
     """
@@ -131,8 +101,7 @@ class Worker:
         self._memory, self._view, self._segments = memory, view_of(memory), segments
         self._folder = segments.path(0).parent
         self._index, self._io, self._slow_s, self._wake = index, io, slow_s, wake
-        self._entries = entries
-        """By place; the thread's own."""
+        self._entries = entries  # by place; the thread's own
         self.layouts = layouts
         self._gate = threading.Condition()
         self._moves: dict[TransferId, _Move] = {}
@@ -141,22 +110,17 @@ class Worker:
         self._new_layouts: dict[str, bytes] = {}
         self._news: list[RecordNews] = []
         self._takes, self._cause = Takes.ALL if index is not None else Takes.READS, only_read
-        """What is taken, and why not more."""
         self._is_stopping = False
-        self._busy_since: float | None = None
-        """Since when the thread has been in one call to the system, or since the oldest batch in flight moved."""
+        self._busy_since: float | None = None  # of one call to the system, or of the oldest batch in flight
         # The thread's own.
         self._batches: dict[int, _Batch] = {}
         self._number = 0
         self._nap_s = NAPS_S[0]
         self._stored: dict[int, Entry] = {}
-        self._dropped: set[int] = set()
-        """What the index has not been told yet, and since when."""
+        self._dropped: set[int] = set()  # what the index has not been told yet, and since when
         self._pending_since = 0.0
-        self._failing: dict[bool, set[int]] = {False: set(), True: set()}
-        """Where reads, and writes, have failed since the last one that did not: a place that is tried again is one."""
-        self._looked_at, self._is_unseen = 0.0, False
-        """When it was seen last that the files are there, and whether something was written since."""
+        self._failing: dict[bool, set[int]] = {False: set(), True: set()}  # places, since the last success
+        self._looked_at, self._is_unseen = 0.0, False  # looks at whether the files are there
         self._counts: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name=f"{name}-files", daemon=True)
         end_at_exit(self)
@@ -166,22 +130,18 @@ class Worker:
 
     @property
     def is_direct(self) -> bool:
-        """The page cache is bypassed."""
         return self._segments.is_direct
 
     @property
     def has_news(self) -> bool:
-        """There is something to take."""
         return bool(self._news)
 
     def take_news(self) -> list[RecordNews]:
-        """Return what has happened since the last call."""
         with self._gate:
             news, self._news = self._news, []
         return news
 
     def post(self, move_id: TransferId, is_write: bool, records: Sequence[Record]) -> None:
-        """Take over a move, or fail it at once."""
         wrong = next((cause for cause in map(self._wrong, records) if cause), "")
         with self._gate:
             assert move_id not in self._moves, f"move {move_id} has not ended"
@@ -196,7 +156,6 @@ class Worker:
                 self._gate.notify()
 
     def _wrong(self, record: Record) -> str:
-        """Say why a record cannot be moved."""
         key, near, far, size = record[:4]
         if size <= 0 or near % ALIGN or far % ALIGN or size % ALIGN:
             return f"a record of {size} bytes at {near} and {far}: all must be multiples of {ALIGN}"
@@ -205,20 +164,17 @@ class Worker:
         return f"a key of {len(key)} bytes; {MAX_KEY} at most" if len(key) > MAX_KEY else ""
 
     def forget(self, places: Iterable[int]) -> None:
-        """Drop what begins at some places, before what is posted later."""
         with self._gate:
             self._forgotten += places
             self._gate.notify()
 
     def keep_layout(self, fingerprint: str, body: bytes) -> None:
-        """Write a layout down."""
         with self._gate:
             if self._takes is Takes.ALL:
                 self.layouts[fingerprint] = self._new_layouts[fingerprint] = body
                 self._gate.notify()
 
     def cancel(self, move_id: TransferId) -> None:
-        """Begin nothing more of a move."""
         with self._gate:
             if (move := self._moves.get(move_id)) is not None and not move.is_void:
                 move.void("cancelled")
@@ -246,22 +202,16 @@ class Worker:
             return bool(self._moves)
 
     def stop(self) -> None:
-        """Begin nothing more, and end once nothing runs and the index is written."""
         with self._gate:
             self._is_stopping = True
             self._gate.notify()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end; False if it did not come. May run on another thread."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end; what had not ended has `FAILED`.
-
-        Raises:
-            BackendError: The thread is inside the system still, or has left something there.
-        """
+        """Wait for the end; what had not ended has `FAILED`. `BackendError` if the thread hangs in the system."""
         if not self.wait(timeout_s):
             raise BackendError(
                 f"the disk under {self._folder} has not answered in time: memory that it reads into may still be "
@@ -277,7 +227,6 @@ class Worker:
                 self._settle(move)
 
     def statistics(self) -> dict[str, int]:
-        """Count moves, records and troubles."""
         with self._gate:
             return {
                 **self._counts,
@@ -290,7 +239,6 @@ class Worker:
     # -- under the lock, on either side --------------------------------------------------------------
 
     def _settle(self, move: _Move) -> None:
-        """End a move that is over."""
         if not move.is_over or self._moves.pop(move.move_id, None) is None:
             return
         if move.is_void:
@@ -457,7 +405,6 @@ class Worker:
             self._retry(self._batches.pop(min(self._batches)))
 
     def _retry(self, batch: _Batch) -> None:
-        """Move records one by one, so that each has its own end."""
         move, good, sums = batch.move, [], []
         for i, found in zip(batch.positions, batch.sums, strict=True):
             with self._gate:
@@ -475,7 +422,6 @@ class Worker:
         self._finish(batch)
 
     def _finish(self, batch: _Batch) -> None:
-        """All its bytes are in place."""
         move, at = batch.move, now()
         for i, expected in zip(batch.positions, batch.sums, strict=True):
             record = move.records[i]
@@ -501,7 +447,6 @@ class Worker:
             self._settle(batch.move)
 
     def _lose(self, move: _Move, i: int, cause: str, counted: str) -> None:
-        """A record is not there, and will not be."""
         self._counts[counted] += 1
         record = move.records[i]
         move.lost.append(i)
@@ -512,7 +457,6 @@ class Worker:
             self._drop(record.far)
 
     def _trouble(self, move: _Move, i: int, exc: OSError) -> None:
-        """The system refuses to move a record."""
         word, what = exc.strerror or str(exc), "writing" if move.is_write else "reading"
         self._lose(move, i, f"{what} failed: {word}", "io_errors")
         failing = self._failing[move.is_write]
@@ -533,7 +477,6 @@ class Worker:
     # -- the index -----------------------------------------------------------------------------------
 
     def _drop(self, far: int) -> None:
-        """Forget what begins at some place."""
         if self._entries.pop(far, None) is not None and self._index is not None:
             self._stored.pop(far, None)
             self._dropped.add(far)
@@ -557,7 +500,6 @@ class Worker:
                     )
 
     def _is_due(self) -> bool:
-        """Whether the index should be told now."""
         if not (self._stored or self._dropped):
             return False
         return (

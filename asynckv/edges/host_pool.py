@@ -1,9 +1,4 @@
-"""The host pool: ordinary memory of this process in which blocks are kept that do not fit the accelerator.
-
-One range, aligned to huge pages, for which it asks; shared, if a data plane in a process of its own is to serve it; and
-pinned where the engine's memory is on a GPU, which copies to and from pinned memory by itself. What lies in it is
-`asynckv/geometry`'s business, and who uses which slot the catalogue's.
-"""
+"""The host pool: memory of this process, aligned to huge pages, for blocks that do not fit the accelerator."""
 
 from __future__ import annotations
 
@@ -11,69 +6,45 @@ import ctypes
 import errno
 import mmap
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from asynckv.arguments import MAX_INTEGER, integer
-from asynckv.edges.pinning import Pinned
-from asynckv.edges.sharing import shared_memory
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 
 HUGE_PAGE = 2 << 20
-POPULATE_WRITE = 23
-"""`MADV_POPULATE_WRITE`, which Python does not name: since Linux 5.14."""
-
-PIECE = 64 << 20
-"""What is taken at a time."""
+POPULATE_WRITE = 23  # `MADV_POPULATE_WRITE`, which Python does not name: since Linux 5.14
+PIECE = 64 << 20  # what is taken at a time
 
 
 class HostPool:
-    """A range of host memory, zeroed; freed by `close`.
+    """A range of host memory, zeroed; freed by `close`. Its length is rounded up to 4096.
 
-    Args:
-        num_bytes: Its length; rounded up to 4096.
-        shared: Other processes can map it, as `asynckv.shared_memory`.
-        populate: Take all of it from the system now, so that a lack of memory is found out now, and no copy waits for a
-            page. Takes 0.1 to 0.4 s per GB.
-        device: The GPU that copies to and from it, which it is pinned for; None if none does.
-
-    Attributes:
-        memory: Where it lies.
-        how: What became of pinning it; empty without a GPU. Memory that cannot be pinned serves as well, and slower.
-
-    Raises:
-        ConfigError: It is no number of bytes.
-        BackendError: The system has not so much memory.
+    All of it is taken from the system at once, 0.1 to 0.4 s per GB, so that no copy waits for a page. With a `device`
+    it is pinned for that GPU; memory that cannot be pinned serves as well, and slower (`how`).
     """
 
-    def __init__(
-        self, num_bytes: int, *, shared: bool = False, populate: bool = False, device: int | None = None
-    ) -> None:
+    def __init__(self, num_bytes: int, *, device: int | None = None) -> None:
         wanted = integer("num_bytes", num_bytes, 1, MAX_INTEGER - 2 * HUGE_PAGE, ConfigError)
         self.num_bytes = -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = self.num_bytes + HUGE_PAGE
-        if shared:
-            self._map = shared_memory(length)
-        else:
-            try:
-                self._map = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            except (OSError, OverflowError) as exc:
-                raise _lacking(num_bytes, str(exc)) from None
-            with suppress(OSError):
-                self._map.madvise(mmap.MADV_HUGEPAGE)
+        try:
+            self._map = mmap.mmap(-1, self.num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as exc:
+            raise _lacking(num_bytes, str(exc)) from None
+        with suppress(OSError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         start = -np.frombuffer(self._map, np.uint8).ctypes.data % HUGE_PAGE
         self.array: npt.NDArray[np.uint8] | None = np.frombuffer(self._map, np.uint8)[start : start + self.num_bytes]
-        """Its bytes; None once closed."""
         self.memory = Memory(self.array.ctypes.data, self.num_bytes)
-        self.is_shared = shared
         self.how = ""
         self._pinned: Pinned | None = None
         try:
-            if populate:
-                self._populate()
+            self._populate()
         except BaseException:
             self.close()
             raise
@@ -99,14 +70,10 @@ class HostPool:
             ctypes.memset(address, 0, length)  # the kernel is too old
 
     def describe(self) -> dict[str, str]:
-        """Say whether it is pinned, or why not; nothing without a GPU."""
         return {"host_memory": self.how} if self.how else {}
 
     def close(self) -> None:
-        """Give the memory back: some ms per GB, for which it may run on another thread. Idempotent.
-
-        Nothing may read or write it any more. Memory that somebody still has an array of lives until that is gone.
-        """
+        """Give the memory back, once nothing uses it: some ms per GB. Idempotent; may run on another thread."""
         if self._pinned is not None:
             self._pinned.release()
         self.array = None
@@ -119,3 +86,60 @@ def _lacking(num_bytes: int, why: str) -> BackendError:
     return BackendError(
         f"{num_bytes} bytes of host memory are not to be had ({why}; {free} bytes are free); lower host_bytes"
     )
+
+
+FLAGS = 0x01 | 0x02  # `CU_MEMHOSTREGISTER_PORTABLE` and `_DEVICEMAP`
+
+
+def load_driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as exc:
+        cause = str(exc)
+    raise BackendError(f"there is no CUDA driver: {cause}")
+
+
+class Pinned:
+    """A range that is pinned until `release`, for a GPU as CUDA numbers those that this process may use."""
+
+    def __init__(self, address: int, num_bytes: int, device: int) -> None:
+        self._driver, self._address, self._context = load_driver(), ctypes.c_void_p(address), ctypes.c_void_p()
+        self._device = ctypes.c_int()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", ctypes.byref(self._device), device)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
+        try:
+            with self._current():
+                self._call("cuMemHostRegister_v2", self._address, ctypes.c_size_t(num_bytes), FLAGS)
+        except BaseException:
+            self._leave()
+            raise
+        self._is_pinned = True
+
+    def release(self) -> None:
+        if not self._is_pinned:
+            return
+        self._is_pinned = False
+        with suppress(BackendError), self._current():  # CUDA ends before us where an interpreter ends
+            self._call("cuMemHostUnregister", self._address)
+        self._leave()
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _leave(self) -> None:
+        with suppress(BackendError):
+            self._call("cuDevicePrimaryCtxRelease_v2", self._device)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if (function := getattr(self._driver, name, None)) is None:
+            raise BackendError(f"the CUDA driver has no {name}; it is too old")
+        if code := function(*arguments):
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(code, ctypes.byref(text))
+            raise BackendError(f"{name}: {(text.value or b'unknown').decode(errors='replace')} (error {code})")

@@ -1,10 +1,9 @@
 """Keeps a NIXL agent alive in processes of their own: one serves, one stands by.
 
-UCX ends the process on some of its paths when a connection that emulates remote reads breaks (`docs/reliability.md`).
-Here that process is a child, which maps the engine's memory at the same addresses and runs `NixlPlane`. Its end is the
-end of whatever could write: it is waited for, and only then told. Starting one takes about a second (Python, NIXL, and
-half of it UCX's first agent), so the next one is started ahead; it has an agent that nobody knows yet, and costs memory
-only.
+UCX ends the process on some paths when a connection that emulates remote reads breaks (`docs/reliability.md`). Here
+that process is a child, which maps the engine's memory at the same addresses and runs `NixlPlane`. Its end is the end
+of whatever could write: it is waited for, and only then told. Starting one takes about a second, so the next is started
+ahead.
 """
 
 from __future__ import annotations
@@ -34,47 +33,22 @@ from asynckv.errors import BackendError, EngineClosed
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 
-SETTLE_S = 10.0
-"""How long after the engine's start the first one to stand by is started, which takes a core for half a second: then
-the engine has enough to do, and the others of its host, which start as well."""
-
-AHEAD_S = 1.0
-"""How long after another serves the next is started."""
-
-CPUCLOCK_SCHED = 2
-"""Of Linux: a process's clock of CPU time, by its id."""
-
-CLOSE_S = 10.0
-"""How long a child may take to let go by itself; it is killed then."""
-
-KILL_S = 5.0
-"""How long the kernel may take to end a child that was killed."""
-
-MAX_NEWS = 64 * 1024 * 1024
-"""Bytes of one frame that a child sends; what is longer is no frame."""
-
-MAX_COLLISIONS = 32
-"""How often in a row a child may find the addresses taken: chance, of some percent for a pool of 64 GB."""
-
+SETTLE_S = 10.0  # after the engine's start, until the first one to stand by is started
+AHEAD_S = 1.0  # how long after another serves the next is started
+CPUCLOCK_SCHED = 2  # of Linux: a process's clock of CPU time, by its id
+CLOSE_S = 10.0  # how long a child may take to let go by itself; it is killed then
+KILL_S = 5.0  # how long the kernel may take to end a child that was killed
+MAX_NEWS = 64 * 1024 * 1024  # bytes of one frame that a child sends; what is longer is no frame
+MAX_COLLISIONS = 32  # how often in a row a child may find the addresses taken: chance, of some percent for 64 GB
 DEATHS = 10
-DEATHS_S = 60.0
-"""More deaths than that within so many seconds, and the next one serves when the first of them is past."""
-
-STANDBY_S = 10.0
-"""How long after the end of one that stood by another is started: it served nobody, so nobody waits for it."""
-
+DEATHS_S = 60.0  # more deaths than that within so many seconds, and the next one serves when the first of them is past
+STANDBY_S = 10.0  # after the end of one that stood by, until another is started: no reader waits for it
 BEAT_S = 1.0
-HUNG_S = 10.0
-"""While somebody may be reading, a child is asked each second whether it is there, and killed when it has not answered
-for so long: it may be stuck in NIXL, or be writing a core dump, and readers would wait for it in vain."""
+HUNG_S = 10.0  # without an answer while somebody may be reading, and a child is killed: it may be stuck in NIXL
 
 
 def check_processes() -> None:
-    """See whether children can be kept here at all: some sandboxes forbid it, some interpreters cannot be started.
-
-    Raises:
-        BackendError: Naming what is missing.
-    """
+    """See whether children can be kept here at all: some sandboxes forbid it, some interpreters cannot be started."""
     if not sys.executable:
         raise BackendError("this interpreter does not know its own path (sys.executable), so it cannot start another")
     try:
@@ -84,28 +58,16 @@ def check_processes() -> None:
 
 
 class _Process:
-    """One child, until it was waited for.
-
-    Args:
-        shares: What it maps before all else.
-        setup: Its first order, which it answers by `Ready`.
-        collisions: How many before it found addresses taken.
-
-    Raises:
-        BackendError: No process can be started.
-    """
+    """One child, until it was waited for; `collisions` is how many before it found addresses taken."""
 
     def __init__(self, shares: Sequence[Share], fds: Sequence[int], setup: wire.Setup, collisions: int) -> None:
         self.name, self.collisions = setup.agent_name, collisions
         self.ready: wire.Ready | None = None
-        self.cause = ""
-        """What it had to say of its end."""
+        self.cause = ""  # what it had to say of its end
         self.timer: asyncio.TimerHandle | None = None
         self.started_at = self.busy_at = time.monotonic()
-        self.cpu_s = 0.0
-        """What it had used when it was last seen to be busy."""
-        self.asked_at = math.inf
-        """Since when it has not answered."""
+        self.cpu_s = 0.0  # what it had used when it was last seen to be busy
+        self.asked_at = math.inf  # since when it has not answered
         ours, theirs = socket.socketpair()
         # Like the modules of this process, wherever it found them; never those of the current folder.
         home = str(Path(__file__).parents[2])
@@ -138,7 +100,6 @@ class _Process:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._popen.pid
 
     def is_stuck(self, patience_s: float) -> bool:
@@ -150,11 +111,9 @@ class _Process:
         return now > self.busy_at + patience_s or now > self.started_at + 10 * patience_s
 
     def kill(self) -> None:
-        """End it now; harmless if it has ended."""
         self._popen.kill()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for its end, and see it off; False if it has not ended."""
         if self._popen.returncode is not None:
             return True
         poll = select.poll()  # descriptors may have any number
@@ -166,12 +125,10 @@ class _Process:
 
     @property
     def is_collision(self) -> bool:
-        """It was waited for, and found addresses taken; another may fare better."""
         return self._popen.returncode == COLLISION and self.collisions < MAX_COLLISIONS
 
     @property
     def end(self) -> str:
-        """How it ended, once it was waited for."""
         status = self._popen.returncode
         if status == COLLISION:
             return f"found the addresses of the memory taken, {self.collisions + 1} times in a row"
@@ -184,7 +141,6 @@ class _Process:
         return f"was ended by signal {-status}"
 
     def close(self) -> None:
-        """Let go of the descriptors, once it was waited for."""
         if self.timer is not None:
             self.timer.cancel()
         self.link.close()
@@ -202,17 +158,14 @@ class Keeper:
     """One agent after the other, in processes of their own. Never blocks but in `close`.
 
     Args:
-        config: Of the agents.
         name: Of the first agent; those that follow get a number.
         hear: Called with what the child that serves has to say, and after that with None, once per turn.
         lost: Called when it has ended, and was waited for: why, and the seconds until another may serve.
-        served: Called when another serves.
         deaths: How many ends within a minute are followed by another at once.
         has_spare: Another child stands by.
     """
 
-    _loop: asyncio.AbstractEventLoop
-    """On which it was started last."""
+    _loop: asyncio.AbstractEventLoop  # on which it was started last
 
     def __init__(
         self,
@@ -231,19 +184,14 @@ class Keeper:
         self._shares: Shares | None = None
         self._memories: tuple[Memory, ...] = ()
         self._current: _Process | None = None
-        self._started: asyncio.Future[None] | None = None
-        """What `start` waits for."""
-        self._next: _Process | None = None
-        """The one that stands by."""
+        self._started: asyncio.Future[None] | None = None  # what `start` waits for
+        self._next: _Process | None = None  # the one that stands by
         self._ready = wire.Ready(AgentInfo("", b""), {})
-        self.name = name
-        """Of the agent that serves, or served last."""
+        self.name = name  # of the agent that serves, or served last
         self._orders: list[wire.Order] = []
-        self.is_closing = False
-        """No other follows."""
+        self.is_closing = False  # no other follows
         self._is_flush_due = self._has_settled = False
-        self._ended = asyncio.Event()
-        """Set when there is no child."""
+        self._ended = asyncio.Event()  # set when there is no child
         self._deaths: deque[float] = deque()
         self._is_watched = False
         self._beat_at = -math.inf
@@ -253,42 +201,31 @@ class Keeper:
 
     @property
     def is_serving(self) -> bool:
-        """There is an agent."""
         return self._current is not None and self._current.ready is not None
 
     @property
     def agent(self) -> AgentInfo:
-        """The one that serves, or served last."""
         return self._ready.agent
 
     @property
     def facts(self) -> dict[str, str]:
-        """Versions and modes of that agent."""
         return self._ready.facts
 
     @property
     def pid(self) -> int:
-        """Of the child that serves; 0 if none does."""
         return self._current.pid if self._current is not None and self.is_serving else 0
 
     def stands_by(self) -> bool:
-        """Say whether another agent could serve at once."""
         return self._next is not None and self._next.ready is not None
 
     @property
     def num_processes(self) -> int:
-        """Children that there are."""
         return (self._current is not None) + (self._next is not None)
 
     # -- life --------------------------------------------------------------------------------------
 
     async def start(self, memories: Sequence[Memory]) -> AgentInfo:
-        """Start a child and wait for its agent while it makes progress; after `SETTLE_S` another that stands by.
-
-        Raises:
-            BackendError: The memory cannot be shared (names the region and the remedy), or the child does not serve.
-            EngineClosed: It was closed meanwhile.
-        """
+        """Start a child and wait for its agent while it makes progress; after `SETTLE_S` another that stands by."""
         if self._shares is not None:
             raise BackendError("a data plane in a process of its own serves already; `close()` first")
         self._loop = asyncio.get_running_loop()
@@ -307,7 +244,6 @@ class Keeper:
         return self.agent
 
     def _spawn(self, collisions: int) -> _Process:
-        """Start a child, and give it its first order."""
         assert self._shares is not None
         self._starts += 1
         name = self._base_name if self._starts == 1 else f"{self._base_name}-{self._starts}"
@@ -322,14 +258,12 @@ class Keeper:
         return process
 
     def _fail_start(self, exc: Exception) -> bool:
-        """Tell whoever waits for the start; False if nobody does."""
         if self._started is None or self._started.done():
             return False
         self._started.set_exception(exc)
         return True
 
     def _see_off(self, process: _Process) -> None:
-        """Let go of a child that was waited for."""
         if not self._loop.is_closed():
             for fd in (process.link.fileno(), process.exit_fd):
                 self._loop.remove_reader(fd)
@@ -341,7 +275,6 @@ class Keeper:
             self._next = None
 
     async def quiesce(self) -> None:
-        """Tell all children to end, and wait for them off the loop, at most `CLOSE_S`."""
         self._begin_to_close()
         if self.num_processes:
             with suppress(TimeoutError):
@@ -351,11 +284,7 @@ class Keeper:
                 process.kill()
 
     def close(self) -> None:
-        """Let go of everything. Idempotent. Waits for children, at most `CLOSE_S`, and kills them then.
-
-        Raises:
-            BackendError: The kernel does not end one, so it may still write. Call again to wait again.
-        """
+        """Let go of everything within `CLOSE_S`; `BackendError` if a child may still write. Idempotent."""
         self._begin_to_close()
         deadline = time.monotonic() + CLOSE_S
         for process in (self._current, self._next):
@@ -435,7 +364,6 @@ class Keeper:
         self._hear(None)
 
     def _replace(self) -> None:
-        """Let the one that stands by serve, or one that is started for that."""
         if self.is_closing or self._current is not None:
             return
         self._current, self._next = self._next, None
@@ -446,7 +374,6 @@ class Keeper:
             self._hear(None)
 
     def _place(self, collisions: int, *, is_current: bool) -> None:
-        """Start a child for a place that is empty."""
         if self.is_closing or (self._current if is_current else self._next) is not None:
             return
         try:
@@ -495,7 +422,6 @@ class Keeper:
             self._hear(None)
 
     def _take_news(self, process: _Process) -> bool:
-        """Take what a child says; False if it says nothing any more."""
         frames, is_there = process.link.receive()
         process.asked_at = math.inf if frames else process.asked_at
         for frame in frames:

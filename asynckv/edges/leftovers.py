@@ -1,9 +1,8 @@
-"""Where ranks keep their files, and what others have left beside a rank's own: of another parallel size, or block size.
+"""Where ranks keep their files, and what engines of another parallel or block size have left beside a rank's own.
 
-Each form of records has a directory of its own. What others have left, and may be using still, is only read, and by
-as many ranks as need it. Nothing is believed: a directory that somebody else may write is left alone, and a form is
-checked as everything is that comes from outside. One that cannot be used may be the one rank without which the others'
-are of no use, so it is told, with its cause, unless somebody has it: who is starting has not written all of it yet.
+Each form of records has a directory of its own. What others have left is only read, and never believed: a form is
+checked as everything is that comes from outside. One that cannot be used is told, with its cause, unless a process has
+it, which may be starting.
 """
 
 from __future__ import annotations
@@ -28,13 +27,7 @@ MAX_FOLDERS = 4096
 
 
 class Left(NamedTuple):
-    """One rank's directory.
-
-    Attributes:
-        num_bytes: Of its files.
-        form: What a record in it is.
-        stored_at: When something was stored there last.
-    """
+    """One rank's directory: how many bytes its files have, what a record is, and when something was stored last."""
 
     folder: Path
     num_bytes: int
@@ -43,7 +36,6 @@ class Left(NamedTuple):
 
 
 def rank_folder(directory: str | os.PathLike[str], form: Layout) -> Path:
-    """Say where a rank keeps its records of some form."""
     stage = f"-pp{form.pp_stage}of{form.pp_size}" if form.pp_size > 1 else ""
     return Path(directory) / f"tp{form.tp_rank}of{form.tp_size}{stage}-{fingerprint(form)}"
 
@@ -51,8 +43,7 @@ def rank_folder(directory: str | os.PathLike[str], form: Layout) -> Path:
 def left_in(directory: Path, own: Layout, left_out: list[str]) -> Sequence[Left]:
     """Return the directories that a rank needs of another engine's: of the one that stored last and left all of them.
 
-    A rank's own siblings are never among them: they are to open their directories themselves. What an engine of its own
-    size has left in another order of memory is each rank's own. What cannot be used, and is nobody's, is added to
+    A rank's own siblings are to open their directories themselves. What cannot be used, and is nobody's, is added to
     `left_out`, with the reason.
     """
     mine, place = _engine(own), (own.tp_rank, own.pp_stage)
@@ -77,7 +68,6 @@ def left_in(directory: Path, own: Layout, left_out: list[str]) -> Sequence[Left]
 
 
 def _engine(form: Layout) -> tuple[object, ...]:
-    """What the ranks of one engine have in common."""
     return form.tp_size, form.pp_size, form.model, tuple((group.name, group.block_size) for group in form.groups)
 
 
@@ -94,11 +84,6 @@ def _folders(directory: Path) -> Iterator[Path]:
 
 
 def _read(folder: Path) -> Left:
-    """Read what a directory says of itself.
-
-    Raises:
-        AsyncKVError: It makes no sense, or is not to be trusted.
-    """
     check_folder(folder)
     said = read_index(folder, records=False)
     try:

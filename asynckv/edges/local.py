@@ -1,11 +1,9 @@
 """A socket of the host on which an engine answers what it holds, and nothing else: no address, no port, no keys.
 
-Who may ask is said by the file system: the socket is its user's alone (0600), in a directory that is this user's and
-that nobody else may write to. There is one socket per rank; its name carries engine, stage, rank and start of the
-process, so that all ranks of a host share one directory. A packet is preceded by its length, in four bytes.
-
-A socket appears under its name only when somebody listens behind it. So one that refuses connections was left behind
-by a process that is dead, and the next engine that comes into the directory removes it.
+The file system says who may ask: the socket is its user's alone (0600), in a directory that nobody else may write to.
+There is one socket per rank. It appears under its name only when somebody listens behind it, so one that refuses
+connections was left by a dead process, and the next engine removes it. A packet is preceded by its length, in four
+bytes.
 """
 
 from __future__ import annotations
@@ -26,20 +24,11 @@ from asynckv.edges.file_store import check_parents
 from asynckv.errors import BackendError, RemoteProtocolError
 
 SUFFIX = ".sock"
-MAX_PATH = 107
-"""Bytes that the system has room for."""
-
-MAX_GUESTS = 16
-"""Connections at a time; more are closed at once."""
-
-MAX_STALE = 1024
-"""Sockets that are looked at when an engine starts."""
-
-IDLE_S = 60.0
-"""A guest that says nothing for so long is sent away."""
-
-OnQuestion = Callable[[object, StatusRequest, Callable[[Status], None]], None]
-"""Who asks, what, and where the answer goes."""
+MAX_PATH = 107  # bytes that the system has room for
+MAX_GUESTS = 16  # connections at a time; more are closed at once
+MAX_STALE = 1024  # sockets that are looked at when an engine starts
+IDLE_S = 60.0  # a guest that says nothing for so long is sent away
+OnQuestion = Callable[[object, StatusRequest, Callable[[Status], None]], None]  # who asks, what, where to answer
 
 
 def socket_name(engine_id: str, pp_stage: int, tp_rank: int, incarnation: str) -> str:
@@ -58,17 +47,11 @@ def rank_of(path: Path) -> str:
 
 
 def write_packet(writer: asyncio.StreamWriter, packet: bytes) -> None:
-    """Send a packet behind its length."""
     writer.write(len(packet).to_bytes(4, "big") + packet)
 
 
 async def read_packet(reader: asyncio.StreamReader, most: int) -> bytes:
-    """Read a packet of so many bytes at most.
-
-    Raises:
-        EOFError: Nobody is there any more.
-        RemoteProtocolError: It is longer.
-    """
+    """Read a packet of so many bytes at most; raises `EOFError` at the end, `RemoteProtocolError` if it is longer."""
     length = int.from_bytes(await reader.readexactly(4), "big")
     if length > most:
         raise RemoteProtocolError(f"a packet of {length} bytes; at most {most} are taken")
@@ -76,17 +59,13 @@ async def read_packet(reader: asyncio.StreamReader, most: int) -> bytes:
 
 
 def pid_of(connected: socket.socket) -> int:
-    """Return the process that listens behind a socket, 0 if it is in another namespace.
-
-    The kernel answers, so it is known of a process that is stopped as well.
-    """
+    """Return the process that listens behind a socket, even if it is stopped; 0 if it is in another namespace."""
     size = struct.calcsize("3i")
     pid, _, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return max(int(pid), 0)
 
 
 def is_left_behind(path: Path) -> bool:
-    """Whether nobody listens behind a socket any more."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(os.fspath(path))
@@ -98,26 +77,13 @@ def is_left_behind(path: Path) -> bool:
 
 
 class LocalDoor:
-    """One rank's socket.
-
-    Args:
-        directory: Where it is made.
-        on_question: Takes what is asked.
-    """
-
     def __init__(self, directory: str | os.PathLike[str], on_question: OnQuestion) -> None:
         self._directory, self._on_question = Path(directory), on_question
         self._server: asyncio.Server | None = None
         self._guests: set[asyncio.Task[None]] = set()
-        self.path: Path | None = None
-        """Of the socket, while it is open."""
+        self.path: Path | None = None  # of the socket, while it is open
 
     async def open(self, name: str, incarnation: str) -> None:
-        """Make the socket, and answer on it.
-
-        Raises:
-            BackendError: The directory cannot be trusted, or the socket cannot be made there.
-        """
         self._check_directory()
         self._incarnation, path = incarnation, self._directory / name
         if (length := len(os.fsencode(path))) > MAX_PATH:
@@ -144,7 +110,6 @@ class LocalDoor:
             raise BackendError(f"the socket {str(path)!r} cannot be made: {exc.strerror or exc}") from exc
 
     async def close(self) -> None:
-        """Take the socket away. Idempotent."""
         server, self._server, path, self.path = self._server, None, self.path, None
         if path is not None:
             with contextlib.suppress(OSError):
@@ -154,8 +119,6 @@ class LocalDoor:
         for guest in list(self._guests):
             guest.cancel()
         await asyncio.gather(*self._guests, return_exceptions=True)
-
-    # -- inside ------------------------------------------------------------------------------------
 
     def _check_directory(self) -> None:
         directory = self._directory
@@ -197,7 +160,6 @@ class LocalDoor:
             writer.close()
 
     async def _serve(self, guest: object, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one question after the other."""
         loop = asyncio.get_running_loop()
         while True:
             async with asyncio.timeout(IDLE_S):

@@ -1,11 +1,9 @@
 """NIXL's metadata of a remote agent, looked at before NIXL loads it.
 
-NIXL bounds its own reading, but hands UCX's parts to UCX without their length, and UCX ends the process on some: on a
-worker address of an unknown version (an assertion), and on a memory key that names more memory domains than there are
-(SIGSEGV, 62 of 275 mutations of a key). NIXL ends it by a kind of memory that it does not know. All three are refused
-here, and so is what does not have NIXL's form. The inside of a worker address UCX alone can judge, and it ends by some
-(8 of 12,000 mutations), so where nobody vouches for a peer, a process of its own loads the metadata first
-(`taster.py`).
+NIXL hands UCX's parts to UCX without their length, and UCX ends the process on a worker address of an unknown version
+and on a memory key that names more memory domains than there are (62 of 275 mutations). NIXL ends it by an unknown kind
+of memory. All three are refused here. UCX ends by the inside of some worker addresses too (8 of 12,000 mutations), so
+where nobody vouches for a peer, a process of its own loads the metadata first (`taster.py`).
 """
 
 from __future__ import annotations
@@ -13,14 +11,9 @@ from __future__ import annotations
 from asynckv.errors import BackendError
 
 MAGIC, LENGTH = b"nixlSerDes|", 8
-VERSIONS = {0, 1}
-"""Of UCX's worker addresses: the low half of their first byte. It knows no other."""
-
-MEMORY_KINDS = {0, 1}
-"""Host and device; NIXL looks others up in a table without an end."""
-
-DESCRIPTOR, DOMAINS, KEY_HEADER = 24, 32, 9
-"""Bytes of a descriptor before its memory key; memory domains that a host may have; bytes of a key before them."""
+VERSIONS = {0, 1}  # of UCX's worker addresses: the low half of their first byte
+MEMORY_KINDS = {0, 1}  # host and device; NIXL looks others up in a table without an end
+DESCRIPTOR, DOMAINS, KEY_HEADER = 24, 32, 9  # bytes before the key; most memory domains; bytes before them
 
 
 class _Reader:
@@ -46,11 +39,7 @@ class _Reader:
 
 
 def _check(metadata: bytes) -> str:
-    """Return the agent's name.
-
-    Raises:
-        ValueError: Something is not as NIXL writes it, or would end the process inside UCX.
-    """
+    """Return the agent's name; raises `ValueError` if something is not as NIXL writes it, or would end the process."""
     reader = _Reader(metadata)
     name = reader.take(b"Agent").decode()
     for _ in range(reader.count(b"Conns")):
@@ -91,13 +80,7 @@ def is_known(metadata: bytes) -> bool:
 
 
 def renamed(metadata: bytes, name: str, alias: str) -> bytes:
-    """Return an agent's metadata under another name, by which one agent of this process alone knows it.
-
-    A load that fails leaves the name behind inside NIXL, which refuses it from then on: so each load has its own.
-
-    Raises:
-        BackendError: It is another agent's, or not as NIXL writes it.
-    """
+    """Return an agent's metadata under another name, because a load that fails leaves the name behind inside NIXL."""
     try:
         found = _check(metadata)
     except ValueError as exc:

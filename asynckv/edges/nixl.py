@@ -1,17 +1,11 @@
 """The data plane on NIXL: the only file that imports it.
 
-NIXL's progress thread stays off (it would spin on a core), so this side makes progress itself, on the
-event loop: when one of UCX's own epoll descriptors fires, once after every post, and every 5 ms while
-transfers run or remote readers may need us. Where those descriptors cannot be found it polls, tightly
-at first and then up to once a millisecond, only while something runs.
+NIXL's progress thread stays off (it would spin on a core), so the event loop makes progress: when one of UCX's epoll
+descriptors fires, once after every post, and every 5 ms while transfers run or remote readers may need us. Without
+descriptors it polls, tightly at first and then up to once a millisecond.
 
-A post can be a copy, and over TCP posts and checks drain what arrives. So small reads are posted here, and
-bulk is handed to posting threads (`posters.py`), each with an agent of its own; their news come back through
-`on_ready` and `poll` like all others. What is known about the end of a transfer is said in `agent.py`.
-
-So one plane is several agents: the loop's, which remote readers reach, and one per thread. A remote agent is added to
-all of them at once and dropped from all of them; descriptor lists are prepared by each agent for itself, when it first
-posts a read of a table.
+A post can be a copy. So small reads are posted here, and bulk on posting threads (`posters.py`), each with an agent of
+its own. Remote readers reach the loop's agent. A remote agent is added to all agents at once and dropped from all.
 """
 
 from __future__ import annotations
@@ -44,24 +38,15 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo
 
-SAFETY_S = 0.005
-"""Some wake-ups are missed; a timer this long finds what they would have told."""
-
-DOUBT_S = 0.25
-"""How often a transfer in doubt is asked again when nothing else runs."""
-
+SAFETY_S = 0.005  # some wake-ups are missed; a timer this long finds what they would have told
+DOUBT_S = 0.25  # how often a transfer in doubt is asked again when nothing else runs
 TIGHT_POLLS = 200
 DEFAULTS = {"engine_config": "TCP_TX_SEG_SIZE=64k,TCP_RX_SEG_SIZE=64k"}
-MAX_KEPT = 64
-"""Remote agents that are kept connected though nobody reads from them."""
+MAX_KEPT = 64  # remote agents that are kept connected though nobody reads from them
 
 
 def _variant() -> str:
-    """Name the NIXL package to load: the one that is loaded, else the one for torch's CUDA version.
-
-    Two variants in one process abort it, so this must agree with what `import nixl` would choose; that
-    itself would import torch to find out, for three seconds.
-    """
+    """Name the NIXL package that `import nixl` would choose, because two variants in one process abort it."""
     for name in ("nixl_cu13", "nixl_cu12"):
         if f"{name}._bindings" in sys.modules:
             return name
@@ -104,11 +89,8 @@ def _is_reopenable(fd: int) -> bool:
     return False
 
 
-PROBE_S = 1.0
-"""How often bulk goes the other way, to see whether that is better now."""
-
-PACE = 1.5
-"""How much slower a posting thread may copy than the loop would, which has other things to do."""
+PROBE_S = 1.0  # how often bulk goes the other way, to see whether that is better now
+PACE = 1.5  # how much slower a posting thread may copy than the loop would, which has other things to do
 
 
 class Taster(Protocol):
@@ -116,16 +98,12 @@ class Taster(Protocol):
 
     num_refused: int
 
-    async def try_out(self, remote: AgentInfo, memories: Sequence[Memory]) -> None:
-        """Raise `BackendError` if it is not to be loaded."""
+    async def try_out(self, remote: AgentInfo, memories: Sequence[Memory]) -> None: ...
 
-    async def quiesce(self) -> None:
-        """End what tries."""
+    async def quiesce(self) -> None: ...
 
 
 class _Remote:
-    """What is known of one remote agent."""
-
     def __init__(self, metadata: bytes, memories: tuple[Memory, ...]) -> None:
         self.metadata, self.memories = metadata, memories
         self.ready = asyncio.Event()
@@ -135,19 +113,17 @@ class _Remote:
 class _Pace:
     """Whether handing bulk over pays, found by doing both.
 
-    After every post a thread waits for Python's lock: up to 5 ms if another thread, such as an event loop that never
-    sleeps, does not let go of it by itself. Then the loop copies faster by itself.
+    After every post a thread waits for Python's lock: up to 5 ms if an event loop never sleeps. Then the loop copies
+    faster.
     """
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._loop = self._thread = 0.0
-        """Seconds per byte, lately; 0 while unknown."""
+        self._loop = self._thread = 0.0  # seconds per byte, lately; 0 while unknown
         self._probed_at = -math.inf
 
     @property
     def favours_threads(self) -> bool:
-        """They are not much slower, all together."""
         return not self._loop or self._thread <= PACE * self._num_threads * self._loop
 
     def choose(self, now: float) -> bool:
@@ -158,7 +134,6 @@ class _Pace:
         return self.favours_threads
 
     def note(self, *, by_thread: bool, num_bytes: int, seconds: float) -> None:
-        """Take the time that posts took which copied."""
         cost = seconds / num_bytes
         if by_thread:
             self._thread = (self._thread + cost) / 2 if self._thread else cost
@@ -167,13 +142,7 @@ class _Pace:
 
 
 class NixlPlane:
-    """One NIXL agent on the running event loop, and one per posting thread.
-
-    Args:
-        config: Back end and its parameters, posting threads and what is bulk.
-        agent_name: Unique per process start; later agents of this plane get a number.
-        taster: Tries peers before they are loaded here.
-    """
+    """One NIXL agent on the running event loop, and one per posting thread."""
 
     def __init__(self, config: NixlConfig, agent_name: str, taster: Taster | None = None) -> None:
         self._config, self._taster = config, taster
@@ -182,14 +151,11 @@ class NixlPlane:
         self._api: Any = None
         self._agent: Agent | None = None
         self._posters = Posters(self._told, "a posting thread")
-        self._ending: Agent | None = None
-        """The loop's agent, which was closed and is not seen to be gone yet."""
+        self._ending: Agent | None = None  # the loop's agent, which was closed and is not seen to be gone yet
         self._pace = _Pace(config.num_posters)
         self._remotes: dict[str, _Remote] = {}
-        self._kept: OrderedDict[str, None] = OrderedDict()
-        """Remote agents that nobody uses now, the oldest first."""
-        self._handed: set[TransferId] = set()
-        """Reads that a posting thread took over, until their end is polled."""
+        self._kept: OrderedDict[str, None] = OrderedDict()  # remote agents that nobody uses now, the oldest first
+        self._handed: set[TransferId] = set()  # reads that a posting thread took over, until their end is polled
         self._handed_doubtful: set[TransferId] = set()
         self._fds: tuple[int, ...] = ()
         self._on_ready: Callable[[], None] = lambda: None
@@ -204,14 +170,9 @@ class NixlPlane:
     # -- life --------------------------------------------------------------------------------------
 
     async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
-        """Create the agents, at once."""
         return self.begin(memories, on_ready)
 
     def begin(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
-        """Create the agents, hand UCX's descriptors to the loop, and start posting threads, which wait.
-
-        Remote readers reach the loop's agent.
-        """
         if self._posters or self._ending is not None:
             left = ", ".join([*(p.name for p in self._posters), *([self._ending.name] if self._ending else [])])
             raise BackendError(f"{left} of the last start is still inside NIXL; `close()` first")
@@ -258,14 +219,7 @@ class NixlPlane:
         await self._posters.quiesce()
 
     def close(self) -> None:
-        """Let go of everything; memory under a running transfer stays registered. Idempotent.
-
-        Waits for posting threads to come out of NIXL, at most `CLOSE_S`, or what `quiesce` has left of it.
-
-        Raises:
-            BackendError: One of them did not, or an agent lives on: the memory may still be written. Call again to
-                wait again.
-        """
+        """Let go of everything, or raise `BackendError`: something may still write. Idempotent."""
         self._posters.stop()
         if self._loop is not None:
             for fd in self._fds:
@@ -296,7 +250,6 @@ class NixlPlane:
     # -- remote agents -----------------------------------------------------------------------------
 
     async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
-        """Load its metadata off the loop, here and for every posting thread."""
         name, memories = agent.name, tuple(memories)
         if (known := self._remotes.get(name)) is not None:
             # One process under several addresses, or met again.
@@ -347,10 +300,9 @@ class NixlPlane:
             raise BackendError(refused[0])
 
     def remove_remote_agent(self, name: str, *, keep: bool = False) -> None:
-        """Forget a remote agent and its descriptor lists.
+        """Forget a remote agent and its descriptor lists; `keep` one that may be met again, of the last `MAX_KEPT`.
 
-        UCX keeps a socket open on both sides for every removal of an agent whose process lives (measured with NIXL
-        1.5.1): those that may be met again are kept, the last `MAX_KEPT` of them.
+        UCX keeps a socket open on both sides for every agent that is removed while its process lives (NIXL 1.5.1).
         """
         remote = self._remotes.get(name)
         if remote is None or self._agent is None:
@@ -378,7 +330,6 @@ class NixlPlane:
     # -- transfers ---------------------------------------------------------------------------------
 
     def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
-        """Post a read, or hand it over if it is bulk; local transports finish it in here."""
         assert self._agent is not None
         self._counts["posts"] += 1
         config, num_bytes = self._config, 0
@@ -411,7 +362,6 @@ class NixlPlane:
         return True
 
     def poll(self) -> list[TransferEnded]:
-        """Sweep until nothing new is found; without transfers, make progress for remote readers."""
         if self._agent is None:
             return []
         news = self._agent.sweep()
@@ -433,7 +383,6 @@ class NixlPlane:
         return news
 
     def watch(self, serving: bool) -> None:
-        """Progress for remote readers from now on, or not."""
         self._is_serving = serving
         self._arm()
 
@@ -479,7 +428,6 @@ class NixlPlane:
     # -- questions ---------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, int]:
-        """Count handles and wake-ups; those of posting threads as they are this moment."""
         agents = [agent for agent in (self._agent, *(p.agent for p in self._posters)) if agent is not None]
         of_posters: dict[str, int] = {}
         for number, poster in enumerate(self._posters, 1):

@@ -1,8 +1,6 @@
 """NIXL with nothing around it: the loop that the engine is compared with. For benchmarks only.
 
-The agent is made, registered and connected by `NixlPlane`, so every setting is the engine's; its descriptor lists are
-the agent's own. They are prepared before any clock starts: an engine does that at a table's first read and keeps them,
-so a loop that is timed for one wave at a time would seem slower than it is.
+`NixlPlane` makes, registers and connects the agent. Descriptor lists are prepared before any clock starts.
 """
 
 from __future__ import annotations
@@ -17,18 +15,8 @@ from asynckv.geometry.plan import ReadRequest
 
 
 class RawLoop(NixlPlane):
-    """A NIXL agent whose reads are posted and polled in a plain loop."""
-
     def prepare_lists(self, name: str, requests: Sequence[Sequence[ReadRequest]]) -> Mapping[int, Any]:
-        """Have all descriptor lists that these requests need; what is returned is for `read_all`.
-
-        Args:
-            name: The agent to read from; loaded.
-            requests: The posts of every request.
-
-        Raises:
-            BackendError: NIXL refuses one.
-        """
+        """Have all descriptor lists that these requests' posts need, for `read_all`."""
         assert self._agent is not None
         tables = {id(post.table): post.table for posts in requests for post in posts}
         return {key: self._agent.prepare(name, table) for key, table in tables.items()}
@@ -44,17 +32,8 @@ class RawLoop(NixlPlane):
     ) -> list[float]:
         """Read everything, blocking: a closed loop of requests, their posts in order, within the engine's windows.
 
-        Args:
-            lists: Of these requests, from `prepare_lists`.
-            requests: The posts of every request.
-            concurrency: Requests in flight.
-            window_bytes, window_descriptors: In flight at most; a single post may be larger.
-
         Returns:
             When each request was complete, in seconds after the start.
-
-        Raises:
-            BackendError: A transfer failed.
         """
         assert self._agent is not None
         raw, read = self._agent._raw, self._agent._read

@@ -1,14 +1,10 @@
 """Posting threads: bulk reads run here, so that neither a copy nor a drained socket holds up the event loop.
 
-Each thread has a NIXL agent of its own, that is, its own UCX worker, connections and lock. Several workers in
-one agent copy no faster, and share a lock which every metadata and notification call takes exclusively: the
-loop would wait there for a poster's copy. An agent apart shares nothing with the loop's. It gives out no
-metadata, so remote readers never reach it; they reach the loop's.
+Each thread has a NIXL agent of its own: its own UCX worker, connections and lock. (Several workers in one agent copy no
+faster, and share a lock on which the loop would wait.) It gives out no metadata, so remote readers never reach it.
 
-The thread posts, asks and sleeps: in epoll, on UCX's descriptors and an eventfd. Orders come in through a
-queue, in order; news goes out in batches, the first at once and then one per `TELL_S` while there is work.
-Handles never leave their thread, and descriptor lists are handles too: the agent prepares them when it posts the first
-read of a table. What a thread's end may leave behind is nothing: it destroys its agent, after which nothing writes.
+The thread posts, asks and sleeps: in epoll, on UCX's descriptors and an eventfd. Orders come in by a queue; news goes
+out in batches, the first at once and then one per `TELL_S`. Its end destroys its agent, after which nothing writes.
 """
 
 from __future__ import annotations
@@ -38,25 +34,14 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo
 
-MAX_QUEUED = 1024
-"""Reads that wait for one thread, at most. The windows of the core are far below; whatever is above is not taken."""
-
-SAFETY_S = 0.005
-"""Some wake-ups are missed; a sleep this short finds what they would have told."""
-
-POLL_S = 0.001
-"""How often all transfers are asked while bytes arrive, or where UCX has no descriptors to sleep on."""
-
-NAP_S = 0.00002
-"""Pause after bytes that ended nothing: a thread that asks in a tight loop keeps Python's lock from the event loop."""
-
-RESTLESS_S = 0.1
-"""For how long progress is made after a peer was dropped: without it UCX keeps the connection's socket."""
-
+MAX_QUEUED = 1024  # reads that wait for one thread, at most; the windows of the core are far below
+SAFETY_S = 0.005  # some wake-ups are missed; a sleep this short finds what they would have told
+POLL_S = 0.001  # how often all transfers are asked while bytes arrive, or where UCX has no descriptors to sleep on
+NAP_S = 0.00002  # pause after bytes that ended nothing: a tight loop keeps Python's lock from the event loop
+RESTLESS_S = 0.1  # for how long progress is made after a peer was dropped: without it UCX keeps the connection's socket
 DOUBT_S = 0.25
 TELL_S = 0.0005
-CLOSE_S = 10.0
-"""How long `close` of a plane waits for its threads; one post takes milliseconds."""
+CLOSE_S = 10.0  # how long `close` of a plane waits for its threads; one post takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +69,6 @@ _Order = _Load | _Drop | _Post
 
 
 class _Woken(enum.Enum):
-    """What ended a sleep."""
-
     BY_ORDER = enum.auto()
     BY_UCX = enum.auto()
     BY_TIME = enum.auto()
@@ -95,11 +78,10 @@ class Poster:
     """One posting thread.
 
     Args:
-        name: Of the thread.
         agent: Its own from here on; its memory is registered.
         tell: Called on the thread with news, in batches.
-        broke: Called on the loop when the thread ends by an exception. Everything it had is told before or after:
-            what was not posted `FAILED`, the rest `IN_DOUBT`, and `FAILED` once its agent is seen to be gone.
+        broke: Called on the loop when the thread ends by an exception. Everything it had is told before or after: what
+            was not posted `FAILED`, the rest `IN_DOUBT`, and `FAILED` once its agent is seen to be gone.
         tell_s: How long news may wait for more while there is more to post.
     """
 
@@ -116,15 +98,12 @@ class Poster:
         self.name = name
         self.agent, self._tell, self._loop, self._broke, self._tell_s = agent, tell, loop, broke, tell_s
         self._orders: deque[_Order] = deque()
-        self._gate = threading.Lock()
-        """Held to order, and to end: what is ordered is either obeyed or refused."""
+        self._gate = threading.Lock()  # held to order, and to end: what is ordered is either obeyed or refused
         self._loading: Future[None] | None = None
-        self._mine: dict[TransferId, int] = {}
-        """Bytes of the reads that were posted, until their end is told; none if in doubt."""
+        self._mine: dict[TransferId, int] = {}  # bytes of the reads that were posted; none if in doubt
         self._news: list[TransferEnded] = []
         self._told_at = self._swept_at = 0.0
-        self.num_taken = 0
-        """Reads that were handed over."""
+        self.num_taken = 0  # reads that were handed over
         self._queued_bytes = 0
         self._ended_bytes = 0
         self._copied = (0, 0.0)
@@ -147,11 +126,9 @@ class Poster:
 
     @property
     def backlog(self) -> int:
-        """Bytes that were handed over and whose end, or doubt, was not told yet."""
         return self._queued_bytes - self._ended_bytes
 
     def load(self, remote: AgentInfo, memories: Sequence[Memory]) -> Future[None]:
-        """Load a remote agent; the future fails with `BackendError`."""
         loaded: Future[None] = Future()
         if not self._order(_Load(remote, memories, loaded)):
             loaded.set_exception(BackendError(f"{self.name} has ended"))
@@ -164,10 +141,7 @@ class Poster:
     def post(
         self, transfer_id: TransferId, name: str, read: ReadRequest, is_off: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Take a read over; False if it is not taken, because the thread is gone or has too many.
-
-        `is_off` is asked on the thread when it would be posted: if it is not wanted any more, it ends as `FAILED`.
-        """
+        """Take a read over; False if the thread is gone or has too many. It ends as `FAILED` if it `is_off` by then."""
         if self.num_taken - self.posts >= MAX_QUEUED:
             return False
         if not self._order(_Post(transfer_id, name, read, is_off)):
@@ -177,27 +151,19 @@ class Poster:
         return True
 
     def take_pace(self) -> tuple[int, float]:
-        """Return bytes that were copied by posting since the last look, and the seconds it took; a post that ends
-        meanwhile may be missed."""
         copied, self._copied = self._copied, (0, 0.0)
         return copied
 
     def stop(self) -> None:
-        """Tell the thread to end as soon as it comes out of NIXL."""
         self._is_stopping = True
         self._wake()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the thread's end; False if it is still inside NIXL. May run on another thread."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread's end, and see that its agent is gone.
-
-        Raises:
-            BackendError: It is still inside NIXL, or its agent lives.
-        """
+        """Wait for the thread's end, and see that its agent is gone, or raise `BackendError`."""
         if not self.wait(timeout_s):
             raise BackendError(f"{self.name} did not come out of NIXL in time")
         if self._wake_fd >= 0:
@@ -208,7 +174,6 @@ class Poster:
             self.agent.close()
 
     def _order(self, order: _Order) -> bool:
-        """Hand something over; False if nobody is there to obey, or to refuse it."""
         with self._gate:
             if not self.is_alive:
                 return False
@@ -255,7 +220,6 @@ class Poster:
             sleeper.close()
 
     def _ask(self, agent: Agent, why: _Woken) -> bool:
-        """Collect news; whether there is any."""
         now = time.monotonic()
         if why is _Woken.BY_UCX and agent.running and now - self._swept_at < POLL_S:
             found = agent.look()
@@ -326,7 +290,6 @@ class Poster:
         self._tell(news)
 
     def _sleep(self, sleeper: select.epoll, agent: Agent) -> _Woken:
-        """Sleep until an order, an event of UCX or the time to ask."""
         timeout: float | None = None
         if agent.running:
             timeout = SAFETY_S if agent.fds else POLL_S
@@ -394,7 +357,6 @@ class Poster:
 
 
 def _clear_frames(exc: BaseException) -> None:
-    """Let go of the locals of all frames that an exception, its causes and its contexts lead to."""
     left, seen = [exc], set[int]()
     while left:
         each = left.pop()
@@ -408,12 +370,7 @@ def _clear_frames(exc: BaseException) -> None:
 
 
 class Posters(list[Poster]):
-    """The posting threads of one plane, and what they tell it.
-
-    Args:
-        told: Called on the loop when threads have put news into `inbox`.
-        what: What one of them is, if it breaks.
-    """
+    """The posting threads of one plane; `told` is called on the loop when they have put news into `inbox`."""
 
     def __init__(self, told: Callable[[], None], what: str) -> None:
         super().__init__()
@@ -422,20 +379,16 @@ class Posters(list[Poster]):
         self._told, self._what = told, what
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_told = False
-        self._close_by: float | None = None
-        """Until when `join` may still wait, if the waiting was begun off the loop."""
+        self._close_by: float | None = None  # until when `join` may still wait, if the waiting was begun off the loop
 
     def begin(self) -> None:
-        """Begin on the running loop, perhaps anew."""
         self._loop, self._is_told, self._close_by = asyncio.get_running_loop(), False, None
 
     def start(self, name: str, agent: Agent, tell_s: float = TELL_S) -> None:
-        """Start a thread that has this agent from here on."""
         assert self._loop is not None
         self.append(Poster(name, agent, self._hear, self._loop, self._tell_broken, tell_s=tell_s))
 
     def stop(self) -> None:
-        """Tell all threads to end."""
         for poster in self:
             poster.stop()
 
@@ -466,7 +419,6 @@ class Posters(list[Poster]):
         return causes
 
     def _hear(self, news: list[TransferEnded]) -> None:
-        """Take what a thread tells, on that thread."""
         self.inbox.extend(news)
         if not self._is_told and self._loop is not None:
             self._is_told = True

@@ -1,12 +1,8 @@
 """The data plane of which a part lives in a process of its own: what can die inside UCX dies there.
 
-Remote readers always reach the agent of the child (`keeper.py`), because it is the owner's process that UCX can end.
-Our own reads are either posted by a `NixlPlane` here, as ever, or go through the child as well: orders of a turn of
-the loop as one frame, and no call waits for an answer. When the child ends, whatever it had posted has ended
-(`Ending.FAILED`), and the engine is told (`AgentLost`, `AgentReplaced`).
-
-So there are two planes here. `ServingPlane` is a reader of this process and a child that serves; `ProcessPlane` is a
-child that does both. The evidence is stronger than NIXL's: a process that was waited for writes nothing.
+Remote readers always reach the agent of the child (`keeper.py`), because UCX can end the owner's process. Our own reads
+are posted by a plane of this process (`ServingPlane`), or go through the child as well (`ProcessPlane`). When the child
+ends, whatever it had posted has ended, and the engine is told (`AgentLost`, `AgentReplaced`).
 """
 
 from __future__ import annotations
@@ -29,9 +25,7 @@ from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.tables import MAX_KEPT_ROWS, DescTable
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews, DataPlane
 
-MAX_TABLES = 1024
-"""Tables of one remote agent that the child is sent once and knows by number: as many as the core keeps of a peer
-(`MAX_TABLES` in `asynckv/geometry/tables.py`)."""
+MAX_TABLES = 1024  # tables of one remote agent that the child knows by number: as many as the core keeps
 
 
 class _Kept:
@@ -43,15 +37,13 @@ class _Kept:
         self._on_ready: Callable[[], None] = lambda: None
         self._inbox: list[DataNews] = []
         self._cause = ""
-        self._lost_at = 0.0
-        """Since when there is no agent; 0 if there is one."""
+        self._lost_at = 0.0  # since when there is no agent; 0 if there is one
         self._num_failed = 0
         self._num_restarts = 0
         self._stats: dict[str, int] = {}
 
     @property
     def pid(self) -> int:
-        """Of the child that serves; 0 if none does."""
         return self._keeper.pid
 
     def _hear(self, news: wire.News | None) -> None:
@@ -72,7 +64,6 @@ class _Kept:
                 assert_never(news)
 
     def _lost(self, cause: str, pause_s: float) -> None:
-        """The child was waited for: nothing of it writes any more."""
         self._cause = cause
         if not self._lost_at:
             self._lost_at = time.monotonic()
@@ -86,14 +77,11 @@ class _Kept:
             self._inbox.append(AgentReplaced(self._keeper.agent, self._cause, seconds, self._num_failed))
         self._cause = ""
 
-    def _take_ends(self, ends: Sequence[TransferEnded]) -> None:
-        """News of transfers; there are none if the child posts none."""
+    def _take_ends(self, ends: Sequence[TransferEnded]) -> None: ...
 
-    def _take_loaded(self, number: int, cause: str) -> None:
-        """News of a remote agent; there are none if the child loads none."""
+    def _take_loaded(self, number: int, cause: str) -> None: ...
 
     def _fail_all(self, cause: str) -> int:
-        """End what the child had posted; how much that was."""
         return 0
 
     def _take_inbox(self) -> list[DataNews]:
@@ -120,9 +108,6 @@ class ServingPlane(_Kept):
     """Reads here, by a plane of this process; remote readers reach an agent in a process of its own.
 
     Args:
-        config: Of the agent that serves.
-        agent_name: Unique per process start; later agents of this plane get a number.
-        reader: Posts our own reads; nobody is told of its agent while there is a child.
         go_on: If the child cannot be started, it is told why, and remote readers reach the reader's agent; else the
             start fails.
         deaths: How many ends of the child within a minute are followed by another at once.
@@ -139,11 +124,9 @@ class ServingPlane(_Kept):
     ) -> None:
         super().__init__(_in_child(config, posting_threads=0), agent_name, reads=False, deaths=deaths, has_spare=True)
         self._reader, self._go_on = reader, go_on
-        self._is_alone = False
-        """There is no child: remote readers reach the reader's agent."""
+        self._is_alone = False  # there is no child: remote readers reach the reader's agent
 
     async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
-        """Start the reader, then a child that maps the same memory, and wait for its agent."""
         self._on_ready, self._is_alone = on_ready, False
         here = await self._reader.start(memories, on_ready)
         try:
@@ -156,23 +139,18 @@ class ServingPlane(_Kept):
         return here
 
     def watch(self, serving: bool) -> None:
-        """Have the child make progress for remote readers, or not."""
         (self._reader if self._is_alone else self._keeper).watch(serving)
 
     async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
-        """Load it here."""
         await self._reader.add_remote_agent(agent, memories)
 
     def remove_remote_agent(self, name: str, *, keep: bool = False) -> None:
-        """Forget it here."""
         self._reader.remove_remote_agent(name, keep=keep)
 
     def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
-        """Post a read here."""
         return self._reader.post_read(transfer_id, name, read)
 
     def poll(self) -> list[DataNews]:
-        """Return news of reads, and of the agent that serves."""
         return [*self._reader.poll(), *self._take_inbox()]
 
     def statistics(self) -> dict[str, int]:
@@ -181,19 +159,12 @@ class ServingPlane(_Kept):
         return {**self._reader.statistics(), **serving, **self._counts()}
 
     def describe(self) -> dict[str, str]:
-        """Name versions and modes of the plane that reads, and where remote readers are served."""
         return {**self._reader.describe(), "serving": "this process" if self._is_alone else self._place()}
 
     async def quiesce(self) -> None:
-        """Stop what reads and what serves."""
         await asyncio.gather(self._reader.quiesce(), self._keeper.quiesce())
 
     def close(self) -> None:
-        """Let go of everything. Idempotent.
-
-        Raises:
-            BackendError: Something may still write. Call again to wait again.
-        """
         try:
             self._keeper.close()
         finally:
@@ -202,44 +173,28 @@ class ServingPlane(_Kept):
 
 
 class ProcessPlane(_Kept):
-    """Everything in a process of its own, reads as well.
-
-    Args:
-        config: As for `NixlPlane`, which runs there.
-        agent_name: Unique per process start; later agents of this plane get a number.
-        deaths: How many ends of the child within a minute are followed by another at once.
-        has_spare: Another child stands by.
-    """
+    """Everything in a process of its own, reads as well; see `Keeper` for `deaths` and `has_spare`."""
 
     def __init__(self, config: NixlConfig, agent_name: str, *, deaths: int = DEATHS, has_spare: bool = True) -> None:
         super().__init__(_in_child(config), agent_name, reads=True, deaths=deaths, has_spare=has_spare)
-        self._users: Counter[str] = Counter()
-        """Remote agents, and how often they were added."""
-        self._tables: dict[str, dict[int, tuple[int, DescTable]]] = {}
-        """Number and table of those that the child knows, by the table's id, the oldest first."""
+        self._users: Counter[str] = Counter()  # remote agents, and how often they were added
+        self._tables: dict[str, dict[int, tuple[int, DescTable]]] = {}  # number and table, the oldest first
         self._num_tables = 0
         self._loads: dict[int, asyncio.Future[None]] = {}
         self._num_loads = 0
-        self._settled = asyncio.Event()
-        """Set when an agent serves, or none will for a while."""
-        self._running: set[TransferId] = set()
-        """Transfers that have not ended, those in doubt included."""
+        self._settled = asyncio.Event()  # set when an agent serves, or none will for a while
+        self._running: set[TransferId] = set()  # transfers that have not ended, those in doubt included
         self._doubtful: set[TransferId] = set()
         self._num_posts = 0
 
     async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
-        """Start a child that maps the memory, and wait for its agent."""
         self._on_ready = on_ready
         return await self._keeper.start(memories)
 
     def watch(self, serving: bool) -> None:
-        """Have the child make progress for remote readers, or not."""
         self._keeper.watch(serving)
 
-    # -- remote agents and transfers ---------------------------------------------------------------
-
     async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
-        """Load a remote agent in the child; while there is none, once there is."""
         while not self._keeper.is_serving or self._keeper.is_closing:
             if self._keeper.is_closing or self._settled.is_set():
                 raise BackendError(self._cause or "the data plane was closed")
@@ -255,7 +210,6 @@ class ProcessPlane(_Kept):
         self._users[agent.name] += 1
 
     def remove_remote_agent(self, name: str, *, keep: bool = False) -> None:
-        """Have a remote agent forgotten."""
         if name in self._users:
             self._keeper.order(wire.Drop(name, keep))
             self._users[name] -= 1
@@ -265,7 +219,6 @@ class ProcessPlane(_Kept):
                     self._keeper.order(wire.Forget(number))
 
     def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
-        """Hand a read to the child; only without one is anything known at once."""
         self._num_posts += 1
         if not self._keeper.is_serving or self._keeper.is_closing:
             return TransferEnded(transfer_id, Ending.FAILED, self._cause or "the data plane was closed")
@@ -276,7 +229,7 @@ class ProcessPlane(_Kept):
         return None
 
     def _number_of(self, name: str, table: DescTable) -> int:
-        """Return by what number the child knows a table of a remote agent; one that it does not know is sent."""
+        """Return the number by which the child knows a table; one that it does not know is sent."""
         tables = self._tables.setdefault(name, {})
         if (known := tables.get(id(table))) is not None:
             return known[0]
@@ -292,7 +245,6 @@ class ProcessPlane(_Kept):
         return self._num_tables
 
     def poll(self) -> list[DataNews]:
-        """Return news; progress for remote readers is the child's."""
         return self._take_inbox()
 
     def _take_ends(self, ends: Sequence[TransferEnded]) -> None:
@@ -342,8 +294,6 @@ class ProcessPlane(_Kept):
         super()._served()
         self._settled.set()
 
-    # -- questions and the end ---------------------------------------------------------------------
-
     def statistics(self) -> dict[str, int]:
         """Count transfers and restarts; what the present child counts is up to a tenth of a second old."""
         return {
@@ -356,20 +306,13 @@ class ProcessPlane(_Kept):
         }
 
     def describe(self) -> dict[str, str]:
-        """Name versions and modes of the child's agent, and the child."""
         return {**self._keeper.facts, "serving": self._place(), "reading": "by the same process"}
 
     async def quiesce(self) -> None:
-        """Tell the child to end, and wait for it off the loop."""
         self._settled.set()
         await self._keeper.quiesce()
 
     def close(self) -> None:
-        """Let go of everything. Idempotent.
-
-        Raises:
-            BackendError: The child does not end, and may still write. Call again to wait again.
-        """
         self._settled.set()
         self._keeper.close()
         self._fail_loads("the data plane was closed")

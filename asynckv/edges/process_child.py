@@ -1,8 +1,7 @@
 """What runs in the data plane's own process: a `NixlPlane` on an event loop, obeying what comes over a socket.
 
-It decides nothing. Orders come in frames, in order, and each becomes one call of the plane; what the plane tells goes
-back in frames, the first at once and then one per `TELL_S`. Its end is how trouble is told: a bug, or a socket on
-which nobody is left, ends the process, and whoever waits for that knows that nothing of it writes any more.
+Each order becomes one call of the plane; news go back in frames, the first at once and then one per `TELL_S`. A bug, or
+a socket on which nobody is left, ends the process: then nothing of it writes any more.
 """
 
 from __future__ import annotations
@@ -24,28 +23,14 @@ from asynckv.errors import BackendError
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.tables import DescTable, Span
 
-TELL_S = 0.0005
-"""News waits no longer than this for what was ordered after it."""
-
-STATS_S = 0.1
-"""How soon after a change gauges and counters are told."""
-
-GROWTH = 1 << 29
-"""Bytes that a process which only serves may grow by; it grows by some MiB."""
-
-BROKEN = 70
-"""Exit status: a bug, of which a traceback was printed."""
-
+TELL_S = 0.0005  # news waits no longer than this for what was ordered after it
+STATS_S = 0.1  # how soon after a change gauges and counters are told
+GROWTH = 1 << 29  # bytes that a process which only serves may grow by; it grows by some MiB
+BROKEN = 70  # exit status: a bug, of which a traceback was printed
 _NO_CUT = Span(0, 0, 0, 0, 1)
 
 
 class Child:
-    """Obeys one engine.
-
-    Args:
-        link: The socket to it.
-    """
-
     def __init__(self, link: wire.Link) -> None:
         self._link = link
         self._plane: NixlPlane | None = None
@@ -59,7 +44,6 @@ class Child:
         self._over = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until told to end, or nobody is there to tell it."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(_end_at_once)
         self._loop.add_reader(self._link.fileno(), self._on_orders)
@@ -72,8 +56,6 @@ class Child:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._plane.close()
-
-    # -- orders ------------------------------------------------------------------------------------
 
     def _on_orders(self) -> None:
         frames, is_there = self._link.receive()
@@ -148,8 +130,6 @@ class Child:
         except Exception as exc:
             cause = str(exc) if isinstance(exc, BackendError) else repr(exc)
         self._say(wire.Loaded(order.number, cause))
-
-    # -- news --------------------------------------------------------------------------------------
 
     def _on_ready(self) -> None:
         if self._plane is not None and (news := self._plane.poll()):

@@ -1,8 +1,7 @@
 """The data plane's own process: maps the engine's memory where the engine has it, then runs `NixlPlane` for it.
 
-Started by `edges/process.py` as `python -m asynckv.edges.process_main SOCKET`. What to map comes first, one line of
-JSON; it is mapped before anything large is imported, because nothing else may lie at those addresses. It ends with its
-engine: when the socket is closed, and whenever the kernel sees its parent end.
+`python -m asynckv.edges.process_main SOCKET`. What to map comes first, as JSON; it is mapped before anything large is
+imported, because nothing else may lie at those addresses. The process ends with its engine.
 """
 
 from __future__ import annotations
@@ -18,12 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from asynckv.edges.process_wire import Link
 
-COLLISION = 75
-"""Exit status: something of this process lies where memory was to be mapped; another process may fare better."""
-
-UNMAPPABLE = 76
-"""Exit status: the system does not let this memory be mapped."""
-
+COLLISION = 75  # exit status: addresses are taken; another process may fare better
+UNMAPPABLE = 76  # exit status: the system does not let this memory be mapped
 PR_SET_PDEATHSIG = 1
 MAP_SHARED = 0x01
 MAP_FIXED_NOREPLACE = 0x100000
@@ -33,23 +28,17 @@ EEXIST = 17
 
 
 def main() -> None:
-    """Map, import, serve."""
     # It ends with its engine, which may drain first: what is sent to all of a terminal or service is not for it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     end = socket.socket(fileno=int(sys.argv[1]))
-    _map(json.loads(_first_line(end)))
+    _map(json.loads(_exactly(end, int.from_bytes(_exactly(end, 4), "little"))))
 
     # Only now: what follows brings libraries and threads, which may lie anywhere.
     from asynckv.edges.process_wire import Link
 
     _serve(Link(end))
-
-
-def _first_line(end: socket.socket) -> bytes:
-    """Read what is to be mapped, and nothing of what follows."""
-    return _exactly(end, int.from_bytes(_exactly(end, 4), "little"))
 
 
 def _exactly(end: socket.socket, size: int) -> bytes:

@@ -1,11 +1,7 @@
 """What the engine's process and its data plane's say to each other: frames of messages over a socket pair.
 
-One frame is four bytes of length and a list of messages; whatever is said within one turn of a loop goes as one.
-Arrays travel as their bytes: both ends are one host, and one build.
-
-Tables are large and used again and again, so a `Table` is sent before the first `Read` that names its number, and
-`Forget` when it makes room for others; orders are obeyed in order, so a read never meets a number that says nothing.
-The child turns a number into the table when it takes the read: what was forgotten afterwards is still whole for it.
+One frame is four bytes of length and a list of messages. Arrays travel as their bytes: both ends are one host, and one
+build. A `Table` is sent before the first `Read` that names its number; orders are obeyed in order.
 """
 
 from __future__ import annotations
@@ -24,36 +20,27 @@ from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 
 HEADER = 4
-CHUNK = 1 << 18
-"""Bytes that are received at a time."""
+CHUNK = 1 << 18  # bytes that are received at a time
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """Make the agent and register memory."""
-
     agent_name: str
     config: NixlConfig
     memories: tuple[Memory, ...]
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Load a remote agent, and say `Loaded` with the number."""
-
     number: int
     remote: AgentInfo
     memories: tuple[Memory, ...]
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Forget a remote agent."""
-
     name: str
     keep: bool
 
 
 class Table(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Know a table by a number; rows as int64."""
-
     number: int
     length: bytes
     local: bytes
@@ -63,14 +50,10 @@ class Table(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Forget(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Forget a table."""
-
     number: int
 
 
 class Read(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Post a read; indices as int32."""
-
     transfer_id: TransferId
     name: str
     table: int
@@ -81,68 +64,48 @@ class Read(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Watch(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Make progress for remote readers, or not."""
-
     serving: bool
 
 
-class Close(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Let go of everything and exit."""
+class Close(msgspec.Struct, frozen=True, array_like=True, tag=7): ...
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Say anything, to show that the loop turns: it is `Stats`."""
+    """The child answers by `Stats`, which shows that its loop turns."""
 
 
 Order = Setup | Load | Drop | Table | Forget | Read | Watch | Close | Beat
-
 orders: msgspec.msgpack.Decoder[list[Order]] = msgspec.msgpack.Decoder(list[Order])
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The agent serves."""
-
     agent: AgentInfo
     facts: dict[str, str]
 
 
 class Unready(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """It cannot serve, and ends."""
-
     cause: str
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """A remote agent is loaded, or refused for a cause."""
-
     number: int
     cause: str
 
 
 class Ends(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """News of transfers."""
-
     news: tuple[TransferEnded, ...]
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Gauges and counters."""
-
     values: dict[str, int]
 
 
 News = Ready | Unready | Loaded | Ends | Stats
-
 news: msgspec.msgpack.Decoder[list[News]] = msgspec.msgpack.Decoder(list[News])
 
 
 class Link:
-    """One end of the socket pair; never blocks.
-
-    Args:
-        end: Its socket, which is this object's from here on.
-        most: Bytes that a frame may have; from one that says it has more on, nothing is taken.
-    """
+    """One end of the socket pair; never blocks. A frame of more than `most` bytes ends what is taken."""
 
     def __init__(self, end: socket.socket, most: int = (1 << 32) - 1) -> None:
         end.setblocking(False)
@@ -154,15 +117,12 @@ class Link:
         self._encoder = msgspec.msgpack.Encoder()
 
     def fileno(self) -> int:
-        """The descriptor to watch."""
         return self._socket.fileno()
 
     def send(self, messages: Sequence[Order] | Sequence[News]) -> bool:
-        """Send one frame, or keep what does not fit; False if something is left for `flush`."""
         return self.send_bytes(self._encoder.encode(messages))
 
     def send_bytes(self, body: bytes) -> bool:
-        """Send one frame with this body."""
         self._unsent.append(memoryview(len(body).to_bytes(HEADER, "little") + body))
         return self.flush()
 
@@ -214,6 +174,5 @@ class Link:
             del received[:at]
 
     def close(self) -> None:
-        """Close this end. Idempotent."""
         with contextlib.suppress(OSError):
             self._socket.close()

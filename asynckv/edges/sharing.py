@@ -1,8 +1,7 @@
 """Memory that another process can map: how to allocate it, and how to find out whether registered memory is.
 
-A region can be shared if it lies in `MAP_SHARED` mappings whose file can be opened again: by a descriptor that this
-process holds (a memfd, torch's `share_memory_()`), or by a path that still leads to it
-(`multiprocessing.shared_memory`, a file).
+A region can be shared if it lies in `MAP_SHARED` mappings whose file can be opened again: by a descriptor of this
+process (a memfd, torch's `share_memory_()`), or by a path (`multiprocessing.shared_memory`, a file).
 """
 
 from __future__ import annotations
@@ -54,13 +53,10 @@ def shared_memory(num_bytes: int) -> mmap.mmap:
     return memory
 
 
-class NotShared(BackendError):
-    """A region cannot be mapped by another process."""
+class NotShared(BackendError): ...
 
 
 class Share(NamedTuple):
-    """One mapping to be repeated elsewhere: a descriptor, an offset in its file, and the addresses."""
-
     fd: int
     offset: int
     address: int
@@ -69,8 +65,6 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Mapping:
-    """One line of `/proc/self/maps`."""
-
     start: int
     end: int
     is_shared: bool
@@ -80,14 +74,7 @@ class _Mapping:
 
 
 class Shares:
-    """The mappings under some regions, with descriptors of their own.
-
-    Args:
-        memories: Registered regions.
-
-    Raises:
-        NotShared: A region cannot be shared; names it and the remedy.
-    """
+    """The mappings under some regions, with descriptors of their own; `NotShared` names a region that has none."""
 
     def __init__(self, memories: Sequence[Memory]) -> None:
         self.shares: list[Share] = []
@@ -100,11 +87,9 @@ class Shares:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Descriptors of all files."""
         return tuple(self._fds.values())
 
     def close(self) -> None:
-        """Close the descriptors; what is mapped stays so. Idempotent."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
@@ -134,11 +119,6 @@ class Shares:
 
 
 def _under(memory: Memory, mappings: Sequence[_Mapping], where: str) -> Iterator[_Mapping]:
-    """Return the mappings that a region lies in.
-
-    Raises:
-        NotShared: One of them is private, or there is a hole.
-    """
     at, end = memory.base, memory.base + memory.length
     for mapping in mappings:
         if mapping.end <= at:
@@ -153,7 +133,6 @@ def _under(memory: Memory, mappings: Sequence[_Mapping], where: str) -> Iterator
 
 
 def _mappings() -> Iterator[_Mapping]:
-    """Return what is mapped, by address."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, mode, offset, device, inode, *path = line.split(maxsplit=5)
         start, end = (int(x, 16) for x in place.split("-"))
@@ -165,7 +144,6 @@ def _mappings() -> Iterator[_Mapping]:
 
 
 def _open_files() -> dict[tuple[int, int], int]:
-    """Return this process's writable descriptors by the file that they lead to."""
     found: dict[tuple[int, int], int] = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):

@@ -1,11 +1,8 @@
 """Loads the metadata of peers that nobody vouches for in a process of its own first: what kills that kills no engine.
 
-UCX reads its part of the metadata without being told the length (`metadata.py`), so nobody but UCX can say whether it
-survives. One such process is started for the first peer, is kept, and takes one peer at a time, so that its end is one
-peer's fault. It reads nothing, has none of the engine's memory, and idles at no cost but its 30 MB.
-
-A peer that hangs it costs seconds, and one request can name many. So hosts take turns, and those that were refused come
-last. Names of engines and ports are made up at will, but nobody answers from an address that is not theirs.
+Only UCX can say whether it survives its part of the metadata (`metadata.py`). One process is kept for that, and takes
+one peer at a time, so that its end is one peer's fault. A peer that hangs it costs seconds, so hosts take turns, and
+those that were refused come last.
 """
 
 from __future__ import annotations
@@ -23,43 +20,25 @@ from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 
-MAX_TRIED = 64
-"""Peers after which another process tries: UCX keeps a socket of each, on both sides, until the process ends."""
-
-MAX_HOSTS = 1024
-"""Hosts whose turns are remembered."""
-
-TRY_S = 2.0
-"""How long one load may take, which takes milliseconds; a process that hangs in it is killed."""
+MAX_TRIED = 64  # peers after which another process tries: UCX keeps a socket of each until the process ends
+MAX_HOSTS = 1024  # hosts whose turns are remembered
+TRY_S = 2.0  # how long one load may take, which takes milliseconds; a process that hangs in it is killed
 
 
 class Taster:
-    """Tries peers, one at a time.
-
-    Args:
-        config: Of the agent that tries.
-        name: Of that agent; later ones get a number.
-        go_on: Told why no process can be started; peers are not tried then. If it is left out they are refused.
-    """
+    """Tries peers, one at a time. Without a process they go untried, which `go_on` is told, or are refused."""
 
     def __init__(self, config: NixlConfig, name: str, go_on: Callable[[str], None] | None) -> None:
         self._config, self._name, self._go_on = replace(config, process="never", posting_threads=0), name, go_on
         self._plane: ProcessPlane | None = None
         self._turn = asyncio.Lock()
-        self._queue: dict[object, str] = {}
-        """Hosts of the peers that wait or are tried, the oldest first."""
-        self._turns: dict[str, tuple[int, int]] = {}
-        """By host, the latest last: how many of its peers were refused, and the number of its last turn."""
+        self._queue: dict[object, str] = {}  # hosts of the peers that wait or are tried, the oldest first
+        self._turns: dict[str, tuple[int, int]] = {}  # by host: its refusals, and the number of its last turn
         self._starts = self._tried = self._num_turns = 0
         self._is_off = False
         self.num_refused = 0
 
     async def try_out(self, remote: AgentInfo, memories: Sequence[Memory]) -> None:
-        """Load a peer's metadata there, when it is its host's turn.
-
-        Raises:
-            BackendError: NIXL refuses it there, or that process ended or hung.
-        """
         self._queue[place := object()] = remote.host
         try:
             while True:
@@ -120,5 +99,4 @@ class Taster:
             plane.close()
 
     async def quiesce(self) -> None:
-        """End the process, off the loop; the next peer would start another."""
         await self._end()

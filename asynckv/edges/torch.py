@@ -1,11 +1,7 @@
 """Tensors as registered memory, and when a GPU has written them: the only file that knows torch.
 
-An engine has tensors whose dims it can name. What a `Layout` says of memory follows from them: their storages are the
-memories, their shapes and strides the views, and nothing is guessed. What a GPU does is asynchronous, and NIXL asks no
-stream: `synchronize` waits, before blocks are lent, for the events behind what writes them. `CudaMirror` is for
-benchmarks and checks, which fill and compare a GPU's memory from the host.
-
-It loads torch on first use.
+Storages become the memories of a `Layout`, shapes and strides its views. NIXL asks no stream, so `synchronize` waits
+for the events behind what writes blocks before they are lent. torch is loaded on first use.
 """
 
 from __future__ import annotations
@@ -35,8 +31,7 @@ if TYPE_CHECKING:
     Tensor: TypeAlias = torch.Tensor
     Dtype: TypeAlias = torch.dtype
 
-MAX_DIMS = 9
-"""Of a tensor: `block`, and as many as a part may have."""
+MAX_DIMS = 9  # of a tensor: `block`, and as many as a part may have
 
 
 def shared_tensor(shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -45,8 +40,7 @@ def shared_tensor(shape: Sequence[int], dtype: torch.dtype | None = None) -> tor
     Use it for a KV cache in place of `torch.zeros`, whose memory no other process can map.
 
     Args:
-        shape: As for `torch.zeros`.
-        dtype: As for `torch.zeros`.
+        shape, dtype: As for `torch.zeros`.
 
     Raises:
         ConfigError: The shape is empty or no shape.
@@ -82,13 +76,9 @@ def shared_zeros() -> AbstractContextManager[Any]:
 
 
 class Event(Protocol):
-    """What `torch.cuda.Event` can do."""
+    def query(self) -> bool: ...
 
-    def query(self) -> bool:
-        """Say whether everything before it is done."""
-
-    def synchronize(self) -> None:
-        """Block until everything before it is done."""
+    def synchronize(self) -> None: ...
 
 
 async def synchronize(*events: Event) -> None:
@@ -109,19 +99,7 @@ async def synchronize(*events: Event) -> None:
 
 
 class CudaMirror:
-    """A GPU's memory with a copy on the host, for whoever fills and compares it with the host's means.
-
-    Args:
-        lengths: Bytes of each piece.
-
-    Attributes:
-        arrays: The copies, as numpy arrays of bytes.
-        bases: Addresses of the pieces on the GPU.
-        device: Index of the GPU.
-
-    Raises:
-        ConfigError: There is no GPU, or its memory does not suffice.
-    """
+    """A GPU's memory with a copy on the host, for whoever fills and compares it with the host's means."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         import torch
@@ -132,17 +110,16 @@ class CudaMirror:
                 f"with a GPU and a torch that was built for it"
             )
         self._torch = torch
-        self.device = torch.cuda.current_device()
+        self.device = torch.cuda.current_device()  # index of the GPU
         try:
             self._pieces = [torch.zeros(n, dtype=torch.uint8, device="cuda") for n in lengths]
             self._copies = [torch.zeros(n, dtype=torch.uint8, pin_memory=True) for n in lengths]
         except torch.OutOfMemoryError as exc:
             raise ConfigError(f"--memory cuda: no room for a pool of {sum(lengths)} bytes; lower --pool-mb") from exc
-        self.arrays: list[Any] = [t.numpy() for t in self._copies]
-        self.bases = [t.data_ptr() for t in self._pieces]
+        self.arrays: list[Any] = [t.numpy() for t in self._copies]  # the copies, as numpy arrays of bytes
+        self.bases = [t.data_ptr() for t in self._pieces]  # addresses of the pieces on the GPU
 
     def upload(self) -> Event:
-        """Begin to copy everything to the GPU; the event says when it is there."""
         for piece, copy in zip(self._pieces, self._copies, strict=True):
             piece.copy_(copy, non_blocking=True)
         event = self._torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -150,14 +127,12 @@ class CudaMirror:
         return event
 
     def download(self) -> None:
-        """Copy everything from the GPU, after whatever was asked of it before."""
         self._torch.cuda.synchronize()
         for piece, copy in zip(self._pieces, self._copies, strict=True):
             copy.copy_(piece)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """See a tensor's elements as bytes, along its last dim."""
     import torch
 
     return tensor.view(torch.uint8)
@@ -207,11 +182,7 @@ def register_parts(
     Args:
         parts: Every part of every layer of this rank.
         groups: The cache groups, as the engine's configuration says; the same list on all ranks.
-        tp_rank: This rank's place among the ranks that share layers.
-        tp_size: How many these are.
-        pp_stage: This rank's pipeline stage.
-        pp_size: How many stages there are.
-        model: Name that both engines must agree on; empty to not compare.
+        tp_rank, tp_size, pp_stage, pp_size, model: As for `Layout`.
         aliases: As for `register_tensors`.
 
     Raises:
@@ -270,7 +241,6 @@ def register_parts(
 
 
 def _check_same(alias: str, tensor: torch.Tensor, layer: str, other: torch.Tensor | None) -> None:
-    """Refuse an alias that is memory of its own."""
     if other is None or (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) != (
         other.data_ptr(),
         other.shape,
@@ -284,7 +254,6 @@ def _check_same(alias: str, tensor: torch.Tensor, layer: str, other: torch.Tenso
 
 
 def _aliases(given: Mapping[str, str]) -> Mapping[str, str]:
-    """Check the layers that are names for others."""
     if not isinstance(given, Mapping):
         raise LayoutError(f"aliases is {shown(given)}; give a mapping of alias to layer")
     for alias, layer in given.items():
@@ -294,7 +263,6 @@ def _aliases(given: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _checked(group: Group) -> Group:
-    """Hold a caller's group to the bounds of one that was sent."""
     try:
         return sendable(group, Group)
     except msgspec.ValidationError as exc:
@@ -302,7 +270,6 @@ def _checked(group: Group) -> Group:
 
 
 def _check_tensor(where: str, given: object) -> None:
-    """Refuse what is no tensor."""
     import torch
 
     if not isinstance(given, torch.Tensor):

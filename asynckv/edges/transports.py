@@ -1,8 +1,7 @@
-"""Whether UCX has to emulate one-sided reads here: then its code can end the process, and belongs into one of its own.
+"""Whether UCX has to emulate one-sided reads here: its code can end the process then, and gets one of its own.
 
-Over TCP a read is emulated: the owner's process sends the bytes. That code ends the whole process on some of its paths
-when a connection breaks (`docs/reliability.md`). RDMA reads without it, and so does CMA within one host, where the
-kernel allows it: many containers forbid its system calls, so they are tried.
+Over TCP a read is emulated: the owner's process sends the bytes (`docs/reliability.md`). RDMA reads without it, and so
+does CMA within one host. Many containers forbid CMA's system calls, so they are tried.
 """
 
 from __future__ import annotations
@@ -17,17 +16,10 @@ from urllib.parse import urlsplit
 
 from asynckv.arguments import is_loopback_host
 
-SAME_HOST = ("cma", "knem", "xpmem", "sm", "shm")
-"""UCX's transports, and aliases, that read another process's memory."""
-
-QUEUES = ("tcp", "posix", "sysv", "mm")
-"""Those that only carry messages."""
-
-RDMA = ("rc", "dc", "srd", "gga", "ib")
-"""Those that read by RDMA, and their alias; `rc_mlx5` and the like begin so. (`ud` sends messages only.)"""
-
-USUAL = {SAME_HOST: ("cma", {"sm", "shm"}), QUEUES: ("tcp", set[str]()), RDMA: ("rc", {"ib"})}
-"""Of each the one that is there wherever any is, and its aliases: what counts where others are excluded."""
+SAME_HOST = ("cma", "knem", "xpmem", "sm", "shm")  # UCX's transports, and aliases, that read another process's memory
+QUEUES = ("tcp", "posix", "sysv", "mm")  # those that only carry messages
+RDMA = ("rc", "dc", "srd", "gga", "ib")  # and what begins so, such as `rc_mlx5`; `ud` sends messages only
+USUAL = {SAME_HOST: ("cma", {"sm", "shm"}), QUEUES: ("tcp", set[str]()), RDMA: ("rc", {"ib"})}  # the usual, and aliases
 
 
 YAMA_ADMIN, CAP_SYS_PTRACE = 2, 1 << 19
@@ -37,8 +29,8 @@ def is_emulated(tls: str, net_devices: str, rdma: Iterable[str], *, is_local: bo
     """Say whether reads of this engine's memory may have to be answered by its process.
 
     Args:
-        tls: UCX's `TLS` setting; empty if there is none, and all may be used.
-        net_devices: UCX's `NET_DEVICES` setting; empty if there is none.
+        tls: UCX's `TLS` setting; empty if all may be used.
+        net_devices: UCX's `NET_DEVICES` setting, or empty.
         rdma: The RDMA devices of this host.
         is_local: Only processes of this host can reach the engine.
         is_copied: Processes of this host can copy from each other's memory (`has_cma`).
@@ -82,10 +74,7 @@ def ucx_setting(name: str, environment: Mapping[str, str], params: Mapping[str, 
 def rdma_devices(
     devices: Path = Path("/sys/class/infiniband"), verbs: Path = Path("/dev/infiniband")
 ) -> tuple[str, ...]:
-    """Name this host's RDMA devices that can be used: with a port that is up, where this process may open any.
-
-    A container often sees the host's devices, and may not.
-    """
+    """Name this host's RDMA devices that have a port that is up, where this process may open any."""
     if not devices.is_dir() or not any(os.access(each, os.R_OK | os.W_OK) for each in verbs.glob("uverbs*")):
         return ()
     return tuple(sorted(each.name for each in devices.iterdir() if _is_up(each)))
@@ -102,11 +91,7 @@ class _Piece(ctypes.Structure):
 
 
 def copy_from(pid: int, address: int, size: int, call: str = "process_vm_readv") -> bytes:
-    """Copy from a process's memory (or to it, with `process_vm_writev`), as UCX's CMA does.
-
-    Raises:
-        OSError: The kernel refuses it.
-    """
+    """Copy from a process's memory (or to it, with `process_vm_writev`), as UCX's CMA does."""
     here = ctypes.create_string_buffer(size)
     ours, theirs = _Piece(ctypes.addressof(here), size), _Piece(address, size)
     copy = getattr(ctypes.CDLL(None, use_errno=True), call)
@@ -117,10 +102,7 @@ def copy_from(pid: int, address: int, size: int, call: str = "process_vm_readv")
 
 
 def has_cma(yama: Path = Path("/proc/sys/kernel/yama/ptrace_scope"), status: Path = Path("/proc/self/status")) -> bool:
-    """Say whether UCX can copy between processes of this host, by the calls that UCX makes to find out.
-
-    They are made on this process itself, which shows a seccomp filter. Yama from 2 on needs a privilege besides.
-    """
+    """Say whether UCX can copy between processes of this host: its calls are tried here."""
     if any(os.path.exists(f"/dev/{module}") for module in ("knem", "xpmem")):
         return True
     place = ctypes.create_string_buffer(8)
@@ -136,5 +118,4 @@ def has_cma(yama: Path = Path("/proc/sys/kernel/yama/ptrace_scope"), status: Pat
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether an address such as `tcp://127.0.0.1:0` is reached from this host only."""
     return is_loopback_host(urlsplit(address).hostname or "")

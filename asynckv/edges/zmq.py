@@ -1,16 +1,12 @@
 """The control plane on ZMQ: the only file that imports it.
 
-One ROUTER listens, one DEALER per remote address asks. The sockets are plain ones, driven by their
-descriptors: ZMQ's descriptor is edge-triggered, so a reader goes on until there is nothing left, and
-after every send the socket is looked at once more, since sending may have eaten the edge.
+One ROUTER listens, one DEALER per remote address asks. ZMQ's descriptors are edge-triggered, so a reader goes on until
+nothing is left, and a socket is looked at once more after every send. Delivery is at most once and in order per link.
+Queues are bounded; what does not fit is dropped and counted, because the core repeats what matters.
 
-Delivery is at most once and in order per link. Queues are bounded; what does not fit is dropped and
-counted, because the core repeats what matters. Nothing that arrives can end the listener.
-
-With keys (`KeysConfig`) every link is CURVE: a connection is admitted when it has proven a key that is
-on the allow-list, before it may send or receive one frame, and the address that is given to others
-names the key that the listener will prove: `tcp://10.0.0.1:5555#<64 hex digits>`. ZMQ asks who may
-enter over a socket of its own (ZAP), and tells on another (a monitor) who was turned away.
+With keys (`KeysConfig`) every link is CURVE: a connection is admitted when it has proven a key on the allow-list, and
+an address names the key that the listener will prove: `tcp://10.0.0.1:5555#<64 hex digits>`. ZMQ asks who may enter
+over a socket of its own (ZAP), and tells on another (a monitor) who was turned away.
 """
 
 from __future__ import annotations
@@ -41,95 +37,56 @@ from asynckv.edges.transports import is_loopback
 from asynckv.errors import BackendError, ConfigError
 from asynckv.keys import AllowList, KeyPair, decode_z85, encode_z85, read_pair
 
-RECEIVE_BUFFER = MAX_REQUEST_PACKET
-"""Of one connection of our listener, in the kernel."""
-
-QUEUE = 8192
-"""Packets per link that wait to be sent to a listener."""
-
-REPLY_QUEUE = 128
-"""Packets that wait to be sent to one connection of our listener."""
-
+RECEIVE_BUFFER = MAX_REQUEST_PACKET  # of one connection of our listener, in the kernel
+QUEUE = 8192  # packets per link that wait to be sent to a listener
+REPLY_QUEUE = 128  # packets that wait to be sent to one connection of our listener
 MAX_UNREAD, MAX_UNREAD_ALL, MAX_UNREAD_TOTAL, LOOK_UNREAD_S = 1024 * 1024, 2 * MAX_PACKET, 8 * MAX_PACKET, 0.1
-"""Bytes sent to one connection of our listener, to all of one principal, and to all that the peers' kernels did not
-take, and the time between two looks. More are dropped and counted; one packet counts as half of a connection's at most.
-"""
+"""Bytes that the peers' kernels did not take, of one connection, one principal and all, and seconds between two
+looks. More are dropped and counted; one packet counts as half of a connection's at most."""
 
-TURN_S = 0.002
-"""Time that all sockets together may take of one turn of the loop. Each handles one message even so."""
-
-DIRECT = 16
-"""Packets of one turn that are handled as they come; the rest waits for the turns of their senders."""
-
+TURN_S = 0.002  # that all sockets together may take of one turn of the loop; each handles one message even so
+DIRECT = 16  # packets of one turn that are handled as they come; the rest waits for the turns of their senders
 MAX_WAITING, MAX_WAITING_ALL, MAX_WAITING_TOTAL = 4096, 16 * 1024 * 1024, 128 * 1024 * 1024
 """Packets of one connection, bytes of one principal, and of all, that may wait so. More are dropped and counted."""
 
-WAITING_BYTES = 128
-"""Bytes of memory that a packet needs beside its own."""
-
-SLICE = 512
-"""Parts of a message that are dropped before the clock is looked at."""
-
-CURVE_BYTES = 33
-"""What CURVE adds to a frame: a name, a nonce, a code and flags."""
-
-MAX_ROUTES = 16_384
-"""Connections of which the principal is remembered; of others libzmq is asked again."""
-
+WAITING_BYTES = 128  # bytes of memory that a packet needs beside its own
+SLICE = 512  # parts of a message that are dropped before the clock is looked at
+CURVE_BYTES = 33  # what CURVE adds to a frame: a name, a nonce, a code and flags
+MAX_ROUTES = 16_384  # connections of which the principal is remembered; of others libzmq is asked again
 LINGER_MS = 200
-
 RENEW_S = 0.5
-"""Age from which a dead link is replaced; one that is full may as well be dead after `STUCK_S` of silence.
-
-ZMQ never tries again once a listener broke the protocol or refused the key, though it may be another one by now.
-"""
+"""Age from which a dead link is replaced: ZMQ never tries again once a listener refused the key or broke the
+protocol. A link that is full may as well be dead after `STUCK_S` of silence."""
 
 STUCK_S = 10.0
-
-MAX_LINKS = 65_535
-"""Peers that one rank may have; ZMQ's own default is 1,023."""
-
-NAMED_S = 5.0
-"""How long it is believed what a host's name stands for, or that nobody knows it, when a link is made."""
-
-MAX_NAMES, MAX_RESOLVING, MAX_UNRESOLVED = 512, 256, 8
-"""Names that are remembered, those that are asked for at a time, each in a thread, and packets that wait for one."""
-
-HANDSHAKE_IVL_MS = 5_000
-"""Who has not proven a key (without keys: spoken ZMTP) by then is cut off."""
-
+MAX_LINKS = 65_535  # peers that one rank may have; ZMQ's own default is 1,023
+NAMED_S = 5.0  # how long it is believed what a host's name stands for, or that nobody knows it, when a link is made
+MAX_NAMES, MAX_RESOLVING, MAX_UNRESOLVED = 512, 256, 8  # remembered; asked for at a time; packets that wait for one
+HANDSHAKE_IVL_MS = 5_000  # who has not proven a key (without keys: spoken ZMTP) by then is cut off
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"asynckv"
 MONITOR_ENDPOINT = "inproc://asynckv-monitor-"
 KEY_MARK = "#"
-
 _OPENED = {zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED}
 _COUNTED = {
     zmq.EVENT_ACCEPTED: "connections.accepted",
     zmq.EVENT_HANDSHAKE_SUCCEEDED: "connections.admitted",
     zmq.EVENT_DISCONNECTED: "connections.closed",
 }
-_LOST = zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-"""After these libzmq connects no more."""
+_LOST = zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # after these libzmq connects no more
 _FAILED = (*_LOST, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _LEFT = {errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED}
-
 OnPacket = Callable[[Address | ReplyTo, bytes, str], None]
 OnRefused = Callable[[str, str], None]
 
 
 def make_pair() -> KeyPair:
-    """Make a new pair of keys."""
     public, secret = zmq.curve_keypair()
     return KeyPair(decode_z85(public), decode_z85(secret))
 
 
 def _split(address: str) -> tuple[str, bytes | None]:
-    """Return what ZMQ is to connect to, and the public key that the listener has to prove.
-
-    Raises:
-        ConfigError: What follows the mark is no key.
-    """
+    """Return what ZMQ is to connect to, and the public key that the listener has to prove."""
     endpoint, mark, text = address.partition(KEY_MARK)
     if not mark:
         return endpoint, None
@@ -139,11 +96,6 @@ def _split(address: str) -> tuple[str, bytes | None]:
 
 
 def _host(address: str) -> str:
-    """Return the host of `tcp://host:port`.
-
-    Raises:
-        ConfigError: It is not such an address.
-    """
     try:
         address.encode("ascii")
         parts = urlsplit(address)
@@ -157,11 +109,7 @@ def _host(address: str) -> str:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Return where `tcp://host:port`, with a key behind it or not, is to be reached.
-
-    Raises:
-        ConfigError: It is not such an address.
-    """
+    """Return where `tcp://host:port`, with a key behind it or not, is to be reached."""
     endpoint, _ = _split(address)
     host, port = _host(endpoint), endpoint.rpartition(":")[2]
     if port == "*" or not int(port):
@@ -170,7 +118,6 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def _endpoint(number: str, port: str) -> str:
-    """Return what ZMQ connects to; an IPv6 address has brackets there."""
     return f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}"
 
 
@@ -179,11 +126,7 @@ def _is_wildcard(host: str) -> bool:
 
 
 def _load(keys: KeysConfig) -> tuple[KeyPair, AllowList]:
-    """Read an engine's keys.
-
-    Raises:
-        ConfigError: They are not to be had, or are none; the message names the file and the remedy.
-    """
+    """Read an engine's keys; a `ConfigError` names the file and the remedy."""
     path = Path(keys.secret)
     pair = read_pair(path)
     if zmq.curve_public(encode_z85(pair.secret).encode()) != encode_z85(pair.public).encode():
@@ -194,7 +137,6 @@ def _load(keys: KeysConfig) -> tuple[KeyPair, AllowList]:
 
 
 def _cause(event: int, value: int, has_keys: bool) -> str:
-    """Say in one word why somebody was not admitted."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return "unlisted_key"
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
@@ -225,10 +167,6 @@ class ZmqPlane:
         bind: Where to listen, such as `tcp://127.0.0.1:0`; port 0 lets the system choose. None: only ask.
         advertise: What others are told, if it is not the bound address.
         allow_insecure: Listen beyond loopback although nothing is encrypted.
-        keys: Who this is, and who else may speak.
-
-    Raises:
-        ConfigError: The addresses or the keys cannot serve.
     """
 
     def __init__(
@@ -252,31 +190,25 @@ class ZmqPlane:
         self._router: _Link | None = None
         self._zap: _Link | None = None
         self._door: Door | None = None
-        self._ended = ""
-        """Why nothing is sent or taken any more, if the plane was not closed."""
-        self._principals: OrderedDict[bytes, tuple[str, int]] = OrderedDict()
-        """And libzmq's number of the connection's descriptor, by route. libzmq never uses a route again."""
+        self._ended = ""  # why nothing is sent or taken any more, if the plane was not closed
+        self._principals: OrderedDict[bytes, tuple[str, int]] = OrderedDict()  # with the connection's descriptor
         self._unread: Counter[str] = Counter()  # bytes by principal; some may have been taken since the last look
         self._unread_all = 0
         self._events: zmq.Socket[bytes] | None = None
-        self._events_lock = threading.Lock()
-        """The sockets' monitors are connected to by the loop, and heard by the door's thread."""
+        self._events_lock = threading.Lock()  # the loop connects monitors, the door's thread hears them
         self._monitors = itertools.count()
         self._waiting = _Waiting()
         self._num_direct, self._look_at = 0, 0.0
         self._links: dict[Address, _Link] = {}
-        self._numbers: OrderedDict[str, tuple[float, str]] = OrderedDict()
-        """By host: when its name was resolved, and its IP address; empty if it has none."""
+        self._numbers: OrderedDict[str, tuple[float, str]] = OrderedDict()  # by host: when, and its IP address
         self._resolving: set[str] = set()
-        self._unresolved: dict[Address, list[bytes]] = {}
-        """Packets that wait until the name in an address is resolved."""
+        self._unresolved: dict[Address, list[bytes]] = {}  # packets that wait until the name in an address is resolved
         self._on_packet: OnPacket = lambda origin, data, principal: None
         self._on_refused: OnRefused = lambda cause, who: None
         self._counts: Counter[str] = Counter()
 
     @staticmethod
     def _check(bind: str, advertise: str, is_protected: bool) -> None:
-        """Refuse addresses that cannot serve."""
         host = _host(bind)
         if not is_loopback(bind) and not is_protected:
             raise ConfigError(
@@ -291,11 +223,9 @@ class ZmqPlane:
 
     @property
     def address(self) -> Address:
-        """Where others reach this rank."""
         return self._address
 
     async def start(self, on_packet: OnPacket, on_refused: OnRefused = lambda cause, who: None) -> None:
-        """Bind the listener."""
         self._context, self._on_packet, self._on_refused = zmq.Context(), on_packet, on_refused
         self._turn = _Turn()
         self._context.set(zmq.MAX_SOCKETS, min(MAX_LINKS, self._context.get(zmq.SOCKET_LIMIT)))
@@ -326,7 +256,6 @@ class ZmqPlane:
         self._router = _Link(socket, self._turn, 2, self._from_router, self._dropped, self._serve, self._door)
 
     def _listen(self, socket: zmq.Socket[bytes], bind: str) -> Address:
-        """Bind, and return what others are told."""
         try:
             socket.bind(bind)
         except zmq.ZMQError as exc:
@@ -347,7 +276,6 @@ class ZmqPlane:
         return Address(advertised)
 
     def send(self, to: Address | ReplyTo, packet: bytes) -> bool:
-        """Send, or drop and count."""
         if self._context is None or self._ended or (self._router is None and self._bind is not None):
             return False
         if isinstance(to, bytes):
@@ -370,7 +298,6 @@ class ZmqPlane:
         return sent
 
     def _answer(self, router: _Link, route: ReplyTo, packet: bytes) -> bool:
-        """Answer a connection, unless its peer leaves too much unread."""
         principal, fd = self._principals.get(route, ("", -1))
         connection = self._door.connections.get(fd) if self._door is not None else None
         if connection is None:
@@ -426,7 +353,6 @@ class ZmqPlane:
         return str(ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host
 
     def disconnect(self, address: Address) -> None:
-        """Drop a link."""
         self._unresolved.pop(address, None)
         if (link := self._links.pop(address, None)) is not None:
             link.close(LINGER_MS)
@@ -434,7 +360,6 @@ class ZmqPlane:
                 self._door.sweep()
 
     def statistics(self) -> dict[str, int]:
-        """Count packets, bytes, drops, and who was turned away why (`docs/security.md`)."""
         zeros = dict.fromkeys(("packets_in", "packets_out", *_COUNTED.values()), 0)
         counts = {**zeros, **self._counts, "links": len(self._links)}
         if self._peers is not None:
@@ -443,7 +368,6 @@ class ZmqPlane:
         return counts
 
     async def aclose(self) -> None:
-        """Close every socket; what was sent gets a moment to leave."""
         context, self._context = self._context, None
         if context is None:
             return
@@ -451,7 +375,6 @@ class ZmqPlane:
         door, self._door, events = self._door, None, self._events
 
         def close() -> None:
-            """Wait for the door's thread and for lingering sockets."""
             if door is not None:
                 door.close()
             if events is not None:
@@ -468,7 +391,6 @@ class ZmqPlane:
         self._zap, self._router, self._links = None, None, {}
 
     def _on_door_failed(self, cause: Exception) -> None:
-        """End the plane, because nothing bounds what its connections send."""
         if (door := self._door) is not None:  # else it is being closed
             self._ended = f"the control plane has ended, because its door keeper failed: {cause!r}; restart the engine"
             self._close_sockets()
@@ -540,13 +462,7 @@ class ZmqPlane:
         return link
 
     def _number(self, host: str) -> str:
-        """Return the IP address of a host; empty if it has none, or is being asked for.
-
-        libzmq would ask in the one thread that serves all connections, which a slow name service holds.
-
-        Raises:
-            ConfigError: It is neither a name nor an address.
-        """
+        """Return the IP address of a host; empty if it has none, or is being asked for, in a thread of its own."""
         with contextlib.suppress(ValueError):
             return str(ip_address(host))  # as libzmq spells it when it tells of it
         if not re.fullmatch("[A-Za-z0-9_.-]+", host):
@@ -572,7 +488,6 @@ class ZmqPlane:
             self._turn.loop.call_soon_threadsafe(self._resolved, host, numbers)
 
     def _resolved(self, host: str, numbers: list[str]) -> None:
-        """Remember what a name stands for, and send what has waited for that."""
         self._resolving.discard(host)
         number = self._numbers.get(host, (0.0, ""))[1]  # one failure of the service makes no name unknown
         if numbers and number not in numbers:
@@ -589,7 +504,6 @@ class ZmqPlane:
                 self.send(address, packet)
 
     def _refusal(self, address: Address, key: bytes | None) -> str | None:
-        """Say why no word may be said to a listener with this key."""
         if (key is None) != (self._peers is None):
             return "needs_keys" if key is not None else "no_key"
         if key is not None and self._peers is not None and key not in self._peers:
@@ -617,7 +531,6 @@ class ZmqPlane:
         self._watch(router, (zmq.EVENT_LISTENING, *_COUNTED, *_FAILED))
 
     def _watch(self, socket: zmq.Socket[bytes], events: Iterable[int]) -> None:
-        """Have the door's thread told what becomes of a socket's connections."""
         endpoint = f"{MONITOR_ENDPOINT}{next(self._monitors)}"
         socket.monitor(endpoint, sum(events))
         with self._events_lock:
@@ -627,7 +540,6 @@ class ZmqPlane:
             self._door.ring()  # libzmq announces nothing to a socket that has not looked yet
 
     def _take_events(self, loop: asyncio.AbstractEventLoop) -> Iterator[Opened]:
-        """Take what libzmq tells of connections, in the door's thread."""
         taken, others = list[list[bytes]](), list[tuple[zmq.Event, int, str, float]]()
         with self._events_lock, contextlib.suppress(zmq.Again):
             assert self._events is not None
@@ -740,7 +652,6 @@ class ZmqPlane:
             connection.mute()
 
     def _principal(self, frame: zmq.Frame) -> str:
-        """Say whose a packet is: the key that its connection proved, or its host."""
         if self._pair is not None:
             return f"key:{frame.get('User-Id')}"
         return f"host:{frame.get('Peer-Address')}"
@@ -773,7 +684,6 @@ class _Waiting:
         return bool(self._queues)
 
     def put(self, principal: str, route: ReplyTo, packet: bytes) -> bool:
-        """Keep a packet; False if there is no room for it."""
         queues, size = self._queues.get(principal), len(packet) + WAITING_BYTES
         number = len(queues.get(route, ())) if queues is not None else 0
         # Half of a principal's room is for connections of which nothing waits yet.
@@ -811,7 +721,6 @@ class _Turn:
         self._until: float | None = None
 
     def until(self) -> float:
-        """Return when the sockets have had their time."""
         if self._until is None:
             self._until = self.now() + TURN_S
             self.loop.call_soon(self._end)
@@ -826,7 +735,6 @@ class _Link:
 
     Args:
         most: Parts of a message that are taken; a message of more is dropped.
-        on_frames: Takes a message.
         on_dropped: Told of a message that was dropped: its connection's descriptor, its parts, their bytes, the first.
         on_turn: Called when nothing more is taken in this turn, with its end; True if there is more to do.
         door: Told when everything was taken.
@@ -846,21 +754,14 @@ class _Link:
         self._turn, self._on_turn, self._door, self._loop = turn, on_turn, door, turn.loop
         self._made_at = self._loop.time()
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.is_refused = False
-        """libzmq says so. It gives the connection up, but for one that failed before `connect` had returned: that one's
-        queue is written to for ever (`docs/reliability.md`)."""
-        self.name: tuple[str, str] | None = None
-        """If the address has a name: that, and the number that was connected to."""
-        self._heard = 0, 0.0
-        """How much had been received when it was last seen to be more, and when that was."""
-        self.error = 0
-        """Why the last send that failed did: `EHOSTUNREACH` if the connection has ended."""
+        self.is_refused = False  # libzmq says so (`docs/reliability.md` has an exception)
+        self.name: tuple[str, str] | None = None  # if the address has one, and the number behind it
+        self._heard = 0, 0.0  # how much had been received when it was last seen to be more, and when that was
+        self.error = 0  # why the last send that failed did: `EHOSTUNREACH` if the connection has ended
         self._sent = self._received = 0
-        self._received_before = -1
-        """When a send failed after one that did not; -1 if the last one did not."""
+        self._received_before = -1  # when a send failed after one that did not; -1 if the last one did not
         self._failing_since = 0.0
-        self._skipped = 0
-        """Parts that were dropped of a message that has not ended."""
+        self._skipped = 0  # parts that were dropped of a message that has not ended
         self._skipped_bytes, self._first = 0, b""
         self._fd = int(socket.getsockopt(zmq.FD))
         self._is_due = False
@@ -890,7 +791,6 @@ class _Link:
         return self.endpoint == endpoint and self._made_at < at and not self._received
 
     def is_new(self) -> bool:
-        """It may not have its connection yet."""
         return self._loop.time() - self._made_at < RENEW_S
 
     def is_dead(self) -> bool:
@@ -942,11 +842,7 @@ class _Link:
             self.look_again()
 
     def _next(self) -> list[zmq.Frame]:
-        """Take a message; empty if it has too many parts, of which many may be left for the next turn.
-
-        Raises:
-            zmq.Again: There is none.
-        """
+        """Take a message, or raise `zmq.Again`; empty if it has too many parts, of which many may be left."""
         frames: list[zmq.Frame] = []
         if not self._skipped:
             frames.append(self.socket.recv(zmq.NOBLOCK, copy=False))

@@ -72,7 +72,12 @@ async def attempt(driver: Driver, request: Request, seconds: float, now: float) 
     """
     core, clock = driver.core, driver.clock
     driver.soon()  # also where it is refused: there may be something to say to somebody
-    pull = core.pull(request.wanted, seconds, now, attempt=request.attempts, retryable=request.retryable)
+    wanted = request.wanted
+    try:
+        pull = core.pull(wanted, seconds, now, attempt=request.attempts, retryable=request.retryable)
+    except AsyncKVError as exc:
+        driver.recorder.pull_refused(wanted.request_id, wanted.params, exc, now)
+        raise
     if pull.planned_at == pull.admitted_at < math.inf:
         pull.plan_took(clock.now())  # the core cannot tell how long it took
     request.tried(pull)

@@ -68,6 +68,9 @@ BEAT_S = 0.25
 IDLE_BEAT_S = 2.5
 """And else this often: who comes for the first time gives up after `handshake_s`, and nobody here has a deadline."""
 
+MAX_WAITED = 8
+"""Ranks that a sign of life names."""
+
 Ts = TypeVarTuple("Ts")
 
 
@@ -192,6 +195,8 @@ class Driver:
         """When the timer runs even if the core wants nothing."""
         self._beats_fast = False
         """Something is under way."""
+        self._sign_at = math.inf
+        """When the next sign of life is logged."""
 
     # -- for the engine ------------------------------------------------------------------------------
 
@@ -212,6 +217,7 @@ class Driver:
         self.core, self._is_serving, now = core, False, self.clock.now()
         self.began_at, self.data_down = min(self.began_at, now), ""
         self._beat_at = now + IDLE_BEAT_S
+        self._sign_at = now + core.config.lease.lease_s / 2
         core.outbox.trace = self.recorder.is_tracing
 
     def attach(self, guest: Guest) -> None:
@@ -369,6 +375,10 @@ class Driver:
             self.tell(Observer.loop_came, now - due, now)
         if self.lag.take(now - due):
             self.recorder.loop_was_away(now - due, core.inspect.gauges(), now)
+        if now >= self._sign_at:
+            self._sign_at = now + max(core.config.lease.lease_s / 2, IDLE_BEAT_S)
+            waits_for = {x.name for pull in core.decode.pulls.values() for x in pull.sources if x.is_waited_for}
+            self.recorder.alive(core.inspect.gauges(), sorted(waits_for)[:MAX_WAITED])
         self.recorder.tell_groups(now, SAME_S)
         self._beats_fast = not core.is_idle or core.prefill.num_parked > 0
         self._beat_at = math.inf if self.life.is_shut else now + (BEAT_S if self._beats_fast else IDLE_BEAT_S)

@@ -45,7 +45,7 @@ from asynckv.engine.ending import Ending
 from asynckv.engine.home import NOT_STARTED, Home
 from asynckv.engine.lent import LentRequest
 from asynckv.engine.observation import Observation
-from asynckv.errors import AsyncKVError, ConfigError, EngineClosed, LocalProtocolError
+from asynckv.errors import AsyncKVError, ConfigError, EngineClosed, LocalProtocolError, RemoteProtocolError
 from asynckv.geometry.blocks import BlockIds
 from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS
 from asynckv.geometry.check import Registration
@@ -487,9 +487,14 @@ class Engine:
         request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
         if request_id in self._retrying:
             raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled already; cancel it first")
-        wanted, driver = decode_params(params), self._driver
+        driver, now, wanted = self._driver, self._clock.now(), None
         driver.soon()
-        driver.core.announce(request_id, wanted, cohort_id, wait, self._clock.now())
+        try:
+            wanted = decode_params(params)
+            driver.core.announce(request_id, wanted, cohort_id, wait, now)
+        except AsyncKVError as exc:
+            driver.recorder.pull_refused(request_id, wanted, exc, now)
+            raise
 
     async def pull(
         self,
@@ -555,9 +560,12 @@ class Engine:
         if request_id in self._retrying:
             raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled already; cancel it first")
         driver, now = self._driver, self._clock.now()
-        wanted = PullRequest(
-            request_id, groups, decode_params(params), cohort_id, hashes, num_tokens, is_last, priority
-        )
+        try:
+            decoded = decode_params(params)
+        except RemoteProtocolError as exc:
+            driver.recorder.pull_refused(request_id, None, exc, now)
+            raise
+        wanted = PullRequest(request_id, groups, decoded, cohort_id, hashes, num_tokens, is_last, priority)
         request = Request(wanted, most, config.retry_s, now + timeout, now)
         if not most:
             waiting = await attempt(driver, request, timeout, now)

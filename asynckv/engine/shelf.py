@@ -101,7 +101,7 @@ class Shelf:
             BackendError: The system has not so much.
         """
         gpu = next((memory.device for memory in device.memories if memory.kind == "cuda"), None)
-        self.memory = HostPool(self._host_bytes, populate=True, device=gpu)
+        self.memory = HostPool(self._host_bytes, device=gpu)
 
     @property
     def layout(self) -> Layout:

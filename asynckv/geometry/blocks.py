@@ -1,15 +1,8 @@
 """Lists of block ids: what engines give, checked; as arrays to compute with, as runs to send.
 
-Three forms of one thing, the blocks of one request in one group, in token order:
-
-- A **list** as an engine gives it: integers, with `None` (or the engine's own `null_block`) where there is no block.
-- An **array** (int64), with `NULL` in those places. Ours are arrays, made once per request by `check_block_ids`.
-- **Runs** `(first id, count)`, because allocators hand out neighbours: a million tokens in one run are two numbers.
-  Theirs cross the wire as runs (`BlockRuns`) and are never expanded: `LentBlocks` answers which block is in which
-  place.
-
-Ids are checked where they enter, ours at the call and theirs where they are used, so that none outside a group ever
-becomes an address.
+An engine gives a list, with `None` or its own `null_block` where there is no block. Ours become arrays with `NULL`
+there. Theirs cross the wire as runs `(first id, count)` (`BlockRuns`) and are never expanded: `LentBlocks` looks places
+up. No id outside a group ever becomes an address.
 """
 
 from __future__ import annotations
@@ -36,20 +29,11 @@ from asynckv.geometry.bounds import (
 )
 from asynckv.geometry.layout import Group, Layout
 
-BlockIds = Sequence[int | None] | npt.NDArray[np.integer]
-"""Block ids as an engine gives them."""
-
-BlockList = tuple[int, Int64s]
-"""First token, and the ids of our blocks from the one on that holds it."""
-
-SHORT = 160
-"""Block ids that are checked one by one: faster than as an array, up to about so many."""
-
-FEW = 40
-"""The same for writing them as runs."""
-
-PlainIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_ID)]]
-"""Integers of Python's own, and no placeholder: nearly every list, and msgspec checks it at 4 ns per id."""
+BlockIds = Sequence[int | None] | npt.NDArray[np.integer]  # block ids as an engine gives them
+BlockList = tuple[int, Int64s]  # first token, and the ids of our blocks from the one on that holds it
+SHORT = 160  # block ids that are checked one by one: faster than as an array, up to about so many
+FEW = 40  # the same for writing them as runs
+PlainIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCK_ID)]]  # msgspec checks it at 4 ns per id
 
 
 def as_block_ids(ids: BlockIds, null_block: int = NULL) -> Int64s:
@@ -133,11 +117,6 @@ def _runs_of(ids: npt.NDArray[np.integer], plain: list[int] | None = None) -> tu
 
 
 def check_runs(block_ids: BlockIds, null_block: int = NULL) -> tuple[tuple[int, int], ...]:
-    """Check block ids as `as_block_ids` does, and write them as runs.
-
-    Raises:
-        LayoutError: An id is no integer, or negative.
-    """
     if isinstance(block_ids, list | tuple) and len(block_ids) <= FEW:
         few = _few_runs(block_ids, null_block)
         if few is not None:
@@ -171,7 +150,6 @@ def _few_runs(block_ids: Sequence[object], null_block: int) -> tuple[tuple[int, 
 
 
 def as_columns(runs: Sequence[tuple[int, int]]) -> tuple[Int64s, Int64s]:
-    """Return the first ids of runs, and their counts."""
     flat = np.fromiter(chain.from_iterable(runs), np.int64, 2 * len(runs))
     return flat[::2], flat[1::2]
 
@@ -259,14 +237,7 @@ def _is_plain(ids: object, group: Group) -> bool:
 def check_covers(
     where: str, group: Group, offer: BlockRuns, num_tokens: int, columns: tuple[Int64s, Int64s] | None = None
 ) -> None:
-    """Refuse a lent list that ends before the tokens which it is said to hold.
-
-    Where nothing is needed nothing need be given: an empty list, placeholders alone, a window of one token. States are
-    kept here and there, and a list of them may end anywhere.
-
-    Raises:
-        PlanRefused: Naming both numbers.
-    """
+    """Refuse a lent list that ends before the tokens that it is said to hold; states may end anywhere."""
     first, counts = columns or as_columns(offer.runs)
     if group.kind == "state" or group.window == 1 or not (first != NULL).any():
         return
@@ -280,11 +251,7 @@ def check_covers(
 
 
 def check_blocks(where: str, group: Group, ids: Int64s) -> None:
-    """Refuse block ids outside a group, or given twice.
-
-    Raises:
-        PlanRefused: Naming the id.
-    """
+    """Refuse block ids outside a group, or given twice; `PlanRefused` names the id."""
     real = ids[ids != NULL]
     if not len(real):
         return
@@ -301,21 +268,16 @@ def check_blocks(where: str, group: Group, ids: Int64s) -> None:
 
 
 class LentBlocks:
-    """The blocks that a prefill rank lends in one group, as runs that are never expanded.
-
-    A place is an index into the list: place 0 is the block that holds `first_token`.
-    """
+    """The blocks that a prefill rank lends in one group, as runs that are never expanded."""
 
     def __init__(self, lent: BlockRuns) -> None:
         self.first_token = lent.first_token
         self._runs = lent.runs
-        self.is_one_run = len(lent.runs) == 1
-        """In which a later block has a greater id."""
+        self.is_one_run = len(lent.runs) == 1  # in which a later block has a greater id
         self._index: tuple[Int64s, Int64s, Int64s] | None = None
 
     def kernel_blocks(self, first: int, begin: int, stop: int, group: Group) -> Int32s | None:
-        """Ids of kernel blocks `begin ... stop - 1` of the prompt, the first token being `first`; None if one is not
-        lent."""
+        """Ids of kernel blocks `begin ... stop - 1` of the prompt, from token `first` on; None if one is not lent."""
         if first < self.first_token:
             return None
         ratio = group.ratio
@@ -337,10 +299,7 @@ class LentBlocks:
         return None if np.maximum.reduce(out) > MAX_DESCRIPTORS else out.astype(np.int32)
 
     def _indexed(self) -> tuple[Int64s, Int64s, Int64s]:
-        """Per run its first id, the place behind its last block, and what to add to a place to get the id there.
-
-        Made on first use: a single run, which is the usual case, is never looked up.
-        """
+        """Per run its first id, the place behind its last block, and what to add to a place to get the id there."""
         if self._index is None:
             first, count = as_columns(self._runs)
             ends = np.add.accumulate(count)
@@ -349,12 +308,10 @@ class LentBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Places in the list, placeholders among them."""
         return sum([count for _, count in self._runs])
 
     @property
     def num_null(self) -> int:
-        """Placeholders in the list."""
         return sum([count for first, count in self._runs if first == NULL])
 
     def lookup(self, places: Int64s) -> Int64s:

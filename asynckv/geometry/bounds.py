@@ -1,8 +1,7 @@
 """Bounded numbers and block runs that both pure rooms speak in.
 
-What crosses the wire is checked by its type while it is decoded, so the bounds stand in the types. They are larger than
-anything real and small enough that no product of two of them leaves 64 bits unseen: arithmetic on what a stranger sent
-is done with Python's integers, and only what was bounded is handed to numpy.
+What crosses the wire is checked by its type while it is decoded. The bounds are larger than anything real, and small
+enough that no product of two of them leaves 64 bits unseen.
 """
 
 from __future__ import annotations
@@ -18,24 +17,18 @@ from asynckv.arguments import MAX_NAME
 MAX_RANKS = 65_536
 MAX_GROUPS = 64
 MAX_VIEWS = 2048
-MAX_RUNS = 1 << 17
-"""Of all groups of one request: two groups of a million tokens whose blocks of 16 are all scattered."""
+MAX_RUNS = 1 << 17  # of all groups of one request: two groups of a million tokens whose blocks of 16 are all scattered
 MAX_TOKENS = 1 << 40
 MAX_BLOCK_ID = (1 << 31) - 1
 MAX_BYTES = 1 << 56
-MAX_DESCRIPTORS = (1 << 31) - 1
-"""NIXL's prepared lists are indexed with int32."""
-
-NULL = -1
-"""A placeholder where a list of blocks has none: outside a sliding window, a state that was not kept."""
-
+MAX_DESCRIPTORS = (1 << 31) - 1  # NIXL's prepared lists are indexed with int32
+NULL = -1  # a placeholder where a list of blocks has none: outside a sliding window, a state that was not kept
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 Size = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 BlockId = Annotated[int, Meta(ge=NULL, le=MAX_BLOCK_ID)]
 Count = Annotated[int, Meta(ge=1, le=MAX_BLOCK_ID)]
-
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 

@@ -1,16 +1,10 @@
 """Refuse a layout that does not hold together, wherever it comes from.
 
-Our own engine declares a layout by hand, and a remote rank sends one in its handshake. Neither is trusted:
-
-- `decode_layout` takes bytes from a stranger, `valid_layout` a value that somebody built. Both end in the same bounds
-  of every field, and both name the field as people know it (`group 'attention' num_blocks is 0: ...`), not its place
-  in an array.
-- `check_layout` then asks whether the fields agree with each other: every product is bounded with Python's integers
-  before anything is handed to numpy, nothing is allocated by a declared count, parts fill their kernel blocks, views
-  fit their memories, and no byte belongs to two things (`overlap`).
-
-After that the data path asserts nothing: all sums fit, all indices exist. `register_memory` is the same for our own
-memory, and keeps what must not be freed beside it.
+`decode_layout` takes bytes from a stranger, `valid_layout` a value that an engine built. Both apply the bounds of every
+field, and name a wrong field as people know it. `check_layout` then asks whether the fields agree with each other:
+products are bounded with Python's integers before numpy sees them, nothing is allocated by a declared count, parts fill
+their kernel blocks, views fit their memories, and no byte belongs to two things (`overlap`). After that the data path
+asserts nothing.
 """
 
 from __future__ import annotations
@@ -38,17 +32,10 @@ from asynckv.geometry.overlap import Spot, check_overlap, check_pools, part_byte
 # views and parts with 1,260 dims in 58 KB; the presets of `asynckv models` have up to 80 views, 256 parts and 18 KB.
 # Four times as much fits, and takes 17 ms; what costs most takes 41 (`python -m scripts.bench plan --layouts`).
 
-MAX_LAYOUT_BYTES = 256 * 1024
-"""Most bytes that a layout takes on the wire: what bounds decoding, and is known before it."""
-
-MAX_PARTS = 2048
-"""Most parts in all views together."""
-
-MAX_LAYER_PARTS = 64
-"""Most parts of one layer, of which the largest known has six."""
-
-MAX_DIMS = 8192
-"""Most dims in all parts together."""
+MAX_LAYOUT_BYTES = 256 * 1024  # bounds decoding, and is known before it
+MAX_PARTS = 2048  # most parts in all views together
+MAX_LAYER_PARTS = 64  # most parts of one layer, of which the largest known has six
+MAX_DIMS = 8192  # most dims in all parts together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,11 +72,7 @@ _decoder: msgspec.msgpack.Decoder[Layout] = msgspec.msgpack.Decoder(Layout)
 
 
 def decode_layout(data: bytes | memoryview) -> Layout:
-    """Decode what a remote rank says of itself; `check_layout` is next.
-
-    Raises:
-        LayoutError: It is too long, which is seen before anything is read, or a field is not what it has to be.
-    """
+    """Decode what a remote rank says of itself, or raise `LayoutError`; `check_layout` is next."""
     _check_length(len(data))
     try:
         return _decoder.decode(data)
@@ -103,11 +86,7 @@ def decode_layout(data: bytes | memoryview) -> Layout:
 
 
 def valid_layout(layout: Layout) -> Layout:
-    """Hold a layout that was made by hand to the bounds that a decoded one has; numpy's integers become Python's.
-
-    Raises:
-        LayoutError: Naming the field and its value.
-    """
+    """Hold a layout that was made by hand to the bounds of a decoded one; numpy's integers become Python's."""
     try:
         made = msgspec.convert(msgspec.to_builtins(layout, builtin_types=(bytes,), enc_hook=_builtin), Layout)
         _check_length(len(msgspec.msgpack.encode(made)))
@@ -142,7 +121,6 @@ _NESTED: Mapping[tuple[type[Struct], str], tuple[type[Struct], str, str]] = {
     (View, "parts"): (Part, "part", "name"),
     (Part, "dims"): (Dim, "dim", "name"),
 }
-"""Fields that hold structures: which, what one is called, and by which of its fields people know it."""
 
 
 def _blamed(exc: msgspec.ValidationError, layout: Any) -> str:
@@ -173,7 +151,6 @@ def _blamed(exc: msgspec.ValidationError, layout: Any) -> str:
 
 
 def _field(value: Any, kind: type[Struct], name: str) -> Any:
-    """A field of a structure, or of what was decoded without knowing that it is one."""
     if isinstance(value, Struct):
         return getattr(value, name)
     if isinstance(value, Mapping):
@@ -187,11 +164,7 @@ def _entry(value: Any, at: int) -> Any:
 
 
 def check_layout(layout: Layout) -> None:
-    """Refuse a layout that does not hold together; afterwards all products fit and nothing overlaps.
-
-    Raises:
-        LayoutError: Naming the field, both numbers and the remedy.
-    """
+    """Refuse a layout that does not hold together; afterwards all products fit and nothing overlaps."""
     _check_size(layout)
     if layout.tp_rank >= layout.tp_size:
         raise LayoutError(f"tp_rank {layout.tp_rank} is outside its group of tp_size {layout.tp_size}")
@@ -231,7 +204,6 @@ def check_layout(layout: Layout) -> None:
 
 
 def _check_size(layout: Layout) -> None:
-    """Refuse what no real layout needs, before anything is looked at."""
     _check_count("memories", len(layout.memories), MAX_VIEWS)
     _check_count("groups", len(layout.groups), MAX_GROUPS)
     _check_count("aliases", len(layout.aliases), MAX_VIEWS)
@@ -262,7 +234,6 @@ def _check_aliases(layout: Layout) -> None:
 
 
 def _check_memories(layout: Layout) -> None:
-    """No byte is in two memories."""
     spots = sorted((m.kind, m.device, m.base, m.base + m.length, i) for i, m in enumerate(layout.memories))
     for (kind, device, lo, end, i), (other, number, start, _, j) in pairwise(spots):
         if (kind, device) == (other, number) and start < end:
@@ -273,10 +244,8 @@ def _check_memories(layout: Layout) -> None:
 
 
 def _check_views(layout: Layout) -> list[Spot]:
-    """Check every view by itself, and say where its parts are."""
     out = []
-    known: dict[tuple[int, Part], int] = {}
-    """Layers are much alike: what was checked for one is known of the others. The bytes that a block's part spans."""
+    known: dict[tuple[int, Part], int] = {}  # by group: the bytes that a part spans, once for all layers
     for view in layout.views:
         if view.memory >= len(layout.memories):
             raise LayoutError(

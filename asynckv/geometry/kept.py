@@ -1,16 +1,7 @@
 """What is copied between the memory of a rank and the ranges in which blocks are only kept (`packed`).
 
-A block is *stored* by the rank that filled it, in a record of its own form. It may be *loaded* by a rank of another
-geometry: after a restart with another tensor-parallel size, with other block sizes, by an engine with another order in
-memory. So there are two plans, over the same tables, in which the rank's own memory is the local side:
-
-- `plan_copies`: block for block and slot for slot, where the range has the rank's own form. No tokens are counted, and
-  no window is looked at: what is to be copied was decided by whoever knows the keys. The same plan stores and loads,
-  for that is the way in which bytes go.
-- `plan_loads`: by tokens, out of the ranges of all ranks that stored, each with slots of its own. It is the planning of
-  a pull (`pairing`, `plan_read`), so that it knows no case of its own either.
-
-Tables depend on the two layouts alone, and are made once per form by `kept_tables`.
+`plan_copies` copies block for block and slot for slot, to store or to load, where the range has the rank's own form.
+`plan_loads` loads by tokens what ranks of another geometry stored, as a pull is planned.
 """
 
 from __future__ import annotations
@@ -36,9 +27,7 @@ def kept_tables(local: Layout, kept: Sequence[Layout], ids: Iterator[int]) -> tu
     """Work out which bytes of which ranges belong into which bytes of a rank's memory; once per form.
 
     Args:
-        local: The rank's own memory, checked.
         kept: The ranges, checked: its own, or those of all ranks of an engine that together hold what it needs.
-        ids: Where table ids come from, for everything that this rank posts.
 
     Returns:
         One per range; None for a range of which nothing is needed, because another has the same.
@@ -56,11 +45,7 @@ def kept_tables(local: Layout, kept: Sequence[Layout], ids: Iterator[int]) -> tu
 
 
 def plan_copies(tables: PeerTables, blocks: Sequence[tuple[Ids, Ids]]) -> Plan:
-    """Say what is copied between blocks and slots one for one, to store them or to load them.
-
-    Args:
-        tables: Of the rank's memory and a range of its own form.
-        blocks: Per group the blocks and, equally long, their slots.
+    """Say what is copied between blocks and slots one for one; per group the blocks and, equally long, their slots.
 
     Raises:
         PlanRefused: A block or slot is named twice or does not exist; the two sides have blocks of other sizes.
@@ -123,8 +108,7 @@ def plan_loads(
     Args:
         tables: From `kept_tables`.
         local: Per group of ours the first token to fill and the blocks, from `check_block_ids`.
-        kept: Per range, and per group of that rank, the slots. Ranges with the same slots may be given the same object,
-            so that blocks are paired once.
+        kept: Per range, and per group of that rank, the slots. The same object is paired once.
         num_tokens: Tokens that are to be there afterwards.
 
     Returns:

@@ -1,21 +1,15 @@
-"""What one rank holds in memory, declared: memories, groups, views and their parts.
+"""What one rank holds in memory, declared: memories, groups, views and their parts. `check` checks it.
 
-A **memory** is one registered range of addresses. A **group** is a set of layers that share block ids: the engine's
-block table has one list of ids per group. A **view** places the blocks of one layer in a memory: block `b` begins at
-`offset + b * stride`. A block consists of **parts** (keys, values, scales, a latent, a convolution's state ...):
-logical arrays whose dims have names, sizes and byte strides. A part is *sharded* along one axis, and says which range
-of the whole model's axis this rank holds, or *replicated*. Nothing is guessed from a base address, and `num_blocks`
-is what the engine declares, whatever its tensors' shapes say.
+A **memory** is one registered range of addresses. A **group** is a set of layers that share block ids. A **view**
+places the blocks of one layer in a memory: block `b` begins at `offset + b * stride`. A block consists of **parts**
+(keys, values, scales, a latent, a convolution's state ...): arrays whose dims have names, sizes and byte strides. A
+part is *sharded* along one axis, and says which range of the whole model's axis is here, or *replicated*.
 
-Blocks of a group of *tokens* hold the KV of `block_size` tokens. Blocks of a group of *states* hold a recurrent
-layer's state after some token: the one in place `i` of a request's list is the state after `(i + 1) * block_size`
-tokens, or after the last token.
+A group of *tokens* has blocks with the KV of `block_size` tokens. A group of *states* has blocks with a recurrent
+layer's state after some token: the one in place `i` after `(i + 1) * block_size` tokens, or after the last token.
 
-A block of the engine may consist of several **kernel blocks**, the unit that attention kernels address: block `b` is
-kernel blocks `b*ratio ... b*ratio+ratio-1`. Views, strides and everything that is planned speak of kernel blocks;
-only the lists that engines give speak of blocks.
-
-These are plain values, and anybody can build one that makes no sense. `check` says whether a layout holds together.
+A block may consist of several **kernel blocks**, the unit that attention kernels address. Views, strides and plans
+speak of kernel blocks; only the lists that engines give speak of blocks.
 """
 
 from __future__ import annotations
@@ -42,9 +36,7 @@ from asynckv.geometry.bounds import (
     Size,
 )
 
-TOKEN = "token"
-"""The dim along which a part covers tokens, one entry each."""
-
+TOKEN = "token"  # the dim along which a part covers tokens, one entry each
 ONE_PER_REQUEST = MAX_TOKENS
 """The `block_size` of a `Group` of states in which a request has a single slot, whatever its length."""
 
@@ -57,7 +49,6 @@ ITEMSIZE: Mapping[str, int] = {
     "int8": 1,
     "uint8": 1,
 }
-"""Bytes per element of the dtypes that the helpers below know."""
 
 Bytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_BYTES)]
@@ -122,7 +113,6 @@ class Part(Struct, frozen=True, array_like=True):
 
     @property
     def has_tokens(self) -> bool:
-        """One of its dims is along the tokens."""
         return any(dim.name == TOKEN for dim in self.dims)
 
 
@@ -217,7 +207,6 @@ class Layout(Struct, frozen=True, kw_only=True):
 
 
 def fingerprint(layout: Layout) -> str:
-    """Short digest by which two statements of a layout can be compared."""
     return hashlib.sha256(msgspec.msgpack.encode(layout)).hexdigest()[:16]
 
 
@@ -268,14 +257,9 @@ def dense_part(
     `register_memory` checks it with its layout.
 
     Args:
-        name: As for `Part`.
         dtype: Element type: bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, int8 or uint8.
         dims: `(name, entries)`, slowest first.
-        offset: As for `Part`.
-        axis: As for `Part`.
-        held: As for `Part`.
-        extent: As for `Part`.
-        tokens_per_entry: As for `Part`.
+        name, offset, axis, held, extent, tokens_per_entry: As for `Part`.
 
     Raises:
         LayoutError: The dtype is unknown, or a dim has no size.

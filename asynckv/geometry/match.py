@@ -1,22 +1,13 @@
 """Which remote rank a rank reads what from, and who releases whom.
 
-Two questions, because their answers are needed at different times.
+**Who answers for whom** must be known before ranks have met: a lease has to know all readers that it is owed, including
+those that read nothing. So it depends on the tensor-parallel sizes alone: decode rank `d` of `T_D` answers for prefill
+rank `p` of `T_P` iff `[d/T_D, (d+1)/T_D)` overlaps `[p/T_P, (p+1)/T_P)`. Every decode stage answers for every prefill
+stage.
 
-**Who answers for whom** must be known before anybody has met: a lease has to know the exact set of readers that it is
-owed, including those that read nothing (MLA and GQA replicas, full prefix hits, aborted requests). So it depends on
-the sizes of the two tensor-parallel groups alone: decode rank `d` of `T_D` answers for prefill rank `p` of `T_P` iff
-`[d/T_D, (d+1)/T_D)` overlaps `[p/T_P, (p+1)/T_P)`. Every prefill rank is answered for, whatever the sizes, and both
-sides can say by whom without talking. Pipeline stages multiply: every decode stage answers for every prefill stage,
-for only the handshakes tell which of them share layers.
-
-**What is read of whom** is known after the handshakes. Every part says which range of its global axis a rank holds,
-or that every rank holds it whole. To read is to cover our own ranges with those of the remote ranks that we answer
-for (`assign`). Nothing has to divide, and among replicas one is read: the first, which differs from reader to reader.
-`predicted` says whom to shake hands with first, by the usual contiguous rule, so that replicas nobody reads need not
-even be alive; where the engines cut otherwise, all are asked. `compare` refuses what could not be planned with
-anybody, field by field; after it, `assign` can only miss a range or a layer.
-
-Views and parts meet by their names: (layer, part), a layer going by its own name and by its aliases.
+**What is read of whom** is known after the handshakes: our ranges are covered with those of the remote ranks
+(`assign`); among replicas the first is read. `predicted` says whom to shake hands with first. `compare` refuses what
+could not be planned at all. Views and parts meet by (layer, part), a layer by its own name and by its aliases.
 """
 
 from __future__ import annotations
@@ -37,19 +28,11 @@ def overlapping(rank: int, size: int, other_size: int) -> range:
     return range(rank * other_size // size, -(-(rank + 1) * other_size // size))
 
 
-def remote_ranks(decode_rank: int, decode_size: int, prefill_size: int) -> range:
-    """Return the prefill ranks that one decode rank must release, read or not."""
-    return overlapping(decode_rank, decode_size, prefill_size)
-
-
-def owed_readers(prefill_rank: int, prefill_size: int, decode_size: int) -> range:
-    """Return the decode ranks whose release one prefill rank is owed."""
-    return overlapping(prefill_rank, prefill_size, decode_size)
+remote_ranks = overlapping  # the prefill ranks that one decode rank must release, read or not
+owed_readers = overlapping  # the decode ranks whose release one prefill rank is owed
 
 
 class Difference(NamedTuple):
-    """One field in which two sides differ so that nothing can be planned."""
-
     field: str
     local: object
     remote: object
@@ -59,21 +42,13 @@ class Difference(NamedTuple):
 
 
 class NotCovered(LayoutError):
-    """The remote ranks together do not hold what this rank needs."""
-
     def __init__(self, differences: Sequence[Difference]) -> None:
         super().__init__("; ".join(map(str, differences)))
         self.differences = tuple(differences)
 
 
 class Share(NamedTuple):
-    """What one rank reads of one part from one remote rank: the range of the global axis that both of them hold.
-
-    Attributes:
-        local_view, remote_view: Where it lies on either side.
-        local_part, remote_part: The part in them, on both sides said as sharded along the same axis (or on neither).
-        lo, hi: The range of that axis; 0, 0 for a part that is not sharded, which is read whole.
-    """
+    """What one rank reads of one part from one remote rank: `[lo, hi)` of the axis; 0, 0 if it is not sharded."""
 
     local_view: View
     remote_view: View
@@ -84,12 +59,8 @@ class Share(NamedTuple):
 
 
 def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
-    """List every field in which two checked layouts differ so that nothing can be planned.
-
-    Which ranges the ranks hold is no difference: `assign` looks at all remote ranks together.
-    """
-    found: dict[tuple[str, str, str], list[str]] = {}
-    """(field, local, remote) -> the layers that differ so."""
+    """List every field in which two checked layouts differ so that nothing can be planned."""
+    found: dict[tuple[str, str, str], list[str]] = {}  # (field, local, remote) -> the layers that differ so
     out: list[Difference] = []
     if local.model != remote.model:
         is_named = local.model and remote.model
@@ -113,12 +84,11 @@ def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
     return tuple(out[:MAX_DIFFERENCES])
 
 
-_Parts = dict[str, tuple[View, Part]]
-"""Of one layer: part -> where it is."""
+_Parts = dict[str, tuple[View, Part]]  # of one layer: part -> where it is
 
 
 def _layers(layout: Layout) -> dict[str, _Parts]:
-    """Layer or alias -> part -> where it is. A layer may lie in several views, each with parts of its own."""
+    """Layer or alias -> part -> where it is. A layer may lie in several views."""
     out: dict[str, _Parts] = {}
     for view in layout.views:
         parts = out.setdefault(view.layer, {})
@@ -130,7 +100,6 @@ def _layers(layout: Layout) -> dict[str, _Parts]:
 
 
 def layer_names(layout: Layout) -> dict[str, list[str]]:
-    """Layer that has memory -> the names that it goes by."""
     out = {view.layer: [view.layer] for view in layout.views}
     for alias, layer in layout.aliases:
         out[layer].append(alias)
@@ -138,7 +107,6 @@ def layer_names(layout: Layout) -> dict[str, list[str]]:
 
 
 def strange_layers(layout: Layout, others: Container[str]) -> list[str]:
-    """Layers with memory of which the other side knows none of the names."""
     return [layer for layer, names in layer_names(layout).items() if not any(name in others for name in names)]
 
 
@@ -219,10 +187,7 @@ def _axis(part: Part) -> str:
 
 
 def predicted(layout: Layout, ranks: Sequence[int], size: int) -> list[int]:
-    """Say which of the remote `ranks` of a group of `size` will be read, if they share heads the usual way.
-
-    Where that rule cannot say, all of them.
-    """
+    """Say which of the remote `ranks` will be read, if they share heads the usual way; else all of them."""
     chosen = set()
     for axis, (lo, hi), extent in {(p.axis, p.held, p.extent) for v in layout.views for p in v.parts}:
         if not axis:
@@ -240,10 +205,7 @@ def predicted(layout: Layout, ranks: Sequence[int], size: int) -> list[int]:
 
 
 def _cover(lo: int, hi: int, held: Sequence[tuple[int, int]]) -> Iterator[tuple[int | None, int, int]]:
-    """Cover `[lo, hi)` from the left, each time by the range that reaches farthest, the first of equals.
-
-    Yields `(index, start, end)`; the index is None where nothing reaches.
-    """
+    """Cover `[lo, hi)` from the left, each time by the range that reaches farthest: `(index or None, start, end)`."""
     ahead = sorted(range(len(held)), key=lambda i: held[i][0], reverse=True)
     index, reach = None, lo
     while lo < hi:
@@ -271,8 +233,7 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
         NotCovered: A layer, or a range of a part, is held by none of them.
     """
     held_by, names = [_layers(remote) for remote in remotes], layer_names(local)
-    covers: dict[tuple[tuple[int, int], ...], list[tuple[int | None, int, int]]] = {}
-    """Layers are much alike: what covers one mostly covers the others."""
+    covers: dict[tuple[tuple[int, int], ...], list[tuple[int | None, int, int]]] = {}  # for layers that are alike
     out: list[list[Share]] = [[] for _ in remotes]
     missing: dict[str, None] = {}
     gaps: dict[tuple[str, str], list[str]] = {}
@@ -280,8 +241,7 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
         if groups is not None and view.group not in groups:
             continue
         for part in view.parts:
-            twins: list[tuple[int, View, Part]] = []
-            """The remote ranks that have this part, and where."""
+            twins: list[tuple[int, View, Part]] = []  # the remote ranks that have this part, and where
             for name in names[view.layer]:
                 spots = [(i, layers.get(name, {}).get(part.name)) for i, layers in enumerate(held_by)]
                 if twins := [(i, *spot) for i, spot in spots if spot is not None]:

@@ -7,12 +7,8 @@ A part over all blocks is one strided array: the blocks are a dim like any other
     k v k  vk  v                      meshed in another way: compared descriptor by descriptor
 
 So ranges are sorted; those that mesh lose their common outermost dim, and are sorted again. That takes time by the
-number of parts and not by the number of blocks. Only the third kind costs more, and little of it is allowed
-(`MAX_CHECKED`).
-
-Different groups may lie in the same memory on purpose: a hybrid model sees the same pages as attention blocks in one
-group and as states in another. `pools` says which groups do. Where blocks are only kept, groups share a range as slots
-of their own sizes (`Layout.slotted`): they see no pages in common, and whoever hands out slots keeps them apart.
+number of parts, not of blocks. Little of the third kind is allowed (`MAX_CHECKED`). Different groups may lie in the
+same memory on purpose (`pools`), or share a range as slots of their own sizes (`Layout.slotted`).
 """
 
 from __future__ import annotations
@@ -28,24 +24,16 @@ from asynckv.errors import LayoutError
 from asynckv.geometry.layout import Layout, Part, View
 from asynckv.geometry.strides import count_descriptors, strided_descriptors
 
-MAX_CHECKED = 1 << 14
-"""Most descriptors that are compared one by one in a search for overlaps: parts whose dims are not nested in each
-other."""
-
-_Step = tuple[int, int, bool]
-"""Byte stride, entries, and whether they are the blocks."""
+MAX_CHECKED = 1 << 14  # descriptors that are compared one by one: of parts whose dims are not nested in each other
+_Step = tuple[int, int, bool]  # byte stride, entries, and whether they are the blocks
 
 
 class Spot(NamedTuple):
-    """Where one part of one view lies in its memory, over all blocks."""
-
     lo: int
-    hi: int
-    """Behind the last byte."""
+    hi: int  # behind the last byte
     view: View
     part: Part
-    steps: tuple[_Step, ...]
-    """The blocks and the dims, the largest stride first; what has one entry is left out."""
+    steps: tuple[_Step, ...]  # the blocks and the dims, the largest stride first; what has one entry is left out
 
     @property
     def name(self) -> str:
@@ -53,7 +41,6 @@ class Spot(NamedTuple):
 
 
 def part_bytes(part: Part) -> int:
-    """Bytes of a block from a part's first element to behind its last."""
     return part.itemsize + sum([d.stride * (d.size - 1) for d in part.dims])
 
 
@@ -68,11 +55,7 @@ def spot(view: View, part: Part, blocks: int, length: int) -> Spot:
 
 
 def check_overlap(spots: Sequence[Spot]) -> None:
-    """Refuse a byte that belongs to two parts or two blocks of one group.
-
-    Raises:
-        LayoutError: Naming both parts, or that they cannot be compared.
-    """
+    """Refuse a byte that belongs to two parts or two blocks of one group."""
     places: dict[tuple[int, int], list[Spot]] = {}
     for each in spots:
         places.setdefault((each.view.group, each.view.memory), []).append(each)
@@ -82,11 +65,7 @@ def check_overlap(spots: Sequence[Spot]) -> None:
 
 
 def _check_apart(spots: list[Spot], budget: list[int]) -> None:
-    """No byte is in two of these arrays, nor twice in one.
-
-    Of arrays that mesh the outermost dim is dropped if all have it and one entry of it, of all together, is no longer
-    than its stride. Otherwise they are compared descriptor by descriptor.
-    """
+    """No byte is in two of these arrays, nor twice in one; a common outermost dim is dropped where that shows it."""
     for cluster in _clusters(spots):
         first = cluster[0]
         if len(cluster) == 1 and _is_nested(first):
@@ -102,7 +81,6 @@ def _check_apart(spots: list[Spot], budget: list[int]) -> None:
 
 
 def _clusters(spots: list[Spot]) -> Iterator[list[Spot]]:
-    """Sort spots into those whose ranges mesh; of two clusters one ends before the other begins."""
     spots.sort(key=lambda s: s[:2])
     cluster, end = spots[:1], spots[0].hi
     for each in spots[1:]:
@@ -116,7 +94,6 @@ def _clusters(spots: list[Spot]) -> Iterator[list[Spot]]:
 
 
 def _is_nested(one: Spot) -> bool:
-    """Each entry of each dim begins behind the one before it."""
     reach = one.part.itemsize
     for stride, size, _ in reversed(one.steps):
         if stride < reach:
@@ -176,10 +153,7 @@ def _check_descriptors(cluster: list[Spot], budget: list[int]) -> None:
 
 
 def pools(layout: Layout) -> tuple[int, ...]:
-    """Say which groups of a checked layout share memory: per group the number of its pool, the lowest group's in it.
-
-    Groups of one pool see the same pages, so that a block id means the same memory in each.
-    """
+    """Say per group the number of its pool: groups of one pool see the same pages, so an id means the same memory."""
     blocks = [group.num_kernel_blocks for group in layout.groups]
     return check_pools(
         layout, [spot(view, p, blocks[view.group], part_bytes(p)) for view in layout.views for p in view.parts]
@@ -187,18 +161,13 @@ def pools(layout: Layout) -> tuple[int, ...]:
 
 
 def check_pools(layout: Layout, spots: Sequence[Spot]) -> tuple[int, ...]:
-    """Sweep every memory from end to end, and say what `pools` says.
-
-    Raises:
-        LayoutError: Two groups overlap with pages of different sizes.
-    """
+    """Sweep every memory from end to end, and say what `pools` says; refuse overlaps of pages of different sizes."""
     pool = list(range(len(layout.groups)))
     if len(pool) == 1 or layout.slotted is True:
         return tuple(pool)
     rows = sorted([(s.view.memory, s.lo, s.hi, s.view.group, s.view.stride) for s in spots])
     here: list[tuple[int, int, int]] = []
-    """(end, group, page) of all that covers the byte where the sweep is. Any two of these overlap, so all are of one
-    group or of one page size, and in one pool."""
+    """(end, group, page) of all that covers the byte where the sweep is; any two are of one group or one page size."""
     known: tuple[Counter[int], Counter[int]] = Counter(), Counter()
     swept = -1
     for memory, lo, hi, index, stride in rows:

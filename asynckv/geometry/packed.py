@@ -1,28 +1,18 @@
 """How blocks lie where they are only kept: packed, one record per block, in slots of a range of bytes.
 
-Blocks that are offloaded leave a memory that an engine has laid out for its kernels, where one block is spread over
-the memories of all layers. Where they are kept nobody computes, so they lie in the way that is best to copy: all that
-a block of one group consists of (every layer, every part, its kernel blocks one after another) is one **record**, dense
-and padded to whole pages. A record is what one read or write of a file moves, and what a checksum covers.
+All that a block of one group consists of (every layer, every part, its kernel blocks one after another) is one
+**record**, dense and padded to whole pages. A record is what one read or write of a file moves, and what a checksum
+covers.
 
     device     layer 0  |b0 |b1 |b2 |b3 |...       a slot of group 0    | layer 0 | layer 1 | ... | pad |
                layer 1  |b0 |b1 |b2 |b3 |...       a slot of group 1    | layer 7 | layer 8 | pad |
 
-The range is cut into **slots**: slot `s` of a group begins at `s` times the group's record size. All groups see the
-same range, each with slots of a size of its own, and whoever hands out slots sees to it that no two in use overlap
-(`Layout.slotted`). So a range is a layout like any other, with one memory, and slots for blocks. To store is to read
-from the device's layout into this one, and to load is the reverse. What other ranks stored, with other heads, block
-sizes and memory orders, is loaded as other ranks' memories are read: nothing is planned that `plan` does not know.
+Slot `s` of a group begins at `s` times the group's record size. All groups see the same range, and whoever hands out
+slots keeps those in use apart (`Layout.slotted`). So a range is a layout like any other, and storing and loading are
+planned as reads are. Records keep the device's order of layers, parts and dims where they can, for few descriptors.
 
-Few descriptors are the aim: a row of a table per piece that is contiguous on both sides. So records keep what they can
-of the device's order: layers and parts come in the order of their addresses, dims in the order of their strides, and
-parts that mesh without a gap (keys and values that alternate token by token) are copied as they are meshed. A block of
-a memory with all layers of a block side by side is one descriptor then. Otherwise each layer has one, or one for keys
-and one for values, which is what the device's layout consists of; blocks that follow each other there do not do so
-in the range, and cannot be joined.
-
-A record's *form*, which `record_form` makes, says all this without saying where: it has one slot per group. It is what
-is written down beside stored bytes; `placed` gives it a range.
+A record's *form* (`record_form`) has one slot per group; it is written down beside stored bytes. `placed` gives it a
+range.
 """
 
 from __future__ import annotations
@@ -41,50 +31,21 @@ from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Dim, Layout, Memory, Part, View
 from asynckv.geometry.overlap import part_bytes
 
-ALIGN = 4096
-"""Records are padded to a multiple of so many bytes: pages, and what files are read in without the page cache."""
+ALIGN = 4096  # records are padded to pages, as files are read without the page cache
 
 
 class RecordSize(NamedTuple):
-    """What one block of a group becomes.
-
-    Attributes:
-        num_bytes: Bytes that its parts have, in all kernel blocks; 0 for a group without a layer on this rank.
-        stride: Bytes from slot to slot.
-        num_slots: Slots that the range has, if no other group had any of it.
-    """
-
-    num_bytes: int
-    stride: int
-    num_slots: int
-
-
-def packed(
-    layout: Layout, capacity: int, *, base: int = 0, align: int = ALIGN, strides: Sequence[int] | None = None
-) -> Layout:
-    """Return the layout of a range that keeps blocks of `layout`: same groups, a slot for a block id.
-
-    Args:
-        layout: Of the device, checked. Only what a block consists of matters, not how many there are.
-        capacity: Bytes of the range.
-        base: Its address.
-        align: As for `record_form`.
-        strides: As for `record_form`.
-
-    Raises:
-        LayoutError: The range has not room for one record of each group.
-    """
-    return placed(record_form(layout, align=align, strides=strides), base, capacity)
+    num_bytes: int  # bytes that its parts have, in all kernel blocks; 0 for a group without a layer on this rank
+    stride: int  # bytes from slot to slot
+    num_slots: int  # slots that the range has, if no other group had any of it
 
 
 def record_form(layout: Layout, *, align: int = ALIGN, strides: Sequence[int] | None = None) -> Layout:
     """Say what one block of each group becomes, wherever it is kept: a layout with one slot per group, at address 0.
 
     Args:
-        layout: Of the device, checked.
         align: What record sizes are a multiple of.
-        strides: Bytes from slot to slot per group, where ranks with records of different sizes are to have the same
-            slots: the largest of theirs. As few as fit if left out.
+        strides: Bytes from slot to slot per group, where ranks with records of different sizes have the same slots.
 
     Raises:
         LayoutError: A stride is too small, or no multiple of what it has to be.
@@ -122,8 +83,6 @@ def record_form(layout: Layout, *, align: int = ALIGN, strides: Sequence[int] | 
 
 def placed(form: Layout, base: int, capacity: int) -> Layout:
     """Give a form, or a packed layout that was somewhere else, a range: as many slots of each group as it holds.
-
-    The form may be what somebody wrote down long ago: what comes out is checked as every layout is.
 
     Raises:
         LayoutError: The range has not room for one record of a group, or the form does not hold together.
@@ -168,7 +127,6 @@ def record_sizes(layout: Layout) -> tuple[RecordSize, ...]:
 
 
 def _payload(part: Part) -> int:
-    """Bytes of a part's elements in one kernel block."""
     return part.itemsize * math.prod(dim.size for dim in part.dims)
 
 
@@ -205,12 +163,10 @@ def _pack(views: Sequence[View], stride: int) -> list[View]:
     return out
 
 
-_Placed = tuple[int, Part, tuple[int, int]]
-"""Where a part of kernel block 0 begins, the part, and which it is."""
+_Placed = tuple[int, Part, tuple[int, int]]  # where a part of kernel block 0 begins, the part, and which it is
 
 
 def _meshed(parts: Sequence[_Placed]) -> Iterator[list[_Placed]]:
-    """Sort parts, given in the order of their addresses, into those whose ranges mesh."""
     found: list[_Placed] = []
     end = 0
     for each in parts:

@@ -1,13 +1,9 @@
 """Once per request: our blocks and the lent ones, paired by the tokens that they cover.
 
-Both sides say per group `(first token, blocks)`, and the two lists are never matched by place: block sizes differ, a
-prefix may be cached here, blocks that left a sliding window are missing. A list covers tokens, and tokens are what
-the two have in common.
-
-The tokens that are wanted, from the first to fill to the last, are cut at *both* sides' kernel block boundaries. What
-lies between two cuts is in one kernel block here and in one there, at some offset in each: a `Span`. Blocks of one
-span go together into a `Pairs`, which is all that a request is to the rest of the planning: numbers of blocks,
-without a byte in it. One pairing serves every remote rank whose groups look the same.
+Both sides say per group `(first token, blocks)`; the two lists are never matched by place. The wanted tokens are cut at
+*both* sides' kernel block boundaries. What lies between two cuts is in one kernel block here and in one there, at some
+offset in each: a `Span`. Blocks of one span go together into a `Pairs`. One pairing serves every remote rank whose
+groups look the same.
 
 With numbers: our kernel blocks have 16 tokens, theirs 32. Tokens 40 to 99 are wanted; the first 40 are cached.
 
@@ -16,15 +12,8 @@ With numbers: our kernel blocks have 16 tokens, theirs 32. Tokens 40 to 99 are w
     remote     |               1               |               2               |       3
     spans              |8,8,8  |  0,16,16      |  0,0,16       |  0,16,16      |  0,0,16       |
 
-The first span begins inside our block 2 and is read from there. The last one is read to the end of our block, since
-theirs reaches as far. So there are three kinds of spans here, `(local offset, remote offset, tokens)`: one for the
-block that the prefix ends in, and two that repeat.
-
-Groups of tokens and of states differ in what a place in a list means, so there is a rule for each:
-
-- *Tokens*: every wanted token of a block that we were given is read, from the window on if there is one. The usual
-  case (one size on both sides, nothing missing) takes a shortcut, `_pair_aligned`, that says the same as the rule.
-- *States*: exactly one block is read, the one with the state after the last wanted token.
+*Tokens*: every wanted token of a block that we were given is read, from the window on if there is one. `_pair_aligned`
+is a shortcut for the usual case. *States*: exactly one block is read, the one after the last wanted token.
 """
 
 from __future__ import annotations
@@ -58,8 +47,6 @@ class Padding(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Kernel blocks that share a span, sorted by remote block."""
-
     span: Span
     local: Int32s
     remote: Int32s
@@ -69,9 +56,8 @@ class BlockLists:
     """The blocks of one request on both sides, and how they pair; made once, used for every remote rank.
 
     Args:
-        local: Per group of ours the first token to fill and where, from `check_block_ids`. The first block
-            is the one that holds `first_token`; nothing below it is written. Where the list has a
-            placeholder nothing is wanted.
+        local: Per group of ours the first token to fill and where. Nothing below `first_token` is written, and nothing
+            is wanted where the list has a placeholder.
         remote: Per group of theirs what was lent.
         num_tokens: Tokens that are wanted.
         offered_tokens: Tokens whose KV was lent; `num_tokens` if left out.
@@ -95,18 +81,10 @@ class BlockLists:
         for group, (first, ids) in enumerate(self.local):
             if first < num_tokens and len(ids) and (ids[0] != NULL or ids.max() > NULL):
                 wanted.append(group)
-        self.wanted = tuple(wanted)
-        """Our groups in which something is to be filled."""
-        self.is_empty = not wanted
-        """No block is to be filled: a full prefix hit."""
+        self.wanted = tuple(wanted)  # our groups in which something is to be filled
+        self.is_empty = not wanted  # no block is to be filled: a full prefix hit
 
     def pairs(self, tables: PeerTables, pair: GroupPair) -> Sequence[Pairs]:
-        """Pair one group of ours with one of a remote rank's.
-
-        Raises:
-            RemoteTooShort: What is asked for is not offered.
-            PlanRefused: The lists do not fit the layouts.
-        """
         if (known := self._pairs.get(pair.key)) is not None:
             return known
         if pair.local_index >= len(self.local) or pair.remote_index >= len(self._lent):
@@ -119,10 +97,7 @@ class BlockLists:
         return found
 
     def padding(self, layout: Layout) -> Iterator[Padding]:
-        """What of our blocks is not filled. Tokens before a sliding window are nobody's, and not listed.
-
-        Blocks of states hold no tokens: one is filled, whole, and of the others nothing is said.
-        """
+        """What of our blocks is not filled; tokens before a sliding window, and states, are not listed."""
         for index, (group, (first, ids)) in enumerate(zip(layout.groups, self.local, strict=False)):
             if group.kind == "state":
                 continue
@@ -207,10 +182,7 @@ class BlockLists:
         return inside, inside
 
     def _pair_aligned(self, pair: GroupPair, first: int, end: int) -> Sequence[Pairs]:
-        """Pair kernel blocks one to one: the usual case, where both sides' have one size and none is missing.
-
-        Returns nothing where that is not so; what follows in `_pair_tokens` is the rule, and says the same.
-        """
+        """Pair kernel blocks one to one where both sides' have one size and none is missing; else return nothing."""
         (listed, ids), lent, size = self.local[pair.local_index], self._lent[pair.remote_index], pair.local_size
         here = pair.local
         begin, stop = first // size, -(-end // size)
@@ -271,7 +243,6 @@ class BlockLists:
 
 
 def _state_place(group: Group, first: int, tokens: int) -> int:
-    """Where in a list from `first` on the state after `tokens` tokens is."""
     return (tokens - 1) // group.block_size - first // group.block_size
 
 
@@ -285,7 +256,6 @@ def _no_such_block(pair: GroupPair, block: int) -> PlanRefused:
 def _by_span(
     pair: GroupPair, here: Int64s, there: Int64s, tokens: Int64s, local: Int64s, remote: Int64s
 ) -> Iterator[Pairs]:
-    """Sort block pairs into those that share a span."""
     mine, theirs = local.astype(np.int32), remote.astype(np.int32)
     if (tokens == tokens[0]).all() and (here == here[0]).all() and (there == there[0]).all():
         kinds = [np.arange(len(mine))]
@@ -303,9 +273,8 @@ def _by_span(
 def common_prefix(local: Sequence[str], remote: Sequence[str], hash_tokens: int, num_tokens: int) -> int:
     """Count the tokens at the start of a prompt on which two chains of hashes agree.
 
-    Every hash covers all tokens before it as well, so the first that differs ends the prefix. Tokens after the last
-    whole hash are in none: they are taken on trust if both chains are the same. Where one chain is longer, it covers
-    tokens that the other has no hash of, and nobody has said that those are the same.
+    Every hash covers all tokens before it as well. Tokens after the last whole hash are taken on trust if both chains
+    are the same; where one chain is longer, they are not.
     """
     same = next(
         (i for i, (a, b) in enumerate(zip(local, remote, strict=False)) if a != b), min(len(local), len(remote))

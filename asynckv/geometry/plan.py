@@ -1,14 +1,9 @@
 """What one request reads of one remote rank, cut into the read requests that are posted.
 
-A plan is not a list of addresses. It is, per span of tokens, pairs of kernel blocks (`pairing`, once per request) and a
-table of descriptors (`tables`, once per peer): every pair times every row of the table is one descriptor. Both stay
-small, int32 indices, however long the prompt is; what is posted next is expanded, and nothing else.
-
-NIXL merges neighbours: consecutive indices whose bytes touch on both sides. So rows come one after the other, blocks
+A plan has, per span of tokens, pairs of kernel blocks (`pairing`) and a table of descriptors (`tables`): every pair
+times every row of the table is one descriptor. Both stay small, however long the prompt is; only what is posted next is
+expanded. NIXL merges consecutive indices whose bytes touch on both sides, so rows come one after the other, blocks
 ascend within a row, and a plan is cut between rows wherever it can be.
-
-Whoever runs pulls needs `plan_read` and the values that it takes and gives, and finds them here; the other files are
-for the handshake, and for checks of what callers give.
 """
 
 from __future__ import annotations
@@ -26,20 +21,15 @@ from asynckv.geometry.tables import DescTable, PeerTables
 
 
 class ReadRequest(NamedTuple):
-    """One transfer to post: equally long index arrays into one table, and what it amounts to."""
-
     table: DescTable
     local: Int32s
     remote: Int32s
     num_bytes: int
-    num_descriptors: int
-    """After NIXL's merging."""
+    num_descriptors: int  # after NIXL's merging
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Section:
-    """Block pairs that share a table, sorted by remote block."""
-
     table: DescTable
     local: Int32s
     remote: Int32s
@@ -59,13 +49,7 @@ class Section:
 
 
 class Plan:
-    """What one pull reads from one remote rank.
-
-    Attributes:
-        sections: Per span of tokens the pairs of blocks and their table.
-        num_bytes: Bytes that will land.
-        num_descriptors: Descriptors before merging.
-    """
+    """What one pull reads from one remote rank; `num_descriptors` are counted before merging."""
 
     __slots__ = ("num_bytes", "num_descriptors", "sections")
 
@@ -81,8 +65,7 @@ class Plan:
     def posts(self, max_bytes: int, max_descriptors: int) -> Iterator[ReadRequest]:
         """Cut the plan into transfers, lazily: nothing is expanded before it is asked for.
 
-        Every post holds at least one descriptor, whatever the bounds; only one of a single descriptor may exceed
-        them, in bytes. Rows come in order and blocks within a row ascend, so that neighbours stay neighbours.
+        A post holds at least one descriptor, and only one of a single descriptor may exceed the bounds, in bytes.
         """
         if self.num_bytes <= max_bytes and self.num_descriptors <= max_descriptors:
             # So little that each section is one transfer and all may be expanded at once: no generators to resume.
@@ -99,13 +82,7 @@ class Plan:
 
 
 def plan_read(tables: PeerTables, lists: BlockLists) -> Plan:
-    """Say what is read of one remote rank for one request.
-
-    Raises:
-        RemoteTooShort: The prefill side does not offer everything that is asked for.
-        PlanRefused: A group is missing, a remote block does not exist, a place for a state is missing.
-        LayoutError: A span would need absurdly many descriptors.
-    """
+    """Say what is read of one remote rank for one request; `RemoteTooShort` if the prefill side offers less."""
     sections = []
     for pair in tables.group_pairs:
         for span, local, remote in lists.pairs(tables, pair):
@@ -114,16 +91,13 @@ def plan_read(tables: PeerTables, lists: BlockLists) -> Plan:
 
 
 class _Part(NamedTuple):
-    """What of a section one transfer takes: rows `[row, end)` times blocks `[lo, hi)`."""
-
     section: Section
     row: int
     end: int
     lo: int
     hi: int
     num_bytes: int
-    num_descriptors: int
-    """After NIXL's merging."""
+    num_descriptors: int  # after NIXL's merging
 
 
 def _split(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_Part]:
@@ -138,8 +112,7 @@ def _split(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_
     per_row = np.where(dense, runs, blocks)
     # Consecutive rows go together while their whole block lists fit; a row too large alone is split.
     size, descs = (np.concatenate(([0], np.cumsum(x))) for x in (length * blocks, per_row))
-    ends: Int64s | None = None
-    """Where runs end: they differ in length as they like, and a slice has so many of them at most."""
+    ends: Int64s | None = None  # where runs end
     row = 0
     while row < table.num_rows:
         end = min(

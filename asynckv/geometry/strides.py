@@ -1,14 +1,8 @@
-"""An array that lies in two memories, as byte ranges that are contiguous in both.
+"""An array that lies in two memories, as byte ranges that are contiguous in both: one descriptor each.
 
-To a NIC one such range is one descriptor: an address and a length on either side. An array is given by its dims, each
-as `(entries, byte stride in a, byte stride in b)`, in any order. A descriptor begins as one element and grows: a dim
-whose stride on both sides is the length so far continues it, and makes it as many times longer. When no dim fits any
-more, those that are left are stepped along, one descriptor each step. So the same
-memory order on both sides makes one descriptor of a whole array, and two different orders make many. Nothing is ever
-swapped byte by byte.
-
-Asked about one memory (the strides of a and b the same), it says which byte ranges an array consists of: that is how
-`overlap` finds what lies on what else.
+An array is given by its dims, each as `(entries, byte stride in a, byte stride in b)`, in any order. A descriptor
+begins as one element; a dim whose stride on both sides is the length so far makes it as many times longer. The dims
+that are left are stepped along. So the same memory order on both sides makes one descriptor of a whole array.
 """
 
 from __future__ import annotations
@@ -21,15 +15,11 @@ import numpy as np
 from asynckv.errors import LayoutError
 from asynckv.geometry.bounds import Int64s
 
-StridedDim = tuple[int, int, int]
-"""`(entries, byte stride in a, byte stride in b)`."""
-
-MAX_RANGES = 65_536
-"""Most ranges into which one part of one block may fall: the strides are a stranger's, and decide what is allocated."""
+StridedDim = tuple[int, int, int]  # `(entries, byte stride in a, byte stride in b)`
+MAX_RANGES = 65_536  # of one part of one block, at most: the strides are a stranger's
 
 
 def count_descriptors(itemsize: int, dims: Sequence[StridedDim]) -> int:
-    """Count the descriptors that `strided_descriptors` would make, without making them."""
     return math.prod(d[0] for d in _fold(itemsize, dims)[1])
 
 
@@ -44,10 +34,6 @@ def _fold(itemsize: int, dims: Sequence[StridedDim]) -> tuple[int, list[StridedD
 
 def strided_descriptors(itemsize: int, dims: Sequence[StridedDim]) -> tuple[Int64s, Int64s, int]:
     """Cut an array that lies in two memories into ranges that are contiguous in both.
-
-    Args:
-        itemsize: Bytes per element.
-        dims: `(entries, byte stride in a, byte stride in b)` per dim, in any order.
 
     Returns:
         Byte offsets in a and in b (int64, ascending in a), and the length of every range.

@@ -1,24 +1,16 @@
 """Once per peer: the descriptors of every span of tokens, in tables that NIXL prepares and requests index.
 
-Most of the work of a plan depends on the peer only. What is read of it (its `Share`s) is, per layer and part, an
-array that lies in two memories with two sets of strides (`strides`). Of one pair of kernel blocks, ours and theirs,
-it makes a number of **descriptors**: byte ranges that are contiguous on both sides. They are the same for every other
-pair of blocks, but for `block * stride`; so a `DescTable` holds one row per descriptor, and a request only says which
-blocks.
+What is read of a peer (its `Share`s) is, per layer and part, an array that lies in two memories with two sets of
+strides. Of one pair of kernel blocks it makes a number of **descriptors**, byte ranges that are contiguous on both
+sides, which are the same for every other pair but for `block * stride`. A `DescTable` holds one row per descriptor.
 
-Which tokens of the two blocks meet is a **span**: `(offset here, offset there, tokens)`. Equal block sizes on aligned
-boundaries know a single span, the whole block; two sizes know a few, that repeat. A first token inside a block adds
-one of its own, the first time it occurs. States have a single span, the whole. There is a table per span: the regular
-ones are made when the peer is first met, any other when a request needs it, and no more than `MAX_TABLES` of them, and
-`MAX_KEPT_ROWS` rows, are kept.
+Which tokens of the two blocks meet is a **span**: `(offset here, offset there, tokens)`. There is a table per span: the
+regular ones are made when the peer is first met, others when a request needs them. The remote strides are a stranger's,
+so what a table may cost is counted before it is made.
 
-The remote strides are a stranger's, so what a table may cost is counted before it is made.
-
-With numbers: one local rank holds 8 heads of 128 elements of 2 bytes, one remote rank 4 of these. A kernel block is 16
-tokens on both sides, and tokens lie within heads. Then the 4 heads that both hold are contiguous on both sides,
-4 x 16 x 128 x 2 = 16 KiB, and a layer's `k` is one row. If heads lie within tokens instead, 4 of 8 heads are contiguous
-only within one token, 1 KiB, and it is 16 rows. With blocks of 16 tokens here and 32 there, there are two spans,
-`(0, 0, 16)` and `(0, 16, 16)`, each with a table of its own.
+With numbers: one local rank holds 8 heads of 128 elements of 2 bytes, one remote rank 4 of these; a kernel block is 16
+tokens. With tokens within heads, the 4 heads are 4 x 16 x 128 x 2 = 16 KiB, one row. With heads within tokens they are
+contiguous only within one token, 1 KiB, and it is 16 rows.
 """
 
 from __future__ import annotations
@@ -47,32 +39,14 @@ from asynckv.geometry.strides import count_descriptors, strided_descriptors
 #     tables made beforehand          MAX_REGULAR   per pair of groups that has more of them, none is
 #     tables kept, and their rows     MAX_TABLES, MAX_KEPT_ROWS    after each plan
 
-MAX_TABLES = 1024
-"""Most tables kept per peer; the least recently used go first."""
-
-MAX_KINDS = 1024
-"""Most kinds of spans of two block sizes; sizes that share no boundary for longer are refused."""
-
-MAX_SHAPES = 4096
-"""Most kinds of spans times shapes of parts: each is worked out by itself, and the strides there are a stranger's."""
-
-MAX_REGULAR = 64
-"""Most tables that are made for a pair of groups before any request needs them."""
-
-MAX_ROWS = 1 << 18
-"""Most rows of all tables made for a peer beforehand, and of one made later: the remote strides decide it. So
-many take 50 ms; 128 layers of keys and values have as many where blocks of 1,024 tokens share one token at a time."""
-
-MAX_KEPT_ROWS = 4 * MAX_ROWS
-"""Most rows of all tables kept per peer, some 70 MB: a stranger's strides make tables of many rows, and odd first
-tokens many tables."""
-
-WARN_ROWS = 8
-"""Rows per layer beyond which an operator is told of small pieces. Fewer are as the model makes them."""
-
-SMALL_PIECE = 4096
-"""Bytes of a piece below which its descriptor costs more than its bytes: over UCX in host memory 1 KiB took 5 us and
-16 KiB 9 us."""
+MAX_TABLES = 1024  # most tables kept per peer; the least recently used go first
+MAX_KINDS = 1024  # most kinds of spans of two block sizes; sizes that share no boundary for longer are refused
+MAX_SHAPES = 4096  # kinds of spans times shapes of parts, at most: the strides there are a stranger's
+MAX_REGULAR = 64  # most tables that are made for a pair of groups before any request needs them
+MAX_ROWS = 1 << 18  # of all tables made for a peer beforehand, and of one made later: so many take 50 ms
+MAX_KEPT_ROWS = 4 * MAX_ROWS  # of all tables kept per peer, some 70 MB
+WARN_ROWS = 8  # per layer, beyond which an operator is told of small pieces
+SMALL_PIECE = 4096  # bytes below which a descriptor costs more: over UCX 1 KiB took 5 us and 16 KiB 9 us
 
 
 class Span(NamedTuple):
@@ -87,33 +61,20 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DescTable:
-    """The descriptors of one span, on both sides; row `i` of block `b` is one descriptor.
+    """The descriptors of one span, on both sides; row `i` of block `b` is descriptor `i * blocks + b`."""
 
-    Descriptor index = `i * blocks + b`, with that side's number of kernel blocks.
-
-    Attributes:
-        table_id: Unique among all tables of this rank: two peers may be one process under two addresses.
-        span: Which tokens of two kernel blocks it is for.
-        length: Bytes per descriptor, int64 `[rows]`.
-        local, remote: int64 `[rows, 3]`: index of the memory, byte offset of block 0 in it, stride.
-        local_blocks, remote_blocks: Kernel blocks that every row can index.
-        num_rows, block_bytes: Descriptors and bytes per pair of kernel blocks.
-        dense: Rows in which consecutive blocks touch on both sides, so that NIXL merges them; `num_dense` in all.
-        local_index, remote_index: int32 `[rows, 1]`: index of every row's block 0.
-    """
-
-    table_id: int
-    span: Span
-    length: Int64s
-    local: Int64s
+    table_id: int  # unique among all tables of this rank: two peers may be one process under two addresses
+    span: Span  # which tokens of two kernel blocks it is for
+    length: Int64s  # bytes per descriptor, int64 `[rows]`
+    local: Int64s  # int64 `[rows, 3]`: index of the memory, byte offset of block 0 in it, stride
     remote: Int64s
-    local_blocks: int
+    local_blocks: int  # kernel blocks that every row can index
     remote_blocks: int
-    num_rows: int = field(init=False)
+    num_rows: int = field(init=False)  # descriptors per pair of kernel blocks
     block_bytes: int = field(init=False)
-    dense: npt.NDArray[np.bool_] = field(init=False)
+    dense: npt.NDArray[np.bool_] = field(init=False)  # rows that NIXL merges: consecutive blocks touch on both sides
     num_dense: int = field(init=False)
-    local_index: Int32s = field(init=False)
+    local_index: Int32s = field(init=False)  # int32 `[rows, 1]`: index of every row's block 0
     remote_index: Int32s = field(init=False)
 
     def __post_init__(self) -> None:
@@ -131,48 +92,22 @@ class DescTable:
 
 
 class GroupPair:
-    """A group of ours and one of theirs that share layers, and what pairing their blocks has to know.
-
-    Attributes:
-        local_index, remote_index: Their numbers in the two layouts.
-        local, remote: The groups.
-        entry: Tokens of which the first token to be read must be a multiple: a scale may cover several tokens, and an
-            entry is read whole.
-        local_size, remote_size: Tokens per kernel block.
-        remote_blocks: Kernel blocks of the remote group.
-        whole: The span of a whole block, where both sizes are one.
-        key: Equal for ranks whose pairs of blocks are the same.
-    """
-
-    __slots__ = (
-        "entry",
-        "key",
-        "local",
-        "local_index",
-        "local_size",
-        "remote",
-        "remote_blocks",
-        "remote_index",
-        "remote_size",
-        "whole",
-    )
+    """A group of ours and one of theirs that share layers, and what pairing their blocks has to know."""
 
     def __init__(self, local_index: int, remote_index: int, local: Group, remote: Group, entry: int) -> None:
         self.local_index, self.remote_index = local_index, remote_index
         self.local, self.remote = local, remote
-        self.entry = entry
-        self.local_size, self.remote_size = local.kernel_size, remote.kernel_size
-        self.remote_blocks = remote.num_kernel_blocks
+        self.entry = entry  # the first token to be read must be a multiple, because a scale's entry is read whole
+        self.local_size, self.remote_size = local.kernel_size, remote.kernel_size  # in tokens
+        self.remote_blocks = remote.num_kernel_blocks  # kernel blocks of the remote group
         self.whole = Span(local_index, remote_index, 0, 0, self.local_size if local.kind == "tokens" else 0)
-        self.key = (local_index, remote_index, remote, entry)
+        self.key = (local_index, remote_index, remote, entry)  # equal for ranks whose pairs of blocks are the same
 
 
 class PeerTables:
     """How what is read of one remote rank maps onto our memory; made once per peer.
 
     Args:
-        local: Our layout, checked.
-        remote: The remote rank's layout, checked, and found comparable by `compare`.
         shares: What is read of it, from `assign`.
         ids: Where table ids come from, for all peers.
 
@@ -196,7 +131,6 @@ class PeerTables:
             GroupPair(a, b, local.groups[a], remote.groups[b], math.lcm(*(_entry(s, local.groups[a]) for s in shares)))
             for (a, b), shares in pairs.items()
         )
-        """Local and remote groups that share layers."""
         spans = [span for pair in pairs for span in self._regular_spans(*pair)]
         if (rows := sum(map(self._num_rows, spans))) > MAX_ROWS:
             raise LayoutError(
@@ -204,8 +138,7 @@ class PeerTables:
                 f"memory order and block size on both sides"
             )
         kinds = Counter(span[:2] for span in spans)
-        self.regular = [self.table(span) for span in spans if kinds[span[:2]] <= MAX_REGULAR]
-        """Tables of the spans that aligned requests use, to be prepared before the first."""
+        self.regular = [self.table(span) for span in spans if kinds[span[:2]] <= MAX_REGULAR]  # of aligned requests
         largest = {table.span[:2]: table for table in sorted(self.regular, key=lambda table: table.num_rows)}
         for table in largest.values():
             self._warn(table)
@@ -253,7 +186,6 @@ class PeerTables:
             )
 
     def table(self, span: Span) -> DescTable:
-        """Return the table of a span, made on first use."""
         if (table := self._tables.get(span)) is not None:
             self._tables.move_to_end(span)
             return table
@@ -263,15 +195,10 @@ class PeerTables:
 
     @property
     def is_full(self) -> bool:
-        """There are more tables, or rows of them, than are kept."""
         return len(self._tables) > MAX_TABLES or self._num_kept_rows > MAX_KEPT_ROWS
 
     def evict(self, in_use: set[int]) -> list[DescTable]:
-        """Forget tables beyond what is kept, the least recently used first, and return them.
-
-        Tables in use stay, for whoever planned with one has yet to post with it; so do the regular ones, which the next
-        aligned request would only make again. There may be more than are kept then.
-        """
+        """Forget tables beyond what is kept, the least recently used first, and return them; those in use stay."""
         if not self.is_full:
             return []
         kept = in_use | {table.table_id for table in self.regular}
@@ -303,7 +230,6 @@ class PeerTables:
 
 
 def _entry(share: Share, group: Group) -> int:
-    """Tokens that one entry of a part covers. Of states nobody asks: they are read whole."""
     return share.local_part.tokens_per_entry if share.local_part.has_tokens else group.kernel_size
 
 
@@ -312,26 +238,20 @@ class _Shape(NamedTuple):
 
     itemsize: int
     tokens_per_entry: int
-    dims: tuple[tuple[int, int, int], ...]
-    """`(entries, local byte stride, remote byte stride)` of what is read along every dim but the tokens."""
-    token: tuple[int, int]
-    """Byte strides along the tokens, local and remote; 0, 0 for a part without that dim."""
+    dims: tuple[tuple[int, int, int], ...]  # `(entries, local stride, remote stride)`, tokens left out
+    token: tuple[int, int]  # byte strides along the tokens, local and remote; 0, 0 for a part without that dim
 
 
 class _Alike:
-    """Parts of one shape, and where each begins in its views' block 0."""
-
     def __init__(self, shape: _Shape, places: Int64s) -> None:
         self._shape = shape
-        self.places = places
-        """Rows `[local memory, offset, stride, remote memory, offset, stride]`."""
+        self.places = places  # rows `[local memory, offset, stride, remote memory, offset, stride]`
 
     def _dims(self, span: Span) -> list[tuple[int, int, int]]:
         _, each, dims, token = self._shape
         return [*dims, (span.tokens // each, *token)] if any(token) else list(dims)
 
     def num_rows(self, span: Span) -> int:
-        """Rows per part, of one span."""
         return count_descriptors(self._shape.itemsize, self._dims(span))
 
     def rows(self, span: Span) -> Int64s:
@@ -347,7 +267,6 @@ class _Alike:
 
 
 def _sort_alike(shares: Sequence[Share]) -> list[_Alike]:
-    """Put parts of one shape together."""
     found: dict[_Shape, list[tuple[int, ...]]] = {}
     for local_view, remote_view, local, remote, lo, hi in shares:
         twins = {d.name: d for d in remote.dims}

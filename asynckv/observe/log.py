@@ -35,7 +35,7 @@ from asynckv.core.outbox import HeldForLong
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
 from asynckv.core.told import MAX_NAMED, Told, short
-from asynckv.core.types import Key, Reason
+from asynckv.core.types import Key, KVTransferParams, Reason
 from asynckv.geometry.bounds import NULL
 from asynckv.observe.sampling import Rate, Sampler
 from asynckv.observe.setup import LEVELS, file_sink, logger_for
@@ -285,6 +285,19 @@ class Recorder:
             each = {name: x for name, x in each.items() if name not in alike}
             self.log(many(cause, len(rows), alike, each))
 
+    def pull_refused(self, request_id: str, params: KVTransferParams | None, exc: Exception, now: float) -> None:
+        """Log that nothing was begun for a request."""
+        refused = told.PullRefused(request_id, type(exc).__name__, short(str(exc)))
+        if params is not None:
+            refused.prefill_request_id, refused.peer = params.request_id, params.engine_id
+            refused.sequence = params.key.sequence
+        self.log(refused, now)
+
+    def alive(self, gauges: Mapping[str, int], waits_for: Sequence[str]) -> None:
+        """Log that the engine lives, and what it holds."""
+        blocks = gauges["blocks_lent"] + gauges["blocks_writing"]
+        self.log(told.EngineAlive(gauges["leases"], gauges["pulls"], gauges["parked"], blocks, list(waits_for)))
+
     def pull_retried(self, pull: Pull, attempt: int, after_s: float) -> None:
         """Log that another attempt follows."""
         cause = str(pull.reason)
@@ -386,10 +399,13 @@ class Recorder:
     def held_for_long(self, held: HeldForLong, oldest: Sequence[RequestStatus]) -> None:
         """Log what has been held for long, with the oldest of it."""
         found = list(zip(held.oldest, oldest, strict=True))
+        level: told.Level = "info" if held.is_orderly else "warning"
         if leases := [_held_lease(x, status) for x, status in found if isinstance(x, Lease)]:
-            self.log(told.LeaseHeld(state=held.state, waits=held.waits, requests=held.number, oldest=leases))
+            self.log(
+                told.LeaseHeld(state=held.state, waits=held.waits, requests=held.number, oldest=leases), level=level
+            )
         elif pulls := [_held_pull(x, status) for x, status in found if isinstance(x, Pull)]:
-            self.log(told.PullHeld(state=held.state, waits=held.waits, requests=held.number, oldest=pulls))
+            self.log(told.PullHeld(state=held.state, waits=held.waits, requests=held.number, oldest=pulls), level=level)
 
     def peer_changed(self, peer: Peer, before: PeerState, after: PeerState) -> None:
         """Log a peer's transition; an end that was announced, and took no pull along, is no warning."""

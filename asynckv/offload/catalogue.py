@@ -1,25 +1,17 @@
 """The catalogue: which keys are where, which slot a store gets, what is evicted, and what is brought back.
 
-It decides and carries nothing. Jobs come in (`store`, `load`, `cancel`), `moves` says which transfers are to be
-carried out next, and `ended` tells how one ended; `news` says what became of jobs. It holds no bytes and no thread,
-and reads no clock. So it may live beside an engine or in a scheduler's process whose workers carry the moves out: the
-slots are the same on all of them.
+Jobs come in (`store`, `load`, `cancel`), `moves` says which transfers are to be carried out next, `ended` tells how one
+ended, and `news` what became of jobs. It has no bytes, thread or clock, so it may live in a scheduler's process whose
+workers carry the moves out. The order is: first `moves`, then `forgotten` (what an index on disk must no longer say,
+before those moves begin), then `news`.
 
-In which order: after calls and ends of moves, first `moves`, then `forgotten` (what an index on disk must no longer say
-of slots, some of which those moves write anew: tell it before they are begun), then `news`.
+Loads and stores share the link to the device, promotions and write-backs the file tier; of each two the first is served
+first, within budgets. A load takes a slot of host memory per block that is promoted, and lets go of it when the block
+has reached the device. If nothing runs and only pins hold the slots, the load fails.
 
-What goes first
----------------
-
-Loads and stores share the link to the device, promotions and write-backs the file tier; of each two the first is
-served first, within budgets of bytes that are under way. At least one move of a kind may always run, and what is in
-doubt counts for no budget. A load takes a slot of host memory per block that is promoted, and lets go of it when that
-block has reached the device: so a load of any length passes through any number of slots, and what it has yet to load
-is held, so that its own promotions do not evict it. If nothing runs, and no slot can be had for a promotion, only pins
-hold them, and waiting would be for ever: then the load fails.
-
-A prompt's blocks are used, and so kept, in order from its end: what is evicted first is the end of a chain. A block
-whose predecessor is gone is found by no lookup, is not used any more, and leaves."""
+A prompt's blocks are used in order from its end, so the end of a chain is evicted first. A block whose predecessor is
+gone is found by no lookup, is not used any more, and leaves.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +23,15 @@ from msgspec.structs import replace
 from asynckv.arguments import integer, shown, text
 from asynckv.core.events import Ending
 from asynckv.errors import ConfigError, LocalProtocolError
-from asynckv.offload.cutting import Cutting
+from asynckv.offload.cutting import Cutting, WriteBack
 from asynckv.offload.entry import Entry, EntryEvent, EntryState
-from asynckv.offload.found import Found, look_up
-from asynckv.offload.job import Item, JobEnded, JobKind, JobOutcome, JobReturned, JobState, Move, MoveKind, Piece
-from asynckv.offload.jobs import Jobs
+from asynckv.offload.found import Found, look_up, make_room
+from asynckv.offload.job import Item, JobEnded, JobKind, JobOutcome, JobReturned, Jobs, JobState, Move, MoveKind, Piece
 from asynckv.offload.keys import StoredGroup, as_hashes, block_hashes, needed
-from asynckv.offload.room import make_room
 from asynckv.offload.tier import Place, Tier
 from asynckv.offload.traffic import Budgets, Running, Traffic
-from asynckv.offload.write_back import WriteBack
 
-MAX_NAME = 16 * 1024
-"""Characters of a job's id, and of a pin's name."""
-
+MAX_NAME = 16 * 1024  # characters of a job's id, and of a pin's name
 Positions = Sequence[Iterable[int]]
 
 
@@ -52,15 +39,10 @@ class Catalogue:
     """All that is stored in one rank's tiers, and what is under way.
 
     Args:
-        groups: What is stored, see `asynckv.offload.keys.stored_groups`.
         hash_tokens: Tokens per hash.
-        host_bytes: Size of the host tier.
         file_bytes: Size of the file tier; 0 if there is none.
-        policy: Who is evicted, by name, see `asynckv.offload.eviction`.
+        policy: Which blocks are evicted, by name, see `asynckv.offload.eviction`.
         budgets: How much may be under way.
-
-    Raises:
-        ConfigError: A policy that does not exist, a tier that is too small, or a group that hashes cannot name.
     """
 
     def __init__(
@@ -84,8 +66,7 @@ class Catalogue:
         budgets = replace(budgets, write_back_bytes=min(budgets.write_back_bytes, host_bytes // 4))
         self.host = Tier(Place.HOST, self.groups, host_bytes, policy)
         self.file = Tier(Place.FILE, self.groups, file_bytes, policy) if file_bytes else None
-        self.wake_at = math.inf
-        """When to call `moves` again though nothing else happens."""
+        self.wake_at = math.inf  # when to call `moves` again though nothing else happens
         self.corrupt_or_unread = 0
         self.traffic = Traffic(budgets)
         self._jobs = Jobs(len(self.groups), self.host, self.file)
@@ -101,7 +82,6 @@ class Catalogue:
         return look_up(self.groups, self.hash_tokens, self.host, self.file, as_hashes(hashes))
 
     def statistics(self) -> dict[str, int]:
-        """Gauges and counters, for metrics."""
         running = self.traffic.running.values()
         said = {f"{kind}_bytes_under_way": n for kind, n in self.traffic.under_way.items()}
         said |= {"jobs": len(self.jobs), "pins": len(self.pins), "moves": len(running)}
@@ -125,7 +105,6 @@ class Catalogue:
         }
 
     def held(self) -> dict[str, int]:
-        """Return how many blocks each job and each pin holds, in any tier."""
         return {name: len(job.holding) for name, job in self.jobs.items()} | {
             name: len(entries) for name, entries in self.pins.items()
         }
@@ -150,8 +129,8 @@ class Catalogue:
     ) -> None:
         """Store blocks of a request; `news` says how it ended.
 
-        What is stored already is not stored again, and what another job is storing is waited for. Blocks for which
-        there is no room are left out, from the end of each group.
+        What is stored already is not stored again. Blocks for which there is no room are left out, from the end of each
+        group.
 
         Args:
             hashes: Of the whole prompt, from its start.
@@ -208,21 +187,13 @@ class Catalogue:
         until: float = math.inf,
         is_pinning: bool = False,
     ) -> None:
-        """Load blocks of a request; `news` says how it ended.
+        """Load blocks of a request, with `store`'s arguments; `news` says how it ended.
 
         What is in the file tier alone is promoted first, and what is being stored is waited for. If a block is stored
         nowhere, nothing is moved.
 
         Args:
-            hashes: Of the whole prompt, from its start.
-            tokens: Where the prefix ends, as `lookup` said; all that is hashed if left out.
-            first_token: The caller has what is before it.
-            positions: Per group, the blocks to load; what `needed` says if left out.
-            until: When what has not been posted is given up.
             is_pinning: What has been loaded stays in host memory; once all has, until `unpin` of the job's id.
-
-        Raises:
-            LocalProtocolError: The job is known already, or an argument makes no sense; nothing was changed.
         """
         mine, where = self._request(job_id, hashes, tokens, first_token, positions)
         job = self._jobs.begin(job_id, JobKind.LOAD, until, is_pinning=is_pinning)
@@ -263,7 +234,6 @@ class Catalogue:
         return True
 
     def touch(self, hashes: Sequence[str | bytes], tokens: int | None = None) -> None:
-        """Note that a prompt's blocks were used, so that they stay longer."""
         mine, where = self._prefix(hashes, tokens, 0, None)
         self._use(mine, where)
 
@@ -277,14 +247,7 @@ class Catalogue:
         positions: Positions | None = None,
         place: Place | None = None,
     ) -> tuple[Piece, ...]:
-        """Keep what is stored of a prefix until `unpin`; returns what is in host memory, by group.
-
-        What is in the file tier alone stays there, and what is not stored yet is not pinned. With a `place` only what
-        that tier has is.
-
-        Raises:
-            LocalProtocolError: There is a pin or a job of that name.
-        """
+        """Keep what is stored of a prefix (in one `place`) until `unpin`; returns what is in host memory, by group."""
         mine, where = self._request(name, hashes, tokens, first_token, positions)
         self._use(mine, where)
         held = self.pins[name] = []
@@ -307,7 +270,6 @@ class Catalogue:
         return tuple(pieces)
 
     def unpin(self, name: str) -> bool:
-        """Let go of what was pinned; False if there is no pin of that name."""
         held = self.pins.pop(name, None)
         if held is None:
             return False
@@ -316,9 +278,7 @@ class Catalogue:
         return True
 
     def evict(self, hashes: Sequence[str | bytes] | None = None, place: Place | None = None) -> tuple[int, int]:
-        """Let nobody find a prompt's blocks any more, or any block, but for those that are pinned.
-
-        What is being read is read to its end. With a `place` only what that tier has is evicted.
+        """Evict a prompt's blocks, or all; with a `place` only that tier's. What is being read is read to its end.
 
         Returns:
             How many blocks were given up, and how many were left because they are pinned.
@@ -346,16 +306,9 @@ class Catalogue:
         return count - left, left
 
     def recover(self, found: Iterable[tuple[int, int, bytes]], others: Iterable[tuple[int, int]] = ()) -> int:
-        """Take in `(group, slot, hash)` that the file tier found in its index, the least recently used first.
+        """Take in `(group, slot, hash)` of the file tier, the least recently used first; returns how many were taken.
 
-        Returns how many were taken in. What was not is among what is `forgotten`.
-
-        Args:
-            found: What can be found from now on.
-            others: `(group, slot)` of other models' blocks. They keep their room until it is needed, and go first.
-
-        Raises:
-            LocalProtocolError: There is no file tier, or it is not empty.
+        What was not is among what is `forgotten`. `others` are `(group, slot)` of other models' blocks, which go first.
         """
         if self.file is None or any(True for _ in self.file.entries()):
             raise LocalProtocolError("only an empty file tier takes in what was recovered")
@@ -383,7 +336,6 @@ class Catalogue:
         return freed
 
     def news(self) -> list[JobEnded | JobReturned]:
-        """Return what became of jobs, since the last call."""
         return self._jobs.news()
 
     def moves(self, now: float) -> list[Move]:
@@ -429,13 +381,7 @@ class Catalogue:
         """Note how a move ended; after `IN_DOUBT` another ending may follow, and frees what it touches.
 
         Args:
-            move_id: Which one.
-            ending: How.
-            cause: For people.
             lost: Of a move that is `DONE`, blocks that are not, counted over its pieces: a file had them corrupt.
-
-        Raises:
-            LocalProtocolError: No such move is under way.
         """
         running = self.traffic.get(move_id)
         if ending is Ending.IN_DOUBT:
@@ -606,7 +552,6 @@ class Catalogue:
             tier.tick = self._tick
 
     def _used(self, tier: Tier, mine: list[list[bytes]], where: list[Sequence[int]]) -> list[Entry]:
-        """Return the blocks of a prompt that a tier has, each chain from its end."""
         found: list[Entry] = []
         for g, group in enumerate(self.groups):
             index, keys = tier.index[g], mine[g]
@@ -620,7 +565,6 @@ class Catalogue:
     # -- audits ------------------------------------------------------------------------------------
 
     def check_integrity(self) -> list[str]:
-        """Recount everything; a list of what does not add up."""
         wrong = [text for tier in self._tiers() for text in tier.audit()] + self.traffic.audit() + self._jobs.audit()
         touched: dict[Entry, set[int]] = {}
         to_write = set(self._jobs.to_write())

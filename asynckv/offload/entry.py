@@ -3,16 +3,9 @@
     WRITING --WRITTEN--> READY --DROPPED--> LEAVING --nobody needs it--> GONE
        \\---FAILED, DOUBTED, DROPPED--------/
 
-A block that is kept in host memory and in a file has two of them. Two sets decide when its slot may be given to
-another:
-
-- **holders**: who wants it to stay, each by its name: jobs that will read it or wait for it, pins, leases. Sets, never
-  counts: letting go twice changes nothing.
-- **moves**: the transfers that may still read or write the slot, those in doubt among them. Memory follows the writer:
-  a transfer that failed without proof stays in the set, and with it the slot, until there is evidence.
-
-While it is WRITING or READY it can be found by its key. A LEAVING one cannot: what is stored under its key meanwhile
-gets a slot of its own. It is GONE, and its slot free, once both sets are empty and on no other ground.
+**holders** are the names of jobs, pins and leases that want it to stay; **moves** are the transfers that may still read
+or write its slot, those in doubt among them. Both are sets: letting go twice changes nothing. Its slot is free once
+both are empty, and on no other ground. A LEAVING block is not found by its key any more.
 """
 
 from __future__ import annotations
@@ -74,7 +67,6 @@ WHEN: Mapping[EntryState, Mapping[Callable[[Entry], bool], EntryState]] = {
 """Looked at when an event has led there, and whenever a holder or a transfer lets go."""
 
 CONDITIONS = {state: tuple(row.items()) for state, row in WHEN.items()}
-
 NOBODY: frozenset[str] = frozenset()
 NOTHING: frozenset[int] = frozenset()
 
@@ -86,40 +78,21 @@ def only(one: str | int) -> frozenset[Any]:
 
 
 class Entry(Struct, eq=False, gc=False):
-    """One stored block in one tier. Its fields are everybody's to read, and nobody else's to write.
-
-    There may be millions, so the garbage collector does not look at them: they refer to nothing that refers to them.
-
-    Attributes:
-        group: Index of the group.
-        hash: Its key within the group.
-        slot: Where it lies.
-        state: Where it stands.
-        used: When it was last used, in the tier's ticks.
-        kind: Which size of record it has, as its tier counts them.
-        chunk: The chunk of its tier that the slot lies in.
-        holders: Who wants it to stay.
-        moves: Transfers that may touch its slot.
-        tries: How often it could not be written to the next tier.
-    """
+    """One stored block in one tier, of perhaps millions, so `gc` does not look at them; only this class writes them."""
 
     group: int
-    hash: bytes
+    hash: bytes  # its key within the group
     slot: int
     state: EntryState
-    used: int = 0
-    kind: int = 0
-    chunk: int = 0
+    used: int = 0  # when it was last used, in the tier's ticks
+    kind: int = 0  # which size of record it has, as its tier counts them
+    chunk: int = 0  # the chunk of its tier that the slot lies in
     holders: frozenset[str] = NOBODY
     moves: frozenset[int] = NOTHING
-    tries: int = 0
+    tries: int = 0  # how often it could not be written to the next tier
 
     def receive(self, event: EntryEvent) -> bool:
-        """Take an event; True if it has just gone.
-
-        Raises:
-            LocalProtocolError: The event is impossible here; nothing was changed.
-        """
+        """Take an event; True if it has just gone. An impossible one is a `LocalProtocolError`, and changes nothing."""
         after = ON_EVENT[self.state].get(event)
         if after is None:
             raise LocalProtocolError(f"{event.name} while a stored block is {self.state.name}")
@@ -127,22 +100,18 @@ class Entry(Struct, eq=False, gc=False):
         return self._settle()
 
     def hold(self, holder: str) -> None:
-        """Keep it for somebody."""
         self.holders = self.holders | {holder} if self.holders else only(holder)
 
     def let_go(self, holder: str) -> bool:
-        """Keep it for somebody no more; True if it has just gone."""
         if holder not in self.holders:
             return False
         self.holders = self.holders - {holder} or NOBODY
         return self._settle()
 
     def begin(self, move: int) -> None:
-        """Note a transfer that will touch its slot."""
         self.moves = self.moves | {move} if self.moves else only(move)
 
     def end(self, move: int) -> bool:
-        """Note that a transfer will not touch its slot any more; True if it has just gone."""
         self.moves = self.moves - {move} or NOTHING
         return self._settle()
 

@@ -1,17 +1,14 @@
 """Which stored block has to go when room is wanted: policies, by name.
 
-A policy keeps an order of whatever it was told of, and knows nothing of slots, groups or transfers. Asked to `choose`,
-it lets go of one that is not busy. What is busy when its turn comes is in use, so its next turn is after all that there
-are; until it is `idle` it stands aside, so that nobody looks past the same ones again and again.
+A policy keeps an order of keys, and knows nothing of slots or transfers. Asked to `choose`, it lets go of one that is
+not busy. An entry that is busy when it is chosen stands aside until it is `idle`, and moves to the back of the queue.
 
 - `lru`: what was not used for longest goes first.
 - `s3-fifo`: three queues (Yang, Zhang, Qiu, Yue and Vigfusson, "FIFO queues are all you need for cache eviction", SOSP
-  2023). What is new goes into a small queue, and leaves the tier from there unless it was used again; so a scan of
-  prompts that are never seen again pushes out nothing else. What has just left is remembered as a ghost, and goes into
-  the main queue if it comes back.
+  2023). What is new goes into a small queue, and leaves the tier from there unless it was used again. What has just
+  left is remembered as a ghost, and goes into the main queue if it comes back.
 
-The blocks of a prompt are a chain: without the first, no other can be used. So whoever tells of several blocks of one
-prompt tells of the last one first; then both policies let a chain go from its end.
+The blocks of a prompt are a chain: without the first, no other can be used. So the last one is told of first.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from heapq import heapify, heappop, heappush
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from asynckv.arguments import shown
 from asynckv.errors import ConfigError
@@ -27,54 +24,20 @@ from asynckv.errors import ConfigError
 K = TypeVar("K", bound=Hashable)
 
 
-class Policy(Protocol[K]):
-    """An order of what may have to go."""
-
-    def add(self, key: K) -> None:
-        """Take in what is new here."""
-
-    def use(self, key: K) -> None:
-        """Note that it was used."""
-
-    def idle(self, key: K) -> None:
-        """Note that it is busy no more; needed only of what was busy when its turn came, and was not used since."""
-
-    def remove(self, key: K) -> None:
-        """Forget it: it has left on other grounds."""
-
-    def choose(self, is_busy: Callable[[K], bool]) -> K | None:
-        """Let one go that is not busy; None if all are."""
-
-    def is_aside(self, key: K) -> bool:
-        """Whether it was busy when its turn came, and is taken to be still."""
-
-    def __len__(self) -> int:
-        """How many there are."""
-
-    def __contains__(self, key: K) -> bool:
-        """Whether it is one of them."""
-
-
 class Queue(Generic[K]):
     """First in, first out, but for what stands aside."""
 
     def __init__(self) -> None:
-        self._line: OrderedDict[K, int] = OrderedDict()
-        """Key -> how many had stood aside when it came."""
-        self.aside: dict[K, int] = {}
-        """Key -> the how manieth it was that stood aside."""
-        self._back: dict[K, int] = {}
-        """The same of those that are idle again: each precedes what came after it had stood aside."""
-        self._heap: list[tuple[int, K]] = []
-        """The same in order, and some that have gone elsewhere since."""
+        self._line: OrderedDict[K, int] = OrderedDict()  # key -> how many had stood aside when it came
+        self.aside: dict[K, int] = {}  # key -> the how manieth it was that stood aside
+        self._back: dict[K, int] = {}  # the same of those that are idle again: each precedes what came later
+        self._heap: list[tuple[int, K]] = []  # the same in order, and some that have gone elsewhere since
         self._count = 0
 
     def add(self, key: K) -> None:
-        """Put what is new here at the end."""
         self._line[key] = self._count
 
     def to_end(self, key: K) -> None:
-        """Put what is here at the end."""
         if key not in self._line:
             self.remove(key)
         self._line[key] = self._count
@@ -96,7 +59,6 @@ class Queue(Generic[K]):
         self.aside[key] = self._count
 
     def idle(self, key: K) -> None:
-        """Pass over it no more."""
         if (turn := self.aside.pop(key, None)) is not None:
             self._back[key] = turn
             heappush(self._heap, (turn, key))
@@ -105,59 +67,43 @@ class Queue(Generic[K]):
                 heapify(self._heap)
 
     def remove(self, key: K) -> None:
-        """Forget it."""
         for some in (self._line, self.aside, self._back):
             if some.pop(key, None) is not None:
                 return
         raise KeyError(key)
 
     def is_aside(self, key: K) -> bool:
-        """Whether it is passed over."""
         return key in self.aside
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self._line) + len(self.aside) + len(self._back)
 
     def __contains__(self, key: K) -> bool:
-        """Whether it is one of them."""
         return key in self._line or key in self.aside or key in self._back
 
 
 class LRU(Queue[K]):
-    """What was not used for longest goes first."""
-
     use = Queue.to_end
 
     def choose(self, is_busy: Callable[[K], bool]) -> K | None:
-        """Let one go that is not busy; None if all are."""
         while (key := self.next()) is not None and is_busy(key):
             self.stand_aside(key)
         return key
 
 
 class S3Fifo(Generic[K]):
-    """A small queue for what is new, a main one for what was used again, and ghosts of what has just left.
+    """A small queue for what is new, a main one for what was used again, and ghosts of what has just left."""
 
-    Args:
-        ghost_of: By what something is recognised when it comes back; itself, if left out.
-    """
-
-    SMALL = 10
-    """The small queue holds a tenth, as in the paper."""
-
-    MOST = 3
-    """Uses that are counted, two bits."""
+    SMALL = 10  # the small queue holds a tenth, as in the paper
+    MOST = 3  # uses that are counted, two bits
 
     def __init__(self, ghost_of: Callable[[K], Hashable] | None = None) -> None:
         self._ghost_of = ghost_of or (lambda key: key)
         self._small, self._main = Queue[K](), Queue[K]()
-        self._uses: dict[K, int] = {}
-        """How often each was used since it came."""
+        self._uses: dict[K, int] = {}  # how often each was used since it came
         self._ghosts: OrderedDict[Hashable, None] = OrderedDict()
 
     def add(self, key: K) -> None:
-        """Take in what is new here, or has come back."""
         ghost = self._ghost_of(key)
         self._uses[key] = 0
         if ghost in self._ghosts:
@@ -167,25 +113,21 @@ class S3Fifo(Generic[K]):
             self._small.add(key)
 
     def use(self, key: K) -> None:
-        """Note that it was used."""
         self._uses[key] = min(self._uses[key] + 1, self.MOST)
         self.idle(key)
 
     def idle(self, key: K) -> None:
-        """Note that it is busy no more."""
         if key in self._small.aside:
             self._small.idle(key)
         elif key in self._main.aside:
             self._main.idle(key)
 
     def remove(self, key: K) -> None:
-        """Forget it: it has left on other grounds."""
         del self._uses[key]
         queue = self._small if key in self._small else self._main
         queue.remove(key)
 
     def choose(self, is_busy: Callable[[K], bool]) -> K | None:
-        """Let one go that is not busy; None if all are."""
         if len(self._small) * self.SMALL < len(self):
             key = self._from_main(is_busy)
             return self._from_small(is_busy) if key is None else key
@@ -220,27 +162,20 @@ class S3Fifo(Generic[K]):
         return None
 
     def is_aside(self, key: K) -> bool:
-        """Whether it was busy when its turn came, and is taken to be still."""
         return self._small.is_aside(key) or self._main.is_aside(key)
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self._uses)
 
     def __contains__(self, key: K) -> bool:
-        """Whether it is one of them."""
         return key in self._uses
 
 
+Policy = LRU[K] | S3Fifo[K]
 POLICIES = {"lru": LRU, "s3-fifo": S3Fifo}
 
 
 def policy_named(name: str) -> type:
-    """Return a policy by its name.
-
-    Raises:
-        ConfigError: There is none of that name.
-    """
     if not isinstance(name, str) or name not in POLICIES:
         raise ConfigError(f"policy {shown(name)} is unknown; use one of {', '.join(sorted(POLICIES))}")
     return POLICIES[name]

@@ -1,31 +1,27 @@
-"""How long a stored prefix is: what a lookup says.
+"""How long a stored prefix is, and how much of a prompt is stored where host memory has no room for all of it.
 
-A prefix of `n` tokens can be used if every group has what somebody needs who continues after `n` tokens: attention over
-all tokens needs every block, a window the blocks of its last tokens, a state group the state at exactly `n`. The groups
-must agree on `n`, which is a multiple of all their block sizes.
-
-It is worked out over arrays, a group's blocks at once: a prompt has thousands of them, and schedulers ask often.
+A prefix of `n` tokens can be used if every group has what is needed to continue after `n` tokens: every block, the
+blocks of a window, or the state at exactly `n`. The groups must agree on `n`, so none keeps more of a prompt than the
+longest beginning for which there is room in all of them. It is worked out over arrays, because a prompt has thousands
+of blocks, and schedulers ask often.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from asynckv.offload.entry import Entry
 from asynckv.offload.keys import StoredGroup, block_hashes, needed
 from asynckv.offload.tier import Tier
 
-ABSENT, READY, IN_FILE, STORING = range(4)
-"""What is known of one block: nothing; in host memory; in the file tier alone; being written into host memory. The
-first two are what an array of whether it is in host memory has."""
-
-FEW = 256
-"""Blocks that are looked up together: most prompts are not stored, and of these no more is looked at."""
-
+ABSENT, READY, IN_FILE, STORING = range(4)  # of one block; READY is in host memory
+FEW = 256  # blocks that are looked up together: most prompts are not stored, and of these no more is looked at
 Codes = npt.NDArray[np.uint8]
 
 
@@ -65,10 +61,7 @@ class Found(Struct, frozen=True, gc=False):
 
 
 def longest(groups: Sequence[StoredGroup], codes: Sequence[Codes], align: int = 1) -> Found:
-    """Say how long the stored prefix is, from what is known of every group's blocks; what lies beyond is absent.
-
-    It ends at a multiple of `align`, as well as of all block sizes.
-    """
+    """Say how long the stored prefix is, a multiple of `align`, from what is known of every group's blocks."""
     align = math.lcm(align, *(group.block_size for group in groups))
     there = [_usable(group, code != ABSENT) for group, code in zip(groups, codes, strict=True)]
     ready = [_usable(group, code == READY) for group, code in zip(groups, codes, strict=True)]
@@ -86,8 +79,7 @@ def _usable(group: StoredGroup, present: npt.NDArray[np.bool_]) -> npt.NDArray[n
     if group.is_state:
         return present
     places = np.arange(1, len(present) + 1)
-    gap = np.maximum.accumulate(np.where(present, 0, places))
-    """How many blocks there are up to the last that is absent."""
+    gap = np.maximum.accumulate(np.where(present, 0, places))  # how many blocks there are up to the last that is absent
     if not group.window:
         return np.equal(gap, 0)
     least = np.minimum(places, -(-(group.window - 1) // group.block_size))
@@ -104,21 +96,18 @@ def _common(groups: Sequence[StoredGroup], usable: Sequence[npt.NDArray[np.bool_
 
 
 def _last(usable: npt.NDArray[np.bool_]) -> int:
-    """Return the place after the last that is usable; 0 if none is."""
     if not usable.any():
         return 0
     return len(usable) - int(usable[::-1].argmax())
 
 
 def look_up(groups: Sequence[StoredGroup], hash_tokens: int, host: Tier, file: Tier | None, keys: list[bytes]) -> Found:
-    """Say how long the stored prefix of a prompt is; `keys` are its hashes."""
     return longest(groups, known(dict(enumerate(groups)), hash_tokens, host, file, keys))
 
 
 def known(
     groups: Mapping[int, StoredGroup], hash_tokens: int, host: Tier, file: Tier | None, keys: list[bytes]
 ) -> list[Codes]:
-    """Say what is known of a prompt's blocks, for groups by their places in the tiers."""
     codes = dict.fromkeys(groups, np.zeros(0, np.uint8))
     most = len(keys) * hash_tokens
     # Groups that need every block end at the first gap, and nobody needs what others have beyond it.
@@ -152,3 +141,84 @@ def _codes(host: Tier, file: Tier | None, g: int, hashes: list[bytes]) -> Codes:
         if writing:
             codes[[i for i in absent.tolist() if hashes[i] in writing]] = ABSENT
     return codes
+
+
+def make_room(
+    groups: Sequence[StoredGroup],
+    host: Tier,
+    file: Tier | None,
+    keys: Sequence[Sequence[bytes]],
+    new: Sequence[Sequence[int]],
+    spared: Sequence[Entry],
+) -> list[list[Entry]]:
+    """Find room for a prompt's new blocks, or for those of its longest beginning that can be used.
+
+    Args:
+        keys: Per group, those of all blocks of the prompt.
+        new: Per group, which are to be stored, in order.
+        spared: What was used in this tick: it is not evicted.
+
+    Returns:
+        Per group, entries for the first of the new blocks.
+    """
+    kinds, room = host.slots.kinds, host.slots.room()
+
+    def by_kind(counts: Sequence[int]) -> list[int]:
+        wanted = [0] * len(room.slots)
+        for kind, count in zip(kinds, counts, strict=True):
+            wanted[kind] += count
+        return wanted
+
+    counts = [*map(len, new)]
+    if not room.fits(by_kind(counts)):
+        room = host.room(spared)
+        if not room.fits(by_kind(counts)):
+            counts = _fitting(groups, host, file, keys, new, lambda counts: room.fits(by_kind(counts)))
+    wanted = by_kind(counts)
+    host.may_take = room.over(wanted)
+    made: list[list[Entry]] = [[] for _ in groups]
+    # Who has to take chunks of others comes first: they cannot be had once their owners have put new blocks into them.
+    for at in sorted(range(len(groups)), key=lambda at: room.short(wanted, kinds[at]), reverse=True):
+        made[at] = host.make(at, [keys[at][place] for place in new[at][: counts[at]]], host.tick)
+    host.may_take = math.inf
+    if [*map(len, made)] != counts:  # a chunk was taken that another needed
+        have = [*map(len, made)]
+        counts = _fitting(
+            groups, host, file, keys, new, lambda counts: all(n <= m for n, m in zip(counts, have, strict=True))
+        )
+        for at, entries in enumerate(made):
+            for entry in entries[counts[at] :]:
+                host.drop(entry)
+            del entries[counts[at] :]
+    return made
+
+
+def _count(places: Sequence[int], tokens: int, group: StoredGroup) -> int:
+    return bisect_right(places, tokens // group.block_size - 1)
+
+
+def _fitting(
+    groups: Sequence[StoredGroup],
+    host: Tier,
+    file: Tier | None,
+    keys: Sequence[Sequence[bytes]],
+    new: Sequence[Sequence[int]],
+    fits: Callable[[Sequence[int]], bool],
+) -> list[int]:
+    """Return how many new blocks each group stores of the longest prefix that can be used, and that fits."""
+    low, high = 0, max((some[-1] + 1) * group.block_size for group, some in zip(groups, new, strict=True) if some)
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_good = fits([_count(some, middle, group) for some, group in zip(new, groups, strict=True)])
+        low, high = (middle, high) if is_good else (low, middle - 1)
+    codes = []
+    for at, (group, places) in enumerate(zip(groups, new, strict=True)):
+        known = np.ones(low // group.block_size, np.uint8)
+        if group.is_state or group.window:
+            tiers = [tier.index[at] for tier in (host, file) if tier is not None]
+            mine = keys[at][: len(known)]
+            known[:] = [any(key in index for index in tiers) for key in mine] + [0] * (len(known) - len(mine))
+            known[list(places[: _count(places, low, group)])] = 1
+        codes.append(known)
+    tokens = longest(groups, codes).tokens
+    return [_count(some, tokens, group) for some, group in zip(new, groups, strict=True)]

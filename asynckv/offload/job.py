@@ -1,15 +1,13 @@
 """One caller's request to store or load, and the transfers that carry it out.
 
-A *job* is what somebody asked for: it ends once, and is told how. A *move* is one transfer between two places, as it is
-given to whoever carries bytes. A job has several moves if its blocks do not fit into one, or become ready one after
-another; a promotion or a write-back belongs to no job.
+A *job* is what a caller asked for: it ends once, and is told how. A *move* is one transfer between two places. A
+promotion or a write-back belongs to no job.
 
     RUNNING --all is moved--> OVER
     RUNNING --FAILED, CANCELLED--> DRAINING --nothing runs--> OVER
                                    DRAINING --only what is in doubt runs--> HELD --nothing is in doubt--> OVER
 
-The outcome is bounded in time and the custody of the caller's blocks is not, so they are two events, as they are for a
-pull: a job in doubt is told that it has failed on entering HELD, and that its blocks are its caller's again on leaving.
+A job in doubt is told that it has failed on entering HELD, and that its blocks are its caller's again on leaving.
 Transfers cannot be called back: a cancelled job ends when what was posted has ended.
 """
 
@@ -18,14 +16,16 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from msgspec import Struct
 
 from asynckv.core.types import members
 from asynckv.errors import LocalProtocolError
-from asynckv.offload.entry import Entry
+from asynckv.offload.entry import Entry, EntryState
+from asynckv.offload.tier import Tier
 
 
 class MoveKind(enum.StrEnum):
@@ -42,29 +42,17 @@ class MoveKind(enum.StrEnum):
 
 
 class Piece(Struct, frozen=True, gc=False):
-    """What a move carries of one group; the lists belong together, block by block.
-
-    Attributes:
-        group: Index of the group.
-        hashes: The blocks' keys.
-        positions: Their places in the list of blocks of the job's request; empty if the device has no part in it.
-        host_slots: Where they lie in host memory.
-        file_slots: Where they lie in the file tier; empty if it has no part in it.
-    """
+    """What a move carries of one group; the lists belong together, block by block."""
 
     group: int
-    hashes: tuple[bytes, ...]
-    positions: tuple[int, ...]
+    hashes: tuple[bytes, ...]  # the blocks' keys
+    positions: tuple[int, ...]  # their places in the job's list of blocks; empty if the device has no part in it
     host_slots: tuple[int, ...]
-    file_slots: tuple[int, ...]
+    file_slots: tuple[int, ...]  # where they lie in the file tier; empty if it has no part in it
 
 
 class Move(Struct, frozen=True):
-    """One transfer, to be carried out and told of by `Catalogue.ended`.
-
-    Attributes:
-        job_id: Whose blocks of the device it reads or writes; for a promotion who asked first; empty for a write-back.
-    """
+    """One transfer, to be carried out and told of by `Catalogue.ended`; a write-back has no `job_id`."""
 
     move_id: int
     kind: MoveKind
@@ -74,13 +62,10 @@ class Move(Struct, frozen=True):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks over all groups."""
         return sum(len(piece.hashes) for piece in self.pieces)
 
 
 class JobKind(enum.StrEnum):
-    """What a job is for."""
-
     LOAD = "load"
     STORE = "store"
 
@@ -101,24 +86,16 @@ class JobOutcome(enum.StrEnum):
 
 
 class JobEnded(Struct, frozen=True):
-    """A job has ended: said once of each.
-
-    Attributes:
-        blocks: Blocks that were moved for it, or by another job that it waited for.
-        known: Of a store, blocks that were stored already.
-        missing: Per group, the positions that were not moved; if a load moved nothing because it is MISSING, those that
-            are not stored.
-        is_held: A transfer in doubt may still touch the caller's blocks; `JobReturned` follows.
-    """
+    """A job has ended: said once of each."""
 
     job_id: str
     kind: JobKind
     outcome: JobOutcome
-    blocks: int
-    known: int
-    missing: tuple[tuple[int, ...], ...]
+    blocks: int  # blocks that were moved for it, or by another job that it waited for
+    known: int  # of a store, blocks that were stored already
+    missing: tuple[tuple[int, ...], ...]  # per group, the positions that were not moved; of a MISSING load, not stored
     cause: str = ""
-    is_held: bool = False
+    is_held: bool = False  # a transfer in doubt may still touch the caller's blocks; `JobReturned` follows
 
 
 class JobReturned(Struct, frozen=True):
@@ -183,74 +160,38 @@ WHEN: Mapping[JobState, Mapping[Callable[[Job], bool], JobState]] = {
 
 
 class Item(NamedTuple):
-    """One block of a job: its position in the request, and what is kept of it."""
-
     position: int
     entry: Entry
 
 
+@dataclass(slots=True, eq=False)
 class Job:
-    """The state machine of one job. Its fields are everybody's to read, and only the catalogue's to write.
+    """The state machine of one job. Only the catalogue writes its fields."""
 
-    Attributes:
-        todo: What can be moved at once: of a load, READY blocks; of a store, WRITING ones that it has to fill.
-        waits: Blocks that another store or a promotion is writing -> their positions.
-        absent: What is in the file tier alone, and has no slot in host memory yet.
-        running: Moves that are posted and read or write the caller's blocks.
-        doubtful: Those among the posted whose end is in doubt.
-        holding: What it holds, in any tier.
-        missing: `(group, position)` that will not be moved.
-        until: When it fails unless all has been posted.
-        is_pinning: What it has loaded stays held until it is over, and after that, if all is there, as a pin of its
-            name.
-        loaded: What is held so.
-    """
-
-    __slots__ = (
-        "absent",
-        "blocks",
-        "cause",
-        "doubtful",
-        "holding",
-        "is_pinning",
-        "job_id",
-        "kind",
-        "known",
-        "loaded",
-        "missing",
-        "outcome",
-        "running",
-        "state",
-        "todo",
-        "until",
-        "waits",
-    )
-
-    def __init__(self, job_id: str, kind: JobKind, until: float = math.inf, *, is_pinning: bool = False) -> None:
-        self.job_id, self.kind, self.until, self.is_pinning = job_id, kind, until, is_pinning
-        self.state = S.RUNNING
-        self.outcome, self.cause = JobOutcome.DONE, ""
-        self.todo: deque[Item] = deque()
-        self.waits: dict[Entry, int] = {}
-        self.absent: deque[Item] = deque()
-        self.running: set[int] = set()
-        self.doubtful: set[int] = set()
-        self.holding: set[Entry] = set()
-        self.loaded: list[Entry] = []
-        self.missing: list[tuple[int, int]] = []
-        self.blocks = self.known = 0
+    job_id: str
+    kind: JobKind
+    until: float = math.inf  # when it fails unless all has been posted
+    is_pinning: bool = False  # what it has loaded stays held until it is over, and then, if all is there, as a pin
+    state: JobState = S.RUNNING
+    outcome: JobOutcome = JobOutcome.DONE
+    cause: str = ""
+    todo: deque[Item] = field(default_factory=deque)  # what can be moved: READY blocks of a load, WRITING of a store
+    waits: dict[Entry, int] = field(default_factory=dict)  # blocks that others are writing -> their positions
+    absent: deque[Item] = field(default_factory=deque)  # what is in files alone, and has no slot in host memory yet
+    running: set[int] = field(default_factory=set)  # moves that are posted and read or write the caller's blocks
+    doubtful: set[int] = field(default_factory=set)  # those among the posted whose end is in doubt
+    holding: set[Entry] = field(default_factory=set)  # in any tier
+    loaded: list[Entry] = field(default_factory=list)  # what is held because it `is_pinning`
+    missing: list[tuple[int, int]] = field(default_factory=list)  # `(group, position)` that will not be moved
+    blocks: int = 0
+    known: int = 0
 
     @property
     def is_over(self) -> bool:
-        """Nothing more is heard of it."""
         return self.state is S.OVER
 
     def receive(self, event: JobEvent, outcome: JobOutcome, cause: str = "") -> None:
-        """Take an event; the first outcome counts.
-
-        Raises:
-            LocalProtocolError: It is over; nothing was changed.
-        """
+        """Take an event; the first outcome counts. An event of a job that is over is a `LocalProtocolError`."""
         after = ON_EVENT[self.state].get(event)
         if after is None:
             raise LocalProtocolError(f"{event.name} while job {self.job_id!r} is {self.state.name}")
@@ -280,3 +221,153 @@ class Job:
             self.cause,
             after is S.HELD,
         )
+
+
+class Jobs:
+    """Jobs that are not over, by name; those that can go on are listed apart."""
+
+    def __init__(self, num_groups: int, host: Tier, file: Tier | None) -> None:
+        self._num_groups, self._host, self._file = num_groups, host, file
+        self.by_name: dict[str, Job] = {}
+        self.ready: dict[JobKind, dict[str, Job]] = {kind: {} for kind in JobKind}
+        self.absent: dict[str, Job] = {}
+        self.pins: dict[str, list[tuple[Tier, Entry]]] = {}
+        self._news: list[JobEnded | JobReturned] = []
+        self._deadline = math.inf  # of some job the first, or before: jobs are looked at then, and not in every turn
+
+    def begin(self, job_id: str, kind: JobKind, until: float, *, is_pinning: bool = False) -> Job:
+        job = self.by_name[job_id] = Job(job_id, kind, until, is_pinning=is_pinning)
+        self._deadline = min(self._deadline, until)
+        return job
+
+    def news(self) -> list[JobEnded | JobReturned]:
+        news, self._news = self._news, []
+        return news
+
+    def hold(self, job: Job, tier: Tier, entry: Entry) -> None:
+        tier.hold(entry, job.job_id)
+        job.holding.add(entry)
+
+    def let_go(self, job: Job, tier: Tier, entry: Entry) -> None:
+        job.holding.discard(entry)
+        tier.let_go(entry, job.job_id)
+
+    def let_go_all(self, job: Job, items: Sequence[Item]) -> None:
+        name, let_go = job.job_id, self._host.let_go
+        job.holding.difference_update([entry for _, entry in items])
+        for _, entry in items:
+            let_go(entry, name)
+
+    def do(self, job: Job, position: int, entry: Entry) -> None:
+        job.todo.append(Item(position, entry))
+        self.ready[job.kind][job.job_id] = job
+
+    def do_all(self, job: Job, items: Sequence[Item]) -> None:
+        """A job needs blocks of host memory that can be moved."""
+        if items:
+            name, hold = job.job_id, self._host.hold
+            for _, entry in items:
+                hold(entry, name)
+            job.holding.update([entry for _, entry in items])
+            job.todo += items
+            self.ready[job.kind][name] = job
+
+    def wait(self, job: Job, position: int, entry: Entry) -> None:
+        """A job waits until somebody else has written a block."""
+        self.hold(job, self._host, entry)
+        job.waits[entry] = position
+
+    def fetch(self, job: Job, position: int, source: Entry) -> None:
+        """A job needs a block of the file tier."""
+        assert self._file is not None
+        self.hold(job, self._file, source)
+        job.absent.append(Item(position, source))
+        self.absent[job.job_id] = job
+
+    def waiting(self, entry: Entry) -> list[Job]:
+        if not entry.holders:
+            return []
+        jobs = (self.by_name.get(name) for name in sorted(entry.holders))
+        return [job for job in jobs if job is not None and entry in job.waits]
+
+    def cancel(self, job: Job) -> None:
+        was_running = job.state is JobState.RUNNING
+        job.receive(JobEvent.CANCELLED, JobOutcome.CANCELLED)
+        if was_running:
+            self._abandon(job, "the job that stored it was cancelled")
+        self.settle(job)
+
+    def fail(self, job: Job, outcome: JobOutcome, cause: str) -> None:
+        if job.state in (JobState.RUNNING, JobState.DRAINING):
+            was_running = job.state is JobState.RUNNING
+            job.receive(JobEvent.FAILED, outcome, cause)
+            if was_running:
+                self._abandon(job, f"the job that stored it failed: {cause}")
+        self.settle(job)
+
+    def lost(self, entry: Entry, outcome: JobOutcome, cause: str) -> None:
+        """Fail whoever waits for a block that will not be written."""
+        for job in self.waiting(entry):
+            if entry in job.waits:  # or it failed with one of the others, for whose blocks it waited, too
+                job.missing.append((entry.group, job.waits.pop(entry)))
+                self.let_go(job, self._host, entry)
+                self.fail(job, outcome, cause)
+
+    def _abandon(self, job: Job, cause: str) -> None:
+        """Let go of all that was not posted; what others wait for is theirs to store, if they can."""
+        todo, waits, absent, loaded = job.todo, job.waits, job.absent, job.loaded
+        job.todo, job.waits, job.absent, job.loaded = deque(), {}, deque(), []
+        self.ready[job.kind].pop(job.job_id, None)
+        self.absent.pop(job.job_id, None)
+        for entry in loaded:
+            self.let_go(job, self._host, entry)
+        for position, entry in absent:
+            assert self._file is not None
+            job.missing.append((entry.group, position))
+            self.let_go(job, self._file, entry)
+        for entry, position in waits.items():
+            job.missing.append((entry.group, position))
+            self.let_go(job, self._host, entry)
+        for position, entry in todo:
+            job.missing.append((entry.group, position))
+            if job.kind is JobKind.STORE and entry.state is EntryState.WRITING:
+                heir = next((other for other in self.waiting(entry) if other.kind is JobKind.STORE), None)
+                if heir is not None:
+                    self.do(heir, heir.waits.pop(entry), entry)
+                else:
+                    self._host.drop(entry)
+                    self.lost(entry, JobOutcome.MISSING, cause)
+            self.let_go(job, self._host, entry)
+
+    def settle(self, job: Job) -> None:
+        if (told := job.settle(self._num_groups)) is not None:
+            self._news.append(told)
+        if job.is_over and self.by_name.pop(job.job_id, None) is not None and job.is_pinning:
+            if job.outcome is JobOutcome.DONE:
+                self.pins[job.job_id] = [(self._host, entry) for entry in job.loaded]
+
+    def time_out(self, now: float) -> float:
+        """Fail those whose time is over; returns when to call again."""
+        if not self.by_name:
+            self._deadline = math.inf
+        if now >= self._deadline:
+            self._deadline = math.inf
+            for job in list(self.by_name.values()):
+                if job.until < math.inf and job.state is JobState.RUNNING and (job.todo or job.waits or job.absent):
+                    if now >= job.until:
+                        self.fail(job, JobOutcome.TIMEOUT, "it was not carried out in time")
+                    else:
+                        self._deadline = min(self._deadline, job.until)
+        return self._deadline
+
+    def to_write(self) -> Iterator[Entry]:
+        return (item.entry for job in self.by_name.values() if job.kind is JobKind.STORE for item in job.todo)
+
+    def audit(self) -> list[str]:
+        jobs, wrong = self.by_name.values(), list[str]()
+        ready = {name for some in self.ready.values() for name in some}
+        if ready != {job.job_id for job in jobs if job.todo}:
+            wrong.append(f"jobs {sorted(ready)} are listed as those that have something to be moved")
+        if self.absent.keys() != {job.job_id for job in jobs if job.absent}:
+            wrong.append(f"jobs {sorted(self.absent)} are listed as those that need the file tier")
+        return wrong

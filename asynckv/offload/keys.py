@@ -1,14 +1,12 @@
 """Under which keys blocks are stored: the engine's own chain of hashes, cut to each group's blocks.
 
-The caller has hashed its prompt: hash `i` covers all tokens before `(i + 1) * hash_tokens`. So the hash at the end of a
-block names everything that the block depends on, and two blocks of one name hold the same. Block `j` of a group whose
-blocks have `B` tokens has hash `(j + 1) * B / hash_tokens - 1`, and a state after `n` tokens the hash at that token.
-A block that ends between two hashes has no name, so `block_size` must be a multiple of `hash_tokens`.
+Hash `i` covers all tokens before `(i + 1) * hash_tokens`, so the hash at the end of a block names everything that the
+block depends on. A block that ends between two hashes has no name, so `block_size` must be a multiple of `hash_tokens`.
 
-What a hash cannot tell is for which model it was computed, and which layers lie in the block. That is the *namespace*:
-a digest of the model's own fingerprint and of what the group holds, said without the geometry (no shard, no block
-size, no order in memory). Two ranks that cut one model differently have the same namespaces and find each other's
-blocks; what does not fit has another one, and is not found."""
+The *namespace* says for which model a hash was computed, and which layers lie in the block: a digest of the model's
+fingerprint and of what the group holds, without the geometry. Two ranks that cut one model differently find each
+other's blocks.
+"""
 
 from __future__ import annotations
 
@@ -25,32 +23,18 @@ from asynckv.errors import ConfigError, LocalProtocolError
 from asynckv.geometry.bounds import MAX_TOKENS
 from asynckv.geometry.layout import ONE_PER_REQUEST, TOKEN, Group, Layout, View
 
-MAX_HASH_BYTES = 64
-"""Bytes of one hash, in UTF-8 if it is text: SHA-512, or SHA-256 in hex."""
-
-NAMESPACE_BYTES = 16
-"""Of a key before the hash: what the hash means."""
-
+MAX_HASH_BYTES = 64  # bytes of one hash, in UTF-8 if it is text: SHA-512, or SHA-256 in hex
+NAMESPACE_BYTES = 16  # of a key before the hash: what the hash means
 MAX_HASHES = 1 << 20
 
 
 class StoredGroup(Struct, frozen=True, kw_only=True):
-    """What a tier has to know of one group.
-
-    Attributes:
-        block_size: Tokens per block; for states, tokens between those that are kept.
-        record_bytes: What one block takes in a tier: its record and the padding after it.
-        is_state: Its blocks are states after some token.
-        window: Sliding window, as a layout's group has it; 0: all tokens.
-        namespace: What its hashes mean, see `namespace`.
-    """
-
     name: str
-    block_size: int
-    record_bytes: int
+    block_size: int  # tokens per block; for states, tokens between those that are kept
+    record_bytes: int  # what one block takes in a tier: its record and the padding after it
     is_state: bool = False
-    window: int = 0
-    namespace: str = ""
+    window: int = 0  # sliding window, as a layout's group has it; 0: all tokens
+    namespace: str = ""  # what its hashes mean, see `namespace`
 
 
 def stored_groups(
@@ -59,13 +43,8 @@ def stored_groups(
     """Say what tiers have to know of a layout's groups.
 
     Args:
-        layout: The device's layout.
         record_bytes: Per group, what one block takes in a tier.
-        hash_tokens: Tokens per hash.
         model: The model's fingerprint: weights, and whatever else changes the KV of a prompt.
-
-    Raises:
-        ConfigError: A group's blocks end where no hash does, or it has no blocks that a hash could name.
     """
     integer("hash_tokens", hash_tokens, 1, MAX_TOKENS, ConfigError)
     if len(record_bytes) != len(layout.groups):
@@ -117,7 +96,6 @@ def namespace(layout: Layout, group: int, hash_tokens: int, model: str = "") -> 
 
 
 def _described(view: View) -> tuple[object, ...]:
-    """Say what one layer keeps per token, or per state."""
     return view.layer, sorted(
         (
             part.name,
@@ -136,11 +114,7 @@ def _described(view: View) -> tuple[object, ...]:
 
 
 def as_hashes(hashes: Sequence[str | bytes]) -> list[bytes]:
-    """Check a prompt's hashes, and return them as bytes.
-
-    Raises:
-        LocalProtocolError: They are no list of texts or bytes, or one is empty or too long.
-    """
+    """Check a prompt's hashes, and return them as bytes; they are texts or bytes, none of them empty or too long."""
     if isinstance(hashes, NO_SEQUENCE) or not isinstance(hashes, Sequence):
         raise LocalProtocolError(f"hashes is {shown(hashes)}; give one text or bytes per hash_tokens tokens")
     if len(hashes) > MAX_HASHES:
@@ -158,7 +132,6 @@ def as_hashes(hashes: Sequence[str | bytes]) -> list[bytes]:
 
 
 def block_hashes(hashes: list[bytes], block_size: int, hash_tokens: int) -> list[bytes]:
-    """Return the keys of a group's whole blocks, in order."""
     every = block_size // hash_tokens
     return hashes if every == 1 else hashes[every - 1 :: every]
 
@@ -169,10 +142,7 @@ def short(key: bytes) -> str:
 
 
 def needed(group: StoredGroup, first_token: int, tokens: int) -> range:
-    """Which blocks of a group somebody needs who continues after `tokens` and has those before `first_token`.
-
-    All of them; with a window those that hold one of the last `window - 1` tokens; of states the one at the end.
-    """
+    """Which blocks of a group a request needs that continues after `tokens` and has those before `first_token`."""
     end = tokens // group.block_size
     if first_token >= tokens:
         return range(0)

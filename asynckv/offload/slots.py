@@ -1,15 +1,10 @@
 """Which slots of a tier are free, for groups whose records have sizes of their own.
 
-A tier is one range of bytes. A *slot* of a group is a block id in it: slot `b` lies at `b * record_bytes`. So that
-records of several sizes share the range, it is cut into *chunks*; a chunk belongs to one size of record at a time, and
-goes back to all when its last slot is free. Groups of one size share their chunks, and where all have the same there is
-one chunk, as large as the tier. Chunks are what a slab allocator has (Bonwick, USENIX 1994), without its caches.
-
-Slots are handed out in *runs*: neighbours in a tier that are neighbours in a request become one descriptor. Free slots
-are kept as runs, sorted by the power of two of their length, as two-level segregated fits do (Masmano et al., ECRTS
-2004): a run is found, cut and merged with its neighbours in constant time.
-
-It refuses to know: what is in a slot, and when it may be freed.
+Slot `b` of a group lies at `b * record_bytes`. So that records of several sizes share the tier, it is cut into
+*chunks*; a chunk belongs to one size of record at a time, and goes back to all when its last slot is free, as in a slab
+allocator (Bonwick, USENIX 1994). Slots are handed out in *runs*, because neighbours become one descriptor. Free runs
+are kept by the power of two of their length, as two-level segregated fits do (Masmano et al., ECRTS 2004): constant
+time.
 """
 
 from __future__ import annotations
@@ -20,22 +15,16 @@ from typing import NamedTuple
 
 from asynckv.errors import ConfigError
 
-RECORDS_PER_CHUNK = 8
-"""Of the largest records at least, so that little is lost at a chunk's ends."""
-
+RECORDS_PER_CHUNK = 8  # of the largest records at least, so that little is lost at a chunk's ends
 MAX_CHUNKS = 256
 
 
 class Runs:
-    """Free slots of one size, as runs that do not touch."""
-
     def __init__(self) -> None:
         self.total = 0
         self._lengths: dict[int, int] = {}
-        self._starts: dict[int, int] = {}
-        """End of a run (exclusive) -> its start."""
-        self._by_size: list[dict[int, None]] = []
-        """Starts of the runs whose length has so many bits."""
+        self._starts: dict[int, int] = {}  # end of a run (exclusive) -> its start
+        self._by_size: list[dict[int, None]] = []  # starts of the runs whose length has so many bits
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(self._lengths.items())
@@ -66,7 +55,6 @@ class Runs:
         return found
 
     def cut(self, run: int, start: int, length: int) -> range:
-        """Take a part of the run that begins at `run`."""
         end = run + self._remove(run)
         if start > run:
             self._insert(run, start - run)
@@ -89,22 +77,12 @@ class Runs:
 
 
 class Room(NamedTuple):
-    """How many slots can be had, per size of record.
-
-    Attributes:
-        slots: Those in chunks that hold something which stays.
-        whole: Chunks that each size of record has, and could give away.
-        free: Chunks that nobody has.
-        per_chunk: Slots of a chunk.
-    """
-
-    slots: list[int]
-    whole: list[int]
-    free: int
-    per_chunk: list[int]
+    slots: list[int]  # those in chunks that hold something which stays
+    whole: list[int]  # chunks that each size of record has, and could give away
+    free: int  # chunks that nobody has
+    per_chunk: list[int]  # slots of a chunk
 
     def fits(self, wanted: Sequence[int]) -> bool:
-        """Whether so many slots of every size can be had at once."""
         return self.over(wanted) >= 0
 
     def over(self, wanted: Sequence[int]) -> int:
@@ -121,19 +99,14 @@ class Slots:
     """The slots of one tier.
 
     Args:
-        num_bytes: The tier's size.
         record_bytes: Per group, bytes from one slot to the next.
         name: What the tier's size is called in settings.
-
-    Raises:
-        ConfigError: The tier is too small to hold `RECORDS_PER_CHUNK` of every group's records.
     """
 
     def __init__(self, num_bytes: int, record_bytes: Sequence[int], name: str = "num_bytes") -> None:
         self.num_bytes = num_bytes
         self.sizes = sorted(set(record_bytes))
-        self.kinds = tuple(self.sizes.index(size) for size in record_bytes)
-        """Per group, which size of record it has."""
+        self.kinds = tuple(self.sizes.index(size) for size in record_bytes)  # per group, which size of record it has
         least = RECORDS_PER_CHUNK * max(self.sizes) * len(self.sizes)
         if len(self.sizes) == 1:
             least, self.chunk_bytes = self.sizes[0], num_bytes
@@ -149,8 +122,7 @@ class Slots:
                 f"give {least} or more"
             )
         self.num_chunks = num_bytes // self.chunk_bytes
-        self.owners: list[int | None] = [None] * self.num_chunks
-        """Per chunk, the size of record that it holds."""
+        self.owners: list[int | None] = [None] * self.num_chunks  # per chunk, the size of record that it holds
         self._free_chunks = dict.fromkeys(range(self.num_chunks))
         self._per_chunk = [
             min(hi - lo for lo, hi in (self.bounds(kind, chunk) for chunk in range(self.num_chunks)))
@@ -159,16 +131,13 @@ class Slots:
         self._runs = [Runs() for _ in self.sizes]
 
     def bounds(self, kind: int, chunk: int) -> tuple[int, int]:
-        """Return the slots `[lo, hi)` of a size of record that lie in a chunk."""
         size = self.sizes[kind]
         return -(-chunk * self.chunk_bytes // size), (chunk + 1) * self.chunk_bytes // size
 
     def chunk(self, kind: int, slot: int) -> int:
-        """Return the chunk that a slot lies in."""
         return slot * self.sizes[kind] // self.chunk_bytes
 
     def room(self) -> Room:
-        """Return how many slots are free."""
         return Room([run.total for run in self._runs], [0] * len(self.sizes), len(self._free_chunks), self._per_chunk)
 
     def reserve(self, kind: int, n: int) -> int:
@@ -179,11 +148,9 @@ class Slots:
         return min(n, runs.total)
 
     def take(self, kind: int, n: int) -> list[int]:
-        """Take so many slots, in runs; fewer if there are not as many."""
         return self._runs[kind].take(self.reserve(kind, n))
 
     def put(self, kind: int, slot: int) -> None:
-        """Give a slot back."""
         chunk = self.chunk(kind, slot)
         lo, hi = self.bounds(kind, chunk)
         start, length = self._runs[kind].add(slot, 1, lo, hi)
@@ -193,10 +160,9 @@ class Slots:
             self._free_chunks[chunk] = None
 
     def claim(self, wanted: Iterable[tuple[int, int]]) -> list[bool]:
-        """Take slots by their numbers, `(size of record, slot)`, as a tier that is recovered does.
+        """Take slots by `(size of record, slot)`, while none is taken, as a tier that is recovered does.
 
-        Only while none is taken. Says of each whether it could be taken: it is in the tier, in a chunk of its size of
-        record, and not taken twice.
+        Says of each whether it could be taken: in the tier, in a chunk of its size of record, and not taken twice.
         """
         taken: dict[int, set[int]] = {}
         answers = []

@@ -1,12 +1,11 @@
-"""What one tier keeps: its blocks by their keys, their slots, and who has to go when room is wanted.
+"""What one tier keeps: its blocks by their keys, their slots, and which have to go when room is wanted.
 
-Every change of an entry goes through here, so that what follows from it happens in one place: a block that is written
-can be found and evicted; one that is dropped cannot be found; one that is gone gives its slot back.
+Every change of an entry goes through here: a block that is written can be found and evicted; one that is dropped cannot
+be found; one that is gone gives its slot back.
 
-Groups whose records have other sizes compete for the same bytes. A group evicts its own blocks first. If it has none to
-evict, or has evicted a chunk's worth, it may take a whole chunk from records of another size: the chunk whose last use
-is longest ago, and in the second case only if every block in it was used before the one that was evicted last. So what
-goes is what the policy would have chosen, and a mix of groups that changes over time is followed.
+A group evicts its own blocks first. If it has none, or has evicted a chunk's worth, it may take a whole chunk from
+records of another size: the chunk whose last use is longest ago, and in the second case only if every block in it was
+used before the one that was evicted last. So what goes is what the policy would have chosen.
 """
 
 from __future__ import annotations
@@ -24,79 +23,46 @@ from asynckv.offload.slots import Room, Slots
 
 
 class Place(enum.StrEnum):
-    """Where blocks are kept."""
-
     HOST = "host"
     FILE = "file"
 
 
 S, E = members(EntryState), members(EntryEvent)
-
-BEFORE = -2
-"""When other models' blocks were used: before all else, and in no tick that is spared."""
-
-SLICE = 512
-"""Blocks that are dropped in one turn, of all that are: about a millisecond."""
+BEFORE = -2  # when other models' blocks were used: before all else, and in no tick that is spared
+SLICE = 512  # blocks that are dropped in one turn, of all that are: about a millisecond
 
 
 class Tier:
-    """One tier.
-
-    Args:
-        place: Which one.
-        groups: What is kept.
-        num_bytes: How much fits.
-        policy: By name, see `asynckv.offload.eviction`.
-    """
-
     def __init__(self, place: Place, groups: Sequence[StoredGroup], num_bytes: int, policy: str) -> None:
         self.place = place
         self.slots = Slots(num_bytes, [group.record_bytes for group in groups], f"{place}_bytes")
-        self.index: list[dict[bytes, Entry]] = [{} for _ in groups]
-        """Per group, what is found by its hash: WRITING or READY."""
-        self.writing: list[set[bytes]] = [set() for _ in groups]
-        """Per group, the hashes of what is WRITING."""
+        self.index: list[dict[bytes, Entry]] = [{} for _ in groups]  # what is WRITING or READY, by group
+        self.writing: list[set[bytes]] = [set() for _ in groups]  # per group, the hashes of what is WRITING
         self.leaving: set[Entry] = set()
         kind = policy_named(policy)
         self.policies: list[Policy[Entry]] = [
             kind(lambda entry: (entry.group, entry.hash)) if kind is S3Fifo else kind() for _ in self.slots.sizes
         ]
         """Per size of record, what is WRITING or READY."""
-        self.onward: dict[Entry, None] = {}
-        """What is to be copied to the next tier, the oldest first."""
-        self.others = [OrderedDict[Entry, None]() for _ in self.slots.sizes]
-        """Per size of record, other models' blocks, which go first: the oldest first."""
-        self._doomed: list[dict[bytes, Entry]] = []
-        """What nobody finds any more, and what is dropped little by little."""
-        self.freed: list[tuple[int, int]] = []
-        """`(group, slot)` of files that nobody has any more: their index is to forget them."""
+        self.onward: dict[Entry, None] = {}  # what is to be copied to the next tier, the oldest first
+        self.others = [OrderedDict[Entry, None]() for _ in self.slots.sizes]  # other models' blocks, the oldest first
+        self._doomed: list[dict[bytes, Entry]] = []  # what nobody finds any more, and what is dropped little by little
+        self.freed: list[tuple[int, int]] = []  # `(group, slot)` of files that their index is to forget
         self.tick = 0
-        self.is_off = False
-        """Nothing is found in it."""
+        self.is_off = False  # nothing is found in it
         self.takes_more = True
-        self.evicted = self.lost = 0
-        """Blocks evicted, and those among them that the next tier should have got."""
+        self.evicted = self.lost = 0  # blocks evicted, and those among them that the next tier should have got
         self._spared = -1
-        self.may_take = math.inf
-        """How many chunks may be taken of records of another size by one that has blocks to evict itself."""
-        self._idle = [0] * len(self.slots.sizes)
-        """Per size of record, how much is READY, and nobody holds or moves it."""
-        self._idle_in = [0] * self.slots.num_chunks
-        """The same per chunk."""
+        self.may_take = math.inf  # chunks that a size may take from others though it has blocks to evict
+        self._idle = [0] * len(self.slots.sizes)  # per size of record, how much is READY, and nobody holds or moves it
+        self._idle_in = [0] * self.slots.num_chunks  # the same per chunk
         self._evictions = [0] * len(self.slots.sizes)
         self._is_mixed = len(self.slots.sizes) > 1
-        self._in_chunk: list[set[Entry]] = [set() for _ in range(self.slots.num_chunks)]
-        """What lies in each chunk; kept if records have several sizes."""
-        self._used = [0] * self.slots.num_chunks
-        """When something in a chunk was last used."""
-
-    # -- room --------------------------------------------------------------------------------------
+        self._in_chunk: list[set[Entry]] = [set() for _ in range(self.slots.num_chunks)]  # if sizes are mixed
+        self._used = [0] * self.slots.num_chunks  # when something in a chunk was last used
 
     def make(self, group: int, hashes: Sequence[bytes], spare: int = -1) -> list[Entry]:
-        """Find room for blocks that are to be written, evicting others; for as many as there is room.
-
-        What was used in the tick `spare` is not evicted.
-        """
+        """Find room for blocks that are to be written, for as many as there is; the tick `spare` is not evicted."""
         if not self.takes_more:
             return []
         kind, self._spared = self.slots.kinds[group], spare
@@ -194,10 +160,10 @@ class Tier:
         return 0 < self._idle_in[chunk] == len(self._in_chunk[chunk]) and self._used[chunk] != self._spared
 
     def recover(self, found: Iterable[tuple[int, int, bytes]], others: Iterable[tuple[int, int]] = ()) -> int:
-        """Take in `(group, slot, hash)` that were found in the tier, the least recently used first; returns how many.
+        """Take in `(group, slot, hash)` that an empty tier had, the least recently used first; returns how many.
 
-        Only while the tier is empty. What is not taken in is freed: it lies outside the tier, shares its slot with
-        another, or is there twice. `others` are `(group, slot)` of blocks that have another model's hashes.
+        What lies outside, shares its slot or is there twice is freed. `others` are `(group, slot)` of other models'
+        blocks.
         """
         found, tick = list(found), self.tick
         wanted = [(g, slot, h) for (g, h), slot in {(g, h): slot for g, slot, h in found}.items()]
@@ -223,10 +189,7 @@ class Tier:
         self.freed += dict.fromkeys(each[:2] for each in (*found, *wanted) if each[:2] not in kept)
         return sum(map(len, self.index))
 
-    # -- entries -----------------------------------------------------------------------------------
-
     def use(self, entries: Iterable[Entry]) -> None:
-        """Note that blocks that can be found were used, the last of a prompt first."""
         for entry in entries:
             self._mark(entry)
             self.policies[entry.kind].use(entry)
@@ -237,7 +200,6 @@ class Tier:
             self._mark(entry)
 
     def written(self, entry: Entry) -> bool:
-        """Note that a block is complete; True if it can be found from now on, False if it had been dropped."""
         self._take(entry, E.WRITTEN)
         if entry.state is not S.READY:
             return False
@@ -246,7 +208,6 @@ class Tier:
         return True
 
     def failed(self, entry: Entry, event: EntryEvent) -> None:
-        """Note that a block was not written, or may not have been."""
         if entry.state is S.WRITING:
             self.policies[entry.kind].remove(entry)
         self._hide(entry)
@@ -260,10 +221,7 @@ class Tier:
             self._forget(entry)
 
     def drop_all(self, but: Collection[Entry] = ()) -> list[Entry]:
-        """Let nobody find any block any more, but for some, at once; returns those that were being written.
-
-        There may be millions, so what is complete is dropped by `drop_some`.
-        """
+        """Let nobody find any block any more, but for some, at once; returns those that were being written."""
         left: list[dict[bytes, Entry]] = [{} for _ in self.index]
         for entry in but:
             if self.index[entry.group].get(entry.hash) is entry:
@@ -280,7 +238,6 @@ class Tier:
         return writing
 
     def drop_some(self) -> bool:
-        """Drop some of what nobody finds any more; True if there is more."""
         left = SLICE
         while self._doomed and left:
             if not self._doomed[-1]:
@@ -293,13 +250,11 @@ class Tier:
         return bool(self._doomed)
 
     def hold(self, entry: Entry, holder: str) -> None:
-        """Keep a block for somebody."""
         if self._is_idle(entry):
             self._count(entry, -1)
         entry.hold(holder)
 
     def let_go(self, entry: Entry, holder: str) -> None:
-        """Let one holder go."""
         if holder in entry.holders:
             if entry.let_go(holder):
                 self._gone(entry)
@@ -307,13 +262,11 @@ class Tier:
                 self._settle(entry)
 
     def begin(self, entry: Entry, move: int) -> None:
-        """Note a transfer that will touch a slot."""
         if self._is_idle(entry):
             self._count(entry, -1)
         entry.begin(move)
 
     def end(self, entry: Entry, move: int) -> None:
-        """Note that a transfer touches a slot no more."""
         if move in entry.moves:
             if entry.end(move):
                 self._gone(entry)
@@ -357,28 +310,22 @@ class Tier:
         if self.place is Place.FILE:
             self.freed.append((entry.group, entry.slot))
 
-    # -- questions ---------------------------------------------------------------------------------
-
     @property
     def num_idle(self) -> int:
-        """How many blocks are complete, and nobody holds or moves them."""
         return sum(self._idle)
 
     def entries(self) -> Iterator[Entry]:
-        """Return all blocks, those that are leaving among them."""
         for index in self.index:
             yield from index.values()
         yield from self._unfound()
         yield from self.leaving
 
     def _unfound(self) -> Iterator[Entry]:
-        """Return what is complete, and nobody finds it."""
         yield from (entry for index in self._doomed for entry in index.values() if entry.state is S.READY)
         for others in self.others:
             yield from others
 
     def audit(self) -> list[str]:
-        """Recount everything; a list of what does not add up."""
         wrong, taken = [], [set[int]() for _ in self.slots.sizes]
         idle = Counter(entry.chunk for entry in self.entries() if self._is_idle(entry))
         if idle != Counter(dict(enumerate(self._idle_in))) or self._idle != [

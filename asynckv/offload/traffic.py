@@ -1,10 +1,7 @@
 """What is under way: moves that were handed out, within budgets of bytes.
 
-Every kind of move has a budget of its own, so that none keeps another from running; write-backs have a rate besides.
-One move of a kind may always run, however large its blocks are, and what is in doubt counts for no budget: it may stay
-so for ever, and would keep everything else waiting.
-
-It refuses to know what is moved why, and what becomes of it.
+Every kind of move has a budget of its own; write-backs have a rate besides. One move of a kind may always run, and what
+is in doubt counts for no budget, because it may stay so for ever.
 """
 
 from __future__ import annotations
@@ -24,8 +21,7 @@ class Budgets(Struct, frozen=True, kw_only=True):
 
     Attributes:
         move_bytes: The most that one move carries; one block at least.
-        load_bytes, store_bytes, promotion_bytes, write_back_bytes: The most that moves of a kind carry together; one
-            move at least. A catalogue lets write-backs carry a quarter of its host memory at most.
+        load_bytes, store_bytes, promotion_bytes, write_back_bytes: The most that moves of a kind carry together.
         write_back_bytes_per_s: How fast the file tier is written.
     """
 
@@ -54,33 +50,22 @@ class Running:
 
 
 class Traffic:
-    """All moves that are under way."""
-
     def __init__(self, budgets: Budgets) -> None:
         self.budgets = budgets
         self.running: dict[int, Running] = {}
-        self.under_way = dict.fromkeys(MoveKind, 0)
-        """Bytes by kind, without what is in doubt."""
-        self.limits = {
-            MoveKind.LOAD: budgets.load_bytes,
-            MoveKind.STORE: budgets.store_bytes,
-            MoveKind.PROMOTION: budgets.promotion_bytes,
-            MoveKind.WRITE_BACK: budgets.write_back_bytes,
-        }
+        self.under_way = dict.fromkeys(MoveKind, 0)  # bytes by kind, without what is in doubt
+        self.limits: dict[MoveKind, int] = {kind: getattr(budgets, f"{kind}_bytes") for kind in MoveKind}
         self._last_id = 0
-        self._allowance = 0.0
-        """Bytes that may be written back; below 0 after a move that was larger than what was left."""
+        self._allowance = 0.0  # bytes that may be written back; below 0 after a move that was larger than what was left
         self._allowed_at: float | None = None
 
     def fits(self, kind: MoveKind, num_bytes: int, more: int) -> bool:
-        """Whether a move that has so many bytes may carry so many more."""
         under_way = self.under_way[kind] + num_bytes
         if under_way == 0:
             return True
         return under_way + more <= self.limits[kind] and (num_bytes == 0 or num_bytes + more <= self.budgets.move_bytes)
 
     def is_idle(self) -> bool:
-        """Whether nothing runs but what is in doubt."""
         return all(running.is_doubtful for running in self.running.values())
 
     def begin(
@@ -109,29 +94,21 @@ class Traffic:
         return move
 
     def get(self, move_id: int) -> Running:
-        """Return a move that is under way.
-
-        Raises:
-            LocalProtocolError: There is none of that number.
-        """
         running = self.running.get(move_id)
         if running is None:
             raise LocalProtocolError(f"move {move_id} is not under way")
         return running
 
     def doubt(self, running: Running) -> None:
-        """Count on a move no more: it may end at some time, or never."""
         running.is_doubtful = True
         self.under_way[running.move.kind] -= running.move.num_bytes
 
     def end(self, running: Running) -> None:
-        """Forget a move."""
         del self.running[running.move.move_id]
         if not running.is_doubtful:
             self.under_way[running.move.kind] -= running.move.num_bytes
 
     def write_back_at(self, now: float) -> float:
-        """Say from when on more may be written back."""
         rate = self.budgets.write_back_bytes_per_s
         if rate == math.inf:
             return now
@@ -141,11 +118,9 @@ class Traffic:
         return now if self._allowance > 0 else now + (1 - self._allowance) / rate
 
     def wrote_back(self, num_bytes: int) -> None:
-        """Note how much a write-back takes of the rate."""
         self._allowance -= num_bytes
 
     def audit(self) -> list[str]:
-        """Recount everything; a list of what does not add up."""
         under_way = dict.fromkeys(MoveKind, 0)
         for running in self.running.values():
             if not running.is_doubtful:

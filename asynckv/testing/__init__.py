@@ -1,7 +1,4 @@
-"""For testing what is built on asynckv: a manual clock and simulated planes.
-
-Nothing in here imports pytest, NIXL or ZMQ.
-"""
+"""For testing what is built on asynckv: a manual clock and simulated planes, without pytest, NIXL or ZMQ."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ class _Timer:
             callback()
 
     def cancel(self) -> None:
-        """Forget the callback."""
         self.callback = None
 
 
@@ -34,7 +33,6 @@ class ManualClock:
         self._order = itertools.count()
 
     def now(self) -> float:
-        """Return the current time."""
         return self._now
 
     @property

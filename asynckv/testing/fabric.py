@@ -1,17 +1,12 @@
 """The one simulated network and the one simulated NIC, on which every test of more than one rank stands.
 
-A `Fabric` joins ranks. What they say goes from `Port` to `Port`: to an address, or back along the route by which a
-question came. What they read goes from `Nic` to `Nic`, by the name of an agent: `Nic.prepare` finds the bytes that a
-read means on both sides, and `Transfer.land` copies them, as they are by then. Data really moves, and every index and
-address is checked against what was registered, so a mistake of the core is a `Violation` and not a crash.
+A `Fabric` joins ranks. Packets go from `Port` to `Port`, reads from `Nic` to `Nic`: `Nic.prepare` finds the bytes that
+a read means on both sides, and `Transfer.land` copies them. Every index and address is checked against what was
+registered, so a mistake of the core is a `Violation` and not a crash.
 
-What a fabric does not know is *when*, and what goes wrong. That is left to whoever drives it, in two places: `carry`
-has a packet that has left and decides when, how often and whether the receiver hears it; and a transfer that is
-prepared lands, and ends, when its driver says so. Time, losses, deaths and dice are the driver's.
-
-`SimNetwork`, `SimControl` and `SimData` drive one for real engines on any asyncio loop: packets arrive in the next turn
-and reads are done when posted, until told otherwise. `tests.lab.world` drives another through seeded faults in
-virtual time. Cores without engines are driven by hand in the tests, and as fast as they go in `scripts/bench/core.py`.
+Whoever drives a fabric decides when, and what goes wrong: `carry` has a packet that has left, and a transfer that is
+prepared lands, and ends, when its driver says so. `SimNetwork`, `SimControl` and `SimData` drive one for real engines
+on any asyncio loop; `tests.lab.world` drives another through seeded faults in virtual time.
 """
 
 from __future__ import annotations
@@ -37,43 +32,29 @@ from asynckv.geometry.tables import DescTable
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
 
 Bytes = npt.NDArray[np.uint8]
-Origin = Address | ReplyTo
-"""The way a packet came, and goes back: an address that is asked, or the route by which whoever asked is answered."""
+Origin = Address | ReplyTo  # an address that is asked, or the route of whoever asked
 
 
 def bytes_at(memory: Memory) -> Bytes:
-    """See memory as an array."""
     return np.frombuffer(memoryview((ctypes.c_uint8 * memory.length).from_address(memory.base)), np.uint8)
 
 
-class Violation(AssertionError):
-    """Something happened that must never happen."""
+class Violation(AssertionError): ...
 
 
 class Fabric:
-    """What connects ranks.
-
-    Attributes:
-        ports: Who listens, by address, and who asks, by route.
-        nics: The agents that can be read from, by name.
-    """
+    """What connects ranks: who listens, by address, who asks, by route, and agents by name."""
 
     def __init__(self) -> None:
         self.ports: dict[Origin, Port] = {}
         self.nics: dict[str, Nic] = {}
 
     def carry(self, sender: Port, receiver: Port, origin: Origin, packet: bytes) -> None:
-        """Have a packet heard: at once, unless a driver decides otherwise."""
         receiver.hear(origin, packet)
 
 
 class Port:
-    """A control plane: where one rank's packets leave and arrive.
-
-    Attributes:
-        name: Whose it is; questions come along the route of this name.
-        links: The addresses that it has asked, and hears answers from.
-    """
+    """A control plane: where one rank's packets leave and arrive; `links` are the addresses that it has asked."""
 
     def __init__(self, fabric: Fabric, address: str, name: str) -> None:
         self.fabric, self.name = fabric, name
@@ -84,7 +65,6 @@ class Port:
         self._on_packet: Callable[[Origin, bytes, str], None] = lambda origin, packet, principal: None
 
     def open(self) -> None:
-        """Listen and ask."""
         self.is_open = True
         self.fabric.ports[self.address] = self.fabric.ports[self.route] = self
 
@@ -93,7 +73,6 @@ class Port:
         on_packet: Callable[[Origin, bytes, str], None],
         on_refused: Callable[[str, str], None] = lambda cause, who: None,
     ) -> None:
-        """Listen."""
         self._on_packet = on_packet
         self.open()
 
@@ -117,29 +96,23 @@ class Port:
         return True
 
     def hear(self, origin: Origin, packet: bytes) -> None:
-        """Take a packet, if it is for us."""
         if self.is_open and (isinstance(origin, bytes) or origin in self.links):
             self.packets_in += 1
             self._on_packet(origin, packet, f"host:{origin!r}" if isinstance(origin, bytes) else "")
 
     def refusal(self, to: Origin) -> str:
-        """Whoever can be named can be asked, and a packet is never in anybody's way."""
         return "it has hung up" if isinstance(to, bytes) else ""
 
     def host(self, address: Address) -> str:
-        """Everybody has a host of their own."""
         return address
 
     def disconnect(self, address: Address) -> None:
-        """Drop a link."""
         self.links.discard(address)
 
     def statistics(self) -> dict[str, int]:
-        """Count packets and links."""
         return {"packets_in": self.packets_in, "packets_out": self.packets_out, "links": len(self.links)}
 
     async def aclose(self) -> None:
-        """Listen no more."""
         self.is_open = False
         if self.fabric.ports.get(self.address) is self:
             del self.fabric.ports[self.address]
@@ -147,33 +120,21 @@ class Port:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One read that was posted, or is about to be; from `landed` on it is for the driver to keep.
-
-    Attributes:
-        owner: Whose memory it reads.
-        agent_name: The agent it reads from, as it is known by.
-        pieces: What is copied where: our bytes and theirs.
-        spots: Where it lands: memory, start, length.
-        is_over: Nothing will be written, and its end was reported.
-        is_dead: Nothing will be written any more.
-    """
+    """One read that was posted, or is about to be; from `landed` on it is for the driver to keep."""
 
     transfer_id: TransferId
-    owner: Nic
+    owner: Nic  # whose memory it reads
     agent_name: str
-    pieces: list[tuple[Bytes, Bytes]]
-    spots: list[tuple[int, int, int]]
-    owner_ends: int
-    """The owner's `ends` when it was posted."""
+    pieces: list[tuple[Bytes, Bytes]]  # what is copied where: our bytes and theirs
+    spots: list[tuple[int, int, int]]  # where it lands: memory, start, length
+    owner_ends: int  # the owner's `ends` when it was posted
     landed: int = 0
-    is_over: bool = False
-    is_dead: bool = False
-    done_at: float = math.inf
-    """When it is done, if that is certain."""
+    is_over: bool = False  # nothing will be written, and its end was reported
+    is_dead: bool = False  # nothing will be written any more
+    done_at: float = math.inf  # when it is done, if that is certain
 
     @property
     def is_cut(self) -> bool:
-        """The agent that it reads from has ended."""
         return self.owner.ends != self.owner_ends
 
     def land(self, upto: int | None = None) -> None:
@@ -184,20 +145,15 @@ class Transfer:
         self.landed = max(self.landed, upto)
 
 
-_Row = tuple[int, Bytes, int, int, Bytes, int, int, int]
-"""Our memory, its bytes, offset and stride; their bytes, offset and stride; the length."""
+_Row = tuple[int, Bytes, int, int, Bytes, int, int, int]  # memory, bytes, offset, stride; theirs; length
 
 
 @dataclass(slots=True)
 class _Remote:
-    """An agent that was loaded."""
-
     nic: Nic
-    memories: tuple[Memory, ...]
-    """As we were told of them."""
+    memories: tuple[Memory, ...]  # as we were told of them
     users: int = 0
-    tables: dict[int, tuple[DescTable, list[_Row]]] = field(default_factory=dict)
-    """By the table's id; an entry holds its table, so that no other gets its id."""
+    tables: dict[int, tuple[DescTable, list[_Row]]] = field(default_factory=dict)  # an entry holds its table
 
 
 class Nic:
@@ -209,9 +165,6 @@ class Nic:
         arrays: The bytes of its memory. Without them they are where the memory says.
 
     Attributes:
-        running: Transfers that are posted and not done.
-        remotes: The agents that were loaded.
-        starts: How many agents of its own have begun.
         ends: How often reads of its memory were cut off; counted by a driver whose transfers may outlive their owner.
     """
 
@@ -230,29 +183,24 @@ class Nic:
 
     @property
     def agent(self) -> AgentInfo:
-        """How this one is reached now."""
         return AgentInfo(self.name, self.name.encode())
 
     async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
-        """Register memory, and join the fabric."""
         return self.begin(memories, on_ready)
 
     def begin(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
-        """Register memory, and join the fabric."""
         self.arrays = self._given or [bytes_at(memory) for memory in memories]
         self.memories, self._on_ready = tuple(memories), on_ready
         self.starts += 1
         return self.join()
 
     def join(self) -> AgentInfo:
-        """Serve, by a name that no agent had before this start."""
         if self.starts > 1:
             self.name = f"{self._base_name}-{self.starts}"
         self.fabric.nics[self.name] = self
         return self.agent
 
     def leave(self) -> None:
-        """Serve no more."""
         if self.fabric.nics.get(self.name) is self:
             del self.fabric.nics[self.name]
 
@@ -266,7 +214,6 @@ class Nic:
     # -- what is read ----------------------------------------------------------------------------------
 
     async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
-        """Load what can be read from."""
         nic = self.fabric.nics.get(agent.metadata.decode(errors="replace"))
         if nic is None or nic.name != agent.name:
             raise BackendError(f"no agent {agent.name!r} behind its metadata")
@@ -276,11 +223,9 @@ class Nic:
         """The agent of an owner, whom we may be reading from, has ended: its driver says how that shows."""
 
     def load(self, name: str, nic: Nic, memories: Sequence[Memory]) -> None:
-        """Know an agent once more."""
         self.remotes.setdefault(name, _Remote(nic, tuple(memories))).users += 1
 
     def remove_remote_agent(self, name: str, *, keep: bool = False) -> None:
-        """Forget a remote agent that nothing reads from."""
         if (remote := self.remotes.get(name)) is None:
             return
         remote.users -= 1
@@ -329,7 +274,6 @@ class Nic:
         return found
 
     def _registered(self, told: Memory) -> tuple[Bytes, int]:
-        """Where memory that somebody was told of is."""
         for memory, array in zip(self.memories, self.arrays, strict=True):
             if memory.base <= told.base and told.base + told.length <= memory.base + memory.length:
                 return array, told.base - memory.base
@@ -338,23 +282,18 @@ class Nic:
     # -- the rest of the port --------------------------------------------------------------------------
 
     def poll(self) -> list[DataNews]:
-        """Return news."""
         news, self._news = self._news, []
         return news
 
-    def watch(self, serving: bool) -> None:
-        """Nothing to do."""
+    def watch(self, serving: bool) -> None: ...
 
     def statistics(self) -> dict[str, int]:
-        """Count posts and handles."""
         return {"posts": self.posts, "running": len(self.running), "peers": len(self.remotes)}
 
     def describe(self) -> dict[str, str]:
-        """Say what this is."""
         return {"backend": "simulated"}
 
-    async def quiesce(self) -> None:
-        """There are no threads."""
+    async def quiesce(self) -> None: ...
 
 
 # -- for real engines, on any event loop -----------------------------------------------------------------
@@ -368,17 +307,15 @@ class SimNetwork(Fabric):
 
     Attributes:
         fate: Decides over every packet, given who sends it to whom; delivers by default.
-        held: Packets that `hold` kept back, as calls that deliver them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.fate: Callable[[str, str, bytes], Fate] = lambda sender, to, packet: "deliver"
-        self.held: list[Callable[[], None]] = []
+        self.held: list[Callable[[], None]] = []  # packets that `hold` kept back, as calls that deliver them
         self._addresses = itertools.count(1)
 
     def new_address(self) -> Address:
-        """Make up an address."""
         return Address(f"sim://{next(self._addresses)}")
 
     def carry(self, sender: Port, receiver: Port, origin: Origin, packet: bytes) -> None:
@@ -413,19 +350,14 @@ class SimControl(Port):
 
 
 class SimData(Nic):
-    """A data plane on a `SimNetwork`.
-
-    Attributes:
-        deferred: Reads stay running until `finish`; otherwise they are done when posted.
-    """
+    """A data plane on a `SimNetwork`."""
 
     def __init__(self, network: SimNetwork, agent_name: str) -> None:
         super().__init__(network, agent_name)
         self._network = network
-        self.deferred = False
+        self.deferred = False  # reads stay running until `finish`; otherwise they are done when posted
 
     def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
-        """Copy now, or when told."""
         self.posts += 1
         if name not in self.fabric.nics:
             return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
@@ -450,7 +382,6 @@ class SimData(Nic):
             self.report(TransferEnded(one, Ending.DONE))
 
     def fail(self, transfer_id: TransferId, *, peer_lost: bool = False) -> None:
-        """End a read without landing it; nothing will be written any more."""
         del self.running[transfer_id]
         self.report(TransferEnded(transfer_id, Ending.FAILED, "failed on request", peer_lost))
 
@@ -478,6 +409,5 @@ class SimData(Nic):
         self.report(AgentReplaced(self.join(), "killed on request", 0.0, 0))
 
     def report(self, news: DataNews) -> None:
-        """Queue news."""
         self._news.append(news)
         asyncio.get_running_loop().call_soon(self._on_ready)

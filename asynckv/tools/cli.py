@@ -13,7 +13,7 @@ import typer.core
 
 from asynckv.errors import AsyncKVError, BackendError, ConfigError
 from asynckv.tools.bench.cli import bench_app
-from asynckv.tools.diagnose import inspect_cli, leaks_cli, timeline_cli
+from asynckv.tools.diagnose import why_cli
 from asynckv.tools.doctor import cli as doctor_cli
 from asynckv.tools.keygen import KEYGEN_EPILOG, keygen
 from asynckv.tools.offload.cli import offload_app
@@ -106,9 +106,7 @@ def command(epilog: str, panel: str) -> Callable[[F], F]:
 
 app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
 command(doctor_cli.EPILOG, MEASURE)(doctor_cli.doctor)
-command(inspect_cli.EPILOG, LOOK)(inspect_cli.inspect)
-command(leaks_cli.EPILOG, LOOK)(leaks_cli.leaks)
-command(timeline_cli.EPILOG, LOOK)(timeline_cli.timeline)
+command(why_cli.EPILOG, LOOK)(why_cli.why)
 app.add_typer(offload_app, name="offload", rich_help_panel=LOOK)
 command(plan_cli.LAYOUT_EPILOG, PREPARE)(plan_cli.layout)
 command(plan_cli.PLAN_EPILOG, PREPARE)(plan_cli.plan)

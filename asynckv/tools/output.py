@@ -28,11 +28,7 @@ def help_of(function: Callable[..., Any]) -> str:
 
 
 def write(option: str, target: str, text: str) -> None:
-    """Write to a file, or to stdout where it is `-`.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Write to a file, or to stdout where it is `-`."""
     if target == "-":
         bare = getattr(sys.stdout, "buffer", None)
         if bare is None:
@@ -50,11 +46,7 @@ def write(option: str, target: str, text: str) -> None:
 
 
 def write_json(target: str | None, value: Any) -> None:
-    """Write what `--json` asks for, if it does.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Write what `--json` asks for, if it does."""
     import msgspec
 
     if target is not None:
@@ -62,11 +54,7 @@ def write_json(target: str | None, value: Any) -> None:
 
 
 def check_writable(option: str, target: str | None) -> None:
-    """Refuse what `write` could not write to, before anything starts; nothing is changed.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Refuse what `write` could not write to, before anything starts; nothing is changed."""
     if target not in (None, "-"):
         path, is_new = Path(target), not os.path.lexists(target)
         try:
@@ -89,14 +77,7 @@ def print_table(
 ) -> None:
     """Print a table whose heads and numbers are never cut: it becomes narrower, and then a list.
 
-    Args:
-        console: Where.
-        heads: Of the columns.
-        rows: Of texts.
-        texts: Columns that are aligned left.
-        wrapped: Columns of words, which may be broken into lines.
-        styles: Of the rows.
-        is_markup: The texts are rich's markup already.
+    `texts` are the columns that are aligned left, `wrapped` those of words, which may be broken into lines.
     """
     from rich.cells import cell_len
     from rich.markup import escape

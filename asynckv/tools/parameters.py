@@ -16,12 +16,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 def taking_options(command: C, *, names: Iterable[str] | None = None) -> C:
-    """Give a command its parameters: those that `Option` declares as typer wants them, and for `**given` all options.
-
-    Args:
-        command: The command.
-        names: Only these options for `**given`.
-    """
+    """Give a command the parameters that `Option` declares, and for `**given` all options, or those that are named."""
     made: list[inspect.Parameter] = []
     hints = typing.get_type_hints(command, include_extras=True)
     for parameter in inspect.signature(command).parameters.values():

@@ -20,13 +20,7 @@ EVERY_S = 15.0
 
 
 class Bar:
-    """A bar on a terminal, lines elsewhere.
-
-    Args:
-        console: Of stderr.
-        every_s: Seconds between two lines.
-        says_interrupted: Say so when Ctrl-C comes, because nobody else does.
-    """
+    """A bar on a terminal, lines elsewhere. `says_interrupted` tells of Ctrl-C, where nobody else does."""
 
     def __init__(
         self, console: Console | None = None, every_s: float = EVERY_S, *, says_interrupted: bool = True

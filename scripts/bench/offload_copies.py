@@ -38,7 +38,7 @@ from asynckv.edges.file_tier import FileTier
 from asynckv.errors import AsyncKVError
 from asynckv.geometry.kept import kept_tables, plan_copies
 from asynckv.geometry.overlap import part_bytes
-from asynckv.geometry.packed import packed, record_sizes
+from asynckv.geometry.packed import placed, record_form, record_sizes
 from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.keys import StoredGroup
 from asynckv.ports import CopyOp, CopyPlane, Record, RecordNews, RecordPlane, RecordsEnded, RecordsLost
@@ -145,9 +145,9 @@ class Rig:
         self.rng = np.random.default_rng(0)
         self.arrays = [_memory(memory.length) for memory in made.memories]
         device = with_addresses(made, [array.ctypes.data for array in self.arrays])
-        [self.record] = record_sizes(packed(device, 1 << 50))
+        [self.record] = record_sizes(record_form(device))
         self.pool = _memory(FACTOR * blocks * self.record.stride)
-        kept = packed(device, len(self.pool), base=self.pool.ctypes.data)
+        kept = placed(record_form(device), self.pool.ctypes.data, len(self.pool))
         began = time.perf_counter()
         [tables] = kept_tables(device, [kept], itertools.count(1))
         self.tables_s = time.perf_counter() - began

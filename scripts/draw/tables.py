@@ -1,4 +1,4 @@
-"""Tables within pages that are written by hand: the causes of `asynckv leaks`, and the findings of `asynckv doctor`."""
+"""Tables within pages that are written by hand: the causes of late blocks, and the findings of `asynckv doctor`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from scripts.draw.drawing import DOCS, between
 
 def files() -> dict[Path, str]:
     """Both pages, with their tables made anew."""
-    leaks, doctor = DOCS / "leaks.md", DOCS / "doctor.md"
+    why, doctor = DOCS / "why.md", DOCS / "doctor.md"
     return {
-        leaks: between(leaks.read_text(), "<!-- catalogue -->\n", causes(), "<!-- /catalogue -->"),
+        why: between(why.read_text(), "<!-- catalogue -->\n", causes(), "<!-- /catalogue -->"),
         doctor: between(doctor.read_text(), "<!-- findings -->\n", findings(), "<!-- /findings -->"),
     }
 
 
 def causes() -> str:
-    """Write the catalogue of `asynckv leaks`."""
+    """Write the catalogue of causes."""
     out = []
     for cause, entry in CATALOGUE.items():
         kind = " *(a class)*" if entry.is_class else ""

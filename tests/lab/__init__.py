@@ -3,7 +3,7 @@
 - *Simulated services*, in virtual time: `simulate` is the command, `simulation` the library. `world` has processes,
   time, and what becomes of packets and transfers; `script` draws from a seed what goes wrong; `service` has engines,
   hostile allocators and checks; `oracles` say what must hold. `tier_*` are the same for offload. `doors` is where bugs
-  are planted. `truth` and `leaks_truth` judge what `asynckv leaks` concludes.
+  are planted. `truth` and `leaks_truth` judge what `asynckv why` concludes.
 - *Real processes*: `arena` has them; `chaos`, `pressure`, `attack`, `soak`, `soak_offload` and `ucx_abort` hurt them.
 
 Each command says what it does with `--help`: `python -m tests.lab.chaos --help`.

@@ -1,4 +1,4 @@
-"""Is what `asynckv leaks` concludes from logs true? A judge: simulated services with faults, whose truth is known.
+"""Is what `asynckv why` concludes from logs true? A judge: simulated services with faults, whose truth is known.
 
     python -m tests.lab.leaks_truth --services 1000
 

@@ -26,7 +26,7 @@ EPILOG = """
 
   python -m tests.lab.simulate --first-seed 4711 --seeds 1 --faults loss,crash --events 500
 
-  python -m tests.lab.simulate --first-seed 4711 --seeds 1 --logs DIR; asynckv leaks DIR/seed-4711/*.jsonl
+  python -m tests.lab.simulate --first-seed 4711 --seeds 1 --logs DIR; asynckv why DIR/seed-4711/*.jsonl
 
   python -m tests.lab.simulate --offload --seeds 1000
 

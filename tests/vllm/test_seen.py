@@ -153,7 +153,7 @@ def test_each_worker_shows_its_metrics_and_writes_its_log(server: Server, tmp_pa
     assert {events[0] for events in said.values()} == {"engine_started"}
     assert {events[-1] for events in said.values()} == {"engine_stopped"}
     assert said["prefill-tp0.jsonl"].count("lease_ended") == said["decode-tp1.jsonl"].count("pull_ended") == 2
-    subprocess.run([sys.executable, "-m", "asynckv", "leaks", *map(str, logs)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "asynckv", "why", *map(str, logs)], check=True, timeout=60)
 
 
 def test_spans_are_below_what_asked_the_engine_for_them(server: Server) -> None:

@@ -1,15 +1,9 @@
 """What a layer of an engine keeps, as plain values, and its tensor cut into the parts that a layout declares.
 
-vLLM hands a connector one tensor per layer and says in a specification what is in it. `memory` reads those; here is
-what they come to, without a word of vLLM:
-
-- `Attention`: a tensor `[kernel block, head, entry, content]`, strided in any order. An entry covers some tokens (one,
-  as a rule), and holds keys and values side by side. It is one part, cut by heads where tensor parallelism cuts it.
-- `States`: pages `[block, 1, 1, byte]` that hold one array after the other (a convolution's state, a recurrent state),
-  each of which is cut in a way of its own: a convolution of Mamba-2 is x, B and C along its channels.
-- `Opaque`: pages, or whole kernel blocks, of which nobody said what is where in them. They move as they are, between
-  ranks of equal place in tensor parallelism of equal size. That is said by an axis named `rank`, so that readers with
-  another size are refused when the two meet, as for any other range that nobody holds.
+- `Attention`: a tensor `[kernel block, head, entry, content]`, strided in any order. It is one part, cut by heads.
+- `States`: pages `[block, 1, 1, byte]` that hold one array after the other, each cut in a way of its own.
+- `Opaque`: pages, or whole kernel blocks, of unknown structure. They move as they are, between ranks of equal place in
+  tensor parallelism of equal size: an axis named `rank` says so.
 
 Nothing is copied: every part is a view of the tensor that was given.
 """
@@ -29,14 +23,11 @@ if TYPE_CHECKING:
     from asynckv.edges.torch import Dtype, Tensor
 
 
-class UnknownStructure(Exception):
-    """A state is not what it is taken for, so that nobody knows what is where in it."""
+class UnknownStructure(Exception): ...
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank's place in its engine."""
-
     tp_rank: int = 0
     tp_size: int = 1
     pp_stage: int = 0
@@ -49,8 +40,6 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Entries `[lo, hi)` of the whole model's axis."""
-
     lo: int
     hi: int
     extent: int
@@ -58,64 +47,33 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """A layer that keeps something of every token.
-
-    Attributes:
-        content: What an entry holds; both sides must say the same.
-        heads: Which heads of the model this rank holds; None if every rank holds the same.
-        tokens_per_entry: Tokens that one entry covers; below 1, entries that one token has.
-        is_by_token: An entry lies by itself. Otherwise whatever computes with a kernel block has an order of its own
-            in it, and only whole kernel blocks move, between engines that agree on their size.
-    """
-
-    content: str
-    heads: Range | None
-    tokens_per_entry: Fraction = Fraction(1)
-    is_by_token: bool = True
+    content: str  # what an entry holds; both sides must say the same
+    heads: Range | None  # which heads of the model this rank holds; None if every rank holds the same
+    tokens_per_entry: Fraction = Fraction(1)  # tokens that one entry covers; below 1, entries that one token has
+    is_by_token: bool = True  # an entry lies by itself; otherwise only whole kernel blocks move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Array:
-    """An array in a page of states, or a slice of one along its channels.
-
-    Attributes:
-        name: Of the part.
-        dtype: Of its elements.
-        offset: Bytes from the start of the page to the array that it is, or is a slice of.
-        shape: Of that array, as it lies in memory.
-        dims: Names of its dims.
-        axis: The dim that is cut.
-        held: Which range of the model's axis this rank holds; None if every rank holds the same.
-        first, size: Which entries along `axis` of the array; all if `size` is 0.
-    """
-
     name: str
     dtype: Dtype
-    offset: int
-    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the page to the array that it is, or is a slice of
+    shape: tuple[int, ...]  # of that array, as it lies in memory
     dims: tuple[str, ...]
-    axis: str
-    held: Range | None
-    first: int = 0
+    axis: str  # the dim that is cut
+    held: Range | None  # which range of the model's axis this rank holds; None if every rank holds the same
+    first: int = 0  # which entries along `axis`; all if `size` is 0
     size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """A layer that keeps recurrent states."""
-
     arrays: tuple[Array, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opaque:
-    """A layer of which nobody said what is where in its blocks.
-
-    Attributes:
-        content: What it is; both sides must say the same.
-        num_bytes: Bytes of a page that hold something.
-        is_replicated: Every rank holds the same.
-    """
+    """A layer of unknown structure, of which `num_bytes` of a page hold something."""
 
     content: str
     num_bytes: int
@@ -123,17 +81,10 @@ class Opaque:
 
 
 def kv_heads(num_local: int, num_shares: int | None, place: Place) -> Range:
-    """Say which KV heads of the model a rank holds.
+    """Say which KV heads of the model a rank holds, that has `num_local` of `num_shares` different shares at most.
 
-    Every rank holds as many, in the order of ranks. With fewer shares than ranks neighbours hold the same one. That
-    cannot be seen on a rank, and what is known may be true of other layers: then all are taken for different ones.
-    Where they are not, the axis is as long as there are ranks, which is like no other engine's but one of as many
-    ranks, with the same heads on each.
-
-    Args:
-        num_local: KV heads that this rank holds in this layer.
-        num_shares: Different shares that the heads fall into, at most; None if that is not known.
-        place: The rank's place.
+    Every rank holds as many, in the order of ranks; with fewer shares than ranks neighbours hold the same one. If the
+    number of shares is not known, all are taken for different ones: that matches only engines of as many ranks.
     """
     size = place.tp_size
     shares = size if num_shares is None or size % num_shares else min(num_shares, size)
@@ -144,7 +95,6 @@ def kv_heads(num_local: int, num_shares: int | None, place: Place) -> Range:
 def parts(
     layer: str, kind: Attention | States | Opaque, tensor: Tensor, group: int, place: Place
 ) -> Iterator[TensorPart]:
-    """Cut a layer's tensor into the parts that are declared."""
     match kind:
         case Attention():
             yield _attention(layer, kind, tensor, group)
@@ -217,11 +167,7 @@ def _known_dtype(tensor: Tensor, name: str) -> tuple[Tensor, str]:
     return (tensor, name) if dtype in ITEMSIZE else (as_bytes(tensor), f"{name} {dtype}")
 
 
-# -- states whose inner structure is known --------------------------------------------------------------------
-
-
 def mamba1(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Dtype], *, is_dim_first: bool, place: Place) -> States:
-    """Describe Mamba-1: a convolution's state over channels, and a state per channel."""
     channels = _conv(shapes[0], is_dim_first)[0]
     _check("Mamba-1", channels == shapes[1][0], shapes)
     conv = _conv_slices(("conv_x", channels, place.share(channels)), conv=(shapes[0], dtypes[0]), first=is_dim_first)
@@ -239,9 +185,6 @@ def mamba2(
     """Describe Mamba-2: a convolution's state over x, B and C, and a state per head.
 
     Args:
-        shapes, dtypes: Of the convolution's state and of the heads', as this rank has them.
-        is_dim_first: Channels before columns.
-        place: The rank's place.
         num_groups: Groups of the model, which B and C are per; None if that is not known, and then every rank is taken
             to have its own. (A wrong guess meets no other number of ranks, as for `kv_heads`.)
     """
@@ -261,7 +204,6 @@ def mamba2(
 def delta_net(
     shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Dtype], *, is_dim_first: bool, place: Place
 ) -> States:
-    """Describe a gated delta net: a convolution's state over q, k and v, and a state per value head."""
     heads, value_dim, _ = shapes[1]
     channels, v = _conv(shapes[0], is_dim_first)[0], heads * value_dim
     _check("a gated delta net", channels > v and (channels - v) % 2 == 0, shapes)
@@ -272,7 +214,6 @@ def delta_net(
 
 
 def _conv(shape: tuple[int, ...], is_dim_first: bool) -> tuple[int, int]:
-    """Channels and columns of a convolution's state."""
     _check("a convolution", len(shape) == 2, [shape])
     return (shape[0], shape[1]) if is_dim_first else (shape[1], shape[0])
 

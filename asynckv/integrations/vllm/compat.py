@@ -1,10 +1,8 @@
 """All that the connector knows of vLLM by name and that is private, or moves from one of its versions to the next.
 
-vLLM's connector interface changes without notice. So each name is looked up here, once, when it is first imported from
-this module. What the connector can do without has a stand-in (`STAND_INS`): then a version of vLLM that lacks the name
-starts with a warning (`options.remarks`) and goes on. The same holds for fields of vLLM's objects, which are read by
-the functions below. A guess that could move wrong bytes is never made: a field that tells prompts apart, or says where
-or what bytes are, is refused by name if it is missing, and so is a kind of cache that is not known (`is_known`).
+Each name is looked up here, once. What the connector can do without has a stand-in (`STAND_INS`), and a warning
+(`options.remarks`). A guess that could move wrong bytes is never made: a missing field that tells prompts apart, or
+says where or what bytes are, is refused by name, and so is an unknown kind of cache (`is_known`).
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from typing import Any
 from asynckv.errors import ConfigError
 
 _KV = "vllm.distributed.kv_transfer.kv_connector"
-
 SPECS = "FullAttentionSpec MambaSpec MLAAttentionSpec SlidingWindowSpec"
 RARE_SPECS = (
     "ChunkedLocalAttentionSpec CircularBufferSpec EncoderOnlyAttentionSpec HiddenStateCacheSpec RSWASpec "
@@ -52,8 +49,7 @@ NAMES: Mapping[str, str] = {
 """What is taken from which module of vLLM; the last four are for offloading alone."""
 
 
-class Absent:
-    """In the place of a class that this version of vLLM lacks: nothing is one."""
+class Absent: ...
 
 
 STAND_INS: Mapping[str, Any] = {
@@ -86,26 +82,17 @@ def __getattr__(name: str) -> Any:
 
 
 def lacking() -> list[str]:
-    """Return the names that have a stand-in here."""
     return [name for name, other in STAND_INS.items() if __getattr__(name) is other]
 
 
 def version() -> str:
-    """Return vLLM's version."""
     import vllm
 
     return str(getattr(vllm, "__version__", "of an unknown version"))
 
 
-# -- fields of vLLM's objects ----------------------------------------------------------------------
-
-
 def needed(of: str, given: Any, names: Sequence[str], what: str) -> list[Any]:
-    """Return fields for which there is no stand-in.
-
-    Raises:
-        ConfigError: One is missing.
-    """
+    """Return fields for which there is no stand-in, or raise `ConfigError`."""
     if absent := [name for name in names if not hasattr(given, name)]:
         raise ConfigError(
             f"{of} of vLLM {version()} have no {' and no '.join(absent)}, so that nothing shows {what}; use a version "
@@ -121,7 +108,6 @@ def transfer_group_ids(config: Any) -> tuple[int, ...]:
 
 
 def transfer_groups(config: Any) -> list[Any]:
-    """Return the same groups themselves."""
     return [config.kv_cache_groups[index] for index in transfer_group_ids(config)]
 
 
@@ -136,7 +122,6 @@ def is_known(spec: Any) -> bool:
 
 
 def layer_specs(group: Any) -> Mapping[str, Any]:
-    """Return the specification of every layer of a cache group."""
     spec = group.kv_cache_spec
     if (each := getattr(spec, "kv_cache_specs", None)) is not None:
         return {layer: each[layer] for layer in group.layer_names}
@@ -144,7 +129,6 @@ def layer_specs(group: Any) -> Mapping[str, Any]:
 
 
 def quantisation(spec: Any) -> str:
-    """Name how a layer's cache is quantised; empty if it is not."""
     (mode,) = needed("caches", spec, ("kv_quant_mode",), "how their bytes are quantised")
     return "" if mode.name == "NONE" else str(mode.name).lower()
 
@@ -152,10 +136,8 @@ def quantisation(spec: Any) -> str:
 def is_by_token(layer: Any, spec: Any) -> bool:
     """Say whether an attention layer keeps an entry of every token by itself, in the order of tokens.
 
-    Kernels do if they take tokens outside of heads, or any order of both: then they find a token by its stride alone.
-    Kernels that want the tokens of a head together may have an order of their own in there, as those for CPUs do. So
-    may sparse attention, which keeps the scales of a block behind all of its entries, and whatever is no common layer
-    of attention, such as the index of a sparse one.
+    Kernels do if they take tokens outside of heads, or any order of both. Kernels that want the tokens of a head
+    together may have an order of their own, and so may sparse attention and whatever is no common layer of attention.
     """
     backend = layer.get_attn_backend()
     is_common = isinstance(layer, (__getattr__("Attention"), __getattr__("MLAAttention")))

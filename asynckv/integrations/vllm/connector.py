@@ -50,8 +50,6 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._worker = WorkerHalf(options, vllm_config, kv_cache_config)
 
-    # -- what vLLM asks of the class ----------------------------------------------------------------
-
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
         return True  # every load brings the recurrent state after its last token
@@ -66,10 +64,6 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
         return None if vllm_config.model_config is None or vllm_config.model_config.use_mla else "LBHNC"
 
     @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return False  # nothing is done layer by layer
-
-    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> AsyncKVStats:
         return AsyncKVStats(data)
 
@@ -78,8 +72,6 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> AsyncKVPromMetrics:
         return AsyncKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    # -- the scheduler's half -----------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
         self._scheduler.set_workers(metadata)
@@ -121,11 +113,6 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.has_orders
-
-    def get_finished_count(self) -> int | None:
-        return None  # every worker reports
-
-    # -- the workers' half --------------------------------------------------------------------------
 
     def get_mem_pool_context(self) -> contextlib.AbstractContextManager[Any] | None:
         allocation: contextlib.AbstractContextManager[Any] | None = self._worker.allocation()

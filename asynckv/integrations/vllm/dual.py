@@ -1,9 +1,7 @@
 """A connector that is both: each request goes to `AsyncKVConnector` or to vLLM's own `NixlConnector`, by its params.
 
-An engine with it reads from prefill engines of either connector, so that a fleet can move from the one to the other
-engine by engine (`docs/vllm.md`). It is vLLM's `MultiConnector`, but for two things. Each of the two gets the
-handshake that its own workers wrote. And a request is known to one of them only, from its arrival to its end, so that
-the other neither announces it nor answers for it.
+An engine with it reads from prefill engines of either connector (`docs/vllm.md`). It is vLLM's `MultiConnector`, but
+each of the two gets the handshake that its own workers wrote, and a request is known to one of them only.
 """
 
 from __future__ import annotations
@@ -24,12 +22,9 @@ from asynckv.integrations.vllm.connector import AsyncKVConnector
 from asynckv.integrations.vllm.options import WHERE
 from asynckv.integrations.vllm.scheduler import PARAMS
 
-SECTIONS = ("asynckv", "nixl")
-"""Whose options these are, and the sequence of the two connectors."""
-
+SECTIONS = ("asynckv", "nixl")  # whose options these are, and the sequence of the two connectors
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=65535)]
-
 logger = logging.getLogger("vllm.asynckv")
 
 
@@ -51,8 +46,6 @@ class NixlParams(msgspec.Struct):
 
 @dataclasses.dataclass
 class BothHandshakes(KVConnectorHandshakeMetadata):
-    """What a worker's two connectors say of themselves."""
-
     parts: tuple[KVConnectorHandshakeMetadata | None, ...]
 
 
@@ -70,8 +63,6 @@ class DualConnector(MultiConnector):
         self._lender = SECTIONS.index(given.kv_connector_extra_config.get("lend_as", "asynckv"))
         self._nixl = self._connectors[1].connector_scheduler  # None in a worker
 
-    # -- what vLLM asks of the class, before there is a connector -----------------------------------
-
     @classmethod
     def _get_connector_classes_and_configs(cls, vllm_config: Any) -> Any:
         config = copy.copy(vllm_config)
@@ -81,8 +72,6 @@ class DualConnector(MultiConnector):
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         return bool(super().supports_sleep_mode(expanded(kv_transfer_config)))
-
-    # -- one of the two for each request ------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
         self._requests_to_connector[request.request_id] = self._choose(request)
@@ -140,8 +129,6 @@ class DualConnector(MultiConnector):
         self._requests_to_connector.pop(request.request_id, None)
         return finished
 
-    # -- a handshake of each ------------------------------------------------------------------------
-
     def get_handshake_metadata(self) -> BothHandshakes:
         return BothHandshakes(tuple(each.get_handshake_metadata() for each in self._connectors))
 
@@ -152,11 +139,7 @@ class DualConnector(MultiConnector):
 
 
 def expanded(given: KVTransferConfig) -> KVTransferConfig:
-    """Write our configuration as that of a `MultiConnector`.
-
-    Raises:
-        ConfigError: Naming the option, and what to write instead.
-    """
+    """Write our configuration as that of a `MultiConnector`; a `ConfigError` says what to write instead."""
     extra = given.kv_connector_extra_config
     if given.kv_connector == MultiConnector.__name__:
         return given  # it has been written so already

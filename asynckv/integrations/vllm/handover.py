@@ -12,12 +12,7 @@ from asynckv.integrations.vllm.compat import KVConnectorHandshakeMetadata, KVCon
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
-    """All that a step asks of every worker.
-
-    Attributes:
-        orders: To be carried out in this order.
-        failing: Loads that fail at once, because the one that they waited for has failed.
-    """
+    """All that a step asks of every worker; `failing` are loads that fail because the one that they waited for has."""
 
     orders: Sequence[Order] = field(default_factory=tuple)
     failing: Sequence[str] = ()
@@ -25,12 +20,7 @@ class StepOrders(KVConnectorMetadata):
 
 @dataclass
 class WorkerAddress(KVConnectorHandshakeMetadata):
-    """How the scheduler's half describes a worker to readers (`PrefillRanks`).
-
-    Attributes:
-        endpoint: `Engine.endpoint`, as plain data.
-        memory_epoch: `Engine.memory_epoch`.
-    """
+    """How the scheduler's half describes a worker to readers (`PrefillRanks`)."""
 
     endpoint: dict[str, Any]
     memory_epoch: int

@@ -1,14 +1,8 @@
 """vLLM's KV caches, declared: from its configuration and the tensors that it registers to a `Registration`.
 
-vLLM allocates one storage and lays every layer's blocks in it as a strided view, groups over groups: which bytes a
-block has, tensors and strides say. What the bytes *are* is in the specification of each layer's group, and, for what
-that leaves out (the model's KV heads and Mamba groups, the order that an attention kernel keeps inside its blocks), in
-the model's configuration and the layer objects. Nothing is guessed: where it cannot be known, a layer is declared as
-opaque, which ranks of an equal tensor-parallel size can still exchange; and what cannot be moved is refused here, at
-start.
-
-`num_blocks` is the configuration's. How many kernel blocks a block has is seen by how many entries a kernel block of
-the tensor has, never by how many there are.
+vLLM lays every layer's blocks in one storage as a strided view: tensors and strides say which bytes a block has. What
+the bytes *are* is in the specification of each layer's group, in the model's configuration and in the layer objects.
+Nothing is guessed: a layer of unknown structure is declared as opaque, and what cannot be moved is refused at start.
 """
 
 from __future__ import annotations
@@ -45,34 +39,22 @@ if TYPE_CHECKING:
     from asynckv.edges.torch import Tensor
 
 log = logging.getLogger("vllm.asynckv")
-
-NULL_BLOCK = 0
-"""The block that vLLM's lists name where there is none."""
+NULL_BLOCK = 0  # the block that vLLM's lists name where there is none
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What specifications leave out, from the model's configuration and its layers. What is not there is not known.
-
-    Attributes:
-        name: By which both engines know the model; empty to not compare.
-        num_kv_heads: KV heads of the usual layer of the whole model.
-        num_mamba_groups: Groups of Mamba-2's B and C in the whole model.
-        is_conv_dim_first: Convolution states have channels before columns; None if that is not known.
-        cache_dtype: `--kv-cache-dtype`.
-        layers: Layer objects by name.
-    """
+    """What specifications leave out, from the model's configuration and its layers. What is not there is not known."""
 
     name: str = ""
-    num_kv_heads: int | None = None
-    num_mamba_groups: int | None = None
-    is_conv_dim_first: bool | None = False
-    cache_dtype: str = "auto"
+    num_kv_heads: int | None = None  # KV heads of the usual layer of the whole model
+    num_mamba_groups: int | None = None  # groups of Mamba-2's B and C in the whole model
+    is_conv_dim_first: bool | None = False  # convolution states have channels before columns; None if that is not known
+    cache_dtype: str = "auto"  # `--kv-cache-dtype`
     layers: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, vllm_config: Any) -> ModelFacts:
-        """Look them up."""
         model, heads = vllm_config.model_config, None
         with contextlib.suppress(AttributeError, TypeError, ValueError):
             heads = int(model.get_total_num_kv_heads())
@@ -99,10 +81,7 @@ class ModelFacts:
         return f"{name} {isa}" if isinstance(isa, str) else name
 
     def mamba_groups(self, layer: str, place: Place) -> int | None:
-        """Groups of a layer's B and C in the whole model; None if that is not known.
-
-        A layer of Mamba-2 may count the replicas that it makes of a single group: its norm does not.
-        """
+        """Groups of a layer's B and C in the whole model; a layer may count replicas, its norm does not."""
         found = self.layers.get(layer)
         own = getattr(getattr(found, "norm", None), "n_groups", None)
         if type(own) is not int:
@@ -129,11 +108,7 @@ def place_of(vllm_config: Any) -> Place:
 
 
 def check_supported(vllm_config: Any, config: Any) -> None:
-    """Refuse, before anything is loaded, what could not be moved.
-
-    Raises:
-        ConfigError: Naming the option to change.
-    """
+    """Refuse, before anything is loaded, what could not be moved; a `ConfigError` names the option to change."""
     parallel = vllm_config.parallel_config
     for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, option, 1)) > 1:
@@ -170,17 +145,7 @@ def _check_spec(layer: str, spec: Any) -> None:
 
 
 def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: ModelFacts) -> Registration:
-    """Declare a worker's KV caches.
-
-    Args:
-        config: The configuration; groups that are not for transfers are left out, and the others counted anew.
-        tensors: What vLLM registers: a tensor per layer, among them names of layers that use another one's.
-        place: The worker's place.
-        facts: Of the model.
-
-    Raises:
-        ConfigError: Naming the layer, the numbers and the option to change. (`LayoutError` is one.)
-    """
+    """Declare a worker's KV caches; groups that are not for transfers are left out."""
     groups: list[Group] = []
     made: list[TensorPart] = []
     owners: dict[tuple[object, ...], str] = {}
@@ -261,7 +226,6 @@ def _tensor_of(layer: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def describe(layer: str, spec: Any, place: Place, facts: ModelFacts) -> Attention | States | Opaque:
-    """Say what is in a layer's tensor."""
     return (
         _states(layer, spec, place, facts)
         if isinstance(spec, compat.MambaSpec)
@@ -325,7 +289,6 @@ def _states(layer: str, spec: Any, place: Place, facts: ModelFacts) -> States | 
 
 
 def _ratio(layer: str, spec: Any, kind: Attention | States | Opaque, tensor: Tensor) -> int:
-    """Kernel blocks per block."""
     if isinstance(kind, States) or isinstance(spec, compat.MambaSpec | compat.CircularBufferSpec):
         return 1
     entries = spec.num_states
@@ -356,12 +319,10 @@ def _aliases(
 
 
 class Tails:
-    """Clears what a pull did not fill in its last blocks.
+    """Clears what a pull did not fill in its last blocks, in models that rely on new blocks being zeroed.
 
-    A model with recurrent layers, or with caches of several precisions in one storage, relies on new blocks being
-    zeroed: vLLM zeroes those that it allocates, but not those that a connector loads, lest the two race. What of these
-    no token of the request fills would keep what an earlier owner wrote, of another layer's kind, and a kernel that
-    multiplies it by zero would get a NaN.
+    vLLM does not zero blocks that a connector loads. What no token fills would keep an earlier owner's bytes, and a
+    kernel that multiplies them by zero would get a NaN.
 
     Args:
         tensors: By group, the tensors of its layers as `[block, kernel block, head, entry, content]`, and the tokens

@@ -1,13 +1,12 @@
 """What `kv_connector_extra_config` may say: the sections of `EngineConfig` by their own names, and little else.
 
 Both halves read it in their constructors, so that a mistake shows before a model is loaded. What is not understood is
-refused: an option that is quietly ignored is found out in production. Whoever comes from `NixlConnector` is told what
-its options are called here.
+refused, and whoever comes from `NixlConnector` is told what its options are called here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
@@ -25,11 +24,8 @@ from asynckv.config import (
 )
 from asynckv.errors import ConfigError
 
-TESTED_VERSIONS = ("0.33.0", "0.32.0")
-"""The versions of vLLM that this was tested with. Its connector interface changes without notice."""
-
+TESTED_VERSIONS = ("0.33.0", "0.32.0")  # its connector interface changes without notice
 WHERE = "kv_connector_extra_config"
-
 LOOPBACK = "tcp://127.0.0.1:0"
 
 
@@ -143,20 +139,15 @@ class Options:
 
     @classmethod
     def parse(cls, given: object) -> Options:
-        """Read what a user wrote.
-
-        Raises:
-            ConfigError: Naming the option, and what to write instead.
-        """
         values = dict(_mapping(WHERE, given))
         for name in values:
             if (remedy := OF_NIXL_CONNECTOR.get(name)) is not None:
                 raise ConfigError(f"{WHERE}.{name} is an option of NixlConnector; {remedy}")
-        _refuse_unknown(WHERE, values, cls)
+        refuse_unknown(WHERE, values, [f.name for f in fields(cls)])
         for name, kind in SECTIONS.items():
             if values.get(name) is not None:
                 section = dict(_mapping(f"{WHERE}.{name}", values[name]))
-                _refuse_unknown(f"{WHERE}.{name}", section, kind)
+                refuse_unknown(f"{WHERE}.{name}", section, [f.name for f in fields(kind)])
                 values[name] = _made(f"{WHERE}.{name}", kind, {**DEFAULTS.get(name, {}), **section})
             elif name in values and name not in ("keys", "metrics"):
                 raise ConfigError(f"{WHERE}.{name} is None; give an object, or leave it out")
@@ -167,12 +158,7 @@ class Options:
         """What a worker's engine is configured with.
 
         Args:
-            engine_id: vLLM's.
-            number: The worker's, among those that got the same options. All may be on one host, so a port that is
-                given is the first worker's, and the others have those that follow.
-
-        Raises:
-            ConfigError: There is no such port.
+            number: The worker's, among those that got the same options: it listens so many ports after the first one's.
         """
         values = {name: getattr(self, name) for name in _ENGINE}
         for name in ("bind", "advertise") if number else ():
@@ -180,11 +166,7 @@ class Options:
         return EngineConfig(engine_id=engine_id, **values)
 
     def check_addresses(self) -> None:
-        """Refuse before a model is loaded what could not listen after it; reads the files of keys.
-
-        Raises:
-            ConfigError: Naming the address or the file, and the remedy.
-        """
+        """Refuse before a model is loaded what could not listen after it; reads the files of keys."""
         from asynckv.edges.zmq import ZmqPlane
 
         try:
@@ -214,7 +196,6 @@ def remarks(options: Options, version: str, environment: Mapping[str, str], miss
 
 
 def _port_of(name: str, address: str, number: int) -> str:
-    """The address of a worker, from the first one's."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or int(port) == 0:
         return address
@@ -229,11 +210,10 @@ def _mapping(where: str, given: object) -> Mapping[str, Any]:
     raise ConfigError(f"{where} is {shown(given)}; it must be an object of names and values")
 
 
-def _refuse_unknown(where: str, given: Mapping[str, Any], kind: type[Any]) -> None:
-    known = [f.name for f in fields(kind)]
+def refuse_unknown(where: str, given: Iterable[str], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
-            near = get_close_matches(name, known, 1)
+            near = get_close_matches(str(name), known, 1)
             hint = f"did you mean {near[0]!r}? It" if near else "it"
             raise ConfigError(f"{where} has no option {shown(name)}; {hint} takes {', '.join(known)}")
 

@@ -2,28 +2,21 @@
 
 A request asks for transfers in its `kv_transfer_params`, which come from a client by way of a router:
 
-- `{"do_remote_decode": true}`: another engine will go on with this one, so lend its blocks when it ends. What comes out
-  is to be given to that engine: `{"do_remote_prefill": true, "do_remote_decode": false, "asynckv": {...}}`.
+- `{"do_remote_decode": true}`: lend its blocks when it ends, and give out what another engine needs:
+  `{"do_remote_prefill": true, "do_remote_decode": false, "asynckv": {...}}`.
 - `{"do_remote_prefill": true, "asynckv": {...}}`: another engine has computed KV of this one, so read it.
 
-Both at once mean both: a turn of a conversation that begins where the other engine stopped, or goes on elsewhere
-afterwards. Whether vLLM calls this engine a producer or a consumer makes no difference.
+Both at once mean both. What a client sends is looked at once, and never raises: with bad params the prompt is computed
+here, and one warning says why.
 
-What a client sends is looked at once, when the request comes, and never raises: with params that are none the prompt is
-computed here, like any other, and one warning says why.
+**One token less.** A prompt's reader computes its last token again, to sample from it. A recurrent state cannot be
+taken one token back, and a sliding window may have lost the first token that the last one looks at. Models with either
+stop one token before the end (`Shape.back_off`).
 
-**One token less.** Whoever reads a prompt's KV computes its last token again, to sample from it. A recurrent state
-cannot be taken one token back, and the blocks that a sliding window leaves behind may hold the first token that this
-last one looks at. So models with either stop one token before the end: the prefill engine computes that many, and the
-decode engine reads that many (`Shape.back_off`).
+**The same prompt.** The params carry a chain of hashes over the tokens whose KV is lent, and over whatever else their
+KV depends on. The reading engine reads only the tokens on which its own chain agrees. Claims compare the chain as well.
 
-**The same prompt.** A block does not say which prompt its KV is of. So the params carry a chain of hashes over the
-tokens whose KV is lent, and over whatever else their KV depends on. The reading engine makes a chain of its own prompt,
-and reads only the tokens on which both agree. Claims compare the chain as well, so a client cannot exchange it.
-
-Nothing waits for a later step. An order that is given while a request is queued, allocated or ended goes out with the
-next step, and vLLM makes one: the request is in its queues, or among those that finished and were not told the workers
-(`finished_req_ids`). `has_orders` says so as well. After it the engine may sleep for ever.
+An order that is given while a request is queued, allocated or ended goes out with the next step, and vLLM makes one.
 """
 
 from __future__ import annotations
@@ -52,18 +45,12 @@ from asynckv.scheduler import PrefillRanks
 if TYPE_CHECKING:
     from asynckv.integrations.vllm.handover import WorkerAddress
 
-PARAMS = "asynckv"
-"""Where in `kv_transfer_params` ours are: vLLM and routers put other things beside them."""
-
+PARAMS = "asynckv"  # where in `kv_transfer_params` ours are: vLLM and routers put other things beside them
 NOT_FOR_NIXL = {"remote_engine_id": "asynckv", "remote_host": "asynckv.invalid", "remote_port": None}
 """What `NixlConnector` looks for. It waits for ever where one is missing, and fails at once to connect to nowhere."""
 
-HASH_TOKENS, MAX_CHAIN = 256, 256
-"""Tokens per hash, doubled as often as it takes to have no more hashes than this: 9 kB of params at most."""
-
-RECLAIM_S = 1.0
-"""Between two orders to make room."""
-
+HASH_TOKENS, MAX_CHAIN = 256, 256  # doubled as often as it takes: 9 kB of params at most
+RECLAIM_S = 1.0  # between two orders to make room
 CAUSES = {
     "no_params": "do_remote_prefill is true, but there is no 'asynckv' beside it: the other engine has another "
     "connector, or the router does not pass on what it gave out",
@@ -84,11 +71,8 @@ CAUSES = {
 """Why a prompt, or its end, is computed where its KV was to be transferred. Each is logged once, and counted always."""
 
 FAILED = PullError("a worker could not load it, and says why in its log")
-
 FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
-
-logger = logging.getLogger("vllm.asynckv")
-"""vLLM shows what is logged below its own name."""
+logger = logging.getLogger("vllm.asynckv")  # vLLM shows what is logged below its own name
 
 
 class SchedulerHalf:
@@ -99,23 +83,17 @@ class SchedulerHalf:
         self.engine_id: str = vllm_config.kv_transfer_config.engine_id
         self.shape = Shape.of(vllm_config, kv_cache_config)
         self.pulls = DecodeLedger(num_ranks=1)  # vLLM's workers agree among themselves before they report
-        self.loans: PrefillLedger | None = None
-        """None until the workers' addresses are known."""
-        self._end: dict[str, int] = {}
-        """Tokens from the start of a queued request's prompt that are to be read."""
+        self.loans: PrefillLedger | None = None  # None until the workers' addresses are known
+        self._end: dict[str, int] = {}  # tokens from the start of a queued request's prompt that are to be read
         self._failing: list[str] = []
-        self._erred: set[str] = set()
-        """Requests that ended with an error while they were loaded: it is a failed load's, or `loaded` does not say so.
-        """
-        self._first: dict[str, int] = {}
-        """The first token that the local prefix cache lacks, as was asked last of a queued request."""
+        self._erred: set[str] = set()  # requests that ended with an error while they were loaded
+        self._first: dict[str, int] = {}  # the first token that the local prefix cache lacks
         from asynckv.integrations.vllm.stats import Tally
 
         self.tally = Tally()
         self._told: set[str] = set()
         self._pool: Any = None
-        self._queued: dict[str, tuple[Any, float]] = {}
-        """Requests that never had blocks, and since when; the oldest first."""
+        self._queued: dict[str, tuple[Any, float]] = {}  # without blocks, and since when; the oldest first
         self._reclaimed_at = -math.inf
         self._reclaims: list[Order] = []
 
@@ -147,13 +125,11 @@ class SchedulerHalf:
         self.loans.ranks = ranks
 
     def bind(self, pool: Any) -> None:
-        """Take the pool of blocks, which says how many are free (`bind_gpu_block_pool`)."""
         self._pool = pool
 
     # -- a request comes, and gets blocks -----------------------------------------------------------
 
     def add(self, request: Any) -> None:
-        """A request was queued (`on_new_request`)."""
         self._queued[request.request_id] = request, monotonic()
         given = request.kv_transfer_params
         if given is None:
@@ -204,10 +180,7 @@ class SchedulerHalf:
         return False
 
     def _readable(self, request: Any, params: KVTransferParams) -> tuple[str, int]:
-        """Count the tokens of this prompt whose KV was lent and is of use, and say why not all of them are.
-
-        What is read is covered by a hash that was compared.
-        """
+        """Count the tokens of this prompt whose KV was lent and is of use, and say why not all of them are."""
         if getattr(request, "skip_reading_prefix_cache", False):
             return "prompt_logprobs", 0  # vLLM computes every token, and reads nothing
         most, every = min(params.num_tokens, request.num_tokens), params.hash_tokens
@@ -246,10 +219,7 @@ class SchedulerHalf:
         request.max_tokens = 1
 
     def match(self, request: Any, num_cached: int) -> tuple[int | None, bool]:
-        """How many tokens beyond the local prefix cache's can be read (`get_num_new_matched_tokens`).
-
-        None asks to be asked again: a request with the same params is being read, and will be in the prefix cache.
-        """
+        """How many tokens beyond the local prefix cache's can be read; None to be asked again."""
         fetch = self.pulls.get(request.request_id)
         if fetch is None:
             return 0, False
@@ -296,7 +266,6 @@ class SchedulerHalf:
 
     @property
     def has_orders(self) -> bool:
-        """Something waits for the next step."""
         return bool(
             self._reclaims
             or self._failing
@@ -306,7 +275,6 @@ class SchedulerHalf:
         )
 
     def take_orders(self) -> Sequence[Order]:
-        """What the next step asks of the workers."""
         while self._erred:
             self.pulls.cancel(self._erred.pop())
         if self._queued:
@@ -374,7 +342,6 @@ class SchedulerHalf:
         }
 
     def _lists(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[Blocks, int]:
-        """The blocks of a request, and how many tokens are in them."""
         num_tokens = num_received(request)
         if self.shape.has_states:
             # The state has to be the one after this very token.
@@ -411,7 +378,6 @@ def hash_tokens_of(num_tokens: int) -> int:
 
 
 def chain_of(request: Any, num_tokens: int, every: int) -> list[str]:
-    """Hash the first tokens of a request, with all that their KV depends on."""
     return token_hashes(request.all_token_ids[:num_tokens], every, also=_also(request, num_tokens, every))
 
 

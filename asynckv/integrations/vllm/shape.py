@@ -1,9 +1,7 @@
 """A model's cache groups as the scheduler sees them, and vLLM's lists of blocks in asynckv's terms.
 
-vLLM lists a request's blocks per cache group from its first token on, with block 0 where there is none: before a
-sliding window, or where a state was not kept. asynckv takes per group `(first_token, block ids)`, with None for no
-block, and of the states only the one after the last token. Only groups that vLLM transfers are listed, in its order;
-the workers declare the same.
+vLLM lists a request's blocks per cache group from its first token on, with block 0 where there is none. asynckv takes
+per group `(first_token, block ids)`, with None for no block, and of the states only the one after the last token.
 """
 
 from __future__ import annotations
@@ -16,45 +14,27 @@ from asynckv.geometry.layout import ONE_PER_REQUEST
 from asynckv.integrations.vllm import compat
 
 NULL_BLOCK = 0
-
-Blocks = list[tuple[int, list[int | None]]]
-"""Per group its first token, and ids from the block on that holds it."""
+Blocks = list[tuple[int, list[int | None]]]  # per group its first token, and ids from the block on that holds it
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One group of layers that share block ids.
-
-    Attributes:
-        index: Its place among all of vLLM's groups.
-        block_size: Tokens per block; of states, tokens between those that are kept.
-        is_state: Blocks hold recurrent states.
-        is_window: Tokens are forgotten once they are far enough behind.
-    """
-
-    index: int
-    block_size: int
+    index: int  # its place among all of vLLM's groups
+    block_size: int  # tokens per block; of states, tokens between those that are kept
     is_state: bool = False
-    is_window: bool = False
+    is_window: bool = False  # tokens are forgotten once they are far enough behind
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """All groups that are transferred.
-
-    Attributes:
-        groups: In vLLM's order.
-        back_off: Tokens at the end of a prompt that are left to whoever reads it.
-        has_drafts: Tokens are guessed, and states kept of all guesses; which one holds is known to the workers alone.
-    """
+    """All groups that are transferred, in vLLM's order."""
 
     groups: tuple[CacheGroup, ...]
-    back_off: int
-    has_drafts: bool = False
+    back_off: int  # tokens at the end of a prompt that are left to whoever reads it
+    has_drafts: bool = False  # states are kept of all guesses; which one holds is known to the workers alone
 
     @property
     def has_states(self) -> bool:
-        """Some layers are recurrent."""
         return any(group.is_state for group in self.groups)
 
     @property
@@ -64,7 +44,6 @@ class Shape:
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Shape:
-        """Read it from vLLM's configuration."""
         groups = []
         for index in compat.transfer_group_ids(kv_cache_config):
             spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
@@ -84,14 +63,13 @@ class Shape:
         return cls(tuple(groups), back_off, vllm_config.speculative_config is not None)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Count the blocks that so many tokens take, of all groups."""
         return sum(1 if group.is_state else -(-num_tokens // group.block_size) for group in self.groups)
 
     def missing(self, blocks: Any, first_token: int, num_tokens: int) -> Blocks:
-        """Blocks of a request (vLLM's `KVCacheBlocks`) that are to be filled with tokens up to `num_tokens`.
+        """Blocks of a request (vLLM's `KVCacheBlocks`) to be filled with tokens from `first_token` to `num_tokens`.
 
-        The local prefix cache has what comes before `first_token`, of full attention. Where layers forget it may have
-        less: of a window that begins before `first_token`, blocks that nothing is cached of are read as well.
+        Where layers forget, the local prefix cache may have less: blocks of a window that nothing is cached of are read
+        too.
         """
         lists, ids = [], blocks.get_block_ids()
         for group in self.groups:

@@ -1,8 +1,8 @@
 """Statistics in vLLM's own form: for its log, and for its Prometheus endpoint.
 
-A worker tallies what it hears of (`Tally`), and so does the scheduler's half. Each gives it away in differences, as
-plain JSON. vLLM adds up those of all workers and sends them to the process that logs and answers `/metrics`, where
-there is no engine and no worker: `AsyncKVStats` and `AsyncKVPromMetrics` are made there from the data alone.
+A worker and the scheduler's half tally what they hear of (`Tally`), and give it away in differences, as plain JSON.
+vLLM adds them up and sends them to the process that logs and answers `/metrics`: `AsyncKVStats` and
+`AsyncKVPromMetrics` are made there from the data alone.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from asynckv.integrations.vllm.compat import KVConnectorPromMetrics, KVConnector
 from asynckv.results import PullResult
 
 EVERY_S = 1.0
-MAX_SAMPLES = 4096
-"""Durations of one interval and worker at most: vLLM sends them between processes."""
+MAX_SAMPLES = 4096  # durations of one interval and worker at most: vLLM sends them between processes
 
 
 class AsyncKVStats(KVConnectorStats):
@@ -35,7 +34,6 @@ class AsyncKVStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
         self.data = {
             "duration_s": [],
             "bytes": [],
@@ -46,7 +44,6 @@ class AsyncKVStats(KVConnectorStats):
         }
 
     def aggregate(self, other: Any) -> AsyncKVStats:
-        """Add what happened on another worker, or in another interval."""
         for name, value in other.data.items():
             if isinstance(value, dict):
                 mine = self.data.setdefault(name, {})
@@ -57,7 +54,6 @@ class AsyncKVStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Put it into the few numbers that fit a line of the log."""
         durations, num_bytes = sorted(self.data["duration_s"]), sum(self.data["bytes"])
         leases = self.data["leases"]
         out: dict[str, int | float] = {"Num pulls": len(durations)}
@@ -76,17 +72,10 @@ class AsyncKVStats(KVConnectorStats):
         return out
 
     def is_empty(self) -> bool:
-        """Nothing happened."""
         return not any(self.data.values())
 
 
 class Tally:
-    """What a worker has heard of since it was last asked.
-
-    Args:
-        clock: Seconds that only move forward.
-    """
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._stats = AsyncKVStats()
@@ -94,7 +83,6 @@ class Tally:
         self._taken_at = clock()
 
     def received(self, result: PullResult) -> None:
-        """Count a pull that ended well."""
         data = self._stats.data
         if len(data["bytes"]) >= MAX_SAMPLES:
             return
@@ -104,11 +92,9 @@ class Tally:
         data["descriptors"].append(result.descriptors_posted)
 
     def failed(self, error: Exception) -> None:
-        """Count a pull that failed, by its cause."""
         self._count("failed", str(getattr(error, "reason", "") or "") or type(error).__name__)
 
     def lease(self, cause: str) -> None:
-        """Count a lent request that has ended, by how."""
         self._count("leases", cause)
 
     def computed_locally(self, cause: str) -> None:
@@ -121,11 +107,7 @@ class Tally:
         counts[cause] = counts.get(cause, 0) + 1
 
     def take(self, at_once: bool = False) -> AsyncKVStats | None:
-        """Give away what was counted; None if there is nothing, or it was asked less than a second ago.
-
-        Args:
-            at_once: However long ago that was: nobody may ask again for long.
-        """
+        """Give away what was counted; None if there is nothing, or it was given away less than a second ago."""
         if self._is_empty or ((now := self._clock()) - self._taken_at < EVERY_S and not at_once):
             return None
         stats, self._stats = self._stats, AsyncKVStats()
@@ -133,13 +115,10 @@ class Tally:
         return stats
 
 
-_PHASES = frozenset({"handshake", "queue", "plan", "read", "confirm"})
-"""Of a pull, one after the other: from when it was asked for to its proof."""
+_PHASES = frozenset({"handshake", "queue", "plan", "read", "confirm"})  # of a pull, one after the other
 
 
 class AsyncKVPromMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics of one connector, one of each per engine."""
-
     def __init__(
         self,
         vllm_config: Any,
@@ -174,7 +153,6 @@ class AsyncKVPromMetrics(KVConnectorPromMetrics):
             )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Count what one engine's workers have sent."""
         for key, histogram in self._histograms.items():
             for value in transfer_stats_data.get(key, ()):
                 histogram[engine_idx].observe(value)

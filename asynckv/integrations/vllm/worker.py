@@ -1,18 +1,13 @@
 """The worker's half: an engine on a thread of its own, fed with the orders of each step and asked what has ended.
 
-vLLM calls this from the thread that computes, thousands of times a second while it is idle, so nothing here waits
-but the start, sleep, wake-up and the end, and those for a bounded time. Per step it is one hand-over of orders and one
-look at what has ended.
-
-What is told to vLLM, and when, is all that can go wrong here: the scheduler frees blocks by it, counts ranks by it, and
-ends when it hears of a request twice. So:
+vLLM calls this from the thread that computes, so nothing waits but the start, sleep, wake-up and the end, and those for
+a bounded time. The scheduler frees blocks and counts ranks by what is told, and ends when it hears of a request twice:
 
 - Every pull that was ordered is told once in `finished_recving`, when its bytes are in place or nothing can write its
-  blocks any more; one that failed is in `failed_recving` as well. (Blocks are never named: with several cache groups
-  vLLM ends of it.)
+  blocks any more; one that failed is in `failed_recving` as well.
 - Every lend that was ordered is told once in `finished_sending`, also one that the engine refused.
-- Blocks that may still be written when `pull.held_s` has passed have no counterpart in vLLM: its scheduler can neither
-  keep them nor leave the request. The worker ends with an error that names the requests.
+- Blocks that may still be written when `pull.held_s` has passed have no counterpart in vLLM: the worker ends with an
+  error that names the requests.
 """
 
 from __future__ import annotations
@@ -22,6 +17,8 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from asynckv.edges.torch import shared_zeros
 from asynckv.embed import Cancel, EngineThread, Finished, Lend, Order, Pull, Withdraw
@@ -36,33 +33,14 @@ if TYPE_CHECKING:
     from asynckv.edges.torch import Tensor
     from asynckv.integrations.vllm.options import Options
 
-START_S = 120.0
-"""Until the engine listens: registering much memory takes its time."""
-
-DRAIN_S = 2.0
-"""Before sleep, until what is under way is cut short. vLLM sleeps when it is idle, so that nothing should be."""
-
-LET_GO_S = 30.0
-"""Besides, until the memory is let go; what was promised to readers (`lease.grant_s`) comes on top."""
-
-CLOSE_S = 3.5
-"""Until all has ended. vLLM kills a worker 5 s after it asked it to end."""
-
+START_S = 120.0  # until the engine listens: registering much memory takes its time
+DRAIN_S = 2.0  # before sleep, until what is under way is cut short: vLLM sleeps when it is idle
+LET_GO_S = 30.0  # besides, until the memory is let go; what was promised to readers (`lease.grant_s`) comes on top
+CLOSE_S = 3.5  # until all has ended: vLLM kills a worker 5 s after it asked it to end
 log = logging.getLogger("vllm.asynckv")
 
 
 class WorkerHalf:
-    """What a worker of vLLM does for the connector.
-
-    Args:
-        options: What `kv_connector_extra_config` says.
-        vllm_config: vLLM's whole configuration.
-        kv_cache_config: The KV cache's.
-
-    Raises:
-        ConfigError: Something cannot be supported; names the option to change.
-    """
-
     def __init__(self, options: Options, vllm_config: Any, kv_cache_config: Any) -> None:
         check_supported(vllm_config, kv_cache_config)
         use_vllm_logging()
@@ -77,27 +55,16 @@ class WorkerHalf:
         self._is_suspended = False
         self._pulling: dict[str, Pull] = {}
         self._lent: set[str] = set()
-        self._failing: set[str] = set()
-        """Loads that were given up before they were ordered."""
+        self._failing: set[str] = set()  # loads that were given up before they were ordered
         self._tally = Tally()
 
-    # -- memory ----------------------------------------------------------------------------------------------
-
     def allocation(self) -> contextlib.AbstractContextManager[Any] | None:
-        """In what vLLM shall allocate its caches: host memory that NIXL's own process can map; None for a device's.
-
-        vLLM's views and whatever took their addresses stay valid, because nothing is moved afterwards.
-        """
+        """What vLLM shall allocate its caches in: host memory that NIXL's own process can map; None for a device's."""
         is_cpu = current_platform is not None and current_platform.is_cpu()
         return shared_zeros() if is_cpu and self._config.nixl.process != "never" else None
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
-        """Declare the memory and start the engine; returns when it listens.
-
-        Raises:
-            ConfigError: Something in the memory cannot be moved; names the layer and the option to change.
-            BackendError: NIXL or ZMQ could not start.
-        """
+        """Declare the memory and start the engine; returns when it listens."""
         facts, place = ModelFacts.of(self._vllm_config), place_of(self._vllm_config)
         registration = register(self._kv_cache_config, kv_caches, place, facts)
         self._tails = Tails.of(self._kv_cache_config, kv_caches, facts)
@@ -115,7 +82,6 @@ class WorkerHalf:
             self._thread = thread.start(START_S)
 
     def _show(self, thread: EngineThread) -> None:
-        """Show the engine to Prometheus, if that is wanted."""
         if self._metrics is not None:
             from asynckv.observe.endpoint import MetricsEndpoint
             from asynckv.observe.metrics import Metrics
@@ -151,12 +117,9 @@ class WorkerHalf:
         if self._thread is None or self._is_suspended:
             return None
         engine = self._thread.engine
-        return WorkerAddress(_plain(engine.endpoint), engine.memory_epoch)
-
-    # -- steps -----------------------------------------------------------------------------------------------
+        return WorkerAddress(msgspec.to_builtins(engine.endpoint), engine.memory_epoch)
 
     def start_load(self, step: StepOrders) -> None:
-        """Hand a step's orders over, in one go."""
         self._failing.update(step.failing)
         if not step.orders:
             return
@@ -170,11 +133,7 @@ class WorkerHalf:
         self._thread.submit(step.orders)
 
     def take_results(self) -> Any:
-        """Say what has ended since the last call; every request once.
-
-        Raises:
-            BlocksRetired: Blocks were given up for this process; it has to end.
-        """
+        """Say what has ended since the last call; every request once. `BlocksRetired` ends this process."""
         results = KVConnectorTransferResults(finished_recving=self._failing, failed_recving=set(self._failing))
         self._failing = set()
         if self._thread is not None and (finished := self._thread.take_finished()):
@@ -228,13 +187,8 @@ class WorkerHalf:
             results.finished_sending.add(request_id)
 
     def statistics(self) -> AsyncKVStats | None:
-        """Say what has happened since the last time, at most once a second while something is under way.
-
-        When nothing is, this may be the last step for long.
-        """
+        """Say what has happened since the last time, at most once a second while something is under way."""
         return self._tally.take(at_once=not (self._pulling or self._lent))
-
-    # -- the end ---------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """End the engine, within a few seconds, whatever is under way. Does nothing twice."""
@@ -253,20 +207,9 @@ def _request_id(order: Lend) -> str:
     return str(order.params["request_id"])
 
 
-def _plain(endpoint: Any) -> dict[str, Any]:
-    import msgspec
-
-    plain: dict[str, Any] = msgspec.to_builtins(endpoint)
-    return plain
-
-
 @contextlib.contextmanager
 def unpinned() -> Iterator[None]:
-    """Let threads that are started meanwhile run on all cores that the process may use.
-
-    vLLM pins a CPU worker's computing threads to a core each, this one among them, and a new thread inherits that: the
-    engine would share one core with the forward pass. This thread itself is pinned again afterwards.
-    """
+    """Let threads that are started meanwhile run on all cores, and not inherit the one that vLLM pins this one to."""
     mine = os.sched_getaffinity(0)
     if len(mine) > 1:
         yield

@@ -29,13 +29,7 @@ class Allocation(NamedTuple):
 
 
 class Allocator:
-    """All engines' free blocks, for one wave.
-
-    Args:
-        num_blocks: Per role the size of its engines' pools, per group.
-        experiment: The engines, which blocks a request needs, and which of them may be shared.
-        rng: Shuffles the free lists, if blocks are to lie anywhere; None for runs.
-    """
+    """All engines' free blocks, for one wave."""
 
     def __init__(
         self, num_blocks: Mapping[str, Sequence[int]], experiment: Experiment, rng: np.random.Generator | None = None

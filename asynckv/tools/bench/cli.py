@@ -11,7 +11,7 @@ import math
 import shlex
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -21,14 +21,12 @@ from asynckv.tools.bench.options import share_of
 from asynckv.tools.output import check_writable, help_of, write, write_json
 from asynckv.tools.parameters import is_given, options_given, taking_options
 
-if TYPE_CHECKING:
-    from asynckv.tools.bench import grid, journal
-
 bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 bench_app.command(epilog=offload_cli.EPILOG, help=help_of(offload_cli.offload))(offload_cli.offload)
 
 output = partial(typer.Option, rich_help_panel="Output")
 what = partial(typer.Option, rich_help_panel="What is run")
+MOST_ROUNDS = 1000
 
 BENCH_EPILOG = """
 [bold]How fast is this host, and how much of it is reached?[/bold]
@@ -139,11 +137,7 @@ bench_app.callback(invoke_without_command=True, epilog=BENCH_EPILOG, help=help_o
 
 
 def _refuse_options(context: typer.Context) -> None:
-    """Refuse a single run's options before a subcommand, where they would do nothing.
-
-    Raises:
-        ConfigError: There are some.
-    """
+    """Refuse a single run's options before a subcommand, where they would do nothing."""
     for param in context.command.params:
         if is_given(context, str(param.name)):
             name = context.invoked_subcommand
@@ -185,29 +179,20 @@ def sweep(
     """
     from rich.console import Console
 
-    from asynckv.tools.bench import grid, journal, machine, summary
     from asynckv.tools.bench import sweep as sweeps
+    from asynckv.tools.bench import table
     from asynckv.tools.console import printable
     from asynckv.tools.progress import Bar
 
-    if not 1 <= rounds <= journal.MOST_ROUNDS:
-        raise ConfigError(f"--rounds {rounds} is outside 1 ... {journal.MOST_ROUNDS}")
+    if not 1 <= rounds <= MOST_ROUNDS:
+        raise ConfigError(f"--rounds {rounds} is outside 1 ... {MOST_ROUNDS}")
     target = sweeps.target_of(out)
-    made = grid.expand(typer.main.get_command(bench_app), context.args)
+    made = sweeps.expand(typer.main.get_command(bench_app), context.args)
     command = shlex.join(["asynckv", "bench", "sweep", *context.args, "--rounds", str(rounds), "--out", out])
     console, errors = Console(), Console(stderr=True)
     say = partial(errors.print, highlight=False, markup=False, soft_wrap=True)
-    with contextlib.closing(journal.Journal(target)) as book:
-        book.begin(
-            journal.Head(
-                command=command,
-                rounds=rounds,
-                axes=made.axes,
-                points=[journal.Place(point.key, point.axes) for point in made.points],
-                files=made.files,
-                environment=machine.environment(),
-            )
-        )
+    with contextlib.closing(table.Journal(target)) as book:
+        book.begin(made.head(command, rounds))
         if book.repaired:
             say(f"{target}: a line that was cut off is measured again")
         rounds = book.sweep.head.rounds
@@ -215,37 +200,23 @@ def sweep(
         with Bar(errors, math.inf, says_interrupted=False) as bar:
             bar.begin("runs", total, has_rate=False)
 
-            def step(done: int, point: grid.Point, number: int, row: journal.Row | None) -> None:
-                name = printable(journal.label(point.axes)) or "the only point"
+            def step(done: int, point: sweeps.Point, number: int, row: table.Row | None) -> None:
+                name = printable(table.label(point.axes)) or "the only point"
                 name += f" (round {number} of {rounds})" if rounds > 1 else ""
                 bar.at(done)
                 bar.note(name)
                 if row is not None:
-                    style = "" if row.status == "good" else "red"
-                    errors.print(f"{done}/{total} {name}: {_result(row)}", style=style, highlight=False, soft_wrap=True)
+                    style, text = "" if row.status == "good" else "red", f"{done}/{total} {name}: {sweeps.result(row)}"
+                    errors.print(text, style=style, highlight=False, soft_wrap=True)
 
-            was_interrupted = asyncio.run(sweeps.run(book, made.points, retry_failed=retry_failed, progress=step))
+            was_interrupted = sweeps.run(book, made.points, retry_failed=retry_failed, progress=step)
     latest = book.sweep.latest()
-    summary.show(book.sweep, console)
+    sweeps.show(book.sweep, console)
     if was_interrupted:
         say(f"interrupted after {len(latest)} of {total} runs; the same command goes on:\n  {command}")
         raise typer.Exit(130)
     console.print(str(target), highlight=False, markup=False, soft_wrap=True)
     raise typer.Exit(0 if all(row.status == "good" for row in latest.values()) else 1)
-
-
-def _result(row: journal.Row) -> str:
-    """Say in one line what a run of a sweep found."""
-    from asynckv.tools.console import printable
-
-    said = [] if row.status == "good" else [f"{row.status}: {printable(row.reason)}"]
-    if row.report is not None:
-        rates, latency = row.report["throughput"], row.report["latency_s"]
-        said.append(
-            f"{rates['gbytes_per_s']:.3f} GB/s, {rates['requests_per_s']:.1f} requests/s, "
-            f"p50 {latency['p50'] * 1e3:.2f} ms, p99 {latency['p99'] * 1e3:.2f} ms"
-        )
-    return "; ".join(said)
 
 
 @bench_app.command(epilog=COMPARE_EPILOG)
@@ -270,11 +241,11 @@ def compare(
     from rich.console import Console
 
     from asynckv.tools.bench import compare as comparing
-    from asynckv.tools.bench import sides
+    from asynckv.tools.bench import table
 
     limit = None if fail_above is None else share_of("--fail-above", fail_above)
-    sides.refuse_repeated([before, after])
-    result = comparing.compare(sides.load(before), sides.load(after), limit)
+    table.refuse_repeated([before, after])
+    result = comparing.compare(table.load(before), table.load(after), limit)
     write_json(json, result)
     comparing.show(result, Console(stderr=json == "-"))
     raise typer.Exit(1 if result["exceeded"] else 0)

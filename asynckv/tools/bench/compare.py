@@ -16,10 +16,10 @@ import msgspec
 from rich.console import Console
 
 from asynckv.errors import ConfigError
-from asynckv.tools.bench import figures, journal
+from asynckv.tools.bench import figures, table
 from asynckv.tools.bench.figures import DEFAULT, FLOORS, Figure
 from asynckv.tools.bench.noise import LEVEL, median_of, ratio_of
-from asynckv.tools.bench.sides import Run, Side, flat
+from asynckv.tools.bench.table import Run, Side, flat
 from asynckv.tools.console import printable
 from asynckv.tools.output import print_table
 
@@ -63,11 +63,6 @@ def judge(
     """Compare one figure's runs on two sides.
 
     A change counts where the interval of the ratio (`asynckv.tools.bench.noise`) does not hold 1, and is worth enough.
-
-    Args:
-        before, after: The figure of each run.
-        better: Which way is better.
-        within: The intervals that the runs themselves found, for single runs.
     """
     first, second = median_of(before).median, median_of(after).median
     if not first:
@@ -98,13 +93,6 @@ def compare(before: Side, after: Side, fail_above: float | None = None) -> dict[
 
     Points match where all parameters agree, but for those that have one value on each side and not the same: these
     are what was changed.
-
-    Args:
-        before, after: The sides.
-        fail_above: What is worse by more than this, and not within noise, is listed as exceeded.
-
-    Raises:
-        ConfigError: No point is on both sides.
     """
     sides = before, after
     for side in sides:
@@ -317,7 +305,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def _where(label: Mapping[str, Any]) -> str:
-    return journal.label(label) or "the run"
+    return table.label(label) or "the run"
 
 
 def _show_faulty(points: Sequence[Mapping[str, Any]], console: Console) -> None:

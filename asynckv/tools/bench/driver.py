@@ -79,16 +79,7 @@ class Measured:
 
 
 class Driver:
-    """One run.
-
-    Args:
-        experiment: What to run.
-        num_blocks: Size of the pools per group, by role.
-        progress: Is told how far the run is.
-
-    Attributes:
-        found: What was measured so far.
-    """
+    """One run."""
 
     def __init__(self, experiment: Experiment, num_blocks: Mapping[str, Sequence[int]], progress: Bar) -> None:
         self.found = Measured()
@@ -100,6 +91,7 @@ class Driver:
         self._lenders: list[Worker] = []
         """Ranks of the engines that lend."""
         self._readers: list[Worker] = []
+        self._floor_at: p.Opened | None = None
         self._starting: asyncio.Task[Groups] | None = None
         self._stop = asyncio.Event()
         self._rng = np.random.default_rng(self._options.seed)
@@ -118,12 +110,7 @@ class Driver:
                 loop.remove_signal_handler(number)
 
     async def run(self, workers: Workers) -> Measured:
-        """Run all requests on these workers, which were told who they are; bounded in time.
-
-        Raises:
-            ConfigError: The input cannot be run.
-            AsyncKVError: A worker cannot go on.
-        """
+        """Run all requests on these workers, which were told who they are; bounded in time."""
         self._engines = {place: workers[place] for place in self._experiment.engines.places}
         for place, ranks in self._engines.items():
             self._roles |= dict.fromkeys(ranks, place.role)
@@ -176,6 +163,7 @@ class Driver:
                 ready = await worker.hear(p.Ready, START_S)
                 self._progress.at(len(self.found.pids) + 1)
                 self.found.environment = ready.environment
+                self._floor_at = self._floor_at or ready.floor
                 self.found.pids[worker.name] = ready.pid
                 endpoints.setdefault(place, []).append(ready.endpoint)
         engines, lease = self._experiment.engines, self._options.lease
@@ -191,8 +179,6 @@ class Driver:
 
     async def _waves(self, groups: Groups) -> None:
         """Run all requests."""
-        if self._options.floor:
-            await self._open_floor()
         await self._warm_up(groups)
         self._enter("run", len(self._schedule))
         done, clock_s, total = 0, 0.0, len(self._schedule)
@@ -290,18 +276,13 @@ class Driver:
             for n, size in zip(self._num_blocks[place.role], self._experiment.block_bytes(place.role), strict=True)
         )
 
-    async def _open_floor(self) -> None:
-        (lender,), (reader,) = self._lenders, self._readers
-        lender.tell(p.Open())
-        reader.tell(p.Connect(await lender.hear(p.Opened, START_S)))
-        await reader.hear(p.Done, START_S)
-
     async def _measure_floor(self, patience_s: float) -> p.Sample:
         """Move the wave without the engine."""
         (lender,), (reader,) = self._lenders, self._readers
+        assert self._floor_at is not None
         lender.tell(p.Serve(True))
         await lender.hear(p.Done, GRACE_S)
-        reader.tell(p.Measure(self._options.concurrency))
+        reader.tell(p.Measure(self._floor_at, self._options.concurrency))
         sample = await reader.hear(p.Sample, 4 * patience_s)
         lender.tell(p.Serve(False))
         await lender.hear(p.Done, GRACE_S)
@@ -392,16 +373,7 @@ class Driver:
 
 
 async def run(experiment: Experiment, progress: Bar) -> Measured:
-    """Run a benchmark; nothing is left running.
-
-    Args:
-        experiment: The run.
-        progress: Is told how far the run is.
-
-    Raises:
-        ConfigError: The input cannot be run.
-        AsyncKVError: A worker cannot go on.
-    """
+    """Run a benchmark; nothing is left running."""
     num_blocks = await asyncio.to_thread(experiment.num_blocks)
     driver = await asyncio.to_thread(Driver, experiment, num_blocks, progress)
     host = Host(experiment, num_blocks)

@@ -39,19 +39,12 @@ OPEN_BYTES = 2048 * MiB
 class Experiment:
     """One run, worked out.
 
-    Args:
-        options: What was asked for.
-        model, workload: What they name, if it is not to be looked up.
-
     Attributes:
         sides: Both engines' shapes, by role.
         engines: How many there are, and who lends to whom.
         arrivals: When requests come.
         cache_tokens: What the modelled prefix cache of each engine holds.
         hosts: The address at which each side's engines listen, by role.
-
-    Raises:
-        ConfigError: The options cannot be run.
     """
 
     def __init__(self, options: Options, model: Model | None = None, workload: Workload | None = None) -> None:
@@ -113,11 +106,7 @@ class Experiment:
         return side.tp * side.pp
 
     def schedule(self) -> list[Request]:
-        """Work every request out.
-
-        Raises:
-            ConfigError: The trace has no times.
-        """
+        """Work every request out."""
         return make_schedule(
             self.workload,
             engines=self.engines,
@@ -128,11 +117,7 @@ class Experiment:
         )
 
     def cached(self, tokens: int) -> int:
-        """Tokens of a prompt that the decode side has already.
-
-        Raises:
-            ConfigError: It is neither a number nor a percentage.
-        """
+        """Tokens of a prompt that the decode side has already."""
         return cached_tokens(self.options.prefix_hit, tokens)
 
     def num_needed(self, role: str, tokens: int, cached: int = 0) -> list[int]:
@@ -157,11 +142,7 @@ class Experiment:
         return out
 
     def layout(self, role: str, tp_rank: int, pp_stage: int, num_blocks: int | Sequence[int] = 1) -> Layout:
-        """One rank's layout.
-
-        Raises:
-            ConfigError: The sizes do not fit the model.
-        """
+        """One rank's layout."""
         shape = self.sides[role]
         try:
             return shape.layout(self.model, tp_rank, pp_stage, num_blocks)
@@ -197,12 +178,6 @@ class Experiment:
         """Size of every engine's pools per group, by role: twice the concurrency's blocks, as far as memory goes.
 
         In an open loop as many as the schedule needs, or as fit into `pool_mb` (`OPEN_BYTES`): waves are then few.
-
-        Args:
-            available: Bytes of memory that may be used; what this host has if left out.
-
-        Raises:
-            ConfigError: Not even one request fits.
         """
         uses: dict[str, dict[Place, list[list[int]]]] = {role: {} for role in self.sides}
         for r in self.schedule():
@@ -268,11 +243,7 @@ def memory_available() -> int:
 
 
 def _hosts(options: Options) -> dict[str, str]:
-    """Choose the address at which each side's engines listen, as the other side reaches it.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Choose the address at which each side's engines listen, as the other side reaches it."""
     if options.remote is None:
         if options.remote_host is not None:
             raise ConfigError("--remote-host says nothing without --remote; give a command as well")

@@ -56,13 +56,7 @@ class Round(msgspec.Struct):
 
 
 class Floor:
-    """A worker's part: a second agent over the same memory, which serves the other one's or reads from it.
-
-    Args:
-        pool: This side's memory.
-        verify: Compare what landed.
-        config: Of the engine; its posts are cut in the same way.
-    """
+    """A worker's part: a second agent over the same memory, which serves the other one's or reads from it."""
 
     def __init__(self, pool: Pool, verify: bool, config: PullConfig) -> None:
         self._pool, self._verify, self._config = pool, verify, config
@@ -92,7 +86,9 @@ class Floor:
         self._plane.watch(on)
 
     async def connect(self, opened: p.Opened) -> None:
-        """Start, and load the agent of the prefill worker."""
+        """Start, and load the agent of the prefill worker, unless that was done."""
+        if self._raw is not None:
+            return
         self.open()
         self._there = opened
         (share,) = assign(self._here, [opened.layout])

@@ -61,12 +61,7 @@ class _Field:
 
 
 class Pool:
-    """The KV cache of one rank, in memory of its own.
-
-    Args:
-        layout: From `model_layout`, without addresses.
-        seed: Of the pattern.
-    """
+    """The KV cache of one rank, in memory of its own."""
 
     def __init__(self, layout: Layout, seed: int) -> None:
         raw = self._raw(layout)

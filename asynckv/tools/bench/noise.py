@@ -59,14 +59,7 @@ def ratio_of(before: Sequence[float], after: Sequence[float]) -> Interval:
 
 
 def _interval(middle: float, ordered: Floats, chances: Floats, rounds: int) -> Interval:
-    """Cut as many values off at both ends as leave `LEVEL`.
-
-    Args:
-        middle: What the interval is of.
-        ordered: All values.
-        chances: That so many of them are on the wrong side of the truth: none, one, two ...
-        rounds: How many were measured.
-    """
+    """Cut as many values off at both ends as leave `LEVEL`."""
     levels = np.maximum(1 - 2 * np.cumsum(chances), 0.0)
     cut = max(int(np.count_nonzero(levels >= LEVEL)) - 1, 0)
     return Interval(middle, float(ordered[cut]), float(ordered[-1 - cut]), float(levels[cut]), rounds)

@@ -54,14 +54,7 @@ class Prompt(NamedTuple):
 
 
 class Prompts:
-    """A workload's requests, as an engine's scheduler sees them.
-
-    Args:
-        workload: Lengths, and which prompts begin alike.
-        hash_tokens: Tokens per hash.
-        align: Prefixes end at multiples of so many tokens.
-        cache_tokens: What the accelerator keeps of prompts between requests.
-    """
+    """A workload's requests, as an engine's scheduler sees them."""
 
     def __init__(self, workload: Workload, hash_tokens: int, align: int, cache_tokens: int = 0) -> None:
         self.workload, self.hash_tokens, self.align = workload, hash_tokens, align
@@ -148,11 +141,7 @@ def kept_layout(layout: Layout, state_tokens: int) -> Layout:
 
 
 def groups_of(layout: Layout, hash_tokens: int) -> tuple[StoredGroup, ...]:
-    """Say what a catalogue has to know of a rank's groups.
-
-    Raises:
-        ConfigError: They cannot be kept.
-    """
+    """Say what a catalogue has to know of a rank's groups."""
     try:
         strides = [size.stride for size in record_sizes(record_form(layout))]
     except LayoutError as exc:
@@ -163,12 +152,7 @@ def groups_of(layout: Layout, hash_tokens: int) -> tuple[StoredGroup, ...]:
 def replay(
     prompts: Prompts, groups: Sequence[StoredGroup], tiers: Tiers, progress: Callable[[], None]
 ) -> dict[str, Any]:
-    """Play all requests; a run of the report.
-
-    Raises:
-        ConfigError: A tier is too small for one block.
-        AsyncKVError: The catalogue does not add up: a bug.
-    """
+    """Play all requests; a run of the report."""
     catalogue = Catalogue(groups, prompts.hash_tokens, tiers.host_bytes, tiers.file_bytes, policy=tiers.policy)
     tally, moved = Tally(groups), dict.fromkeys(MoveKind, 0)
     for prompt in prompts:

@@ -70,11 +70,7 @@ class Option:
     is_single: bool = False
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse what is out of bounds.
-
-        Raises:
-            ConfigError: It is.
-        """
+        """Refuse what is out of bounds."""
         if self.least is None or value is None:
             return
         if self.most is None:
@@ -91,11 +87,7 @@ def flag(name: str) -> str:
 
 
 def share_of(option: str, text: str) -> float:
-    """Return a share given as `5%` or `0.05`.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """Return a share given as `5%` or `0.05`."""
     try:
         share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
@@ -143,11 +135,7 @@ class Shape(Struct, frozen=True, kw_only=True):
     conv_order: str = "channel"
 
     def layout(self, model: Model, tp_rank: int, pp_stage: int, num_blocks: int | Sequence[int] = 1) -> Layout:
-        """One rank's layout.
-
-        Raises:
-            LayoutError: The sizes do not fit the model.
-        """
+        """One rank's layout."""
         from asynckv.tools.plan.layouts import model_layout
 
         return model_layout(

@@ -12,11 +12,7 @@ from collections.abc import Hashable, Sequence
 
 
 class PrefixCache:
-    """Chunks by least recent use.
-
-    Args:
-        capacity: Chunks that it holds.
-    """
+    """Chunks by least recent use."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

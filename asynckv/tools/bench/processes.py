@@ -74,11 +74,7 @@ class Child:
         self.writer.close()
 
     async def end(self, within_s: float = ANSWER_S) -> None:
-        """Let it end in order.
-
-        Raises:
-            Failure: It took too long, and was killed.
-        """
+        """Let it end in order."""
         self._is_ending = True
         with contextlib.suppress(OSError, RuntimeError):
             self.writer.write_eof()
@@ -92,11 +88,7 @@ class Child:
 
 
 class Processes:
-    """Processes of one driver; none is left after `stop`.
-
-    Args:
-        env: Environment of all of them, on top of this process's own.
-    """
+    """Processes of one driver; none is left after `stop`."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._children: list[Child] = []
@@ -107,13 +99,7 @@ class Processes:
         self._env["PYTHONPATH"] = os.pathsep.join(x for x in (str(ROOT), self._env.get("PYTHONPATH")) if x)
 
     async def start_command(self, name: str, command: Sequence[str], errors: int | None = None) -> Child:
-        """Start a command, and speak over its stdin and stdout.
-
-        Args:
-            name: Of the process.
-            command: The program and its arguments.
-            errors: Where its stderr goes, as for `subprocess`; shown on ours by default.
-        """
+        """Start a command, and speak over its stdin and stdout."""
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,

@@ -53,6 +53,7 @@ class Ready(Struct, tag=True):
     pid: int
     endpoint: Endpoint
     environment: dict[str, str]
+    floor: Opened | None = None
 
 
 class Work(Struct):
@@ -168,22 +169,12 @@ class Report(Struct, tag=True):
     """How often UCX read in which way."""
 
 
-class Open(Struct, tag=True):
-    """Let this side's memory be read with nothing around it (`asynckv.tools.bench.floor`)."""
-
-
-class Opened(Struct, tag=True):
-    """How to get at it."""
+class Opened(Struct):
+    """How to read this side's memory with nothing around it (`asynckv.tools.bench.floor`)."""
 
     agent_name: str
     metadata: bytes
     layout: Layout
-
-
-class Connect(Struct, tag=True):
-    """Get ready to read it."""
-
-    opened: Opened
 
 
 class Serve(Struct, tag=True):
@@ -193,19 +184,14 @@ class Serve(Struct, tag=True):
 
 
 class Measure(Struct, tag=True):
-    """Move the wave's requests again, with nothing around it."""
+    """Move the wave's requests again, out of the memory that was opened, with nothing around it."""
 
+    opened: Opened
     concurrency: int
 
 
 class Sample(Struct, tag=True):
-    """A wave that was moved without the engine.
-
-    Attributes:
-        ends: When each request was complete, in seconds after the start.
-        wrong: Bytes that differ.
-        error: Why it cannot be done here.
-    """
+    """A wave that was moved without the engine."""
 
     ends: list[float]
     window_s: float
@@ -222,8 +208,8 @@ class Failed(Struct, tag=True):
     config: bool
 
 
-Command = Setup | Prepare | Lend | Go | Verify | Finish | Cancel | Stop | Open | Connect | Serve | Measure
-Answer = Ready | Done | Pulled | Verified | Ended | Report | Failed | Opened | Sample
+Command = Setup | Prepare | Lend | Go | Verify | Finish | Cancel | Stop | Serve | Measure
+Answer = Ready | Done | Pulled | Verified | Ended | Report | Failed | Sample
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What decoding raises."""
@@ -239,11 +225,7 @@ def encode(message: Command | Answer) -> bytes:
 
 
 class Pipe:
-    """A worker's end.
-
-    Args:
-        reader, writer: Its stdin, and what was its stdout.
-    """
+    """A worker's end."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer

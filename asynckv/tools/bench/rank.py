@@ -263,13 +263,7 @@ class Worker:
 
 
 async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
-    """Be this rank until the driver says stop or is gone.
-
-    Args:
-        pipe: To the driver.
-        setup: The rank.
-        folder: Of files that last as long as this process.
-    """
+    """Be this rank until the driver says stop or is gone."""
     options = setup.options
     stream = open(setup.log, "a", buffering=1, encoding="utf-8") if setup.log else sys.stderr  # noqa: ASYNC230, SIM115
     configure_logging(options.level, form="json", stream=stream)
@@ -297,8 +291,10 @@ async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
         )
         async with engine:
             loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
-            pipe.write(p.Ready(os.getpid(), engine.endpoint, {**engine.describe(), "event_loop": loop}))
-            report = await _serve(pipe, Worker(setup, pool, engine))
+            worker = Worker(setup, pool, engine)
+            opened = worker.floor.open() if options.floor and setup.role == "prefill" else None
+            pipe.write(p.Ready(os.getpid(), engine.endpoint, {**engine.describe(), "event_loop": loop}, opened))
+            report = await _serve(pipe, worker)
         if report is not None:
             report.transports = ucx.read(folder)
             pipe.write(report)
@@ -337,13 +333,10 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
                 answer = await anyio.to_thread.run_sync(worker.verify)
             case p.Finish(patience_s):
                 answer = await worker.finish(patience_s)
-            case p.Open():
-                answer = worker.floor.open()
-            case p.Connect(opened):
-                await worker.floor.connect(opened)
             case p.Serve(on):
                 worker.floor.serve(on)
-            case p.Measure(concurrency):
+            case p.Measure(opened, concurrency):
+                await worker.floor.connect(opened)
                 answer = await worker.floor.measure(worker.works, concurrency)
             case p.Stop():
                 return await worker.stop()

@@ -25,11 +25,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """How many engines there are, and who lends to whom.
-
-    Attributes:
-        prefill, decode: Engines of each role; requests take turns among all pairs.
-    """
+    """How many engines there are, and who lends to whom."""
 
     prefill: int = 1
     decode: int = 1
@@ -54,12 +50,7 @@ class Engines:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """When requests come: in a closed loop the next begins when one ends; else by a clock, however slow they are.
-
-    Attributes:
-        rate: Requests per second at random.
-        speed: How many times as fast the trace's clock runs.
-    """
+    """When requests come: in a closed loop the next begins when one ends; else by a clock, however slow they are."""
 
     rate: float | None = None
     speed: float | None = None
@@ -82,11 +73,7 @@ class Arrivals:
         return self.kind != "closed"
 
     def times(self, workload: Workload, seed: int) -> list[float]:
-        """Seconds from the start of the schedule, ascending; all zero in a closed loop.
-
-        Raises:
-            ConfigError: The trace has no times.
-        """
+        """Seconds from the start of the schedule, ascending; all zero in a closed loop."""
         number = len(workload.prompt_tokens)
         if self.rate is not None:
             gaps = np.random.default_rng([seed, 2]).exponential(1 / self.rate, number)
@@ -103,15 +90,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One request.
-
-    Attributes:
-        tokens: Length of the prompt.
-        cached: How many of them the reader has already.
-        chunks: Ids of its leading chunks, by which others may share them.
-        lender, reader: The engines.
-        arrival_s: When it comes, from the start of the schedule.
-    """
+    """One request."""
 
     number: int
     tokens: int
@@ -131,19 +110,7 @@ def make_schedule(
     cached: Callable[[int], int],
     seed: int,
 ) -> list[Request]:
-    """Work every request out.
-
-    Args:
-        workload: Lengths and chunks.
-        engines: Who lends to whom.
-        arrivals: When they come.
-        cache_tokens: Tokens that every reader's prefix cache holds, where prompts share chunks.
-        cached: Tokens of a prompt that are cached, where they share none.
-        seed: Of what is random.
-
-    Raises:
-        ConfigError: The trace has no times.
-    """
+    """Work every request out."""
     times = arrivals.times(workload, seed)
     caches = {p: PrefixCache(cache_tokens // workload.chunk_tokens) for p in engines.places}
     out = []

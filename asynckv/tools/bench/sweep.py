@@ -1,36 +1,151 @@
-"""Running a sweep: one `asynckv bench` after the other, each in a process of its own, each a line of the journal.
+"""Sweeps: the grid of runs that options span, each run in a process of its own, each a line of the table.
 
-What one point leaves behind cannot touch the next, and every line's command repeats its point by itself.
+What one point leaves behind cannot touch the next, and every line's command repeats its point by itself. The options of
+`asynckv bench` are known only through its command, so that one that is added there can be swept at once.
 """
 
 from __future__ import annotations
 
-import asyncio
+import hashlib
+import json
+import math
 import shlex
 import signal
+import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
+from rich.console import Console
 
+from asynckv.arguments import without_control
 from asynckv.errors import ConfigError
-from asynckv.tools.bench import report
-from asynckv.tools.bench.grid import Point
-from asynckv.tools.bench.journal import Journal, Row
+from asynckv.tools.bench import figures, machine, report
+from asynckv.tools.bench.figures import SHARE
+from asynckv.tools.bench.options import declared
+from asynckv.tools.bench.table import Head, Journal, Place, Row, Sweep, label
+from asynckv.tools.console import printable
+from asynckv.tools.output import print_table
+
+OF_SINGLE_RUNS = {name for name, (_, option) in declared().items() if option.is_single}
+MOST_POINTS = 10_000
+SHOWN = tuple(figures.FIGURES[name] for name in ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu"))
 
 Status = Literal["good", "bad", "failed"]
 
+# -- the grid --------------------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    """One run of a grid.
+
+    Attributes:
+        key: A digest of all parameters, defaults included: the same point has the same key in any sweep.
+        argv: What follows `asynckv bench`.
+        axes: Its place in the grid: option without dashes -> the value as written.
+        params: Every parameter, after defaults.
+    """
+
+    key: str
+    argv: tuple[str, ...]
+    axes: dict[str, str]
+    params: dict[str, Any]
+
+
+class Grid(NamedTuple):
+    """The options that have several values, all points (the last axis varies fastest), and digests of named files."""
+
+    axes: dict[str, list[str]]
+    points: list[Point]
+    files: dict[str, str]
+
+    def head(self, command: str, rounds: int) -> Head:
+        """Begin a table of it."""
+        places = [Place(point.key, point.axes) for point in self.points]
+        here = machine.environment()
+        return Head(command=command, rounds=rounds, axes=self.axes, points=places, files=self.files, environment=here)
+
+
+def values(text: str) -> list[str]:
+    """Split a list: at semicolons if there are any, else at commas; it may end in its mark.
+
+    Semicolons are for values that hold commas themselves: `128:0.8,8192:0.2;1024`, or `128:0.8,8192:0.2;` alone.
+    """
+    mark, name = (";", "semicolon") if ";" in text else (",", "comma")
+    found = [x.strip() for x in text.split(mark)]
+    if not any(found):
+        raise ConfigError("holds no value")
+    if not found[-1]:
+        found.pop()
+    if not all(found):
+        raise ConfigError(f"a value of the list is empty; take the extra {name} out")
+    return found
+
+
+def expand(command: Any, args: Sequence[str]) -> Grid:
+    """Make the grid that options span, of which each may have a list of values."""
+    given = _options(command, args)
+    if (size := math.prod(map(len, given.values()))) > MOST_POINTS:
+        raise ConfigError(f"the sweep has {size} points, more than {MOST_POINTS}; shorten a list")
+    axes = {name: [str(x) for x in found] for name, found in given.items() if len(found) > 1}
+    points: dict[str, Point] = {}
+    files: dict[str, str] = {}
+    for chosen in product(*given.values()):
+        pairs = dict(zip(given, chosen, strict=True))
+        argv = [x for name, value in pairs.items() for x in (f"--{name}", value) if x is not None]
+        # Parsed and not run: wrong values are found before anything is measured.
+        params = command.make_context("asynckv bench", list(argv)).params
+        plain = {k: str(v) if isinstance(v, Path) else v for k, v in sorted(params.items()) if k not in OF_SINGLE_RUNS}
+        files |= {str(v): _digest(k, v) for k, v in params.items() if isinstance(v, Path) and k not in OF_SINGLE_RUNS}
+        key = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+        place = {name: str(pairs[name]) for name in axes}
+        if key in points:
+            raise ConfigError(f"two points of the sweep are the same: {label(points[key].axes)} and {label(place)}")
+        points[key] = Point(key, tuple(argv), place, plain)
+    return Grid(axes, list(points.values()), files)
+
+
+def _options(command: Any, args: Sequence[str]) -> dict[str, Sequence[str | None]]:
+    """Name every option without its dashes, with its values: None for a flag."""
+    context = command.context_class(command, info_name="asynckv bench")
+    found, left, order = command.make_parser(context).parse_args(list(args))
+    if left:
+        raise ConfigError(f"{left[0]!r} is no option of asynckv bench; asynckv bench --help lists them")
+    given: dict[str, Sequence[str | None]] = {}
+    for param in order:
+        flag, text = param.opts[0], found[param.name]
+        name = flag.lstrip("-")
+        if param.name in OF_SINGLE_RUNS:
+            raise ConfigError(f"{flag} is of single runs, not of sweeps, whose reports are the lines of --out")
+        if name in given:
+            raise ConfigError(f"{flag} was given twice; an axis is one list, such as {flag} 1,16,64")
+        try:
+            given[name] = [None] if param.is_flag else values(text)
+        except ConfigError as exc:
+            raise ConfigError(f"{flag} {text!r}: {exc}") from None
+    return given
+
+
+def _digest(name: str, path: Path) -> str:
+    try:
+        held = path / "config.json" if path.is_dir() else path
+        return hashlib.sha256(held.read_bytes()).hexdigest()[:16]
+    except OSError as exc:
+        raise ConfigError(f"--{name.replace('_', '-')} {path}: {exc.strerror or exc}") from exc
+
+
+# -- running ---------------------------------------------------------------------------------------
+
 
 def target_of(out: str) -> Path:
-    """Name the journal: FILE.jsonl, or sweep.jsonl in a directory.
-
-    Raises:
-        ConfigError: It is another kind of file.
-    """
+    """Name the table's file: FILE.jsonl, or sweep.jsonl in a directory."""
     if not out:
         raise ConfigError("--out is empty; give a FILE.jsonl or a directory")
     path = Path(out)
@@ -43,12 +158,11 @@ def target_of(out: str) -> Path:
 
 def judged(returncode: int, stdout: bytes, stderr: bytes) -> tuple[Status, str, dict[str, Any] | None]:
     """Say what became of a point: status, the reason if it is not good, the report if there is one."""
-    try:
+    found: dict[str, Any] = {}
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
         found = msgspec.json.decode(stdout, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        found = {}
-    lines = stderr.decode(errors="replace").splitlines()
     if returncode not in (0, 1) or found.get("schema") != report.SCHEMA:
+        lines = stderr.decode(errors="replace").splitlines()
         said = [line.removeprefix("asynckv: ") for line in lines if line.startswith("asynckv: ")] or lines
         how = f"killed by signal {-returncode}" if returncode < 0 else f"exit status {returncode}"
         return "failed", (said[-1].strip()[:600] if said else how), None
@@ -57,71 +171,47 @@ def judged(returncode: int, stdout: bytes, stderr: bytes) -> tuple[Status, str, 
     return "bad", "; ".join(report.faults(found))[:600] or "incomplete", found
 
 
-class _Runner:
-    """Runs points, and ends the one that runs when it is told to."""
-
-    def __init__(self) -> None:
-        self.stopping = False
-        self._process: asyncio.subprocess.Process | None = None
-
-    def interrupt(self) -> None:
-        """Ctrl-C: let the running point end in order, and begin no other."""
-        self.stopping = True
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(signal.SIGINT)
-
-    async def run(self, argv: Sequence[str]) -> tuple[int, bytes, bytes]:
-        """Run one point: exit status, stdout, stderr."""
-        command = [sys.executable, "-m", "asynckv", "bench", *argv, "--json", "-"]
-        self._process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
-        if self.stopping:
-            self.interrupt()
-        out, errors = await self._process.communicate()
-        assert self._process.returncode is not None
-        return self._process.returncode, out, errors
+def _measure(argv: Sequence[str]) -> tuple[int, bytes, bytes, bool]:
+    """Run one point: exit status, stdout, stderr, and whether Ctrl-C came; then it has ended in order."""
+    command = [sys.executable, "-m", "asynckv", "bench", *argv, "--json", "-"]
+    piped: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **piped) as process:
+        is_interrupted = False
+        while True:
+            try:
+                out, errors = process.communicate()
+            except KeyboardInterrupt:
+                is_interrupted = True
+                process.send_signal(signal.SIGINT)
+            else:
+                return process.returncode, out, errors, is_interrupted
 
 
-async def run(
+def run(
     journal: Journal,
     points: Sequence[Point],
     *,
     retry_failed: bool = False,
     progress: Callable[[int, Point, int, Row | None], None] = lambda done, point, number, row: None,
 ) -> bool:
-    """Run what the journal misses, in its order; Ctrl-C or SIGTERM ends it between lines.
+    """Run what the journal misses, in its order; returns whether Ctrl-C or SIGTERM ended it between lines.
 
-    Args:
-        journal: Begun with a head of these points.
-        points: The grid's.
-        retry_failed: Run again what failed or was bad.
-        progress: Called with the number of runs that are done, a point and its round: when it begins, and with its
-            row when that is written.
-
-    Returns:
-        Whether it was interrupted.
-
-    Raises:
-        ConfigError: Every single point was refused as bad input; the file is gone again.
+    `progress` is called with the number of runs that are done, a point and its round: when it begins, and with its row
+    when that is written. Where every single point was refused as bad input, that is raised, and the file is gone again.
     """
-    runner, by_key = _Runner(), {point.key: point for point in points}
+    by_key = {point.key: point for point in points}
     todo = journal.sweep.missing(retry_failed=retry_failed)
     total = len(journal.sweep.head.points) * journal.sweep.head.rounds
-    done, refusals = total - len(todo), list[str]()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, runner.interrupt)
+    done, refusals, is_interrupted = total - len(todo), list[str](), False
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for index, key in todo:
-            if runner.stopping:
-                break
             point = by_key[key]
             progress(done, point, index, None)
             began = time.monotonic()
-            returncode, out, errors = await runner.run(point.argv)
+            returncode, out, errors, is_interrupted = _measure(point.argv)
             status, reason, found = judged(returncode, out, errors)
-            if runner.stopping and (found is None or found["interrupted"]):
+            if is_interrupted and (found is None or found["interrupted"]):
                 break
             if returncode == 2:
                 refusals.append(reason)
@@ -140,11 +230,63 @@ async def run(
             journal.add(row)
             done += 1
             progress(done, point, index, row)
+            if is_interrupted:
+                break
+    except KeyboardInterrupt:
+        is_interrupted = True
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        signal.signal(signal.SIGTERM, before)
     if refusals and len(refusals) == total:
         # The options are to blame, and a corrected sweep shall not find this one in its way.
         journal.path.unlink()
         raise ConfigError(f"every point was refused: {refusals[0]}")
-    return runner.stopping and done < total
+    return is_interrupted and done < total
+
+
+# -- showing ---------------------------------------------------------------------------------------
+
+
+def result(row: Row) -> str:
+    """Say in one line what a run found."""
+    said = [] if row.status == "good" else [f"{row.status}: {printable(row.reason)}"]
+    if row.report is not None:
+        rates, latency = row.report["throughput"], row.report["latency_s"]
+        said.append(
+            f"{rates['gbytes_per_s']:.3f} GB/s, {rates['requests_per_s']:.1f} requests/s, "
+            f"p50 {latency['p50'] * 1e3:.2f} ms, p99 {latency['p99'] * 1e3:.2f} ms"
+        )
+    return "; ".join(said)
+
+
+def show(sweep: Sweep, console: Console) -> None:
+    """Print a row per point, with medians over its rounds, and what became of those that were not good."""
+    points, head = sweep.points(), sweep.head
+    if not points:
+        return
+    columns = [*SHOWN, *([SHARE] if any(point.interval(SHARE) for point in points) else [])]
+    rows = []
+    for point in points:
+        row = [without_control(point.axes[name]) for name in head.axes]
+        for figure in columns:
+            form, interval = ".1%" if figure is SHARE else ",.4g", point.interval(figure)
+            row.append("" if interval is None else format(interval.median, form))
+        row.append(", ".join({fault.partition(":")[0]: "" for fault in point.faults}))
+        rows.append(row)
+    heads = [*map(without_control, head.axes), *(figures.head(each.name, each.unit) for each in columns), ""]
+    styles = ["red" if point.faults else "" for point in points]
+    print_table(console, heads, rows, texts=(len(heads) - 1,), styles=styles)
+    for fault, count in Counter(fault for point in points for fault in point.faults).items():
+        where = "one point" if count == 1 else f"{count} points"
+        console.print(f"  ! {where} {printable(fault)}", style="red", highlight=False)
+    if head.rounds > 1:
+        console.print(_rounds([len(point.rows) for point in points], head), highlight=False)
+
+
+def _rounds(runs: Sequence[int], head: Head) -> str:
+    """Say how many rounds the medians are of, where a sweep was interrupted not all."""
+    total, absent = head.rounds, len(head.points) - len(runs)
+    if min(runs) == total and not absent:
+        return f"medians of {total} rounds"
+    some = f"{min(runs)}" if min(runs) == max(runs) else f"{min(runs)} to {max(runs)}"
+    left = f"; {absent} of {len(head.points)} points have none yet" if absent else ""
+    return f"medians of {some} of {total} rounds{left}"

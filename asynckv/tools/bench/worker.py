@@ -28,11 +28,7 @@ class _Version(msgspec.Struct):
 
 
 def main() -> None:
-    """Hear commands on stdin and answer on stdout, until the driver says stop or is gone.
-
-    Raises:
-        ConfigError: Stdin is no driver, or one of another version.
-    """
+    """Hear commands on stdin and answer on stdout, until the driver says stop or is gone."""
     # Libraries print to stdout as well: from here on that is stderr.
     sys.stdout.flush()
     stdout = os.dup(1)

@@ -51,13 +51,7 @@ class Worker:
                 self._child.writer.write(p.encode(command))
 
     async def hear(self, kind: type[T], timeout_s: float) -> T:
-        """Wait for the answer to the last command.
-
-        Raises:
-            WorkerLost: The process ended, said nothing in time, or said something else than an answer.
-            ConfigError: It blames the input.
-            AsyncKVError: It cannot go on.
-        """
+        """Wait for the answer to the last command."""
         while True:
             try:
                 answer = await self._next(timeout_s)
@@ -103,15 +97,7 @@ class Planned(NamedTuple):
 
 
 class Host:
-    """All workers of a run.
-
-    Args:
-        experiment: What they run.
-        num_blocks: Size of the pools per group, by role.
-
-    Attributes:
-        workers: As far as they were started.
-    """
+    """All workers of a run."""
 
     def __init__(self, experiment: Experiment, num_blocks: Mapping[str, list[int]]) -> None:
         self._experiment, self._options = experiment, experiment.options

@@ -58,11 +58,7 @@ class Workload:
         )
 
     def sharing(self, tokens: int, groups: int, seed: int) -> Workload:
-        """Let every prompt begin with one of so many prefixes of `tokens` tokens, drawn at random.
-
-        Raises:
-            ConfigError: The trace says already what its prompts share, or a number is out of range.
-        """
+        """Let every prompt begin with one of so many prefixes of `tokens` tokens, drawn at random."""
         if any(self.chunks):
             raise ConfigError(
                 "--shared-prefix was given with a trace whose hash_ids say already what its prompts share; leave it out"
@@ -86,11 +82,7 @@ class Workload:
 
 
 def drawn(spec: str, requests: int, seed: int) -> Workload:
-    """Make requests of one length (`1024`), of a range (`128:4096`), or of a mix (`128:0.8,8192:0.2`).
-
-    Raises:
-        ConfigError: It is none of these.
-    """
+    """Make requests of one length (`1024`), of a range (`128:4096`), or of a mix (`128:0.8,8192:0.2`)."""
     if "," in spec:
         return _mixed(spec, requests, seed)
     low, _, high = spec.partition(":")
@@ -134,9 +126,6 @@ def traced(path: Path, requests: int | None) -> Workload:
 
     `input_length` (or `prompt_tokens`) has to be there. `timestamp` (milliseconds) and `hash_ids` (one per 512
     tokens, the last one of what is left) are read where they are.
-
-    Raises:
-        ConfigError: Names the file, the line and what is wrong with it.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -169,11 +158,7 @@ def traced(path: Path, requests: int | None) -> Workload:
 
 
 def cached_tokens(text: str, tokens: int) -> int:
-    """Return how many of a prompt's tokens are cached: a number (`512`), or a share (`50%`).
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """Return how many of a prompt's tokens are cached: a number (`512`), or a share (`50%`)."""
     try:
         share = float(text[:-1]) / 100 if text.endswith("%") else 0.0
         hit = int(tokens * share + 1e-6) if text.endswith("%") else int(text)

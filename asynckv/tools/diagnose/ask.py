@@ -14,6 +14,7 @@ it wants keys, and behind a socket of this host, which process it is and what th
 from __future__ import annotations
 
 import asyncio
+import enum
 import errno
 import os
 import secrets
@@ -53,6 +54,17 @@ MAX_SOCKETS = 4096
 """Sockets of one directory."""
 
 
+class Trouble(enum.Enum):
+    """Why there is no answer."""
+
+    NONE = "it answered"
+    GONE = "nobody is behind this socket or port any more"
+    AWAY = "the process lives, and its event loop is away, or it is stopped"
+    NETWORK = "no connection comes about"
+    KEYS = "it may have answered, had it known our key"
+    OTHER = "it refuses, or what it says cannot be read"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What one engine said, or why it did not.
@@ -60,8 +72,7 @@ class Answer:
     Attributes:
         address: Whom we asked.
         error: Why there is no answer, and what to do about it; empty if there is one.
-        is_left_behind: Nobody is behind this socket any more: its process has ended.
-        is_away: Its process lives, and nobody answered: the event loop is away, or the process is stopped.
+        trouble: What kind of reason that is.
         pid: Of the process behind a socket that gave no answer; 0 if it is not known.
         engine_id, tp_rank: As it calls itself.
         gauges: What is owed and held.
@@ -72,8 +83,7 @@ class Answer:
 
     address: str
     error: str = ""
-    is_left_behind: bool = False
-    is_away: bool = False
+    trouble: Trouble = Trouble.NONE
     pid: int = 0
     engine_id: str = ""
     tp_rank: int = 0
@@ -215,18 +225,15 @@ class Asker:
                 async with self._over_network(address) if is_network else self._over_socket(address) as line:
                     answer = await self._converse(line, address, most, request_id)
             except _Vain as exc:
-                is_away = AWAY in str(exc)
-                answer = Answer(address=address, error=str(exc), is_left_behind=exc.is_left_behind, is_away=is_away)
+                answer = Answer(address=address, error=str(exc), trouble=exc.trouble)
             except TimeoutError:
-                error, is_away = await self._why(address), False
+                trouble, error = await self._why(address)
                 if (before := self._behind.get(address)) is not None:
                     now = look(before.pid)
-                    error, is_away = error + verdict(before, now), is_same(before, now)
-                # With keys it may just not know ours.
-                is_away |= STOPPED in error or (AWAY in error and "keys" not in error)
-                answer = Answer(address=address, error=error, is_away=is_away)
+                    error, trouble = error + verdict(before, now), T.AWAY if is_same(before, now) else T.GONE
+                answer = Answer(address=address, error=error, trouble=trouble)
             if answer.error and not is_network:
-                pid = 0 if answer.is_left_behind or address not in self._behind else self._behind[address].pid
+                pid = 0 if answer.trouble is T.GONE or address not in self._behind else self._behind[address].pid
                 answer = replace(answer, account=Account(rank=rank_of(Path(address))), pid=pid)
             return replace(answer, took_s=loop.time() - began)
 
@@ -267,12 +274,13 @@ class Asker:
     @asynccontextmanager
     async def _over_network(self, address: str) -> AsyncIterator[_Line]:
         if "#" in address and not self._has_keys:
-            raise _Vain("it has keys, as its address says: give --keys and --authorized")
+            raise _Vain("it has keys, as its address says: give --keys and --authorized", T.KEYS)
         if self._plane.refusal(Address(address)):
             raise _Vain(
                 "its key is not in the directory of --authorized: put the engine's .key file there"
                 if "#" in address
-                else "with keys an address ends in the engine's own, as its endpoint says: tcp://host:port#..."
+                else "with keys an address ends in the engine's own, as its endpoint says: tcp://host:port#...",
+                T.KEYS,
             )
         try:
             yield _NetworkLine(self._plane, address, self._name, self._asked)
@@ -294,10 +302,10 @@ class Asker:
                 writer.close()
                 if address in self._behind:
                     raise TimeoutError
-                raise _Vain(f"nobody takes its connections and no more fit: {AWAY}")
+                raise _Vain(f"nobody takes its connections and no more fit: {AWAY}", T.AWAY)
         except ConnectionRefusedError:
             raise _Vain(
-                "its process has ended without taking the socket away: it was killed, or has crashed", True
+                "its process has ended without taking the socket away: it was killed, or has crashed", T.GONE
             ) from None
         except (OSError, ValueError) as exc:
             if isinstance(exc, TimeoutError):
@@ -328,41 +336,42 @@ class Asker:
                 if address == origin and not answered.done():
                     answered.set_result(message)
 
-    async def _why(self, address: str) -> str:
+    async def _why(self, address: str) -> tuple[Trouble, str]:
         """Say what can be known of an engine that did not answer."""
         vain = f"no answer within {self._timeout_s:g} s: "
         if not address.startswith("tcp://"):
             if address in self._behind:
-                return vain
-            gone = is_left_behind(Path(address))
-            return vain + ("its process has ended meanwhile" if gone else f"it listens, so {AWAY}")
+                return T.AWAY, vain
+            if is_left_behind(Path(address)):
+                return T.GONE, vain + "its process has ended meanwhile"
+            return T.AWAY, vain + f"it listens, so {AWAY}"
         host, port = host_and_port(address)
         found = await asyncio.to_thread(look_at_port, host.strip("[]"), port, PROBE_S, PROBE_S)
         match found:
             case Greeted(mechanism="CURVE") if not self._has_keys:
-                return vain + "it wants keys: give --keys and --authorized, and its address with what follows the #"
+                how = T.KEYS, "it wants keys: give --keys and --authorized, and its address with what follows the #"
             case Greeted(mechanism="CURVE"):
-                return (
-                    vain + f"it has keys and may not know ours: put our .key file among its authorized keys; or {AWAY}"
-                )
+                said = "it has keys and may not know ours: put our .key file among its authorized keys"
+                how = T.KEYS, f"{said}; or {AWAY}"
             case Greeted(mechanism=greeted) if greeted and self._has_keys:
-                return vain + f"it has no keys, and we have; or {AWAY}"
+                how = T.KEYS, f"it has no keys, and we have; or {AWAY}"
             case Greeted(mechanism=greeted) if greeted:
-                return vain + f"TCP connects and ZMQ greets, so {AWAY}"
+                how = T.AWAY, f"TCP connects and ZMQ greets, so {AWAY}"
             case Greeted(connected=True, errno=errno.ETIMEDOUT):
-                return vain + STOPPED
+                how = T.AWAY, "TCP connects, but nothing greets: its process is stopped, or it is no engine"
             case Greeted(connected=True):
-                return vain + f"TCP connects, but what listens is no engine: {found.error}"
+                how = T.OTHER, f"TCP connects, but what listens is no engine: {found.error}"
             case Greeted(errno=errno.ECONNREFUSED):
-                return vain + NOBODY
+                how = T.GONE, NOBODY
             case Greeted(errno=errno.ETIMEDOUT):
-                return vain + "no TCP connection either; the host is down, or a firewall is in between"
+                how = T.NETWORK, "no TCP connection either; the host is down, or a firewall is in between"
             case _:
-                return vain + f"no TCP connection either ({found.error})"
+                how = T.NETWORK, f"no TCP connection either ({found.error})"
+        return how[0], vain + how[1]
 
 
+T = Trouble
 NOBODY = "nobody listens there (TCP connection refused): its process is gone, or the port is another"
-STOPPED = "TCP connects, but nothing greets: its process is stopped, or it is no engine"
 AWAY = "its process lives but its event loop is away (busy, blocked or stopped), or the engine is closing"
 
 
@@ -392,9 +401,9 @@ async def _refuses(address: str) -> bool:
 class _Vain(Exception):
     """There will be no answer, and it is known why."""
 
-    def __init__(self, why: str, is_left_behind: bool = False) -> None:
+    def __init__(self, why: str, trouble: Trouble = Trouble.OTHER) -> None:
         super().__init__(why)
-        self.is_left_behind = is_left_behind
+        self.trouble = trouble
 
 
 class _NetworkLine:
@@ -416,7 +425,7 @@ class _NetworkLine:
                 self._plane.send(self._address, packet)
                 await asyncio.wait([answered], timeout=REPEAT_S)
                 if not answered.done() and await _refuses(self._address):
-                    raise _Vain(NOBODY)
+                    raise _Vain(NOBODY, T.GONE)
             return answered.result()
         finally:
             del self._asked[nonce]

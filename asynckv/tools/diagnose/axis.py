@@ -286,6 +286,8 @@ def clock_time(at: float) -> str:
 
 def shown_seconds(seconds: float) -> str:
     """Write a duration with three digits that matter."""
+    if not math.isfinite(seconds):
+        return "?"
     seconds = float(f"{seconds:.3g}")
     size = abs(seconds)
     for least, scale, unit in ((1.0, 1.0, "s"), (1e-3, 1e3, "ms")):

@@ -9,18 +9,11 @@ come and go in between, so it has to be found twice: `join` also takes what the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from typing import Any
-
-import msgspec
 
 from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
-from asynckv.tools.diagnose.ask import Answer
-
-SCHEMA = "asynckv.inspect/1"
+from asynckv.tools.diagnose.ask import Answer, Trouble
 
 NOT_ASKED = "was not asked"
 KNOWS_NOTHING = "knows nothing of it"
@@ -199,7 +192,7 @@ def _unknown(asked: _Asked, said: RankStatus, why: str) -> Other:
             return Other(said.rank, said, None, "not among the oldest requests that it reported", False)
         return Other(said.rank, said, None, f"{KNOWS_NOTHING}: {why}", True)
     if (silent := asked.silent.get(start)) is not None:
-        gone = "its process has ended" if silent.is_left_behind else "does not answer"
+        gone = "its process has ended" if silent.trouble is Trouble.GONE else "does not answer"
         return Other(said.rank, said, None, gone, True)
     now = asked.starts.get(said.rank.partition("@")[0])
     if now is not None and start:
@@ -216,51 +209,3 @@ def _start(rank: str) -> str:
 def _is_same(who: str, said: str) -> bool:
     """Whether a rank is the one that was named, with the start of its process or without."""
     return who == said or ("@" not in said and who.partition("@")[0] == said)
-
-
-def as_json(answers: Sequence[Answer], before: Sequence[Answer] = ()) -> dict[str, Any]:
-    """Make the document of `--json`: plain values, described in docs/inspect.md."""
-    return {
-        "schema": SCHEMA,
-        "asked_at": datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds"),
-        "engines": [_engine(answer) for answer in answers],
-        "joined": [
-            {
-                "rank": each.rank,
-                "kind": each.request.kind,
-                "request_id": each.request.request_id,
-                "sequence": each.request.sequence,
-                "others": [
-                    {
-                        "rank": other.rank,
-                        "state": other.said.state,
-                        "found": other.found.state if other.found is not None else None,
-                        "verdict": other.verdict,
-                        "is_amiss": other.is_amiss,
-                    }
-                    for other in each.others
-                ],
-            }
-            for each in join(answers, before)
-            if each.others
-        ],
-    }
-
-
-def _engine(answer: Answer) -> dict[str, Any]:
-    head = {"address": answer.address, "took_s": round(answer.took_s, 6)}
-    if answer.error:
-        return head | {"error": answer.error, "is_left_behind": answer.is_left_behind, "pid": answer.pid or None}
-    said: dict[str, Any] = msgspec.to_builtins(answer.account, str_keys=True)
-    for name in ("refused", "retry_s", "after", "requests", "holds"):
-        del said[name]
-    return (
-        head
-        | said
-        | {
-            "gauges": dict(answer.gauges),
-            "is_cut": answer.is_cut,
-            "requests": msgspec.to_builtins(answer.requests, str_keys=True),
-            "holds": msgspec.to_builtins(answer.holds, str_keys=True),
-        }
-    )

@@ -27,20 +27,13 @@ import msgspec
 
 from asynckv.core import told
 from asynckv.core.notes import Granted, Lapsed, Note, Promised, Released, Revoked, Settled
+from asynckv.core.told import RefusedMessage
 from asynckv.core.types import SHOWN_LETTERS
 from asynckv.tools.diagnose.clocks import PutBack, mended
 from asynckv.tools.diagnose.records import Logs, Record, integer, number
 
-DURATIONS = (
-    "lease_s",
-    "grant_s",
-    "max_lease_s",
-    "parked_s",
-    "timeout_s",
-    "announce_s",
-    "held_s",
-    "release_timeout_s",
-)
+Refusal = RefusedMessage
+DURATIONS = tuple(x for x in told.EngineStarted.__struct_fields__ if x.endswith("_s"))
 _RANK = re.compile(r"(?P<base>.+?/tp\d+)(?:@(?P<start>[0-9a-f]{1,64}))?(?: \(.*\))?\Z", re.DOTALL)
 
 
@@ -130,17 +123,6 @@ class Claim:
     heard_s: float = math.nan
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A message for a lease that was turned down: what it was, why, who sent it; seconds since the request was lent."""
-
-    after_s: float
-    message: str
-    reason: str
-    who: str
-    detail: str = ""
-
-
 @dataclass(slots=True, eq=False)
 class Lease:
     """One request on one prefill rank.
@@ -179,10 +161,15 @@ class Lease:
         return min((x.at for x in (*self.granted, *self.transitions)), default=math.nan)
 
     @property
+    def records(self) -> list[Record]:
+        """All that was said of it."""
+        ended = (self.lent, self.ended)
+        return [x for x in (*ended, *self.granted, *self.transitions, *(x for x, _ in self.held)) if x is not None]
+
+    @property
     def last_at(self) -> float:
         """When it was spoken of last."""
-        times = [x.at for x in (self.ended, self.lent, *self.granted, *self.transitions) if x is not None]
-        return max([*times, *(x.at for x, _ in self.held)], default=math.nan)
+        return max((x.at for x in self.records), default=math.nan)
 
     @property
     def seconds(self) -> float:
@@ -277,11 +264,7 @@ class Lease:
         values += [entry.get("refused") for _, entry in reversed(self.held)]
         for value in values:
             if isinstance(value, list):
-                return [
-                    Refusal(number(x[0]), str(x[1]), str(x[2]), str(x[3]), str(x[4]) if len(x) > 4 else "")
-                    for x in value
-                    if isinstance(x, list) and len(x) >= 4
-                ]
+                return [Refusal(number(x[0]), *map(str, x[1:5])) for x in value if isinstance(x, list) and len(x) >= 4]
         return []
 
     @property
@@ -373,11 +356,16 @@ class Pull:
         return said if said != self.cause else ""
 
     @property
+    def records(self) -> list[Record]:
+        """All that was said of it."""
+        ended = (self.ended, self.returned, self.retired)
+        more = (*self.unanswered, *self.refused, *self.retried, *self.transitions, *(x for x, _ in self.held))
+        return [x for x in (*ended, *more) if x is not None]
+
+    @property
     def last_at(self) -> float:
         """When it was spoken of last."""
-        all_ = (self.ended, self.returned, self.retired, *self.unanswered, *self.refused, *self.retried)
-        times = [x.at for x in (*all_, *self.transitions) if x is not None]
-        return max([*times, *(x.at for x, _ in self.held)], default=math.nan)
+        return max((x.at for x in self.records), default=math.nan)
 
     @property
     def begun_at(self) -> float:
@@ -465,14 +453,8 @@ class Request:
 
     def records(self) -> list[Record]:
         """Return all that was said of it, by time."""
-        out: dict[int, Record] = {}
-        for lease in self.leases.values():
-            found = (lease.lent, lease.ended, *lease.granted, *lease.transitions, *(x for x, _ in lease.held))
-            out |= {id(x): x for x in found if x is not None}
-        for pull in self.all_pulls:
-            found = (pull.ended, pull.returned, pull.retired, *pull.retried, *pull.unanswered, *pull.refused)
-            out |= {id(x): x for x in (*found, *pull.transitions, *(x for x, _ in pull.held)) if x is not None}
-        out |= {id(x): x for x in self.withdrawn}
+        spoken_of: tuple[Lease | Pull, ...] = (*self.leases.values(), *self.all_pulls)
+        out = {id(x): x for x in (*self.withdrawn, *(y for x in spoken_of for y in x.records))}
         return sorted(out.values(), key=lambda x: x.at)
 
 
@@ -481,15 +463,22 @@ class Service:
     """All processes and requests that some logs speak of.
 
     Attributes:
-        unanswered: Ranks that were asked, live, and do not answer, by name.
+        unanswered: Ranks that were asked, live, and do not answer, by name: their processes are there.
+        gone: Ranks whose processes are not there any more, by the start of each, and how that is known.
         put_back: When clocks were put back, by the incarnation of the process; its times go on as before.
     """
 
     processes: dict[str, Process] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
+    gone: dict[str, str] = field(default_factory=dict)
     put_back: dict[str, list[PutBack]] = field(default_factory=dict)
     _by_start: dict[str, Process] = field(default_factory=dict)
+
+    def add(self, process: Process) -> None:
+        """Take up a process of which there is no record."""
+        self.processes[process.incarnation] = process
+        self._by_start.clear()
 
     def process_named(self, rank: str) -> Process | None:
         """Find the process that a rank's name means, by the start that is in it."""
@@ -528,6 +517,17 @@ LEASE_EVENTS = frozenset(x.event for x in told.EVENTS.values() if issubclass(x, 
     told.RequestWithdrawn.event
 }
 PULL_EVENTS = frozenset(x.event for x in told.EVENTS.values() if issubclass(x, told.OfPull))
+PLACES = {
+    told.LeaseLent.event: "lent",
+    told.LeaseGranted.event: "granted",
+    told.LeaseEnded.event: "ended",
+    told.PullEnded.event: "ended",
+    told.PullRetried.event: "retried",
+    told.ReleaseUnanswered.event: "unanswered",
+    told.ReleaseRefused.event: "refused",
+    told.BlocksReturned.event: "returned",
+    told.BlocksRetired.event: "retired",
+}
 SIDES = {x.event: x.side for x in told.EVENTS.values()}
 
 
@@ -537,6 +537,8 @@ def join(logs: Logs | Iterable[Record]) -> Service:
     builder = _Builder()
     for record in records:
         builder.take(record)
+    for record, lines in logs.counted if isinstance(logs, Logs) else ():
+        builder.speaks(record, lines)
     service = builder.finish()
     service.put_back = put_back
     return service
@@ -551,29 +553,21 @@ class _Builder:
         self._unnamed: dict[tuple[str, str], Lease] = {}
         self._pulls: dict[str, Pull] = {}
         self._withdrawn: list[Record] = []
-        self._like: dict[str, str] = {}
 
     def take(self, record: Record) -> None:
-        process = self._process(record)
-        event = record.event
-        side = SIDES.get(event)
-        process.lends |= side == "prefill"
-        process.pulls |= side == "decode"
+        process, event = self.speaks(record), record.event
         if event in LEASE_EVENTS:
-            self._take_lease(process, record)
+            _place(self._lease(process, record.fields), record)
         elif event in PULL_EVENTS:
-            self._take_pull(process, record)
-        elif event == told.LeaseHeld.event:
-            for entry in record.entries("oldest"):
-                self._lease(process, entry.get("request_id"), entry.get("sequence")).held.append((record, entry))
-        elif event == told.PullHeld.event:
-            for entry in record.entries("oldest"):
-                pull = self._pull(process, entry.get("pull_id"), entry)
-                pull.held.append((record, entry))
-        elif event == told.RequestWithdrawn.event:
-            self._withdrawn.append(record)
-        if event not in LEASE_EVENTS and event not in PULL_EVENTS:
+            _place(self._pull(process, record.fields), record)
+        else:
             process.records.append(record)
+        if event == told.RequestWithdrawn.event:
+            self._withdrawn.append(record)
+        elif event in (told.LeaseHeld.event, told.PullHeld.event):
+            subject = self._lease if event == told.LeaseHeld.event else self._pull
+            for entry in record.entries("oldest"):
+                subject(process, entry).held.append((record, entry))
 
     def finish(self) -> Service:
         by_rank: dict[str, list[Process]] = defaultdict(list)
@@ -584,19 +578,20 @@ class _Builder:
             for earlier, later in itertools.pairwise(starts):
                 if earlier.last_at <= later.first_at or later.started is not None:
                     earlier.successor = later
-        for pull_id, like in self._like.items():
-            pull = self._pulls[pull_id]
-            pull.like = self._pulls.get(like)
-            if pull.like is not None and not pull.peer:
-                pull.peer = pull.like.peer
+        for pull in self._pulls.values():
+            if pull.ended is not None and (like := self._pulls.get(pull.ended.text("same_as"))) is not None:
+                pull.like, pull.peer = like, pull.peer or like.peer
         return Service(self._processes, list(_Joiner(self._leases.values()).joined(self._pulls, self._withdrawn)))
 
-    def _process(self, record: Record) -> Process:
+    def speaks(self, record: Record, lines: int = 1) -> Process:
+        """A process is there, and has said something."""
         process = self._processes.get(record.incarnation)
         if process is None:
             process = self._processes[record.incarnation] = Process(record.incarnation, record.engine_id, record.rank)
         process.first_at, process.last_at = min(process.first_at, record.at), max(process.last_at, record.at)
-        process.num_records += 1
+        process.num_records += lines
+        process.lends |= (side := SIDES.get(record.event)) == "prefill"
+        process.pulls |= side == "decode"
         process.says_info |= record.level not in ("warning", "error")
         if record.event in (told.EngineStarted.event, told.EngineResumed.event):
             process.started = process.started or record
@@ -611,9 +606,9 @@ class _Builder:
             process.stopped = record
         return process
 
-    def _lease(self, process: Process, request_id: object, sequence: object) -> Lease:
+    def _lease(self, process: Process, fields: Mapping[str, Any]) -> Lease:
+        request_id, number_ = fields.get("request_id"), integer(fields.get("sequence"))
         name = request_id if isinstance(request_id, str) else ""
-        number_ = integer(sequence)
         if number_ < 0 and (known := self._unnamed.get((process.incarnation, name))) is not None:
             return known
         key = (process.incarnation, number_, name)
@@ -623,19 +618,8 @@ class _Builder:
         self._unnamed[process.incarnation, name] = lease
         return lease
 
-    def _take_lease(self, process: Process, record: Record) -> None:
-        lease = self._lease(process, record.fields.get("request_id"), record.fields.get("sequence"))
-        match record.event:
-            case told.LeaseLent.event:
-                lease.lent = record
-            case told.LeaseGranted.event:
-                lease.granted.append(record)
-            case told.LeaseEnded.event:
-                lease.ended = record
-            case _:
-                lease.transitions.append(record)
-
-    def _pull(self, process: Process, pull_id: object, fields: Mapping[str, Any]) -> Pull:
+    def _pull(self, process: Process, fields: Mapping[str, Any]) -> Pull:
+        pull_id = fields.get("pull_id")
         name = pull_id if isinstance(pull_id, str) and pull_id else f"{process.start}-?{fields.get('request_id')}"
         pull = self._pulls.get(name)
         if pull is None:
@@ -647,25 +631,14 @@ class _Builder:
             pull.sequence = integer(fields.get("sequence"))
         return pull
 
-    def _take_pull(self, process: Process, record: Record) -> None:
-        pull = self._pull(process, record.fields.get("pull_id"), record.fields)
-        match record.event:
-            case told.PullEnded.event:
-                pull.ended = record
-                if same_as := record.text("same_as"):
-                    self._like[pull.pull_id] = same_as
-            case told.PullRetried.event:
-                pull.retried.append(record)
-            case told.ReleaseUnanswered.event:
-                pull.unanswered.append(record)
-            case told.ReleaseRefused.event:
-                pull.refused.append(record)
-            case told.BlocksReturned.event:
-                pull.returned = record
-            case told.BlocksRetired.event:
-                pull.retired = record
-            case _:
-                pull.transitions.append(record)
+
+def _place(subject: Lease | Pull, record: Record) -> None:
+    """Put a record where it belongs: to others of its kind, or as the last of its kind."""
+    name = PLACES.get(record.event, "transitions")
+    if name in ("granted", "transitions", "retried", "unanswered", "refused"):
+        getattr(subject, name).append(record)
+    else:
+        setattr(subject, name, record)
 
 
 def _is_longer(one: str, other: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from asynckv.tools.diagnose.axis import When, make_axis
 from asynckv.tools.diagnose.causes import Owner, Reader
-from asynckv.tools.diagnose.join import Lease, Pull, Request, Service, base_name, start_of
+from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, Service, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgotten, is_last_word, is_overdue, pulls_of
 from asynckv.tools.diagnose.leaks_pulls import kept_s, unheard_releases, why_kept
 from asynckv.tools.diagnose.leaks_values import Leak, Word, in_seconds, listed, moment
@@ -247,8 +247,9 @@ def _make_leak(presence: Presence, request: Request, found: Sequence[Verdict], *
 def _clocks_that_were_set(presence: Presence, request: Request, verdict: Verdict) -> str:
     """Say which clocks were put back of processes that have to do with a request."""
     service, pulls = presence.service, request.all_pulls
-    named = [service.process_named(str(verdict.names.get(x, ""))) for x in ("reader", "holder")]
-    named += [x.process for x in (*request.leases.values(), *pulls)]
+    named: list[Process | None] = [service.process_named(str(verdict.names.get(x, ""))) for x in ("reader", "holder")]
+    named += [x.process for x in request.leases.values()]
+    named += [x.process for x in pulls]
     named += presence.decoders(request.engine_id) if not pulls else []
     said = {x.rank: service.put_back.get(x.incarnation, ()) for x in named if x is not None}
     return "".join(

@@ -7,6 +7,7 @@ moment, by one clock. What has not been held for as long as a log would warn of 
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,17 @@ from typing import TYPE_CHECKING, Any
 from asynckv.core import told
 from asynckv.core.inspect import RequestStatus
 from asynckv.edges.local import SUFFIX
+from asynckv.tools.diagnose.ask import Trouble
+from asynckv.tools.diagnose.join import Process, Service, start_of
+from asynckv.tools.diagnose.leaks_values import engine_of
+from asynckv.tools.diagnose.process import began_at, look
 from asynckv.tools.diagnose.records import Record
 
 if TYPE_CHECKING:
     from asynckv.tools.diagnose.ask import Answer
-    from asynckv.tools.diagnose.join import Service
+
+SLACK_S = 2.0
+"""The kernel counts from the boot, whose time is of whole seconds."""
 
 FRACTION = 1 / 3
 """As `log.held_fraction` has it."""
@@ -34,7 +41,7 @@ def is_address(text: str) -> bool:
     path = Path(text)
     if path.is_dir():
         return any(x.is_socket() for x in path.glob(f"*{SUFFIX}"))
-    return text.startswith("tcp://") or path.is_socket() or (not path.exists() and bool(_HOST_PORT.match(text)))
+    return "://" in text or path.is_socket() or (not path.exists() and bool(_HOST_PORT.match(text)))
 
 
 def has_logs(text: str) -> bool:
@@ -42,8 +49,8 @@ def has_logs(text: str) -> bool:
     return not is_address(text) or any(x.is_file() for x in Path(text).rglob("*"))
 
 
-def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
-    """Say what engines hold as if they had just warned of it."""
+def records_of(answers: Iterable[Answer], now: float, *, every: bool = False) -> Iterator[Record]:
+    """Say what engines hold as if they had just warned of it; `every` request, not only those held for long."""
     for answer in answers:
         account = answer.account
         if answer.error or not account.incarnation:
@@ -70,7 +77,7 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
             if is_retired:
                 yield say(told.OffloadRetired, **copy)
         for status in answer.requests:
-            if not _is_long(status):
+            if not (every or _is_long(status)):
                 continue
             if status.kind == "lease":
                 entry = _lease(status)
@@ -81,12 +88,43 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
                 yield say(told.PullHeld, state=state, waits=status.waits, requests=1, oldest=[entry])
 
 
-def who_hangs(answers: Iterable[Answer], service: Service) -> list[str]:
-    """Name the ranks that were asked, live, and do not answer; those of addresses by the logs, which name them."""
-    by_address = {x.started.text("address"): x.rank for x in service.processes.values() if x.started is not None}
-    hang = (x for x in answers if x.is_away and "keys" not in x.error)  # with other keys it may have answered nobody
-    ranks = (x.account.rank or by_address.get(x.address, "") for x in hang)
-    return [x for x in ranks if x]
+def tell(service: Service, answers: Iterable[Answer], now: float) -> None:
+    """Tell a service who was asked in vain: by its socket's name, or by its address, which logs and peers name.
+
+    A process of which there is no log is known from then on, but for what it said.
+    """
+    answers = list(answers)
+    named = {x.started.text("address"): x.rank for x in service.processes.values() if x.started is not None}
+    named |= {peer.address: peer.rank for x in answers for peer in x.account.peers}
+    for answer in answers:
+        rank = answer.account.rank or named.get(answer.address, "")
+        if not answer.error or not start_of(rank):
+            continue
+        if service.process_named(rank) is None:
+            service.add(Process(start_of(rank), engine_of(rank), rank, first_at=now, last_at=now))
+        if answer.trouble is Trouble.GONE:
+            service.gone[start_of(rank)] = answer.error
+        elif answer.trouble is Trouble.AWAY:
+            service.unanswered.append(rank)
+
+
+def look_here(service: Service, proc: Path = Path("/proc")) -> None:
+    """Tell a service which of its processes that ran on this host are not there any more, by the kernel.
+
+    Logs may have come from another host of this name: so some other process of the same host has to be there, and a
+    pid that another process has by now is told by when that began.
+    """
+    here = [x for x in service.processes.values() if x.host == socket.gethostname() and x.started is not None]
+    alive: list[Process] = []
+    ended: list[Process] = []
+    for process in here:
+        assert process.started is not None
+        seen = look(process.started.integer("pid"), proc)
+        is_it = bool(seen.state) and seen.state not in "ZX" and not began_at(seen, proc) > process.started.at + SLACK_S
+        (alive if is_it else ended).append(process)
+    for process in ended if alive else ():
+        if process.stopped is None and process.successor is None and process.started is not None:
+            service.gone.setdefault(process.start, f"pid {process.started.integer('pid')} is not there any more")
 
 
 def _copies(answer: Answer, now: float) -> Iterator[tuple[float, bool, dict[str, Any]]]:

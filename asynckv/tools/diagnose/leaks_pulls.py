@@ -7,7 +7,7 @@ Then a release that was refused or never answered is known from the decode side 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ class Failure:
         return CATALOGUE[self.cause].remedy
 
 
-def failures(service: Service, presence: Presence) -> list[Failure]:
+def failures(service: Service, presence: Presence, counts: Callable[[Pull], bool] = lambda pull: True) -> list[Failure]:
     """Group the pulls that failed by why they did, and by whom that was; the most frequent first.
 
     A pull counts whether or not its lease was late, also if its own engine refused it.
@@ -82,7 +82,7 @@ def failures(service: Service, presence: Presence) -> list[Failure]:
     groups: dict[tuple[Reader, str], list[tuple[Pull, Verdict]]] = defaultdict(list)
     for request in service.requests:
         for pull in request.all_pulls:
-            if pull.cause not in WELL:
+            if pull.cause not in WELL and counts(pull):
                 verdict = _why_failed(presence, pull)
                 groups[verdict.reader, str(verdict.names["by"])].append((pull, verdict))
     out = [_failure(by, found) for (_, by), found in groups.items()]
@@ -148,7 +148,7 @@ def _befell(presence: Presence, pull: Pull, until: Record | None) -> tuple[Reade
                 return R.PLANE_DIED, {"by": process.rank, "holder": process.rank, "why": record.text("cause")}
     for owner in owners:
         fate = presence.fate(owner)
-        if fate.kind == "died" and fate.after <= high and fate.before >= low:
+        if fate.kind == "died" and fate.after <= high:
             return R.OWNER_DIED, {"by": owner.rank, "holder": owner.rank, "why": fate.why}
     for process, state in (*((x, R.OWNER_AWAY) for x in owners), (reader, R.AWAY)):
         away_s = _away_s(presence, process, low, high)

@@ -65,7 +65,8 @@ def early_ends(service: Service, when: When) -> list[Early]:
     for process in service.processes.values():
         before_s = last - ends[process.incarnation][1]
         bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S)
-        if process.stopped is None and process.successor is None and not process.answers and before_s > bound:
+        is_known = process.stopped is not None or process.successor is not None or process.answers
+        if process.num_records and not is_known and before_s > bound:
             out.append(Early(process.rank, process.last_at, before_s))
     return sorted(out, key=lambda x: -x.before_s)
 
@@ -144,14 +145,18 @@ class Presence:
         shown = self._shown
         low, high = self.when(process.incarnation, process.last_at)
         ends = f"its log ends at {shown(process, process.last_at)} without a goodbye"
+        if not process.num_records:
+            low, ends = -math.inf, "there is no log of it"
         lost = self._lost.get(process.incarnation, ())
+        if (how := self.service.gone.get(process.start)) is not None and process.stopped is None:
+            return Fate("died", f"{how} ({ends})", low, math.inf)
         if process.answers:
             return Fate("alive", "it answers", math.inf, math.inf)
         if process.stopped is not None:
             how = "closed" if process.stopped.event == told.EngineStopped.event else "suspended"
             return Fate("stopped", f"{how} at {shown(process, process.stopped.at)}", low, high)
         if process.start in self._hanging:
-            why = f"it does not answer (its log ends at {shown(process, process.last_at)})"
+            why = f"it does not answer ({ends.removesuffix(' without a goodbye')})"
             return Fate("silent", why, low, math.inf, False, hangs=True)
         for other, record in lost:
             if record.text("detail").endswith("said goodbye"):  # and its own log's level leaves that out
@@ -176,6 +181,10 @@ class Presence:
         gone_by = self._lapsed.get(process.incarnation, -math.inf)
         if gone_by >= low and self.last >= gone_by + SILENCE_S / 2:
             return Fate("died", f"{ends}, and it let its grants run out", low, gone_by, False)
+        lease_s = process.durations.get("lease_s", DEFAULT_LEASE_S)
+        if any(True for _ in process.of(told.EngineAlive)) and self.last >= high + lease_s + LATE_S:
+            why = f"{ends}, though it wrote a line every {in_seconds(lease_s / 2)} s at least"
+            return Fate("died", why, low, high + lease_s, False)
         others = list(self._would_be_told_of(process))
         ended = [(self.when(x.incarnation, x.stopped.at)[0], x.rank) for x in others if x.stopped is not None]
         ended = [x for x in ended if x[0] > high]

@@ -1,14 +1,15 @@
-"""What the kernel says of a process that does not answer: it is stopped, waits for a device, is busy, or is blocked.
+"""What the kernel says of a process: it has ended, is stopped, paused, waits for a device, is busy, or is blocked.
 
     before = look(pid)
     ...  # it is asked, and does not answer
     verdict(before, look(pid))  # "pid 27848 is stopped (T): kill -CONT 27848"
 
-`look` reads `/proc/PID/stat` of this host; `verdict` is pure.
+`look` reads `/proc/PID` and the cgroups of this host; `verdict` is pure.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from contextlib import suppress
@@ -31,6 +32,7 @@ class Seen:
         began: Ticks from the boot to its start: another process with the same pid has another.
         cpu_s: The processor time of all its threads until now.
         at: When that was.
+        frozen: The cgroup that keeps it from running, as `docker pause` does; empty if none does.
     """
 
     pid: int
@@ -38,15 +40,39 @@ class Seen:
     began: int = 0
     cpu_s: float = 0.0
     at: float = 0.0
+    frozen: str = ""
 
 
-def look(pid: int, proc: Path = Path("/proc")) -> Seen:
+def look(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Seen:
     """Look at a process."""
     with suppress(OSError, ValueError, IndexError):
         # The name is in parentheses, and may have any letters in it.
         fields = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        return Seen(pid, fields[0], int(fields[19]), (int(fields[11]) + int(fields[12])) / TICKS, time.monotonic())
+        cpu_s = (int(fields[11]) + int(fields[12])) / TICKS
+        return Seen(pid, fields[0], int(fields[19]), cpu_s, time.monotonic(), _frozen(pid, proc, cgroups))
     return Seen(pid)
+
+
+def _frozen(pid: int, proc: Path, cgroups: Path) -> str:
+    """Name the frozen cgroup that a process is in: of version 2, or of version 1's freezer."""
+    with suppress(OSError):
+        for line in (proc / str(pid) / "cgroup").read_text(errors="replace").splitlines():
+            _, controllers, path = line.split(":", 2)
+            with suppress(OSError):
+                if not controllers and "frozen 1" in (cgroups / path.lstrip("/") / "cgroup.events").read_text():
+                    return path
+                state = cgroups / "freezer" / path.lstrip("/") / "freezer.state"
+                if "freezer" in controllers and not state.read_text().startswith("THAWED"):
+                    return path
+    return ""
+
+
+def began_at(seen: Seen, proc: Path = Path("/proc")) -> float:
+    """Return when a process began, in seconds since 1970; nan if that cannot be read."""
+    with suppress(OSError, StopIteration, ValueError, IndexError):
+        boot = next(x for x in (proc / "stat").read_text().splitlines() if x.startswith("btime "))
+        return int(boot.split()[1]) + seen.began / TICKS
+    return math.nan
 
 
 def is_same(before: Seen, now: Seen) -> bool:
@@ -59,6 +85,11 @@ def verdict(before: Seen, now: Seen) -> str:
     pid = before.pid
     if not is_same(before, now):
         return f"its process (pid {pid}) has ended meanwhile"
+    if now.frozen:
+        return (
+            f"pid {pid} is paused: its cgroup {now.frozen} is frozen; resume its container (`docker unpause`), for "
+            f"kill -CONT does nothing"
+        )
     match now.state:
         case "":
             return f"pid {pid} listens, and its event loop is away"

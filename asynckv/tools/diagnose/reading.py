@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def read_with_progress(paths: Sequence[str], errors: Console, *, transitions: bool = False) -> Logs:
-    """Read logs, and show on a terminal how far that is.
+def read_with_progress(paths: Sequence[str], errors: Console, *, request: str = "", since: str | None = None) -> Logs:
+    """Read logs, and show on a terminal how far that is; transitions are left out, which the ends of requests repeat.
 
     Args:
         paths: As for `read_logs`.
         errors: Where the bar goes, if that is a terminal.
-        transitions: Keep what is logged of every transition at level debug; the ends of requests say it again.
+        request: As for `read_logs`.
+        since: The time from which on something is asked about, as `moment` reads it.
 
     Raises:
         ConfigError: A file cannot be read.
@@ -34,7 +35,9 @@ def read_with_progress(paths: Sequence[str], errors: Console, *, transitions: bo
         return read_logs(
             paths,
             lambda done, total: bar.update(task, completed=done, total=total or None),
-            keep=lambda event: transitions or not event.endswith("_transition"),
+            keep=lambda event: not event.endswith("_transition"),
+            request=request,
+            since=(lambda last: moment("--since", since, last)) if since is not None else None,
         )
 
 

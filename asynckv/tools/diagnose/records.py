@@ -1,31 +1,30 @@
 """What logs say: one record per event of asynckv's, from JSON lines of any number of processes, in any order.
 
-Logs reach whoever reads them in all states: rotated, compressed, cut short in the middle of a line, given twice, mixed
-with what other programs say, wrapped by a container runtime or by journald, and written by configurations that call a
-time `ts` and an event `message`. `read_logs` takes whatever is there. A line counts as asynckv's if it names an event
-and the start of a process (`incarnation`), as every event does; unknown events are kept, for logs may be newer than
-their reader. What looks like asynckv's and cannot be read is counted, with the first of each kind, and told: nothing is
-left out in silence.
+Logs come rotated, compressed, cut short, given twice, mixed with what other programs say, wrapped by a container
+runtime, journald or Loki, and written by configurations that call a time `ts` and an event `message`. `read_logs` takes
+whatever is there. A line counts as asynckv's if it names an event and the start of a process (`incarnation`), as every
+event does; unknown events are kept, because logs may be newer than their reader. What looks like asynckv's and cannot
+be read is counted and told, with the first of each kind.
 
-Files are read in pieces, and only records are kept. What comes from outside is hostile: lines, nesting, numbers and
-counts are bounded, and whoever uses a record asks it for values of the type that he needs (`text`, `number`,
-`entries`).
+Most lines are about requests that went well. They are kept packed until all files are read. Then those of requests
+that have a line of another kind become records, and of the others a sample (`MAX_WELL`); the rest is only counted.
+
+What comes from outside is hostile: lines, nesting, numbers and counts are bounded, and a record is asked for values of
+the type that is needed (`text`, `number`, `entries`).
 """
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import math
 import os
 import re
-import stat
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -36,13 +35,8 @@ from asynckv.core import told
 from asynckv.core.types import rank_name
 from asynckv.edges.file_io import no_collection
 from asynckv.errors import ConfigError
-
-CHUNK = 1 << 20
-MAX_LINE = 1 << 20
-"""Bytes of one line; asynckv's longest, a request's whole history, has some 100 KB."""
-
-MAX_FILES = 10_000
-"""In all directories that were named."""
+from asynckv.tools.diagnose.files import CHUNK, MAX_LINE, Pieces, found, lines_of
+from asynckv.tools.diagnose.well import Head, Packed, Well
 
 MAX_RECORDS = 20_000_000
 MAX_WRAPPED = 3
@@ -51,12 +45,21 @@ MAX_WRAPPED = 3
 SHOWN = 160
 """Letters of a line that is shown for its kind."""
 
+MARGIN_S = 7200.0
+"""What was said so long before the time that is asked about may belong to what is late then: twice a longest lease."""
+
+MAX_NAMED = 10_000
+"""Lines that are kept because they name the request that is asked about: what begins so may be many."""
+
 TIMES = ("timestamp", "time", "ts", "@timestamp", "asctime", "__REALTIME_TIMESTAMP")
 EVENTS = ("event", "message", "msg")
 LEVELS = ("level", "levelname", "severity", "log_level")
-WRAPS = ("log", "MESSAGE", "message", "msg", "jsonPayload")
+WRAPS = ("log", "MESSAGE", "message", "msg", "line", "jsonPayload")
 ALIKE = {told.LeasesEndedAlike.event: told.LeaseEnded.event, told.PullsEndedAlike.event: told.PullEnded.event}
 """Lines that tell of many requests, which are read as one line for each."""
+
+MANY = {told.LeaseHeld.event, told.PullHeld.event, *ALIKE}
+OF_REQUESTS = MANY | {x.event for x in told.EVENTS.values() if issubclass(x, told.OfLease | told.OfPull)}
 
 BOUND = ("engine_id", "rank", "incarnation", "timestamp", "level", "event")
 MOST = 1e24
@@ -67,10 +70,41 @@ _EPOCH = re.compile(r"([0-9]{1,20})(?:[.,]([0-9]{1,20}))?\Z")
 _LEAP = re.compile(r"([T ][0-9]{2}(:?)[0-9]{2}\2)60(?![0-9])")
 _LEVEL = {"warn": "warning", "critical": "error", "fatal": "error", "err": "error"}
 
+
 _decode = msgspec.json.Decoder().decode
+_head = msgspec.json.Decoder(Head).decode
 
 
-@dataclass(frozen=True, slots=True)
+class Line(Mapping[str, Any]):
+    """The fields of a line, which is decoded when one of them is asked for."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+
+    def __getitem__(self, name: str) -> Any:
+        return _fields(self.text)[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return _fields(self.text).get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_fields(self.text))
+
+    def __len__(self) -> int:
+        return len(_fields(self.text))
+
+
+@lru_cache(maxsize=4096)
+def _fields(text: bytes) -> dict[str, Any]:
+    fields = _decoded(text)
+    for name in BOUND:
+        fields.pop(name, None)
+    return fields
+
+
+@dataclass(slots=True, eq=False)
 class Record:
     """One event of one process.
 
@@ -139,14 +173,7 @@ def integer(value: object, default: int = -1) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Lines that were left out, of one kind.
-
-    Attributes:
-        reason: Why, in words.
-        lines: How many.
-        where: File and line of the first.
-        first: How it begins.
-    """
+    """Lines that were left out for one reason; `where` and `first` are of the first of them."""
 
     reason: str
     lines: int
@@ -154,23 +181,21 @@ class Skipped:
     first: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Source:
     """One file that was read.
 
     Attributes:
         path: As it was given or found.
         num_bytes: Read of it, uncompressed.
-        num_lines: Lines of whoever.
-        num_records: Events of asynckv's, without those that were known already.
+        num_lines: Lines of any program.
         num_others: Lines of other programs.
         num_repeated: Lines that were there before, in this file or another.
     """
 
     path: str
-    num_bytes: int
-    num_lines: int
-    num_records: int
+    num_bytes: int = 0
+    num_lines: int = 0
     num_others: int = 0
     num_repeated: int = 0
 
@@ -180,20 +205,21 @@ class Logs:
     """All that some logs say.
 
     Attributes:
-        records: By the time that they give, whoever's clock that is.
+        records: By the time that they give, by whichever clock.
         sources: The files.
         skipped: What was left out, and why.
-        num_others: Lines of other programs: nothing is wrong with them.
-        num_repeated: Lines that were there twice.
-        num_text: Among the lines of others, those that look like asynckv's in another form than JSON.
+        num_text: Lines of other programs that look like asynckv's in another form than JSON.
+        counted: The first and the last of the lines of each process that were only counted, and for how many lines
+            each of them stands.
+        num_well: Requests that went well and were only counted.
     """
 
     records: Sequence[Record] = ()
     sources: Sequence[Source] = ()
     skipped: Sequence[Skipped] = ()
-    num_others: int = 0
-    num_repeated: int = 0
     num_text: int = 0
+    counted: Sequence[tuple[Record, int]] = ()
+    num_well: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -206,12 +232,28 @@ class Logs:
         return sum(x.num_lines for x in self.sources)
 
     @property
+    def num_events(self) -> int:
+        """asynckv's lines, also those that were only counted."""
+        return len(self.records) + sum(lines for _, lines in self.counted)
+
+    @property
+    def num_others(self) -> int:
+        """Lines of other programs: nothing is wrong with them."""
+        return sum(x.num_others for x in self.sources)
+
+    @property
+    def num_repeated(self) -> int:
+        """Lines that were there twice."""
+        return sum(x.num_repeated for x in self.sources)
+
+    @property
     def nothing(self) -> str:
         """Say why there is no record; empty if there is one."""
         if self.records:
             return ""
         lines = f"{self.num_lines:,} line{'' if self.num_lines == 1 else 's'}"
-        read = f"no event of asynckv's in {lines} of {_files(len(self.sources))}"
+        files = "one file" if len(self.sources) == 1 else f"{len(self.sources):,} files"
+        read = f"no event of asynckv's in {lines} of {files}"
         if self.num_text:
             return (
                 f"{read}, but {self.num_text:,} of these look like its events as text; this command reads JSON: "
@@ -228,23 +270,25 @@ class Logs:
         )
 
 
-def _files(count: int) -> str:
-    return "one file" if count == 1 else f"{count:,} files"
-
-
 def read_logs(
     paths: Iterable[str | Path],
     on_progress: Callable[[int, int], None] | None = None,
     *,
     keep: Callable[[str], bool] | None = None,
+    request: str = "",
+    since: Callable[[float], float] | None = None,
 ) -> Logs:
     """Read logs.
 
     Args:
-        paths: Files, directories (everything in them), or `-` for stdin; compressed by gzip or not.
+        paths: Files, directories (everything in them), or `-` for stdin; compressed by gzip, xz or zstd, or not.
         on_progress: Called with the bytes that were read so far and those that there are (as they lie on disk; 0 if
             that is not known).
         keep: Which events are wanted, by name; all if left out.
+        request: An id of either side, the beginning of one, a pull id, or a sequence: what is said of this request is
+            kept, also if it went well and only a sample of such requests is.
+        since: Given the time of the last event, returns the time from which on lines about requests are wanted. Those
+            of `MARGIN_S` before are kept too.
 
     Raises:
         ConfigError: There is no such file, it cannot be read, or nothing was given.
@@ -252,11 +296,10 @@ def read_logs(
     names = [str(x) for x in paths]
     if not names:
         raise ConfigError("no logs were given; name files or directories, or - for stdin")
-    files = list(_found(names))
+    files = list(found(names))
     sizes = [os.stat(x).st_size if x != "-" else 0 for x in files]
     total = 0 if "-" in files else sum(sizes)
-    reader = _Reader(keep)
-    done = 0
+    reader, done = _Reader(keep, request, since), 0
 
     def progress(read: int) -> None:
         if on_progress is not None:
@@ -269,219 +312,260 @@ def read_logs(
         return reader.finished()
 
 
-def _found(names: Sequence[str]) -> Iterator[str]:
-    """List files, each once, however often and by whatever name it was given."""
-    seen: set[object] = set()
-    left = MAX_FILES
-    for name in names:
-        if name == "-":
-            if "-" not in seen:
-                yield name
-            seen.add("-")
-            continue
-        try:
-            is_directory = stat.S_ISDIR(os.stat(name).st_mode)
-        except (OSError, ValueError) as exc:
-            raise ConfigError(f"{name}: {getattr(exc, 'strerror', None) or exc}; name a log, or - for stdin") from exc
-        inside = sorted(Path(name).rglob("*")) if is_directory else [Path(name)]
-        for path in inside:
-            try:
-                found = path.stat()
-            except OSError:
-                continue  # a link to nowhere
-            if is_directory and not stat.S_ISREG(found.st_mode):
-                continue
-            if (found.st_dev, found.st_ino) in seen:
-                continue
-            seen.add((found.st_dev, found.st_ino))
-            left -= 1
-            if left < 0:
-                raise ConfigError(f"{name}: more than {MAX_FILES:,} files; name those that matter")
-            yield str(path)
-
-
 class _Reader:
     """Reads files, one after the other."""
 
-    def __init__(self, keep: Callable[[str], bool] | None) -> None:
-        self._keep = keep
-        self._records: list[Record] = []
-        self._seen: set[int] = set()
+    def __init__(
+        self, keep: Callable[[str], bool] | None, request: str, since: Callable[[float], float] | None
+    ) -> None:
+        self._keep, self._since = keep, since
+        self._needles = {json.dumps(request, ensure_ascii=x)[:-1].encode(errors="replace") for x in (True, False)}
+        self._sequence = int(x) if (x := request.removeprefix("#")[:18]).isdecimal() else -1
+        self._num_named = 0 if request else MAX_NAMED
+        self._records: list[tuple[Record, bytes, Source]] = []
+        self._well, self._wrong = Well(), set[tuple[str, int]]()
         self._sources: list[Source] = []
         self._skipped: dict[str, list[Any]] = {}
-        self._others = self._repeated = self._text = 0
-
-    def finished(self) -> Logs:
-        self._records.sort(key=attrgetter("at"))
-        return Logs(
-            records=self._records,
-            sources=self._sources,
-            skipped=[Skipped(reason, *found) for reason, found in self._skipped.items()],
-            num_others=self._others,
-            num_repeated=self._repeated,
-            num_text=self._text,
-        )
+        self._events: dict[str, bool] = {}
+        self._pieces = Pieces()
+        self._num_text, self._last, self._floor = 0, -math.inf, -math.inf
+        self._path, self._number, self._is_end = "", 0, False
 
     def read(self, path: str, progress: Callable[[int], None]) -> None:
         """Read a file."""
-        before, lines, size, pending = len(self._records), 0, 0, ""
-        others, repeated = self._others, self._repeated
-        shown = "stdin" if path == "-" else path
-        damage: list[str] = []
         if path == "-" and sys.stdin is None:
             raise ConfigError("-: the standard input is closed; name a log")
+        self._path, self._number, self._pieces = "stdin" if path == "-" else path, 0, Pieces()
+        source = Source(self._path)
+        self._sources.append(source)
+        damage: list[str] = []
         try:
             # The standard input stays open.
-            file = io.FileIO(sys.stdin.fileno() if path == "-" else path, closefd=path != "-")
+            file = io.FileIO(path if path != "-" else sys.stdin.fileno(), closefd=path != "-")
             with io.BufferedReader(file, CHUNK) as raw:
-                for line, length in _lines(raw, damage.append):
-                    lines += 1
-                    size += length
-                    if size // CHUNK > (size - length) // CHUNK:
-                        progress(size if path == "-" else file.tell())
+                for line, length in lines_of(raw, damage.append):
+                    self._number += 1
+                    source.num_bytes += length
+                    if source.num_bytes // CHUNK > (source.num_bytes - length) // CHUNK:
+                        progress(source.num_bytes if path == "-" else file.tell())
+                        self._raise_floor()
                     if length > MAX_LINE + 1:
-                        self._skip(f"longer than {MAX_LINE:,} bytes", f"{shown}:{lines}", line)
-                        continue
-                    pending = self._line(line, shown, lines, pending)
+                        self._skip(f"longer than {MAX_LINE:,} bytes", line)
+                    else:
+                        self._line(line)
         except OSError as exc:
             raise ConfigError(f"{path}: {exc.strerror or exc}; name a log that can be read, or - for stdin") from exc
         for why in damage:
-            self._skip(why, f"{shown}:{lines}", b"")
-        if pending:
-            self._skip("cut short", f"{shown}:{lines}", pending.encode(errors="replace"))
-        others, repeated = self._others - others, self._repeated - repeated
-        self._sources.append(Source(shown, size, lines, len(self._records) - before, others, repeated))
+            self._skip(why, b"")
+        source.num_lines = self._number
 
-    def _line(self, line: bytes, path: str, number: int, pending: str) -> str:
-        """Take one line; return what a container's runtime will go on with in the next."""
-        if b"incarnation" not in line and not pending:
-            self._others += bool(line.strip())
-            return ""
-        start = line.find(b"{")
-        if start < 0:
+    def finished(self) -> Logs:
+        """Leave out what is there twice, or was only to be counted, and sort the rest."""
+        self._raise_floor()
+        for record, _, _ in self._records:
+            if record.event in MANY:
+                self._wrong |= {_key(x, record.engine_id) for x in _rows(record.fields)}
+        chosen = self._well.chosen(self._wrong, self._floor)
+        self._records += [(y, x[0], self._sources[x[1]]) for x in chosen.lines for y in self._again(x)]
+        for source, repeated in zip(self._sources, chosen.repeated, strict=False):
+            source.num_repeated += repeated
+        return Logs(
+            records=sorted(self._unlike(), key=attrgetter("at")),
+            sources=self._sources,
+            skipped=[Skipped(reason, *found) for reason, found in self._skipped.items()],
+            num_text=self._num_text,
+            counted=[(y, lines) for x, lines in chosen.edges for y in self._again(x)],
+            num_well=chosen.num_requests,
+        )
+
+    def _unlike(self) -> Iterator[Record]:
+        """Go through the records that were not there before."""
+        self._records.sort(key=lambda x: x[0].at)
+        at, seen = -math.inf, set[tuple[str, bytes]]()
+        for record, text, source in self._records:
+            if record.at > at:
+                at = record.at
+                seen.clear()
+            if (record.incarnation, text) in seen:
+                source.num_repeated += 1
+            elif at >= self._floor or record.event not in OF_REQUESTS:
+                seen.add((record.incarnation, text))
+                yield from _each(record) if record.event in ALIKE else (record,)
+
+    def _again(self, line: Packed) -> Iterator[Record]:
+        """Make a record of a line that was put aside, if it says in the usual way when it was written."""
+        text, source, number = line
+        if (head := _head_of(text)) is not None and (at := _time(head.timestamp)) is not None:
+            yield _record(head, at, text, f"{self._sources[source].path}:{number}")
+
+    def _raise_floor(self) -> None:
+        """The later the last event, the later what is asked about begins."""
+        if self._since is not None and self._last > -math.inf:
+            self._floor = self._since(self._last) - MARGIN_S
+
+    def _line(self, line: bytes) -> None:
+        """Take one line, out of all that is wrapped around it."""
+        self._is_end = not line.endswith(b"\n")  # perhaps it is being written just now
+        line, time = self._pieces.of_cri(line)
+        if b"incarnation" not in line and not (self._pieces and b'"log"' in line):
             self._other(line)
-            return ""
-        where = f"{path}:{number}"
-        fields = self._decoded(line[start:], where)
-        if fields is None:
-            return ""
-        outer: Mapping[str, Any] = {}
-        for _ in range(MAX_WRAPPED):
+            return
+        text, outer = _object(line), dict[str, Any](time=time) if time else {}
+        for _ in range(MAX_WRAPPED + 1 if text else 0):
+            head = _head_of(text)
+            if head is not None and self._is_event(head) and (at := _time(head.timestamp)) is not None:
+                self._take(head, at, text)
+                return
+            try:
+                fields = _decoded(text)
+            except ValueError as exc:
+                if not self._is_end:
+                    self._skip(str(exc), text)
+                return
             if "incarnation" in fields:
+                self._take_unusual(fields, outer, line)
+                return
+            outer |= fields
+            texts = (x for key in WRAPS if isinstance(x := fields.get(key), str) and ("{" in x or self._pieces))
+            if (inner := next(texts, None)) is not None:
+                # Docker's runtime ends only the last piece with a newline; others take it off.
+                is_last = "log" not in fields or inner.endswith("\n") or inner.rstrip().endswith("}")
+                whole = self._pieces.whole(fields.get("stream"), inner.encode(errors="replace"), is_last)
+                if whole is None:
+                    return
+                text = _object(whole)
+            elif (within := _within(fields)) is not None:
+                text = msgspec.json.encode(within)
+            else:
                 break
-            if (within := _within(fields)) is not None:
-                outer, fields = {**outer, **fields}, within
-                continue
-            inner = next((x for key in WRAPS if isinstance(x := fields.get(key), str) and ("{" in x or pending)), None)
-            if inner is None:
-                self._other(line)
-                return ""
-            outer, inner, pending = {**outer, **fields}, pending + inner, ""
-            # Docker's runtime cuts lines at 16 KB, and only the last piece ends with a newline.
-            if "log" in fields and not inner.endswith("\n") and len(inner) < MAX_LINE and not _is_whole(inner):
-                return inner
-            if "{" not in inner:
-                self._other(line)
-                return ""
-            decoded = self._decoded(inner[inner.index("{") :].encode(errors="replace"), where)
-            if decoded is None:
-                return ""
-            fields = decoded
-        self._take(fields, outer, line, where)
-        return ""
+        self._other(line)
 
-    def _take(self, fields: dict[str, Any], outer: Mapping[str, Any], line: bytes, where: str) -> None:
-        """Make a record of what a line says."""
-        incarnation, engine_id = fields.get("incarnation"), fields.get("engine_id")
-        event = _first_text(fields, EVENTS) or _first_text(outer, EVENTS)
+    def _take_unusual(self, fields: dict[str, Any], outer: Mapping[str, Any], line: bytes) -> None:
+        """Take a line that calls its time, its level or its event otherwise, as the usual line that says the same."""
         # In the standard logger's message the fields follow the name.
-        event = event.split(" ", 1)[0]
-        if not (isinstance(incarnation, str) and incarnation and isinstance(engine_id, str) and _NAME.match(event)):
+        event = (_first_text(fields, EVENTS) or _first_text(outer, EVENTS)).split(" ", 1)[0]
+        level = (_first_text(fields, LEVELS) or _first_text(outer, LEVELS)).lower()
+        engine_id, incarnation = (
+            x if isinstance(x := fields.get(y), str) else "" for y in ("engine_id", "incarnation")
+        )
+        head = Head(incarnation, engine_id, event, _LEVEL.get(level, level))
+        if not self._is_event(head):
             self._other(line)
+        elif (at := _time_of(fields) or _time_of(outer)) is None:
+            self._skip("without a time that can be read (timestamp, time, ts, @timestamp, asctime)", line)
+        else:
+            stamp = datetime.fromtimestamp(at, UTC).isoformat()
+            text = msgspec.json.encode(fields | {"event": event, "level": head.level, "timestamp": stamp})
+            self._take(_head_of(text) or head, at, text)
+
+    def _is_event(self, head: Head) -> bool:
+        """Whether a line names an event of asynckv's."""
+        if head.event not in self._events and len(self._events) < MAX_NAMED:
+            self._events[head.event] = bool(_NAME.match(head.event))
+        return bool(head.incarnation and head.engine_id) and self._events.get(head.event, False)
+
+    def _take(self, head: Head, at: float, text: bytes) -> None:
+        """Keep what a line says, if it is wanted."""
+        if self._keep is not None and not self._keep(head.event):
             return
-        if self._keep is not None and not self._keep(event):
+        self._last = max(self._last, at)
+        if at < self._floor and head.event in OF_REQUESTS:
             return
-        if (at := _time_of(fields) or _time_of(outer)) is None:
-            self._skip("without a time that can be read (timestamp, time, ts, @timestamp, asctime)", where, line)
-            return
-        # The wrapping differs between two collectors of one line, its content does not.
-        identity = hash((line if not outer else msgspec.json.encode(fields), incarnation))
-        if identity in self._seen:
-            self._repeated += 1
+        if (kind := head.kind) and b"\n" not in text and not self._names(head, text):
+            self._well.add(head, kind, at, len(self._sources) - 1, self._number, text)
             return
         if len(self._records) >= MAX_RECORDS:
-            self._skip(f"beyond the first {MAX_RECORDS:,} events; give fewer logs at once", where, line)
+            self._skip(f"beyond the first {MAX_RECORDS:,} events; give fewer logs at once", text)
             return
-        self._seen.add(identity)
-        level = (_first_text(fields, LEVELS) or _first_text(outer, LEVELS)).lower()
-        rank = fields.get("rank")
-        for key in BOUND:
-            fields.pop(key, None)
-        record = Record(
-            at=at,
-            event=sys.intern(ALIKE.get(event, event)),
-            level=sys.intern(_LEVEL.get(level, level)),
-            engine_id=sys.intern(engine_id),
-            rank=sys.intern(rank if isinstance(rank, str) else _rank_of(fields, engine_id, incarnation)),
-            incarnation=sys.intern(incarnation),
-            fields=fields,
-            where=where,
-        )
-        self._records.extend(_each(record) if event in ALIKE else (record,))
+        if head.sequence >= 0:
+            self._wrong.add(head.key)
+        self._records.append((_record(head, at, text, f"{self._path}:{self._number}"), text, self._sources[-1]))
 
-    def _decoded(self, text: bytes, where: str) -> dict[str, Any] | None:
-        """Decode an object, or say why not."""
-        why = "cut short"
-        try:
-            value = _decode(text)
-        except RecursionError:
-            self._skip("nested too deeply", where, text)
-            return None
-        except (msgspec.DecodeError, ValueError):
-            try:  # what Python's own encoder writes besides JSON: NaN and Infinity (no numbers), lone surrogates
-                value = _without_surrogates(json.loads(text, parse_constant=lambda name: None))
-            except RecursionError:
-                value, why = None, "nested too deeply"
-            except ValueError:
-                value, why = None, "cut short" if not text.rstrip().endswith(b"}") else "no JSON"
-        if isinstance(value, dict):
-            return value
-        self._skip(why if value is None else "no JSON object", where, text)
-        return None
+    def _names(self, head: Head, text: bytes) -> bool:
+        """Whether a line names the request that is asked about."""
+        if self._num_named >= MAX_NAMED or not (
+            head.sequence == self._sequence or any(x in text for x in self._needles)
+        ):
+            return False
+        self._num_named += 1
+        return True
 
     def _other(self, line: bytes) -> None:
-        self._others += 1
-        self._text += b"engine_id=" in line and b"incarnation=" in line
+        self._sources[-1].num_others += bool(line.strip())
+        self._num_text += b"engine_id=" in line and b"incarnation=" in line
 
-    def _skip(self, reason: str, where: str, line: bytes) -> None:
-        found = self._skipped.setdefault(reason, [0, where, line[:SHOWN].decode(errors="replace")])
-        found[0] += 1
+    def _skip(self, reason: str, line: bytes) -> None:
+        where, first = f"{self._path}:{self._number}", line[:SHOWN].decode(errors="replace")
+        self._skipped.setdefault(reason, [0, where, first])[0] += 1
 
 
-def _lines(raw: io.BufferedReader[io.FileIO], failed: Callable[[str], None]) -> Iterator[tuple[bytes, int]]:
-    """Split a file into lines, each with its length; of one that is too long only the beginning is kept.
-
-    A file that is compressed is unzipped, one archive after the other as they follow; of one that is cut short all that
-    can be read is.
-    """
-    file = gzip.GzipFile(fileobj=raw) if raw.peek(2).startswith(b"\x1f\x8b") else raw
-    try:
-        while line := file.readline(MAX_LINE + 1):
-            length, last = len(line), line
-            while not last.endswith(b"\n") and (last := file.readline(MAX_LINE)):
-                length += len(last)
-            yield line.removesuffix(b"\n"), length
-    except (EOFError, gzip.BadGzipFile, zlib.error) as exc:
-        failed(f"compressed, and cut short or damaged ({exc})")
+def _record(head: Head, at: float, text: bytes, where: str) -> Record:
+    return Record(
+        at=at,
+        event=sys.intern(head.event),
+        level=sys.intern(_LEVEL.get(head.level, head.level)),
+        engine_id=sys.intern(head.engine_id),
+        rank=sys.intern(head.rank or _rank_of(text, head)),
+        incarnation=sys.intern(head.incarnation),
+        fields=Line(text),
+        where=where,
+    )
 
 
 def _each(record: Record) -> Iterator[Record]:
     """Split a line about many requests."""
-    columns = {name: values for name, values in record.mapping("each").items() if isinstance(values, list)}
+    for fields in _rows(record.fields)[1:]:
+        ago_s = min(max(number(fields.get("ago_s"), 0.0), 0.0), 60.0)
+        yield replace(record, at=record.at - ago_s, event=ALIKE[record.event], fields=fields)
+
+
+def _rows(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what a line says, and what it says of each of many requests."""
+    each, oldest, alike = (fields.get(x) for x in ("each", "oldest", "alike"))
+    rows: list[Mapping[str, Any]] = [fields]
+    rows += [x for x in oldest if isinstance(x, dict)] if isinstance(oldest, list) else []
+    columns = {name: x for name, x in each.items() if isinstance(x, list)} if isinstance(each, dict) else {}
     for row in zip(*columns.values(), strict=False):
         own = {name: value for name, value in zip(columns, row, strict=True) if value is not None}
-        fields = {**record.mapping("alike"), **own}
-        yield replace(record, at=record.at - min(max(number(fields.get("ago_s"), 0.0), 0.0), 60.0), fields=fields)
+        rows.append((alike if isinstance(alike, dict) else {}) | own)
+    return rows
+
+
+def _key(row: Mapping[str, Any], engine_id: str) -> tuple[str, int]:
+    """Name the request of a row: its prefill engine, and its number there."""
+    peer = row.get("peer")
+    return peer if isinstance(peer, str) else engine_id, integer(row.get("sequence"))
+
+
+def _object(line: bytes) -> bytes:
+    """Return a line from where its object begins; labels of Loki's may stand before it."""
+    start = line.find(b'{"')
+    return line[start if start >= 0 else line.find(b"{") :].rstrip() if b"{" in line else b""
+
+
+def _head_of(text: bytes) -> Head | None:
+    try:
+        return _head(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+
+
+def _decoded(text: bytes) -> dict[str, Any]:
+    """Decode an object, or raise `ValueError` with what is wrong with it."""
+    try:
+        value = _decode(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except (msgspec.DecodeError, ValueError):
+        try:  # what Python's own encoder writes besides JSON: NaN and Infinity (no numbers), lone surrogates
+            value = _without_surrogates(json.loads(text, parse_constant=lambda name: None))
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+        except ValueError:
+            raise ValueError("no JSON" if text.endswith(b"}") else "cut short") from None
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object")
+    return value
 
 
 def _without_surrogates(value: Any) -> Any:
@@ -495,14 +579,9 @@ def _without_surrogates(value: Any) -> Any:
     return value
 
 
-def _rank_of(fields: Mapping[str, Any], engine_id: str, incarnation: str) -> str:
-    tp_rank = fields.get("tp_rank")
-    return rank_name(engine_id, tp_rank if isinstance(tp_rank, int) else 0, 0, incarnation)
-
-
-def _is_whole(text: str) -> bool:
-    """Whether a piece is an object by itself: other runtimes than Docker's take the newline off."""
-    return text.rstrip().endswith("}") and "{" in text
+def _rank_of(text: bytes, head: Head) -> str:
+    tp_rank = integer(_fields(text).get("tp_rank"), 0)
+    return rank_name(head.engine_id, tp_rank, 0, head.incarnation)
 
 
 def _within(fields: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -720,7 +720,8 @@ def ground(axis: Axis) -> list[Ground]:
     """Say of every process when it ran, and what befell it."""
     out = []
     gone = ends(axis)
-    for process in sorted(axis.service.processes.values(), key=lambda x: (not x.lends, x.rank)):
+    known = (x for x in axis.service.processes.values() if x.num_records)
+    for process in sorted(known, key=lambda x: (not x.lends, x.rank)):
         away: list[Bar] = []
         marks: list[Mark] = []
         for record in process.records:

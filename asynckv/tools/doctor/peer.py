@@ -68,11 +68,7 @@ class Asked(msgspec.Struct):
 
 
 def check_address(address: str) -> tuple[str, str, int, bytes | None]:
-    """Return what ZMQ connects to, the host, the port, and the key.
-
-    Raises:
-        ConfigError: It is no address.
-    """
+    """Return what ZMQ connects to, the host, the port, and the key."""
     endpoint, key = zmq._split(address)
     name, port = zmq._host(endpoint), endpoint.rpartition(":")[2]
     if port == "*":
@@ -81,11 +77,7 @@ def check_address(address: str) -> tuple[str, str, int, bytes | None]:
 
 
 async def ask(address: str, keys: KeysConfig | None, note: Callable[[str], None]) -> Asked:
-    """Ask.
-
-    Raises:
-        ConfigError: The address is none, or the keys cannot be used.
-    """
+    """Ask."""
     _, name, port, key = check_address(address)
     first = PeerFacts(
         address=address, stage="resolve", has_key=key is not None, has_keys=keys is not None, our_minor=MINOR,
@@ -188,7 +180,7 @@ class _Asking:
         self._know(stage=stage, mechanism=found.mechanism, error=found.error, errno=found.errno)
 
     async def _ask_account(self) -> None:
-        """Ask for versions and settings, which an engine tells if it is asked for an account (`asynckv inspect`)."""
+        """Ask for versions and settings, which an engine tells if it is asked for an account (`asynckv why`)."""
         answer = await self._answer(lambda nonce: StatusRequest(nonce, most=1), SILENCE_S)
         if not isinstance(answer, Status) or not answer.account:
             return  # it is older, or does not want to

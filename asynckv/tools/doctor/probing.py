@@ -51,12 +51,7 @@ class Ended(Exception):
 
 
 class Probe:
-    """One process of ours.
-
-    Args:
-        order: What it is to do.
-        folder: For its log.
-    """
+    """One process of ours."""
 
     def __init__(self, order: Order, folder: Path) -> None:
         self.stage = "start"
@@ -86,11 +81,7 @@ class Probe:
         self.end(END_S if kind in (None, Ended) else 0.0)
 
     def hear(self, kind: type[T]) -> T:
-        """Wait for a value of this kind; every stage has a deadline of its own.
-
-        Raises:
-            Ended: The process refused, died, said nothing by then, or said something else.
-        """
+        """Wait for a value of this kind; every stage has a deadline of its own."""
         seconds = {"connect": CONNECT_S, "read": READ_S}
         while True:
             self._link.settimeout(seconds.get(self.stage, START_S))

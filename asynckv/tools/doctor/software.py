@@ -140,11 +140,7 @@ def keys(secret: str, authorized: str) -> KeyFacts:
 
 
 def read_config(path: Path) -> EngineConfig:
-    """Read an engine's configuration from JSON: the fields of `EngineConfig`.
-
-    Raises:
-        ConfigError: It cannot be read, or an engine would refuse it.
-    """
+    """Read an engine's configuration from JSON: the fields of `EngineConfig`."""
     try:
         given = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         known = [field.name for field in dataclasses.fields(EngineConfig)]

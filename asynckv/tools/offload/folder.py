@@ -71,11 +71,7 @@ class Pruned(Struct, frozen=True, kw_only=True):
 
 
 def folders_in(path: Path) -> list[Path]:
-    """Say which directories of stored blocks somebody means: that one, or those in it, of all ranks and geometries.
-
-    Raises:
-        ConfigError: There are none.
-    """
+    """Say which directories of stored blocks somebody means: that one, or those in it, of all ranks and geometries."""
     try:
         if _is_one(path):
             return [path]
@@ -99,11 +95,7 @@ def _is_one(path: Path) -> bool:
 
 
 def look(folder: Path) -> Folder:
-    """Say what a directory holds, whoever has it.
-
-    Raises:
-        BackendError: It cannot be read, is of another format, or damaged.
-    """
+    """Say what a directory holds, whoever has it."""
     said = _said(folder)
     owner, is_live = owner_of(folder)
     kinds: Counter[tuple[str, str]] = Counter()
@@ -129,11 +121,7 @@ def look(folder: Path) -> Folder:
 
 
 def prune_folder(folder: Path, older_than_s: float | None = None) -> Pruned:
-    """Forget blocks that were stored longer ago, and remove files without any; or remove all, and the directory.
-
-    Raises:
-        BackendError: A process has it, it cannot be written, or the index is damaged.
-    """
+    """Forget blocks that were stored longer ago, and remove files without any; or remove all, and the directory."""
     if older_than_s is None:
         return _remove(folder)
     with _owned(folder) as (index, said):

@@ -53,18 +53,7 @@ def explain(
     cached: int,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Plan one request on every local rank.
-
-    Args:
-        local: Layouts of decode ranks, checked.
-        remote: Layouts of all prefill ranks that these answer for, checked.
-        num_tokens: Length of the request.
-        cached: Tokens of it that the decode side has already.
-        progress: Called after every rank.
-
-    Raises:
-        ConfigError: A rank that is needed is not among the remote ones.
-    """
+    """Plan one request on every local rank."""
     by_place = {(x.pp_stage, x.tp_rank): x for x in remote}
     size, stages = remote[0].tp_size, remote[0].pp_size
     ranks = []

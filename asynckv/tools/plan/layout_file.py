@@ -58,11 +58,7 @@ def _plain(value: Any) -> Any:
 
 
 def load_layouts(path: Path) -> list[Layout]:
-    """Read an engine's ranks from a file; every layout is checked.
-
-    Raises:
-        ConfigError: Names the file, the field and what is wrong with it.
-    """
+    """Read an engine's ranks from a file; every layout is checked."""
     try:
         with path.open("rb") as file:
             raw = file.read(MOST_BYTES + 1)

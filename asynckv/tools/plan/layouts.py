@@ -54,19 +54,8 @@ def model_layout(
 ) -> Layout:
     """Lay out one rank's share of a model, with memories one after another from address 0 on.
 
-    Args:
-        model: What every layer keeps.
-        tp_rank, tp_size: Place in tensor parallelism.
-        pp_stage, pp_size: Pipeline stage; layers are cut evenly.
-        block_size: Tokens per block of attention layers; a recurrent layer has one state per request.
-        ratio: Kernel blocks per block.
-        num_blocks: Blocks per group, or of each group of `model_groups`.
-        order: One of `ORDERS`.
-        conv_order: One of `CONV_ORDERS`.
-
-    Raises:
-        ConfigError: A size does not fit the model; names both.
-        LayoutError: A rank cannot hold a whole share of some axis.
+    Pipeline stages cut the layers evenly. `ratio` is kernel blocks per block; `num_blocks` is blocks per group, or
+    those of each group of `model_groups`; `block_size` is of attention layers: a recurrent one has a state per request.
     """
     for name, value, known in (("order", order, ORDERS), ("conv_order", conv_order, CONV_ORDERS)):
         if value not in known:

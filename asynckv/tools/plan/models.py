@@ -128,11 +128,7 @@ class Model(Struct, frozen=True):
         head_dim: int | None = None,
         dtype: str | None = None,
     ) -> Model:
-        """Change sizes for an experiment. Fewer layers keep one of every kind, as far as they reach.
-
-        Raises:
-            ConfigError: A size is out of range, or the model has no such thing.
-        """
+        """Change sizes for an experiment. Fewer layers keep one of every kind, as far as they reach."""
         for option, value in (("--layers", layers), ("--kv-heads", kv_heads), ("--head-dim", head_dim)):
             if value is not None and not 1 <= value <= MOST:
                 raise ConfigError(f"{option} {value} is outside 1 ... {MOST}")
@@ -216,11 +212,7 @@ PRESETS = {
 
 
 def preset(name: str) -> Model:
-    """Find a preset by its name, in any case.
-
-    Raises:
-        ConfigError: Unknown; names the nearest and all others.
-    """
+    """Find a preset by its name, in any case."""
     if (found := PRESETS.get(name.lower())) is not None:
         return found
     near = difflib.get_close_matches(name.lower(), PRESETS, 1, 0.5)
@@ -231,22 +223,14 @@ def preset(name: str) -> Model:
 
 
 def chosen(name: str | None, hf_config: str | Path | None, default: str) -> Model:
-    """Find a preset, or read a Hugging Face configuration.
-
-    Raises:
-        ConfigError: Both were named, or the one that was is not to be had.
-    """
+    """Find a preset, or read a Hugging Face configuration."""
     if name is not None and hf_config is not None:
         raise ConfigError(f"--model {name} and --hf-config {hf_config} were both given; choose one")
     return read_hf_config(Path(hf_config)) if hf_config is not None else preset(name or default)
 
 
 def dtype_named(name: str) -> str:
-    """Resolve the name of an element type.
-
-    Raises:
-        ConfigError: Unknown; names all.
-    """
+    """Resolve the name of an element type."""
     plain = name.lower().removeprefix("torch.")
     plain = _ALIASES.get(plain, plain)
     if plain not in ITEMSIZE:
@@ -258,11 +242,7 @@ def dtype_named(name: str) -> str:
 
 
 def read_hf_config(path: Path) -> Model:
-    """Read a Hugging Face `config.json`, or the folder that holds one.
-
-    Raises:
-        ConfigError: Names the file, the field and what is wrong with it.
-    """
+    """Read a Hugging Face `config.json`, or the folder that holds one."""
     try:
         path = path / "config.json" if path.is_dir() else path
         with path.open("rb") as file:
@@ -286,11 +266,7 @@ def read_hf_config(path: Path) -> Model:
 
 
 def model_of_config(config: Mapping[str, Any], name: str) -> Model:
-    """Say what the model of a Hugging Face configuration keeps.
-
-    Raises:
-        ConfigError: A field is missing or out of range, or the model keeps something unknown.
-    """
+    """Say what the model of a Hugging Face configuration keeps."""
     # Multimodal models keep the language model's own configuration one level down.
     text = config.get("text_config")
     if text is not None and not isinstance(text, dict):

@@ -160,11 +160,7 @@ class Engine:
         return EngineFault(self, why, text)
 
     def decoded(self, data: bytes) -> dict[str, Any]:
-        """Read what it answered.
-
-        Raises:
-            EngineFault: It is no JSON object, or the engine has aborted the request.
-        """
+        """Read what it answered."""
         if ABORTED.search(data):
             raise self.refusal(500, data)
         try:
@@ -184,11 +180,7 @@ class Engine:
         return self.fault(why, f"answered with status {status}: {said}")
 
     async def first_event(self, answer: aiohttp.ClientResponse) -> bytes:
-        """Read at least the first event of a stream: vLLM sends status 200 before it knows whether a request fails.
-
-        Raises:
-            EngineFault: It is an error, or there is none.
-        """
+        """Read at least the first event of a stream: vLLM sends status 200 before it knows whether a request fails."""
         found, event = b"", b""
         if answer.content_type == "text/event-stream":
             while not event and len(found) < MOST_UNREAD and (piece := await answer.content.readany()):
@@ -313,22 +305,14 @@ class Engines:
         return any(not engine.trouble and engine.url not in avoid for engine in self.of(role))
 
     def up(self, role: str) -> list[Engine]:
-        """Those that are up.
-
-        Raises:
-            Refused: None is.
-        """
+        """Those that are up."""
         if found := [engine for engine in self.of(role) if not engine.trouble]:
             return found
         which = "; ".join(f"{engine.url} {engine.trouble}" for engine in self.of(role)) or "none is known"
         raise Refused(503, f"no {role} engine is up: {which}", "no_engine")
 
     def choose(self, role: str, avoid: Collection[str]) -> Engine:
-        """Take the one with the least to do of those that are up; one to avoid only if there is no other.
-
-        Raises:
-            Refused: None is up.
-        """
+        """Take the one with the least to do of those that are up; one to avoid only if there is no other."""
         chosen = min(self.up(role), key=lambda engine: (engine.url in avoid, engine.outstanding, engine.last_turn))
         chosen.last_turn = next(self._turn)
         return chosen
@@ -337,12 +321,7 @@ class Engines:
     async def ask(
         self, engine: Engine, path: str, headers: Mapping[str, str], body: Any, **within: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Ask an engine, for an answer with status 200; to leave before its end closes the connection.
-
-        Raises:
-            EngineFault: It is not to be had, or it failed.
-            Refused: It does not like what the client wrote.
-        """
+        """Ask an engine, for an answer with status 200; to leave before its end closes the connection."""
         timeout = aiohttp.ClientTimeout(**within, sock_connect=self._limits.connect_s)
         url = engine.url + path
         method, data = ("GET", None) if body is None else ("POST", io.BytesIO(msgspec.json.encode(body)))

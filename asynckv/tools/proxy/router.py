@@ -169,17 +169,7 @@ def why_alone(job: Job) -> str:
 class Router:
     """Carries requests to engines, and answers to clients.
 
-    Args:
-        prefill, decode, file: Where engines are found (`Sources`).
-        is_computed: Where no prefill is to be had, decode engines compute the prompt; else the client gets 503.
-        attempts: How often a request is tried.
-        max_requests: More at a time are refused.
-        max_body_mib: A larger body is refused.
-        max_bodies_mib: What the bodies of all requests under way may hold; a request beyond it is refused.
-        body_s: How long a body may take to arrive.
-        drain_s: How long requests may go on when it is stopped.
-        warn_s: A request that has waited for an engine for so long is named in the log.
-        provider: OpenTelemetry's; the one that is set for the process if left out.
+    The options are those of `asynckv proxy`. A request that has waited for an engine for `warn_s` is named in the log.
     """
 
     def __init__(
@@ -339,11 +329,7 @@ class Router:
         return bytes(body)
 
     async def _read(self, job: Job) -> dict[str, Any]:
-        """Read what a client wants.
-
-        Raises:
-            Refused: It is no request, or none that two engines can share.
-        """
+        """Read what a client wants."""
         try:
             async with asyncio.timeout(self._body_s):
                 data = await self._read_body(job)

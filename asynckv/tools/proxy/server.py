@@ -26,11 +26,7 @@ log = structlog.get_logger()
 
 
 class Refused(Exception):
-    """What a client is told instead of an answer.
-
-    Args:
-        body: Said instead of an error of our own: an engine's, passed on.
-    """
+    """What a client is told instead of an answer."""
 
     def __init__(self, status: int, text: str, kind: str = "invalid_request_error", body: bytes = b"") -> None:
         super().__init__(text)

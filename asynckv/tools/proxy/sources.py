@@ -23,11 +23,7 @@ log = structlog.get_logger()
 
 
 def checked(url: str) -> str:
-    """Return a URL without a slash at its end.
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Return a URL without a slash at its end."""
     try:
         if not URL.fullmatch(url) or not urlsplit(url).hostname or urlsplit(url).port == 0:
             raise ValueError
@@ -39,11 +35,7 @@ def checked(url: str) -> str:
 
 
 def parse(text: str) -> Found:
-    """Read the lines of a file, such as `prefill http://10.0.0.7:8100`; what follows a # is passed over.
-
-    Raises:
-        ConfigError: A line is something else.
-    """
+    """Read the lines of a file, such as `prefill http://10.0.0.7:8100`; what follows a # is passed over."""
     found: Found = {}
     for number, line in enumerate(text.splitlines(), 1):
         match line.partition("#")[0].split():
@@ -57,15 +49,7 @@ def parse(text: str) -> Found:
 
 
 class Sources:
-    """All places where engines are found.
-
-    Args:
-        prefill, decode: URLs. With `dns+` in front, each address of its host is an engine.
-        file: Holds more of them, a line each.
-
-    Raises:
-        ConfigError: A URL is none, or the file cannot be read.
-    """
+    """All places where engines are found."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], file: Path | None = None) -> None:
         given = [*(("prefill", url) for url in prefill), *(("decode", url) for url in decode)]

@@ -23,12 +23,7 @@ MAX_HEADER = 512
 
 
 class Trace:
-    """One request of a client.
-
-    Args:
-        headers: The client's.
-        provider: OpenTelemetry's; the one that is set for the process if left out.
-    """
+    """One request of a client."""
 
     def __init__(self, headers: Mapping[str, str], provider: Any = None) -> None:
         found = ((name, headers.get(name, "")) for name in ("traceparent", "tracestate"))

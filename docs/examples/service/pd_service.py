@@ -1,8 +1,8 @@
 """Prefill and decode apart, all on this host: `python -m docs.examples.service.pd_service`.
 
 Starts tiny engines (`tiny_engine.py`) as processes of their own and the router (`asynckv proxy`) before them, and says
-what to try. Each engine writes its log into one directory and listens there for questions, so that `asynckv inspect`
-and `asynckv leaks` need only its name. Ctrl-C ends everything; the logs stay.
+what to try. Each engine writes its log into one directory and listens there for questions, so that `asynckv why`
+needs only its name. Ctrl-C ends everything; the logs stay.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Try
   curl {url}/v1/completions -d '{{"prompt": "Once upon a time", "max_tokens": 32, "stream": true}}'
   curl {url}/health/ready
   curl {url}/metrics
-  asynckv inspect {directory}      # who holds which blocks
+  asynckv why {directory}      # is all well? who holds which blocks?
   kill -9 PROCESS   # of an engine, as listed above
-  asynckv leaks {directory}        # what came of it; timeline takes it as well
+  asynckv why {directory}      # what came of it?
 
 Its weights are random, and so is what it says. Ctrl-C ends all; the logs in {directory} stay.
 """

@@ -104,7 +104,7 @@ class TinyEngine:
     Args:
         role: Names the engine, and says how its memory is laid out.
         step_ms: Wait so long before every step, as a larger model would.
-        directory: Where it writes its log, and listens for `asynckv inspect`; nowhere if empty.
+        directory: Where it writes its log, and listens for `asynckv why`; nowhere if empty.
         advertise: Address at which other hosts read from it; only this host can if empty.
         keys: Its `NAME.key_secret`, beside the `.key` files of all engines that it talks to.
     """
@@ -351,7 +351,7 @@ def engine(
     step_ms: Annotated[float, typer.Option(help="Wait before every step, as a larger model would.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the weights; the same for all engines.")] = 0,
     dir: Annotated[
-        str, typer.Option(help="For its log and a socket: asynckv leaks DIR, asynckv inspect DIR.", metavar="DIR")
+        str, typer.Option(help="For its log and a socket: asynckv why DIR.", metavar="DIR")
     ] = "",
     advertise: Annotated[
         str, typer.Option(help="Let other hosts read, from this address, such as tcp://NAME:0; needs --keys.")

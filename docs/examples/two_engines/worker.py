@@ -33,5 +33,5 @@ def configuration(engine_id: str, directory: str) -> EngineConfig:
     """The same for all ranks of an engine: they have one `engine_id`."""
     if not directory:
         return EngineConfig(engine_id=engine_id)
-    log = LogConfig(file=f"{directory}/{{engine_id}}-{{rank}}.jsonl")  # `asynckv leaks DIRECTORY` reads them all
+    log = LogConfig(file=f"{directory}/{{engine_id}}-{{rank}}.jsonl")  # `asynckv why DIRECTORY` reads them all
     return EngineConfig(engine_id=engine_id, log=log, inspect=InspectConfig(directory=directory))

@@ -1,44 +1,66 @@
-"""The thread on which an engine's files are: a record plane wants a loop, and the scheduler's process has none.
-
-What is handed over is handed over in order, and what the plane tells comes back on this thread; the manager's lock is
-the manager's affair.
-
-Each model and geometry has a directory of its own in the one that a user names: the records of another are of no use
-here, and would be written over.
-"""
+"""The thread on which an engine's files are, in a directory of its own for each model and geometry."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 from asynckv.core.types import TransferId
 from asynckv.edges.file_index import INDEX
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.integrations.vllm.compat import OffloadingConfig
-from asynckv.integrations.vllm.offload.loop import LoopThread
 from asynckv.offload.keys import StoredGroup
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, Stored
 
 log = logging.getLogger("vllm.asynckv")
+START_S = 600.0  # space is taken from the disk at the start, which takes long where the file system writes zeros
 
-START_S = 600.0
-"""Space is taken from the disk at the start, which takes long where the file system writes zeros."""
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """A thread with a loop, until `close`, for what needs one: vLLM's processes have none of their own."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.is_closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
+
+    def soon(self, function: Callable[..., object], *args: Any) -> None:
+        """Call something there, after all that was handed over before; nothing once it is closed."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function, *args)
+
+    def call(self, function: Callable[[], Awaitable[T]], timeout_s: float) -> T:
+        async def run() -> T:
+            return await function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        self.is_closed = True
+        self.soon(self.loop.stop)
+        self._thread.join(timeout_s)
 
 
 class Files:
-    """A record plane on a thread.
-
-    Args:
-        plane: The plane.
-        on_news: Called on the thread with what has ended.
-        on_time: Called on the thread when the time has come that was last given to `wake_in`.
-    """
+    """A record plane on a thread: `on_news` hears what has ended, `on_time` that `wake_in` has passed."""
 
     def __init__(
         self,
@@ -51,11 +73,7 @@ class Files:
         self._timer = 0
 
     def start(self, memory: Memory) -> Sequence[Stored]:
-        """Open what is there; returns what was found.
-
-        Raises:
-            BackendError: It cannot be opened, has no room, or belongs to a process that lives.
-        """
+        """Open what is there, or raise `BackendError`; returns what was found."""
 
         async def start() -> Sequence[Stored]:
             return self._plane.start(memory, self._ready)
@@ -72,11 +90,9 @@ class Files:
             raise
 
     def post(self, move_id: int, op: CopyOp, records: Sequence[Record]) -> None:
-        """Hand a move over."""
         self._thread.soon(self._plane.post, TransferId(move_id), op, records)
 
     def forget(self, places: Iterable[int]) -> None:
-        """Drop what begins at some places."""
         self._thread.soon(self._plane.forget, list(places))
 
     def wake_in(self, seconds: float) -> None:
@@ -111,7 +127,6 @@ class Files:
 
 
 def folder_of(directory: str | os.PathLike[str], config: OffloadingConfig, groups: Sequence[StoredGroup]) -> Path:
-    """Say where an engine has its files."""
     what = hashlib.sha256("".join(group.namespace for group in groups).encode()).hexdigest()[:16]
     rank = f"-dp{config.parallel.data_parallel_index}" if config.parallel.data_parallel_size > 1 else ""
     return Path(directory) / f"vllm-{what}{rank}"

@@ -1,17 +1,13 @@
 """The scheduler's half: the catalogue, in the words of vLLM's `OffloadingManager`.
 
-vLLM asks for one key at a time, and for lists of keys; which of them make a prompt it knows itself. To the catalogue
-each list is a prompt of blocks of one token, of which some are wanted. Slots are given at once, and the workers move
-the bytes; that they have is told by `complete_store` and `complete_load`.
+vLLM asks for one key at a time, and for lists of keys. To the catalogue each list is a prompt of blocks of one token,
+of which some are wanted. Slots are given at once; `complete_store` and `complete_load` tell that workers moved the
+bytes.
 
-What is in files alone has to be brought to host memory first. A lookup that meets such a block says that it is on its
-way (`HIT_PENDING`: vLLM asks again at its next step), and the end of the step asks for all that was met. The bytes move
-in this process, for vLLM has no way to give a worker something to do that is no request's; and a file that cannot be
-read, or whose bytes are not those that were stored, is a miss, while a load that failed would be the end of the engine.
-What was brought is pinned until its request has loaded it, has begun without it, or has ended; so two requests cannot
-evict each other's blocks for ever. What finds no room any more is a miss for that request.
-
-The thread of the files comes in between vLLM's calls; vLLM holds `lock` for the length of a step.
+What is in files alone is brought to host memory first. A lookup that meets such a block says `HIT_PENDING`, and the end
+of the step asks for all that was met. The bytes move in this process, because a file that cannot be read is a miss,
+while a load that failed would end the engine. What was brought is pinned until its request has loaded it, has begun
+without it, or has ended. The thread of the files comes in between vLLM's calls; vLLM holds `lock` for a step.
 """
 
 from __future__ import annotations
@@ -48,9 +44,8 @@ from asynckv.integrations.vllm.compat import (
     get_offload_group_idx,
 )
 from asynckv.integrations.vllm.offload.files import Files, folder_of, tell_of_start
-from asynckv.integrations.vllm.offload.open_moves import OpenMoves
 from asynckv.integrations.vllm.offload.region import Region, Shape, path_of
-from asynckv.integrations.vllm.offload.seen import Seen
+from asynckv.integrations.vllm.offload.seen import OpenMoves, Seen
 from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.entry import EntryState
 from asynckv.offload.job import JobEnded, JobOutcome, Move, MoveKind
@@ -59,13 +54,9 @@ from asynckv.offload.traffic import Budgets
 from asynckv.ports import FOUND_DAMAGED, CopyOp, RecordNews, RecordPlane, RecordsEnded
 
 log = logging.getLogger("vllm.asynckv")
-
-ALL = 1 << 62
-"""Bytes: what vLLM has decided to move is moved; workers take one job after another."""
-
+ALL = 1 << 62  # bytes: what vLLM has decided to move is moved; workers take one job after another
 CLOSE_S = 3.0
 FULL_S = 60.0
-
 READY = EntryState.READY
 
 COUNTED = {
@@ -87,38 +78,20 @@ PREFIX = "asynckv:kv_offload_"
 
 
 class _Request:
-    """What a request waits for, and what is kept for it."""
-
     def __init__(self, name: str) -> None:
         self.name = name
-        self.wanted: dict[OffloadKey, None] = {}
-        """Met in files since the last step ended."""
-        self.coming: set[OffloadKey] = set()
-        """Asked for."""
-        self.refused: set[OffloadKey] = set()
-        """In files, and not to be had."""
+        self.wanted: dict[OffloadKey, None] = {}  # met in files since the last step ended
+        self.coming: set[OffloadKey] = set()  # asked for
+        self.refused: set[OffloadKey] = set()  # in files, and not to be had
         self.fetched: set[OffloadKey] = set()
         self.pins: list[str] = []
         self.used: dict[OffloadKey, None] = {}
-        self.num_new = 0
-        """How many of them have come to host memory, or were loaded, since the policy was told of all in order."""
+        self.num_new = 0  # of them, since the policy was told of all in order
         self.is_over = False
 
 
 class Manager(OffloadingManager):
-    """asynckv's manager.
-
-    Args:
-        config: vLLM's.
-        offload: What the user wants.
-        shape: How the region is cut.
-        groups: What the catalogue is told of vLLM's groups.
-        records: Record plane; files of `offload.directory` if left out.
-        clock: Seconds.
-
-    Raises:
-        BackendError: The files are not to be had.
-    """
+    """asynckv's manager; `groups` are what the catalogue is told of vLLM's groups, and `records` is for tests."""
 
     def __init__(
         self,
@@ -132,8 +105,7 @@ class Manager(OffloadingManager):
         self._shape, self._groups, self._clock, self._timeout_s = shape, groups, clock, offload.timeout_s
         self._places = {group.group_id: place for place, group in enumerate(config.groups)}
         self._world_size = config.parallel.world_size
-        self._is_checked = False
-        """All workers use the memory that files are read into."""
+        self._is_checked = False  # all workers use the memory that files are read into
         self._blocks = BlockRecords(groups, f"vllm-{shape.block_bytes}x{shape.blocks}x{shape.ranks}")
         self._lock = threading.RLock()
         self.catalogue = Catalogue(
@@ -157,18 +129,13 @@ class Manager(OffloadingManager):
         self._wake_at = math.inf
         self._next_told_full = -math.inf
         self._names = itertools.count(1)
-        self._cut: dict[str, list[Move]] = {}
-        """Moves for workers, of the job that is being asked for."""
+        self._cut: dict[str, list[Move]] = {}  # moves for workers, of the job that is being asked for
         self._stores, self._loads = OpenMoves(), OpenMoves()
-        self._stale: list[Move] = []
-        """Those of before the last `reset_cache`, which workers may still carry out."""
-        self._fetches: dict[str, tuple[_Request, list[OffloadKey]]] = {}
-        """Jobs that bring blocks from files."""
+        self._stale: list[Move] = []  # those of before the last `reset_cache`, which workers may still carry out
+        self._fetches: dict[str, tuple[_Request, list[OffloadKey]]] = {}  # jobs that bring blocks from files
         self._wanting: list[_Request] = []
-        self._pinned: dict[str, _Request] = {}
-        """Those for which something is kept, by their ids."""
-        self._moving: dict[int, tuple[str, int]] = {}
-        """Between files and memory: as what it is counted, and how many blocks it has."""
+        self._pinned: dict[str, _Request] = {}  # those for which something is kept, by their ids
+        self._moving: dict[int, tuple[str, int]] = {}  # as what it is counted, and how many blocks
         self._seen = Seen(self.catalogue.host, self._is_known, config.enable_kv_cache_events)
         self._path = path_of(config.engine_id)
         self._has_name = True
@@ -177,7 +144,6 @@ class Manager(OffloadingManager):
         self._open(config, offload, records)
 
     def _open(self, config: OffloadingConfig, offload: OffloadConfig, records: RecordPlane | None) -> None:
-        """Map what the workers map, if there are files, and open them."""
         folder = folder_of(offload.directory, config, self._groups)
         if records is None and offload.directory:
             name, smallest = f"{config.engine_id}-files", self._shape.slot_bytes
@@ -202,7 +168,6 @@ class Manager(OffloadingManager):
 
     @property
     def lock(self) -> threading.RLock:
-        """What vLLM holds for the length of a step."""
         return self._lock
 
     # -- questions -----------------------------------------------------------------------------------
@@ -212,7 +177,6 @@ class Manager(OffloadingManager):
         return self._places[get_offload_group_idx(key)], key
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Say where a block is; one that is in files alone will be brought."""
         place, hash_ = self._find(key)
         allows = req_context.load_tier_filter.allows
         entry = self.catalogue.host.index[place].get(hash_)
@@ -241,11 +205,9 @@ class Manager(OffloadingManager):
         return request
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        """Say where a block came from."""
         return CacheHitSource.DISK if key in self._request(req_context).fetched else CacheHitSource.HOST
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Note that blocks were used."""
         self.catalogue.touch(list(dict.fromkeys(keys)))
 
     # -- what workers move ---------------------------------------------------------------------------
@@ -294,14 +256,12 @@ class Manager(OffloadingManager):
         return hash_ in self.catalogue.host.index[place]
 
     def _positions(self, keys: Sequence[OffloadKey]) -> list[list[int]]:
-        """Per group, which of the keys are its own."""
         out: list[list[int]] = [[] for _ in self._groups]
         for position, key in enumerate(keys):
             out[self._places[get_offload_group_idx(key)]].append(position)
         return out
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """Blocks are in their slots, on all ranks."""
         ending = Ending.DONE if success else Ending.FAILED
         self._take_name()
         for move in self._stores.completed(keys):
@@ -319,11 +279,7 @@ class Manager(OffloadingManager):
             self._has_name = False
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Say in which slots blocks are, and keep them there until `complete_load`.
-
-        Raises:
-            BackendError: One is not stored: vLLM has not asked in this step.
-        """
+        """Say in which slots blocks are, and keep them there until `complete_load`, or raise `BackendError`."""
         wanted = list(dict.fromkeys(keys))
         name = f"load{next(self._names)}"
         self.catalogue.load(name, wanted, positions=self._positions(wanted))
@@ -343,8 +299,7 @@ class Manager(OffloadingManager):
     def _chain(self, request: _Request, context: ReqContext, num_new: int) -> None:
         """Note that all blocks of a request were used, the end of its prompt first: what LRU gives up is an end.
 
-        vLLM stores a prompt's blocks step by step, by which the beginning would be the oldest. So this is done over
-        again when what is new has grown to an eighth of it, and at its end.
+        vLLM stores a prompt's beginning first, so this is done over again when an eighth of it is new, and at its end.
         """
         request.num_new += num_new
         if not self._is_lru or request.num_new * 8 < (1 if request.is_over else len(request.used)):
@@ -358,7 +313,6 @@ class Manager(OffloadingManager):
                 tier.use(entry for place, hash_ in found if (entry := tier.index[place].get(hash_)) is not None)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Blocks have been read."""
         self._take_name()
         for move in self._loads.completed(keys):
             self.counts["loaded_blocks"] += move.num_blocks
@@ -368,12 +322,10 @@ class Manager(OffloadingManager):
     # -- requests and steps --------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """A request has come."""
         self._request(req_context)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """A request has ended: nothing is kept for it any more."""
         request = self._request(req_context)
         request.is_over = True
         request.wanted.clear()
@@ -388,7 +340,6 @@ class Manager(OffloadingManager):
             self.catalogue.unpin(pin)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """A step has been decided on: bring what it met in files."""
         for name in context.new_req_ids:
             if (begun := self._pinned.get(name)) is not None:
                 self._release(begun)
@@ -417,7 +368,6 @@ class Manager(OffloadingManager):
         self._advance()
 
     def on_reset_flushed(self) -> None:
-        """Workers touch nothing any more that was asked of them before."""
         stale, self._stale = self._stale, []
         for move in stale:
             self.catalogue.ended(move.move_id, Ending.DONE if move.kind is MoveKind.LOAD else Ending.FAILED)
@@ -426,15 +376,12 @@ class Manager(OffloadingManager):
     # -- what is told --------------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What came to host memory, and left it."""
         return self._seen.take()
 
     def statistics(self) -> dict[str, int]:
-        """Counters and gauges."""
         return {**self.catalogue.statistics(), **self.counts}
 
     def get_stats(self) -> OffloadingConnectorStats:
-        """For vLLM's metrics: what was counted since the last call."""
         stats = OffloadingConnectorStats()
         for name, count in (self.counts - self._told).items():
             stats.increase_counter(PREFIX + name, count)
@@ -445,7 +392,6 @@ class Manager(OffloadingManager):
         return stats
 
     def _forget(self) -> None:
-        """Rid the files' index of what was given up."""
         freed = self.catalogue.forgotten()
         if freed and self._files is not None:
             self._files.forget(self._blocks.places(freed))
@@ -463,7 +409,6 @@ class Manager(OffloadingManager):
     # -- what is moved here --------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Have done what is to be done, until nothing new follows from it."""
         is_new = True
         while is_new:
             is_new = False
@@ -510,7 +455,6 @@ class Manager(OffloadingManager):
         return self._is_checked
 
     def _keep(self, move: Move, request: _Request, keys: list[OffloadKey]) -> None:
-        """What a request waited for is in host memory: keep it there for the request."""
         self._seen.stored(move)
         if not request.is_over:
             positions = [[] for _ in self._groups]  # type: list[list[int]]
@@ -536,7 +480,6 @@ class Manager(OffloadingManager):
             log.warning("%d of %d blocks were not brought from files: %s", len(missing), len(keys), ended.cause)
 
     def _hear(self, news: Sequence[RecordNews]) -> None:
-        """On the thread of the files: note what has ended."""
         with self._lock:
             for each in news:
                 if not isinstance(each, RecordsEnded):

@@ -1,21 +1,13 @@
-"""What `kv_connector_extra_config` may say where `OffloadingConnector` uses asynckv's spec.
-
-Some options are the connector's own, and vLLM reads them; the others are fields of `OffloadConfig`. What is not
-understood is refused, in both halves and before a model is loaded, and what vLLM's own specs call otherwise is told by
-the name that it has here.
-"""
+"""What `kv_connector_extra_config` may say where `OffloadingConnector` uses asynckv's spec; all else is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
-from asynckv.arguments import shown
 from asynckv.config import OffloadConfig
 from asynckv.errors import ConfigError
-
-WHERE = "kv_connector_extra_config"
+from asynckv.integrations.vllm.options import WHERE, refuse_unknown
 
 OURS = ("host_bytes", "directory", "file_bytes", "policy", "write_back_bytes_per_s", "timeout_s", "model")
 """Fields of `OffloadConfig` that mean the same here."""
@@ -39,24 +31,11 @@ OF_OTHER_SPECS = {
 
 
 def parse(given: Mapping[str, Any], model: str, hash_tokens: int) -> OffloadConfig:
-    """Read what a user wrote.
-
-    Args:
-        given: `kv_connector_extra_config`.
-        model: The model's name, unless one is given.
-        hash_tokens: Tokens per hash, which is vLLM's to say.
-
-    Raises:
-        ConfigError: Naming the option, and what to write instead.
-    """
+    """Read what a user wrote; `model` is for the case that none is given."""
     for name in given:
         if name in OF_OTHER_SPECS and (name != "canonical_layout" or given[name]):
             raise ConfigError(f"{WHERE}.{name} is an option of vLLM's own offloading specs; {OF_OTHER_SPECS[name]}")
-        if name not in OURS and name not in THEIRS and name != "canonical_layout":
-            known = sorted((*OURS, *THEIRS))
-            near = get_close_matches(str(name), known, 1)
-            hint = f"did you mean {near[0]!r}? It" if near else "it"
-            raise ConfigError(f"{WHERE} has no option {shown(name)}; {hint} takes {', '.join(known)}")
+    refuse_unknown(WHERE, [name for name in given if name != "canonical_layout"], sorted((*OURS, *THEIRS)))
     if "host_bytes" not in given:
         raise ConfigError(f"{WHERE} lacks host_bytes: how much host memory all ranks together may use for blocks")
     values = {name: given[name] for name in OURS if name in given}

@@ -1,9 +1,8 @@
 """The host memory of an engine: one region that the scheduler's process and all workers have mapped.
 
-A file in memory (`/dev/shm`) whose name follows from the engine's id, so that whoever comes first makes it. Once all
-have mapped it, which the first job shows that has ended, the scheduler's half takes the name away, and the memory lives
-as long as the processes, however they end. Each holds a lock on the file; so what a process left that was killed before
-is known by having none, and the next engine removes it.
+It is a file in `/dev/shm` whose name follows from the engine's id. Once all have mapped it, which the first job shows
+that has ended, the name is taken away, and the memory lives as long as the processes. Each holds a lock on the file, so
+that the next engine can remove what a killed one has left.
 """
 
 from __future__ import annotations
@@ -20,27 +19,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asynckv.edges.pinning import Pinned
+from asynckv.edges.host_pool import Pinned
 from asynckv.errors import AsyncKVError, BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 
 FOLDER = Path("/dev/shm")  # a name that cannot be guessed by who does not know the engine's id
 PREFIX = "asynckv-offload-"
-HEAD = mmap.ALLOCATIONGRANULARITY
-"""Bytes before the memory, in which it is written how the memory is cut, and which ranks have mapped it."""
-RANKS = 1024
-"""Where it is written which ranks: a byte for each."""
+HEAD = mmap.ALLOCATIONGRANULARITY  # how the memory is cut, and which ranks have mapped it
+RANKS = 1024  # where it is written which ranks: a byte for each
 
 
 class Shape(NamedTuple):
-    """How the region is cut.
-
-    Attributes:
-        block_bytes: Of one block of one rank, padded.
-        blocks: Per slot: vLLM's chunk.
-        ranks: Parts of a slot.
-        slots: How many there are.
-    """
+    """How the region is cut: `slots`, each of `blocks` (vLLM's chunk) of `block_bytes`, padded, on `ranks`."""
 
     block_bytes: int
     blocks: int
@@ -49,21 +39,11 @@ class Shape(NamedTuple):
 
     @property
     def slot_bytes(self) -> int:
-        """Of all ranks."""
         return self.block_bytes * self.blocks * self.ranks
 
 
 class Region:
-    """Memory of an engine.
-
-    Args:
-        engine_id: Of which engine; one per data-parallel rank.
-        shape: How it is cut: all processes must say the same.
-
-    Raises:
-        BackendError: The system has not so much, or the file belongs to somebody else.
-        ConfigError: Another process cuts it otherwise.
-    """
+    """Memory of an engine: one per data-parallel rank."""
 
     def __init__(self, engine_id: str, shape: Shape) -> None:
         self.path = path_of(engine_id)
@@ -101,7 +81,6 @@ class Region:
             fcntl.lockf(self._fd, fcntl.LOCK_UN, HEAD)
 
     def _agree(self, shape: Shape) -> None:
-        """Write down how it is cut, or compare what is written."""
         with self._alone():
             said = ", ".join(f"{name}={value}" for name, value in shape._asdict().items()).encode()
             found = os.pread(self._fd, RANKS, 0).rstrip(b"\0")
@@ -117,11 +96,7 @@ class Region:
                 )
 
     def join(self, rank: int) -> None:
-        """Note that a rank uses it.
-
-        Raises:
-            ConfigError: Another process is this rank.
-        """
+        """Note that a rank uses it; a `ConfigError` says that another process is this rank."""
         with self._alone():
             if os.pread(self._fd, 1, RANKS + rank) == b"\1":
                 raise ConfigError(
@@ -135,15 +110,9 @@ class Region:
         return sum(os.pread(self._fd, HEAD - RANKS, RANKS))
 
     def pin(self, device: int) -> None:
-        """Lock it for a GPU.
-
-        Raises:
-            BackendError: It cannot be.
-        """
         self._pinned = Pinned(self.memory.base, self.num_bytes, device)
 
     def unlink(self) -> None:
-        """Take the name away: nobody else will map it. Idempotent."""
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -159,7 +128,6 @@ class Region:
 
 
 def path_of(engine_id: str) -> Path:
-    """Where an engine's region is."""
     return FOLDER / f"{PREFIX}{hashlib.sha256(engine_id.encode()).hexdigest()[:32]}"
 
 

@@ -1,9 +1,8 @@
 """The class that vLLM makes in every process of an engine, and what a record is.
 
-vLLM tells a spec no more than how many bytes a block has on one worker, in which groups the layers are, and how many
-workers there are; the scheduler's half never sees a tensor. So that is what slots are cut by: every rank has an equal
-part of a slot, of one block after another, each padded to pages, and all groups have slots of one size. What lies in a
-part the rank that owns it knows.
+vLLM tells a spec how many bytes a block has on one worker, in which groups the layers are, and how many workers there
+are; the scheduler's half never sees a tensor. So every rank has an equal part of a slot, of one block after another,
+each padded to pages, and all groups have slots of one size.
 """
 
 from __future__ import annotations
@@ -30,23 +29,17 @@ from asynckv.integrations.vllm.compat import (
     version,
 )
 from asynckv.integrations.vllm.offload.manager import COUNTED, GAUGES, PREFIX, Manager
-from asynckv.integrations.vllm.offload.options import WHERE, parse
+from asynckv.integrations.vllm.offload.options import parse
 from asynckv.integrations.vllm.offload.region import Region, Shape
 from asynckv.integrations.vllm.offload.worker import Worker
+from asynckv.integrations.vllm.options import WHERE
 from asynckv.offload.keys import StoredGroup
 
 log = logging.getLogger("vllm.asynckv")
 
 
 class AsyncKVOffloadingSpec(OffloadingSpec):
-    """asynckv's spec: `"spec_name": "AsyncKVOffloadingSpec", "spec_module_path": "asynckv.integrations.vllm.offload"`.
-
-    Args:
-        config: vLLM's.
-
-    Raises:
-        ConfigError: Naming the option, and the remedy.
-    """
+    """asynckv's spec: `AsyncKVOffloadingSpec` of `asynckv.integrations.vllm.offload`, as vLLM is told."""
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -63,7 +56,6 @@ class AsyncKVOffloadingSpec(OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        """What the manager counts."""
         made: dict[str, OffloadingMetricMetadata] = {}
         for name, told in COUNTED.items():
             made[PREFIX + name] = OffloadingCounterMetadata(told)
@@ -72,7 +64,6 @@ class AsyncKVOffloadingSpec(OffloadingSpec):
         return made
 
     def get_manager(self) -> OffloadingManager:
-        """The scheduler's half."""
         if self._manager is None:
             groups = stored(self.config, self.offload, self.shape)
             if self.offload.directory and not os.environ.get("PYTHONHASHSEED"):
@@ -93,7 +84,6 @@ class AsyncKVOffloadingSpec(OffloadingSpec):
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """A worker's half."""
         if self._worker is None:
             region = Region(self.config.engine_id, self.shape)
             rank = 0 if self.replicated_layout else self.config.parallel.rank
@@ -108,11 +98,7 @@ class AsyncKVOffloadingSpec(OffloadingSpec):
 
 
 def shape_of(config: OffloadingConfig, offload: OffloadConfig) -> Shape:
-    """Cut the host memory into slots.
-
-    Raises:
-        ConfigError: There is not room for a few of them.
-    """
+    """Cut the host memory into slots; a `ConfigError` says how much makes a few of them."""
     ranks = 1 if config.replicated_layout else config.parallel.world_size
     block_bytes = -(-max(1, config.worker_kv_bytes_per_block) // ALIGN) * ALIGN
     shape = Shape(block_bytes, config.cache.blocks_per_chunk, ranks, 0)
@@ -130,16 +116,11 @@ def shape_of(config: OffloadingConfig, offload: OffloadConfig) -> Shape:
     return shape._replace(slots=slots)
 
 
-LEAST_SLOTS = 8
-"""Of a tier: what it gives to groups at a time."""
+LEAST_SLOTS = 8  # of a tier: what it gives to groups at a time
 
 
 def stored(config: OffloadingConfig, offload: OffloadConfig, shape: Shape) -> tuple[StoredGroup, ...]:
-    """What the catalogue has to know of vLLM's groups: one key is one block, of one token as it were.
-
-    vLLM's manager is asked for blocks by their keys, one by one, and knows nothing of prompts; which of them are needed
-    together vLLM itself decides.
-    """
+    """What the catalogue has to know of vLLM's groups: one key is one block, of one token as it were."""
     return tuple(
         StoredGroup(
             name=f"group{group.group_id}",

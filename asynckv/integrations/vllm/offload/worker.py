@@ -1,13 +1,11 @@
 """The workers' half: bytes between the device's blocks and this rank's part of the slots.
 
-A job of vLLM says which blocks of which groups belong into which slots; the tables of `asynckv/geometry` say which
-bytes these are, and the copy plane moves them on a thread. vLLM's thread hands jobs over, and asks which have ended; it
-waits only where vLLM itself does, for blocks that are about to be used for something else.
+A job of vLLM says which blocks of which groups belong into which slots; the copy plane moves them on a thread. vLLM's
+thread hands jobs over, asks which have ended, and waits only where vLLM itself does.
 
-vLLM 0.33.0 knows no job that failed: it asserts success, and has nobody who would keep blocks that a copy may still
-write. So what the copy plane could not copy is copied by torch; and if that is not possible either, or a copy does not
-end, this rank ends with an error, and the engine with it, rather than serve wrong bytes or have requests wait for ever.
-A job that has not ended is not told of: until then nobody else uses its blocks and slots.
+vLLM 0.33.0 knows no job that failed. So what the copy plane could not copy is copied by torch; if that is not possible
+either, or a copy does not end, this rank ends with an error, and the engine with it, rather than serve wrong bytes. A
+job that has not ended is not told of: until then nobody else uses its blocks and slots.
 """
 
 from __future__ import annotations
@@ -43,33 +41,24 @@ from asynckv.integrations.vllm.compat import (
     OffloadingWorker,
     TransferResult,
 )
-from asynckv.integrations.vllm.offload.loop import LoopThread
+from asynckv.integrations.vllm.offload.files import LoopThread
 from asynckv.integrations.vllm.offload.region import Region, Shape
 from asynckv.ports import CopyOp, CopyPlane
 
 log = logging.getLogger("vllm.asynckv")
-
 HOST = "host"
 MAX_DESCRIPTORS = 4096
-WAIT_S = 60.0
-"""How long vLLM is kept waiting for blocks that it wants for something else, a copy may be in doubt, or there may be
-jobs of which none ends. Copies take milliseconds, or hang."""
-
-GRACE_S = 1.0
-"""Between two looks at what is late: a process that was stopped for a minute has had no time to copy."""
-
+WAIT_S = 60.0  # at most for a wait of vLLM's, a doubt, or jobs of which none ends: copies take milliseconds, or hang
+GRACE_S = 1.0  # between two looks at what is late: a process that was stopped for a minute has had no time to copy
 HUNG = (
     "their blocks may still be written, and vLLM cannot set them aside, so this rank ends; start the engine anew, and "
     "if this comes again, look for what keeps copies: swapping (`vmstat 1`: si, so), a device that hangs (`dmesg`)"
 )
 
-CLOSE_S = 3.0
-"""vLLM kills a worker five seconds after it has asked it to end."""
+CLOSE_S = 3.0  # vLLM kills a worker five seconds after it has asked it to end
 
 
 class _Job(NamedTuple):
-    """One that has not ended."""
-
     op: CopyOp
     blocks: list[tuple[Int64s, Int64s]]
     num_bytes: int
@@ -77,20 +66,12 @@ class _Job(NamedTuple):
 
 
 class Worker(OffloadingWorker):
-    """One rank's.
+    """One rank's part.
 
     Args:
-        shape: How the region is cut.
         rank: Whose part of a slot is this one's.
-        name: Of NIXL's agents; unique.
-        caches: vLLM's.
-        region: The host memory.
         max_post_bytes: Most bytes in one copy.
         copies: Copy plane; NIXL's if left out.
-
-    Raises:
-        ConfigError: A block has more bytes than its part of a slot has room for.
-        BackendError: NIXL is not to be had, or refuses the memory.
     """
 
     def __init__(
@@ -122,14 +103,10 @@ class Worker(OffloadingWorker):
                 region.pin(device)
             except BackendError as exc:
                 log.warning("host memory cannot be pinned (%s): copies will be slower", exc)
-        self._jobs: dict[int, _Job] = {}
-        """The oldest first."""
-        self._doubtful: dict[int, float] = {}
-        """Since when: jobs of which the copy plane does not know whether they go on."""
-        self._ended_at = -math.inf
-        """When one did."""
-        self._late_at = math.inf
-        """When one was first seen not to."""
+        self._jobs: dict[int, _Job] = {}  # the oldest first
+        self._doubtful: dict[int, float] = {}  # since when it is not known whether they go on
+        self._ended_at = -math.inf  # when one did
+        self._late_at = math.inf  # when one was first seen not to
         self._ended: list[TransferResult] = []
         self._changed = threading.Condition()
         self._broken: BaseException | None = None
@@ -144,16 +121,12 @@ class Worker(OffloadingWorker):
     async def _start(self) -> None:
         self._copies.start(self._layout.memories, {HOST: [self._region.memory]}, self._on_copies)
 
-    # -- jobs ----------------------------------------------------------------------------------------
-
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        """Take over a job from the device to its slots."""
         return self._submit(job_id, CopyOp.WRITE, src_spec, dst_spec)
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Take over a job from its slots to the device; all loads go before all stores, so each is expedited."""
         return self._submit(job_id, CopyOp.READ, dst_spec, src_spec)
 
     def _submit(self, job_id: int, op: CopyOp, device: GPULoadStoreSpec, slots: LoadStoreSpec) -> bool:
@@ -173,11 +146,7 @@ class Worker(OffloadingWorker):
         return True
 
     def _pairs(self, device: GPULoadStoreSpec, slots: CPULoadStoreSpec) -> list[tuple[Int64s, Int64s]]:
-        """Per group, which blocks belong to which blocks of this rank's parts.
-
-        A group's blocks follow each other in the request, from the place on that vLLM says; the first may be in the
-        middle of its chunk, and so of its slot.
-        """
+        """Per group, which blocks belong to which blocks of this rank's parts; the first may be amid its slot."""
         size = self._shape.blocks
         groups = list(zip(device.group_sizes, (first % size for first in device.block_indices), strict=True))
         chunks = [-(-(first + count) // size) if count else 0 for count, first in groups]
@@ -215,7 +184,6 @@ class Worker(OffloadingWorker):
             self._break(exc)
 
     def _on_copies(self) -> None:
-        """On the thread: tell what has ended."""
         for news in self._copies.poll():
             if news.ending is Ending.IN_DOUBT:
                 log.error(
@@ -250,7 +218,6 @@ class Worker(OffloadingWorker):
             self._changed.notify_all()
 
     def _copy(self, job: _Job) -> None:
-        """Copy a job's blocks without NIXL."""
         region = torch.from_numpy(self._region.array)
         for view, far_view in zip(self._layout.views, self._far.views, strict=True):
             assert view.layer == far_view.layer
@@ -267,25 +234,15 @@ class Worker(OffloadingWorker):
         if self._is_cuda:
             torch.cuda.synchronize()
 
-    # -- what vLLM asks ------------------------------------------------------------------------------
-
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that have ended since the last call; vLLM asks in every step, and makes steps while a job has not.
-
-        Raises:
-            BackendError: One could not be copied, or does not end.
-        """
+        """Jobs that have ended since the last call; `BackendError` if one could not be copied, or does not end."""
         with self._changed:
             self._check()
             ended, self._ended = self._ended, []
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until jobs have ended.
-
-        Raises:
-            BackendError: One could not be copied, or does not end. Its blocks must not be used for anything else.
-        """
+        """Wait until jobs have ended; after a `BackendError` their blocks must not be used for anything else."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._broken is not None or self._jobs.keys().isdisjoint(job_ids),
@@ -296,7 +253,6 @@ class Worker(OffloadingWorker):
                 raise self._hung(late)
 
     def _check(self) -> None:
-        """See that jobs end."""
         if self._broken is not None:
             raise BackendError(
                 f"blocks could not be copied: {self._broken!r}; vLLM knows no job that failed, so this rank ends"

@@ -1,4 +1,4 @@
-"""The first screen of a timeline's page: what is wrong, worst first, what to do, and that no text becomes markup."""
+"""What is found: what is wrong, the worst first, what to do, and that no text becomes markup on the page."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from asynckv.tools.diagnose.axis import make_axis
+from asynckv.tools.diagnose.causes import HEADING
+from asynckv.tools.diagnose.findings import Findings, Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
-from asynckv.tools.diagnose.overview import Line, overview
 from asynckv.tools.diagnose.records import Logs, Record, read_logs
-from asynckv.tools.diagnose.timeline_model import families, ground, stories
-from asynckv.tools.diagnose.timeline_page import make
+from asynckv.tools.diagnose.timeline_model import ground, stories
+from asynckv.tools.diagnose.why_page import make
 from tests.test_timeline import page_data
 from tests.timeline_logs import service
 
@@ -54,14 +55,14 @@ def well() -> list[Record]:
     ]
 
 
-def screen(records: list[Record]) -> tuple[list[Line], str]:
-    """What is said, and the page."""
+def screen(records: list[Record]) -> tuple[Findings, str]:
+    """What is found, and the page."""
     logs = Logs(sorted(records, key=lambda x: x.at))
     joined = join(logs)
-    axis, leaks = make_axis(joined), find_leaks(joined)
+    axis = make_axis(joined)
     grounds = ground(axis)
-    lines = overview(logs, axis, families(joined.requests), grounds, leaks)
-    return lines, make(axis, stories(axis), grounds, ["test.log"], lines, leaks)
+    found = find(Seen(logs, axis, grounds, find_leaks(joined)))
+    return found, make(axis, stories(axis), grounds, ["test.log"], found)
 
 
 class Balanced(HTMLParser):
@@ -85,13 +86,13 @@ class Balanced(HTMLParser):
 
 
 def test_of_a_service_that_is_well_nothing_is_said() -> None:
-    lines, page = screen(well())
-    assert lines == []
-    assert "<p>All well.</p>" in page
+    found, page = screen(well())
+    assert (found.wrong, found.limits) == ([], [])
+    assert "<p>All is well.</p>" in page
 
 
 def test_what_is_wrong_comes_worst_first_with_what_to_do() -> None:
-    lines, page = screen(
+    found, page = screen(
         [
             *well(),
             say(40.0, "loop_was_away", DECODE, "warning", seconds=8.0, leases=0, pulls=2),
@@ -105,21 +106,31 @@ def test_what_is_wrong_comes_worst_first_with_what_to_do() -> None:
             say(66.0, "setup_doubtful", PREFILL, "warning", detail="a name that two have"),
         ]
     )  # fmt: skip
-    said = [x.what for x in lines]
-    assert said[0] == f"The event loop of {DECODE} was away: 2 times, at most 22.0 s"
-    assert lines[0].example == "until 2027-01-15 08:00:50.000000Z; open: 0 leases, 5 pulls"
-    assert said[1].startswith("Blocks came back late: ")
-    assert "(1 request, 7 blocks, held for 30.0 s at most)" in said[1]
-    assert lines[1].remedy
-    assert said[2] == "2 requests failed: timeout, 2027-01-15 08:01:02.000000Z to 2027-01-15 08:01:03.000000Z"
-    assert lines[2].example == "still queued behind others"
-    assert said[3:] == [
-        "1 request failed: peer_lost, 2027-01-15 08:01:04.000000Z",
-        "1 error internal_error",
-        "1 warning setup_doubtful",
-    ]
-    assert [x.is_bad for x in lines] == [True] * 5 + [False]
-    assert "Look here: 5 things went wrong." in page
+    late, timeout, lost, away, error = found.wrong
+    assert late.what.startswith("1 request late: ")
+    assert late.what.endswith(", 7 blocks, held for 30.0 s at most")
+    assert (late.requests, late.blocks, bool(late.remedy)) == (("x",), 7, True)
+    said = f"pulls of {DECODE} from prefill failed (2 timeout): not known (still queued behind others)"
+    assert (timeout.code, timeout.what) == ("not_known", said)
+    assert timeout.evidence == "2 pulls, 2027-01-15 08:01:02.000000Z to 2027-01-15 08:01:03.000000Z"
+    said = f"pulls of {DECODE} from prefill failed (1 peer_lost): the connection to the prefill rank broke"
+    assert (lost.code, lost.what) == ("connection_lost", said)
+    assert away.what == f"the event loop of {DECODE} was away: 2 times, at most 22.0 s"
+    assert away.evidence == "until 2027-01-15 08:00:50.000000Z; open: 0 leases, 5 pulls"
+    assert error.what == f"1 error internal_error on {PREFILL}"
+    assert found.limits == []
+    assert "5 things went wrong, the worst first." in page
+
+
+def test_what_a_decode_engine_refused_by_itself_did_arrive() -> None:
+    refused = say(31.0, "pull_refused", DECODE, "warning", request_id="d-x", prefill_request_id="x", peer="prefill",
+                  sequence=900, cause="PlanRefused", detail="block 999 is not in 0 ... 31")  # fmt: skip
+    lent = say(30.0, "lease_lent", PREFILL, request_id="x", sequence=900, blocks=7, lease_s=30.0)
+    over = say(60.0, "lease_ended", PREFILL, "warning", request_id="x", sequence=900, blocks=7, seconds=30.0,
+               cause="expired", owed=["*"])  # fmt: skip
+    (finding,) = screen([*well(), refused, lent, over])[0].wrong
+    assert finding.what == f"{DECODE} refused 1 pull by itself, and began nothing: PlanRefused"
+    assert (finding.evidence, finding.requests, finding.blocks) == ("block 999 is not in 0 ... 31", ("x",), 7)
 
 
 def test_an_attempt_that_another_one_followed_is_no_failure() -> None:
@@ -127,34 +138,35 @@ def test_an_attempt_that_another_one_followed_is_no_failure() -> None:
         ended(2.0, "peer_lost", request_id="d", attempt=1, prefill_request_id="p", sequence=7),
         ended(3.0, request_id="d", attempt=2, prefill_request_id="p", sequence=7),
     ]
-    assert screen([*well(), *retried])[0] == []
+    assert screen([*well(), *retried])[0].wrong == []
 
 
 def test_what_could_not_be_judged_is_said_and_is_no_fault() -> None:
     lent = say(1.0, "lease_lent", PREFILL, request_id="x", sequence=9, blocks=1, lease_s=30.0)
     over = say(2.0, "lease_ended", PREFILL, request_id="x", sequence=9, blocks=1, seconds=1.0, cause="released",
                readers={"other/tp0@bbbbbbbb": "complete"})  # fmt: skip
-    lines, page = screen([*well(), lent, over])
-    assert [x.what for x in lines] == ["There is no log of other/tp0@bbbbbbbb"]
-    assert not lines[0].is_bad
-    assert "<p>All well.</p>" in page
-    lines, _ = screen([ended(0.0, "timeout")])
-    assert "logged warnings and errors alone" in lines[-1].what
+    found, page = screen([*well(), lent, over])
+    assert found.wrong == []
+    assert [x.what for x in found.limits] == ["there is no log of other/tp0@bbbbbbbb, which others name"]
+    assert "<p>All is well.</p>" in page
+    found, _ = screen([ended(0.0, "timeout")])
+    assert "logged warnings and errors alone" in found.limits[-1].what
 
 
 def test_a_process_that_died_is_told_before_all_that_came_of_it() -> None:
     died = [x for x in well() if not (x.rank == PREFILL and x.event == "engine_stopped")]
     lost = say(30.0, "peer_changed", DECODE, "warning", peer=PREFILL, peer_incarnation="aaaaaaaa" * 4, state="gone",
                cause="peer_lost", detail="its process has ended")  # fmt: skip
-    lines, _ = screen([*died, lost, ended(31.0, "peer_lost")])
-    assert lines[0].what.startswith(f"{PREFILL} died")
-    assert "1 request failed: peer_lost" in lines[1].what
+    gone, failed = screen([*died, lost, ended(31.0, "peer_lost", peer_ranks=[PREFILL])])[0].wrong
+    assert (gone.code, gone.what.startswith(f"{PREFILL} died")) == ("died", True)
+    assert (failed.heading, failed.code) == (HEADING.GONE, "prefill_died")
+    assert failed.what.startswith(f"pulls of {DECODE} from {PREFILL} failed (1 peer_lost): ")
 
 
 def test_a_red_request_has_its_cause_on_the_page(tmp_path: Path) -> None:
     joined = join(read_logs([service().write(tmp_path)]))
     axis, leaks = make_axis(joined), find_leaks(joined)
-    requests = page_data(make(axis, stories(axis), ground(axis), ["x"], [], leaks))
+    requests = page_data(make(axis, stories(axis), ground(axis), ["x"], Findings(late=leaks)))
     texts = requests["texts"]
     [late] = [x for x in requests["requests"] if x[0] == "chat-20"]
     assert late[3] == 1

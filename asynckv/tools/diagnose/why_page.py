@@ -1,4 +1,4 @@
-"""A timeline as one page that opens without a network, from a file: all bars, to zoom into.
+"""What is wrong, and all requests as bars to zoom into, as one page that opens without a network, from a file.
 
 The page draws on a canvas what is in view, so that ten thousand requests are no more work than ten. What it draws is
 data, embedded as JSON with whole microseconds; texts of logs are only ever shown as text.
@@ -16,8 +16,8 @@ import msgspec
 
 from asynckv.arguments import without_control
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
+from asynckv.tools.diagnose.findings import Finding, Findings, named
 from asynckv.tools.diagnose.leaks_values import Leak
-from asynckv.tools.diagnose.overview import Line
 from asynckv.tools.diagnose.timeline_ends import End
 from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, SUMS, Ground, Lane, Mark, Story
 
@@ -31,9 +31,9 @@ def make(
     axis: Axis,
     stories: Sequence[Story],
     grounds: Sequence[Ground],
-    logs: Sequence[str],
-    lines: Sequence[Line] = (),
-    leaks: Sequence[Leak] = (),
+    sources: Sequence[str],
+    found: Findings,
+    left_out: int = 0,
 ) -> str:
     """Make the page.
 
@@ -41,16 +41,15 @@ def make(
         axis: What its times are by.
         stories: What is on it.
         grounds: Of the processes.
-        logs: What was read, for its title.
-        lines: What is wrong, for its first screen.
-        leaks: What was late: the causes of requests.
+        sources: What was read or asked, for its title.
+        found: What is wrong, for its first screen, and the causes of late requests.
+        left_out: Requests that would be too many.
     """
-    data = msgspec.json.encode(_Writer(axis, stories, grounds, leaks).data()).decode()
-    named = ", ".join(logs[:3]) + (f" and {len(logs) - 3} more" if len(logs) > 3 else "")
+    data = msgspec.json.encode(_Writer(axis, stories, grounds, found.late).data()).decode()
     parts = {
-        "title": escape(without_control(f"Timeline of {named}")),
-        "about": escape(_about(axis, stories)),
-        "overview": _overview(lines),
+        "title": escape(without_control(f"Why: {named(sources, 3)}")),
+        "about": escape(_about(axis, stories, left_out)),
+        "overview": _overview(found),
         "table": _table(stories),
         "clocks": "".join(
             f"<tr><th>{escape(without_control(x.process.rank))}</th>"
@@ -60,12 +59,12 @@ def make(
         # A "</script" inside a string must not end the script.
         "data": data.replace("<", "\\u003c"),
     }
-    text = resources.files("asynckv.tools.diagnose").joinpath("timeline.html").read_text(encoding="utf-8")
+    text = resources.files("asynckv.tools.diagnose").joinpath("why.html").read_text(encoding="utf-8")
     head, *rest = text.split("@@")
     return head + "".join(parts[x] if i % 2 == 0 else x for i, x in enumerate(rest))
 
 
-def _about(axis: Axis, stories: Sequence[Story]) -> str:
+def _about(axis: Axis, stories: Sequence[Story], left_out: int) -> str:
     if not stories:
         return "No requests."
     start, end = min(x.start for x in stories), max(x.end for x in stories)
@@ -75,19 +74,23 @@ def _about(axis: Axis, stories: Sequence[Story]) -> str:
     if wrong:
         said += "; something went wrong" + (f" with {wrong:,} of them" if len(stories) > 1 else "")
         said += " (an attempt failed, a lease was not released, or a message was refused or never answered)"
+    if left_out:
+        said += f"; {left_out:,} more that went well and were shorter are left out"
     return f"{said}. Times are by the clock of {', '.join(without_control(x.rank) for x in axis.references[:3])}."
 
 
-def _overview(lines: Sequence[Line]) -> str:
-    """Write the first screen: what is wrong, then what limits what can be said."""
-    bad = sum(x.is_bad for x in lines)
-    head = f'<p class="bad">Look here: {counted(bad, "thing")} went wrong.</p>' if bad else "<p>All well.</p>"
-    rows = []
-    for line in lines:
-        kind = " class=bad" if line.is_bad else ""
-        rows.append(f"<tr{kind}>{_cells(line.what, line.example, line.remedy)}</tr>")
-    heads = "<tr><th>what</th><th>for example</th><th>what to do</th></tr>"
+def _overview(found: Findings) -> str:
+    """Write the first screen: what is wrong, then what could not be judged."""
+    bad = len(found.wrong)
+    head = f'<p class="bad">{counted(bad, "thing")} went wrong, the worst first.</p>' if bad else "<p>All is well.</p>"
+    rows = [_row(x, " class=bad") for x in found.wrong] + [_row(x, "") for x in found.limits]
+    heads = "<tr><th>what</th><th>evidence</th><th>what to do</th></tr>"
     return head + (f"<table><thead>{heads}</thead><tbody>{''.join(rows)}</tbody></table>" if rows else "")
+
+
+def _row(finding: Finding, kind: str) -> str:
+    requests = f" ({named(finding.requests, 3)})" if finding.requests else ""
+    return f"<tr{kind}>{_cells(f'{finding.heading}: {finding.what}{requests}', finding.evidence, finding.remedy)}</tr>"
 
 
 def _table(stories: Sequence[Story]) -> str:

@@ -1,0 +1,364 @@
+"""What was measured, as it lies in files: sweeps, which can be gone on with, and whatever can be compared.
+
+A sweep's file has a head, which says what is swept and where, and then a line per finished run. A line counts once it
+is whole: it is written in one piece and synced. A line that a crash tore off at the end is cut away, and its run is
+measured again. The last head counts, and the last line of a point and round.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from asynckv.errors import ConfigError
+from asynckv.tools.bench import report
+from asynckv.tools.bench.figures import Figure
+from asynckv.tools.bench.noise import Interval, median_of
+
+SCHEMA = "asynckv.sweep/1"
+BEGIN = f'{{"kind":"sweep","schema":"{SCHEMA}"'.encode()
+"""How every sweep's file begins."""
+
+_OTHER = re.compile(rb'\{.{0,99}"schema": ?"(asynckv\.sweep/[^"]*)"')
+_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class Place(Struct, frozen=True):
+    """One point of the grid."""
+
+    key: str
+    axes: dict[str, str]
+
+
+class Head(Struct, frozen=True, kw_only=True, tag="sweep", tag_field="kind"):
+    """What is swept, how often, on what."""
+
+    schema: str = SCHEMA
+    command: str
+    rounds: int
+    axes: dict[str, list[str]]
+    points: list[Place]
+    files: dict[str, str]
+    environment: dict[str, str]
+
+
+class Row(Struct, frozen=True, kw_only=True, tag="point", tag_field="kind"):
+    """One point, measured once.
+
+    Attributes:
+        status: `good`; `bad`: it ran, but something failed, was wrong or leaked; `failed`: there is no report.
+        seconds: What the whole run took.
+        at: When it ended, UTC.
+    """
+
+    key: str
+    round: int
+    axes: dict[str, str]
+    params: dict[str, Any]
+    command: str
+    status: Literal["good", "bad", "failed"]
+    reason: str
+    seconds: float
+    at: str
+    report: dict[str, Any] | None
+
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[Head | Row] = msgspec.json.Decoder(Head | Row)
+
+
+@dataclass(slots=True)
+class Sweep:
+    """What a file holds; `torn` are bytes of a last line that was never finished."""
+
+    heads: list[Head] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    torn: int = 0
+
+    @property
+    def head(self) -> Head:
+        """The head that counts."""
+        return self.heads[-1]
+
+    def latest(self) -> dict[tuple[str, int], Row]:
+        """The row that counts, per point and round."""
+        return {(row.key, row.round): row for row in self.rows}
+
+    def order(self) -> Iterator[tuple[int, str]]:
+        """All rounds and points as they are run: every second round backwards, so that drift falls on all alike."""
+        keys = [place.key for place in self.head.points]
+        for number in range(1, self.head.rounds + 1):
+            for key in keys if number % 2 else reversed(keys):
+                yield number, key
+
+    def missing(self, *, retry_failed: bool = False) -> list[tuple[int, str]]:
+        """What is still to be run; `retry_failed` counts what is not good as missing."""
+        done = {where for where, row in self.latest().items() if row.status == "good" or not retry_failed}
+        return [(number, key) for number, key in self.order() if (key, number) not in done]
+
+    def points(self) -> list[Point]:
+        """Take the rounds of every place together that has any, in the grid's order."""
+        rows: dict[str, list[Row]] = {}
+        for row in sorted(self.latest().values(), key=lambda row: row.round):
+            rows.setdefault(row.key, []).append(row)
+        return [Point(place.axes, rows[place.key]) for place in self.head.points if place.key in rows]
+
+
+class Point(NamedTuple):
+    """One place of the grid, measured."""
+
+    axes: dict[str, str]
+    rows: list[Row]
+
+    @property
+    def faults(self) -> list[str]:
+        """Reasons of the rounds that were not good."""
+        return list(dict.fromkeys(f"{row.status}: {row.reason}" for row in self.rows if row.status != "good"))
+
+    def interval(self, figure: Figure) -> Interval | None:
+        """Take a figure's rounds together; None where no report has it."""
+        found = [v for row in self.rows if row.report and (v := figure.of(row.report)) is not None]
+        return median_of(found) if found else None
+
+
+def label(axes: Mapping[str, Any]) -> str:
+    """Name a place of a grid."""
+    return ", ".join(f"{name} {value}" for name, value in axes.items())
+
+
+def read(data: bytes, name: str) -> Sweep:
+    """Read a sweep's file, or refuse what is none, is of another schema, or damaged before its end."""
+    if data[: len(BEGIN)] != BEGIN[: len(data)]:
+        if found := _OTHER.match(data):
+            raise ConfigError(f"{name}: is of schema {found[1].decode()!s}, and this asynckv reads {SCHEMA}")
+        raise ConfigError(f"{name}: is no sweep (asynckv bench sweep writes them)")
+    *lines, torn = data.split(b"\n")
+    sweep = Sweep(torn=len(torn))
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = _decoder.decode(line)
+        except _MALFORMED as exc:
+            raise ConfigError(f"{name} line {number}: is damaged: {exc}") from exc
+        if isinstance(entry, Head):
+            sweep.heads.append(entry)
+        else:
+            sweep.rows.append(entry)
+    return sweep
+
+
+class Journal:
+    """A sweep's file, open for one writer; it is made if it is not there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._name = path, f"--out {path}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+b", buffering=0)
+        except OSError as exc:
+            raise ConfigError(f"{self._name}: cannot be written: {exc.strerror}") from exc
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            data = path.read_bytes()
+            self.sweep = read(data, self._name)
+            self.repaired = self.sweep.torn
+            self._file.truncate(len(data) - self.sweep.torn)
+        except BaseException as exc:
+            self.close()
+            if isinstance(exc, BlockingIOError):
+                raise ConfigError(f"{self._name}: another sweep is writing it") from exc
+            if isinstance(exc, OSError):
+                raise ConfigError(f"{self._name}: {exc.strerror or exc}") from exc
+            raise
+
+    def begin(self, head: Head) -> None:
+        """Begin this sweep, or go on with it; another one, or one of another machine or version, is refused."""
+        if self.sweep.heads:
+            self._check(head)
+            if self.sweep.head.rounds >= head.rounds:
+                return
+        self._append(head)
+        self.sweep.heads.append(head)
+
+    def add(self, row: Row) -> None:
+        """Append a row; it is on the disk when this returns."""
+        self._append(row)
+        self.sweep.rows.append(row)
+
+    def close(self) -> None:
+        """Let others write."""
+        self._file.close()
+
+    def _check(self, head: Head) -> None:
+        old = self.sweep.head
+        remedy = "use another --out, or remove the file to begin anew"
+        if [p.key for p in old.points] != [p.key for p in head.points]:
+            raise ConfigError(f"{self._name}: holds another sweep ({old.command}); {remedy}")
+        if changed := _differing(old.files, head.files):
+            raise ConfigError(f"{self._name}: {changed[0]} has changed since the sweep began; {remedy}")
+        was, now = old.environment, head.environment
+        if names := _differing(was, now):
+            changes = ", ".join(f"{n} was {was.get(n, 'unknown')}, is {now.get(n, 'unknown')}" for n in names)
+            raise ConfigError(f"{self._name}: was begun elsewhere: {changes}; {remedy}")
+
+    def _append(self, line: Head | Row) -> None:
+        data = _encoder.encode(line) + b"\n"
+        while data:
+            data = data[self._file.write(data) :]
+        os.fsync(self._file)
+
+
+def _differing(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in old.keys() | new if old.get(name) != new.get(name))
+
+
+# -- what is compared ------------------------------------------------------------------------------
+
+
+def _having(kind: type, *names: str) -> type[Struct]:
+    """Make the type of an object that has these fields, and maybe others."""
+    return msgspec.defstruct("Having", [(name, kind) for name in names])
+
+
+Figures = dict[str, float]
+SHAPE = msgspec.defstruct(
+    "Shape",
+    [
+        ("config", dict),
+        ("environment", dict),
+        ("blocks", dict),
+        ("interrupted", bool),
+        ("requests", _having(int, "completed", "failed")),
+        ("bytes", _having(int, "wrong")),
+        ("throughput", _having(float, "gbytes_per_s", "requests_per_s")),
+        ("latency_s", _having(float, "p50", "p90", "p99", "max")),
+        ("cpu_s", _having(float, "decode", "prefill")),
+        ("pull_s", Figures, {}),
+        ("loop_lag_s", Figures, {}),
+        ("descriptors", Figures, {}),
+        ("phases_s", dict[str, Figures], {}),
+        ("ratio_to_floor", dict[str, dict[str, Figures]], {}),
+    ],
+)
+"""What every report has, and what holds numbers only."""
+
+
+class Run(NamedTuple):
+    """One run: its parameters, its report, what to call it, and why it has no report."""
+
+    params: dict[str, Any]
+    report: dict[str, Any]
+    name: str
+    reason: str = ""
+
+    @property
+    def fault(self) -> str:
+        """Say what went wrong, in short."""
+        return "; ".join(text[:120] for text in report.faults(self.report)[:5]) if self.report else self.reason
+
+
+@dataclass(slots=True)
+class Side:
+    """One side of a comparison; a run that failed has an empty report."""
+
+    name: str
+    is_sweep: bool = True
+    runs: list[Run] = field(default_factory=list)
+    environments: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        """Of the runs that have one."""
+        return [run.report for run in self.runs if run.report]
+
+
+def load(text: str) -> Side:
+    """Read one side: a report, a sweep, or a directory of them. What is unfinished or interrupted is refused."""
+    side = Side(text)
+    for path in _files(Path(text)):
+        try:
+            data = path.read_bytes()
+        except OSError as exc:
+            raise ConfigError(f"{path}: {exc.strerror or exc}") from exc
+        if b'"asynckv.sweep/' in data[:200]:
+            _add_sweep(side, path, read(data, str(path)))
+            continue
+        found = _report(data, path)
+        side.is_sweep = False
+        side.runs.append(Run(flat(found["config"]), found, str(path)))
+        side.environments.append({k: str(v) for k, v in found["environment"].items()})
+    return side
+
+
+def refuse_repeated(texts: Sequence[str]) -> None:
+    """Refuse a file that is given twice: its noise would be none, and the change as sure as anything."""
+    seen: dict[Path, Path] = {}
+    for path in (path for text in texts for path in _files(Path(text))):
+        there = path.resolve()
+        if there in seen:
+            also = f" (as {seen[there]})" if seen[there] != path else ""
+            raise ConfigError(f"{path}: was given twice{also}; every file is one measurement, so name it once")
+        seen[there] = path
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted(p for p in path.iterdir() if p.suffix in (".json", ".jsonl"))
+    if not found:
+        raise ConfigError(f"{path}: holds no .json or .jsonl file")
+    return found
+
+
+def _report(data: bytes, path: Path) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(data, type=dict[str, Any])
+        schema = str(found["schema"])
+    except (*_MALFORMED, KeyError):
+        raise ConfigError(f"{path}: is neither a report of asynckv bench nor a sweep") from None
+    if schema != report.SCHEMA:
+        raise ConfigError(f"{path}: is of schema {schema}, and this asynckv compares {report.SCHEMA} and {SCHEMA}")
+    _check_shape(found, path)
+    if found["interrupted"]:
+        raise ConfigError(f"{path}: was interrupted, so its figures are of another run; measure it again")
+    return found
+
+
+def _check_shape(found: Mapping[str, Any], path: Path) -> None:
+    try:
+        msgspec.convert(found, SHAPE)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"{path}: is damaged: {exc}") from exc
+
+
+def _add_sweep(side: Side, path: Path, found: Sweep) -> None:
+    if not found.heads:
+        raise ConfigError(f"{path}: holds no sweep yet")
+    if missing := found.missing():
+        total = len(found.head.points) * found.head.rounds
+        raise ConfigError(
+            f"{path}: is unfinished, {total - len(missing)} of {total} runs are there; go on with: {found.head.command}"
+        )
+    for row in found.latest().values():
+        if row.report is not None:
+            if row.report.get("schema") != report.SCHEMA:
+                raise ConfigError(f"{path}: holds a report of schema {row.report.get('schema')}, not {report.SCHEMA}")
+            _check_shape(row.report, path)
+        name = f"{path} (round {row.round}, {row.key})"
+        side.runs.append(Run(flat(row.params), row.report or {}, name, row.reason))
+    side.environments.append(found.head.environment | {f"content of {k}": v for k, v in found.head.files.items()})
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Name every leaf of nested parameters by its dotted path."""
+    if isinstance(value, Mapping):
+        return {k: v for key, sub in value.items() for k, v in flat(sub, f"{name}.{key}".strip(".")).items()}
+    return {name: json.dumps(value) if isinstance(value, list) else value}

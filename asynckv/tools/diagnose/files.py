@@ -1,0 +1,172 @@
+"""Files of logs: finding them, unpacking them, and taking the lines out of what other programs wrap around them.
+
+A file may be compressed (gzip, xz, zstd) and cut at its end. It holds lines, or one JSON document: an answer of Loki's
+HTTP API, or what Grafana's Explore lets people download.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import io
+import lzma
+import os
+import re
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from asynckv.errors import ConfigError
+
+CHUNK = 1 << 20
+MAX_LINE = 1 << 20
+"""Bytes of one line; asynckv's longest, a request's whole history, has some 100 KB."""
+
+MAX_DOCUMENT = 256 << 20
+"""Bytes of one JSON document, which is decoded as a whole."""
+
+MAX_FILES = 10_000
+"""In all directories that were named."""
+
+ZSTD = b"\x28\xb5\x2f\xfd"
+_DOCUMENT = re.compile(rb'\s*(\[\s*\{|\{\s*"(status"\s*:\s*"success"\s*,\s*"data|data"\s*:\s*\{\s*"result\w*)")')
+_CRI = re.compile(rb"(\d{4}-\d\d-\d\dT\S+) (stdout|stderr) ([PF])(?::\S*)? ")
+
+
+class _Streams(msgspec.Struct):
+    """A stream of Loki's: `[nanoseconds, line]` for each line."""
+
+    values: list[list[Any]]
+
+
+class _Result(msgspec.Struct):
+    result: list[_Streams]
+
+
+class _Answer(msgspec.Struct):
+    data: _Result
+
+
+def found(names: Sequence[str]) -> Iterator[str]:
+    """List files, each once, however often and by whatever name it was given."""
+    seen: set[object] = set()
+    left = MAX_FILES
+    for name in names:
+        if name == "-":
+            if "-" not in seen:
+                yield name
+            seen.add("-")
+            continue
+        try:
+            is_directory = stat.S_ISDIR(os.stat(name).st_mode)
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"{name}: {getattr(exc, 'strerror', None) or exc}; name a log, or - for stdin") from exc
+        for path in sorted(Path(name).rglob("*")) if is_directory else [Path(name)]:
+            try:
+                status = path.stat()
+            except OSError:
+                continue  # a link to nowhere
+            if (is_directory and not stat.S_ISREG(status.st_mode)) or (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            left -= 1
+            if left < 0:
+                raise ConfigError(f"{name}: more than {MAX_FILES:,} files; name those that matter")
+            yield str(path)
+
+
+def lines_of(raw: io.BufferedReader[io.FileIO], failed: Callable[[str], None]) -> Iterator[tuple[bytes, int]]:
+    """Split a file into lines, each with its length; of one that is too long only the beginning is kept.
+
+    The last line has no newline if the file was cut there. Of an archive that is cut short all that can be read is.
+    """
+    try:
+        if (file := _unpacked(raw)) is None:
+            failed("compressed by zstd: pip install backports.zstd, or unpack it first (zstd -d)")
+            return
+        if _DOCUMENT.match(file.peek(CHUNK)):
+            text = file.read(MAX_DOCUMENT + 1)
+            if len(text) > MAX_DOCUMENT:
+                failed(f"a JSON document of more than {MAX_DOCUMENT >> 20} MiB; export fewer lines at once")
+                return
+            if (rows := _rows(text)) is not None:
+                for row in rows:
+                    line = msgspec.json.encode(row) + b"\n"
+                    yield line, len(line)
+                return
+            file = io.BufferedReader(io.BytesIO(text))  # lines that begin as a document does
+        while line := file.readline(MAX_LINE + 1):
+            length, last = len(line), line
+            while not last.endswith(b"\n") and (last := file.readline(MAX_LINE)):
+                length += len(last)
+            yield line, length
+    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as exc:
+        failed(f"compressed, and cut short or damaged ({exc})")
+    except Exception as exc:
+        if type(exc).__name__ != "ZstdError":  # no module that defines it need be there
+            raise
+        failed(f"compressed, and cut short or damaged ({exc})")
+
+
+def _unpacked(raw: io.BufferedReader[io.FileIO]) -> Any:
+    """Return what is in a file, one archive after the other as they follow; None if nothing here can unpack it."""
+    begin = raw.peek(6)
+    if begin.startswith(b"\x1f\x8b"):
+        return gzip.GzipFile(fileobj=raw)
+    if begin.startswith(b"\xfd7zXZ\0"):
+        return lzma.LZMAFile(raw)
+    return _zstd(raw) if begin.startswith(ZSTD) else raw
+
+
+def _zstd(raw: IO[bytes]) -> Any:
+    for name in ("compression.zstd", "backports.zstd"):
+        try:
+            return importlib.import_module(name).ZstdFile(raw)
+        except ImportError:
+            continue
+    try:
+        unpacker = importlib.import_module("zstandard").ZstdDecompressor()
+    except ImportError:
+        return None
+    return io.BufferedReader(unpacker.stream_reader(raw, read_across_frames=True))
+
+
+def _rows(text: bytes) -> list[Any] | None:
+    """Return what a JSON document has instead of lines; None if it is no such document."""
+    try:
+        if text.lstrip().startswith(b"["):
+            return msgspec.json.decode(text, type=list[dict[str, Any]])
+        streams = msgspec.json.decode(text, type=_Answer).data.result
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+    values = (x for stream in streams for x in stream.values if len(x) >= 2)
+    return [{"line": line, "timestamp": nanoseconds} for nanoseconds, line, *_ in values]
+
+
+class Pieces:
+    """Puts lines together that a container's runtime has cut at 16 KB, those of each of its streams."""
+
+    def __init__(self) -> None:
+        self._begun: dict[object, bytes] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._begun)
+
+    def whole(self, stream: object, piece: bytes, is_last: bool) -> bytes | None:
+        """Return a line once its last piece is there."""
+        text = self._begun.pop(stream, b"") + piece
+        if is_last or len(text) >= MAX_LINE:
+            return text
+        self._begun[stream] = text
+        return None
+
+    def of_cri(self, line: bytes) -> tuple[bytes, str]:
+        """Take Kubernetes's prefix off: return a line, empty if it goes on, and the prefix's time."""
+        if not (begin := _CRI.match(line)):
+            return line, ""
+        text = self.whole(begin[2], line[begin.end() :].removesuffix(b"\n"), begin[3] == b"F")
+        return text or b"", begin[1].decode()

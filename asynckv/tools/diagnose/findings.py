@@ -1,0 +1,289 @@
+"""What is wrong with a service, the worst first, and what could not be judged.
+
+Pure: what was read, asked and joined goes in, values come out. Texts in them are of logs and of engines, which is to
+say of strangers: they are escaped before they are shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from asynckv.core import told
+from asynckv.tools.diagnose.ask import Answer, Trouble
+from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING
+from asynckv.tools.diagnose.join import Process, Pull, base_name
+from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
+from asynckv.tools.diagnose.leaks_pulls import Failure, failures
+from asynckv.tools.diagnose.leaks_values import Leak
+from asynckv.tools.diagnose.presence import Presence
+from asynckv.tools.diagnose.records import Logs, Record
+from asynckv.tools.diagnose.timeline_model import Ground, families, last_attempt
+
+MOST = 12
+"""Findings of a kind."""
+
+MAX_TEXT = 400
+DIED = "Look at its stderr, its supervisor and the kernel's log (out of memory?); start it again."
+AWAY = "While it is away its engine answers nothing. Find what blocks it: py-spy dump, or asyncio's debug mode."
+UNSEEN = "Give the logs of all processes, from level info on, and of the whole time."
+HEADINGS = {
+    Trouble.GONE: HEADING.GONE,
+    Trouble.AWAY: HEADING.STOPPED,
+    Trouble.NETWORK: HEADING.NETWORK,
+    Trouble.KEYS: HEADING.WRONG,
+}
+REMEDIES = {
+    Trouble.GONE: DIED,
+    Trouble.AWAY: "Let it run on, or end it: docs/stuck.md.",
+    Trouble.NETWORK: "See whether the host is up, and whether a firewall is in between: `asynckv doctor --to ADDRESS`.",
+    Trouble.KEYS: "Give --keys and --authorized, and the address with its key: docs/why.md.",
+}
+LOOPS_AWAY = {CAUSE.DECODE_LOOP_AWAY, CAUSE.PREFILL_LOOP_AWAY}
+NEVER_ASKED = {CAUSE.NEVER_HEARD_OF, CAUSE.NEVER_CLAIMED}
+SAID_ELSEWHERE = {
+    x.event
+    for x in (told.PullEnded, told.LeaseEnded, told.LeaseHeld, told.PullHeld, told.LoopWasAway, told.OffloadFailed)
+}
+"""Warnings that other findings tell of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that an operator should know.
+
+    Attributes:
+        heading: What kind of thing it is; it decides what to do.
+        code: A stable name of what it is: a cause of late blocks, how a process is, why requests failed, an event.
+        what: What is wrong, with names and numbers.
+        evidence: How that is known.
+        remedy: What to do.
+        requests: Requests that are late or failed for it, by their names on the prefill side.
+        blocks: How many blocks these hold; -1 if that is not known.
+    """
+
+    heading: HEADING
+    code: str
+    what: str
+    evidence: str = ""
+    remedy: str = ""
+    requests: tuple[str, ...] = ()
+    blocks: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """All that was found.
+
+    Attributes:
+        wrong: What is wrong, the worst first.
+        limits: What could therefore not be judged.
+        late: Every request that was late; the findings tell of them in groups.
+        copies: Every store and load that did not end.
+    """
+
+    wrong: Sequence[Finding] = ()
+    limits: Sequence[Finding] = ()
+    late: Sequence[Leak] = ()
+    copies: Sequence[LateCopy] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was read and asked, joined.
+
+    Attributes:
+        axis: Has the service, and gives its times.
+        grounds: All processes.
+        late: Of `find_leaks`.
+        copies: Of `late_copies`.
+        answers: Of engines that were asked.
+        since: Nothing counts that was over before.
+        failed: Stores and loads of the request that was asked for, each in a line.
+    """
+
+    logs: Logs
+    axis: Axis
+    grounds: Sequence[Ground]
+    late: Sequence[Leak]
+    copies: Sequence[LateCopy] = ()
+    answers: Sequence[Answer] = ()
+    since: float = -math.inf
+    failed: Sequence[str] = ()
+
+
+def find(seen: Seen) -> Findings:
+    """Say what is wrong, the worst first; of what is wrong twice over, the finding that decides what to do."""
+    gone = list(_gone(seen))
+    told = {name for x in gone for name in x.requests}
+    refused = {x.text("prefill_request_id") for x in _refusals(seen)}
+    rest = [x for x in seen.late if not (x.request_id in told and _is_of_process(x))]
+    late = list(_late([x for x in rest if not (x.cause in NEVER_ASKED and x.request_id in refused)]))
+    told |= {x.request_id for x in seen.late}
+    failed = [*_refused(seen), *_failed(seen, told)]
+    wrong = [*gone, *_silent(seen), *late, *_copies(seen.copies), *failed, *_away(seen), *_errors(seen)]
+    return Findings(wrong, list(_limits(seen)), seen.late, seen.copies)
+
+
+def _is_of_process(leak: Leak) -> bool:
+    return CATALOGUE[leak.cause].heading is HEADING.GONE
+
+
+def _gone(seen: Seen) -> Iterator[Finding]:
+    """Processes whose logs end without a goodbye, the earliest first, with what is late since."""
+    found = sorted((x.gone for x in seen.grounds if x.gone is not None and x.gone.is_death), key=lambda end: end.at)
+    found = [x for x in found if not x.at < seen.since]
+    for end in found[:MOST]:
+        rank = end.process.rank
+        mine = [x for x in seen.late if rank in (x.reader, *x.holders) and _is_of_process(x)]
+        noticed = [f"{x.process.rank} {x.text}" for x in end.noticed[:1]]
+        evidence = "; ".join([*noticed, *(x.sentence for x in mine[:1])])
+        yield Finding(HEADING.GONE, end.how, f"{rank} {end.text}", evidence, DIED, *_of(mine))
+    if (more := len(found) - MOST) > 0:
+        yield Finding(HEADING.GONE, "died", f"{counted(more, 'more process')} died or fell silent")
+
+
+def _silent(seen: Seen) -> Iterator[Finding]:
+    """Engines that were asked and gave no answer; a socket that is left of an earlier start is none."""
+    there = {base_name(x.rank) for x in seen.answers if not x.error}
+    for answer in seen.answers:
+        if answer.error and not (answer.trouble is Trouble.GONE and base_name(answer.rank) in there):
+            mine = [x for x in seen.late if answer.rank in (x.reader, *x.holders, *x.owed) or answer.rank in x.sentence]
+            heading, remedy = HEADINGS.get(answer.trouble, HEADING.UNKNOWN), REMEDIES.get(answer.trouble, "")
+            yield Finding(heading, "no_answer", f"{answer.rank} does not answer", answer.error, remedy, *_of(mine))
+
+
+def _late(late: Sequence[Leak]) -> Iterator[Finding]:
+    """Causes of late blocks and who they are about, the most frequent first."""
+    groups: dict[tuple[CAUSE, str], list[Leak]] = defaultdict(list)
+    for leak in late:
+        groups[leak.cause, leak.reader].append(leak)
+    for (cause, _), found in sorted(groups.items(), key=lambda x: -len(x[1])):
+        entry = CATALOGUE[cause]
+        names, blocks = _of(found)
+        seconds = max((x.seconds for x in found if not math.isnan(x.seconds)), default=math.nan)
+        held = "" if math.isnan(seconds) else f", held for {shown_seconds(seconds)} at most"
+        how = "" if blocks < 0 else f", {counted(blocks, 'block')}"
+        what = f"{counted(len(found), 'request')} late: {entry.title}{how}{held}"
+        yield Finding(entry.heading, cause.value, what, found[0].sentence, entry.remedy, names, blocks)
+
+
+def _of(late: Sequence[Leak]) -> tuple[tuple[str, ...], int]:
+    blocks = [x.blocks for x in late if x.blocks >= 0]
+    return tuple(dict.fromkeys(x.request_id for x in late)), sum(blocks) if blocks else -1
+
+
+def _copies(copies: Sequence[LateCopy]) -> Iterator[Finding]:
+    if copies:
+        blocks = sum(max(x.blocks, 0) for x in copies)
+        worst = copies[0]
+        which = "1 store or load" if len(copies) == 1 else f"{len(copies):,} stores or loads"
+        what = f"{which} did not end in time, {counted(blocks, 'block')}"
+        example = f"{worst.what} of {worst.request_id} on {worst.rank}: {worst.state} {worst.detail}"
+        yield Finding(HEADING.STOPPED, "copy_hangs", what, example, REMEDY, (), blocks)
+
+
+def _refusals(seen: Seen) -> list[Record]:
+    """What decode engines refused by themselves: a pull that was never begun."""
+    refused = (x for process in seen.axis.service.processes.values() for x in process.of(told.PullRefused))
+    return [x for x in refused if not x.at < seen.since]
+
+
+def _refused(seen: Seen) -> Iterator[Finding]:
+    """Why decode engines refused requests by themselves, the most frequent cause first."""
+    groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in _refusals(seen):
+        groups[record.rank, record.text("cause")].append(record)
+    for (rank, cause), found in sorted(groups.items(), key=lambda x: -len(x[1]))[:MOST]:
+        names = dict.fromkeys(x.text("prefill_request_id") or x.text("request_id") for x in found)
+        what = f"{rank} refused {counted(len(found), 'pull')} by itself, and began nothing: {cause}"
+        late = [x.blocks for x in seen.late if x.request_id in names and x.cause in NEVER_ASKED and x.blocks >= 0]
+        remedy = "Whoever called it was given this error: correct the call, or call `cancel` with the params."
+        yield Finding(
+            HEADING.DROPPED, cause, what, found[0].text("detail"), remedy, tuple(names), sum(late) if late else -1
+        )
+
+
+def _failed(seen: Seen, told: Container[str]) -> Iterator[Finding]:
+    """Why pulls failed, and whom that was about; not an attempt that another one followed, nor what is told already."""
+    axis = seen.axis
+    last: set[Pull] = set()
+    for family in families(axis.service.requests):
+        if family[0].name not in told:
+            last |= set(last_attempt([p for r in family for p in r.all_pulls]))
+
+    def counts(pull: Pull) -> bool:
+        return pull in last and pull.ended is not None and not axis.at(pull.process, pull.ended.at) < seen.since
+
+    for each in failures(axis.service, Presence(axis.service, axis.when), counts)[:MOST]:
+        yield Finding(each.heading, each.cause.value, each.sentence[:MAX_TEXT], _span(each), each.remedy, each.requests)
+
+
+def _span(each: Failure) -> str:
+    first, last = clock_time(each.since), clock_time(each.until)
+    return f"{counted(each.pulls, 'pull')}, {first}" + (f" to {last}" if each.pulls > 1 else "")
+
+
+def _away(seen: Seen) -> Iterator[Finding]:
+    """Processes whose event loops were away, the longest first; not those for which something was late, as is told."""
+    found: list[tuple[float, Record, Process, int]] = []
+    for process in seen.axis.service.processes.values():
+        away = [(x.number("seconds", 0.0), x) for x in process.of(told.LoopWasAway)]
+        away = [x for x in away if not seen.axis.at(process, x[1].at) < seen.since]
+        if away:
+            found.append((*max(away, key=lambda x: x[0]), process, len(away)))
+    found = [x for x in found if not any(x[2].rank in leak.sentence for leak in seen.late if leak.cause in LOOPS_AWAY)]
+    for seconds, record, process, times in sorted(found, key=lambda x: -x[0])[:MOST]:
+        held = [counted(record.integer(f"{what}s", 0), what) for what in ("lease", "pull")]
+        yield Finding(
+            HEADING.STOPPED,
+            told.LoopWasAway.event,
+            f"the event loop of {process.rank} was away: {counted(times, 'time')}, at most {shown_seconds(seconds)}",
+            f"until {clock_time(seen.axis.at(process, record.at))}; open: {', '.join(held)}",
+            AWAY,
+        )
+
+
+def _errors(seen: Seen) -> Iterator[Finding]:
+    """Other errors, by event."""
+    found: dict[str, list[Record]] = defaultdict(list)
+    for process in seen.axis.service.processes.values():
+        for record in process.records:
+            is_new = not seen.axis.at(process, record.at) < seen.since
+            if record.level == "error" and is_new and record.event not in SAID_ELSEWHERE:
+                found[record.event].append(record)
+    for event, same in sorted(found.items(), key=lambda x: -len(x[1]))[:MOST]:
+        texts = [x for name in ("cause", "detail", "error", "who", "peer", "reader") if (x := same[0].text(name))]
+        what = f"{counted(len(same), 'error')} {event} on {same[0].rank}"
+        yield Finding(HEADING.UNKNOWN, event, what, ", ".join(texts)[:MAX_TEXT], "See docs/events.md.")
+
+
+def _limits(seen: Seen) -> Iterator[Finding]:
+    """What could not be judged: logs that are not there, end early or cannot be read, and clocks."""
+    service = seen.axis.service
+
+    def limit(code: str, what: str, evidence: str = "", remedy: str = "") -> Finding:
+        return Finding(HEADING.UNKNOWN, code, what, evidence[:MAX_TEXT], remedy)
+
+    if missing := service.missing():
+        yield limit("no_log", f"there is no log of {named(missing)}, which others name", "", UNSEEN)
+    for ground in seen.grounds:
+        if ground.gone is not None and not ground.gone.is_death:
+            yield limit("ends_early", f"the log of {ground.process.rank} ends early", ground.gone.text)
+    if quiet := [x.rank for x in service.processes.values() if not x.says_info]:
+        what = f"{counted(len(quiet), 'process')} logged warnings and errors alone: of what went well nothing is known"
+        yield limit("warnings_only", what, named(quiet), UNSEEN)
+    for skipped in seen.logs.skipped[:MOST]:
+        what = f"{counted(skipped.lines, 'line')} could not be read: {skipped.reason}"
+        yield limit("not_read", what, f"{skipped.where}: {skipped.first}")
+    for note in seen.axis.notes():
+        yield limit("clocks", f"clocks: {note}")
+
+
+def named(names: Iterable[str], most: int = 8) -> str:
+    """Write some names."""
+    every = list(names)
+    return ", ".join(every[:most]) + (f" and {len(every) - most:,} more" if len(every) > most else "")

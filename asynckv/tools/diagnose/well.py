@@ -1,0 +1,167 @@
+"""Lines of requests that went well: most of a log, and nearly all of it is only counted.
+
+A request went well if all that is said of it, on both sides, is that it was lent, granted, pulled and released. That is
+known only at the end, because the line that says otherwise may be in the last file. Until then the lines are packed,
+with a few numbers of each.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from asynckv.core import told
+
+MAX_WELL = 100_000
+"""Lines of requests that went well which are kept beside those that went wrong: a sample, whole requests."""
+
+PACKED = 512
+"""Lines in one packed block."""
+
+_SEQUENCES = 1 << 40
+_NUMBERS = np.dtype(
+    [("at", "f8"), *((x, "i8") for x in ("text", "sequence", "process", "engine", "kind", "source", "line"))]
+)
+_packed = struct.Struct("=d7q").pack
+_OPENS, _ENDS, _OTHER = 1, 2, 3
+_KINDS = {
+    told.LeaseLent.event: _OPENS,
+    told.LeaseGranted.event: _OPENS,
+    told.LeaseEnded.event: _ENDS,
+    told.PullEnded.event: _OTHER,
+    told.LeaseTransition.event: _OTHER,
+    told.PullTransition.event: _OTHER,
+}
+Packed = tuple[bytes, int, int]
+_CAUSES = {told.LeaseEnded.event: "released", told.PullEnded.event: "complete"}
+
+
+class Head(msgspec.Struct, gc=False):
+    """What is decoded of every line: whose it is, what it is about, and whether it went well."""
+
+    incarnation: str = ""
+    engine_id: str = ""
+    event: str = ""
+    level: str = ""
+    timestamp: str = ""
+    rank: str = ""
+    sequence: int = -1
+    peer: str = ""
+    cause: str = ""
+    attempt: int | None = None
+    held_transfers: int | None = None
+    unanswered: msgspec.Raw | None = None
+    owed: msgspec.Raw | None = None
+    refused: msgspec.Raw | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The prefill engine, and the number of the request there: what all lines of one request share."""
+        return self.peer or self.engine_id, self.sequence
+
+    @property
+    def kind(self) -> int:
+        """What a line says of a request that goes well; 0 for all other lines."""
+        kind = _KINDS.get(self.event, 0)
+        if not kind or self.level not in ("info", "debug") or not 0 <= self.sequence < _SEQUENCES:
+            return 0
+        if self.cause != _CAUSES.get(self.event, ""):
+            return 0
+        troubles = (self.attempt, self.held_transfers, self.unanswered, self.owed, self.refused)
+        return kind if troubles == (None, None, None, None, None) else 0
+
+
+class Well:
+    """The lines of requests that seem to have gone well, packed."""
+
+    def __init__(self) -> None:
+        self._columns = bytearray()
+        self._numbers: dict[str, int] = {}
+        self._blocks: list[bytes] = []
+        self._open: list[bytes] = []
+
+    def add(self, head: Head, kind: int, at: float, source: int, line: int, text: bytes) -> None:
+        """Take a line, which has no newline in it."""
+        numbers = self._numbers
+        process = numbers.setdefault(head.incarnation, len(numbers))
+        engine = numbers.setdefault(head.peer or head.engine_id, len(numbers))
+        self._columns += _packed(at, hash(text), head.sequence, process, engine, kind, source, line)
+        self._open.append(text)
+        if len(self._open) >= PACKED:
+            self._pack()
+
+    def _pack(self) -> None:
+        self._blocks.append(zlib.compress(b"\n".join(self._open), 1))
+        self._open = []
+
+    def chosen(self, wrong: Iterable[tuple[str, int]], floor: float) -> Chosen:
+        """Choose the lines that are to be read.
+
+        Args:
+            wrong: Keys of requests of which something else is said, too.
+            floor: The time from which on lines are wanted.
+        """
+        self._pack()
+        columns = np.frombuffer(self._columns, _NUMBERS)
+        at, sequence, kind, process = columns["at"], columns["sequence"], columns["kind"], columns["process"]
+        order = np.lexsort((process, columns["text"], at))
+        is_first = np.ones(len(at), bool)
+        ordered = [columns[x][order] for x in ("at", "text", "process")]
+        is_first[order[1:]] = np.any([x[1:] != x[:-1] for x in ordered], axis=0)
+        repeated = np.bincount(columns["source"][~is_first])
+        wanted = is_first & (at >= floor)
+        group = columns["engine"] * _SEQUENCES + sequence
+        lease = process * _SEQUENCES + sequence
+        is_open = (kind == _OPENS) & ~np.isin(lease, lease[kind == _ENDS])
+        known = (self._numbers[x] * _SEQUENCES + y for x, y in wrong if x in self._numbers and 0 <= y < _SEQUENCES)
+        is_wrong = np.isin(group, [*known]) | np.isin(group, group[is_open])
+        keep = is_wrong | _sampled(sequence, wanted & ~is_wrong)
+        counted = np.flatnonzero(wanted & ~keep)
+        counted = counted[np.lexsort((at[counted], process[counted]))]
+        _, first, number = np.unique(process[counted], return_index=True, return_counts=True)
+        ends = counted[np.concatenate((first, first + number - 1))]
+        stands_for, order = np.concatenate((number - 1, np.ones_like(number))), np.argsort(ends)
+        return Chosen(
+            self._lines(np.flatnonzero(wanted & keep), columns),
+            zip(self._lines(ends[order], columns), stands_for[order].tolist(), strict=True),
+            len(np.unique(group[counted])),
+            repeated.tolist(),
+        )
+
+    def _lines(self, chosen: npt.NDArray[np.intp], columns: npt.NDArray[np.void]) -> Iterator[Packed]:
+        block, texts = -1, list[bytes]()
+        for i in chosen.tolist():
+            if i // PACKED != block:
+                block = i // PACKED
+                texts = zlib.decompress(self._blocks[block]).split(b"\n")
+            yield texts[i % PACKED], int(columns["source"][i]), int(columns["line"][i])
+
+
+class Chosen(msgspec.Struct):
+    """What becomes of the lines of requests that went well; each has its source and its number there.
+
+    Attributes:
+        lines: Those that are to be read.
+        edges: Of each process the first and the last line of those that are only counted, and for how many each stands.
+        num_requests: Requests that are only counted.
+        repeated: How many lines of each source were there before.
+    """
+
+    lines: Iterator[Packed]
+    edges: Iterator[tuple[Packed, int]]
+    num_requests: int
+    repeated: list[int]
+
+
+def _sampled(sequence: npt.NDArray[np.int64], among: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Choose `MAX_WELL` lines at most, those of a request together, which are spread evenly."""
+    spread = (sequence * 2_654_435_761) & 0xFFFFFFFF
+    if np.count_nonzero(among) <= MAX_WELL:
+        return among
+    chosen: npt.NDArray[np.bool_] = among & (spread < np.partition(spread[among], MAX_WELL)[MAX_WELL])
+    return chosen

@@ -1,0 +1,165 @@
+"""What `asynckv why` found as plain data: for `--json`, and what the text is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from asynckv.tools.diagnose.ask import Answer
+from asynckv.tools.diagnose.causes import CATALOGUE
+from asynckv.tools.diagnose.findings import Finding, Findings, Seen
+from asynckv.tools.diagnose.leaks_copies import LateCopy, has_offload
+from asynckv.tools.diagnose.leaks_values import Leak, moment
+from asynckv.tools.diagnose.timeline_model import Bar, Ground, Lane, Mark, Story
+
+SCHEMA = "asynckv.why/1"
+MAX_FILES = 100
+"""Files that are told one by one."""
+
+
+def report(found: Findings, seen: Seen, story: Story | None = None) -> dict[str, Any]:
+    """Make plain data of all that was found; times are seconds since 1970 by the clock of the first reference."""
+    return {
+        "schema": SCHEMA,
+        "is_well": not found.wrong,
+        "findings": [_finding(x) for x in found.wrong],
+        "limits": [_finding(x) for x in found.limits],
+        "late": [_leak(x) for x in found.late],
+        "copies": [_plain(x) for x in found.copies],
+        "request": None if story is None else _story(story),
+        "processes": [_process(seen, x) for x in seen.grounds],
+        "engines": [engine(x) for x in seen.answers],
+        "read": _read(seen),
+    }
+
+
+def _finding(each: Finding) -> dict[str, Any]:
+    return asdict(each) | {"requests": list(each.requests), "blocks": each.blocks if each.blocks >= 0 else None}
+
+
+def _plain(found: Leak | LateCopy) -> dict[str, Any]:
+    """Make plain data of what was late; what is not known is None."""
+    out: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(found).items()}
+    out["blocks"] = found.blocks if found.blocks >= 0 else None
+    return out | {name: _finite(out[name]) for name in ("seconds", "since")}
+
+
+def _leak(leak: Leak) -> dict[str, Any]:
+    plain = {name: value for name, value in _plain(leak).items() if name not in ("cell", "told_at")}
+    return plain | {
+        "cause": leak.cause.value,
+        "heading": CATALOGUE[leak.cause].heading.value,
+        "is_class": CATALOGUE[leak.cause].is_class,
+        "evidence": leak.evidence,
+        "remedy": leak.remedy,
+        "reader": leak.reader or None,
+        "other_request_id": leak.other_request_id or None,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None
+
+
+def _read(seen: Seen) -> dict[str, Any]:
+    logs, service = seen.logs, seen.axis.service
+    prefill, decode = service.sides
+    others = [x for x in service.processes.values() if not x.lends and not x.pulls]
+    counts = [x for answer in seen.answers for x in answer.account.counts]
+    keeps = {x.rank for x in others if has_offload(x)}
+    times = [t for x in service.processes.values() for t in (x.first_at, x.last_at)]
+    return {
+        "files": len(logs.sources),
+        "lines": logs.num_lines,
+        "bytes": logs.num_bytes,
+        "events": logs.num_events,
+        "requests": len(service.requests) + logs.num_well,
+        "lent_now": sum(x.number for x in counts if x.kind == "lease"),
+        "pulled_now": sum(x.number for x in counts if x.kind != "lease"),
+        "since": moment(seen.since) if math.isfinite(seen.since) else None,
+        "first": moment(min(times)) if times else None,
+        "last": moment(max(times)) if times else None,
+        "others": logs.num_others,
+        "others_in": [{"path": x.path, "lines": x.num_others} for x in logs.sources if x.num_others][:MAX_FILES],
+        "repeated": logs.num_repeated,
+        "prefill": [x.rank for x in prefill],
+        "decode": [x.rank for x in decode],
+        "offload": sorted(keeps),
+        "quiet": sorted({x.rank for x in others} - keeps),
+    }
+
+
+def engine(answer: Answer) -> dict[str, Any]:
+    """Make plain data of what an engine said of itself."""
+    head = {"address": answer.address, "took_s": round(answer.took_s, 6)}
+    if answer.error:
+        return head | {"error": answer.error, "trouble": answer.trouble.name.lower(), "pid": answer.pid or None}
+    said: dict[str, Any] = msgspec.to_builtins(answer.account, str_keys=True)
+    for name in ("refused", "retry_s", "after"):
+        del said[name]
+    requests: Sequence[Any] = msgspec.to_builtins(answer.requests, str_keys=True)
+    return head | said | {"gauges": dict(answer.gauges), "is_cut": answer.is_cut, "requests": requests}
+
+
+def _process(seen: Seen, each: Ground) -> dict[str, Any]:
+    process, axis = each.process, seen.axis
+    offset = axis.offset(process, (process.first_at + process.last_at) / 2)
+    return {
+        "rank": process.rank,
+        "incarnation": process.incarnation,
+        "host": process.host,
+        "group": each.group,
+        "ahead_s": _finite(offset.seconds),
+        "within_s": _finite(offset.within_s),
+        "start": _finite(each.start),
+        "end": _finite(each.end),
+        "away": [_bar(x) for x in each.away],
+        "gone": None if each.gone is None else {"how": each.gone.how, "text": each.gone.text},
+    }
+
+
+def _story(story: Story) -> dict[str, Any]:
+    return {
+        "request_id": story.name,
+        "decode_request_ids": list(story.others),
+        "engine_id": story.engine_id,
+        "sequence": story.sequence,
+        "pull_ids": list(story.pull_ids),
+        "lease": story.lease,
+        "pull": story.pull,
+        "start": _finite(story.start),
+        "end": _finite(story.end),
+        "lanes": [_lane(x) for x in story.lanes],
+        "events": [_mark(x) for x in story.marks],
+    }
+
+
+def _lane(lane: Lane) -> dict[str, Any]:
+    return {
+        "rank": lane.process.rank,
+        "side": lane.side,
+        "what": lane.what,
+        "within_s": _finite(lane.within_s),
+        "fields": dict(lane.fields),
+        "bars": [_bar(x) for x in lane.bars],
+    }
+
+
+def _bar(bar: Bar) -> dict[str, Any]:
+    return {
+        "phase": bar.phase,
+        "start": _finite(bar.start),
+        "end": _finite(bar.end),
+        "derived": bar.derived,
+        "note": bar.note,
+        "is_open": bar.is_open,
+        "inside": {k: round(v, 6) for k, v in bar.parts.items()},
+    }
+
+
+def _mark(mark: Mark) -> dict[str, Any]:
+    return {"at": _finite(mark.at), "rank": mark.process.rank, "level": mark.level, "text": mark.text}

@@ -1,0 +1,410 @@
+"""What `asynckv why` prints: what is wrong, the worst first; one request's story as bars; what engines say they hold.
+
+Each phase of a bar is a letter of its own, on a terminal in its colour. Texts of logs and of engines are shown with
+their control characters escaped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from asynckv.arguments import without_control
+from asynckv.core.account import Account
+from asynckv.core.inspect import RequestStatus
+from asynckv.tools.console import size
+from asynckv.tools.diagnose.ask import Answer
+from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
+from asynckv.tools.diagnose.findings import named
+from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
+from asynckv.tools.diagnose.leaks_values import Leak, moment
+from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, Bar, Ground, Mark, Story
+from asynckv.tools.output import print_unpadded
+
+LETTERS: Mapping[str, str] = {
+    "lent": "-",
+    "granted": "=",
+    "ending": "e",
+    "announced": "a",
+    "handshake": "h",
+    "queue": "q",
+    "plan": "p",
+    "read": "R",
+    "confirm": "c",
+    "drain": "d",
+    "release": "r",
+    "quarantine": "X",
+    "pause": ".",
+    "pull": "#",
+    "unlogged": "?",
+}
+MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES, MAX_NAMES, MAX_WORDS = 64, 60, 8, 32, 8, 8
+MAX_LIMITS = 12
+AWAY = "event loop away"
+UNUSUAL = {"retired", "quarantined", "lapsed", "ending", "draining", "unclaimed", "suspect", "gone", "notifying"}
+
+
+def _line(console: Console, text: str, style: str = "", indent: int = 0, *, is_whole: bool = False) -> None:
+    """Print a line; it is wrapped on a terminal only, and there not inside what is to be copied."""
+    shown = Text(without_control(text), style=style)
+    if console.is_terminal and indent and not is_whole:
+        console.print(Padding(shown, (0, 0, 0, indent), expand=False), highlight=False)
+    else:
+        shown = Text.assemble(" " * indent, shown)
+        console.print(shown, highlight=False, soft_wrap=is_whole or not console.is_terminal)
+
+
+# -- what is wrong -------------------------------------------------------------------------------------
+
+
+def show_findings(report: Mapping[str, Any], console: Console) -> None:
+    """Show what is wrong, then what could not be judged, then what was read."""
+    findings, limits, read = report["findings"], report["limits"], report["read"]
+    requests = counted(read["requests"], "request")
+    if not read["files"]:
+        requests = f"{read['lent_now']:,} lent and {read['pulled_now']:,} announced or pulled now"
+    span = f"{requests}, {_ranks(read)}, {read['first']} to {read['last']} UTC"
+    after = f" since {read['since']} UTC" if read["since"] else ""
+    if not findings:
+        text = "All is well, as far as these logs tell" if limits else "All is well"
+        _line(console, f"{text}{after}: {span}.", "bold")
+    else:
+        is_one = len(findings) == 1
+        _line(console, f"{'One thing is' if is_one else f'{len(findings):,} things are'} wrong{after}.", "bold red")
+    for i, each in enumerate(findings, 1):
+        console.print()
+        _line(console, f"{i}. {each['heading']}: {each['what']}", "bold")
+        if each["requests"]:
+            held = "" if each["blocks"] is None else f", {counted(each['blocks'], 'block')}"
+            _line(console, f"requests: {named(each['requests'], MAX_NAMES)}{held}", "", 3, is_whole=True)
+        if each["evidence"]:
+            _line(console, f"evidence: {each['evidence']}", "", 3)
+        if each["remedy"]:
+            _line(console, f"what to do: {each['remedy']}", "", 3)
+    if limits:
+        console.print()
+        _line(console, "What could not be judged:", "yellow")
+        for each in limits[:MAX_LIMITS]:
+            _line(console, each["what"] + (f" ({each['evidence']})" if each["evidence"] else ""), "yellow", 3)
+        if (more := len(limits) - MAX_LIMITS) > 0:
+            _line(console, f"and {more:,} more; --json has all", "yellow", 3)
+    if findings or limits:
+        console.print()
+        lines = counted(read["lines"], "line")
+        source = f"{lines} of {counted(read['files'], 'file')}" if read["files"] else "what running engines said"
+        others = f"; {counted(read['others'], 'line')} of other programs" if read["others"] else ""
+        repeated = f"; {counted(read['repeated'], 'line')} there twice" if read["repeated"] else ""
+        _line(console, f"read {counted(read['events'], 'event')} in {source}{others}{repeated}: {span}", "dim")
+    if any(x["requests"] for x in findings):
+        _line(console, "asynckv why REQUEST with the same logs or engines shows one request's story.", "dim")
+
+
+def _ranks(read: Mapping[str, Any]) -> str:
+    sides = (counted(len(read[side]), f"{side} rank") for side in ("prefill", "decode") if read[side])
+    return " and ".join(sides) or counted(len(read["quiet"]) + len(read["offload"]), "rank")
+
+
+# -- one request ---------------------------------------------------------------------------------------
+
+
+def show_late(late: Sequence[Leak], console: Console) -> None:
+    """Show why one request was late, with the evidence of each side."""
+    for leak in late:
+        console.print()
+        _line(console, f"{leak.cause.value}: {leak.sentence}", "bold")
+        blocks = "blocks" if leak.blocks < 0 else counted(leak.blocks, "block")
+        took = "" if math.isnan(leak.seconds) else f" for {shown_seconds(leak.seconds)}"
+        since = "" if math.isnan(leak.since) else f" since {moment(leak.since)}"
+        words = (
+            f"{x.reader if x.reader != '*' else leak.reader or 'nobody'} to {x.holder}: claim {x.claim}; release "
+            f"{x.release}"
+            for x in leak.words[:MAX_WORDS]
+        )
+        rows = [
+            ("held", f"{blocks} of {named(leak.holders)}{took}{since}; {leak.state}"),
+            ("owed by", named("a decode engine that never spoke up" if x == "*" else x for x in leak.owed)),
+            *(("said", x) for x in words),
+            ("prefill side", leak.last_prefill),
+            ("decode side", leak.last_decode),
+            *(("also", x) for x in leak.also),
+            ("missing", f"logs of {named(leak.missing)} would say more" if leak.missing else ""),
+            ("what to do", leak.remedy),
+        ]
+        for title, text in rows:
+            if text:
+                _line(console, f"{title}: {text}", "", 3)
+
+
+def show_copies(copies: Sequence[LateCopy], failed: Sequence[str], console: Console) -> None:
+    """Show which stores and loads of one request did not end, or failed."""
+    for copy in copies:
+        blocks = "" if copy.blocks < 0 else f", {counted(copy.blocks, 'block')}"
+        held = "" if math.isnan(copy.seconds) else f", held for {shown_seconds(copy.seconds)}"
+        _line(console, f"{copy.what} of {copy.request_id} on {copy.rank}{blocks}{held}: {copy.state} {copy.detail}")
+        _line(console, f"what to do: {REMEDY}", "", 3)
+    for line in failed[:MAX_EVENTS]:
+        _line(console, line)
+
+
+def show_story(axis: Axis, story: Story, grounds: Sequence[Ground], console: Console) -> None:
+    """Show one request, with what befell its processes meanwhile."""
+    names = f" (decode: {', '.join(story.others)})" if story.others and story.others != (story.name,) else ""
+    _line(console, f"{story.name or '?'}{names}  {story.ended}", "bold", is_whole=True)
+    engine = f"prefill engine {story.engine_id}, " if story.engine_id else ""
+    sequence = f"sequence {story.sequence}, " if story.sequence >= 0 else ""
+    _line(console, f"{engine}{sequence}from {clock_time(story.start)}, {shown_seconds(story.end - story.start)}")
+    for text in _clock_lines(axis, story):
+        _line(console, text, "dim")
+    console.print()
+    away = {
+        each.process.incarnation: [x for x in each.away if x.end > story.start and x.start < story.end]
+        for each in grounds
+    }
+    print_unpadded(console, _gantt(story, away, console.width))
+    is_away = any(away.get(x.process.incarnation) for x in story.lanes)
+    print_unpadded(console, _legend((b for x in story.lanes for b in x.bars), console.width, is_away))
+    console.print()
+    print_unpadded(console, _events(story, grounds), is_whole=True)
+
+
+def show_matches(found: Sequence[Story], wanted: str, console: Console) -> None:
+    """List requests that could be meant, with what each is called; names are never broken."""
+    _line(console, f"{counted(len(found), 'request')} match {wanted}; ENGINE:ID or a pull id is nobody else's")
+    for x in found[:MAX_MATCHES]:
+        sequence = f"  #{x.sequence}" if x.sequence >= 0 else ""
+        _line(console, f"{x.name or '?'}{sequence}  {x.ended}  from {clock_time(x.start)}", "bold", is_whole=True)
+        handle = [f"{x.engine_id}:{x.name}"] if x.name else []
+        for what, names in (("only", handle), ("decode", [y for y in x.others if y != x.name]), ("pull", x.pull_ids)):
+            if names:
+                _line(console, f"  {what} {', '.join(names[:4])}", is_whole=True)
+    if len(found) > MAX_MATCHES:
+        _line(console, f"... and {len(found) - MAX_MATCHES:,} more; more of the name finds fewer", "dim")
+
+
+def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, away: Sequence[Bar] = ()) -> Text:
+    """Draw bars side by side; the shortest is still seen, unless there are fewer cells than phases.
+
+    Where there is none, it is shown when the rank's event loop was `away`.
+    """
+    scale = width / (end - start) if end > start else 0.0
+
+    def cells(bar: Bar, least: int) -> range:
+        first = max(min(math.floor((bar.start - start) * scale), width - least), 0)
+        return range(first, min(max(round((bar.end - start) * scale), first + least), width))
+
+    phases = [""] * width
+    for bar in sorted(bars, key=lambda x: -x.seconds):
+        for i in cells(bar, 1):
+            phases[i] = bar.phase
+    if sum(map(bool, phases)) < len({x.phase for x in bars if x.seconds > 0}):
+        # Which of them is drawn would be chance.
+        phases = [x and _longest(bars) for x in phases]
+    dark = {i for bar in away for i in cells(bar, 0)}
+    out = Text(no_wrap=True, overflow="crop")
+    for i, phase in enumerate(phases):
+        out.append(LETTERS[phase] if phase else "~" if i in dark else " ", _style(phase) if phase else "red")
+    return out
+
+
+def _longest(bars: Iterable[Bar]) -> str:
+    sums: dict[str, float] = {}
+    for bar in bars:
+        sums[bar.phase] = sums.get(bar.phase, 0.0) + bar.seconds
+    return max(sums, key=lambda x: sums[x])
+
+
+def _style(phase: str) -> Style:
+    """Terminals are dark, mostly."""
+    return Style(color=COLORS[phase].dark, reverse=True)
+
+
+def _legend(bars: Iterable[Bar], width: int, is_away: bool = False) -> Text:
+    out, used = Text(), {bar.phase for bar in bars}
+    left = width
+    for phase in (x for x in PHASES if x in used):
+        if len(phase) + 2 > left:
+            out.append("\n")
+            left = width
+        out.append(LETTERS[phase], _style(phase))
+        out.append(f" {phase}   "[: left - 1])
+        left -= len(phase) + 5
+    if is_away:
+        out.append("\n" if left < len(AWAY) + 2 else "")
+        out.append("~", "red")
+        out.append(f" {AWAY}")
+    return out
+
+
+def _ruler(width: int, seconds: float) -> Text:
+    """Write the start, the middle and the end of the axis."""
+    middle, last = shown_seconds(seconds / 2), shown_seconds(seconds)
+    line = "0".ljust(width)
+    at = width // 2 - len(middle) // 2
+    if width > len(middle) + len(last) + 6:
+        line = line[:at] + middle + line[at + len(middle) :]
+    return Text(line[: width - len(last)] + last, style="dim", no_wrap=True, overflow="crop")
+
+
+def _clock_lines(axis: Axis, story: Story) -> list[str]:
+    seen: dict[str, float] = {}
+    for process, at in [(x.process, x.start) for x in story.lanes] + [(x.process, x.at) for x in story.marks]:
+        seen.setdefault(process.incarnation, at)
+    out = []
+    for incarnation, at in seen.items():
+        process = axis.service.processes[incarnation]
+        if process is not axis.references[axis.group(process)]:
+            shown = at + axis.offset(process, at).seconds
+            out.append(f"{process.rank}: {axis.compared(process, shown)}")
+    return out[:16] + ([f"... and {len(out) - 16} more"] if len(out) > 16 else [])
+
+
+def _gantt(story: Story, away: Mapping[str, Sequence[Bar]], width: int) -> RenderableType:
+    lanes = story.lanes[:MAX_LANES]
+    start, end = story.start, story.end
+    room = min(max((len(without_control(x.title)) for x in lanes), default=0), max(width // 2, 30))
+    across = max(width - room - 12, 16)
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=room, no_wrap=True, overflow="ellipsis")
+    table.add_column(width=across, overflow="fold")
+    table.add_column(justify="right", no_wrap=True)
+    table.add_row("", _ruler(across, end - start), "")
+    for lane in lanes:
+        mark = "> " if any(b.is_open for b in lane.bars) else ""
+        line = bar_line(lane.bars, start, end, across, away.get(lane.process.incarnation, ()))
+        table.add_row(Text(without_control(lane.title)), line, Text(mark + shown_seconds(lane.end - lane.start)))
+        if len(lanes) <= TOLD_LANES:
+            told = ", ".join(f"{b.phase} {shown_seconds(b.seconds)}{_parts(b)}" for b in lane.bars)
+            table.add_row("", Text(told, style="dim", overflow="fold"), "")
+    if len(story.lanes) > len(lanes):
+        table.add_row("", Text(f"... and {len(story.lanes) - len(lanes)} more; --html shows all", style="dim"), "")
+    return table
+
+
+def _parts(bar: Bar) -> str:
+    found = ", ".join(f"{name} {shown_seconds(x)}" for name, x in bar.parts.items())
+    return f" (in it {found})" if found else ""
+
+
+def _meanwhile(story: Story, grounds: Sequence[Ground]) -> list[Mark]:
+    """Return what befell a request's processes while it was under way."""
+    mine = {x.process.incarnation for x in story.lanes}
+    out: list[Mark] = []
+    for each in (x for x in grounds if x.process.incarnation in mine):
+        out += [x for x in each.marks if story.start <= x.at <= story.end]
+        for bar in each.away:
+            if bar.start <= story.end and bar.end >= story.start:
+                text = f"its event loop was away for {shown_seconds(bar.seconds)} from then on"
+                out.append(Mark(bar.start, each.process, text, "warning"))
+        if each.gone is not None and story.start <= each.gone.at <= story.end:
+            out.append(Mark(each.gone.at, each.process, each.gone.text, "warning"))
+    return out
+
+
+def _events(story: Story, grounds: Sequence[Ground]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    told: dict[tuple[str, str], list[Mark]] = {}
+    for mark in sorted([*story.marks, *_meanwhile(story, grounds)], key=lambda x: x.at):
+        told.setdefault((mark.process.rank, mark.text), []).append(mark)
+    found = list(told.values())
+    for i, marks in enumerate(found):
+        if len(found) > MAX_EVENTS and MAX_EVENTS // 2 <= i < len(found) - MAX_EVENTS // 2:
+            if i == MAX_EVENTS // 2:
+                table.add_row("", "", Text(f"... {len(found) - MAX_EVENTS} more; --json has all", style="dim"))
+            continue
+        mark = marks[0]
+        style = "bold red" if mark.level == "error" else "yellow" if mark.level == "warning" else ""
+        text = Text(without_control(mark.text), style=style)
+        if len(marks) > 1:
+            text.append(f" ({len(marks)} times, until {_since(marks[-1].at - story.start)})", "dim")
+        table.add_row(_since(mark.at - story.start), Text(without_control(mark.process.rank)), text)
+    return table
+
+
+def _since(seconds: float) -> str:
+    return f"{seconds * 1e3:+,.3f} ms"
+
+
+# -- what engines hold ---------------------------------------------------------------------------------
+
+
+def show_engines(answers: Sequence[Answer], top: int, console: Console) -> None:
+    """Show what each engine that was asked holds, and the oldest requests of them all."""
+    for answer in answers:
+        console.print()
+        facts = answer.account.facts
+        if answer.error:
+            _line(console, f"{answer.rank} ({answer.address}): {answer.error}", "bold red")
+            continue
+        where = f", pid {facts.pid} on {facts.host}" if facts.pid else ""
+        life = facts.life or "?"
+        _line(console, f"{answer.rank} ({answer.address}): {life} for {shown_seconds(facts.uptime_s)}{where}", "bold")
+        for line in _holds(answer):
+            _line(console, line, "", 3)
+    requests = [(x, answer.rank) for answer in answers if not answer.error for x in answer.requests]
+    requests.sort(key=lambda x: -x[0].age_s)
+    if requests[:top]:
+        console.print()
+        _line(console, "The oldest requests:", "bold")
+    for status, rank in requests[:top]:
+        for line in _status(status, rank):
+            _line(console, line, "", 3)
+    if (more := sum(x.number for answer in answers for x in answer.account.counts) - min(top, len(requests))) > 0:
+        _line(console, f"and {more:,} more; --top N shows more of them", "dim", 3)
+
+
+def _status(status: RequestStatus, rank: str) -> Iterator[str]:
+    left = "" if status.left_s is None else f", {shown_seconds(status.left_s)} left"
+    blocks = counted(status.blocks, "block")
+    yield f"{status.request_id} on {rank}: {status.state} for {shown_seconds(status.age_s)}{left}, {blocks}"
+    if status.waits:
+        yield f"   {status.waits}"
+    for ago, what, reason, who, detail in status.refused[:4]:
+        yield f"   a {what} of {who} was refused {shown_seconds(ago)} ago: {reason} {detail}"
+
+
+def _holds(answer: Answer) -> Iterator[str]:
+    account, gauges = answer.account, answer.gauges
+    if account.closed_as:
+        yield f"takes nothing new: {account.closed_as}"
+    held, most = account.budgets.get("blocks_held", (0, 0))
+    words = [f"blocks held {held:,} of {most:,}"]
+    for name in ("blocks_quarantined", "transfers_in_doubt"):
+        words += [f"{name.replace('_', ' ')} {gauges[name]:,}"] if gauges.get(name) else []
+    for name in ("pulls_reading", "pulls_queued", "parked"):
+        used, most = account.budgets.get(name, (0, 0))
+        words += [f"{name.replace('_', ' ')} {used:,} of {most:,}"] if used else []
+    lag = account.facts.lag
+    words.append(f"loop late {shown_seconds(lag.last_s)}, at most {shown_seconds(lag.most_s)}")
+    words += [f"away {counted(lag.was_away, 'time')}"] if lag.was_away else []
+    yield ", ".join(words)
+    phases = (f"{x.kind} {x.phase} {x.number:,} (oldest {shown_seconds(x.oldest_s)})" for x in account.counts)
+    if text := ", ".join(phases):
+        yield text
+    yield from _tiers(account, gauges)
+    if account.num_peers:
+        yield "peers " + ", ".join(f"{state} {number:,}" for state, number in account.num_peers.items())
+    for peer in account.peers[: 4 * MAX_NAMES]:
+        if peer.state not in ("ready", "new") or peer.cause or peer.is_draining:
+            heard = "never heard" if peer.heard_s is None else f"heard {shown_seconds(peer.heard_s)} ago"
+            yield f"   {peer.rank} {peer.state}, {heard}, {counted(peer.pulls, 'request')}: {peer.cause}"
+
+
+def _tiers(account: Account, gauges: Mapping[str, int]) -> Iterator[str]:
+    """Show what is kept outside of the accelerator, and what is amiss with it."""
+    for tier in ("host", "file", "others"):
+        if (blocks := gauges.get(f"offload.kept.{tier}")) is not None:
+            used, most = gauges.get(f"offload.kept_bytes.{tier}", 0), gauges.get(f"offload.limit_bytes.{tier}")
+            yield f"offload, {tier}: {counted(blocks, 'block')}, {size(used)}" + (f" of {size(most)}" if most else "")
+    for name in ("offload.off", "offload.files_off"):
+        if why := account.facts.planes.get(name):
+            yield f"{name}: {why}"
