@@ -23,18 +23,10 @@ import msgspec
 from asynckv.errors import ConfigError
 
 CHUNK = 1 << 20
-MAX_LINE = 1 << 20
-"""Bytes of one line; asynckv's longest, a request's whole history, has some 100 KB."""
-
-PIECE = 1 << 14
-"""Bytes of all pieces but the last into which Docker's runtime cuts a longer line."""
-
-MAX_DOCUMENT = 256 << 20
-"""Bytes of one JSON document, which is decoded as a whole."""
-
-MAX_FILES = 10_000
-"""In all directories that were named."""
-
+MAX_LINE = 1 << 20  # bytes of one line; asynckv's longest, a request's whole history, has some 100 KB
+PIECE = 1 << 14  # bytes of all pieces but the last into which Docker's runtime cuts a longer line
+MAX_DOCUMENT = 256 << 20  # bytes of one JSON document, which is decoded as a whole
+MAX_FILES = 10_000  # in all directories that were named
 ZSTD = b"\x28\xb5\x2f\xfd"
 _DOCUMENT = re.compile(rb'\s*(\[\s*\{|\{\s*"(status"\s*:\s*"success"\s*,\s*"data|data"\s*:\s*\{\s*"result\w*)")')
 _CRI = re.compile(rb"(\d{4}-\d\d-\d\dT\S+) (stdout|stderr) ([PF])(?::\S*)? ")

@@ -23,9 +23,7 @@ from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, Record
 from asynckv.tools.diagnose.timeline_model import Ground, families, last_attempt
 
-MOST = 12
-"""Findings of a kind."""
-
+MOST = 12  # findings of a kind
 MAX_TEXT = 400
 DIED = "Look at its stderr, its supervisor and the kernel's log (out of memory?); start it again."
 AWAY = "While it is away its engine answers nothing. Find what blocks it: py-spy dump, or asyncio's debug mode."

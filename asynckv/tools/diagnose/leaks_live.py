@@ -24,11 +24,8 @@ from asynckv.tools.diagnose.records import Record
 if TYPE_CHECKING:
     from asynckv.tools.diagnose.ask import Answer
 
-SLACK_S = 2.0
-"""The kernel counts from the boot, whose time is of whole seconds."""
-
-FRACTION = 1 / 3
-"""As `log.held_fraction` has it."""
+SLACK_S = 2.0  # the kernel counts from the boot, whose time is of whole seconds
+FRACTION = 1 / 3  # as `log.held_fraction` has it
 
 LEAST_S, MOST_S = 0.5, 10.0
 """Warned of no sooner, and at this age at the latest, as with leases of 30 s."""

@@ -39,18 +39,12 @@ from asynckv.tools.diagnose.files import CHUNK, MAX_LINE, PIECE, Pieces, found, 
 from asynckv.tools.diagnose.well import Head, Packed, Well
 
 MAX_RECORDS = 20_000_000
-MAX_WRAPPED = 3
-"""A container's log may itself be wrapped by whoever collects it."""
-
-SHOWN = 160
-"""Letters of a line that is shown for its kind."""
-
+MAX_WRAPPED = 3  # A container's log may itself be wrapped by whoever collects it
+SHOWN = 160  # letters of a line that is shown for its kind
 MARGIN_S = 7200.0
 """What was said so long before the time that is asked about may belong to what is late then: twice a longest lease."""
 
-MAX_NAMED = 10_000
-"""Lines that are kept because they name the request that is asked about: what begins so may be many."""
-
+MAX_NAMED = 10_000  # lines that are kept because they name the request that is asked about: what begins so may be many
 TIMES = ("timestamp", "time", "ts", "@timestamp", "asctime", "__REALTIME_TIMESTAMP")
 EVENTS = ("event", "message", "msg")
 LEVELS = ("level", "levelname", "severity", "log_level")

@@ -20,9 +20,7 @@ from asynckv.core import told
 MAX_WELL = 50_000
 """Lines of requests that went well which are kept beside those that went wrong: a sample, whole requests."""
 
-PACKED = 512
-"""Lines in one packed block."""
-
+PACKED = 512  # lines in one packed block
 _SEQUENCES = 1 << 40
 _NUMBERS = np.dtype(
     [("at", "f8"), *((x, "i8") for x in ("text", "sequence", "process", "engine", "kind", "source", "line"))]
