@@ -214,7 +214,8 @@ class _Asking:
         """Ask until it is answered, or the time is up, or it is clear that it will not be."""
         nonce = next(self._nonces)
         packet = encode_packet(self._sender, "", [make(nonce)])
-        future = self._waiting[nonce] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._waiting[nonce] = future
         try:
             deadline = time.monotonic() + seconds
             while (left := deadline - time.monotonic()) > 0 and not self._foreign and not self.facts.turned_away:
