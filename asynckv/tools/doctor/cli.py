@@ -64,13 +64,13 @@ def doctor(
         raise ConfigError("--secret and --authorized belong together; give both, or none")
     settings = _config(config, secret, authorized)
     check_writable("--json", json)
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, highlight=False)
     with errors.status("looking", spinner="line") as status:
         # A spinner is for people; what is piped gets no progress lines.
         facts = _gather(settings, config is not None, _address(to), lambda text: status.update(printable(text)))
     found = examine(facts)
     write_json(json, as_json(facts, found, time.monotonic() - began))
-    show(facts, found, Console(stderr=json == "-"))
+    show(facts, found, Console(stderr=json == "-", highlight=False))
     raise typer.Exit(0 if is_good(found) else 1)
 
 

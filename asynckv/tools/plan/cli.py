@@ -127,5 +127,5 @@ def plan(
         bar.begin("ranks", len(mine))
         report = explain.explain(mine, theirs, tokens, cached, bar.advance)
     write_json(json, report)
-    explain.show(report, Console(stderr=json == "-"))
+    explain.show(report, Console(stderr=json == "-", highlight=False))
     raise typer.Exit(0 if report["plannable"] and not report["problems"] else 1)
