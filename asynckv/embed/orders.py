@@ -139,12 +139,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An order that was refused; nothing was done.
-
-    Attributes:
-        order: The order.
-        error: Why: an `AsyncKVError`, or else a bug.
-    """
+    """An order that was refused, and why: an `AsyncKVError`, or else a bug. Nothing was done."""
 
     order: Order
     error: Exception
