@@ -166,7 +166,7 @@ class AllowList:
 
 
 def write_pair(directory: Path, name: str, pair: KeyPair) -> tuple[Path, Path]:
-    """Write `NAME.key_secret`, which only its owner can read from its first moment on, and `NAME.key`; returns both paths.
+    """Write `NAME.key_secret`, readable by its owner only from its first moment on, and `NAME.key`; return both paths.
 
     Raises:
         ConfigError: The name is none, a file is there already, or cannot be written; nothing is left behind.

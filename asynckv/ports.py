@@ -68,8 +68,8 @@ class ControlPlane(Protocol):
         `host:` and its address where there are no keys, and nothing for an answer over a link of ours. A `ReplyTo`
         means one connection and is never used again.
 
-        `on_refused` is told who was not let in, or may not be talked to, and in a word why. `ended` means that the plane
-        has ended by itself, and comes with the reason.
+        `on_refused` is told who was not let in, or may not be talked to, and in a word why. `ended` means that the
+        plane has ended by itself, and comes with the reason.
 
         Raises:
             BackendError: The address cannot be bound.

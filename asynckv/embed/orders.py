@@ -139,7 +139,12 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An order that was refused, and why: an `AsyncKVError`, or else a bug. Nothing was done."""
+    """An order that was refused; nothing was done.
+
+    Attributes:
+        order: The order.
+        error: Why: an `AsyncKVError`, or else a bug.
+    """
 
     order: Order
     error: Exception

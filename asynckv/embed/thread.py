@@ -172,7 +172,7 @@ class EngineThread:
         It takes no more orders. Call it from any thread, at any time, and again. On the engine's own thread it asks for
         the end and waits for nothing.
 
-        Promises to readers are kept until a second before `timeout_s` is up. Those that run longer are cut short, and are
+        Promises to readers are kept until a second before `timeout_s` is up. Those that run longer are cut short and
         returned: their memory must not be written before the process ends (`Engine.aclose`).
 
         Raises:
@@ -255,7 +255,7 @@ class EngineThread:
         return self._listening().fileno()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until `take_finished` has something to return or to raise, or the engine has ended. Returns whether it has."""
+        """Wait until `take_finished` has something to return or to raise (True), or the engine has ended."""
         until, bell, poll = time.monotonic() + number("timeout_s", timeout_s, 0), self._listening(), select.poll()
         poll.register(bell.fileno(), select.POLLIN)
         while not (self._has_news or self._is_over):
