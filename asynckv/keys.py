@@ -92,10 +92,7 @@ def read_public(path: Path) -> bytes:
 
 
 class AllowList:
-    """The public keys in a directory; files that come, go or change later are noticed when a key is looked up.
-
-    Args:
-        directory: Holds one `*.key` file per engine.
+    """The public keys (`*.key`) in a directory; files that come, go or change are noticed when a key is looked up.
 
     Raises:
         ConfigError: It is missing, unreadable or empty, or a file in it is no public key.
@@ -169,10 +166,7 @@ class AllowList:
 
 
 def write_pair(directory: Path, name: str, pair: KeyPair) -> tuple[Path, Path]:
-    """Write `NAME.key_secret`, which only its owner can read from its first moment on, and `NAME.key`.
-
-    Returns:
-        Both paths, the secret one first.
+    """Write `NAME.key_secret`, readable by its owner only from its first moment on, and `NAME.key`; return both paths.
 
     Raises:
         ConfigError: The name is none, a file is there already, or cannot be written; nothing is left behind.

@@ -68,8 +68,8 @@ class ControlPlane(Protocol):
         `host:` and its address where there are no keys, and nothing for an answer over a link of ours. A `ReplyTo`
         means one connection and is never used again.
 
-        `on_refused` is told, in a word, why somebody was not let in, or may not be talked to, and who it is. `ended`
-        means that the plane has ended by itself, and comes with the reason.
+        `on_refused` is told who was not let in, or may not be talked to, and in a word why. `ended` means that the
+        plane has ended by itself, and comes with the reason.
 
         Raises:
             BackendError: The address cannot be bound.
@@ -257,16 +257,11 @@ class CopyPlane(_MovePlane, Protocol):
         """
 
     def post(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterable[ReadRequest]) -> None:
-        """Take over a move; `poll` will tell what became of it. Never raises for what the back end does.
+        """Take over a move, whose id no other has that has not ended; `poll` will tell what became of it. Never raises.
 
-        Moves that read go before moves that write, and among equals the oldest first. The pieces are taken one by one
-        as the plane gets to them: small ones (some MiB) let others in between, and end sooner if the move is cancelled.
-
-        Args:
-            move_id: Unique among all that have not ended.
-            op: Which way.
-            far: The name of the far memory.
-            pieces: What is copied, such as `Plan.posts` makes it; may be lazy.
+        Moves that read go before moves that write, and among equals the oldest first. The pieces (such as `Plan.posts`
+        makes them) may be lazy: the plane takes them one by one. Small ones (some MiB) let others in between, and end
+        sooner if the move is cancelled.
         """
 
     def poll(self) -> Sequence[TransferEnded]:

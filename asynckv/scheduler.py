@@ -180,11 +180,7 @@ class PrefillRanks:
         return plain
 
     def set_endpoint(self, rank: int, endpoint: Endpoint | dict[str, Any]) -> None:
-        """Have params name another process from now on: the one that was started in a rank's place.
-
-        Args:
-            rank: Its number among `endpoints`.
-            endpoint: Where the new process listens.
+        """Have params name another process from now on: the one that was started in the place of `endpoints[rank]`.
 
         Raises:
             ConfigError: The endpoint is malformed, or of another rank.

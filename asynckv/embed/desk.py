@@ -138,11 +138,7 @@ class EngineDesk:
             each.clear()
 
     async def finish(self, timeout_s: float = FINISH_S) -> None:
-        """Take no more orders, and carry out those that wait: other ranks may wait for them.
-
-        Args:
-            timeout_s: How long this may take.
-        """
+        """Take no more orders, and carry out those that wait, for so long at most: other ranks may wait for them."""
         self._shut()
         until = time.monotonic() + timeout_s
         while (self._handed or self._left or self._unbegun) and time.monotonic() < until:

@@ -133,13 +133,10 @@ class Outcome:
 
 
 class DecodeLedger:
-    """The books of a decode engine's scheduler.
+    """The books of a decode engine's scheduler. The engine's ranks are called 0, 1, ... `num_ranks` - 1.
 
     Per request: `announce` when it is queued, `pull` when it has blocks, `cancel` when it is not wanted, whatever it is
     at. The ledger makes the orders, and cancels the other ranks' pulls where one has failed.
-
-    Args:
-        num_ranks: Ranks of this engine; they are called 0, 1, ...
 
     Raises:
         LocalProtocolError: `num_ranks` is out of range.
@@ -454,13 +451,10 @@ class Loan:
 
 
 class PrefillLedger:
-    """The books of a prefill engine's scheduler.
+    """The books of a prefill engine's scheduler, which describes its ranks to readers by `ranks`.
 
     Per request: `lend` when its KV is in the blocks, and `withdraw` if it is aborted afterwards. `take_free` returns
     the loans that are over, however they ended.
-
-    Args:
-        ranks: The engine's ranks, as its scheduler describes them to readers.
     """
 
     def __init__(self, ranks: PrefillRanks) -> None:
@@ -612,11 +606,7 @@ class PrefillLedger:
             self._ended(loan, rank)
 
     def rank_joined(self, rank: int, endpoint: Endpoint | dict[str, Any]) -> None:
-        """Go on with a new rank in the place of one that died.
-
-        Args:
-            rank: Which one.
-            endpoint: Where the new one listens (`Engine.endpoint`).
+        """Go on with a new rank in the place of one that died; the new one listens at `endpoint` (`Engine.endpoint`).
 
         Raises:
             ConfigError: The endpoint is malformed, or of another rank.

@@ -71,8 +71,7 @@ class EngineThread:
     """An engine on a thread of its own.
 
     Args:
-        config: As for `Engine`.
-        registration: As for `Engine`.
+        config, registration: As for `Engine`.
         loop_factory: Makes the thread's event loop (`uvloop.new_event_loop`).
         switch_interval_s: `start` lowers the interpreter's switch interval (`sys.setswitchinterval`) to this, for all
             threads of the process and for good; None leaves it.
@@ -164,14 +163,8 @@ class EngineThread:
         It takes no more orders. Call it from any thread, at any time, and again. On the engine's own thread it asks for
         the end and waits for nothing.
 
-        Promises to readers are kept until a second before the time is up; those that run longer are cut short, and the
-        memory must not be written before the process ends (`Engine.aclose`).
-
-        Args:
-            timeout_s: How long to wait.
-
-        Returns:
-            What was cut short.
+        Promises to readers are kept until a second before `timeout_s` is up. Those that run longer are cut short and
+        returned: their memory must not be written before the process ends (`Engine.aclose`).
 
         Raises:
             TimeoutError: It has not ended yet, and goes on doing so. Call again to wait again.
@@ -253,14 +246,7 @@ class EngineThread:
         return self._listening().fileno()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until `take_finished` has something to return or to raise, or the engine has ended.
-
-        Args:
-            timeout_s: How long to wait.
-
-        Returns:
-            Whether there is something.
-        """
+        """Wait until `take_finished` has something to return or to raise (True), or the engine has ended."""
         until, bell, poll = time.monotonic() + number("timeout_s", timeout_s, 0), self._listening(), select.poll()
         poll.register(bell.fileno(), select.POLLIN)
         while not (self._has_news or self._is_over):

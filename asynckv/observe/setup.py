@@ -59,7 +59,7 @@ def configure_logging(
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *([] if form == "json" else [_for_terminals]),
+            structlog.processors.format_exc_info if form == "json" else _for_terminals,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),

@@ -113,7 +113,7 @@ def bench(context: typer.Context, **given: Any) -> None:
         raise ConfigError("--log -: stdout is not for logs; give a file, or leave it out for errors on stderr")
     if target is not None:
         write("--log", target, "")
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, highlight=False)
     with contextlib.nullcontext(sys.stderr) if target is None else open(target, "a", 1, "utf-8") as stream:
         configure_logging(experiment.options.level, stream=stream)
         try:
@@ -126,7 +126,7 @@ def bench(context: typer.Context, **given: Any) -> None:
         result = report.make(experiment, found)
         result["command"] = shlex.join(["asynckv", *sys.argv[1:]])
     write_json(json, result)
-    report_text.show(result, errors if json == "-" else Console())
+    report_text.show(result, errors if json == "-" else Console(highlight=False))
     raise typer.Exit(report.status(found, result))
 
 
@@ -186,8 +186,8 @@ def sweep(
     target = sweeps.target_of(out)
     made = sweeps.expand(typer.main.get_command(bench_app), context.args)
     command = shlex.join(["asynckv", "bench", "sweep", *context.args, "--rounds", str(rounds), "--out", out])
-    console, errors = Console(), Console(stderr=True)
-    say = partial(errors.print, highlight=False, markup=False, soft_wrap=True)
+    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    say = partial(errors.print, markup=False, soft_wrap=True)
     with contextlib.closing(table.Journal(target)) as book:
         book.begin(made.head(command, rounds))
         if book.repaired:
@@ -204,7 +204,7 @@ def sweep(
                 bar.note(name)
                 if row is not None:
                     style, text = "" if row.status == "good" else "red", f"{done}/{total} {name}: {sweeps.result(row)}"
-                    errors.print(text, style=style, highlight=False, soft_wrap=True)
+                    errors.print(text, style=style, soft_wrap=True)
 
             was_interrupted = sweeps.run(book, made.points, retry_failed=retry_failed, progress=step)
     latest = book.sweep.latest()
@@ -212,7 +212,7 @@ def sweep(
     if was_interrupted:
         say(f"interrupted after {len(latest)} of {total} runs; the same command goes on:\n  {command}")
         raise typer.Exit(130)
-    console.print(str(target), highlight=False, markup=False, soft_wrap=True)
+    console.print(str(target), markup=False, soft_wrap=True)
     raise typer.Exit(0 if all(row.status == "good" for row in latest.values()) else 1)
 
 
@@ -244,5 +244,5 @@ def compare(
     table.refuse_repeated([before, after])
     result = comparing.compare(table.load(before), table.load(after), limit)
     write_json(json, result)
-    comparing.show(result, Console(stderr=json == "-"))
+    comparing.show(result, Console(stderr=json == "-", highlight=False))
     raise typer.Exit(1 if result["exceeded"] else 0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -238,7 +237,7 @@ TEXTS = {
 
 def show(result: dict[str, Any], console: Console) -> None:
     result = printable(result)
-    say = partial(console.print, highlight=False)
+    say = console.print
     say(f"before {result['before']}, after {result['after']}")
     for name, (old, new) in result["changed"].items():
         say(f"  changed: {name} was {old}, is {new}")

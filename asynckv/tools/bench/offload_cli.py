@@ -99,7 +99,7 @@ def offload(
     groups = offload_replay.groups_of(layout, hash_tokens)
     align = math.lcm(*(group.block_size for group in groups))
     prompts = offload_replay.Prompts(experiment.workload, hash_tokens, align, device_tokens)
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, highlight=False)
     with Bar(errors) as bar:
         bar.begin("requests", len(prompts) * len(runs))
         done = [tiers._asdict() | offload_replay.replay(prompts, groups, tiers, bar.advance) for tiers in runs]
@@ -126,7 +126,7 @@ def offload(
         "runs": done,
     }
     write_json(json, report)
-    _show(report, errors if json == "-" else Console())
+    _show(report, errors if json == "-" else Console(highlight=False))
 
 
 def _show(report: dict[str, Any], console: Console) -> None:
@@ -136,8 +136,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
     workload, rows = report["workload"], []
     console.print(
         f"{printable(report['model'])}, {report['layers']} layers, tp {report['tp']}; {printable(workload['source'])}: "
-        f"{workload['requests']:,} requests, {workload['prompt_tokens']:,} tokens",
-        highlight=False,
+        f"{workload['requests']:,} requests, {workload['prompt_tokens']:,} tokens"
     )
     for run in report["runs"]:
         rate, evicted = run["hit_rate"], run["evicted"]
@@ -151,7 +150,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
         rows.append(row)
     print_table(console, ("policy", "host", "files", "hits", "in host", "in files", "on device", "evicted"), rows)
     best = report["runs"][0]["hit_rate"]["best"]
-    console.print(f"share of all prompts' tokens; a cache that forgets nothing would find {best:.1%}", highlight=False)
+    console.print(f"share of all prompts' tokens; a cache that forgets nothing would find {best:.1%}")
 
 
 def _sharing(options: Any) -> Any:

@@ -46,13 +46,13 @@ def parts(found: dict[str, Any]) -> list[Part]:
 def show(found: dict[str, Any], console: Console) -> None:
     measured = not found["interrupted"] or found["requests"]["completed"]
     style = "bold yellow" if found["interrupted"] else "bold green" if report.is_good(found) else "bold red"
-    console.print(escape(without_control(verdict(found))), style=style, highlight=False)
+    console.print(escape(without_control(verdict(found))), style=style)
     for text in [*found["problems"], *(f"{n} x {cause}" for cause, n in found["errors"].items())]:
-        console.print(f"  ! {escape(without_control(text))}", style="red", highlight=False)
+        console.print(f"  ! {escape(without_control(text))}", style="red")
     if not measured:
         return
     for text in found["warnings"]:
-        console.print(f"  ! {escape(without_control(text))}", style="yellow", highlight=False)
+        console.print(f"  ! {escape(without_control(text))}", style="yellow")
     for part in parts(found):
         console.print()
         rows = [tuple(map(without_control, row)) for row in part.rows]
@@ -64,9 +64,9 @@ def show(found: dict[str, Any], console: Console) -> None:
             table.add_column()
             for row in rows:
                 table.add_row(*map(escape, row))
-            console.print(table, highlight=False)
+            console.print(table)
         for note in part.notes:
-            console.print(Padding(f"! {escape(note)}", (0, 0, 0, 2)), style="yellow", highlight=False)
+            console.print(Padding(f"! {escape(note)}", (0, 0, 0, 2)), style="yellow")
 
 
 def _rows(said: dict[str, str]) -> Part:

@@ -270,9 +270,9 @@ def show(sweep: Sweep, console: Console) -> None:
     print_table(console, heads, rows, texts=(len(heads) - 1,), styles=styles)
     for fault, count in Counter(fault for point in points for fault in point.faults).items():
         where = "one point" if count == 1 else f"{count} points"
-        console.print(f"  ! {where} {printable(fault)}", style="red", highlight=False)
+        console.print(f"  ! {where} {printable(fault)}", style="red")
     if head.rounds > 1:
-        console.print(_rounds([len(point.rows) for point in points], head), highlight=False)
+        console.print(_rounds([len(point.rows) for point in points], head))
 
 
 def _rounds(runs: Sequence[int], head: Head) -> str:

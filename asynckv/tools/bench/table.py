@@ -127,7 +127,7 @@ def read(data: bytes, name: str) -> Sweep:
     """Read a sweep's file, or refuse what is none, is of another schema, or damaged before its end."""
     if data[: len(BEGIN)] != BEGIN[: len(data)]:
         if found := _OTHER.match(data):
-            raise ConfigError(f"{name}: is of schema {found[1].decode()!s}, and this asynckv reads {SCHEMA}")
+            raise ConfigError(f"{name}: is of schema {found[1].decode()}, and this asynckv reads {SCHEMA}")
         raise ConfigError(f"{name}: is no sweep (asynckv bench sweep writes them)")
     *lines, torn = data.split(b"\n")
     sweep = Sweep(torn=len(torn))

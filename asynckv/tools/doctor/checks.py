@@ -10,7 +10,7 @@ from asynckv.config import CORES_FOR_TWO
 from asynckv.edges.transports import is_loopback
 from asynckv.tools.console import size
 from asynckv.tools.doctor.catalogue import LEVELS, TOPICS, Finding, Level, finding
-from asynckv.tools.doctor.checks_peer import PEER_CHECKS
+from asynckv.tools.doctor.checks_peer import about_peer
 from asynckv.tools.doctor.checks_ucx import UCX_CHECKS
 from asynckv.tools.doctor.facts import Facts, Network
 
@@ -232,7 +232,7 @@ def versions(facts: Facts) -> Iterator[Finding]:
 
 CHECKS: tuple[Check, ...] = (
     *UCX_CHECKS,
-    *PEER_CHECKS,
+    about_peer,
     cma,
     shared_memory,
     limits,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from asynckv.arguments import is_loopback_host
 from asynckv.tools.doctor.catalogue import Finding, finding
@@ -20,10 +20,7 @@ def _name(address: str) -> tuple[str, str]:
     return host.strip("[]"), port
 
 
-def address(facts: Facts) -> Iterator[Finding]:
-    peer = facts.peer
-    if peer is None:
-        return
+def address(facts: Facts, peer: PeerFacts) -> Iterator[Finding]:
     name, port = _name(peer.address)
     if name in WILDCARDS:
         yield finding("to-wildcard", peer.address)
@@ -36,9 +33,8 @@ def address(facts: Facts) -> Iterator[Finding]:
         yield finding("to-loopback" if name in (*peer.addresses, "localhost") else "to-name-loopback", leads)
 
 
-def reached(facts: Facts) -> Iterator[Finding]:
-    peer = facts.peer
-    if peer is None or peer.stage == "resolve":
+def reached(facts: Facts, peer: PeerFacts) -> Iterator[Finding]:
+    if peer.stage == "resolve":
         return
     who = f"{peer.address.partition('#')[0]}"
     if peer.key_refusal:
@@ -65,7 +61,7 @@ def _speechless(peer: PeerFacts, who: str) -> Iterator[Finding]:
     elif peer.mechanism == "NULL" and peer.has_key:
         yield finding("to-keyless", f"{who} offers NULL")
     elif peer.turned_away:
-        yield finding("to-turned-away", f"{who} refuses the key of {facts_key(peer)}")
+        yield finding("to-turned-away", f"{who} refuses the key of this side{f' ({peer.local})' if peer.local else ''}")
     elif not peer.mechanism and peer.errno == errno.ETIMEDOUT:
         yield finding("to-silent", f"{who} takes connections, and does not even greet")
     elif not peer.mechanism:
@@ -80,14 +76,8 @@ def _speechless(peer: PeerFacts, who: str) -> Iterator[Finding]:
         yield finding("to-silent", f"{who} greets ({peer.mechanism}), and answers nothing")
 
 
-def facts_key(peer: PeerFacts) -> str:
-    """Who we are to the other side."""
-    return f"this side ({peer.local})" if peer.local else "this side"
-
-
-def answered(facts: Facts) -> Iterator[Finding]:
-    peer = facts.peer
-    if peer is None or not peer.engine_id:
+def answered(facts: Facts, peer: PeerFacts) -> Iterator[Finding]:
+    if not peer.engine_id:
         return
     if not peer.unwelcome:
         busy = ", ".join(f"{name} {value}" for name, value in peer.gauges.items() if value and "." not in name)
@@ -104,10 +94,7 @@ def answered(facts: Facts) -> Iterator[Finding]:
     yield from _differences(facts, peer)
 
 
-def settings(facts: Facts) -> Iterator[Finding]:
-    peer = facts.peer
-    if peer is None:
-        return
+def settings(facts: Facts, peer: PeerFacts) -> Iterator[Finding]:
     if peer.life not in ("", "running"):
         yield finding("to-life", f"it is {peer.life}")
     if peer.away_s > AWAY_S:
@@ -130,9 +117,8 @@ def _differences(facts: Facts, peer: PeerFacts) -> Iterator[Finding]:
         yield finding("to-versions", ", ".join(differ))
 
 
-def data(facts: Facts) -> Iterator[Finding]:
-    peer = facts.peer
-    if peer is None or peer.ucx is None:
+def data(facts: Facts, peer: PeerFacts) -> Iterator[Finding]:
+    if peer.ucx is None:
         return
     ucx = peer.ucx
     yield from said(ucx)
@@ -160,4 +146,6 @@ def _way(facts: Facts, ucx: Ucx) -> Iterator[Finding]:
                 yield finding("to-not-rdma", f"{', '.join(usable)} here; {lanes}")
 
 
-PEER_CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (address, reached, answered, settings, data)
+def about_peer(facts: Facts) -> Iterator[Finding]:
+    for check in (address, reached, answered, settings, data):
+        yield from check(facts, facts.peer) if facts.peer is not None else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,27 +33,19 @@ EPILOG = """
 [bold]Exit status[/bold]  0 nothing worse than a note, 1 a warning or an error was found, 2 bad input, 130 Ctrl-C
 """
 
-SETTINGS, KEYS, OUT = "Settings", "Keys", "Output"
+of_keys = partial(typer.Option, rich_help_panel="Keys")
 
 
 def doctor(
-    to: Annotated[
-        str,
-        typer.Option(help="Look at the way to this engine as well.", metavar="ADDRESS"),
-    ] = "",
+    to: Annotated[str, typer.Option(help="Look at the way to this engine as well.", metavar="ADDRESS")] = "",
     config: Annotated[
-        Path | None,
-        typer.Option(help="Its whole EngineConfig, as JSON.", rich_help_panel=SETTINGS, metavar="FILE"),
+        Path | None, typer.Option(help="Its whole EngineConfig, as JSON.", rich_help_panel="Settings", metavar="FILE")
     ] = None,
-    secret: Annotated[
-        Path | None, typer.Option(help="Our NAME.key_secret.", rich_help_panel=KEYS, metavar="FILE")
-    ] = None,
-    authorized: Annotated[
-        Path | None, typer.Option(help="Directory of the .key files of others.", rich_help_panel=KEYS, metavar="DIR")
-    ] = None,
+    secret: Annotated[Path | None, of_keys(help="Our NAME.key_secret.", metavar="FILE")] = None,
+    authorized: Annotated[Path | None, of_keys(help="Directory of the .key files of others.", metavar="DIR")] = None,
     json: Annotated[
         str | None,
-        typer.Option(help="Write facts and findings there; - for stdout.", rich_help_panel=OUT, metavar="FILE"),
+        typer.Option(help="Write facts and findings there; - for stdout.", rich_help_panel="Output", metavar="FILE"),
     ] = None,
 ) -> None:
     """Say what is wrong with this host, or with the way to another one, and what to do about it.
@@ -71,13 +64,13 @@ def doctor(
         raise ConfigError("--secret and --authorized belong together; give both, or none")
     settings = _config(config, secret, authorized)
     check_writable("--json", json)
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, highlight=False)
     with errors.status("looking", spinner="line") as status:
         # A spinner is for people; what is piped gets no progress lines.
         facts = _gather(settings, config is not None, _address(to), lambda text: status.update(printable(text)))
     found = examine(facts)
     write_json(json, as_json(facts, found, time.monotonic() - began))
-    show(facts, found, Console(stderr=json == "-"))
+    show(facts, found, Console(stderr=json == "-", highlight=False))
     raise typer.Exit(0 if is_good(found) else 1)
 
 

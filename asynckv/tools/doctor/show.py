@@ -36,7 +36,7 @@ def show(facts: Facts, found: Sequence[Finding], console: Console) -> None:
     def say(line: str, indent: int = 0) -> None:
         # Terminals get whole words, pipes whole lines.
         text = Padding(line, (0, 0, 0, indent)) if console.is_terminal else " " * indent + line
-        console.print(text, highlight=False, soft_wrap=not console.is_terminal)
+        console.print(text, soft_wrap=not console.is_terminal)
 
     for line in _headline(facts):
         say(printable(line))

@@ -121,7 +121,7 @@ def _each(
             report.append({"folder": str(folder), "error": str(exc)})
     write_json(json, report[0] if is_one else report)
     if found:
-        show(found, is_one, Console(stderr=json == "-"))
+        show(found, is_one, Console(stderr=json == "-", highlight=False))
     for error in errors:
         print(f"asynckv: {without_control(error)}", file=sys.stderr)
     if errors:
@@ -161,7 +161,7 @@ def _show(found: Sequence[Folder], is_one: bool, console: Console) -> None:
         ("unreadable", f"{each.malformed:,} rows of the index make no sense" if each.malformed else ""),
     ):
         if value:
-            console.print(f"{name:<11}{printable(value)}", highlight=False, soft_wrap=True)
+            console.print(f"{name:<11}{printable(value)}", soft_wrap=True)
     if each.kinds:
         rows = [
             (without_control(x.tag[:32]), without_control(x.layout[:16]), f"{x.blocks:,}", size(x.bytes))
@@ -191,8 +191,7 @@ def _show_all(found: Sequence[Folder], console: Console) -> None:
     print_table(console, heads, rows, texts=(0, 4, 5))
     console.print(
         f"{len(found):,} directories, {sum(each.blocks for each in found):,} blocks, "
-        f"{size(sum(each.bytes_on_disk for each in found))} on the disk",
-        highlight=False,
+        f"{size(sum(each.bytes_on_disk for each in found))} on the disk"
     )
 
 
@@ -205,4 +204,4 @@ def _show_pruned(found: Sequence[Pruned], is_one: bool, console: Console) -> Non
             what += ", and the directory"
         if each.left:
             what += f"; the directory stays, for it has {', '.join(each.left[:3])}{' ...' * (len(each.left) > 3)}"
-        console.print(printable(what if is_one else f"{each.folder}: {what}"), highlight=False, soft_wrap=True)
+        console.print(printable(what if is_one else f"{each.folder}: {what}"), soft_wrap=True)

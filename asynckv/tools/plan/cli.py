@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from asynckv.tools.output import write, write_json
 from asynckv.tools.parameters import taking_options
 
 MOST_WRITTEN = 1 << 17  # layers of all ranks in one file
-GEOMETRY, WORK, OUT = "Geometry", "Workload", "Output"
+geometry, work, out = (partial(typer.Option, rich_help_panel=panel) for panel in ("Geometry", "Workload", "Output"))
 
 LAYOUT_EPILOG = """
 [bold]Examples[/bold]
@@ -42,7 +43,7 @@ PLAN_EPILOG = """
 def layout(
     model: Annotated[
         str | None,
-        typer.Option(show_default=o.DEFAULT_MODEL, help="Preset; an unknown name lists all.", rich_help_panel=GEOMETRY),
+        geometry(show_default=o.DEFAULT_MODEL, help="Preset; an unknown name lists all."),
     ] = None,
     hf_config: o.HfConfig = None,
     layers: o.Layers = None,
@@ -51,18 +52,12 @@ def layout(
     dtype: o.Dtype = None,
     block_size: o.BlockSize = 16,
     ratio: o.Ratio = 1,
-    num_blocks: Annotated[
-        int, typer.Option(help="Blocks in every group, as the engine declares them.", rich_help_panel=GEOMETRY)
-    ] = 4096,
-    order: Annotated[o.Order, typer.Option(help="Memory order, as for bench.", rich_help_panel=GEOMETRY)] = "nhd",
-    conv_order: Annotated[
-        o.ConvOrder, typer.Option(help="Order of a convolution's state.", rich_help_panel=GEOMETRY)
-    ] = "channel",
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", rich_help_panel=GEOMETRY)] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline stages.", rich_help_panel=GEOMETRY)] = 1,
-    output: Annotated[
-        str, typer.Option("--output", "-o", help="Where to write; - for stdout.", rich_help_panel=OUT, metavar="FILE")
-    ] = "-",
+    num_blocks: Annotated[int, geometry(help="Blocks in every group, as the engine declares them.")] = 4096,
+    order: Annotated[o.Order, geometry(help="Memory order, as for bench.")] = "nhd",
+    conv_order: Annotated[o.ConvOrder, geometry(help="Order of a convolution's state.")] = "channel",
+    tp: Annotated[int, geometry(help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, geometry(help="Pipeline stages.")] = 1,
+    output: Annotated[str, out("--output", "-o", help="Where to write; - for stdout.", metavar="FILE")] = "-",
 ) -> None:
     """Write the layout of an engine's ranks: what each holds, and where it would lie.
 
@@ -106,16 +101,12 @@ def layout(
 def plan(
     local: Annotated[Path, typer.Argument(help="Layouts of the decode ranks, from asynckv layout or an engine.")],
     remote: Annotated[Path, typer.Argument(help="Layouts of the prefill ranks.")],
-    tokens: Annotated[int, typer.Option(help="Length of the request.", rich_help_panel=WORK)] = 1024,
+    tokens: Annotated[int, work(help="Length of the request.")] = 1024,
     prefix_hit: Annotated[
         str,
-        typer.Option(
-            help="How much of it the decode side has already: tokens (512) or a share (50%).", rich_help_panel=WORK
-        ),
+        work(help="How much of it the decode side has already: tokens (512) or a share (50%)."),
     ] = "0",
-    json: Annotated[
-        str | None, typer.Option(help="Write the report there; - for stdout.", rich_help_panel=OUT, metavar="FILE")
-    ] = None,
+    json: Annotated[str | None, out(help="Write the report there; - for stdout.", metavar="FILE")] = None,
 ) -> None:
     """Explain a transfer before anything runs: who reads what from whom, who releases whom, and how many pieces.
 
@@ -136,5 +127,5 @@ def plan(
         bar.begin("ranks", len(mine))
         report = explain.explain(mine, theirs, tokens, cached, bar.advance)
     write_json(json, report)
-    explain.show(report, Console(stderr=json == "-"))
+    explain.show(report, Console(stderr=json == "-", highlight=False))
     raise typer.Exit(0 if report["plannable"] and not report["problems"] else 1)

@@ -306,23 +306,21 @@ def show(report: dict[str, Any], console: Console) -> None:
         stages = f", pp {side['pp_size']}" if side["pp_size"] > 1 else ""
         whole = side["tp_size"] * side["pp_size"]
         some = "" if side["ranks"] == whole else f"; {side['ranks']} of {whole} ranks are in this file"
-        console.print(
-            f"[bold]{role}[/bold]: {side['model'] or 'a model'}, tp {side['tp_size']}{stages}{some}", highlight=False
-        )
+        console.print(f"[bold]{role}[/bold]: {side['model'] or 'a model'}, tp {side['tp_size']}{stages}{some}")
         for group in side["groups"]:
             of = (
                 "one state per request" if group["kind"] == "state" else f"{group['tokens_per_block']} tokens per block"
             )
             ratio = f" of {group['kernel_blocks']} kernel blocks" if group["kernel_blocks"] > 1 else ""
             layers = f"{group['layers']} layer{'s' if group['layers'] > 1 else ''}"
-            console.print(f"  group {group['name']}: {layers}, {of}{ratio}", highlight=False)
+            console.print(f"  group {group['name']}: {layers}, {of}{ratio}")
             alike: dict[str, list[str]] = {}
             for part in group["parts"]:
                 whole = f" of {part['extent']:,}"
                 dims = (f"{n} {long:,}{whole if n == part['axis'] else ''}" for n, long in part["dims"].items())
                 alike.setdefault(f"{part['dtype']} ({' x '.join(dims)})", []).append(part["name"])
             for shape, names in alike.items():
-                console.print(f"    {', '.join(names)}: {shape}", highlight=False)
+                console.print(f"    {', '.join(names)}: {shape}")
     console.print()
     if not report["plannable"]:
         _show_refusal(report, console)
@@ -330,7 +328,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         return
     cached = f", of which {report['cached']:,} are on the decode side already" if report["cached"] else ""
     plural = "s" if report["tokens"] > 1 else ""
-    console.print(f"[bold]A request of {report['tokens']:,} token{plural}[/bold]{cached}", highlight=False)
+    console.print(f"[bold]A request of {report['tokens']:,} token{plural}[/bold]{cached}")
     heads = ("decode", "reads", "group", "what", "bytes", "pieces per block", "descriptors", "if in runs", "posts")
     rows: list[tuple[str, ...]] = []
     for rank in report["ranks"]:
@@ -351,26 +349,23 @@ def show(report: dict[str, Any], console: Console) -> None:
             rows.append((rank["rank"], "nobody", "", "", "0", "", "0", "0", "0"))
     print_table(console, heads, rows, texts=(0, 1), wrapped=(3,), is_markup=True)
     for legend in LEGEND:
-        console.print(f"  {legend}", highlight=False, style="dim")
+        console.print(f"  {legend}", style="dim")
     console.print()
-    console.print(
-        "[bold]Who releases whom[/bold]: a prefill rank's blocks are free once these have released them",
-        highlight=False,
-    )
+    console.print("[bold]Who releases whom[/bold]: a prefill rank's blocks are free once these have released them")
     read_by = {r["rank"]: {x["remote"] for x in r["reads"]} for r in report["ranks"]}
     for name, readers in report["owed"].items():
         names = [f"{d}{_how(read_by.get(d), name)}" for d in readers]
-        console.print(f"  prefill {name}: decode {', '.join(names)}", highlight=False)
+        console.print(f"  prefill {name}: decode {', '.join(names)}")
     _show_problems(report, console)
     for hint in dict.fromkeys(h for r in report["ranks"] for h in r["hints"]):
-        console.print(f"[cyan]hint[/cyan]: {hint}", highlight=False)
+        console.print(f"[cyan]hint[/cyan]: {hint}")
     for warning in dict.fromkeys(w for r in report["ranks"] for w in r["warnings"]):
-        console.print(f"[yellow]warning[/yellow]: {warning}", highlight=False)
+        console.print(f"[yellow]warning[/yellow]: {warning}")
 
 
 def _show_problems(report: dict[str, Any], console: Console) -> None:
     for problem in report["problems"]:
-        console.print(f"[red]problem[/red]: {problem}", highlight=False)
+        console.print(f"[red]problem[/red]: {problem}")
 
 
 def _how(read: set[str] | None, name: str) -> str:
@@ -390,7 +385,7 @@ def _show_refusal(report: dict[str, Any], console: Console) -> None:
                     names += [name] if name not in names else []
             else:
                 values = f": {d['local']} here, {d['remote_value']} there" if d["local"] or d["remote_value"] else ""
-                console.print(f"  decode {rank['rank']}: {d['field']}{values}", highlight=False)
+                console.print(f"  decode {rank['rank']}: {d['field']}{values}")
     cells = [
         (_names(here), _names(there), field, mine, theirs) for (field, mine, theirs), (here, there) in rows.items()
     ]

@@ -8,7 +8,6 @@ import logging
 import resource
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ import structlog
 from aiohttp import web
 
 from asynckv.errors import ConfigError
+from asynckv.observe.setup import configure_logging
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -158,16 +158,6 @@ def told_to_stop(at_once: Callable[[], None] = lambda: None) -> asyncio.Event:
 
 
 def log_as_json() -> None:
-    """Write events as lines of JSON on stderr."""
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
+    configure_logging()
     # It writes a traceback for input that is no HTTP; what fails in a handler is logged by `errors_as_json`.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
