@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from asynckv.config import PullConfig
-from asynckv.core import told
+from asynckv.core import told, wire
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.flow import READING, Admission, InFlight, Posting
 from asynckv.core.ledger import Ledger
@@ -38,21 +38,6 @@ from asynckv.core.timers import Timers
 from asynckv.core.told import short
 from asynckv.core.types import Address, Cohort, Key, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.watch import Watch
-from asynckv.core.wire import (
-    RELEASE_NONCE,
-    Ack,
-    Draining,
-    Goodbye,
-    Granted,
-    Message,
-    NotYet,
-    Ping,
-    Pong,
-    Refused,
-    Status,
-    Unwelcome,
-    Welcome,
-)
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
 from asynckv.geometry.bounds import Int64s
 from asynckv.geometry.layout import Layout
@@ -346,7 +331,7 @@ class DecodeSide:
         for peer in self.peers.greeted(address):
             self._lose(peer, Reason.PROTOCOL, detail, now)
 
-    def receive(self, message: Message, address: Address, sender: str, now: float) -> None:
+    def receive(self, message: wire.Message, address: Address, sender: str, now: float) -> None:
         """Take a message from the process start `sender`, over our own link to `address`."""
         peer = self.peers.by_place.get((address, sender))
         if peer is not None and peer.heard(now):
@@ -354,24 +339,24 @@ class DecodeSide:
             self._take_back(peer)
             self._ready(peer, now)
         match message:
-            case Ack():
+            case wire.Ack():
                 self._acked(message, address, sender, "acknowledged", now)
-            case Granted() | NotYet() | Refused():
+            case wire.Granted() | wire.NotYet() | wire.Refused():
                 self._claim_answered(message, address, sender, now)
-            case Welcome() | Unwelcome():
+            case wire.Welcome() | wire.Unwelcome():
                 if (refused := self.peers.hello_answered(message, address, sender, now)) is not None:
                     peer, reason, detail = refused
                     serve_no_more = self._lose if reason in FINAL else self._failed
                     serve_no_more(peer, reason, detail, now)
-            case Ping():  # it owes us nothing, and wonders whether we have ended
-                self._outbox.send(address, sender, Pong(message.nonce))
-            case Pong() | Status():
+            case wire.Ping():  # it owes us nothing, and wonders whether we have ended
+                self._outbox.send(address, sender, wire.Pong(message.nonce))
+            case wire.Pong() | wire.Status():
                 pass
-            case Goodbye():
+            case wire.Goodbye():
                 if peer is not None:
                     peer.is_orderly = True
                     self._lose(peer, Reason.PEER_LOST, f"{peer.where} said goodbye", now)
-            case Draining():
+            case wire.Draining():
                 if peer is not None and not peer.is_draining:
                     peer.is_draining = True
                     self._outbox.commands.append(told.PeerDraining(peer.name, peer.address))
@@ -589,23 +574,27 @@ class DecodeSide:
         peer = self.peers.by_place.get(source.rank.place)
         return source.release is not RELEASE.SETTLED and (peer is None or peer.state is S.GONE)
 
-    def _claim_answered(self, answer: Granted | NotYet | Refused, address: Address, sender: str, now: float) -> None:
+    def _claim_answered(
+        self, answer: wire.Granted | wire.NotYet | wire.Refused, address: Address, sender: str, now: float
+    ) -> None:
         pull = self.pulls.get(PullId(answer.pull_id))
         source = _source_at(pull, address)
         if pull is None or source is None or answer.key != pull.params.key:
             self._outbox.counters["dropped.stale_answer"] += 1
             return
-        restarted = isinstance(answer, Refused) and answer.reason is Reason.RESTARTED
+        restarted = isinstance(answer, wire.Refused) and answer.reason is Reason.RESTARTED
         if source.rank.place[1] != sender and not restarted:
             self._outbox.counters["dropped.foreign_answer"] += 1
             return
         if restarted:
             peer = self.peers.by_place.get(source.rank.place)
-            asked = answer.nonce in source.nonces or (answer.nonce == RELEASE_NONCE and source.release is RELEASE.SENT)
-            if peer is not None and asked and isinstance(answer, Refused):
+            asked = answer.nonce in source.nonces or (
+                answer.nonce == wire.RELEASE_NONCE and source.release is RELEASE.SENT
+            )
+            if peer is not None and asked and isinstance(answer, wire.Refused):
                 self._lose(peer, Reason.RESTARTED, f"{peer.where}: {answer.detail}", now)
             return
-        if isinstance(answer, Refused) and answer.nonce == RELEASE_NONCE:
+        if isinstance(answer, wire.Refused) and answer.nonce == wire.RELEASE_NONCE:
             self._acked(answer, address, sender, f"refused: {answer.reason}", now)
             return
         effects = pull.answered(source, answer, now)
@@ -614,7 +603,7 @@ class DecodeSide:
         else:
             self._carry_out(pull, effects, now)
 
-    def _acked(self, answer: Ack | Refused, address: Address, sender: str, note: str, now: float) -> None:
+    def _acked(self, answer: wire.Ack | wire.Refused, address: Address, sender: str, note: str, now: float) -> None:
         pull = self.pulls.get(PullId(answer.pull_id))
         source = _source_at(pull, address)
         if (
@@ -626,7 +615,7 @@ class DecodeSide:
         ):
             self._outbox.counters["dropped.stale_answer"] += 1
             return
-        if isinstance(answer, Refused) and not source.is_settled:
+        if isinstance(answer, wire.Refused) and not source.is_settled:
             ids, detail = told.pull_ids(pull), short(answer.detail)
             refused = told.ReleaseRefused(
                 **ids, cause=answer.reason, detail=detail, outcome=pull.outcome, ranks=[source.name]

@@ -20,6 +20,7 @@ import enum
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from msgspec import Struct
 
@@ -203,71 +204,51 @@ class Effects(Struct, frozen=True, gc=False):
     is_overdue: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Lease:
     """The state machine of one lent request. Its fields are everybody's to read, and nobody else's to write."""
 
-    __slots__ = (
-        "attempts",
-        "cohorts",
-        "deadlines",
-        "digest",
-        "discharged",
-        "expires_at",
-        "final",
-        "gone",
-        "grants",
-        "history",
-        "is_sampled",
-        "keys",
-        "lent",
-        "lent_at",
-        "look_at",
-        "names",
-        "past",
-        "refused",
-        "revoked_by",
-        "scheduled_at",
-        "since",
-        "state",
-        "warn_at",
-    )
+    lent: Lent
+    lent_at: float
+    state: LeaseState = L.LENT
+    since: float = field(init=False)
+    expires_at: float = field(init=False)
+    """When its time is up. A grant may prolong it; giving that grant back does not shorten it."""
+    look_at: float = field(init=False)
+    """When to see whether a grant has run out, and whether its reader is gone."""
+    warn_at: float = field(init=False)
+    """When it has been lent for long enough to warn; doubles each time."""
+    digest: bytes = field(init=False)
+    history: notes.History = field(init=False)
+    cohorts: dict[str, BoundCohort] = field(default_factory=dict)
+    grants: dict[PullId, Grant] = field(default_factory=dict)
+    deadlines: list[tuple[float, PullId]] = field(default_factory=list)
+    """A heap: when each grant is looked at. Renewed ones get a later entry then, and not before."""
+    names: dict[str, str] = field(default_factory=dict)
+    """What the process starts that were granted the blocks are called, for people."""
+    past: dict[Reader, Grant] = field(default_factory=dict)
+    """The last grant to readers that let it lapse, or will try again."""
+    final: set[PullId] = field(default_factory=set)
+    attempts: dict[Reader, int] = field(default_factory=dict)
+    """How often a reader was granted the blocks, or released without that; only bounds how often it may try."""
+    keys: dict[Reader, str] = field(default_factory=dict)
+    """The key with which each reader spoke up. Nothing is taken from another one in that reader's name."""
+    discharged: dict[Reader, Discharge] = field(default_factory=dict)
+    gone: set[Reader] = field(default_factory=set)
+    """Readers that are owed, but whose last grant has run out and whose process has ended."""
+    refused: list[Refusal] = field(default_factory=list)
+    """What was turned down, the first of each kind."""
+    revoked_by: str = ""
+    """Who wanted it back: `caller`, `withdraw`, or how the engine ended."""
+    scheduled_at: float = math.inf
+    is_sampled: bool = False
+    """What becomes of it is reported though it be well."""
 
-    def __init__(self, lent: Lent, now: float) -> None:
-        self.lent, self.lent_at = lent, now
-        self.state = L.LENT
-        self.since = now
-        self.expires_at = now + lent.lease_s
-        """When its time is up. A grant may prolong it; giving that grant back does not shorten it."""
-        self.look_at = now + lent.grant_s
-        """When to see whether a grant has run out, and whether its reader is gone."""
-        self.warn_at = now + lent.warn_s
-        """When it has been lent for long enough to warn; doubles each time."""
-        self.cohorts: dict[str, BoundCohort] = {}
-        self.grants: dict[PullId, Grant] = {}
-        self.deadlines: list[tuple[float, PullId]] = []
-        """A heap: when each grant is looked at. Renewed ones get a later entry then, and not before."""
-        self.names: dict[str, str] = {}
-        """What the process starts that were granted the blocks are called, for people."""
-        self.past: dict[Reader, Grant] = {}
-        """The last grant to readers that let it lapse, or will try again."""
-        self.final: set[PullId] = set()
-        self.attempts: dict[Reader, int] = {}
-        """How often a reader was granted the blocks, or released without that; only bounds how often it may try."""
-        self.keys: dict[Reader, str] = {}
-        """The key with which each reader spoke up. Nothing is taken from another one in that reader's name."""
-        self.discharged: dict[Reader, Discharge] = {}
-        self.gone: set[Reader] = set()
-        """Readers that are owed, but whose last grant has run out and whose process has ended."""
-        self.refused: list[Refusal] = []
-        """What was turned down, the first of each kind."""
-        self.revoked_by = ""
-        """Who wanted it back: `caller`, `withdraw`, or how the engine ended."""
+    def __post_init__(self) -> None:
+        lent, now = self.lent, self.lent_at
+        self.since, self.history = now, [(now, L.LENT)]
+        self.expires_at, self.look_at, self.warn_at = now + lent.lease_s, now + lent.grant_s, now + lent.warn_s
         self.digest = blocks_digest(lent.groups, lent.num_tokens, lent.written, lent.hashes, lent.hash_tokens)
-        self.history: notes.History = [(now, L.LENT)]
-        self.scheduled_at = math.inf
-        """The timers' own note of when they wake it."""
-        self.is_sampled = False
-        """What becomes of it is reported though it be well."""
 
     # -- events ------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from asynckv.config import PullConfig
 from asynckv.core import notes
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.routes import Route
@@ -236,17 +237,6 @@ class PullRequest:
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PullLimits:
-    drain_s: float
-    claim_retry_s: float
-    release_retry_s: float
-    release_timeout_s: float
-    held_s: float
-    max_post_bytes: int
-    max_post_descriptors: int
-
-
 @dataclass(slots=True, eq=False)
 class Pull:
     """The state machine of one attempt to read one request."""
@@ -259,7 +249,7 @@ class Pull:
     sources: list[Source]
     route: Route
     """The ranks of its prefill group; also says whose budget it takes."""
-    limits: PullLimits
+    limits: PullConfig
     called_at: float
     deadline: float
     warn_s: float = math.inf

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVarTuple, assert_never
 
+import anyio
+
 from asynckv.core import told
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.inspect import HeldBlocks
@@ -93,6 +95,25 @@ class Waiting:
         await self.returned.wait()
         if self.pull.is_retired and not self.pull.is_returned:
             raise Retired("a transfer that does not end may still write these blocks; never use them again")
+
+
+async def wait_until(clock: Clock, news: asyncio.Event, is_over: Callable[[], bool], until: float) -> None:
+    """Wait, looking at every event, until something is over or the time has come."""
+    handle = clock.call_at(until, news.set)
+    try:
+        while not is_over() and clock.now() < until:
+            news.clear()
+            await news.wait()
+    finally:
+        handle.cancel()
+
+
+async def kept(task: asyncio.Task[tuple[HeldBlocks, ...]]) -> tuple[HeldBlocks, ...]:
+    """Wait for a task to its end, though the caller be cancelled meanwhile."""
+    left: tuple[HeldBlocks, ...] = ()
+    with anyio.CancelScope(shield=True):
+        left = await asyncio.shield(task)
+    return left
 
 
 class Guest(Protocol):
@@ -247,14 +268,7 @@ class Driver:
                     self.recorder.internal_error(exc, self.clock.now())
 
     async def wait(self, is_over: Callable[[], bool], seconds: float) -> None:
-        until = self.clock.now() + seconds
-        handle = self.clock.call_at(until, self.turned.set)
-        try:
-            while not is_over() and self.clock.now() < until:
-                self.turned.clear()
-                await self.turned.wait()
-        finally:
-            handle.cancel()
+        await wait_until(self.clock, self.turned, is_over, self.clock.now() + seconds)
 
     async def end_loading(self, timeout_s: float) -> None:
         """Wait until no peer is being loaded."""

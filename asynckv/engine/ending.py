@@ -15,8 +15,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import anyio
-
 from asynckv.config import EngineConfig
 from asynckv.core import told
 from asynckv.core.inspect import HeldBlocks
@@ -25,7 +23,7 @@ from asynckv.core.lifecycle import LifeEvent, LifeState
 from asynckv.core.types import Reason
 from asynckv.edges.local import LocalDoor
 from asynckv.engine.attempts import Retries
-from asynckv.engine.driver import Driver
+from asynckv.engine.driver import Driver, kept
 from asynckv.observe.observer import Observer
 
 GRACE_S = 1.0
@@ -83,10 +81,7 @@ class Ending:
         if self._suspending is None or self._suspending.done():
             self._life.receive(LifeEvent.SUSPEND)
             self._suspending = asyncio.get_running_loop().create_task(self._suspend(timeout_s))
-        stragglers: tuple[HeldBlocks, ...] = ()
-        with anyio.CancelScope(shield=True):
-            stragglers = await asyncio.shield(self._suspending)
-        return stragglers
+        return await kept(self._suspending)
 
     async def close(self, timeout_s: float | None) -> tuple[HeldBlocks, ...]:
         """End everything, or wait until all has ended; if that failed before, try again. Return what was cut short."""
@@ -96,10 +91,7 @@ class Ending:
             clock.call_at(until, turned.set)
         if self._closing is None or _has_failed(self._closing):
             self._closing = asyncio.get_running_loop().create_task(self._close())
-        left: tuple[HeldBlocks, ...] = ()
-        with anyio.CancelScope(shield=True):
-            left = await asyncio.shield(self._closing)
-        return left
+        return await kept(self._closing)
 
     async def close_planes(self) -> None:
         """Let go of both planes, whatever has become of the work."""

@@ -22,7 +22,7 @@ from asynckv.core.events import Ending
 from asynckv.core.inspect import HeldBlocks
 from asynckv.core.types import Reason, TransferId
 from asynckv.engine.copying import Copying
-from asynckv.engine.driver import Driver
+from asynckv.engine.driver import Driver, wait_until
 from asynckv.engine.jobs import OffloadJob, Shorter
 from asynckv.engine.shelf import Shelf
 from asynckv.errors import EngineClosed, Overloaded
@@ -474,25 +474,16 @@ class Mover:
         self._is_flushing = flush_s > 0 and self.is_open
         self.give_up(self.jobs.values())
         # What still arrives is to be in files as well.
-        await self._wait(
-            lambda: self.to_write_back > 0 or any(self._running_of(MoveKind.STORE)),
-            began + flush_s if self._is_flushing else began,
+        until = began + flush_s if self._is_flushing else began
+        await wait_until(
+            driver.clock, self._idle, lambda: not (self.to_write_back or any(self._running_of(MoveKind.STORE))), until
         )
         self._is_flushing = False
-        await self._wait(lambda: any(not each.is_doubtful for each in self.posted.values()), began + timeout_s)
+        await wait_until(
+            driver.clock, self._idle, lambda: all(x.is_doubtful for x in self.posted.values()), began + timeout_s
+        )
         now = driver.clock.now()
         return tuple(hold for hold in driver.core.inspect.holds(now) if hold.pull_id in self.jobs)
-
-    async def _wait(self, lasts: Callable[[], bool], until: float) -> None:
-        """Wait while something lasts, until then at most."""
-        clock = self._driver.clock
-        handle = clock.call_at(until, self._idle.set)
-        try:
-            while lasts() and clock.now() < until:
-                self._idle.clear()
-                await self._idle.wait()
-        finally:
-            handle.cancel()
 
     @property
     def to_write_back(self) -> int:

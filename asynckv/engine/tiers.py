@@ -23,6 +23,7 @@ from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lifecycle import LifeState
 from asynckv.edges.aside import Aside
 from asynckv.engine.copying import ByTokens, Copying, SlotBySlot, reading
+from asynckv.engine.driver import kept
 from asynckv.engine.engine import Engine
 from asynckv.engine.figures import Figures
 from asynckv.engine.jobs import OffloadJob
@@ -283,10 +284,7 @@ class Tiers:
         """End everything, or wait until all has ended; if that failed before, try again."""
         if self._closing is None or (self._closing.done() and self._closing.exception() is not None):
             self._closing = asyncio.get_running_loop().create_task(self._close(timeout_s, flush_s))
-        left: tuple[HeldBlocks, ...] = ()
-        with anyio.CancelScope(shield=True):
-            left = await asyncio.shield(self._closing)
-        return left
+        return await kept(self._closing)
 
     async def _close(self, timeout_s: float | None, flush_s: float) -> tuple[HeldBlocks, ...]:
         driver, mover = self.driver, self.mover
