@@ -45,7 +45,6 @@ MAX_REFUSALS = 8
 
 MAX_SHOWN_ID = 80
 MAX_NAMED = 4
-"""Readers named in a sentence."""
 
 MAX_ATTEMPTS = 64
 """Grants and releases of one reader that one lease takes. What a message costs grows with them."""
@@ -113,14 +112,12 @@ class Lent(Struct, frozen=True, kw_only=True, gc=False):
     written: bool
     lease_s: float
     grant_s: float
-    """Length of one grant."""
     max_lease_s: float
     readers: int
     """Cohorts that may read, and are waited for: 1, or more for siblings and routers that retry elsewhere."""
     tp_rank: int
     tp_size: int
     warn_s: float = math.inf
-    """Held for longer, it is worth a word."""
     hashes: tuple[str, ...] = ()
     hash_tokens: int = 0
 
@@ -136,7 +133,6 @@ class Reader(Struct, frozen=True, order=True, gc=False):
         return rank_name(self.cohort, self.tp_rank, self.pp_stage)
 
     def name(self, sender: str = "") -> str:
-        """Write the reader for people, with the start of its process."""
         return rank_name(self.cohort, self.tp_rank, self.pp_stage, sender)
 
 
@@ -225,7 +221,7 @@ class Lease:
     deadlines: list[tuple[float, PullId]] = field(default_factory=list)
     """A heap: when each grant is looked at. Renewed ones get a later entry then, and not before."""
     names: dict[str, str] = field(default_factory=dict)
-    """What the process starts that were granted the blocks are called, for people."""
+    """Process start -> name for people, of those that were granted the blocks."""
     past: dict[Reader, Grant] = field(default_factory=dict)
     """The last grant to readers that let it lapse, or will try again."""
     final: set[PullId] = field(default_factory=set)
@@ -237,12 +233,10 @@ class Lease:
     gone: set[Reader] = field(default_factory=set)
     """Readers that are owed, but whose last grant has run out and whose process has ended."""
     refused: list[Refusal] = field(default_factory=list)
-    """What was turned down, the first of each kind."""
     revoked_by: str = ""
-    """Who wanted it back: `caller`, `withdraw`, or how the engine ended."""
     scheduled_at: float = math.inf
     is_sampled: bool = False
-    """What becomes of it is reported though it be well."""
+    """Its end is logged even if all is well."""
 
     def __post_init__(self) -> None:
         lent, now = self.lent, self.lent_at
@@ -305,7 +299,6 @@ class Lease:
         return [grant for reader, grant in self.past.items() if reader in owed - holding]
 
     def tick(self, now: float) -> Effects:
-        """Let time pass; harmless when it is over."""
         was_over = self.is_over
         self._go_on(self.state, now)
         if now >= self.look_at:
@@ -319,7 +312,7 @@ class Lease:
         return Effects(self.wake_at, is_overdue=is_overdue)
 
     def turned_down(self, refusal: Refusal) -> None:
-        """Remember a message that was turned down: it may be why a reader stays owed."""
+        """Remember a message that was turned down, because it may be why a reader stays owed."""
         kind = refusal.what, refusal.reason, refusal.who
         if len(self.refused) < MAX_REFUSALS and all((x.what, x.reason, x.who) != kind for x in self.refused):
             self.refused.append(refusal)
@@ -331,7 +324,6 @@ class Lease:
         return self.names.get(sender, f"?@{sender[:SHOWN_LETTERS]}")
 
     def sample(self) -> None:
-        """Report what becomes of it though it be well."""
         self.is_sampled = True
 
     def _impossible(self, event: type) -> LocalProtocolError:
@@ -390,7 +382,6 @@ class Lease:
 
     @property
     def outcomes(self) -> dict[Reader, Outcome]:
-        """How the readers that are owed no more have released."""
         return {reader: discharge.outcome for reader, discharge in self.discharged.items()}
 
     @property
@@ -408,7 +399,6 @@ class Lease:
         return lapse if self.state is L.ENDING else max(self.expires_at, lapse)
 
     def is_owed(self) -> bool:
-        """A reader has not released, or a cohort has yet to speak up."""
         if len(self.cohorts) < self.lent.readers:
             return True
         for bound in self.cohorts.values():  # not any(): a generator is a call more for every message
@@ -427,7 +417,7 @@ class Lease:
         return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))
 
     def waits_for(self) -> tuple[str, ...]:
-        """Name the same readers with the process that was last granted the blocks, if any was."""
+        """Name the readers that are owed, with the process that was last granted the blocks."""
         known = self._last_grants()
         names = [known[r].name if r in known else str(r) for b in self.cohorts.values() for r in sorted(b.owed)]
         return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))

@@ -175,7 +175,6 @@ class RankCore:
         attempt: int = 1,
         retryable: frozenset[Reason] = frozenset(),
     ) -> Pull:
-        """Make a pull that answers for every rank that overlaps ours, in every stage."""
         params, cohort_id = request.params, request.cohort_id
         if cohort_id and (len(cohort_id) > MAX_NAME or any(0xD800 <= ord(c) <= 0xDFFF for c in cohort_id)):
             raise LocalProtocolError(
@@ -307,7 +306,6 @@ class RankCore:
         return common_prefix(request.hashes, params.hashes, params.hash_tokens, wanted)
 
     def cancel(self, request_id: str, now: float) -> bool:
-        """Give up a request by the caller's id; False if there is no pull of it without an outcome."""
         pull = self.decode.by_request.get(RequestId(request_id))
         if pull is None:
             return False
@@ -316,7 +314,6 @@ class RankCore:
         return True
 
     def is_pulled(self, request_id: str) -> bool:
-        """Whether a pull of this id is under way, which has or wants blocks."""
         pull = self.decode.by_request.get(RequestId(request_id))
         return pull is not None and pull.lists is not None
 
@@ -367,22 +364,20 @@ class RankCore:
 
     @property
     def is_closed(self) -> bool:
-        """Nothing new is taken."""
         return bool(self.prefill.closed_as)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is owed or held."""
         return not self.decode.pulls and not self.prefill.leases and not self.inspect.guests
 
     @property
     def is_bound(self) -> bool:
-        """A promise runs, or a pull has no outcome yet."""
+        """True while a promise runs, or a pull has no outcome yet."""
         return bool(self.prefill.leases) or any(not pull.is_published for pull in self.decode.pulls.values())
 
     @property
     def is_serving(self) -> bool:
-        """Remote data planes may need ours to make progress."""
+        """True while remote data planes may need ours to make progress."""
         return bool(self.prefill.leases)
 
     # -- events ------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ DOCTOR = "asynckv-doctor-"
 
 MAX_READERS = 65_536
 MAX_WAITING = 4096
-"""Hellos that are kept while there is no agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,6 @@ class Identity:
 
     @property
     def name(self) -> str:
-        """This rank, for people on either side."""
         return rank_name(self.engine_id, self.layout.tp_rank, self.layout.pp_stage, self.incarnation)
 
 
@@ -76,7 +74,6 @@ class Readers:
         self._has_agent = False
 
     def agent_replaced(self, agent_name: str, metadata: bytes, closed_as: str, lends: bool) -> None:
-        """Another agent serves the same memory: whoever shakes hands from now on reads through it."""
         self._set_agent(agent_name, metadata)
         waiting, self._waiting = self._waiting, {}
         for (source, route), (hello, proven) in waiting.items():
@@ -87,12 +84,10 @@ class Readers:
         self._agent = agent_name, metadata, hashlib.sha256(metadata).digest()
 
     def say_draining(self) -> None:
-        """Tell everyone who shook hands that nothing new is lent."""
         for (source, route), minor in self.minor_versions.items():
             self._say_draining(route, source, minor)
 
     def say_goodbye(self) -> None:
-        """Tell everyone who shook hands that this process start serves nobody any more."""
         for source, route in self.minor_versions:
             self._outbox.send(route, source, wire.Goodbye())
         self.minor_versions.clear()
@@ -157,7 +152,7 @@ class Readers:
         self.refuse(who, what, route, source, answer)
 
     def refuse(self, who: str, what: str, route: ReplyTo, source: str, answer: wire.Refused | wire.Unwelcome) -> None:
-        """Turn somebody down who is not served by this start of the process."""
+        """Turn away a process that this start does not serve."""
         self._outbox.send(route, source, answer)
         self._outbox.commands.append(ReaderRefused(who, what, answer.reason, short(answer.detail)))
 

@@ -80,7 +80,6 @@ async def attempt(driver: Driver, request: Request, seconds: float, now: float) 
 
 
 def result_of(pull: Pull, layout: Layout) -> PullResult:
-    """Return what an attempt that ended well has moved."""
     assert pull.lists is not None
     return PullResult(
         request_id=pull.request_id,
@@ -97,7 +96,6 @@ def result_of(pull: Pull, layout: Layout) -> PullResult:
 
 
 def error_of(waiting: Waiting) -> PullError:
-    """Return what an attempt that failed raises."""
     pull = waiting.pull
     assert pull.reason is not None
     return ERRORS.get(pull.reason, errors.LeaseRefused)(
@@ -132,10 +130,8 @@ class Retries:
         self.request = request
         self._driver = driver
         self._wake = asyncio.Event()
-        """Time is up, or no attempt may follow."""
 
     def end(self, reason: Reason) -> None:
-        """No attempt may follow."""
         self.request.stop(reason)
         self._wake.set()
 

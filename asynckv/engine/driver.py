@@ -85,7 +85,6 @@ class Waiting:
     """The blocks are the caller's again, or were given up."""
 
     def until_ended(self) -> asyncio.Future[None]:
-        """Return what to wait on, for a pull that has no outcome yet."""
         self.outcome = asyncio.get_running_loop().create_future()
         return self.outcome
 
@@ -185,7 +184,6 @@ class Driver:
         self.guests: list[Guest] = []
         self.data_down = self.control_down = ""
         self._held: set[PullId] = set()
-        """Pulls that failed while something could still write their blocks."""
         self._loading: set[asyncio.Task[None]] = set()
         self._is_due = False
         self._has_waited = False
@@ -199,12 +197,10 @@ class Driver:
         """When the timer runs even if the core wants nothing."""
         self._beats_fast = False
         self._sign_at = math.inf
-        """When the next sign of life is logged."""
 
     # -- for the engine ------------------------------------------------------------------------------
 
     def soon(self) -> None:
-        """Do what the core wants, once, in the loop's next turn."""
         if not self._is_due:
             # In this order: a turn that could not be had is asked for again by whatever happens next.
             asyncio.get_running_loop().call_soon(self._turn)
@@ -251,7 +247,6 @@ class Driver:
         return counters
 
     def guest_gauges(self) -> dict[str, int]:
-        """Say how things stand with those who use the memory beside the engine."""
         return {name: value for guest in self.guests for name, value in guest.gauges().items()}
 
     def tell(self, what: Callable[..., None], *args: Any) -> None:
@@ -271,7 +266,6 @@ class Driver:
         await wait_until(self.clock, self.turned, is_over, self.clock.now() + seconds)
 
     async def end_loading(self, timeout_s: float) -> None:
-        """Wait until no peer is being loaded."""
         # A peer is loaded in a thread, which holds the agent: cancelling its task would not end it.
         if self._loading:
             await asyncio.wait(self._loading, timeout=timeout_s)
@@ -391,7 +385,6 @@ class Driver:
         self._due_at = max(when, self.clock.now())
 
     def _safely(self, take: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Hand one event to the core."""
         try:
             take(*args)
         except Exception as exc:
@@ -454,7 +447,6 @@ class Driver:
                 self.soon()
 
     def _read(self) -> None:
-        """Plan and post as much as fits into a short slice of the loop's time."""
         clock, decode = self.clock, self.core.decode
         started = began = clock.now()
         while True:

@@ -50,17 +50,13 @@ class Ending:
         """Nothing is waited for any longer, not even the end of promises."""
         self._suspending: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
         self._left: tuple[HeldBlocks, ...] = ()
-        """What the last suspension did not wait for."""
         self.is_busy = False
         """A data plane is being started anew, or closed."""
         self._is_stopped = False
-        """Observers were told so."""
         self.door: LocalDoor | None = None
-        """Where processes of this host ask."""
 
     @property
     def is_closing(self) -> bool:
-        """Somebody has closed the engine, whatever came of it."""
         return self._closing is not None
 
     async def drain(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
@@ -117,7 +113,6 @@ class Ending:
             self._driver.tell(Observer.engine_stopped)
 
     async def close_door(self) -> None:
-        """Take the socket for processes of this host away."""
         if (door := self.door) is not None:
             self.door = None
             await door.close()

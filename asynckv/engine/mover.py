@@ -94,7 +94,6 @@ class Mover:
         self.cause = "it has not started yet"
         self.jobs: dict[str, OffloadJob] = {}
         self._running: Counter[JobKind] = Counter()
-        """How many of `jobs` are stores and loads: neither keeps the other out."""
         self._by_request: dict[str, dict[str, OffloadJob]] = {}
         self.posted: dict[TransferId, _Posted] = {}
         self._held: dict[str, OffloadJob] = {}
@@ -110,7 +109,6 @@ class Mover:
         self._failures, self._no_room = Rate(1.0, MAX_FAILURES), Rate(1 / NO_ROOM_S, 1)
 
     def use(self, copies: CopyPlane, copying: Mapping[Shelf, Copying]) -> None:
-        """Use the device's memory, which the copy plane knows now."""
         self.copies, self.copying, self.is_copying = copies, dict(copying), True
 
     def begin(
@@ -210,7 +208,6 @@ class Mover:
     # -- between the catalogue and the planes --------------------------------------------------------
 
     def soon(self) -> None:
-        """Look what is to be done, in the loop's next turn."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._pump_soon)
@@ -315,7 +312,6 @@ class Mover:
         return when
 
     def _retire(self, now: float) -> None:
-        """Give up blocks that something may have been touching for too long."""
         for job in self._held.values():
             if job.retired_at <= now and not job.is_retired:
                 job.retire()
@@ -389,7 +385,6 @@ class Mover:
         self.pump()
 
     def on_records(self, shelf: Shelf) -> None:
-        """A shelf's files have news; none is taken before all are open."""
         assert shelf.records is not None
         if not self.is_open:
             return
@@ -401,7 +396,6 @@ class Mover:
         self.pump()
 
     def _ended(self, transfer_id: TransferId, ending: Ending, cause: str, lost: Sequence[int] = ()) -> None:
-        """Tell the catalogue of a move, and count it."""
         posted = self.posted.get(transfer_id)
         if posted is None:
             return
@@ -431,7 +425,6 @@ class Mover:
         self.on_moved()
 
     def _lose_files(self, shelf: Shelf, news: RecordsLost) -> None:
-        """The file tier takes no more writes, or nothing at all."""
         shelf.files_lost = news.cause
         shelf.catalogue.switch_off(reads=news.reads)
         self._idle.set()
@@ -487,7 +480,6 @@ class Mover:
 
     @property
     def to_write_back(self) -> int:
-        """Blocks that are in host memory, and are to be in files as well."""
         own = self.shelves[0].catalogue
         return len(own.host.onward) + sum(move.num_blocks for move in self._running_of(MoveKind.WRITE_BACK))
 
