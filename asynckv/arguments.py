@@ -1,7 +1,7 @@
-"""Checks of what callers give, so that nothing has happened yet when it is refused.
+"""Checks of what callers give, before anything happens.
 
 A check returns the value as the library wants it, or raises the error that the caller chose, which names the
-argument, the value and what is expected. What is usual passes at the price of a comparison or two.
+argument, the value and what is expected.
 """
 
 from __future__ import annotations

@@ -1,29 +1,4 @@
-"""What can go wrong, as a tree: who is at fault, and how far the damage reaches.
-
-AsyncKVError
-├── ConfigError             the caller's configuration; nothing was started
-│   └── LayoutError         the declared memory does not hold together
-├── ProtocolError
-│   ├── LocalProtocolError  this side called out of order; nothing was changed
-│   │   └── WrongThread     ... from another thread, or another event loop, than the engine's
-│   └── RemoteProtocolError the other side sent something malformed
-├── EngineClosed            the engine was closed or is draining
-├── BackendError            NIXL or ZMQ could not do what it was asked at start-up
-├── BlocksRetired           blocks are given up for this process: something may still write them
-└── PullError               this one request; says which blocks are still held
-    ├── Overloaded          too many pulls wait already; nothing was started
-    ├── PlanRefused         the request cannot be planned on these layouts
-    │   └── RemoteTooShort  the prefill side offers fewer tokens than are asked for
-    ├── GeometryRefused     the two engines' layouts do not match
-    ├── PeerUnreachable     no handshake within its deadline
-    ├── PeerLost            the remote rank died, restarted or went away
-    ├── LeaseRefused        the prefill side refused the claim (expired, consumed ...)
-    ├── LeaseLost           bytes arrived, but no lease provably covered them
-    ├── ReadFailed          a NIXL transfer failed
-    ├── PullTimeout         the caller's deadline passed
-    │   └── NotLentYet      ... and the prefill side had not lent the request
-    └── PullCancelled       `cancel(request_id)` or an engine that closes
-"""
+"""The errors that asynckv raises. Each class says who is at fault, its bases how far the damage reaches."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
 """One chain of hashes per prompt, by which two engines compare what their KV was computed from.
 
-Each hash covers `hash_tokens` tokens, all tokens before them, and whatever else the KV depends on up to there: an
-adapter, an image, a tenant's salt. The last one covers the tokens that are left, so every token is in a hash. The
-chain is the same in every process and on every machine: SHA-256 over bytes of a fixed order, without Python's `hash`.
+Each hash covers `hash_tokens` tokens, all tokens before them, and whatever else the KV depends on up to there; the last
+one covers what is left. The chain is the same in every process and on every machine.
 
-Clients are hostile: a client that finds a second prompt with the hash of a first one gets wrong KV into a prefix cache.
-So a hash has 192 bits of SHA-256, and the next one continues from all 256.
+A client that finds a second prompt with the hash of a first one gets wrong KV into a prefix cache, so a hash has 192
+bits of SHA-256, and the next one continues from all 256.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Key files: who this engine is, and which engines it talks to. Knows files, and nothing of sockets.
+"""Key files: who this engine is, and which engines it talks to.
 
-The format is ZMQ's own for certificates (`zmq.auth`), so its tools can read and write these files too. A key is
-32 bytes; in files it is Z85 text of 40 characters. Nothing here ever puts a secret into an error or a repr.
+The format is ZMQ's own for certificates (`zmq.auth`). A key is 32 bytes; in files it is Z85 text of 40 characters.
+Nothing here puts a secret into an error or a repr.
 """
 
 from __future__ import annotations
@@ -18,12 +18,8 @@ from pathlib import Path
 from asynckv.errors import ConfigError
 
 PUBLIC, SECRET = ".key", ".key_secret"
-MOST_BYTES = 64 * 1024
-"""Of one key file."""
-
-MOST_KEYS = 65_536
-"""Of one allow-list."""
-
+MOST_BYTES = 64 * 1024  # of one key file
+MOST_KEYS = 65_536  # of one allow-list
 FRESH_S = 1.0
 """How long an allow-list is believed while its directory looks unchanged: a file can change inside it."""
 

@@ -1,28 +1,18 @@
 """What the engine needs from outside: a clock, a control plane, a data plane, and a copy plane where it has tiers.
 
-The *clock* says what time it is and calls back later. The *control plane* carries packets between ranks and promises
-nothing. The *data plane* moves bytes from remote memory into ours, and promises one thing only, the one on which
-everything else stands: it never says that a transfer has ended while that transfer may still write.
+The *control plane* carries packets between ranks and promises nothing. The *data plane* moves bytes from remote memory
+into ours, and promises one thing only: it never says that a transfer has ended while that transfer may still write.
 
-The words of the data plane are NIXL's. An *agent* is what registers memory and reads; it has a name, and *metadata*
-with which a remote agent can read from it. A read names descriptors by their index in a *table* (`DescTable`), and NIXL
-wants the two sides of a table prepared as *descriptor lists* before it takes indices. When that happens is the plane's
-own business: on the first read of a table, in the place that posts it. So a read carries its table, nobody announces
-tables or takes them back, and a plane keeps what it has prepared for as long as it likes, within bounds, but never
-releases it under a transfer.
+The words of the data plane are NIXL's. An *agent* registers memory and reads; with its *metadata* a remote agent can
+read from it. A read names descriptors by their index in a *table* (`DescTable`). A plane prepares the descriptor lists
+of a table when it first posts one of its reads, keeps them within bounds, and never releases them under a transfer.
 
-The life of a data plane: `start` with the memory that is to be read and written; `add_remote_agent` for everybody who
-is read from; `post_read`, and `poll` for what becomes of it; `remove_remote_agent`; `quiesce` and `close`.
+The *copy plane* moves bytes between the rank's own memory (*near*) and that of its tiers (*far*), by the same tables
+and with the same promise, on threads of its own. A *move* is all that one caller wants copied at a time; it has one
+ending. The *record plane* keeps whole records of such a memory in files, or wherever else bytes outlive the process.
 
-The *copy plane* moves bytes within the process, between the rank's own memory (*near*) and that of its tiers (*far*):
-the same tables and indices, and the same promise. A copy is made by whoever posts it, so this plane posts on threads of
-its own and never on the loop. A *move* is all that one caller wants copied at a time, in any number of pieces; it has
-one ending. The *record plane* keeps whole records of such a memory in files, or wherever else bytes outlive the
-process: it finds them again after a restart, and gives back what was put there or nothing.
-
-All planes live on the engine's event loop, and all their methods are called on its thread. None
-ever blocks longer than one call to the library beneath takes. A plane may have threads of its own; what they
-find comes back through `on_ready` and `poll`, on the loop.
+All planes live on the engine's event loop, and their methods are called on its thread. None blocks for longer than one
+call to the library beneath. What a plane's threads find comes back through `on_ready` and `poll`, on the loop.
 """
 
 from __future__ import annotations
@@ -297,7 +287,6 @@ class Record(NamedTuple):
     far: int
     """Where it lies in the record plane's range: bytes from its start."""
     size: int
-    """Bytes."""
     layout: str = ""
     """Fingerprint of the packed layout that the bytes are in."""
     tag: str = ""

@@ -1,12 +1,8 @@
 """What a prefill engine's scheduler does: mint keys and make the params that travel to the decode side.
 
-The life of a request begins here. A scheduler knows before any rank does which blocks a prompt's KV is, or will be, in;
-it describes them once (`make_params`), and hands the same params to all ranks of its engine, which lend, and by way of
-a router to the decode engine, which pulls. Params describe the whole group, because one rank cannot know the others,
-and carry a key that is minted here and never again: it is what ranks compare.
-
-It needs to know where the ranks listen and how often their memory was registered anew, nothing more: no worker, no
-socket, no clock, and no event loop, so that a group may be called from any thread.
+A scheduler describes a prompt's blocks once (`make_params`), and hands the same params to all ranks of its engine,
+which lend, and by way of a router to the decode engine, which pulls. Params describe the whole group, and carry a key
+that is minted here and never again. No worker, socket, clock or event loop is needed.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -182,7 +183,7 @@ def test_rounds_with_failed_requests_are_in_no_ratio() -> None:
 
 def test_a_floor_that_is_wrong_or_fails_is_a_problem() -> None:
     def judged(of: Sample) -> dict[str, Any]:
-        found = Measured(submitted=1, windows_s=[1.0], bytes_verified=100, bytes_wanted=100)
+        found = Measured(submitted=1, windows_s=[1.0], bytes=Counter(verified=100, wanted=100))
         found.outcomes = {0: [Outcome(0, seconds=0.1, num_bytes=100)]}
         found.floor = [a_round(1.0, of)]
         return report.make(Experiment(Options(), MODEL, Workload("fixed 32", (32,))), found)

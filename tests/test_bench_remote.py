@@ -107,9 +107,9 @@ def test_a_command_that_cannot_be_run_or_greets_is_named() -> None:
 def test_a_worker_refuses_another_version_and_what_is_no_driver() -> None:
     model = Model("tiny", (Heads(4, 16),) * 2)
     experiment = Experiment(Options(), model, Workload("fixed 32", (32, 32)))
-    planned, _ = Host(experiment, {"prefill": [4], "decode": [4]})._planned
-    planned.setup.version = "0.0.1"
-    done = subprocess.run(WORKER, input=encode(planned.setup), capture_output=True, timeout=50)
+    (_, _, setup), _ = Host(experiment, {"prefill": [4], "decode": [4]}).setups
+    setup.version = "0.0.1"
+    done = subprocess.run(WORKER, input=encode(setup), capture_output=True, timeout=50)
     assert json.loads(done.stdout)["message"].endswith("and its driver 0.0.1; both have to be the same")
     done = subprocess.run(WORKER, input=b"hello\n", capture_output=True, timeout=50)
     assert (done.returncode, done.stdout) == (2, b"")

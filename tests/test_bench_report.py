@@ -7,6 +7,7 @@ import io
 import json
 import re
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def measured(*outcomes: Outcome, **changes: Any) -> Measured:
 
 
 def good() -> Measured:
-    return measured(outcome(0), outcome(1, 0.3), bytes_verified=200, bytes_wanted=200)
+    return measured(outcome(0), outcome(1, 0.3), bytes=Counter(verified=200, wanted=200))
 
 
 def test_a_clean_run_is_good() -> None:
@@ -68,17 +69,17 @@ def test_the_report_has_every_promised_key_and_is_json() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"bytes_wrong": 1},
-        {"prefill_leaked": 1},
-        {"decode_leaked": 1},
-        {"quarantined": 1},
+        {"bytes": Counter(verified=200, wanted=200, wrong=1)},
+        {"blocks": Counter(prefill_leaked=1)},
+        {"blocks": Counter(decode_leaked=1)},
+        {"blocks": Counter(quarantined=1)},
         {"problems": ["decode/tp0 was killed"]},
-        {"bytes_verified": 199},
-        {"bytes_verified": 201, "bytes_wanted": 201},
+        {"bytes": Counter(verified=199, wanted=200)},
+        {"bytes": Counter(verified=201, wanted=201)},
     ],
 )
 def test_anything_wrong_makes_a_run_bad(changes: dict[str, Any]) -> None:
-    found = measured(outcome(0), outcome(1), **{"bytes_verified": 200, "bytes_wanted": 200, **changes})
+    found = measured(outcome(0), outcome(1), **{"bytes": Counter(verified=200, wanted=200), **changes})
     assert not report.is_good(report.make(options(), found))
 
 
@@ -121,7 +122,7 @@ def test_what_ctrl_c_cut_off_is_cancelled_but_an_error_is_not() -> None:
     ],
 )
 def test_who_interrupts_a_run_is_told_when_and_what_the_figures_cover(stage: Any, done: int, says: str) -> None:
-    found = measured(*map(outcome, range(done)), interrupted=True, bytes_verified=200, bytes_wanted=200)
+    found = measured(*map(outcome, range(done)), interrupted=True, bytes=Counter(verified=200, wanted=200))
     found.stage = stage
     result = report.make(options(), found)
     assert not report.is_good(result)
@@ -136,7 +137,7 @@ def test_who_interrupts_a_run_is_told_when_and_what_the_figures_cover(stage: Any
 def test_the_first_line_is_the_verdict_and_everything_fits_a_narrow_terminal() -> None:
     result = report.make(options(), good())
     assert shown(result).startswith("good: 2 of 2 requests completed, every byte verified, no block leaked\n")
-    bad = report.make(options(), measured(outcome(0), bytes_wrong=7, problems=["decode/tp0 was killed"]))
+    bad = report.make(options(), measured(outcome(0), bytes=Counter(wrong=7), problems=["decode/tp0 was killed"]))
     assert shown(bad).startswith("BAD: 1 of 2 requests failed; 7 bytes wrong; decode/tp0 was killed\n")
     for width in (40, 60, 80):
         stream = io.StringIO()
@@ -231,7 +232,7 @@ def test_open_latency_counts_from_the_schedule_and_says_so() -> None:
 def test_what_was_cached_and_shared_is_reported() -> None:
     work = Workload("fixed 32", (32, 32)).sharing(16, 1, 0)
     wanted = Experiment(Options(), MODEL, work)
-    result = report.make(wanted, measured(outcome(0), outcome(1), lent_places=4, shared_places=1))
+    result = report.make(wanted, measured(outcome(0), outcome(1), lent=Counter(lent_blocks=4, lent_shared=1)))
     assert result["prefix"]["hit_rate"] == 0.25
     stream = io.StringIO()
     report_text.show(result, Console(file=stream, width=200))
@@ -246,7 +247,7 @@ def shown(result: dict[str, Any]) -> str:
 
 def test_what_reads_nothing_is_no_request_per_second_and_no_latency() -> None:
     nothing = Outcome(1, seconds=0.00001)
-    result = report.make(options(), measured(outcome(0), nothing, bytes_verified=100, bytes_wanted=100))
+    result = report.make(options(), measured(outcome(0), nothing, bytes=Counter(verified=100, wanted=100)))
     assert result["requests"]["completed"] == 2
     assert result["requests"]["read_nothing"] == 1
     assert result["throughput"]["requests_per_s"] == 1.0
@@ -268,7 +269,7 @@ def test_the_report_says_what_else_makes_runs_unlike() -> None:
 
 
 def test_the_table_says_announced_and_gives_small_times_in_microseconds() -> None:
-    found = measured(outcome(0, 0.000042), outcome(1, 0.000042), bytes_verified=200, bytes_wanted=200)
+    found = measured(outcome(0, 0.000042), outcome(1, 0.000042), bytes=Counter(verified=200, wanted=200))
     text = shown(report.make(options(announced=True), found))
     assert "announced: claims are granted before each measurement window opens" in text
     assert re.search(r"p50 +p90 .*\nfrom the call of pull +42.0 µs +42.0 µs", text)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from asynckv.tools.bench.blocks import Allocation, Allocator
 from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.options import Options
-from asynckv.tools.bench.prefixes import PrefixCache
-from asynckv.tools.bench.schedule import Arrivals, Engines, Place, Request, make_schedule
+from asynckv.tools.bench.schedule import Arrivals, Engines, Place, PrefixCache, Request, make_schedule
 from asynckv.tools.bench.workload import Workload
 from asynckv.tools.plan.models import Heads, Model, Projection, State
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def test_reads_are_named_and_complaints_passed_on(tmp_path: Path, capsys: pytest
 
 
 def test_what_was_used_most_is_named_first() -> None:
-    assert ucx.named({"tcp/lo": 2, "cma/memory": 5}) == "cma/memory, tcp/lo"
+    assert ucx.named(Counter({"tcp/lo": 2, "cma/memory": 5})) == "cma/memory, tcp/lo"
 
 
 def test_without_a_table_nothing_is_claimed(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """How one thread wakes another that sleeps in `epoll`: a descriptor that is rung and silenced.
 
-Python's own calls let go of its lock (the GIL) around every system call. A busy thread that rings in this way gives the
-lock to whoever waits for it, such as the very thread that is to be woken, and gets it back when that one has done its
-work, or after the switch interval (5 ms). Ringing takes a microsecond and never blocks, so it keeps the lock.
+Python's own calls let go of its lock (the GIL) around every system call, so a busy thread that rings in this way may
+get it back only after the switch interval (5 ms). Ringing takes a microsecond and never blocks, so this keeps the lock.
 """
 
 from __future__ import annotations

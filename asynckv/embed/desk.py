@@ -1,23 +1,19 @@
-"""Where orders are carried out: on the engine's loop, in the order in which they were handed over.
+"""Carrying out orders on the engine's loop, in the order in which they were handed over.
 
-Handing over and taking are plain appends to queues, which Python makes in one step: no lock is taken, so that nobody
-ever waits for somebody who has been stopped in the middle, not even in a signal handler or a finalizer.
-
-The loop's thread shares Python's lock with the engine's busy thread, and with the NIC's news. So it works in slices:
-what is left after a millisecond is carried out in the loop's next turn.
+Handing over and taking are appends to queues, without a lock, so they may be called in a signal handler. The loop
+carries orders out in slices of a millisecond, because its thread shares Python's lock with the engine's busy thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from asynckv.arguments import number, shown, text
+from asynckv.arguments import shown, text
 from asynckv.core.types import decode_params
 from asynckv.embed.orders import (
     Announce,
@@ -36,39 +32,13 @@ from asynckv.embed.orders import (
 )
 from asynckv.engine import Engine, LentRequest, Offload
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullCancelled, PullError
-from asynckv.results import LeaseEnd, Statistics
+from asynckv.results import LeaseEnd
 
 SLICE_S = 0.001
-"""How long a turn may go on carrying out orders."""
-
 AWAITED = (Pull, Load, Store)
 """Orders that are awaited, each in a task of its own, and that hold blocks until their end or longer."""
 
 FINISH_S = 0.25
-"""How long an engine that ends goes on carrying out what was handed over before."""
-
-
-def checked(work: Coroutine[Any, Any, Any], timeout_s: float) -> float:
-    """Check what `call` is given; returns the time.
-
-    Raises:
-        LocalProtocolError: It is no coroutine, or no time.
-    """
-    if not asyncio.iscoroutine(work):
-        raise LocalProtocolError(f"work is {shown(work)}; give a coroutine, such as engine.drain(5.0)")
-    try:
-        return number("timeout_s", timeout_s, 0)
-    except BaseException:
-        work.close()
-        raise
-
-
-def snapshot(desk: EngineDesk, engine: Engine, **own: int) -> tuple[float, Statistics]:
-    """Take the engine's statistics, with counters of who embeds it; returns when, and these."""
-    found = engine.statistics()
-    own = {"handovers": desk.num_handovers, "orders": desk.num_orders} | own
-    counters = {**found.counters, **{f"embed.{name}": count for name, count in own.items()}}
-    return time.monotonic(), dataclasses.replace(found, counters=counters)
 
 
 class EngineDesk:

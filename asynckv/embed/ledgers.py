@@ -1,17 +1,14 @@
 """The books of an engine's schedulers: which request has which blocks, and what every rank has said of it.
 
-A scheduler decides once per step for all ranks of its engine. A ledger makes the orders of the step, hears what each
-rank reports (`Finished`), and says what a scheduler acts on: these requests are complete, these have failed, these
-blocks are free. All ranks of an engine use the same block ids, so a block is free when every rank has let go of it.
-
-Both ledgers are plain data for one thread: they know no event loop, and can be pickled between two steps. A step is:
+A ledger makes the orders of a step, hears what each rank reports (`Finished`), and says what a scheduler acts on. All
+ranks use the same block ids, so a block is free when every rank has let go of it. Both ledgers are plain data for one
+thread, and can be pickled between two steps. A step is:
 
     for rank, finished in step_all_ranks(ledger.take_orders()):   # the same orders for every rank
         ledger.update(rank, finished)                             # or ledger.rank_died(rank)
     act(ledger.take_outcome())                                    # take_free(), of a prefill ledger
 
-A request id may come again at any time. While blocks of an earlier request of that id are held, the new one is called
-`ID~2` on the wire and in logs, because ranks report by ids.
+While blocks of an earlier request of an id are held, a new one is called `ID~2` on the wire and in logs.
 """
 
 from __future__ import annotations
@@ -32,9 +29,7 @@ from asynckv.geometry.bounds import MAX_RANKS
 from asynckv.results import LeaseEnd, PullResult
 from asynckv.scheduler import PrefillRanks, trace_of
 
-MAX_SPENT = 4096
-"""Params that are remembered once they were used up."""
-
+MAX_SPENT = 4096  # params that are remembered once they were used up
 Groups = Sequence[tuple[int, Sequence[int | None]]]
 
 

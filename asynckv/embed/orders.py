@@ -1,13 +1,8 @@
 """What an engine's worker asks for, and what it hears back: plain values that cross threads and processes.
 
-A scheduler decides once per step what is to happen, and its workers carry it out. So everything that a step asks for is
-a list of orders, handed over in one go, and everything that has ended since the last look is one `Finished`.
-
-Every order ends in one place, once: a `Pull` in `finished_recving` or `failed`, a `Load` in `loaded` or
-`offload_failed`, a `Lend` in `finished_sending` or `refused`, a `Store` in `stored` or `offload_failed`, a `Lookup` in
-`found` or `refused`, any other in `refused`, or nowhere if there was nothing to complain of. That holds when the engine
-is closed under way, too. Ends name the request's id, so an id is of one order of a kind at a time: another one is in
-`refused`.
+A step hands over a list of orders in one go, and takes everything that has ended since the last look as one `Finished`.
+Every order ends in one place, once, also when the engine is closed under way. Ends name the request's id, so an id is
+of one order of a kind at a time: another one is in `refused`.
 """
 
 from __future__ import annotations

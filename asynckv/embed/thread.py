@@ -1,16 +1,13 @@
 """The engine on a thread and event loop of its own, for workers whose own thread is busy computing.
 
-Every call may come from any thread, and none waits for the network, but for `start`, `call` and `close`, which say how
-long. A step hands its orders over and takes what has ended; see `orders` for what crosses, and `desk` for who carries
-it out.
+Every call may come from any thread, and none waits for the network, but for `start`, `call` and `close`.
 
-Two threads share Python's lock. The caller's gives it away in none of these calls (`bell`), so that a hand-over costs
-microseconds however much the engine has to do. The engine's thread is given it when the caller's computes outside of
-Python, sleeps, or has had it for the switch interval, which `start` therefore lowers from 5 ms to 0.5.
+Two threads share Python's lock. The caller's gives it away in none of these calls (`bell`), so a hand-over costs
+microseconds. The engine's thread gets it when the caller's computes outside of Python, sleeps, or has had it for the
+switch interval.
 
-However the thread ends, it ends the engine first: what was promised to readers is kept, and whatever was under way is
-told in `Finished`. It is a daemon, for a loop that is stuck must not keep the process; and when the interpreter exits
-with an engine still open, it is closed.
+However the thread ends, it ends the engine first: what was promised to readers is kept. It is a daemon, because a loop
+that is stuck must not keep the process. When the interpreter exits, an engine that is still open is closed.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import dataclasses
 import math
 import os
 import select
@@ -28,20 +26,20 @@ import traceback
 import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
-from typing import Any, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
-from asynckv.arguments import number, seconds
+from asynckv.arguments import number, seconds, shown
 from asynckv.config import EngineConfig
 from asynckv.core.inspect import HeldBlocks
 from asynckv.embed.bell import Bell
-from asynckv.embed.desk import EngineDesk, checked, snapshot
-from asynckv.embed.in_place import InPlace
+from asynckv.embed.desk import EngineDesk
 from asynckv.embed.orders import Finished, Order
 from asynckv.engine import Engine
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, WrongThread
 from asynckv.geometry.check import Registration
 from asynckv.results import Statistics
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 START_S = 60.0
@@ -58,6 +56,18 @@ MAX_CRASHES = 3
 """How often the loop may be ended by an exception while it ends the engine, before the thread gives up."""
 
 _THREADS: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+
+
+class _InPlace(concurrent.futures.ThreadPoolExecutor):
+    """Does at once what it is given: for a loop that may have no threads, or when no more can be made."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[T]:
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as exc:
+            future.set_exception(exc)
+        return future
 
 
 SWITCH_INTERVAL_S = 0.0005
@@ -97,7 +107,6 @@ class EngineThread:
         self._loop_factory = loop_factory
         self._thread = threading.Thread(target=self._run, name=f"asynckv-{config.engine_id}", daemon=True)
         self._bell, self._is_rung = Bell(), False
-        """Wakes the loop."""
         self._bell_for_news = Bell()
         self._news_bell: Bell | None = None
         """Wakes whoever waits for news; and the same if anybody does."""
@@ -111,9 +120,7 @@ class EngineThread:
         self._ask: asyncio.Event | None = None
         self._is_asked_for = self._is_closing = self._is_over = self._has_crashed = False
         self._untold: list[BaseException] = []
-        """What ended the loop, until somebody was told."""
         self._cause = "it is not started; call start()"
-        """Why it does not run."""
         self._start_error: BaseException | None = None
         self._is_ending, self._close_s = False, CLOSE_S - LAST_S
         self._hurrying: asyncio.Task[None] | None = None
@@ -302,7 +309,13 @@ class EngineThread:
             WrongThread: This is the engine's thread: await the coroutine instead.
             BaseException: What the coroutine raised; or what ended the loop, which is raised once.
         """
-        timeout_s = checked(work, timeout_s)
+        if not asyncio.iscoroutine(work):
+            raise LocalProtocolError(f"work is {shown(work)}; give a coroutine, such as engine.drain(5.0)")
+        try:
+            timeout_s = number("timeout_s", timeout_s, 0)
+        except BaseException:
+            work.close()
+            raise
         if threading.current_thread() is self._thread:
             work.close()
             raise WrongThread("call() was called on the engine's own thread, which would wait for itself; await it")
@@ -458,7 +471,7 @@ class EngineThread:
     async def _live(self) -> None:
         assert self._ask is not None
         loop = asyncio.get_running_loop()
-        loop.set_default_executor(InPlace())  # a start that fails leaves no thread
+        loop.set_default_executor(_InPlace())  # a start that fails leaves no thread
         try:
             await self.engine.start()
         except asyncio.CancelledError:
@@ -483,7 +496,7 @@ class EngineThread:
         await self._desk.finish()
         closers = len(self._closers)
         # When the interpreter exits, no other executor takes anything any more.
-        asyncio.get_running_loop().set_default_executor(InPlace())
+        asyncio.get_running_loop().set_default_executor(_InPlace())
         try:
             self._cut_short = await self.engine.aclose(self._close_s)
         except Exception as exc:
@@ -532,7 +545,10 @@ class EngineThread:
                 driver.core.decode.alive_at = driver.clock.now()
 
     def _take_snapshot(self) -> None:
-        self._snapshot = snapshot(self._desk, self.engine, wakeups=self._num_wakeups)
+        found, desk = self.engine.statistics(), self._desk
+        own = {"handovers": desk.num_handovers, "orders": desk.num_orders, "wakeups": self._num_wakeups}
+        counters = {**found.counters, **{f"embed.{name}": count for name, count in own.items()}}
+        self._snapshot = time.monotonic(), dataclasses.replace(found, counters=counters)
 
     # -- what ends the process -----------------------------------------------------------------------
 

@@ -96,8 +96,6 @@ MEASURE, LOOK, PREPARE, RUN = "Measure", "Look into a service", "Prepare and try
 
 
 def command(epilog: str, panel: str) -> Callable[[F], F]:
-    """Register a command."""
-
     def register(function: F) -> F:
         return app.command(epilog=epilog, help=help_of(function), rich_help_panel=panel)(function)
 

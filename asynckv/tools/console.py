@@ -24,7 +24,6 @@ def printable(value: T) -> T:
 
 
 def size(num_bytes: float) -> str:
-    """Write a number of bytes for people."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:,.1f} {unit}" if unit != "bytes" else f"{num_bytes:.0f} bytes"

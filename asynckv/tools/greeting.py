@@ -13,14 +13,7 @@ MECHANISM_END = 32
 
 
 class Greeted(NamedTuple):
-    """What came of a look.
-
-    Attributes:
-        connected: Something listens.
-        mechanism: What ZMQ's greeting offers (`CURVE`, `NULL`); empty if nothing greeted so.
-        error: What was said instead.
-        errno: Of the system's refusal; 0 if there was none.
-    """
+    """What came of a look: whether something listens, and what ZMQ's greeting offers, or what was said instead."""
 
     connected: bool
     mechanism: str = ""

@@ -15,11 +15,8 @@ from asynckv.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-MOST_WIDE = 4096
-"""Letters of a line in a file or pipe."""
-
-WORDS = 16
-"""Columns of the terminal that a column of words needs at least; it is wrapped there."""
+MOST_WIDE = 4096  # letters of a line in a file or pipe
+WORDS = 16  # columns that a column of words needs at least
 
 
 def help_of(function: Callable[..., Any]) -> str:
@@ -46,7 +43,6 @@ def write(option: str, target: str, text: str) -> None:
 
 
 def write_json(target: str | None, value: Any) -> None:
-    """Write what `--json` asks for, if it does."""
     import msgspec
 
     if target is not None:

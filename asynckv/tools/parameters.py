@@ -51,7 +51,6 @@ def _typed(name: str, kind: Any, option: Option) -> Any:
 
 
 def is_given(context: typer.Context, name: str) -> bool:
-    """Say whether an option stands on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 

@@ -1,8 +1,4 @@
-"""How far a command is, on stderr: what it does now, how much of that is done, how fast, and how long the rest takes.
-
-On a terminal a bar, redrawn in place and gone at the end. Elsewhere a line now and then, so that a log of hours has
-few of them and a run of seconds has none.
-"""
+"""How far a command is, on stderr: a bar on a terminal, and elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -15,8 +11,7 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from rich.console import Console
 
-EVERY_S = 15.0
-"""Seconds between two lines where stderr is no terminal."""
+EVERY_S = 15.0  # between two lines where stderr is no terminal
 
 
 class Bar:
@@ -67,16 +62,13 @@ class Bar:
         self._show()
 
     def at(self, done: int, total: int | None = None) -> None:
-        """Say how much of it is done."""
         self._done, self._total = done, self._total if total is None else total
         self._show()
 
     def advance(self, more: int = 1) -> None:
-        """Say that so much more is done."""
         self.at(self._done + more)
 
     def note(self, text: str) -> None:
-        """Say what of it is done just now."""
         self._note = text
         self._show()
 

@@ -1,7 +1,6 @@
 """stdout and stderr as they really are: closed, full, hung up on, or unable to show every letter.
 
-`prepare` comes first in every command. What stdout does not take raises `Unwritten` from then on, and nothing else
-does: a broken pipe to somebody else is an error like any other.
+`prepare` comes first in every command. From then on, what stdout does not take raises `Unwritten`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The block ids of one wave: what an engine's scheduler and its prefix cache would choose.
+"""The block ids of one wave, as an engine's scheduler and its prefix cache would choose them.
 
-Every engine has one free list per cache group, for what it lends and for what it pulls. Requests that are lent
-by the same engine share the blocks that hold the same tokens, as they do in an engine's prefix cache. Pure.
+Requests that the same engine lends share the blocks that hold the same tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +16,9 @@ from asynckv.tools.plan.layouts import model_groups
 from asynckv.tools.plan.models import State
 
 Lists = list[tuple[int, list[int | None]]]
-"""Per group the first token and the blocks."""
 
 
 class Allocation(NamedTuple):
-    """One request's blocks on both sides."""
-
     request: Request
     lent: Lists
     pulled: Lists

@@ -1,7 +1,4 @@
-"""`asynckv bench`: one run, and what can be done beside it: sweep, compare and offload.
-
-The parameters of a run are made from the declarations in `asynckv.tools.bench.options`; none is spelled here.
-"""
+"""`asynckv bench`, and its subcommands: sweep, compare, offload and worker."""
 
 from __future__ import annotations
 

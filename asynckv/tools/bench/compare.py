@@ -1,18 +1,18 @@
 """Two sides, each one report or many: what changed between them, and whether that is more than noise.
 
-A figure's noise is what it varies by between runs of the same point on the same side. One run shows none of it,
-so nothing is said about one run but the ratio. Runs with faults are named; their figures count only where a side has
-no others.
+Runs of the same point on the same side show a figure's noise. One run shows none, so only its ratio is told. The
+figures of runs with faults count only where a side has no others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
+from msgspec import Struct
 from rich.console import Console
 
 from asynckv.errors import ConfigError
@@ -28,15 +28,10 @@ NAMES = "before", "after"
 Verdict = Literal["better", "worse", "noise", "unsure", "undefined"]
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One figure of one point.
+class Change(Struct, frozen=True):
+    """One figure of one point. `excess` says by how much it is worse: 0.05 for 5 % fewer requests/s or 5 % more ms.
 
-    Attributes:
-        before, after: Medians, in the figure's unit.
-        ratio: after / before; None where before is zero.
-        low, high: Its interval; None with fewer than two runs on either side.
-        excess: By how much it is worse: 0.05 for 5 % fewer requests/s or 5 % more ms.
+    `ratio` is None where before is zero, and its interval is None with fewer than two runs on either side.
     """
 
     before: float
@@ -60,9 +55,9 @@ def judge(
     better: Literal["higher", "lower"],
     within: tuple[Range | None, Range | None] = (None, None),
 ) -> Change:
-    """Compare one figure's runs on two sides.
+    """Compare one figure's runs. A change counts where the interval of the ratio does not hold 1.
 
-    A change counts where the interval of the ratio (`asynckv.tools.bench.noise`) does not hold 1, and is worth enough.
+    `within` are the intervals that the runs themselves found, for single runs.
     """
     first, second = median_of(before).median, median_of(after).median
     if not first:
@@ -89,7 +84,7 @@ def judge(
 
 
 def compare(before: Side, after: Side, fail_above: float | None = None) -> dict[str, Any]:
-    """Compare two sides point by point.
+    """Compare two sides point by point; what is worse by more than `fail_above`, and not within noise, has exceeded it.
 
     Points match where all parameters agree, but for those that have one value on each side and not the same: these
     are what was changed.
@@ -107,9 +102,12 @@ def compare(before: Side, after: Side, fail_above: float | None = None) -> dict[
     there = [_points(side, keys) for side in sides]
     lost = [key for key in there[0] if key not in there[1]]
     if len(lost) == len(there[0]):
-        raise ConfigError(
-            f"no point of {before.name} is in {after.name}: they differ in {_what(sides, keys) or 'everything'}"
+        apart = "; ".join(
+            f"{name} ({', '.join(map(str, a))} against {', '.join(map(str, b))})"
+            for name, (a, b) in _values(sides, keys).items()
+            if not set(a) & set(b)
         )
+        raise ConfigError(f"no point of {before.name} is in {after.name}: they differ in {apart or 'everything'}")
 
     def label(key: Sequence[Any]) -> dict[str, Any]:
         return {name: value for name, value in zip(keys, key, strict=True) if name in shown}
@@ -170,7 +168,6 @@ def _compared(chosen: Sequence[Figure], held: Sequence[Sequence[Run]]) -> dict[s
 
 
 def _exceeded(points: Sequence[Mapping[str, Any]], lost: Sequence[Any], fail_above: float) -> list[dict[str, Any]]:
-    """List what is worse than is allowed."""
     found = []
     for point in points:
         for name, change in point["metrics"].items():
@@ -182,19 +179,22 @@ def _exceeded(points: Sequence[Mapping[str, Any]], lost: Sequence[Any], fail_abo
 
 
 def _columns(sides: Sequence[Side]) -> tuple[dict[str, list[Any]], list[str], set[str]]:
-    """What was changed, the parameters that a point is known by, and those of them that vary.
+    """Return what was changed, the parameters that a point is known by, and those of them that vary.
 
     A parameter that only one side knows is of another version, and says nothing.
     """
-    names = [dict.fromkeys(name for run in side.runs for name in run.params) for side in sides]
-    found = {name: [_values(side, name) for side in sides] for name in names[0] if name in names[1]}
+    found = _values(sides, [name for name in _names(sides[0]) if name in _names(sides[1])])
     changed = {n: [*a, *b] for n, (a, b) in found.items() if len(a) == len(b) == 1 and a != b}
     keys = [n for n in found if n not in changed]
-    return changed, keys, {n for n in keys if len(set(found[n][0]) | set(found[n][1])) > 1}
+    return changed, keys, {n for n in keys if len({*found[n][0], *found[n][1]}) > 1}
 
 
-def _values(side: Side, name: str) -> list[Any]:
-    return list(dict.fromkeys(run.params.get(name) for run in side.runs))
+def _names(side: Side) -> dict[str, None]:
+    return dict.fromkeys(name for run in side.runs for name in run.params)
+
+
+def _values(sides: Sequence[Side], names: Sequence[str]) -> dict[str, list[list[Any]]]:
+    return {n: [list(dict.fromkeys(run.params.get(n) for run in side.runs)) for side in sides] for n in names}
 
 
 def _points(side: Side, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Run]]:
@@ -203,15 +203,6 @@ def _points(side: Side, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Run]]
     for run in side.runs:
         out.setdefault(tuple(run.params.get(k) for k in keys), []).append(run)
     return {key: runs for key, runs in out.items() if any(run.report for run in runs)}
-
-
-def _what(sides: Sequence[Side], keys: Sequence[str]) -> str:
-    found = {name: [_values(side, name) for side in sides] for name in keys}
-    return "; ".join(
-        f"{name} ({', '.join(map(str, a))} against {', '.join(map(str, b))})"
-        for name, (a, b) in found.items()
-        if not set(a) & set(b)
-    )
 
 
 def _environments(sides: Sequence[Side]) -> dict[str, list[list[str]]]:
@@ -246,23 +237,27 @@ TEXTS = {
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Print what was found."""
     result = printable(result)
-    console.print(f"before {result['before']}, after {result['after']}", highlight=False)
+    say = partial(console.print, highlight=False)
+    say(f"before {result['before']}, after {result['after']}")
     for name, (old, new) in result["changed"].items():
-        console.print(f"  changed: {name} was {old}, is {new}", highlight=False)
+        say(f"  changed: {name} was {old}, is {new}")
     for name, (olds, news) in result["environment"].items():
-        console.print(f"  [yellow]differs:[/yellow] {name} {' / '.join(olds)} -> {' / '.join(news)}", highlight=False)
-    _show_faulty(result["points"], console)
+        say(f"  [yellow]differs:[/yellow] {name} {' / '.join(olds)} -> {' / '.join(news)}")
     for point in result["points"]:
-        console.print(f"{_where(point['point'])} [dim]({_runs(*point['judged'])})[/dim]", highlight=False)
+        for i, side in enumerate(NAMES):
+            _show_faulty([e for e in point["faulty"] if e["side"] == side], side, point["runs"][i], say)
+    for point in result["points"]:
+        before, after = point["judged"]
+        runs = "one run each" if before == after == 1 else f"{before} and {after} runs"
+        say(f"{_where(point['point'])} [dim]({runs})[/dim]")
         rows = [
             (
                 f"  {figures.head(name, change['unit'])}",
                 _value(change["before"]),
                 _value(change["after"]),
                 _change(change["ratio"]),
-                _interval(change),
+                "" if change["low"] is None else f"{_change(change['low'])} ... {_change(change['high'])}",
                 TEXTS[change["verdict"]],
             )
             for name, change in point["metrics"].items()
@@ -270,60 +265,50 @@ def show(result: dict[str, Any], console: Console) -> None:
         heads = ["", "before", "after", "change", "between", ""]
         print_table(console, heads, rows, texts=(0, 4, 5), wrapped=(5,), is_markup=True)
         for text, (olds, news) in point["caveats"].items():
-            many = f"{olds} of {point['judged'][0]} runs before, {news} of {point['judged'][1]} after"
-            console.print(f"  [yellow]![/yellow] {text} ({many})", highlight=False)
+            say(f"  [yellow]![/yellow] {text} ({olds} of {before} runs before, {news} of {after} after)")
     if len(result["points"]) > 1:
         for name, all_ in result["overall"].items():
-            console.print(
+            say(
                 f"  {figures.head(name)}: {_change(all_['geometric_mean'])} over all points "
                 f"({_change(all_['lowest'])} to {_change(all_['highest'])}); {all_['better']} better, "
-                f"{all_['worse']} worse, {all_['noise']} within noise, {all_['unsure']} unsure",
-                highlight=False,
+                f"{all_['worse']} worse, {all_['noise']} within noise, {all_['unsure']} unsure"
             )
-    for name, side in (("only_before", "before"), ("only_after", "after")):
-        for label in result[name]:
-            console.print(f"  only in {side}: {_where(label)}", highlight=False)
+    for side in NAMES:
+        for label in result[f"only_{side}"]:
+            say(f"  only in {side}: {_where(label)}")
     for side, failed in result["failed"].items():
         for each in failed:
-            console.print(f"  failed {side}: {_where(each['point'])}: {each['reason']}", style="red", highlight=False)
-    runs = [n for point in result["points"] for n in point["runs"]]
-    if min(runs) == 1:
-        console.print(
+            say(f"  failed {side}: {_where(each['point'])}: {each['reason']}", style="red")
+    if min(n for point in result["points"] for n in point["runs"]) == 1:
+        say(
             "With one run on a side, how much the figures vary by themselves is unknown. More runs tell: sweeps with "
-            "--rounds, or several reports.",
-            highlight=False,
+            "--rounds, or several reports."
         )
     elif any(c["verdict"] == "unsure" for p in result["points"] for c in p["metrics"].values()):
         console.print("unsure: apart, but with so few runs that may be chance; 4 or more per side tell.")
     for each in result["exceeded"]:
-        metric, point = each["metric"], _where(each["point"])
-        text = {
+        metric, point, excess = each["metric"], _where(each["point"]), each["excess"]
+        much = f" by {excess:.1%}" if excess <= 1 else f": {_change(1 + excess)}"
+        texts = {
             "missing": f"{point} is missing after",
             "unhealthy_runs": f"{point}: more runs with faults than before",
-        }.get(metric, f"{point}: {metric} is worse{_worse(each['excess'])}")
-        console.print(f"  ! {text}", style="red", highlight=False)
+        }
+        say(f"  ! {texts.get(metric, f'{point}: {metric} is worse{much}')}", style="red")
+
+
+def _show_faulty(there: Sequence[Mapping[str, Any]], side: str, runs: int, say: Callable[..., None]) -> None:
+    """Name a side's runs with faults before any figure, for those explain most."""
+    for each in there[:MOST_FAULTY]:
+        say(f"  [red]! {each['run']}: {each['says']}[/red]")
+    if there:
+        more = f"{len(there) - MOST_FAULTY} more runs {side} had faults; " if len(there) > MOST_FAULTY else ""
+        is_used = len(there) == runs
+        text = "every run had faults, so the figures are theirs" if is_used else "figures without these runs"
+        say(f"    [red]{more}{side}: {text}[/red]")
 
 
 def _where(label: Mapping[str, Any]) -> str:
     return table.label(label) or "the run"
-
-
-def _show_faulty(points: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Name the runs with faults before any figure, for those explain most."""
-    for point in points:
-        for i, side in enumerate(("before", "after")):
-            there = [each for each in point["faulty"] if each["side"] == side]
-            is_used = len(there) == point["runs"][i]
-            for each in there[:MOST_FAULTY]:
-                console.print(f"  [red]! {each['run']}: {each['says']}[/red]", highlight=False)
-            if there:
-                more = f"{len(there) - MOST_FAULTY} more runs {side} had faults; " if len(there) > MOST_FAULTY else ""
-                text = "every run had faults, so the figures are theirs" if is_used else "figures without these runs"
-                console.print(f"    [red]{more}{side}: {text}[/red]", highlight=False)
-
-
-def _runs(before: int, after: int) -> str:
-    return "one run each" if before == after == 1 else f"{before} and {after} runs"
 
 
 def _value(value: float) -> str:
@@ -331,7 +316,6 @@ def _value(value: float) -> str:
 
 
 def _change(ratio: float | None) -> str:
-    """Say a small change in percent, and a large one as a factor."""
     if ratio is None:
         return ""
     if 0.5 <= ratio <= 2:
@@ -339,11 +323,3 @@ def _change(ratio: float | None) -> str:
     factor = ratio if ratio > 1 else 1 / ratio if ratio > 0 else math.inf
     number = f"{factor:,.1f}" if factor < 10 else f"{factor:,.0f}"
     return "to 0" if math.isinf(factor) else f"x{number}" if ratio > 1 else f"1/{number}"
-
-
-def _worse(excess: float) -> str:
-    return f" by {excess:.1%}" if excess <= 1 else f": {_change(1 + excess)}"
-
-
-def _interval(change: Mapping[str, Any]) -> str:
-    return "" if change["low"] is None else f"{_change(change['low'])} ... {_change(change['high'])}"

@@ -1,10 +1,7 @@
-"""The driver: given workers, it plays the two schedulers and the router, and collects figures.
+"""The driver: it plays the two schedulers and the router, and collects figures.
 
-Work goes in *waves*. For each: fill the blocks, tell the ranks that pull, lend, open the window
-in which they pull (in a closed loop, or by the schedule's clock), close it, verify, wait until every lease is
-over. Only the windows are timed. The pools are sized by the concurrency, not by the number of requests.
-
-It does not know on which machine a worker is: it tells them, and hears them.
+Requests go in *waves*: fill the blocks, tell the ranks that pull, lend, open the window in which they pull, close it,
+verify, and wait until every lease is over. Only the windows are timed. The concurrency sizes the pools.
 """
 
 from __future__ import annotations
@@ -14,13 +11,13 @@ import contextlib
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import numpy as np
 import structlog
-from msgspec.structs import replace as replace_struct
+from msgspec.structs import asdict, replace
 
 from asynckv.core.types import Endpoint
 from asynckv.errors import AsyncKVError
@@ -41,31 +38,23 @@ _log = structlog.get_logger("asynckv.bench")
 
 START_S = 120.0
 GRACE_S = 30.0
-FILLED_PER_S = 2e8
-"""Bytes that a slow machine fills, poisons or compares in a second."""
+FILLED_PER_S = 2e8  # bytes that a slow machine fills, poisons or compares
 
 
 @dataclass(slots=True)
 class Measured:
-    """What a run found."""
-
     submitted: int = 0
     outcomes: dict[int, list[p.Outcome]] = field(default_factory=dict)
     warmup: list[p.Outcome] = field(default_factory=list)
     windows_s: list[float] = field(default_factory=list)
     scheduled_s: float = 0.0
     """When the last request that was submitted should have come."""
-    lent_places: int = 0
-    shared_places: int = 0
-    bytes_verified: int = 0
-    bytes_wanted: int = 0
-    bytes_wrong: int = 0
-    prefill_leaked: int = 0
-    decode_leaked: int = 0
-    quarantined: int = 0
+    lent: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    blocks: Counter[str] = field(default_factory=Counter)
+    leases: Counter[str] = field(default_factory=Counter)
     cpu_s: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "decode": 0.0})
     lags: list[float] = field(default_factory=list)
-    lease_ends: dict[str, int] = field(default_factory=dict)
     release_s: list[float] = field(default_factory=list)
     peak_rss: dict[str, int] = field(default_factory=dict)
     pool_bytes: dict[str, int] = field(default_factory=dict)
@@ -79,8 +68,6 @@ class Measured:
 
 
 class Driver:
-    """One run."""
-
     def __init__(self, experiment: Experiment, num_blocks: Mapping[str, Sequence[int]], progress: Bar) -> None:
         self.found = Measured()
         self._experiment, self._options = experiment, experiment.options
@@ -89,25 +76,12 @@ class Driver:
         self._engines: dict[Place, Sequence[Worker]] = {}
         self._roles: dict[Worker, str] = {}
         self._lenders: list[Worker] = []
-        """Ranks of the engines that lend."""
         self._readers: list[Worker] = []
         self._floor_at: p.Opened | None = None
         self._starting: asyncio.Task[Groups] | None = None
         self._stop = asyncio.Event()
         self._rng = np.random.default_rng(self._options.seed)
         self._cpu_at: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def heeding_signals(self) -> Iterator[None]:
-        """Let Ctrl-C and SIGTERM end the run in order."""
-        loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
-        for number in numbers:
-            loop.add_signal_handler(number, self.interrupt)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
 
     async def run(self, workers: Workers) -> Measured:
         """Run all requests on these workers, which were told who they are; bounded in time."""
@@ -147,7 +121,6 @@ class Driver:
             worker.tell(p.Cancel())
 
     def _enter(self, stage: Literal["warm-up", "run"], total: int | None) -> None:
-        """Go on to the next part of the run."""
         if not self.found.interrupted:
             self.found.stage = stage
         what = {"warm-up": "warm-up, first handshakes", "run": "requests, with filling and comparing"}[stage]
@@ -178,7 +151,6 @@ class Driver:
     # -- waves -------------------------------------------------------------------------------------
 
     async def _waves(self, groups: Groups) -> None:
-        """Run all requests."""
         await self._warm_up(groups)
         self._enter("run", len(self._schedule))
         done, clock_s, total = 0, 0.0, len(self._schedule)
@@ -203,7 +175,7 @@ class Driver:
             for i in range(self._options.warmup):
                 # Under numbers that no measured request has.
                 number = len(self._schedule) + len(todo)
-                todo.append(replace(requests[i % len(requests)], number=number, chunks=()))
+                todo.append(requests[i % len(requests)]._replace(number=number, chunks=()))
         self._enter("warm-up", len(todo))
         while todo and not self._stop.is_set():
             wave = self._allocate(todo)
@@ -211,9 +183,9 @@ class Driver:
             await self._wave(groups, wave, 0.0, is_open=False)
             for request, _, _ in wave:
                 found.warmup += found.outcomes.pop(request.number)
-        found.submitted, found.bytes_verified, found.bytes_wanted = 0, 0, 0
-        found.lent_places = found.shared_places = 0
-        found.windows_s, found.lags, found.lease_ends, found.floor = [], [], {}, []
+        found.submitted, found.bytes = 0, Counter(wrong=found.bytes["wrong"])
+        found.lent, found.leases = Counter(), Counter()
+        found.windows_s, found.lags, found.floor = [], [], []
         found.cpu_s = dict.fromkeys(found.cpu_s, 0.0)
 
     async def _wave(
@@ -229,7 +201,7 @@ class Driver:
             work = p.Work(r.number, lent, r.tokens, params, it.workload.chunk_tokens, list(r.chunks))
             lend[r.lender].append(work)
             arrival_s = r.arrival_s - clock_s if is_open else 0.0
-            pull[r.reader].append(replace_struct(work, lists=pulled, arrival_s=arrival_s))
+            pull[r.reader].append(replace(work, lists=pulled, arrival_s=arrival_s))
         patience = GRACE_S + self._pool_bytes() / FILLED_PER_S
         for place, workers in self._engines.items():
             for worker in workers:
@@ -277,7 +249,6 @@ class Driver:
         )
 
     async def _measure_floor(self, patience_s: float) -> p.Sample:
-        """Move the wave without the engine."""
         (lender,), (reader,) = self._lenders, self._readers
         assert self._floor_at is not None
         lender.tell(p.Serve(True))
@@ -296,8 +267,7 @@ class Driver:
             if (taken := allocator.take(request)) is None:
                 break
             out.append(taken)
-        self.found.lent_places += allocator.num_lent
-        self.found.shared_places += allocator.num_shared
+        self.found.lent.update(lent_blocks=allocator.num_lent, lent_shared=allocator.num_shared)
         return out
 
     async def _pull(self, concurrency: int, patience_s: float) -> None:
@@ -307,7 +277,7 @@ class Driver:
             windows.append(pulled.window_s)
             found.cpu_s[self._roles[worker]] += pulled.cpu_s
             found.lags += pulled.lags
-            found.decode_leaked += pulled.held
+            found.blocks["decode_leaked"] += pulled.held
             for outcome in pulled.outcomes:
                 if outcome.number in found.outcomes:
                     found.outcomes[outcome.number].append(outcome)
@@ -316,25 +286,20 @@ class Driver:
         found.windows_s.append(max(windows, default=0.0))
 
     async def _verify(self, patience_s: float) -> None:
-        found = self.found
         async for _, verified in self._ask(self._readers, p.Verify(), p.Verified, patience_s):
-            found.bytes_verified += verified.num_bytes
-            found.bytes_wanted += verified.wanted
-            found.bytes_wrong += verified.wrong
+            self.found.bytes.update(asdict(verified))
 
     async def _finish(self) -> None:
         found = self.found
         # Where a reader never came, the lease has to run out first.
         patience = self._options.lease.lease_s + 2 * self._options.lease.grant_s + 10.0
         async for worker, ended in self._ask(self._lenders, p.Finish(patience), p.Ended, patience + GRACE_S):
-            for cause, n in ended.causes.items():
-                found.lease_ends[cause] = found.lease_ends.get(cause, 0) + n
-            found.prefill_leaked += ended.leaked_blocks
+            found.leases.update(ended.causes)
+            found.blocks["prefill_leaked"] += ended.leaked_blocks
             found.lags += ended.lags
             found.cpu_s["prefill"] += ended.cpu_s - self._cpu_at[worker.name]
 
     async def _reports(self) -> None:
-        """Ask every worker for its last words."""
         found = self.found
         patience, transports = self._options.timeout_s + 2 * GRACE_S, Counter[str]()
         async for worker, report in self._ask([*self._roles], p.Stop(), p.Report, patience, AsyncKVError):
@@ -342,10 +307,10 @@ class Driver:
             found.pool_bytes[worker.name] = report.pool_bytes
             transports.update(report.transports)
             found.release_s += report.release_s
-            quarantined = report.gauges.get("blocks_quarantined", 0)
-            found.quarantined += quarantined
-            found.prefill_leaked += report.gauges.get("blocks_lent", 0)
-            found.decode_leaked += report.gauges.get("blocks_writing", 0) - quarantined
+            gauges = Counter(report.gauges)
+            found.blocks["quarantined"] += gauges["blocks_quarantined"]
+            found.blocks["prefill_leaked"] += gauges["blocks_lent"]
+            found.blocks["decode_leaked"] += gauges["blocks_writing"] - gauges["blocks_quarantined"]
             if report.integrity:
                 found.problems.append(f"{worker.name}: {report.integrity}")
         found.environment["ucx_transports"] = ucx.named(transports)
@@ -377,9 +342,13 @@ async def run(experiment: Experiment, progress: Bar) -> Measured:
     num_blocks = await asyncio.to_thread(experiment.num_blocks)
     driver = await asyncio.to_thread(Driver, experiment, num_blocks, progress)
     host = Host(experiment, num_blocks)
-    with driver.heeding_signals():
-        try:
-            return await driver.run(await host.start())
-        finally:
-            # An interrupted start does not wait for what the workers do first.
-            await host.end(0.5 if driver.found.interrupted and driver.found.stage == "start" else END_S)
+    loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, driver.interrupt)
+    try:
+        return await driver.run(await host.start())
+    finally:
+        # An interrupted start does not wait for what the workers do first.
+        await host.end(0.5 if driver.found.interrupted and driver.found.stage == "start" else END_S)
+        for number in signals:
+            loop.remove_signal_handler(number)

@@ -1,8 +1,4 @@
-"""What the options of a run amount to: a model, a workload, two sides, who lends to whom, and how large pools are.
-
-Made once from `Options`, checked as a whole, and never changed. The driver, the workers' set-up and the report all read
-it, and the options themselves through it. It starts nothing and measures nothing.
-"""
+"""What the options of a run amount to: a model, a workload, two sides, who lends to whom, and how large pools are."""
 
 from __future__ import annotations
 
@@ -28,8 +24,7 @@ MiB = 1 << 20
 MOST_RANKS = 1024
 MOST_ENGINES = 256
 MOST_BLOCK_SIZE = 1 << 20
-PROCESS_BYTES = 600 * MiB
-"""What a process may use beside its pool."""
+PROCESS_BYTES = 600 * MiB  # what a process may use beside its pool
 PREFIXES = 8
 LOOPBACK = "127.0.0.1"
 OPEN_BYTES = 2048 * MiB
@@ -37,15 +32,7 @@ OPEN_BYTES = 2048 * MiB
 
 
 class Experiment:
-    """One run, worked out.
-
-    Attributes:
-        sides: Both engines' shapes, by role.
-        engines: How many there are, and who lends to whom.
-        arrivals: When requests come.
-        cache_tokens: What the modelled prefix cache of each engine holds.
-        hosts: The address at which each side's engines listen, by role.
-    """
+    """One run, worked out from its options and checked as a whole."""
 
     def __init__(self, options: Options, model: Model | None = None, workload: Workload | None = None) -> None:
         self.options = options
@@ -106,7 +93,6 @@ class Experiment:
         return side.tp * side.pp
 
     def schedule(self) -> list[Request]:
-        """Work every request out."""
         return make_schedule(
             self.workload,
             engines=self.engines,
@@ -125,9 +111,9 @@ class Experiment:
         return [sum(there) for _, there in self.places(role, tokens, cached)]
 
     def places(self, role: str, tokens: int, cached: int = 0) -> list[tuple[int, list[bool]]]:
-        """Per group the first token, and for every place of its list whether there is a block.
+        """Return per group the first token, and for every place of its list whether there is a block.
 
-        Like engines do: nothing before a sliding window, nothing that is cached, one state per request.
+        As in engines, nothing is there before a sliding window, nothing of what is cached, and one state per request.
         """
         side = self.sides[role]
         out: list[tuple[int, list[bool]]] = []
@@ -142,7 +128,6 @@ class Experiment:
         return out
 
     def layout(self, role: str, tp_rank: int, pp_stage: int, num_blocks: int | Sequence[int] = 1) -> Layout:
-        """One rank's layout."""
         shape = self.sides[role]
         try:
             return shape.layout(self.model, tp_rank, pp_stage, num_blocks)
@@ -175,9 +160,9 @@ class Experiment:
         return most
 
     def num_blocks(self, available: int | None = None) -> dict[str, list[int]]:
-        """Size of every engine's pools per group, by role: twice the concurrency's blocks, as far as memory goes.
+        """Size every engine's pools per group, by role: twice the concurrency's blocks, as far as memory goes.
 
-        In an open loop as many as the schedule needs, or as fit into `pool_mb` (`OPEN_BYTES`): waves are then few.
+        An open loop gets as many as the schedule needs, or as fit into `pool_mb` (`OPEN_BYTES`), so that waves are few.
         """
         uses: dict[str, dict[Place, list[list[int]]]] = {role: {} for role in self.sides}
         for r in self.schedule():

@@ -13,13 +13,7 @@ Report = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number of a report.
-
-    Attributes:
-        path: Where it is, with dots between.
-        scale: Makes the figure's unit of it.
-        is_per_request: It is shared out over the requests of a transfer.
-    """
+    """One number of a report: its dotted path, the factor that makes its unit of it, and whether requests share it."""
 
     name: str
     unit: str
@@ -77,7 +71,6 @@ HEADS = {
     "ratio_to_floor.raw_nixl.cpu_s_per_request": "CPU / raw NIXL",
 }
 FLOORS = tuple(Figure(name, "", "higher" if name.endswith("per_s") else "lower", name) for name in HEADS)
-"""Looked at beside the usual figures where reports have them."""
 SHARE = FLOORS[0]
 
 

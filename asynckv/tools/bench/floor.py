@@ -1,9 +1,8 @@
 """The floor: the same bytes between the same buffers by a raw NIXL loop, measured beside the engine.
 
 Before or after each window of the engine, in turn, the decode worker moves the wave's requests by a plain loop: the
-same descriptors in the same order, cut into posts as the engine cuts them. Everything is worked out before the clock
-runs, and what lands is compared with the pattern after it has stopped. The prefill worker only serves, by a second NIXL
-agent over the same memory, so that nothing of the engine is in the way.
+same descriptors in the same order, cut into posts as the engine cuts them. Planning and comparing are outside of the
+clock. The prefill worker only serves, by a second NIXL agent over the same memory.
 """
 
 from __future__ import annotations
@@ -37,13 +36,9 @@ if TYPE_CHECKING:
 
 
 class Round(msgspec.Struct):
-    """One window of the engine and what followed it.
+    """One window of the engine (its CPU is the decode process's), and the floor's sample beside it.
 
-    Attributes:
-        window_s, seconds, num_bytes, cpu_s: The engine's: the window, every request's latency, what was moved, CPU
-            of the decode process.
-        sample: The floor's.
-        failed: Requests of the engine's that failed. The floor moved them, so the round is in no ratio.
+    The floor moved the requests that failed in the engine, so a round with such is in no ratio.
     """
 
     window_s: float
@@ -96,7 +91,6 @@ class Floor:
         await self._plane.add_remote_agent(AgentInfo(opened.agent_name, opened.metadata), opened.layout.memories)
 
     def close(self) -> None:
-        """Let go of agents and sockets."""
         if self._raw is not None:
             self._raw.close()
 
@@ -178,22 +172,17 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def faults(rounds: Sequence[Round]) -> list[str]:
-    """Say what was wrong with the floor itself."""
     found = [f"floor: {r.sample.wrong} bytes that the raw NIXL loop moved are wrong" for r in rounds if r.sample.wrong]
     return found + sorted({f"floor: {r.sample.error}" for r in rounds if r.sample.error})
 
 
 KIND = "raw_nixl"
-"""What the report calls it."""
 NAME = "raw NIXL loop"
 HEAD = ("floor (the bare transfer)", "GB/s", "p50", "engine reaches", "p50 x", "CPU x")
 
-ROUNDS = 10
-"""Into how many waves a run beside the floor is cut, or more where pools are small."""
-QUIET_S = 0.005
-"""What the p99 of the event loops' lag is below, on cores that do nothing else."""
-LEAST_ROUNDS = 6
-"""From so many rounds on an interval can be as sure as `noise.LEVEL`."""
+ROUNDS = 10  # waves that a run beside the floor is cut into, or more where pools are small
+QUIET_S = 0.005  # p99 of the event loops' lag, at most, on cores that do nothing else
+LEAST_ROUNDS = 6  # from so many on an interval can be as sure as `noise.LEVEL`
 LEAST_TURNS = 2
 """How often each round has to fill what is in flight; otherwise the start and the end of a round are all there is."""
 

@@ -11,8 +11,7 @@ THRESHOLDS = (20_000, 20, 20)
 def settle() -> None:
     """Look through what lives on once, and never again; look through what is new seldom.
 
-    asynckv makes no cycles per request. Each collection looks through everything in flight, which with thousands of
-    requests costs more than they do.
+    A collection looks through everything in flight. With thousands of requests that costs more than they do.
     """
     gc.collect()
     gc.freeze()

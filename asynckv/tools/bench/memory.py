@@ -1,9 +1,8 @@
 """One rank's KV pool, and the pattern in it.
 
-What belongs into an element is a function of (seed, request, layer, part, token, place in the whole model's
-axes), whoever holds it and however it is laid out: a byte of another request, token, layer, head or rank
-shows. Tokens that requests have in common depend on their chunk instead of the request. Both sides work it
-out by themselves, from their own layouts.
+An element is a function of (seed, request, layer, part, token, place in the whole model's axes), in every layout: a
+byte of another request, token, layer, head or rank shows. Tokens that requests share depend on their chunk instead of
+the request.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from asynckv.tools.plan.layouts import with_addresses
 Lists = Sequence[tuple[int, Sequence[int | None]]]
 """Per group the first token and the blocks from the one on that holds it, as the engines give them."""
 
-Prefix = tuple[int, Sequence[int]]
-"""Tokens per chunk, and the ids of a request's leading chunks."""
+Prefix = tuple[int, Sequence[int]]  # tokens per chunk, and the ids of a request's leading chunks
 NOTHING_SHARED: Prefix = 1, ()
 
 Words = npt.NDArray[Any]
@@ -37,9 +35,7 @@ Int64s = npt.NDArray[np.int64]
 POISON = 0xDEADBEEFDEADBEEF
 SHARED = 0x5348415245440000
 """Where a request's number would stand, for what belongs to a chunk."""
-CHUNK = 8 << 20
-"""Bytes that are made at a time."""
-
+CHUNK = 8 << 20  # bytes that are made at a time
 TOKEN_STEP = np.uint64(0x9E3779B97F4A7C15)
 AXIS_STEP = np.uint64(0xC2B2AE3D27D4EB4F)
 DIM_STEP = np.uint64(0xD6E8FEB86659FD93)
@@ -99,10 +95,10 @@ class Pool:
             it.array[ids] = np.uint64(POISON) >> it.shift
 
     def check(self, request: int, lists: Lists, tokens: int, prefix: Prefix = NOTHING_SHARED) -> tuple[int, int]:
-        """Compare with a request's pattern; the bytes that were compared, and those that differ.
+        """Compare with a request's pattern; returns the bytes that were compared, and those that differ.
 
-        What lies before a list's first token must be untouched, that is, poison. Tokens after the last, or
-        before a sliding window, are nobody's.
+        What lies before a list's first token must still be poison. Tokens after the last, or before a window, may be
+        anything.
         """
         compared = wrong = 0
         for it, ids, begin, end, expected in self._chunks(request, lists, tokens, prefix):

@@ -1,9 +1,8 @@
-"""What noise is, for all figures: an interval of order statistics, with nothing assumed of how noise is distributed.
+"""Noise of figures: an interval of order statistics, which assumes nothing of how noise is distributed.
 
-Of one side's rounds (`median_of`, the sign test's interval): so the medians of a floor, and the bars of a sweep's page.
-Of two sides' rounds (`ratio_of`, the rank-sum test's interval): so a comparison. Both are made alike: order the values
-(of two sides all ratios of a run after to a run before), leave out as many at both ends as chance allows, and say what
-the rest is worth. Few rounds cannot give 0.95; then the interval is the whole range, and `level` says how sure that is.
+`median_of` is of one side's rounds (the sign test's interval), `ratio_of` of two sides' (the rank-sum test's): order
+the values, leave out as many at both ends as chance allows, and say what the rest is worth. Few rounds cannot give
+0.95; then the interval is the whole range, and `level` says how sure that is.
 """
 
 from __future__ import annotations
@@ -17,18 +16,14 @@ import numpy.typing as npt
 from msgspec import Struct
 
 LEVEL = 0.95
-MOST_EXACT = 400
-"""Pairs of runs up to which the rank sum's distribution is counted; beyond it is as good as normal."""
-
+MOST_EXACT = 400  # pairs of runs; beyond it the rank sum is as good as normal
 Floats = npt.NDArray[np.float64]
 
 
 class Interval(Struct, frozen=True):
-    """A median, or a ratio of medians, and the two values between which the true one lies.
+    """A median, or a ratio of medians, and the two values between which the true one lies with a chance of `level`.
 
-    Attributes:
-        level: How sure that is: the chance of it if rounds are independent.
-        rounds: How many there were, on the side that has fewer.
+    `rounds` is how many there were, on the side that has fewer.
     """
 
     median: float
@@ -39,7 +34,6 @@ class Interval(Struct, frozen=True):
 
 
 def median_of(values: Sequence[float]) -> Interval:
-    """Sum rounds up."""
     if not values:
         return Interval(0.0, 0.0, 0.0, 0.0, 0)
     number, ordered = len(values), np.sort(np.array(values, float))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -155,13 +156,11 @@ def _show(report: dict[str, Any], console: Console) -> None:
 
 def _sharing(options: Any) -> Any:
     """Let prompts come again, where nothing was said of what they have in common."""
-    import msgspec
-
     if options.trace is None and options.shared_prefix is None:
         requests = options.requests or 100
         lengths = (options.prompt_tokens or PROMPT_TOKENS).replace(":", ",").split(",")
         longest = max((int(x) for x in lengths if x.strip().isdecimal()), default=1)
-        return msgspec.structs.replace(options, shared_prefix=f"{longest}:{max(1, requests // 4)}")
+        return replace(options, shared_prefix=f"{longest}:{max(1, requests // 4)}")
     return options
 
 

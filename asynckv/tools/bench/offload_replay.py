@@ -1,9 +1,7 @@
-"""What of a workload's prompts would be found again, in tiers of which sizes: the catalogue alone, without bytes.
+"""The share of a workload's prompts that tiers of some sizes would find again: the catalogue alone, without bytes.
 
-Every request looks its prompt up, loads what is found, computes the rest, and stores what it computed. The catalogue
-decides as it does in an engine; its moves are carried out by saying that they are done. So it takes a minute to learn
-what a terabyte would be good for. Requests come one after another, in the order of the workload: nobody finds what is
-being stored just now, and a write-back has ended before the next one comes.
+The catalogue decides as it does in an engine; its moves are carried out by saying that they are done. Requests come
+one after another, so no request finds what is being stored just now.
 """
 
 from __future__ import annotations
@@ -22,29 +20,22 @@ from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.found import Found
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome, MoveKind
 from asynckv.offload.keys import StoredGroup, stored_groups
-from asynckv.tools.bench.prefixes import PrefixCache
+from asynckv.tools.bench.schedule import PrefixCache
 from asynckv.tools.bench.workload import Workload
 
 MODEL = "bench"
-"""Under which blocks are kept."""
 
 
 class Tiers(NamedTuple):
-    """What one run is given."""
-
     policy: str
     host_bytes: int
     file_bytes: int
 
 
 class Prompt(NamedTuple):
-    """One request.
+    """One request: its length, the hashes of its whole blocks, and the leading tokens that the accelerator has of it.
 
-    Attributes:
-        tokens: Its length.
-        hashes: Of its whole blocks.
-        cached: Leading tokens that the accelerator has of it, whole blocks of all groups.
-        most: Leading tokens that any request before it had in common with it: what no cache exceeds.
+    `most` are the leading tokens that any request before it had in common with it: what no cache exceeds.
     """
 
     tokens: int
@@ -91,8 +82,6 @@ class Prompts:
 
 
 class Tally:
-    """What became of requests."""
-
     def __init__(self, groups: Sequence[StoredGroup]) -> None:
         self.groups = groups
         self.tokens = dict.fromkeys(("prompt", "device", "host", "file", "computed", "best"), 0.0)
@@ -100,7 +89,6 @@ class Tally:
         self._blocks = [dict.fromkeys(("host", "file"), 0) for _ in groups]
 
     def count(self, prompt: Prompt, found: Found, loaded: int) -> None:
-        """Note a request: what was looked up, and up to where it was loaded."""
         at_hand = max(loaded, prompt.cached)
         self.tokens["prompt"] += prompt.tokens
         self.tokens["device"] += prompt.cached
@@ -120,7 +108,6 @@ class Tally:
         self.tokens["host"] += (loaded - prompt.cached) * (1 - share)
 
     def told(self) -> dict[str, Any]:
-        """Say it, as it stands in the report."""
         tokens = {name: round(count) for name, count in self.tokens.items()}
         prompt = max(1, tokens["prompt"])
         return {

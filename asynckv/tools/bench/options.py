@@ -1,15 +1,7 @@
-"""Every option of `asynckv bench`, each declared once.
+"""Every option of `asynckv bench`, each declared once, as a field of `Options`.
 
-A field of `Options` is an option: its name, type and default, and beside them (`Option`) its help, its panel, its
-bounds and what else becomes of it. Made from the declarations, and nowhere spelled again:
-
-- the command line (`asynckv.tools.bench.cli` makes its parameters), and with it the parameters of sweeps;
-- what a worker is told (`protocol.Setup` carries the options whole);
-- the JSON record: `config` has an option under its own name, unless it stands there in another form;
-- the check of bounds, and its words.
-
-So a new option is one field here, and its use. What options amount to together (a model, a workload, pools) is the next
-room's (`asynckv.tools.bench.experiment`). Loads nothing heavy: `--help` reads it.
+The declarations make the command line and the parameters of sweeps, what a worker is told (`protocol.Setup`), the JSON
+record's `config`, and the check of bounds. `--help` reads this, so it loads nothing heavy.
 """
 
 from __future__ import annotations
@@ -17,8 +9,7 @@ from __future__ import annotations
 import functools
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
@@ -32,7 +23,6 @@ if TYPE_CHECKING:
     from asynckv.tools.plan.models import Model
 
 T = TypeVar("T")
-Sides = int | tuple[int, int]
 Order = Literal["nhd", "hnd", "block-nhd", "block-hnd", "cross-nhd", "cross-hnd"]
 ConvOrder = Literal["channel", "row"]
 
@@ -49,10 +39,8 @@ class Option:
     """What an option is beside its name, type and default.
 
     Attributes:
-        panel: Of the help, where it stands.
         shown: What the help gives as its default, if that is not the field's.
-        least, most: Its bounds; `most` may be open.
-        read: Makes the value of what the command line has as text, by the option's name; its default is then `shown`.
+        read: Makes the value of the command line's text, by the option's name; its default is then `shown`.
         is_file: Names a file that the run reads: a sweep takes other content for another sweep.
         in_record: It stands in the JSON record as it is. Otherwise the record has what became of it, or nothing.
         is_single: Means nothing for a sweep, whose points are many runs.
@@ -70,7 +58,6 @@ class Option:
     is_single: bool = False
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse what is out of bounds."""
         if self.least is None or value is None:
             return
         if self.most is None:
@@ -82,7 +69,6 @@ class Option:
 
 
 def flag(name: str) -> str:
-    """Spell an option as the command line does."""
     return "--" + name.replace("_", "-")
 
 
@@ -125,8 +111,6 @@ def _of_sides(one: Callable[[str, str], T]) -> Callable[[str, str], T | tuple[T,
 
 
 class Shape(Struct, frozen=True, kw_only=True):
-    """How one of the two engines is cut and laid out."""
-
     tp: int = 1
     pp: int = 1
     block_size: int = 16
@@ -135,7 +119,6 @@ class Shape(Struct, frozen=True, kw_only=True):
     conv_order: str = "channel"
 
     def layout(self, model: Model, tp_rank: int, pp_stage: int, num_blocks: int | Sequence[int] = 1) -> Layout:
-        """One rank's layout."""
         from asynckv.tools.plan.layouts import model_layout
 
         return model_layout(
@@ -152,219 +135,180 @@ class Shape(Struct, frozen=True, kw_only=True):
         )
 
 
+def _in(panel: str, **usual: Any) -> Callable[..., Any]:
+    """Make what declares an option of a panel of the help: its default, its help, and what else it is."""
+
+    def declare(default: Any, help: str, **more: Any) -> Any:
+        return field(default=default, metadata={"option": Option(panel, help, **(usual | more))})
+
+    return declare
+
+
+GEOMETRY = "Geometry"
 # The record has the model, the two shapes and the engines that these make.
-common = partial(Option, "Begin with these")
-geometry = partial(Option, "Geometry", in_record=False)
-sizes = partial(Option, "Geometry", in_record=False, metavar="N|PREFILL:DECODE", read=_of_sides(_number))
-work = partial(Option, "Workload")
-run = partial(Option, "Run")
-apart = partial(Option, "Two machines", in_record=False)
-output = partial(Option, "Output", in_record=False, is_single=True)
-
-# What `asynckv layout` asks for as well.
-HfConfig = Annotated[str | None, geometry("A Hugging Face config.json, instead of a preset.", is_file=True)]
-Layers = Annotated[int | None, geometry("Layers, instead of the model's; one of every kind is kept.")]
-KvHeads = Annotated[int | None, geometry("KV heads, instead of the model's.")]
-HeadDim = Annotated[int | None, geometry("Head dimension, instead of the model's.")]
-Dtype = Annotated[str | None, geometry("Element type, such as bfloat16 or float8_e4m3fn.")]
-BlockSize = Annotated[int, geometry("Tokens per block.")]
-Ratio = Annotated[int, geometry("Kernel blocks per block.")]
+common = _in("Begin with these")
+geometry = _in(GEOMETRY, in_record=False)
+sizes = _in(GEOMETRY, in_record=False, metavar="N|PREFILL:DECODE", read=_of_sides(_number))
+work = _in("Workload")
+run = _in("Run")
+apart = _in("Two machines", in_record=False)
+output = _in("Output", in_record=False, is_single=True)
 
 
-class Options(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
     """One run, as it was asked for. What may differ between the engines is one value, or prefill's and decode's."""
 
-    model: Annotated[
-        str | None,
-        common(
-            "Preset, such as llama-3.1-8b, gemma-3-4b, deepseek-v3, nemotron-h-8b, qwen3-next-80b-a3b; "
-            "an unknown name lists all.",
-            shown=DEFAULT_MODEL,
-            in_record=False,
-        ),
-    ] = None
-    layers: Annotated[
-        int | None, common("Layers, instead of the model's; one of every kind is kept.", in_record=False)
-    ] = None
-    hf_config: HfConfig = None
-    kv_heads: KvHeads = None
-    dtype: Dtype = None
-    tp: Annotated[Sides, sizes("Ranks of each engine, or of prefill and decode, such as 2:1.", shown="1")] = 1
-    pp: Annotated[Sides, sizes("Pipeline stages, in the same way.", shown="1")] = 1
-    block_size: Annotated[Sides, sizes("Tokens per block, in the same way.", shown="16")] = 16
-    order: Annotated[
-        Order | tuple[Order, Order],
-        geometry(
-            "Memory order, in the same way: token before head (nhd) or after (hnd); block-nhd, block-hnd: K and V in "
-            "one block; cross-nhd, cross-hnd: all layers of a block adjacent.",
-            metavar="ORDER|PREFILL:DECODE",
-            read=_of_sides(_order),
-            shown="nhd",
-        ),
-    ] = "nhd"
-
-    prompt_tokens: Annotated[
-        str | None,
-        common(
-            "Prompt length: 1024, 128:4096 for uniform ones, 128:0.8,8192:0.2 for a mix with weights.",
-            shown=PROMPT_TOKENS,
-            in_record=False,
-        ),
-    ] = None
-    trace: Annotated[
-        str | None,
-        work(
-            "Take requests from a file in Mooncake's format, one JSON object per line: input_length, and where "
-            "they are there hash_ids (shared prefixes) and timestamp (for --speed).",
-            is_file=True,
-            in_record=False,
-        ),
-    ] = None
-    max_prompt_tokens: Annotated[
-        int | None, work("Cut longer prompts; the report says how many.", least=1, most=MOST, in_record=False)
-    ] = None
-    prefix_hit: Annotated[
-        str, work("How much of every prompt the decode side has already: tokens (512) or a share (50%).")
-    ] = "0"
-    shared_prefix: Annotated[
-        str | None,
-        work(
-            "Let every prompt begin with one of 8 prefixes of so many tokens; 1024:32 for one of 32 prefixes.",
-            metavar="TOKENS[:PREFIXES]",
-            in_record=False,
-        ),
-    ] = None
-    prefix_cache: Annotated[
-        int | None,
-        work(
-            "Tokens that the modelled prefix cache of each reading engine holds, where prompts share prefixes; "
-            "0 for none.",
-            shown=str(PREFIX_CACHE),
-            least=0,
-            most=1 << 40,
-        ),
-    ] = None
-    requests: Annotated[
-        int | None, common("How many requests; 100, or all of the trace.", least=1, most=MOST, in_record=False)
-    ] = None
-    concurrency: Annotated[int, common("Pulls in flight on each decode rank (closed loop).", least=1)] = 16
-    rate: Annotated[
-        float | None,
-        work("Open loop: requests per second at random, however slow they are served.", least=1e-6, most=MOST_RATE),
-    ] = None
-    speed: Annotated[
-        float | None,
-        work("Open loop: requests come at the trace's times, so many times as fast.", least=1e-6, most=MOST_RATE),
-    ] = None
-    engines: Annotated[Sides, sizes("Engines, in the same way; requests take turns among them.", shown="1")] = 1
-    warmup: Annotated[
-        int,
-        work(
-            "Requests between every two engines before the clock runs, so that figures hold no first connections.",
-            least=0,
-            most=10_000,
-        ),
-    ] = 1
-    block_order: Annotated[Literal["runs", "random"], work("Whether a request's blocks lie in runs or anywhere.")] = (
-        "runs"
+    model: str | None = common(
+        None,
+        "Preset, such as llama-3.1-8b, gemma-3-4b, deepseek-v3, nemotron-h-8b, qwen3-next-80b-a3b; "
+        "an unknown name lists all.",
+        shown=DEFAULT_MODEL,
+        in_record=False,
     )
-    seed: Annotated[int, work("Of the pattern, the lengths and the block order.", least=0)] = 0
-
-    verify: Annotated[Literal["full", "off"], run("Compare every byte, or nothing (and fill nothing).")] = "full"
-    timeout_s: Annotated[
-        float,
-        run(
-            "Deadline of each pull, and how long prefill holds the blocks of a request that nobody claims.",
-            least=MIN_LEASE_S,
-            most=MOST_S,
-        ),
-    ] = 30.0
-    pool_mb: Annotated[
-        int | None,
-        run(
-            "Largest KV pool per rank, in MiB; by default what the concurrency needs and memory allows.",
-            least=1,
-            most=MOST,
-        ),
-    ] = None
-    transport: Annotated[
-        Literal["auto", "tcp"], run("What UCX may use: its own choice (shared memory on one host), or TCP on loopback.")
-    ] = "auto"
-    posting_threads: Annotated[
-        int | str,
-        run(
-            "Threads per rank that post bulk reads; 0 posts everything on the event loop.",
-            metavar="N|auto",
-            shown="auto",
-            read=_number_or_word,
-        ),
-    ] = "auto"
-    process: Annotated[
-        Literal["auto", "serving", "always", "never"],
-        run(
-            "What of NIXL runs in a process of its own: what serves remote readers (serving), reads as well (always), "
-            "nothing (never), or as engines choose by themselves (auto).",
-            metavar="WHAT",
-        ),
-    ] = "auto"
-    announced: Annotated[
-        bool,
-        run(
-            "Announce every request, and have its claim granted, before its window opens: as where the decode "
-            "engine hears of a request when its prefill begins."
-        ),
-    ] = False
-    floor: Annotated[
-        bool,
-        common(
-            "Beside every wave move the same bytes by a raw NIXL loop, without the engine, and report how much of that "
-            "the engine reaches."
-        ),
-    ] = False
-    memory: Annotated[Literal["host", "cuda"], run("Where the pools lie: host memory, or a GPU's.")] = "host"
-
-    remote: Annotated[
-        str | None,
-        apart(
-            "Start every prefill worker by this command, such as 'ssh HOST asynckv bench worker': it speaks "
-            "over its stdin and stdout.",
-            metavar="COMMAND",
-        ),
-    ] = None
-    remote_host: Annotated[
-        str | None, apart("The address at which engines there listen, reachable from here.", metavar="ADDRESS")
-    ] = None
-
-    json: Annotated[
-        str | None,
-        common(
-            "Write the report there; - for stdout. asynckv bench compare compares two.",
-            metavar="FILE",
-            in_record=False,
-            is_single=True,
-        ),
-    ] = None
-    log: Annotated[str | None, output("Write all processes' structured logs there, as JSON lines.", metavar="FILE")] = (
-        None
+    layers: int | None = common(None, "Layers, instead of the model's; one of every kind is kept.", in_record=False)
+    hf_config: str | None = geometry(None, "A Hugging Face config.json, instead of a preset.", is_file=True)
+    kv_heads: int | None = geometry(None, "KV heads, instead of the model's.")
+    dtype: str | None = geometry(None, "Element type, such as bfloat16 or float8_e4m3fn.")
+    tp: int | tuple[int, int] = sizes(1, "Ranks of each engine, or of prefill and decode, such as 2:1.", shown="1")
+    pp: int | tuple[int, int] = sizes(1, "Pipeline stages, in the same way.", shown="1")
+    block_size: int | tuple[int, int] = sizes(16, "Tokens per block, in the same way.", shown="16")
+    order: Order | tuple[Order, Order] = geometry(  # noqa: RUF009 - a field
+        "nhd",
+        "Memory order, in the same way: token before head (nhd) or after (hnd); block-nhd, block-hnd: K and V in "
+        "one block; cross-nhd, cross-hnd: all layers of a block adjacent.",
+        metavar="ORDER|PREFILL:DECODE",
+        read=_of_sides(_order),
+        shown="nhd",
     )
+
+    prompt_tokens: str | None = common(
+        None,
+        "Prompt length: 1024, 128:4096 for uniform ones, 128:0.8,8192:0.2 for a mix with weights.",
+        shown=PROMPT_TOKENS,
+        in_record=False,
+    )
+    trace: str | None = work(
+        None,
+        "Take requests from a file in Mooncake's format, one JSON object per line: input_length, and where "
+        "they are there hash_ids (shared prefixes) and timestamp (for --speed).",
+        is_file=True,
+        in_record=False,
+    )
+    max_prompt_tokens: int | None = work(
+        None, "Cut longer prompts; the report says how many.", least=1, most=MOST, in_record=False
+    )
+    prefix_hit: str = work("0", "How much of every prompt the decode side has already: tokens (512) or a share (50%).")
+    shared_prefix: str | None = work(
+        None,
+        "Let every prompt begin with one of 8 prefixes of so many tokens; 1024:32 for one of 32 prefixes.",
+        metavar="TOKENS[:PREFIXES]",
+        in_record=False,
+    )
+    prefix_cache: int | None = work(
+        None,
+        "Tokens that the modelled prefix cache of each reading engine holds, where prompts share prefixes; 0 for none.",
+        shown=str(PREFIX_CACHE),
+        least=0,
+        most=1 << 40,
+    )
+    requests: int | None = common(
+        None, "How many requests; 100, or all of the trace.", least=1, most=MOST, in_record=False
+    )
+    concurrency: int = common(16, "Pulls in flight on each decode rank (closed loop).", least=1)
+    rate: float | None = work(
+        None,
+        "Open loop: requests per second at random, however slow they are served.",
+        least=1e-6,
+        most=MOST_RATE,
+    )
+    speed: float | None = work(
+        None, "Open loop: requests come at the trace's times, so many times as fast.", least=1e-6, most=MOST_RATE
+    )
+    engines: int | tuple[int, int] = sizes(1, "Engines, in the same way; requests take turns among them.", shown="1")
+    warmup: int = work(
+        1,
+        "Requests between every two engines before the clock runs, so that figures hold no first connections.",
+        least=0,
+        most=10_000,
+    )
+    block_order: Literal["runs", "random"] = work("runs", "Whether a request's blocks lie in runs or anywhere.")
+    seed: int = work(0, "Of the pattern, the lengths and the block order.", least=0)
+
+    verify: Literal["full", "off"] = run("full", "Compare every byte, or nothing (and fill nothing).")
+    timeout_s: float = run(
+        30.0,
+        "Deadline of each pull, and how long prefill holds the blocks of a request that nobody claims.",
+        least=MIN_LEASE_S,
+        most=MOST_S,
+    )
+    pool_mb: int | None = run(
+        None,
+        "Largest KV pool per rank, in MiB; by default what the concurrency needs and memory allows.",
+        least=1,
+        most=MOST,
+    )
+    transport: Literal["auto", "tcp"] = run(
+        "auto", "What UCX may use: its own choice (shared memory on one host), or TCP on loopback."
+    )
+    posting_threads: int | str = run(
+        "auto",
+        "Threads per rank that post bulk reads; 0 posts everything on the event loop.",
+        metavar="N|auto",
+        shown="auto",
+        read=_number_or_word,
+    )
+    process: Literal["auto", "serving", "always", "never"] = run(
+        "auto",
+        "What of NIXL runs in a process of its own: what serves remote readers (serving), reads as well (always), "
+        "nothing (never), or as engines choose by themselves (auto).",
+        metavar="WHAT",
+    )
+    announced: bool = run(
+        False,
+        "Announce every request, and have its claim granted, before its window opens: as where the decode "
+        "engine hears of a request when its prefill begins.",
+    )
+    floor: bool = common(
+        False,
+        "Beside every wave move the same bytes by a raw NIXL loop, without the engine, and report how much of that "
+        "the engine reaches.",
+    )
+    memory: Literal["host", "cuda"] = run("host", "Where the pools lie: host memory, or a GPU's.")
+
+    remote: str | None = apart(
+        None,
+        "Start every prefill worker by this command, such as 'ssh HOST asynckv bench worker': it speaks "
+        "over its stdin and stdout.",
+        metavar="COMMAND",
+    )
+    remote_host: str | None = apart(
+        None, "The address at which engines there listen, reachable from here.", metavar="ADDRESS"
+    )
+
+    json: str | None = common(
+        None,
+        "Write the report there; - for stdout. asynckv bench compare compares two.",
+        metavar="FILE",
+        in_record=False,
+        is_single=True,
+    )
+    log: str | None = output(None, "Write all processes' structured logs there, as JSON lines.", metavar="FILE")
 
     def __post_init__(self) -> None:
         for name, (_, option) in declared().items():
             option.check(flag(name), getattr(self, name))
 
     def shape(self, role: str) -> Shape:
-        """How one side is cut and laid out."""
         sides = {name: getattr(self, name) for name in ("tp", "pp", "block_size", "order")}
         return Shape(**{k: v[role == "decode"] if isinstance(v, tuple) else v for k, v in sides.items()})
 
     @property
     def lease(self) -> LeaseConfig:
-        """Of what is lent."""
         return LeaseConfig(lease_s=self.timeout_s, grant_s=min(10.0, self.timeout_s))
 
     @property
     def level(self) -> Literal["info", "error"]:
-        """Of the logs."""
         return "info" if self.log else "error"
 
     def record(self) -> dict[str, Any]:
@@ -375,8 +319,15 @@ class Options(Struct, frozen=True, kw_only=True):
 @functools.cache
 def declared() -> Mapping[str, tuple[Any, Option]]:
     """Name every option, with its type and its declaration, as they stand above."""
-    found = {}
-    for name, hint in typing.get_type_hints(Options, include_extras=True).items():
-        kind, option = typing.get_args(hint)
-        found[name] = kind, option
-    return MappingProxyType(found)
+    hints = typing.get_type_hints(Options)
+    return MappingProxyType({each.name: (hints[each.name], each.metadata["option"]) for each in fields(Options)})
+
+
+# What `asynckv layout` asks for as well.
+HfConfig = Annotated[str | None, declared()["hf_config"][1]]
+Layers = Annotated[int | None, Option(GEOMETRY, declared()["layers"][1].help)]
+KvHeads = Annotated[int | None, declared()["kv_heads"][1]]
+HeadDim = Annotated[int | None, Option(GEOMETRY, "Head dimension, instead of the model's.")]
+Dtype = Annotated[str | None, declared()["dtype"][1]]
+BlockSize = Annotated[int, Option(GEOMETRY, "Tokens per block.")]
+Ratio = Annotated[int, Option(GEOMETRY, "Kernel blocks per block.")]

@@ -1,10 +1,7 @@
-"""Processes that end with their driver, whatever happens to either.
+"""Processes that end with their driver, whatever happens to either. Imports the standard library only.
 
-The driver (`Processes`) speaks with a command over the command's stdin and stdout. It ends the process by closing
-stdin, or kills it. A process on the same host calls `end_with_driver`, so that the system kills it if the driver dies.
-Processes that these have started are found by a mark in their environment if they outlive them.
-
-Imports the standard library only.
+A driver speaks with a command over its stdin and stdout, and ends it by closing stdin. The kernel kills a process on
+the same host if the driver dies. Children that outlive such a process are found by a mark in their environment.
 """
 
 from __future__ import annotations
@@ -20,9 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ANSWER_S = 20.0
-"""How long an answer, or an end in order, may take unless the caller says otherwise."""
-LIMIT = 1 << 28
-"""Bytes of one line, such as a question or an answer."""
+LIMIT = 1 << 28  # bytes of one line
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "ASYNCKV_FLEET"
 PR_SET_PDEATHSIG = 1
@@ -57,12 +52,10 @@ class Child:
         return self._process.returncode
 
     async def ended(self) -> str:
-        """Wait for its end, and say how it came."""
         status = await self._process.wait()
         return f"{self} was killed by signal {-status}" if status < 0 else f"{self} exited with status {status}"
 
     async def kill(self) -> None:
-        """Kill -9, and collect it."""
         self._is_ending = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
@@ -70,11 +63,9 @@ class Child:
         await self.close()
 
     async def close(self) -> None:
-        """Hang up."""
         self.writer.close()
 
     async def end(self, within_s: float = ANSWER_S) -> None:
-        """Let it end in order."""
         self._is_ending = True
         with contextlib.suppress(OSError, RuntimeError):
             self.writer.write_eof()

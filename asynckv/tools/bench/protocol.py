@@ -1,7 +1,4 @@
-"""What the driver and its workers say to each other: JSON lines over a worker's stdin and stdout.
-
-A worker whose stdin ends (its driver is gone) ends itself.
-"""
+"""The JSON lines that the driver and its workers say to each other. A worker whose stdin ends, ends itself."""
 
 from __future__ import annotations
 
@@ -25,11 +22,8 @@ from asynckv.version import VERSION
 class Setup(Struct, tag=True, kw_only=True):
     """Who the worker is, and what it takes part in: the first line.
 
-    Attributes:
-        version: Of the driver; another one's lines may differ.
-        keys: Of the engine's control plane; without keys it stays on this host.
-        env: Environment, as far as the worker has none of its own.
-        log: The file that its log is appended to; None for stderr.
+    Without `keys` the control plane stays on this host. `env` does not replace what the worker has. The log is stderr
+    where `log` is None.
     """
 
     version: str = VERSION
@@ -61,7 +55,6 @@ class Work(Struct):
 
     number: int
     lists: list[tuple[int, list[int | None]]]
-    """Per group the first token and the blocks."""
     tokens: int
     params: dict[str, Any]
     chunk_tokens: int = 1
@@ -83,8 +76,6 @@ class Lend(Struct, tag=True):
 
 
 class Done(Struct, tag=True):
-    """What was asked is done."""
-
     cpu_s: float
 
 
@@ -95,8 +86,6 @@ class Go(Struct, tag=True):
 
 
 class Outcome(Struct):
-    """How one pull went."""
-
     number: int
     error: str = ""
     reason: str = ""
@@ -111,8 +100,6 @@ class Outcome(Struct):
 
 
 class Pulled(Struct, tag=True):
-    """The window is closed."""
-
     window_s: float
     cpu_s: float
     lags: list[float]
@@ -126,11 +113,10 @@ class Verify(Struct, tag=True):
 
 
 class Verified(Struct, tag=True):
-    """What the comparison found."""
+    """What the comparison found, in bytes; `wanted` are those of the completed requests in all."""
 
-    num_bytes: int
+    verified: int
     wanted: int
-    """Bytes of the completed requests in all."""
     wrong: int
 
 
@@ -141,8 +127,6 @@ class Finish(Struct, tag=True):
 
 
 class Ended(Struct, tag=True):
-    """How the wave's leases ended."""
-
     causes: dict[str, int]
     leaked_blocks: int
     lags: list[float]
@@ -158,15 +142,12 @@ class Stop(Struct, tag=True):
 
 
 class Report(Struct, tag=True):
-    """A worker's last words."""
-
     gauges: dict[str, int]
     release_s: list[float]
     integrity: str
     peak_rss_bytes: int
     pool_bytes: int
     transports: dict[str, int] = {}
-    """How often UCX read in which way."""
 
 
 class Opened(Struct):
@@ -212,32 +193,26 @@ Command = Setup | Prepare | Lend | Go | Verify | Finish | Cancel | Stop | Serve 
 Answer = Ready | Done | Pulled | Verified | Ended | Report | Failed | Sample
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding raises."""
-
 _encoder = msgspec.json.Encoder()
 commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 
 
 def encode(message: Command | Answer) -> bytes:
-    """Encode one line."""
     return _encoder.encode(message) + b"\n"
 
 
 class Pipe:
-    """A worker's end."""
+    """A worker's end: its stdin, and what was its stdout."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self, reader: asyncio.StreamReader, stdout: int) -> None:
+        self._reader, self._stdout = reader, stdout
 
     @classmethod
     async def open(cls, stdin: int, stdout: int) -> Pipe:
-        """Speak over two descriptors."""
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=LIMIT)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(stdin, "rb", 0))
-        protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader())
-        transport, _ = await loop.connect_write_pipe(lambda: protocol, os.fdopen(stdout, "wb", 0))
-        return cls(reader, asyncio.StreamWriter(transport, protocol, None, loop))
+        return cls(reader, stdout)
 
     async def read(self) -> Command | None:
         """Wait for a command; None when the driver is gone."""
@@ -245,11 +220,8 @@ class Pipe:
         return commands.decode(line) if line else None
 
     def write(self, answer: Answer) -> None:
-        """Answer; harmless without a driver."""
-        self._writer.write(encode(answer))
-
-    async def close(self) -> None:
-        """Hang up, when everything has been said."""
-        self._writer.close()
+        """Answer; harmless without a driver. The driver reads all the time, so this does not wait for long."""
+        data = encode(answer)
         with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
+            while data:
+                data = data[os.write(self._stdout, data) :]

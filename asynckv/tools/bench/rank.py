@@ -1,7 +1,6 @@
 """What a worker process does: it is one rank of the prefill or the decode engine, under the driver's commands.
 
-Filling, poisoning and verifying happen in a thread and outside the window; inside it there is nothing
-but the engine and a sampler of the loop's lag.
+Filling, poisoning and verifying happen in a thread and outside of the window.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ LAG_S = 0.005
 
 
 class LagSampler:
-    """Measures how late the loop calls back, every so often.
-
-    By a clock of its own: a loop's may stand still while it is busy (uvloop's does, and has whole milliseconds).
-    """
+    """Measures how late the loop calls back, by a clock of its own: uvloop's stands still while the loop is busy."""
 
     def __init__(self, every_s: float = LAG_S) -> None:
         self.lags: list[float] = []
@@ -70,8 +66,6 @@ class LagSampler:
 
 
 class Worker:
-    """One rank under the driver's commands."""
-
     def __init__(self, setup: p.Setup, pool: Pool, engine: Engine) -> None:
         self.setup, self.options, self.pool, self.engine = setup, setup.options, pool, engine
         self.works: list[p.Work] = []
@@ -213,7 +207,6 @@ class Worker:
             self.engine.cancel(f"decode-{work.number}")
 
     def verify(self) -> p.Verified:
-        """Compare every token."""
         done = {o.number for o in self.outcomes if not o.error}
         compared = wanted = wrong = 0
         if self.options.verify != "off":
@@ -231,7 +224,6 @@ class Worker:
         return p.Verified(compared, wanted, wrong)
 
     async def finish(self, patience_s: float) -> p.Ended:
-        """Wait for the leases of the wave."""
         causes: Counter[str] = Counter()
         leaked = 0
         with anyio.move_on_after(patience_s):
@@ -263,7 +255,6 @@ class Worker:
 
 
 async def run(pipe: p.Pipe, setup: p.Setup, folder: Path) -> None:
-    """Be this rank until the driver says stop or is gone."""
     options = setup.options
     stream = open(setup.log, "a", buffering=1, encoding="utf-8") if setup.log else sys.stderr  # noqa: ASYNC230, SIM115
     configure_logging(options.level, form="json", stream=stream)

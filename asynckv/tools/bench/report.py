@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,15 +74,9 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
         "prefix": _prefix(experiment.workload, found, schedule),
         "bytes": {
             "moved": moved,
-            "wanted": found.bytes_wanted,
-            "verified": found.bytes_verified,
-            "wrong": found.bytes_wrong,
+            **{name: found.bytes[name] for name in ("wanted", "verified", "wrong")},
         },
-        "blocks": {
-            "prefill_leaked": found.prefill_leaked,
-            "decode_leaked": found.decode_leaked,
-            "quarantined": found.quarantined,
-        },
+        "blocks": {name: found.blocks[name] for name in ("prefill_leaked", "decode_leaked", "quarantined")},
         "throughput": {
             "gbytes_per_s": moved / window / 1e9 if window else 0.0,
             "requests_per_s": len(complete) / window if window else 0.0,
@@ -105,7 +100,7 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
             "seconds": window,
             "mean_in_flight": busy_s / window if window else 0.0,
         },
-        "leases": found.lease_ends,
+        "leases": dict(found.leases),
         "memory": {"pool_bytes_per_rank": found.pool_bytes, "peak_rss_bytes": found.peak_rss},
         "processes": found.pids,
         "warnings": _warnings(experiment),
@@ -116,7 +111,6 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
 
 
 def _warnings(experiment: Experiment) -> list[str]:
-    """Say what is not wrong, but slow."""
     try:
         small = experiment.small_pieces()
     except AsyncKVError:  # the run says why there is no plan
@@ -195,7 +189,6 @@ def faults(report: Mapping[str, Any]) -> list[str]:
 
 
 def status(found: Measured, report: dict[str, Any]) -> int:
-    """Return the exit status of a run."""
     return 130 if found.interrupted else 0 if is_good(report) else 1
 
 
@@ -208,8 +201,7 @@ def _prefix(workload: Workload, found: Measured, schedule: Sequence[Request]) ->
         "prompt_tokens": tokens,
         "hit_tokens": hit,
         "hit_rate": hit / tokens if tokens else 0.0,
-        "lent_blocks": found.lent_places,
-        "lent_shared": found.shared_places,
+        **{name: found.lent[name] for name in ("lent_blocks", "lent_shared")},
     }
 
 
@@ -223,10 +215,5 @@ def quantiles(values: Sequence[float], **at: float) -> dict[str, float]:
 def _errors(found: Measured) -> dict[str, int]:
     """The first message of every reason, and how often it occurred."""
     first: dict[str, str] = {}
-    counts: dict[str, int] = {}
-    for outcomes in found.outcomes.values():
-        for outcome in outcomes:
-            if outcome.error:
-                text = first.setdefault(outcome.reason, f"{outcome.reason}: {outcome.error}"[:400])
-                counts[text] = counts.get(text, 0) + 1
-    return counts
+    failed = [outcome for outcomes in found.outcomes.values() for outcome in outcomes if outcome.error]
+    return dict(Counter(first.setdefault(o.reason, f"{o.reason}: {o.error}"[:400]) for o in failed))

@@ -1,7 +1,4 @@
-"""How a run's report reads: one line with the verdict, then what was reached, how long it took, what it cost, what ran.
-
-`show` prints its `parts` on a terminal.
-"""
+"""How a run's report reads: the verdict in one line, then what was reached, how fast, at what cost, and what ran."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ class Part(NamedTuple):
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """Say in one line how the run went."""
     requests, total = found["requests"], found["config"]["requests"]
     if (cut := found["interruption"]) is not None:
         return f"INTERRUPTED {cut['says']}"
@@ -42,14 +38,12 @@ def verdict(found: dict[str, Any]) -> str:
 
 
 def parts(found: dict[str, Any]) -> list[Part]:
-    """Say the report, the most important first."""
     beside_floor, notes = floor.table(found)
     floors = [Part(beside_floor, floor.HEAD, notes)] if beside_floor or notes else []
     return [_reached(found), _latencies(found), _cost(found), *floors, _run(found)]
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """Print it."""
     measured = not found["interrupted"] or found["requests"]["completed"]
     style = "bold yellow" if found["interrupted"] else "bold green" if report.is_good(found) else "bold red"
     console.print(escape(without_control(verdict(found))), style=style, highlight=False)

@@ -1,18 +1,15 @@
-"""The schedule: every request with its engines, its arrival, what of it is cached, and when it is cancelled.
-
-Made once from the options, before anything runs, and the same for the same seed. Pure.
-"""
+"""The schedule: every request with its engines, its arrival, and what of it is cached. Made before anything runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from asynckv.errors import ConfigError
-from asynckv.tools.bench.prefixes import PrefixCache
 from asynckv.tools.bench.workload import Workload
 
 
@@ -25,18 +22,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """How many engines there are, and who lends to whom."""
-
     prefill: int = 1
     decode: int = 1
 
     @property
     def places(self) -> list[Place]:
-        """All of them, prefill first."""
         return [Place(r, i) for r, n in (("prefill", self.prefill), ("decode", self.decode)) for i in range(n)]
 
     def name(self, place: Place) -> str:
-        """Name an engine."""
         is_alone = (self.prefill if place.role == "prefill" else self.decode) == 1
         return place.role if is_alone else f"{place.role}-{place.number}"
 
@@ -64,12 +57,10 @@ class Arrivals:
 
     @property
     def kind(self) -> Literal["closed", "poisson", "trace"]:
-        """Name it, as the report does."""
         return "poisson" if self.rate is not None else "trace" if self.speed is not None else "closed"
 
     @property
     def is_open(self) -> bool:
-        """Requests come by the clock."""
         return self.kind != "closed"
 
     def times(self, workload: Workload, seed: int) -> list[float]:
@@ -88,10 +79,7 @@ class Arrivals:
         return [t / self.speed for t in workload.arrivals_s]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One request."""
-
+class Request(NamedTuple):
     number: int
     tokens: int
     cached: int
@@ -99,6 +87,34 @@ class Request:
     reader: Place
     chunks: tuple[int, ...] = ()
     arrival_s: float = 0.0
+
+
+class PrefixCache:
+    """The decode side's prefix cache, as a model: which chunks of a prompt would be there already.
+
+    Least recently used chunks leave first, and of one prompt its end before its beginning. The model goes by the order
+    of the schedule, so it gives the same answer whatever the clock does.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._chunks: OrderedDict[Hashable, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def num_cached(self, chunks: Sequence[Hashable]) -> int:
+        """Count the leading chunks of a prompt that are here."""
+        return next((n for n, chunk in enumerate(chunks) if chunk not in self._chunks), len(chunks))
+
+    def use(self, chunks: Sequence[Hashable]) -> None:
+        """Hold a prompt's chunks as the most recently used; the oldest make room."""
+        # Its beginning is used last: whoever shares anything with it shares that.
+        for chunk in reversed(chunks):
+            self._chunks[chunk] = None
+            self._chunks.move_to_end(chunk)
+        while len(self._chunks) > self.capacity:
+            self._chunks.popitem(last=False)
 
 
 def make_schedule(
@@ -110,7 +126,6 @@ def make_schedule(
     cached: Callable[[int], int],
     seed: int,
 ) -> list[Request]:
-    """Work every request out."""
     times = arrivals.times(workload, seed)
     caches = {p: PrefixCache(cache_tokens // workload.chunk_tokens) for p in engines.places}
     out = []
@@ -123,17 +138,7 @@ def make_schedule(
             caches[reader].use(held)
         else:
             there = cached(tokens)
-        out.append(
-            Request(
-                number=i,
-                tokens=tokens,
-                cached=there,
-                lender=lender,
-                reader=reader,
-                chunks=chunks,
-                arrival_s=times[i],
-            )
-        )
+        out.append(Request(i, tokens, there, lender, reader, chunks, times[i]))
     return out
 
 

@@ -1,7 +1,6 @@
 """Sweeps: the grid of runs that options span, each run in a process of its own, each a line of the table.
 
-What one point leaves behind cannot touch the next, and every line's command repeats its point by itself. The options of
-`asynckv bench` are known only through its command, so that one that is added there can be swept at once.
+What one point leaves behind cannot touch the next, and every line's command repeats its point by itself.
 """
 
 from __future__ import annotations
@@ -44,13 +43,9 @@ Status = Literal["good", "bad", "failed"]
 
 
 class Point(NamedTuple):
-    """One run of a grid.
+    """One run of a grid: what follows `asynckv bench`, its place (option without dashes -> value), and all parameters.
 
-    Attributes:
-        key: A digest of all parameters, defaults included: the same point has the same key in any sweep.
-        argv: What follows `asynckv bench`.
-        axes: Its place in the grid: option without dashes -> the value as written.
-        params: Every parameter, after defaults.
+    The key is a digest of all parameters, defaults included: the same point has the same key in any sweep.
     """
 
     key: str
@@ -67,7 +62,6 @@ class Grid(NamedTuple):
     files: dict[str, str]
 
     def head(self, command: str, rounds: int) -> Head:
-        """Begin a table of it."""
         places = [Place(point.key, point.axes) for point in self.points]
         here = machine.environment()
         return Head(command=command, rounds=rounds, axes=self.axes, points=places, files=self.files, environment=here)
@@ -247,7 +241,6 @@ def run(
 
 
 def result(row: Row) -> str:
-    """Say in one line what a run found."""
     said = [] if row.status == "good" else [f"{row.status}: {printable(row.reason)}"]
     if row.report is not None:
         rates, latency = row.report["throughput"], row.report["latency_s"]

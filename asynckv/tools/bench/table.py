@@ -1,8 +1,8 @@
-"""What was measured, as it lies in files: sweeps, which can be gone on with, and whatever can be compared.
+"""Files of results: sweeps, which can be gone on with, and reports that can be compared.
 
-A sweep's file has a head, which says what is swept and where, and then a line per finished run. A line counts once it
-is whole: it is written in one piece and synced. A line that a crash tore off at the end is cut away, and its run is
-measured again. The last head counts, and the last line of a point and round.
+A sweep's file has a head, which says what is swept and where, and then a line per finished run, written in one piece
+and synced. A line that a crash tore off is cut away, and its run is measured again. The last head counts, and the last
+line of a point and round.
 """
 
 from __future__ import annotations
@@ -26,15 +26,11 @@ from asynckv.tools.bench.noise import Interval, median_of
 
 SCHEMA = "asynckv.sweep/1"
 BEGIN = f'{{"kind":"sweep","schema":"{SCHEMA}"'.encode()
-"""How every sweep's file begins."""
-
 _OTHER = re.compile(rb'\{.{0,99}"schema": ?"(asynckv\.sweep/[^"]*)"')
 _MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Place(Struct, frozen=True):
-    """One point of the grid."""
-
     key: str
     axes: dict[str, str]
 
@@ -52,13 +48,7 @@ class Head(Struct, frozen=True, kw_only=True, tag="sweep", tag_field="kind"):
 
 
 class Row(Struct, frozen=True, kw_only=True, tag="point", tag_field="kind"):
-    """One point, measured once.
-
-    Attributes:
-        status: `good`; `bad`: it ran, but something failed, was wrong or leaked; `failed`: there is no report.
-        seconds: What the whole run took.
-        at: When it ended, UTC.
-    """
+    """One point, measured once. `bad`: it ran, and something failed, was wrong or leaked; `failed`: no report."""
 
     key: str
     round: int
@@ -86,7 +76,6 @@ class Sweep:
 
     @property
     def head(self) -> Head:
-        """The head that counts."""
         return self.heads[-1]
 
     def latest(self) -> dict[tuple[str, int], Row]:
@@ -131,7 +120,6 @@ class Point(NamedTuple):
 
 
 def label(axes: Mapping[str, Any]) -> str:
-    """Name a place of a grid."""
     return ", ".join(f"{name} {value}" for name, value in axes.items())
 
 
@@ -194,7 +182,6 @@ class Journal:
         self.sweep.rows.append(row)
 
     def close(self) -> None:
-        """Let others write."""
         self._file.close()
 
     def _check(self, head: Head) -> None:
@@ -261,7 +248,6 @@ class Run(NamedTuple):
 
     @property
     def fault(self) -> str:
-        """Say what went wrong, in short."""
         return "; ".join(text[:120] for text in report.faults(self.report)[:5]) if self.report else self.reason
 
 
@@ -276,7 +262,6 @@ class Side:
 
     @property
     def reports(self) -> list[dict[str, Any]]:
-        """Of the runs that have one."""
         return [run.report for run in self.runs if run.report]
 
 

@@ -1,7 +1,4 @@
-"""A worker process from its first line on: `asynckv bench worker`, wherever it is started.
-
-Nothing that reads the environment is loaded before the first line has said what the environment is.
-"""
+"""A worker process: the first line says what its environment is, so nothing that reads that is loaded before."""
 
 from __future__ import annotations
 
@@ -70,7 +67,6 @@ def _run(setup: p.Setup, stdout: int, folder: Path) -> None:
     async def run() -> None:
         pipe = await p.Pipe.open(0, stdout)
         await rank.run(pipe, setup, folder)
-        await pipe.close()
 
     if importlib.util.find_spec("uvloop") is not None:
         import uvloop

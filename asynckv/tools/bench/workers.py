@@ -1,9 +1,4 @@
-"""Workers as the driver sees them: commands that hear and speak lines (`asynckv.tools.bench.protocol`).
-
-A worker is a process whose stdin and stdout carry the lines. On this machine it is a Python of this version; elsewhere
-it is what `--remote` starts, such as `ssh host asynckv bench worker`. The driver tells no difference between the two.
-`Host` names all workers, starts them, and sees them off.
-"""
+"""Workers as the driver sees them, on this machine, or elsewhere by what `--remote` starts."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.tools.bench import protocol as p
@@ -26,7 +21,6 @@ T = TypeVar("T")
 
 HERE = (sys.executable, "-c", "from asynckv.tools.bench.worker import main; main()")
 END_S = 15.0
-"""How long a worker may take to end in order."""
 
 
 class WorkerLost(Exception):
@@ -34,24 +28,17 @@ class WorkerLost(Exception):
 
 
 class Worker:
-    """One rank of one engine."""
-
     def __init__(self, child: Child) -> None:
-        self.name = child.name
-        self.is_lost = False
-        self._child = child
-
-    def __str__(self) -> str:
-        return str(self._child)
+        self.name, self.is_lost, self._child = child.name, False, child
 
     def tell(self, command: p.Command) -> None:
-        """Send a command; harmless if it is lost."""
+        """Send a command; harmless if the worker is lost."""
         if not self.is_lost:
             with contextlib.suppress(ConnectionError, RuntimeError):
                 self._child.writer.write(p.encode(command))
 
     async def hear(self, kind: type[T], timeout_s: float) -> T:
-        """Wait for the answer to the last command."""
+        """Wait for the answer to the last command, or raise `WorkerLost`, or what the worker says that it failed of."""
         while True:
             try:
                 answer = await self._next(timeout_s)
@@ -75,7 +62,7 @@ class Worker:
             with contextlib.suppress(ConnectionError):  # it had not read everything
                 line = await asyncio.wait_for(self._child.reader.readline(), timeout_s)
         except TimeoutError:
-            raise WorkerLost(f"{self} did not answer within {timeout_s:.0f} s") from None
+            raise WorkerLost(f"{self._child} did not answer within {timeout_s:.0f} s") from None
         if not line:
             raise WorkerLost(await self._child.ended())
         try:
@@ -85,31 +72,22 @@ class Worker:
 
 
 Workers = Mapping[Place, Sequence[Worker]]
-"""The ranks of every engine."""
-
-
-class Planned(NamedTuple):
-    """A worker that is to be started."""
-
-    name: str
-    place: Place
-    setup: p.Setup
 
 
 class Host:
-    """All workers of a run."""
+    """All workers of a run: names them, starts them, and sees them off."""
 
     def __init__(self, experiment: Experiment, num_blocks: Mapping[str, list[int]]) -> None:
         self._experiment, self._options = experiment, experiment.options
         self._env = _environment(experiment)
-        self._planned = list(self._setups(num_blocks))
+        self.setups = list(self._setups(num_blocks))
         self._processes = Processes(self._env)
         self._logs: list[asyncio.Task[None]] = []
-        self.workers: dict[Place, list[Worker]] = {planned.place: [] for planned in self._planned}
+        self.workers: dict[Place, list[Worker]] = {place: [] for place in experiment.engines.places}
 
     async def start(self) -> Workers:
         """Start all of them, and tell them who they are; they come up meanwhile."""
-        for name, place, setup in self._planned:
+        for name, place, setup in self.setups:
             worker = Worker(await self._start(name, is_remote=self._is_remote(place.role)))
             self.workers[place].append(worker)
             worker.tell(setup)
@@ -124,7 +102,7 @@ class Host:
     def _is_remote(self, role: str) -> bool:
         return self._options.remote is not None and role == "prefill"
 
-    def _setups(self, num_blocks: Mapping[str, list[int]]) -> Iterator[Planned]:
+    def _setups(self, num_blocks: Mapping[str, list[int]]) -> Iterator[tuple[str, Place, p.Setup]]:
         """Name every rank of every engine, stage by stage."""
         experiment, options, keys = self._experiment, self._options, None
         if options.remote is not None:
@@ -151,7 +129,7 @@ class Host:
                         # A log elsewhere is stderr of the command, which comes here.
                         log=None if self._is_remote(place.role) else options.log,
                     )
-                    yield Planned(name, place, setup)
+                    yield name, place, setup
 
     async def _start(self, name: str, *, is_remote: bool) -> Child:
         remote, log = self._options.remote or "", self._options.log

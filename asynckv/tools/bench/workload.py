@@ -1,7 +1,7 @@
-"""What is asked for: prompt lengths, what prompts have in common, and when a trace's requests arrived.
+"""Prompt lengths, what prompts have in common, and when a trace's requests arrived.
 
-Two prompts have a prefix in common where they name the same *chunks*: pieces of `chunk_tokens` tokens, each
-standing for all tokens before it as well, as `hash_ids` do in Mooncake's traces.
+Two prompts have a prefix in common where they name the same *chunks*: pieces of `chunk_tokens` tokens, each standing
+for all tokens before it as well, as `hash_ids` do in Mooncake's traces.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from msgspec import Meta
 
 from asynckv.errors import ConfigError
 
-TRACE_CHUNK_TOKENS = 512
-"""Tokens that one of a trace's `hash_ids` stands for."""
+TRACE_CHUNK_TOKENS = 512  # that one of a trace's `hash_ids` stands for
 SHARED_CHUNK_TOKENS = 16
 
 _MOST_TOKENS = 1 << 30
@@ -29,13 +28,8 @@ _MOST_TOKENS = 1 << 30
 class Workload:
     """The requests to send.
 
-    Attributes:
-        source: For the report.
-        prompt_tokens: Length of every request's prompt.
-        num_capped: How many of them `--max-prompt-tokens` shortened.
-        chunks: Per request the ids of its leading chunks; what follows them is its own. Empty if nobody shares.
-        chunk_tokens: Tokens per chunk.
-        arrivals_s: When each request arrived, from the first one on; empty if nobody noted it.
+    `num_capped` prompts were shortened by `--max-prompt-tokens`. `chunks` are the ids of each request's leading chunks,
+    empty if nobody shares; `arrivals_s` is empty if nobody noted the times.
     """
 
     source: str
@@ -124,8 +118,8 @@ def _mixed(spec: str, requests: int, seed: int) -> Workload:
 def traced(path: Path, requests: int | None) -> Workload:
     """Read the first requests of a trace in Mooncake's format: one JSON object per line.
 
-    `input_length` (or `prompt_tokens`) has to be there. `timestamp` (milliseconds) and `hash_ids` (one per 512
-    tokens, the last one of what is left) are read where they are.
+    `input_length` (or `prompt_tokens`) has to be there; `timestamp` (milliseconds) and `hash_ids` (one per 512 tokens,
+    the last one of what is left) may be.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -178,7 +172,6 @@ class _Entry(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Length of the prompt."""
         return self.input_length or self.prompt_tokens or 0
 
 

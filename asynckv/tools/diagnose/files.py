@@ -16,7 +16,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -25,6 +25,9 @@ from asynckv.errors import ConfigError
 CHUNK = 1 << 20
 MAX_LINE = 1 << 20
 """Bytes of one line; asynckv's longest, a request's whole history, has some 100 KB."""
+
+PIECE = 1 << 14
+"""Bytes of all pieces but the last into which Docker's runtime cuts a longer line."""
 
 MAX_DOCUMENT = 256 << 20
 """Bytes of one JSON document, which is decoded as a whole."""
@@ -122,17 +125,13 @@ def _unpacked(raw: io.BufferedReader[io.FileIO]) -> Any:
     return _zstd(raw) if begin.startswith(ZSTD) else raw
 
 
-def _zstd(raw: IO[bytes]) -> Any:
+def _zstd(raw: io.BufferedReader[io.FileIO]) -> Any:
     for name in ("compression.zstd", "backports.zstd"):
         try:
             return importlib.import_module(name).ZstdFile(raw)
         except ImportError:
             continue
-    try:
-        unpacker = importlib.import_module("zstandard").ZstdDecompressor()
-    except ImportError:
-        return None
-    return io.BufferedReader(unpacker.stream_reader(raw, read_across_frames=True))
+    return None
 
 
 def _rows(text: bytes) -> list[Any] | None:

@@ -43,6 +43,9 @@ REMEDIES = {
     Trouble.KEYS: "Give --keys and --authorized, and the address with its key: docs/why.md.",
 }
 LOOPS_AWAY = {CAUSE.DECODE_LOOP_AWAY, CAUSE.PREFILL_LOOP_AWAY}
+OF_PROCESSES = {HEADING.GONE, HEADING.STOPPED, HEADING.UNKNOWN}
+"""What is late for such a cause is told with the process that it is about."""
+
 NEVER_ASKED = {CAUSE.NEVER_HEARD_OF, CAUSE.NEVER_CLAIMED}
 SAID_ELSEWHERE = {
     x.event
@@ -117,19 +120,15 @@ class Seen:
 
 def find(seen: Seen) -> Findings:
     """Say what is wrong, the worst first; of what is wrong twice over, the finding that decides what to do."""
-    gone = list(_gone(seen))
-    told = {name for x in gone for name in x.requests}
+    there = [*_gone(seen), *_silent(seen), *_stopped(seen)]
+    told = {name for x in there for name in x.requests}
     refused = {x.text("prefill_request_id") for x in _refusals(seen)}
-    rest = [x for x in seen.late if not (x.request_id in told and _is_of_process(x))]
+    rest = [x for x in seen.late if not (x.request_id in told and CATALOGUE[x.cause].heading in OF_PROCESSES)]
     late = list(_late([x for x in rest if not (x.cause in NEVER_ASKED and x.request_id in refused)]))
     told |= {x.request_id for x in seen.late}
     failed = [*_refused(seen), *_failed(seen, told)]
-    wrong = [*gone, *_silent(seen), *late, *_copies(seen.copies), *failed, *_away(seen), *_errors(seen)]
+    wrong = [*there, *late, *_copies(seen.copies), *failed, *_away(seen), *_errors(seen)]
     return Findings(wrong, list(_limits(seen)), seen.late, seen.copies)
-
-
-def _is_of_process(leak: Leak) -> bool:
-    return CATALOGUE[leak.cause].heading is HEADING.GONE
 
 
 def _gone(seen: Seen) -> Iterator[Finding]:
@@ -138,7 +137,7 @@ def _gone(seen: Seen) -> Iterator[Finding]:
     found = [x for x in found if not x.at < seen.since]
     for end in found[:MOST]:
         rank = end.process.rank
-        mine = [x for x in seen.late if rank in (x.reader, *x.holders) and _is_of_process(x)]
+        mine = [x for x in seen.late if rank in (x.reader, *x.holders) and CATALOGUE[x.cause].heading in OF_PROCESSES]
         noticed = [f"{x.process.rank} {x.text}" for x in end.noticed[:1]]
         evidence = "; ".join([*noticed, *(x.sentence for x in mine[:1])])
         yield Finding(HEADING.GONE, end.how, f"{rank} {end.text}", evidence, DIED, *_of(mine))
@@ -154,6 +153,17 @@ def _silent(seen: Seen) -> Iterator[Finding]:
             mine = [x for x in seen.late if answer.rank in (x.reader, *x.holders, *x.owed) or answer.rank in x.sentence]
             heading, remedy = HEADINGS.get(answer.trouble, HEADING.UNKNOWN), REMEDIES.get(answer.trouble, "")
             yield Finding(heading, "no_answer", f"{answer.rank} does not answer", answer.error, remedy, *_of(mine))
+
+
+def _stopped(seen: Seen) -> Iterator[Finding]:
+    """Processes of this host that are stopped or paused, and were not asked."""
+    asked = {x.rank for x in seen.answers if x.error}
+    for start, why in seen.axis.service.stopped.items():
+        process = next(x for x in seen.axis.service.processes.values() if x.start == start)
+        if process.rank not in asked:
+            mine = [x for x in seen.late if process.rank in (x.reader, *x.holders, *x.owed)]
+            what = f"{process.rank} is stopped or paused"
+            yield Finding(HEADING.STOPPED, "stopped", what, why, REMEDIES[Trouble.AWAY], *_of(mine))
 
 
 def _late(late: Sequence[Leak]) -> Iterator[Finding]:

@@ -155,8 +155,9 @@ class Presence:
         if process.stopped is not None:
             how = "closed" if process.stopped.event == told.EngineStopped.event else "suspended"
             return Fate("stopped", f"{how} at {shown(process, process.stopped.at)}", low, high)
-        if process.start in self._hanging:
-            why = f"it does not answer ({ends.removesuffix(' without a goodbye')})"
+        if process.start in self._hanging or process.start in self.service.stopped:
+            why = self.service.stopped.get(process.start, "it does not answer")
+            why = f"{why} ({ends.removesuffix(' without a goodbye')})"
             return Fate("silent", why, low, math.inf, False, hangs=True)
         for other, record in lost:
             if record.text("detail").endswith("said goodbye"):  # and its own log's level leaves that out

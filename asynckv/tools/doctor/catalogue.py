@@ -1,8 +1,4 @@
-"""All findings that there can be: how bad each is, why it matters, and what to do about it.
-
-They are written down in `findings.toml`. `docs/doctor.md` lists them too: `python -m asynckv.tools.doctor.catalogue`
-prints its table.
-"""
+"""All findings that there can be, from `findings.toml`: how bad each is, why it matters, and what to do about it."""
 
 from __future__ import annotations
 
@@ -15,8 +11,6 @@ from msgspec.structs import replace
 
 Level = Literal["error", "warning", "note", "good"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "note", "good")
-"""The worst first."""
-
 TOPICS = {
     "nixl": "NIXL and UCX",
     "peer": "The other side",
@@ -29,14 +23,7 @@ TOPICS = {
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """One thing that was found.
-
-    Attributes:
-        code: Its name in the catalogue.
-        found: What was seen, with numbers.
-        remedy: A command or a setting; empty where nothing is wrong.
-        link: Where the documentation says more.
-    """
+    """One thing that was found: what was seen, why it matters, what to do, and where the documentation says more."""
 
     code: str
     level: Level
@@ -57,7 +44,6 @@ def _read() -> dict[str, Finding]:
 
 
 KINDS = _read()
-"""All findings, with nothing found yet."""
 
 
 def finding(code: str, found: str, *, remedy: str = "", level: Level | None = None) -> Finding:

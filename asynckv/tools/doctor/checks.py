@@ -16,9 +16,7 @@ from asynckv.tools.doctor.facts import Facts, Network
 
 Check = Callable[[Facts], Iterator[Finding]]
 
-SHM_SMALL = 256 << 20
-"""Docker's own is 64 MiB."""
-
+SHM_SMALL = 256 << 20  # Docker's own is 64 MiB
 SHM_FULL = 0.05
 MEMORY_FULL = 0.95
 NOFILE_LOW, NOFILE_NONE = 1024, 64
@@ -39,7 +37,6 @@ def examine(facts: Facts) -> list[Finding]:
 
 
 def is_good(found: Sequence[Finding]) -> bool:
-    """Nothing is worse than a note."""
     return all(each.level in ("note", "good") for each in found)
 
 
@@ -47,7 +44,6 @@ def is_good(found: Sequence[Finding]) -> bool:
 
 
 def cma(facts: Facts) -> Iterator[Finding]:
-    """Whether one process may read another's memory."""
     here = facts.machine
     if here.cma_error:
         filtered = "; a seccomp filter is on" if here.seccomp else ""
@@ -64,7 +60,6 @@ def cma(facts: Facts) -> Iterator[Finding]:
 
 
 def shared_memory(facts: Facts) -> Iterator[Finding]:
-    """`/dev/shm`, huge pages, and how much memory is left."""
     here = facts.machine
     if not here.shm_bytes:
         yield finding("shm-none", "/dev/shm is no file system of its own")
@@ -82,7 +77,6 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def limits(facts: Facts) -> Iterator[Finding]:
-    """What `ulimit` says."""
     here = facts.machine
     if 0 <= here.nofile < NOFILE_LOW:
         level: Level = "error" if here.nofile < NOFILE_NONE else "warning"
@@ -96,7 +90,6 @@ def limits(facts: Facts) -> Iterator[Finding]:
 
 
 def cpu(facts: Facts) -> Iterator[Finding]:
-    """Cores, and who else wants them."""
     here = facts.machine
     if here.cores_allowed < CORES_FOR_TWO:
         yield finding("one-core", f"{here.cores_allowed} of {here.cores_present} cores")
@@ -113,7 +106,6 @@ def cpu(facts: Facts) -> Iterator[Finding]:
 
 
 def clocks(facts: Facts) -> Iterator[Finding]:
-    """How time is told."""
     here = facts.machine
     if here.clocksource not in GOOD_CLOCKS:
         yield finding("clocksource", f"the kernel uses {here.clocksource}")
@@ -125,7 +117,6 @@ def clocks(facts: Facts) -> Iterator[Finding]:
 
 
 def devices(facts: Facts) -> Iterator[Finding]:
-    """Interfaces, RDMA devices, and whether GPUs go with them."""
     here = facts.network
     outside = [each for each in here.interfaces if not each.is_loopback]
     if not outside:
@@ -152,7 +143,6 @@ def devices(facts: Facts) -> Iterator[Finding]:
 
 
 def addresses(facts: Facts) -> Iterator[Finding]:
-    """Where an engine would listen, and what it would tell others."""
     told = facts.listening
     if told is None:
         return
@@ -177,7 +167,6 @@ def addresses(facts: Facts) -> Iterator[Finding]:
 
 
 def ports(facts: Facts) -> Iterator[Finding]:
-    """Which ports UCX would listen on, if others are to reach them."""
     given = facts.software.environment.get("UCX_TCP_PORT_RANGE", "0")
     told = facts.listening
     if match := re.fullmatch(r"(\d+)-(\d+)", given):
@@ -196,7 +185,6 @@ def _own(network: Network) -> list[str]:
 
 
 def keys(facts: Facts) -> Iterator[Finding]:
-    """The files that say who we are and whom we talk to."""
     if not facts.software.curve:
         level: Level = "error" if facts.keys is not None else "warning"
         yield finding("zmq-no-curve", f"libzmq {facts.software.libzmq}", level=level)
@@ -225,7 +213,6 @@ def keys(facts: Facts) -> Iterator[Finding]:
 
 
 def versions(facts: Facts) -> Iterator[Finding]:
-    """What does not go together."""
     has = facts.software
     if len(has.variants) > 1:
         yield finding("two-variants", f"{', '.join(has.variants)}; asynckv loads {has.variant}")

@@ -11,9 +11,7 @@ from asynckv.tools.doctor.checks_ucx import said, way_of
 from asynckv.tools.doctor.facts import Facts, PeerFacts, Ucx
 
 AWAY_S = 1.0
-MOST_PACKET = 65_535
-"""Of IP: loopback's own MTU is above it."""
-
+MOST_PACKET = 65_535  # of IP: loopback's own MTU is above it
 WILDCARDS = ("*", "0.0.0.0", "::")
 
 
@@ -23,7 +21,6 @@ def _name(address: str) -> tuple[str, str]:
 
 
 def address(facts: Facts) -> Iterator[Finding]:
-    """Addresses that cannot be right, or not for everybody."""
     peer = facts.peer
     if peer is None:
         return
@@ -40,7 +37,6 @@ def address(facts: Facts) -> Iterator[Finding]:
 
 
 def reached(facts: Facts) -> Iterator[Finding]:
-    """Whether anybody answered, and if not, why."""
     peer = facts.peer
     if peer is None or peer.stage == "resolve":
         return
@@ -90,7 +86,6 @@ def facts_key(peer: PeerFacts) -> str:
 
 
 def answered(facts: Facts) -> Iterator[Finding]:
-    """Who it is, and how far away."""
     peer = facts.peer
     if peer is None or not peer.engine_id:
         return
@@ -110,7 +105,6 @@ def answered(facts: Facts) -> Iterator[Finding]:
 
 
 def settings(facts: Facts) -> Iterator[Finding]:
-    """What the other engine says of how it was set up, and how it fares."""
     peer = facts.peer
     if peer is None:
         return
@@ -137,7 +131,6 @@ def _differences(facts: Facts, peer: PeerFacts) -> Iterator[Finding]:
 
 
 def data(facts: Facts) -> Iterator[Finding]:
-    """Whether NIXL gets there, by which way, and how fast."""
     peer = facts.peer
     if peer is None or peer.ucx is None:
         return

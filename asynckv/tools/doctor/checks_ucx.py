@@ -36,7 +36,6 @@ def way_of(ucx: Ucx) -> Way:
 
 
 def installed(facts: Facts) -> Iterator[Finding]:
-    """Whether there is anything to start."""
     if not facts.software.variant:
         yield finding("nixl-missing", "neither nixl_cu12 nor nixl_cu13 can be imported")
     if facts.software.plugin_dir_error:
@@ -44,7 +43,6 @@ def installed(facts: Facts) -> Iterator[Finding]:
 
 
 def environment(facts: Facts) -> Iterator[Finding]:
-    """Settings that are known to be traps."""
     given = facts.software.environment
     small = {
         name: given[name]
@@ -87,7 +85,6 @@ def here(facts: Facts) -> Iterator[Finding]:
 
 
 def said(ucx: Ucx) -> Iterator[Finding]:
-    """What UCX complained of."""
     for name, meant in ucx.unknown:
         hint = f"; UCX suggests {meant}" if meant else ""
         yield finding("ucx-variable", f"{name}{hint}", remedy=f"set {meant} instead, or unset {name}" if meant else "")

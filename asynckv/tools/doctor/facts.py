@@ -10,16 +10,8 @@ UNLIMITED = -1
 class Machine(Struct, frozen=True, kw_only=True):
     """Processor, memory, limits and permissions of this process.
 
-    Attributes:
-        cpu_quota: Cores that the control group grants; 0 for all.
-        throttled: Share of its periods in which the group was held up.
-        memory_limit, memory_used: Of the control group; 0 if it has no limit.
-        shm_bytes: Size of `/dev/shm`; 0 if there is none.
-        nofile, memlock: Soft limits; -1 for none.
-        ptrace_scope: Yama's; 0 where Yama is not.
-        cma_error: What `process_vm_readv` said between two processes of ours; empty if it read.
-        child_error: Why no process can be kept that may die in an engine's place; empty if one can.
-        clock_synchronised: What the kernel says of its clock; unknown in some sandboxes.
+    A `cpu_quota`, `memory_limit` or `shm_bytes` of 0 says that there is none. `throttled` is the share of its periods
+    in which the control group was held up. Errors are empty where nothing was wrong.
     """
 
     kernel: str = "6.1"
@@ -51,8 +43,6 @@ class Machine(Struct, frozen=True, kw_only=True):
 
 
 class Interface(Struct, frozen=True, kw_only=True):
-    """One network interface that is up."""
-
     name: str
     mtu: int = 1500
     addresses: tuple[str, ...] = ()
@@ -60,8 +50,6 @@ class Interface(Struct, frozen=True, kw_only=True):
 
 
 class Rdma(Struct, frozen=True, kw_only=True):
-    """One RDMA device, whether it can be used or not."""
-
     name: str
     state: str = "ACTIVE"
     rate: str = ""
@@ -89,14 +77,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
 
 class Software(Struct, frozen=True, kw_only=True):
-    """What is installed.
-
-    Attributes:
-        variants: NIXL's packages for CUDA versions, and their versions.
-        variant: The one that asynckv loads; empty if none.
-        environment: The variables of UCX and NIXL that are set.
-        plugin_dir_error: What is wrong with `NIXL_PLUGIN_DIR`, if it is set.
-    """
+    """What is installed: NIXL's packages for CUDA versions, the one that asynckv loads, and the environment."""
 
     asynckv: str = "0.2.0"
     python: str = "3.11.7"
@@ -113,13 +94,7 @@ class Software(Struct, frozen=True, kw_only=True):
 
 
 class Listening(Struct, frozen=True, kw_only=True):
-    """What an engine would be told: the addresses of a configuration file.
-
-    Attributes:
-        advertise_addresses: What the advertised name resolves to.
-        bind_error: What the engine says to binding there.
-        error: What the engine says to these settings.
-    """
+    """What a configuration file would tell an engine, and what the engine says to that, and to binding there."""
 
     bind: str = "tcp://127.0.0.1:0"
     advertise: str = ""
@@ -133,12 +108,7 @@ class Listening(Struct, frozen=True, kw_only=True):
 
 
 class KeyFacts(Struct, frozen=True, kw_only=True):
-    """The files of `--secret` and `--authorized`.
-
-    Attributes:
-        secret_error, authorized_error: What an engine says to them.
-        own_listed: This engine's own public key is in the directory.
-    """
+    """The files of `--secret` and `--authorized`, and what an engine says to them."""
 
     secret: str = ""
     mode: int = 0o600
@@ -165,14 +135,11 @@ class Ucx(Struct, frozen=True, kw_only=True):
     Attributes:
         stage: How far it came: `start`, `agent`, `connect`, `read`, `done`.
         failure: How it ended before that: `refused`, `died`, `hung`; empty if it did not.
-        detail: What was said then.
         lanes: What the connection is made of, such as `tcp/lo`, `cma/memory`, `rc_mlx5/mlx5_0:1`.
         uses: What remote memory was read by.
         unknown: Variables that UCX does not know, with what it takes them for.
         unavailable: What UCX said of transports and devices that were asked for and are not there.
-        errors: UCX's other complaints.
         facts: What the data plane says of itself (`NixlPlane.describe`).
-        wrong: Bytes that were read and differ from those that were offered.
     """
 
     stage: str = "done"
@@ -192,22 +159,14 @@ class Ucx(Struct, frozen=True, kw_only=True):
 
 
 class PeerFacts(Struct, frozen=True, kw_only=True):
-    """What came of talking to `--to`.
+    """What came of talking to `--to`; what the other side does not tell is empty.
 
     Attributes:
         stage: How far it came: `resolve`, `connect`, `speak`, `hello`, `done`.
-        error: What was said there; empty if nothing was wrong.
-        addresses: What the name resolves to.
-        local: From which address of ours.
-        path_mtu: What the system knows of the way.
         mechanism: What the listener's greeting offers (`CURVE`, `NULL`); empty if it was not asked or spoke no ZMTP.
         turned_away: The listener refused our key.
         hung_up: It ended the connection before, or while, hands were shaken.
-        minor: Of the protocol, there.
-        gauges: What the engine says of itself.
-        versions: Of the other side, if it tells them.
-        planes: What its data plane says of itself (`Engine.describe`), if it tells.
-        life: What the engine is at; empty if it does not tell.
+        planes: What its data plane says of itself (`Engine.describe`).
         away_s: For how long its event loop was away at most.
     """
 

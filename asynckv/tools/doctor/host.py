@@ -1,7 +1,4 @@
-"""Gathers facts of this machine: what the kernel says under /proc and /sys, and what it lets a process do.
-
-Nothing here fails: what cannot be read is left at a value of which no check complains.
-"""
+"""Gathers facts of this machine from /proc and /sys. What cannot be read gets a value of which no check complains."""
 
 from __future__ import annotations
 
@@ -26,9 +23,7 @@ from asynckv.edges.transports import copy_from, rdma_devices
 from asynckv.errors import BackendError
 from asynckv.tools.doctor.facts import Gpu, Interface, Machine, Network, Rdma
 
-INITIAL_PID_NAMESPACE = 0xEFFFFFFC
-"""Its inode, in every kernel."""
-
+INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # its inode, in every kernel
 NO_LIMIT = 1 << 60
 NONE_FOUND = 2
 SIOCGIFADDR = 0x8915
@@ -224,7 +219,6 @@ def _read_of(pid: int, address: int) -> str:
 
 
 def network(system: Path = Path("/sys")) -> Network:
-    """Describe interfaces that are up, RDMA devices, and what this host's name leads to."""
     name = socket.gethostname()
     addresses, _ = resolve(name)
     return Network(

@@ -1,11 +1,7 @@
 """A process of doctor's own that uses NIXL, so that nothing but it hangs or dies: it offers memory, or reads it.
 
-`probing.py` starts it with a file that holds its order, and with a socket for what it has to say. The process ends when
-the other end of that socket is closed, and with its parent. NIXL is used by the engine's own code, with the engine's
-settings.
-
-A stranger's metadata is loaded here, so the parent believes nothing that comes out: it is msgpack of the types below,
-one message a packet, and never pickled.
+It uses NIXL by the engine's own code. It loads a stranger's metadata, so `probing.py` believes nothing that it says: a
+message is msgpack of the types below, one a packet. The process ends with its parent.
 """
 
 from __future__ import annotations
@@ -32,10 +28,8 @@ from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.tables import DescTable, Span
 from asynckv.ports import AgentInfo
 
-SIZE = 64 << 20
-"""Bytes that are offered, and read twice."""
-PIECE, BLOCK = 16 << 10, 4 << 20
-"""Bytes of one of many pieces, and of a large read."""
+SIZE = 64 << 20  # bytes that are offered, and read twice
+PIECE, BLOCK = 16 << 10, 4 << 20  # bytes of one of many pieces, and of a large read
 POST_DESCRIPTORS = 512
 WINDOW = 32 << 20
 LINGER_S = 0.5
@@ -51,12 +45,7 @@ class Place(Struct, frozen=True, tag=True):
 
 
 class Order(Struct, frozen=True):
-    """The task of a process.
-
-    Attributes:
-        place: Memory to read; None to offer some.
-        read: Bytes are read; else a connection is opened, and no more.
-    """
+    """The task of a process: memory to read, or None to offer some. Without `read` it only opens a connection."""
 
     name: str
     config: NixlConfig
@@ -83,10 +72,7 @@ Said = Literal["agent", "connect", "read"] | Place | Result | Refused
 
 
 def main() -> None:
-    """Take one order, and obey it.
-
-    Its arguments are the file of the order, and the number of the socket.
-    """
+    """Obey the order in the file that is named first, and tell over the socket of the number that follows."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when its parent has seen what it says
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     order = msgspec.msgpack.decode(Path(sys.argv[1]).read_bytes(), type=Order)

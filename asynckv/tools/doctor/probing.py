@@ -25,14 +25,10 @@ from asynckv.tools.doctor.ucx_log import ENVIRONMENT, read_log
 
 START_S = 15.0
 READ_S = 15.0
-CONNECT_S = 6.0
-"""A second more than an engine gives a handshake."""
-
+CONNECT_S = 6.0  # a second more than an engine gives a handshake
 END_S = 3.0
 MOST_READ = 4 << 20
-MOST_SAID = 1 << 20
-"""Bytes of one message of such a process."""
-
+MOST_SAID = 1 << 20  # bytes of one message
 MOST_DETAIL = 1500
 START = "from asynckv.tools.doctor.probe import main; main()"
 
@@ -51,8 +47,6 @@ class Ended(Exception):
 
 
 class Probe:
-    """One process of ours."""
-
     def __init__(self, order: Order, folder: Path) -> None:
         self.stage = "start"
         self._errors = folder / f"{order.name}.err"
@@ -124,7 +118,6 @@ class Probe:
         return "; ".join([how, *dict.fromkeys(lines[-4:])])[:MOST_DETAIL]
 
     def end(self, seconds: float) -> None:
-        """Let it end in order, or end it."""
         self._link.close()
         try:
             self._popen.wait(seconds)

@@ -20,7 +20,6 @@ STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "good": "gre
 
 
 def as_json(facts: Facts, found: Sequence[Finding], seconds: float) -> dict[str, Any]:
-    """Everything, for programs."""
     return {
         "schema": SCHEMA,
         "good": is_good(found),
@@ -32,7 +31,6 @@ def as_json(facts: Facts, found: Sequence[Finding], seconds: float) -> dict[str,
 
 
 def show(facts: Facts, found: Sequence[Finding], console: Console) -> None:
-    """Print what was found by topic, the topic with the worst first."""
     from rich.padding import Padding
 
     def say(line: str, indent: int = 0) -> None:

@@ -31,7 +31,6 @@ SECRETS = ("TOKEN", "SECRET", "PASSWORD", "KEY")
 
 
 def software() -> Software:
-    """Name versions, and the environment that UCX and NIXL will see."""
     variants = {name: _version(name.replace("_", "-")) for name in ("nixl_cu12", "nixl_cu13") if _is_there(name)}
     torch, cuda = _torch()
     # Only asked for its version: the control plane's file is the only one that uses it.

@@ -1,8 +1,4 @@
-"""What UCX's log tells: versions, lanes, what was really used, and all that it complains of.
-
-Read with `UCX_LOG_LEVEL=info` and `UCX_PROTO_INFO=used` (UCX 1.23). What is not recognised is left out, or, where it
-is a warning or an error, kept as it is.
-"""
+"""What UCX's log tells: versions, lanes, what was really used, and all that it complains of (UCX 1.23)."""
 
 from __future__ import annotations
 

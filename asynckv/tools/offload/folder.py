@@ -1,7 +1,7 @@
-"""What `asynckv offload` does with directories of stored blocks; it reads with system calls, and needs no NIXL.
+"""What `asynckv offload` does with directories of stored blocks; it needs no NIXL.
 
-Looking changes nothing, takes no lock and leaves no trace: what an operator finds is still there for the next one, and
-a process may have a directory meanwhile. Only pruning writes, and nobody else may have the directory then.
+Looking changes nothing, takes no lock and leaves no trace. Only pruning writes, and no process may have the directory
+then.
 """
 
 from __future__ import annotations
@@ -24,12 +24,9 @@ from asynckv.errors import BackendError, ConfigError
 
 SEGMENTS = "segment-?????.kv"
 RANK = re.compile(r"tp\d+of\d+|vllm-")
-"""How the names of ranks' directories begin."""
 
 
 class Kind(Struct, frozen=True):
-    """Blocks of one group in one layout."""
-
     tag: str
     layout: str
     blocks: int
@@ -37,13 +34,10 @@ class Kind(Struct, frozen=True):
 
 
 class Folder(Struct, frozen=True, kw_only=True):
-    """What a directory holds."""
-
     schema: str = "asynckv.offload.inspect/1"
     folder: str
     owner: Owner | None
     is_live: bool
-    """The owner has it now."""
     num_bytes: int
     """Of the range that the last owner divided."""
     segments: int
@@ -57,17 +51,13 @@ class Folder(Struct, frozen=True, kw_only=True):
 
 
 class Pruned(Struct, frozen=True, kw_only=True):
-    """What was forgotten."""
-
     schema: str = "asynckv.offload.prune/1"
     folder: str
     blocks: int
     blocks_before: int
     bytes_freed: int
     removed: bool = False
-    """The directory is gone."""
     left: tuple[str, ...] = ()
-    """What is in it that is not the file tier's."""
 
 
 def folders_in(path: Path) -> list[Path]:
@@ -95,7 +85,6 @@ def _is_one(path: Path) -> bool:
 
 
 def look(folder: Path) -> Folder:
-    """Say what a directory holds, whoever has it."""
     said = _said(folder)
     owner, is_live = owner_of(folder)
     kinds: Counter[tuple[str, str]] = Counter()

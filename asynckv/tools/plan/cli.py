@@ -12,8 +12,7 @@ from asynckv.tools.bench import options as o
 from asynckv.tools.output import write, write_json
 from asynckv.tools.parameters import taking_options
 
-MOST_WRITTEN = 1 << 17
-"""Layers of all ranks in one layout file."""
+MOST_WRITTEN = 1 << 17  # layers of all ranks in one file
 GEOMETRY, WORK, OUT = "Geometry", "Workload", "Output"
 
 LAYOUT_EPILOG = """

@@ -1,8 +1,4 @@
-"""What a transfer between two engines will be, worked out from their layouts alone: `asynckv plan`.
-
-The same code as in a running engine: `compare`, `assign`, `PeerTables`, `BlockLists`, `plan_read`. Nothing is
-started, nothing is read.
-"""
+"""What a transfer between two engines will be, worked out from their layouts by a running engine's own code."""
 
 from __future__ import annotations
 
@@ -305,7 +301,6 @@ def _hints(peer: PeerTables, shares: Sequence[Share]) -> Iterator[str]:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print a report."""
     report = printable(report)
     for role, side in (("decode (local)", report["local"]), ("prefill (remote)", report["remote"])):
         stages = f", pp {side['pp_size']}" if side["pp_size"] > 1 else ""

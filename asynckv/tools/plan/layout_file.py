@@ -1,8 +1,7 @@
-"""Layouts as files, JSON or TOML, that people can read and write.
+"""Layouts of one engine's ranks as files, JSON or TOML, that people can read and write.
 
-A file holds the layouts of one engine's ranks: all of them, or some. On the wire the same structures are
-arrays without names; here every field is named, fields at their defaults are left out, and a name that is
-not known is refused together with the nearest that is.
+On the wire the same structures are arrays without names. Here every field is named, and fields at their defaults are
+left out.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ def _fields(kind: type[Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
 
 
 def dump_layouts(layouts: Sequence[Layout]) -> str:
-    """Write an engine's ranks as JSON."""
     ranks = [_plain(layout) for layout in layouts]
     for rank in ranks:
         rank.pop("schema", None)

@@ -1,8 +1,4 @@
-"""Layouts of whole models: which rank holds what, and how its memory is arranged.
-
-Engines declare the memory they have; this is for those that have not allocated it yet (benchmarks,
-capacity planning, `asynckv.plan`), and an example of every kind of declaration.
-"""
+"""Layouts of whole models, for those that have not allocated their memory yet: benchmarks, capacity planning."""
 
 from __future__ import annotations
 
@@ -114,7 +110,6 @@ def model_layout(
 
 
 def with_addresses(layout: Layout, bases: Sequence[int]) -> Layout:
-    """Give a layout's memories their addresses."""
     memories = [msgspec.structs.replace(m, base=base) for m, base in zip(layout.memories, bases, strict=True)]
     return msgspec.structs.replace(layout, memories=tuple(memories))
 

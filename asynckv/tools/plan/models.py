@@ -28,13 +28,9 @@ _shown.maxstring = _shown.maxother = 80
 
 
 class Heads(Struct, frozen=True, tag="heads"):
-    """Attention that keeps keys and values per KV head (MHA, GQA, MQA).
+    """Attention that keeps keys and values per KV head (MHA, GQA, MQA). A `v_head_dim` of 0 is the same as `head_dim`.
 
-    Attributes:
-        num_heads: KV heads of the whole model.
-        head_dim: Elements of one head's key.
-        v_head_dim: Elements of one head's value; 0 for the same as `head_dim`.
-        window: Sliding window: the next token attends to itself and the `window - 1` tokens before it. 0: all.
+    With a `window`, the next token attends to itself and the `window - 1` tokens before it.
     """
 
     num_heads: int
@@ -44,13 +40,7 @@ class Heads(Struct, frozen=True, tag="heads"):
 
 
 class Latent(Struct, frozen=True, tag="latent"):
-    """Attention that keeps one latent per token (MLA), the same on all tensor-parallel ranks.
-
-    Attributes:
-        rank: Elements of the latent.
-        rope_dim: Elements of the rotary key beside it.
-        window: As for `Heads`.
-    """
+    """Attention that keeps one latent and a rotary key per token (MLA), the same on all tensor-parallel ranks."""
 
     rank: int
     rope_dim: int
@@ -77,7 +67,6 @@ class State(Struct, frozen=True, tag="state"):
         columns: Columns that the convolution keeps per channel: its kernel size - 1.
         units: Entries of the recurrent state's sharded axis (channels, or heads).
         shape: Its other dims, such as (head_dim, state size).
-        dtype: Element type of the recurrent state; empty for the model's.
     """
 
     conv: tuple[Projection, ...]
@@ -98,7 +87,6 @@ class Model(Struct, frozen=True):
     dtype: str = "bfloat16"
 
     def token_bytes(self) -> int:
-        """Bytes of KV that one token takes in the whole model."""
         elements = 0
         for layer in self.layers:
             match layer:
@@ -212,7 +200,6 @@ PRESETS = {
 
 
 def preset(name: str) -> Model:
-    """Find a preset by its name, in any case."""
     if (found := PRESETS.get(name.lower())) is not None:
         return found
     near = difflib.get_close_matches(name.lower(), PRESETS, 1, 0.5)
@@ -230,7 +217,6 @@ def chosen(name: str | None, hf_config: str | Path | None, default: str) -> Mode
 
 
 def dtype_named(name: str) -> str:
-    """Resolve the name of an element type."""
     plain = name.lower().removeprefix("torch.")
     plain = _ALIASES.get(plain, plain)
     if plain not in ITEMSIZE:
@@ -321,8 +307,7 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {
 } | {"llama": {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}}
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-_OLD_NAMES = {"attention": FULL, "mamba": LINEAR}
-"""What layers were called before Transformers 5."""
+_OLD_NAMES = {"attention": FULL, "mamba": LINEAR}  # before Transformers 5
 
 
 class _Config(dict[str, Any]):

@@ -48,25 +48,14 @@ PREAMBLE = re.compile(
 )
 """Events of `/v1/responses` and of chats that vLLM sends before it has begun."""
 BLANK = (b"\n\n", b"\n\r\n")
-"""What ends an event of a stream."""
 ABORTED = re.compile(rb'"finish_reason": ?"abort"')
-MOST_UNREAD = 2**16
-"""Bytes of a stream that are read in search of its first event."""
-
+MOST_UNREAD = 2**16  # bytes of a stream, in search of its first event
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long engines may take, in seconds.
-
-    Attributes:
-        connect_s: For a connection, and for saying how they are.
-        prefill_s: For one prefill.
-        silence_s: Between two pieces of a stream, and before the first.
-        health_s: Between two looks at their health.
-        refresh_s: Between two looks at which engines there are, where that can change.
-    """
+    """How long engines may take, in seconds; what for, the options of `asynckv proxy` say."""
 
     connect_s: float = 2.0
     prefill_s: float = 120.0
@@ -98,7 +87,6 @@ def _error_in(data: bytes) -> dict[str, Any] | None:
 
 
 def _data(event: bytes) -> bytes:
-    """What the event of a stream carries."""
     return b"\n".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
 
 
@@ -133,11 +121,9 @@ class Engine:
 
     @property
     def outstanding(self) -> int:
-        """Requests that it works on for us."""
         return len(self.working)
 
     def found(self, trouble: str) -> None:
-        """Take note of how it is."""
         if bool(trouble) != bool(self.trouble) or self.trouble == NEW:
             say, event = (log.warning, "engine_down") if trouble else (log.info, "engine_up")
             say(event, role=self.role, engine=self.url, trouble=trouble, outstanding=self.outstanding)
@@ -160,7 +146,6 @@ class Engine:
         return EngineFault(self, why, text)
 
     def decoded(self, data: bytes) -> dict[str, Any]:
-        """Read what it answered."""
         if ABORTED.search(data):
             raise self.refusal(500, data)
         try:
@@ -205,8 +190,6 @@ class Engine:
 
 
 class Engines:
-    """All engines; `async with` them."""
-
     def __init__(self, sources: Sources, limits: Limits, metrics: Any) -> None:
         labels = ["role", "engine"]
         self._faults = prometheus.Counter(
@@ -286,11 +269,9 @@ class Engines:
                 engine.unheard = 0
 
     def of(self, role: str) -> list[Engine]:
-        """The engines of this role that are named."""
         return [engine for engine in self._known.values() if engine.role == role and engine.is_named]
 
     def states(self) -> dict[str, list[dict[str, Any]]]:
-        """How all engines are."""
         self._up.clear()  # of engines that are no more, nothing is said
         self._outstanding.clear()
         told: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}
@@ -305,7 +286,6 @@ class Engines:
         return any(not engine.trouble and engine.url not in avoid for engine in self.of(role))
 
     def up(self, role: str) -> list[Engine]:
-        """Those that are up."""
         if found := [engine for engine in self.of(role) if not engine.trouble]:
             return found
         which = "; ".join(f"{engine.url} {engine.trouble}" for engine in self.of(role)) or "none is known"

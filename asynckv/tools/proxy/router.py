@@ -43,8 +43,7 @@ from asynckv.tools.proxy.traces import Trace
 RESPONSES = "/v1/responses"
 OF_GENERATION = {"min_tokens", "min_completion_tokens", "stream_options", "n", "best_of"}
 """What a request may say of its generation that does not go with one token in one piece."""
-OF_HOSTS = {"kv_transfer_params", "ec_transfer_params"}
-"""What names hosts to talk to: never a client's."""
+OF_HOSTS = {"kv_transfer_params", "ec_transfer_params"}  # never a client's
 LOOKED_AT = {"stream", "previous_response_id", "background", "n", "best_of", "use_beam_search", "echo", "logprobs"}
 LOOKED_AT |= {"prompt_logprobs"}
 """Fields of a request that the router decodes, each a `SCALAR`."""
@@ -56,15 +55,12 @@ CAUSES = ["no_prefill_engine", "prefill_failed", "transfer_failed", "no_params",
 CAUSES += ["prompt_logprobs"]
 """Why a decode engine computes a prompt itself: docs/service.md has a table."""
 LOST = {"lost", "silent"}
-"""Faults of engines that have probably died."""
 OF_TRANSFER = {"kv_transfer_error", "failed"}
 """Faults of decode engines that may come of the KV cache; vLLM does not say whether they do."""
 GRACE_S = 0.5
 """After the drain, for writing the errors in which it ends; what is no completion (/metrics) has no longer either."""
-MAX_NAMED = 8
-"""Requests that `/health/ready` names, those that have waited for the longest."""
-END = 16384
-"""Bytes at the end of a stream, in which an error is looked for."""
+MAX_NAMED = 8  # requests that `/health/ready` names
+END = 16384  # bytes of a stream, in which an error is looked for
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 log = structlog.get_logger()
@@ -112,7 +108,6 @@ class Job:
             self.headers["Authorization"] = authorization
 
     def asks(self, engine: Engine) -> None:
-        """Take note of the engine that works for it now."""
         self.engine, self.notes[engine.role] = engine, engine.url
         self.hears()
 
@@ -121,7 +116,6 @@ class Job:
         self.heard, self.is_waiting = time.monotonic(), False
 
     def seen(self) -> dict[str, Any]:
-        """Say where it is and for how long."""
         engine = self.engine.url if self.engine is not None else ""
         silent_s, age_s = (round(time.monotonic() - since, 1) for since in (self.heard, self.began))
         return {"id": self.id, "engine": engine, "silent_s": silent_s, "age_s": age_s}
@@ -211,11 +205,9 @@ class Router:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests under way."""
         return len(self._jobs)
 
     def app(self) -> web.Application:
-        """Make the application, for `serving`."""
         app = web.Application(middlewares=[errors_as_json])
         app.router.add_routes([web.post(path, self._complete) for path in (*COMPLETIONS, RESPONSES)])
         app.router.add_get("/v1/models", self._models)
@@ -250,7 +242,6 @@ class Router:
             await asyncio.wait(tasks, timeout=self._drain_s + GRACE_S)
 
     def end_within(self, seconds: float) -> None:
-        """End what takes longer."""
         self._ends = asyncio.get_running_loop().time() + seconds
         for job in self._jobs:
             with contextlib.suppress(RuntimeError):  # it has come to its end already, and is only writing
@@ -329,7 +320,6 @@ class Router:
         return bytes(body)
 
     async def _read(self, job: Job) -> dict[str, Any]:
-        """Read what a client wants."""
         try:
             async with asyncio.timeout(self._body_s):
                 data = await self._read_body(job)
@@ -391,7 +381,6 @@ class Router:
         self._decode_only.labels(cause).inc()
 
     async def _prefill(self, job: Job) -> None:
-        """Have the prompt computed."""
         try:
             engine = self.engines.choose("prefill", job.avoid)
         except Refused:
@@ -421,7 +410,6 @@ class Router:
         job.params = params
 
     async def _decode(self, engine: Engine, job: Job) -> web.StreamResponse:
-        """Have the request decoded, and pass on what comes."""
         job.asks(engine)
         body = job.body | ({"kv_transfer_params": job.params} if job.params else {})
         is_stream = job.asked.get("stream")

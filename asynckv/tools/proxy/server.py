@@ -34,11 +34,9 @@ class Refused(Exception):
         self.status, self.body = status, body or msgspec.json.encode({"error": error})
 
     def event(self) -> bytes:
-        """Say it as the last event of a stream."""
         return b"data: " + self.body + b"\n\n"
 
     def response(self) -> web.Response:
-        """Say it as an answer."""
         headers = {"Retry-After": "1"} if self.status == 503 else None
         return web.Response(body=self.body, status=self.status, headers=headers, content_type="application/json")
 

@@ -14,7 +14,6 @@ import structlog
 from asynckv.errors import ConfigError
 
 Found = dict[tuple[str, str], None]
-"""Roles and URLs, each once, in the order in which they were named."""
 DNS = "dns+"
 URL = re.compile(r"(https?|dns\+http)://[^\s/?#@]+(/[^\s?#]*)?")
 """No password: it would stand in log and metrics."""
@@ -49,8 +48,6 @@ def parse(text: str) -> Found:
 
 
 class Sources:
-    """All places where engines are found."""
-
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], file: Path | None = None) -> None:
         given = [*(("prefill", url) for url in prefill), *(("decode", url) for url in decode)]
         self._given: Found = {(role, checked(url)): None for role, url in given}

@@ -1,7 +1,6 @@
-"""The router's part of a trace: spans where OpenTelemetry is installed and set up, and the headers in any case.
+"""The router's part of a trace: spans where OpenTelemetry is installed and set up.
 
-A client may send W3C's `traceparent`; engines are sent one of the router's own spans in its place. Without
-OpenTelemetry they are sent what the client sent, so that the trace goes on without the router.
+Without OpenTelemetry, engines are sent the client's own `traceparent`, so that the trace goes on without the router.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ MAX_HEADER = 512
 
 
 class Trace:
-    """One request of a client."""
-
     def __init__(self, headers: Mapping[str, str], provider: Any = None) -> None:
         found = ((name, headers.get(name, "")) for name in ("traceparent", "tracestate"))
         self._given = {name: value for name, value in found if 0 < len(value) <= MAX_HEADER}
