@@ -93,7 +93,6 @@ class Request:
         self.attempts = 1
         self.pull: Pull | None = None
         self.next_at = math.inf
-        """When the pause is over."""
         self.stopped: Reason | None = None
         """Why no attempt may follow, if somebody has said so."""
         self._retries, self._pause_s = retries, pause_s
@@ -103,21 +102,19 @@ class Request:
 
     @property
     def retryable(self) -> frozenset[Reason]:
-        """Failures of this attempt after which another follows."""
+        """Return the failures of this attempt after which another follows."""
         return RETRYABLE if self.attempts <= self._retries else frozenset()
 
     @property
     def was_promised(self) -> bool:
-        """The prefill ranks were told that another attempt follows the last."""
         return self.pull is not None and self.pull.reason in self.pull.retryable
 
     @property
     def is_cancelled_between(self) -> bool:
-        """It was cancelled where another attempt would have followed."""
         return self.stopped is Reason.CANCELLED and self.was_promised
 
     def take_discharge(self) -> Reason | None:
-        """Take out why the prefill ranks are to be told that no attempt follows after all; None if they are not."""
+        """Return, once, why the prefill ranks are to be told that no attempt follows after all; else None."""
         found, self._discharge = self._discharge, None
         return found
 
@@ -127,13 +124,13 @@ class Request:
         self.pull = pull
 
     def refused(self) -> None:
-        """An attempt could not begin: what is said of the one before is said for good."""
+        """An attempt could not begin: the outcome of the one before is final."""
         after = self._allow(E.FAILED)
         self._given_up_for = Reason.UNPLANNABLE
         self._enter(after)
 
     def abandoned(self, now: float) -> None:
-        """The attempt has its outcome, but its caller is gone: none follows."""
+        """The attempt has its outcome, but its caller is gone, so none follows."""
         self._given_up_for = Reason.CANCELLED
         self.ended(now)
         if self.state is not S.OVER:
@@ -161,7 +158,6 @@ class Request:
         self._go_on(E.RETURNED, now)
 
     def stop(self, reason: Reason) -> None:
-        """No attempt may follow; what waits for one is to give up."""
         self.stopped = self.stopped or reason
 
     def give_up(self) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from asynckv.config import PullConfig
-from asynckv.core import told
+from asynckv.core import told, wire
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.flow import READING, Admission, InFlight, Posting
 from asynckv.core.ledger import Ledger
@@ -38,21 +38,6 @@ from asynckv.core.timers import Timers
 from asynckv.core.told import short
 from asynckv.core.types import Address, Cohort, Key, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.watch import Watch
-from asynckv.core.wire import (
-    RELEASE_NONCE,
-    Ack,
-    Draining,
-    Goodbye,
-    Granted,
-    Message,
-    NotYet,
-    Ping,
-    Pong,
-    Refused,
-    Status,
-    Unwelcome,
-    Welcome,
-)
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
 from asynckv.geometry.bounds import Int64s
 from asynckv.geometry.layout import Layout
@@ -161,7 +146,6 @@ class DecodeSide:
         self._route(pull, now, at_once=True)
 
     def _take(self, pull: Pull, ready: Ready | None, now: float) -> None:
-        """Take a new pull, and meet the ranks that it may read unless all are ready."""
         if pull.request_id in self.by_request:
             raise LocalProtocolError(
                 f"request {pull.request_id!r} is being pulled already; cancel it or wait for its outcome first"
@@ -184,17 +168,14 @@ class DecodeSide:
                 self._meet(pull, source, now)
 
     def cancel(self, pull: Pull, now: float) -> None:
-        """Give up a pull; harmless if it has its outcome."""
         if pull.reason is None:
             self._carry_out(pull, pull.cancel(now), now)
 
     def extend(self, pull: Pull, deadline: float, now: float) -> None:
-        """Let an announced pull wait until another deadline."""
         pull.deadline = deadline
         self._carry_out(pull, [], now)
 
     def discharge(self, pull: Pull, now: float) -> None:
-        """End a pull that has no blocks, and of which nothing is needed."""
         self._carry_out(pull, pull.discharge(now), now)
 
     def fail(self, pull: Pull, reason: Reason, detail: str, now: float) -> None:
@@ -216,7 +197,6 @@ class DecodeSide:
     # -- posting -----------------------------------------------------------------------------------
 
     def admit(self, now: float) -> Pull | None:
-        """Let the next pull of the queue read, if one may."""
         while (pull_id := self.admission.next()) is not None:
             pull = self.pulls[pull_id]
             if self.can_read(pull):
@@ -226,7 +206,6 @@ class DecodeSide:
         return None
 
     def next_read(self, now: float) -> PostRead | None:
-        """Return the next read to post, if any may be."""
         source = self.posting.next()
         if source is None:
             return None
@@ -241,12 +220,10 @@ class DecodeSide:
         return PostRead(transfer_id, peer.agent_name, read)
 
     def spent(self, transfer_id: TransferId, post_s: float) -> None:
-        """Note how long the call that posted a transfer took."""
         if (transfer := self.transfers.get(transfer_id)) is not None:
             transfer.pull.posting_took(post_s)
 
     def ended(self, transfer_ended: TransferEnded, detect_s: float, now: float) -> None:
-        """Take the end of a transfer; `now` was read after it was observed."""
         transfer_id, ending, cause, peer_lost = transfer_ended
         transfer = self.transfers.get(transfer_id)
         if transfer is None:
@@ -326,27 +303,24 @@ class DecodeSide:
                 self._lose(peer, Reason.PEER_LOST, "forgotten by request", now)
 
     def leave(self, now: float, detail: str = "this side has closed its connections") -> None:
-        """Part from everybody: our memory, our process or our control plane is going."""
+        """Part from everybody, because our memory, process or control plane is going."""
         for peer in [p for p in self.peers.by_place.values() if p.state is not S.GONE]:
             peer.is_orderly = True
             self._lose(peer, Reason.ENGINE_CLOSED, detail, now)
 
     def hint(self, address: Address, text: str) -> None:
-        """Something may keep an address from answering."""
         for peer in self.peers.greeted(address):
             peer.hint = text
 
     def refused(self, address: Address, detail: str, now: float) -> None:
-        """The control plane may not talk to an address at all."""
         for peer in self.peers.greeted(address):
             self._failed(peer, Reason.UNREACHABLE, f"{peer.where} cannot be asked: {detail}", now)
 
     def foreign_version(self, address: Address, detail: str, now: float) -> None:
-        """The listener at an address speaks another protocol version."""
         for peer in self.peers.greeted(address):
             self._lose(peer, Reason.PROTOCOL, detail, now)
 
-    def receive(self, message: Message, address: Address, sender: str, now: float) -> None:
+    def receive(self, message: wire.Message, address: Address, sender: str, now: float) -> None:
         """Take a message from the process start `sender`, over our own link to `address`."""
         peer = self.peers.by_place.get((address, sender))
         if peer is not None and peer.heard(now):
@@ -354,24 +328,24 @@ class DecodeSide:
             self._take_back(peer)
             self._ready(peer, now)
         match message:
-            case Ack():
+            case wire.Ack():
                 self._acked(message, address, sender, "acknowledged", now)
-            case Granted() | NotYet() | Refused():
+            case wire.Granted() | wire.NotYet() | wire.Refused():
                 self._claim_answered(message, address, sender, now)
-            case Welcome() | Unwelcome():
+            case wire.Welcome() | wire.Unwelcome():
                 if (refused := self.peers.hello_answered(message, address, sender, now)) is not None:
                     peer, reason, detail = refused
                     serve_no_more = self._lose if reason in FINAL else self._failed
                     serve_no_more(peer, reason, detail, now)
-            case Ping():  # it owes us nothing, and wonders whether we have ended
-                self._outbox.send(address, sender, Pong(message.nonce))
-            case Pong() | Status():
+            case wire.Ping():  # it owes us nothing, and wonders whether we have ended
+                self._outbox.send(address, sender, wire.Pong(message.nonce))
+            case wire.Pong() | wire.Status():
                 pass
-            case Goodbye():
+            case wire.Goodbye():
                 if peer is not None:
                     peer.is_orderly = True
                     self._lose(peer, Reason.PEER_LOST, f"{peer.where} said goodbye", now)
-            case Draining():
+            case wire.Draining():
                 if peer is not None and not peer.is_draining:
                     peer.is_draining = True
                     self._outbox.commands.append(told.PeerDraining(peer.name, peer.address))
@@ -426,7 +400,7 @@ class DecodeSide:
     # -- questions -----------------------------------------------------------------------------------
 
     def can_read(self, pull: Pull) -> bool:
-        """None of the ranks that a pull reads has fallen silent."""
+        """True if none of the ranks that a pull reads has fallen silent."""
         for source in pull.sources:
             if source.role is ROLE.READ and not source.proven:  # what is proven is not read again
                 peer = self.peers.by_place.get(source.rank.place)
@@ -447,7 +421,6 @@ class DecodeSide:
         return len(self.started) - self.admission.num[READING]
 
     def audit(self) -> list[str]:
-        """List what does not add up; empty is right."""
         wrong = [
             f"transfer {transfer_id} belongs to pull {transfer.pull.pull_id}, which is over"
             for transfer_id, transfer in self.transfers.items()
@@ -504,7 +477,7 @@ class DecodeSide:
             self._timers.wake(pull, when)
 
     def _queue(self, pull: Pull) -> None:
-        """Give a pull its place in the queue. If one of its ranks is silent it gets none; `_ready` queues it later."""
+        """Queue a pull. If one of its ranks is silent it gets no place; `_ready` queues it later."""
         if not self.admission.waits(pull.pull_id) and self.can_read(pull):
             self.admission.ask(pull.route.flow, pull.pull_id, pull.priority, pull.arrival)
 
@@ -589,23 +562,27 @@ class DecodeSide:
         peer = self.peers.by_place.get(source.rank.place)
         return source.release is not RELEASE.SETTLED and (peer is None or peer.state is S.GONE)
 
-    def _claim_answered(self, answer: Granted | NotYet | Refused, address: Address, sender: str, now: float) -> None:
+    def _claim_answered(
+        self, answer: wire.Granted | wire.NotYet | wire.Refused, address: Address, sender: str, now: float
+    ) -> None:
         pull = self.pulls.get(PullId(answer.pull_id))
         source = _source_at(pull, address)
         if pull is None or source is None or answer.key != pull.params.key:
             self._outbox.counters["dropped.stale_answer"] += 1
             return
-        restarted = isinstance(answer, Refused) and answer.reason is Reason.RESTARTED
+        restarted = isinstance(answer, wire.Refused) and answer.reason is Reason.RESTARTED
         if source.rank.place[1] != sender and not restarted:
             self._outbox.counters["dropped.foreign_answer"] += 1
             return
         if restarted:
             peer = self.peers.by_place.get(source.rank.place)
-            asked = answer.nonce in source.nonces or (answer.nonce == RELEASE_NONCE and source.release is RELEASE.SENT)
-            if peer is not None and asked and isinstance(answer, Refused):
+            asked = answer.nonce in source.nonces or (
+                answer.nonce == wire.RELEASE_NONCE and source.release is RELEASE.SENT
+            )
+            if peer is not None and asked and isinstance(answer, wire.Refused):
                 self._lose(peer, Reason.RESTARTED, f"{peer.where}: {answer.detail}", now)
             return
-        if isinstance(answer, Refused) and answer.nonce == RELEASE_NONCE:
+        if isinstance(answer, wire.Refused) and answer.nonce == wire.RELEASE_NONCE:
             self._acked(answer, address, sender, f"refused: {answer.reason}", now)
             return
         effects = pull.answered(source, answer, now)
@@ -614,7 +591,7 @@ class DecodeSide:
         else:
             self._carry_out(pull, effects, now)
 
-    def _acked(self, answer: Ack | Refused, address: Address, sender: str, note: str, now: float) -> None:
+    def _acked(self, answer: wire.Ack | wire.Refused, address: Address, sender: str, note: str, now: float) -> None:
         pull = self.pulls.get(PullId(answer.pull_id))
         source = _source_at(pull, address)
         if (
@@ -626,7 +603,7 @@ class DecodeSide:
         ):
             self._outbox.counters["dropped.stale_answer"] += 1
             return
-        if isinstance(answer, Refused) and not source.is_settled:
+        if isinstance(answer, wire.Refused) and not source.is_settled:
             ids, detail = told.pull_ids(pull), short(answer.detail)
             refused = told.ReleaseRefused(
                 **ids, cause=answer.reason, detail=detail, outcome=pull.outcome, ranks=[source.name]
@@ -680,7 +657,7 @@ class DecodeSide:
         self._carry_out(pull, effects, now, at_once=at_once)
 
     def _remember(self, pull: Pull, wanted: tuple[int, ...], tables: list[PeerTables | None]) -> None:
-        """Note what is read of whom for the requests that follow, if all of its ranks are ready."""
+        """Note what is read of each rank for the requests that follow, if all of the route's ranks are ready."""
         if pull.unmet is not None:
             return  # a rank that could not be met is to be tried again
         ready: list[Peer] = []
@@ -726,7 +703,6 @@ class DecodeSide:
         return peer
 
     def _meet(self, pull: Pull, source: Source, now: float) -> None:
-        """Make sure that a rank to read from is, or is becoming, ready."""
         # Since the pull began, the peer may have been lost, and met anew for another.
         peer = self._attach(pull, source, now)
         if (failure := self.peers.meet(peer, pull.params.engine_id, source.rank, now)) is not None:
@@ -757,12 +733,10 @@ class DecodeSide:
                 self._queue(pull)
 
     def _failed(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
-        """Fail all pulls that waited for a handshake, with its cause."""
         self.peers.failed(peer, reason, detail, now)
         self._fail_readers(peer, reason, detail, now)
 
     def _lose(self, peer: Peer, reason: Reason, detail: str, now: float, *, pause_s: float | None = None) -> None:
-        """Fail all pulls that read from a peer that serves us no more."""
         pause_s = self._config.backoff_s if pause_s is None else pause_s
         if self.peers.lost(peer, reason, detail, pause_s, now):
             self._fail_readers(peer, reason, detail, now)

@@ -45,7 +45,7 @@ class PullPlace(Struct, eq=False):
     flow: Flow
     room: int
     counts: bool
-    """It is in flight, and takes room from others."""
+    """True if it takes room from others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +78,7 @@ class Admission:
         self._numbers = itertools.count()
 
     def _move(self, pull_id: PullId, flow: Flow, room: int | None) -> None:
-        """Put a pull into a room of its flow, or into none: nothing else changes where it is."""
+        """Put a pull into a room of its flow, or into none. Nothing else changes where it is."""
         before = self._places.pop(pull_id, None)
         if before is not None:
             flow.num[before.room] -= 1
@@ -141,7 +141,6 @@ class Admission:
         return None
 
     def leave(self, pull_id: PullId) -> None:
-        """A pull waits for nothing and counts no more. Harmless if it never asked."""
         if (place := self._places.get(pull_id)) is None:
             return
         flow = place.flow
@@ -167,7 +166,6 @@ class Admission:
         return wrong + [f"pull {p} should not wait or count" for p in sorted(self._places.keys() - queued - reading)]
 
     def _head(self, flow: Flow) -> tuple[int, PullId] | None:
-        """Return the priority and the id of the next pull of a flow."""
         while flow.order and not self.waits(flow.order[0][2]):
             heapq.heappop(flow.order)
         return (flow.order[0][0], flow.order[0][2]) if flow.order else None
@@ -205,7 +203,6 @@ class InFlight:
         return len(self._sizes)
 
     def fits(self, read: ReadRequest) -> bool:
-        """Whether it may be posted now: its bytes *and* its descriptors."""
         return not self._sizes or (
             self.num_bytes + read.num_bytes <= self._max_bytes
             and self.num_descriptors + read.num_descriptors <= self._max_descriptors
@@ -219,7 +216,6 @@ class InFlight:
             self.num_descriptors += num_descriptors
 
     def leave(self, transfer_id: TransferId) -> None:
-        """It has ended, or takes room no more; harmless if that was so before."""
         size = self._sizes.pop(transfer_id, None)
         if size is not None:
             self.num_bytes -= size[0]
@@ -238,11 +234,9 @@ class Poster(Protocol):
 
     next_read: ReadRequest | None
     may_post: bool
-    """It has been admitted, and has not failed."""
     not_lent_yet: bool
     """Posting would be in vain."""
     is_waiting: bool
-    """It stands in a line."""
 
 
 @dataclass(slots=True, eq=False)
@@ -255,7 +249,6 @@ class Line:
     is_set_aside: bool = False
     """Nothing comes from it: what is in flight takes no room from others."""
     has_turn: bool = False
-    """It stands among the lines that may post."""
 
     def clear(self) -> None:
         for poster in self.posters:
@@ -279,7 +272,7 @@ class Posting:
             self.take_turn(line)
 
     def take_turn(self, line: Line) -> None:
-        """Something has changed for a line: it may post when its turn comes."""
+        """Let a line post when its turn comes, because something has changed for it."""
         if line.posters and not line.has_turn:
             line.has_turn = True
             self.turns.append(line)
@@ -319,13 +312,12 @@ class Posting:
         self.in_flight.leave(transfer_id)
 
     def set_aside(self, line: Line, transfers: Iterable[TransferId]) -> None:
-        """Nothing comes from a peer: its transfers take no room from others."""
+        """Let a peer's transfers take no room from others, because nothing comes from it."""
         line.is_set_aside = True
         for transfer_id in transfers:
             self.in_flight.leave(transfer_id)
 
     def take_back(self, line: Line, sizes: Iterable[tuple[TransferId, int, int]]) -> None:
-        """It goes on: what still runs takes room again."""
         line.is_set_aside = False
         for size in sizes:
             self.in_flight.enter(*size)

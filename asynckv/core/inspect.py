@@ -23,7 +23,6 @@ from asynckv.core.source import ReleaseState, Source
 from asynckv.core.types import PullId
 
 MAX_DETAIL = 200
-"""Letters of why a message was turned down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +167,7 @@ class Inspector:
         """Gauges of whoever uses the memory beside this rank; the engine puts its own function here."""
 
     def gauges(self, tally: Tally | None = None) -> dict[str, int]:
-        """What is owed and held right now; `tally` if somebody has looked at every pull already."""
+        """Return what is owed and held right now; `tally` if somebody has looked at every pull already."""
         if tally is None:
             tally = Tally()
             for pull in self._decode.pulls.values():
@@ -192,7 +191,6 @@ class Inspector:
         }
 
     def holds(self, now: float) -> tuple[HeldBlocks, ...]:
-        """Say who holds which blocks, the oldest first."""
         leases = {key.token: lease for key, lease in self._prefill.leases.items()}
         return tuple(
             self._hold(
@@ -204,12 +202,10 @@ class Inspector:
         )
 
     def guest_holds(self, most: int, num_ids: int, now: float) -> tuple[HeldBlocks, ...]:
-        """Say which blocks the first guests hold, with so many ids of each group."""
         some = [(self._ledger.get(holder), guest) for holder, guest in list(self.guests.items())[:most]]
         return tuple(self._hold(hold, guest, now, num_ids) for hold, guest in some if hold is not None)
 
     def hold(self, request: Lease | Pull, most: int, now: float) -> HeldBlocks | None:
-        """Say which blocks one of them holds, with so many ids of each group; None if none."""
         hold = self._ledger.get(_holder(request))
         return self._hold(hold, request, now, most) if hold is not None else None
 
@@ -235,7 +231,6 @@ class Inspector:
         )
 
     def requests(self, now: float) -> tuple[RequestStatus, ...]:
-        """Say how every pull, announcement and lease stands, the oldest first."""
         requests = [self.status(lease, now) for lease in self._prefill.leases.values()]
         requests += [self.status(pull, now) for pull in self._decode.pulls.values()]
         return tuple(sorted(requests, key=lambda request: -request.age_s))
@@ -248,7 +243,6 @@ class Inspector:
         return _pull_status(request, self._decode.peer_of, blocks, now)
 
     def check_integrity(self) -> list[str]:
-        """List what does not add up; empty is right."""
         wrong = self._ledger.audit()
         holders = {hold.holder for hold in self._ledger}
         leases = {key.token: lease.lent.request_id for key, lease in self._prefill.leases.items()}
@@ -262,7 +256,7 @@ class Inspector:
         return wrong
 
     def stragglers(self, now: float) -> tuple[HeldBlocks, ...]:
-        """Say what is still under way: who holds blocks, and which pulls have yet to be begun or released."""
+        """Return what is still under way: holders of blocks, and pulls that have yet to be begun or released."""
         holds = self.holds(now)
         known = {hold.pull_id for hold in holds}
         others = [
@@ -281,7 +275,7 @@ class Inspector:
         return holds + tuple(others)
 
     def between_attempts(self, requests: Iterable[Request], now: float) -> tuple[HeldBlocks, ...]:
-        """Say what those of some requests hold that wait for another attempt."""
+        """Return what requests hold that wait for another attempt."""
         return tuple(
             HeldBlocks(
                 request_id=request.wanted.request_id,

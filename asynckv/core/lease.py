@@ -20,6 +20,7 @@ import enum
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from msgspec import Struct
 
@@ -44,7 +45,6 @@ MAX_REFUSALS = 8
 
 MAX_SHOWN_ID = 80
 MAX_NAMED = 4
-"""Readers named in a sentence."""
 
 MAX_ATTEMPTS = 64
 """Grants and releases of one reader that one lease takes. What a message costs grows with them."""
@@ -112,14 +112,12 @@ class Lent(Struct, frozen=True, kw_only=True, gc=False):
     written: bool
     lease_s: float
     grant_s: float
-    """Length of one grant."""
     max_lease_s: float
     readers: int
     """Cohorts that may read, and are waited for: 1, or more for siblings and routers that retry elsewhere."""
     tp_rank: int
     tp_size: int
     warn_s: float = math.inf
-    """Held for longer, it is worth a word."""
     hashes: tuple[str, ...] = ()
     hash_tokens: int = 0
 
@@ -135,7 +133,6 @@ class Reader(Struct, frozen=True, order=True, gc=False):
         return rank_name(self.cohort, self.tp_rank, self.pp_stage)
 
     def name(self, sender: str = "") -> str:
-        """Write the reader for people, with the start of its process."""
         return rank_name(self.cohort, self.tp_rank, self.pp_stage, sender)
 
 
@@ -203,71 +200,49 @@ class Effects(Struct, frozen=True, gc=False):
     is_overdue: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Lease:
     """The state machine of one lent request. Its fields are everybody's to read, and nobody else's to write."""
 
-    __slots__ = (
-        "attempts",
-        "cohorts",
-        "deadlines",
-        "digest",
-        "discharged",
-        "expires_at",
-        "final",
-        "gone",
-        "grants",
-        "history",
-        "is_sampled",
-        "keys",
-        "lent",
-        "lent_at",
-        "look_at",
-        "names",
-        "past",
-        "refused",
-        "revoked_by",
-        "scheduled_at",
-        "since",
-        "state",
-        "warn_at",
-    )
+    lent: Lent
+    lent_at: float
+    state: LeaseState = L.LENT
+    since: float = field(init=False)
+    expires_at: float = field(init=False)
+    """When its time is up. A grant may prolong it; giving that grant back does not shorten it."""
+    look_at: float = field(init=False)
+    """When to see whether a grant has run out, and whether its reader is gone."""
+    warn_at: float = field(init=False)
+    """When it has been lent for long enough to warn; doubles each time."""
+    digest: bytes = field(init=False)
+    history: notes.History = field(init=False)
+    cohorts: dict[str, BoundCohort] = field(default_factory=dict)
+    grants: dict[PullId, Grant] = field(default_factory=dict)
+    deadlines: list[tuple[float, PullId]] = field(default_factory=list)
+    """A heap: when each grant is looked at. Renewed ones get a later entry then, and not before."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Process start -> name for people, of those that were granted the blocks."""
+    past: dict[Reader, Grant] = field(default_factory=dict)
+    """The last grant to readers that let it lapse, or will try again."""
+    final: set[PullId] = field(default_factory=set)
+    attempts: dict[Reader, int] = field(default_factory=dict)
+    """How often a reader was granted the blocks, or released without that; only bounds how often it may try."""
+    keys: dict[Reader, str] = field(default_factory=dict)
+    """The key with which each reader spoke up. Nothing is taken from another one in that reader's name."""
+    discharged: dict[Reader, Discharge] = field(default_factory=dict)
+    gone: set[Reader] = field(default_factory=set)
+    """Readers that are owed, but whose last grant has run out and whose process has ended."""
+    refused: list[Refusal] = field(default_factory=list)
+    revoked_by: str = ""
+    scheduled_at: float = math.inf
+    is_sampled: bool = False
+    """Its end is logged even if all is well."""
 
-    def __init__(self, lent: Lent, now: float) -> None:
-        self.lent, self.lent_at = lent, now
-        self.state = L.LENT
-        self.since = now
-        self.expires_at = now + lent.lease_s
-        """When its time is up. A grant may prolong it; giving that grant back does not shorten it."""
-        self.look_at = now + lent.grant_s
-        """When to see whether a grant has run out, and whether its reader is gone."""
-        self.warn_at = now + lent.warn_s
-        """When it has been lent for long enough to warn; doubles each time."""
-        self.cohorts: dict[str, BoundCohort] = {}
-        self.grants: dict[PullId, Grant] = {}
-        self.deadlines: list[tuple[float, PullId]] = []
-        """A heap: when each grant is looked at. Renewed ones get a later entry then, and not before."""
-        self.names: dict[str, str] = {}
-        """What the process starts that were granted the blocks are called, for people."""
-        self.past: dict[Reader, Grant] = {}
-        """The last grant to readers that let it lapse, or will try again."""
-        self.final: set[PullId] = set()
-        self.attempts: dict[Reader, int] = {}
-        """How often a reader was granted the blocks, or released without that; only bounds how often it may try."""
-        self.keys: dict[Reader, str] = {}
-        """The key with which each reader spoke up. Nothing is taken from another one in that reader's name."""
-        self.discharged: dict[Reader, Discharge] = {}
-        self.gone: set[Reader] = set()
-        """Readers that are owed, but whose last grant has run out and whose process has ended."""
-        self.refused: list[Refusal] = []
-        """What was turned down, the first of each kind."""
-        self.revoked_by = ""
-        """Who wanted it back: `caller`, `withdraw`, or how the engine ended."""
+    def __post_init__(self) -> None:
+        lent, now = self.lent, self.lent_at
+        self.since, self.history = now, [(now, L.LENT)]
+        self.expires_at, self.look_at, self.warn_at = now + lent.lease_s, now + lent.grant_s, now + lent.warn_s
         self.digest = blocks_digest(lent.groups, lent.num_tokens, lent.written, lent.hashes, lent.hash_tokens)
-        self.history: notes.History = [(now, L.LENT)]
-        self.scheduled_at = math.inf
-        """The timers' own note of when they wake it."""
-        self.is_sampled = False
-        """What becomes of it is reported though it be well."""
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -324,7 +299,6 @@ class Lease:
         return [grant for reader, grant in self.past.items() if reader in owed - holding]
 
     def tick(self, now: float) -> Effects:
-        """Let time pass; harmless when it is over."""
         was_over = self.is_over
         self._go_on(self.state, now)
         if now >= self.look_at:
@@ -338,7 +312,7 @@ class Lease:
         return Effects(self.wake_at, is_overdue=is_overdue)
 
     def turned_down(self, refusal: Refusal) -> None:
-        """Remember a message that was turned down: it may be why a reader stays owed."""
+        """Remember a message that was turned down, because it may be why a reader stays owed."""
         kind = refusal.what, refusal.reason, refusal.who
         if len(self.refused) < MAX_REFUSALS and all((x.what, x.reason, x.who) != kind for x in self.refused):
             self.refused.append(refusal)
@@ -350,7 +324,6 @@ class Lease:
         return self.names.get(sender, f"?@{sender[:SHOWN_LETTERS]}")
 
     def sample(self) -> None:
-        """Report what becomes of it though it be well."""
         self.is_sampled = True
 
     def _impossible(self, event: type) -> LocalProtocolError:
@@ -409,7 +382,6 @@ class Lease:
 
     @property
     def outcomes(self) -> dict[Reader, Outcome]:
-        """How the readers that are owed no more have released."""
         return {reader: discharge.outcome for reader, discharge in self.discharged.items()}
 
     @property
@@ -427,7 +399,6 @@ class Lease:
         return lapse if self.state is L.ENDING else max(self.expires_at, lapse)
 
     def is_owed(self) -> bool:
-        """A reader has not released, or a cohort has yet to speak up."""
         if len(self.cohorts) < self.lent.readers:
             return True
         for bound in self.cohorts.values():  # not any(): a generator is a call more for every message
@@ -446,7 +417,7 @@ class Lease:
         return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))
 
     def waits_for(self) -> tuple[str, ...]:
-        """Name the same readers with the process that was last granted the blocks, if any was."""
+        """Name the readers that are owed, with the process that was last granted the blocks."""
         known = self._last_grants()
         names = [known[r].name if r in known else str(r) for b in self.cohorts.values() for r in sorted(b.owed)]
         return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))

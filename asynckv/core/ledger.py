@@ -79,7 +79,6 @@ class Ledger:
         return sum(len(self._lent[p]) for p in set(self._pools))
 
     def num_held(self, kind: Kind) -> int:
-        """Blocks with at least one holder of this kind."""
         arrays = self._lent if kind == "lent" else self._writing
         return sum(int(np.count_nonzero(arrays[p])) for p in set(self._pools))
 
@@ -148,7 +147,6 @@ class Ledger:
             raise self._conflict(kind, group, int(ids[shared.argmax()]), "lent")
 
     def _check_pages(self, blocks: Mapping[int, Int64s]) -> None:
-        """Refuse a page that is named through two groups."""
         for pool in {self._pools[g] for g in blocks}:
             shared = [ids for g, ids in blocks.items() if self._pools[g] == pool]
             ids = np.sort(np.concatenate(shared)) if len(shared) > 1 else shared[0]
@@ -158,7 +156,6 @@ class Ledger:
                 )
 
     def _conflict(self, kind: Kind, group: int, block: int, other: Kind) -> LocalProtocolError:
-        """Name those who exclude it, and what they do with the block."""
         names: dict[str, list[str]] = {}
         for holder in self.holders_of(group, block):
             if holder.kind == other:
@@ -176,12 +173,10 @@ class Ledger:
         )
 
     def holders_of(self, group: int, block: int) -> list[Holding]:
-        """Return everybody who holds a block, through whatever group its page is seen."""
         groups = [g for g, pool in enumerate(self._pools) if pool == self._pools[group]]
         return [h for h in self._holdings.values() if any(block in h.blocks.get(g, ()) for g in groups)]
 
     def drop(self, holder: str) -> None:
-        """Forget a holding; harmless if there is none."""
         holding = self._holdings.pop(holder, None)
         if holding is None:
             return
@@ -196,7 +191,6 @@ class Ledger:
                 np.subtract.at(self._lent[group], ids, ONE)
 
     def audit(self) -> list[str]:
-        """Recount everything from the holdings; a list of what does not add up."""
         lent = {p: np.zeros_like(self._lent[p]) for p in self._pools}
         writers = {p: np.zeros(len(self._writing[p]), np.int32) for p in self._pools}
         for holding in self._holdings.values():

@@ -29,7 +29,6 @@ class Limiter:
         return len(self._buckets)
 
     def take(self, whose: Hashable, now: float) -> bool:
-        """Spend one token; False if there is none."""
         level, at = self._buckets.get(whose) or self._new(whose, now)
         level = min(self._burst, level + (now - at) * self._rate)
         is_good = level >= 1 - 1e-9

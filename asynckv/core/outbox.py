@@ -139,11 +139,10 @@ class Outbox:
 
     incarnation: str
     trace: bool = False
-    """Report every transition as it happens."""
     commands: list[Command] = field(default_factory=list)
     counters: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     is_urgent: bool = False
-    """Somebody waits for one of the messages; nobody does for a release."""
+    """Somebody waits for one of the messages, which is no release."""
     messages: dict[tuple[Address | ReplyTo, str], list[Message]] = field(default_factory=dict)
     """What is to be sent: by address, or way back, and the process start that is meant."""
 
@@ -163,7 +162,6 @@ class Outbox:
         self.counters[_SENT[kind]] += 1
 
     def take_packets(self) -> list[tuple[Address | ReplyTo, bytes]]:
-        """Empty the outbox: one packet per destination, or a few if there is much to say."""
         by_target, self.messages, self.is_urgent = self.messages, {}, False
         packets: list[tuple[Address | ReplyTo, bytes]] = []
         for (to, target), messages in by_target.items():

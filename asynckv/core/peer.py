@@ -106,7 +106,6 @@ class Peer:
 
     nonce: int = 0
     deadline: float = math.inf
-    """When the handshake under way fails."""
     load_by: float = math.inf
     """When it fails even if others were loaded all the time."""
     is_doubted: bool = False
@@ -121,11 +120,9 @@ class Peer:
     failures: int = 0
     reason: Reason = Reason.UNREACHABLE
     detail: str = ""
-    """Why the last handshake failed, or why the peer is gone."""
 
     agent_name: str = ""
     layout: Layout | None = None
-    """What it holds, once it has said so."""
     tables: dict[tuple[object, ...], PeerTables] = field(default_factory=dict)
     """By what is read of it."""
     is_loading: bool = False
@@ -134,7 +131,6 @@ class Peer:
     pulls: set[PullId] = field(default_factory=set)
     """Who has something owed or held here."""
     transfers: set[TransferId] = field(default_factory=set)
-    """What runs, or is in doubt."""
     watched_at: float = math.inf
     """Since when something is owed or held here; silence counts from then."""
     unused_at: float = math.inf
@@ -190,20 +186,17 @@ class Peer:
         return before is not after
 
     def attach(self, pull_id: PullId, now: float) -> None:
-        """Somebody has something owed or held here, so it is watched."""
         if not self.pulls:
             self.watched_at = now
         self.pulls.add(pull_id)
 
     def detach(self, pull_id: PullId, now: float) -> None:
-        """Somebody has nothing to do with it any more. Harmless if that was so before."""
         if pull_id in self.pulls:
             self.pulls.discard(pull_id)
             if not self.pulls:
                 self.unused_at = now
 
     def greet(self, nonce: int, config: PullConfig, now: float) -> None:
-        """Begin a handshake; `make_hello` makes its message."""
         self.receive(E.WANTED)
         self.nonce, self.hellos, self.deadline = nonce, 0, now + config.handshake_s
         if self.is_doubted:
@@ -215,7 +208,6 @@ class Peer:
         return Hello(self.nonce, MAJOR, MINOR, self.engine_id, self.tp_rank, cohort, self.pp_stage)
 
     def welcomed(self, agent_name: str, layout: Layout, config: PullConfig, now: float) -> None:
-        """It has said what it holds; the data plane is to load it."""
         self.receive(E.WELCOMED)
         self.agent_name, self.layout, self.is_loading = agent_name, layout, True
         self.load_by = now + max(config.timeout_s, config.handshake_s)
@@ -249,13 +241,11 @@ class Peer:
         self.reason, self.detail, self.gone_at, self.not_before = reason, detail, now, now + pause_s
 
     def unloaded(self, reason: Reason, detail: str, now: float) -> None:
-        """Our own data plane has lost it; it may be met again at once."""
         self.receive(E.UNLOADED)
         self.reason, self.detail, self.not_before, self.is_loaded = reason, detail, now, False
         self.tables.clear()
 
     def heard(self, now: float) -> bool:
-        """It has said something; True if it was SUSPECT."""
         self.heard_at = now
         self.is_doubted, self.word_by = False, math.inf
         if self.state is not S.SUSPECT:
@@ -285,7 +275,6 @@ class Peer:
     # -- time --------------------------------------------------------------------------------------
 
     def due(self, config: PullConfig, now: float) -> list[Due]:
-        """Let time pass; return what is to be done, in order."""
         match self.state:
             case S.CONNECTING:
                 if now >= self.deadline or self._says_nothing(config, now):
@@ -306,7 +295,6 @@ class Peer:
                 return [Due.FORGET] if over else []
 
     def _says_nothing(self, config: PullConfig, now: float) -> bool:
-        """Say whether a probe has failed."""
         if self.word_by + config.heartbeat_s < now < self.deadline:
             # We were away: what it said may wait unread.
             self.word_by = now + config.suspect_s

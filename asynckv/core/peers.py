@@ -55,7 +55,6 @@ class Peers:
         self._layout, self._cohort, self._config = layout, cohort, config
         self._outbox, self._timers, self._nonces, self._routes = outbox, timers, nonces, routes
         self._hellos: dict[int, Peer] = {}
-        """Handshakes under way, by nonce."""
 
     # -- who is where ------------------------------------------------------------------------------
 
@@ -117,13 +116,11 @@ class Peers:
     # -- who needs whom ----------------------------------------------------------------------------
 
     def attach(self, peer: Peer, pull_id: PullId, now: float) -> None:
-        """A pull has something owed or held there: it is watched."""
         peer.attach(pull_id, now)
         if now + self._config.heartbeat_s < peer.scheduled_at:
             self.wake(peer)
 
     def detach(self, place: Place, pull_id: PullId, now: float) -> None:
-        """A pull and a peer have nothing to do with each other any more."""
         peer = self.by_place.get(place)
         if peer is None:
             return
@@ -180,7 +177,7 @@ class Peers:
         return None
 
     def _inspect(self, peer: Peer, welcome: Welcome, sender: str) -> Layout | tuple[Reason, str]:
-        """Return what a remote rank holds, or why it is refused; every reason is final."""
+        """Return what a remote rank holds, or the final reason to refuse it."""
         if sender != peer.incarnation:
             there = rank_name(welcome.engine_id, peer.tp_rank, peer.pp_stage, sender)
             return Reason.RESTARTED, f"{there} answers there now"
@@ -204,7 +201,7 @@ class Peers:
         return layout
 
     def probe(self, peer: Peer, now: float) -> None:
-        """Somebody waits for an acknowledgement of a rank that was lost before: does it say anything?"""
+        """Ping a rank that was lost before, because somebody waits for its acknowledgement."""
         if peer.may_be_met and peer.is_doubted and peer.word_by == math.inf:
             peer.word_by = now + self._config.suspect_s
             self._send(peer, peer.make_ping(next(self._nonces), now))
@@ -213,7 +210,7 @@ class Peers:
     # -- their states ------------------------------------------------------------------------------
 
     def loaded(self, peer: Peer, now: float) -> bool:
-        """The data plane knows it; False if it was lost or given up meanwhile."""
+        """Take a peer as known to the data plane; False if it was lost or given up meanwhile."""
         self._load_over(peer, now)
         if peer.state is not S.LOADING:
             self._outbox.commands.append(RemovePeer(peer))
@@ -225,7 +222,6 @@ class Peers:
         return True
 
     def load_ended(self, peer: Peer, now: float) -> bool:
-        """The data plane could not load it; False if nobody waits for that any more."""
         self._load_over(peer, now)
         if peer.state is S.LOADING:
             return True
@@ -240,7 +236,6 @@ class Peers:
                 other.await_load(self._config, now)
 
     def unloaded(self, detail: str, now: float) -> list[Peer]:
-        """Our own data plane has lost all that it had loaded; return whom, for those who read from them."""
         # What was to be done with what is lost must not be done with what follows.
         self._outbox.commands[:] = [c for c in self._outbox.commands if not isinstance(c, RemovePeer)]
         self._routes.clear()
@@ -291,7 +286,6 @@ class Peers:
         self.unlink(peer.address)
 
     def unlink(self, address: Address) -> None:
-        """Close the link to an address if no peer is known there."""
         if not any(p.address == address for p in self.by_place.values()):
             self._outbox.commands.append(Disconnect(address))
 

@@ -52,10 +52,8 @@ MAX_UNREACHABLE = 65_536
 """Connections that are remembered as ended. A lease of an older one lasts for its whole time."""
 
 MAX_ENGINES = 1024
-"""Reader engines whose last request is remembered."""
 
 MAX_FORGOTTEN = 1024
-"""Releases that were parked for too long, and are remembered for their lease's sake."""
 
 _ENDED_AS = {
     LeaseState.RELEASED: Reason.CONSUMED,
@@ -132,7 +130,6 @@ class PrefillSide:
         """Releases that came so early that they were given up: if the request is lent after all, that is why it
         expires."""
         self._unreachable: OrderedDict[ReplyTo, None] = OrderedDict()
-        """Connections to which a packet could not be sent, and from which none has come since."""
         self._answered: OrderedDict[ReplyTo, float] = OrderedDict()
         self._read_at: OrderedDict[str, float] = OrderedDict()
         """When a request of each reader engine ended last; by its key, or without keys by its name."""
@@ -209,7 +206,6 @@ class PrefillSide:
         return tuple(waited)
 
     def revoke(self, lease: Lease, now: float, by: str = "caller") -> None:
-        """Take a lent request back; its blocks return when no grant runs any more. Harmless once it is over."""
         if not lease.is_over:
             noted = len(lease.history)
             self._follow(lease, lease.revoke(now, by), noted)
@@ -249,7 +245,7 @@ class PrefillSide:
         return tuple(revoked)
 
     def shut(self, how: str) -> None:
-        """Lend nothing any more: who waits for a request that was not lent is told so."""
+        """Lend nothing any more, and tell readers that wait for a request that was not lent."""
         self.closed_as = how
         parked = [p for waiting in self._parked.values() for p in waiting.values()]
         self._parked.clear()
@@ -354,7 +350,7 @@ class PrefillSide:
             self._answered.popitem(last=False)
 
     def _is_gone(self, lease: Lease, stray: Grant, now: float) -> bool:
-        """All its connections have ended; or its rank has started anew, and it has not answered since it was asked."""
+        """True if all its connections have ended, or its rank has started anew and it does not answer."""
         if all(way in self._unreachable for way in stray.ways):
             return True
         is_silent = all(self._answered.get(way, -math.inf) < stray.probed_at for way in stray.ways)
@@ -466,7 +462,6 @@ class PrefillSide:
             self._outbox.send(reply_to, sender, Ack(message.key, message.pull_id))
 
     def _take_parked(self, key: Key) -> list[ParkedMessage]:
-        """Take out what came early for a request."""
         parked = list(self._parked.pop(key, {}).values())
         for each in parked:
             self._unpark(each)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from asynckv.config import PullConfig
 from asynckv.core import notes
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.routes import Route
@@ -236,17 +237,6 @@ class PullRequest:
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PullLimits:
-    drain_s: float
-    claim_retry_s: float
-    release_retry_s: float
-    release_timeout_s: float
-    held_s: float
-    max_post_bytes: int
-    max_post_descriptors: int
-
-
 @dataclass(slots=True, eq=False)
 class Pull:
     """The state machine of one attempt to read one request."""
@@ -259,7 +249,7 @@ class Pull:
     sources: list[Source]
     route: Route
     """The ranks of its prefill group; also says whose budget it takes."""
-    limits: PullLimits
+    limits: PullConfig
     called_at: float
     deadline: float
     warn_s: float = math.inf
@@ -267,7 +257,6 @@ class Pull:
     """The smaller goes first, as in vLLM."""
     attempt: int = 1
     retryable: frozenset[Reason] = frozenset()
-    """Failures after which another attempt follows, so that the reader is not discharged."""
     is_last: bool = True
     """If it fails no other attempt follows: the reader is discharged."""
     kind: Kind = KIND.PULL
@@ -285,7 +274,6 @@ class Pull:
     """Another attempt would meet a rank in its back-off until then."""
     drain_by: float = math.inf
     is_returned: bool = False
-    """The blocks are the caller's again."""
     is_retired: bool = False
     """True once the blocks were held for `held_s`: they are never reused in this process."""
     arrival: int = 0
@@ -300,7 +288,6 @@ class Pull:
     failed_at: float = math.inf
     failed_in: str = ""
     waited_for: str = ""
-    """What it waited for then, in words."""
     unanswered: tuple[str, ...] = ()
     """Ranks that were given up before they acknowledged the release."""
     published_at: float = math.inf
@@ -309,9 +296,7 @@ class Pull:
     post_s: float = 0.0
     detect_s: float = 0.0
     num_bytes: int = 0
-    """That the plans cover."""
     num_descriptors: int = 0
-    """Of the plans, before merging."""
     num_posted: int = 0
     num_descriptors_posted: int = 0
     rereads: int = 0
@@ -329,7 +314,6 @@ class Pull:
 
     @property
     def is_over(self) -> bool:
-        """Nothing is owed to anybody."""
         return self.state is S.RELEASED
 
     @property
@@ -338,7 +322,6 @@ class Pull:
 
     @property
     def is_queued(self) -> bool:
-        """It could read, if there were room."""
         return self.state is S.QUEUED and not self.not_lent_yet
 
     @property
@@ -356,7 +339,6 @@ class Pull:
 
     @property
     def holds_blocks(self) -> bool:
-        """Some transfer may still write our blocks."""
         for source in self.sources:
             if source.running or source.doubtful:
                 return True
@@ -425,7 +407,7 @@ class Pull:
         return self.state.value, self.deadline
 
     def is_orderly(self, now: float) -> bool:
-        """It is announced, and has time left until it is to be pulled."""
+        """True if it is only announced, and has time left until it is to be pulled."""
         return self.lists is None and not self.is_published and now < self.deadline
 
     def take_warning(self, now: float) -> bool:
@@ -447,7 +429,6 @@ class Pull:
         self.is_last, self.priority, self.retryable = is_last, priority, retryable
 
     def start(self, lists: BlockLists, deadline: float, now: float) -> list[Effect]:
-        """Attach the blocks to fill; from here on the caller waits."""
         after = ON_EVENT[self.state].get(E.STARTED) or self._impossible(E.STARTED)
         self.lists, self.deadline, self.called_at, self.begun_at = lists, deadline, now, now
         self.warn_at = now + self.warn_s
@@ -604,7 +585,6 @@ class Pull:
         return self._settle(after, now)
 
     def settled(self, source: Source, how: str, now: float) -> list[Effect]:
-        """One rank needs no release any more: acknowledged, refused, or gone."""
         after = ON_EVENT[self.state].get(E.SETTLED) or self._impossible(E.SETTLED)
         if source.release is not RELEASE.SETTLED:
             self._note(now, notes.Settled(source.rank.name, how))
@@ -632,7 +612,6 @@ class Pull:
     # -- messages ----------------------------------------------------------------------------------
 
     def make_messages(self, nonces: Iterator[int], now: float) -> Iterable[tuple[Source, Message]]:
-        """Make every message that is due; `now` was read before they are sent."""
         out: list[tuple[Source, Message]] = []
         for source in self.sources:
             if now >= source.claim_at:
@@ -659,7 +638,6 @@ class Pull:
 
     @property
     def outcome(self) -> Outcome:
-        """How the attempt ended, as its prefill ranks are told."""
         match self.reason:
             case Reason.COMPLETE | Reason.DISCHARGED:
                 return Outcome.COMPLETE
@@ -681,7 +659,6 @@ class Pull:
         raise LocalProtocolError(f"{event.name} while pull {self.pull_id} is {self.state.name}")
 
     def _settle(self, after: PullState, now: float) -> list[Effect]:
-        """Go where an event leads, and on from there until nothing more holds; return what that brings about."""
         if after is not self.state:
             self._enter(after, now)
         for _ in WHEN:
@@ -760,7 +737,6 @@ class Pull:
         self._note(now, notes.Failed(reason, detail))
 
     def _read_again(self, now: float) -> None:
-        """Read what began before the blocks were lent."""
         for source in self.sources:
             if source.reads and not source.proven and source.is_early:
                 self._note(now, notes.ReadAgain(source.name))
@@ -778,7 +754,6 @@ class Pull:
                 self._effects.append(DO.SEND)
 
     def waits(self, now: float) -> str:
-        """What this waits for, in words."""
         match self.state:
             case S.DRAINING | S.QUARANTINED:
                 return "a transfer may still write the blocks, from " + self._names(

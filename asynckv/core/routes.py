@@ -21,7 +21,6 @@ from asynckv.geometry.match import NotCovered, assign, predicted, remote_ranks
 from asynckv.geometry.tables import PeerTables
 
 MAX_ENDPOINTS = 65_536
-"""Endpoints of prefill groups that are remembered."""
 
 MAX_SOURCES = 128
 """Most remote ranks that one pull answers for: each costs a link and a handshake, and params are made by strangers."""
@@ -132,7 +131,6 @@ class Routes:
         return Route(mine, tuple([rank.place for rank in mine]))
 
     def choose_sources(self, peers: Sequence[Peer], groups: tuple[int, ...]) -> Chosen | str:
-        """Say what is read of each of these ranks, or why they are not enough."""
         places = tuple([peer.place for peer in peers])
         if (known := self._chosen.get((places, groups))) is not None:
             return known
@@ -158,7 +156,6 @@ class Routes:
         return found
 
     def forget(self, place: Place) -> None:
-        """Forget what is read of a rank that is gone."""
         for known in [known for known in self._chosen if place in known[0]]:
             del self._chosen[known]
         for route in self._groups.values():

@@ -91,10 +91,9 @@ class Source:
     tables: PeerTables | None = None
     plan: Plan | None = None
     next_read: ReadRequest | None = None
-    """What to post next; None once everything is posted."""
+    """None once everything is posted."""
     following: Iterator[ReadRequest] = _NOTHING
     may_post: bool = False
-    """Its pull reads."""
     is_waiting: bool = False
     """It stands in the line of its peer (`core/flow.py`)."""
     running: set[TransferId] = field(default_factory=set)
@@ -108,7 +107,6 @@ class Source:
     bytes_read: int = 0
 
     nonces: dict[int, float] = field(default_factory=dict)
-    """Claim or renewal -> the moment before it was sent."""
     granted_nonce: int = 0
     covered_until: float = NEVER
     lent_by: float = math.inf
@@ -116,7 +114,6 @@ class Source:
     not_lent_yet: bool = False
     """The rank has said that the request is not lent yet: reading now would be in vain."""
     not_lent_yet_at: float = NEVER
-    """When it said so last."""
     proven: bool = False
     """The bytes are what was lent."""
     claim_at: float = math.inf
@@ -136,7 +133,6 @@ class Source:
 
     @property
     def reads(self) -> bool:
-        """It is read, as far as is known."""
         return self.role is ROLE.READ
 
     @property
@@ -157,12 +153,10 @@ class Source:
 
     @property
     def where(self) -> str:
-        """The rank and its address, for people."""
         return f"{self.rank.name} ({self.rank.place[0]})"
 
     @property
     def is_settled(self) -> bool:
-        """The rank was told, or need not be."""
         return self.release is RELEASE.SETTLED
 
     @property
@@ -171,11 +165,9 @@ class Source:
         return self.first_posted_at <= self.lent_by < math.inf
 
     def wanted(self) -> None:
-        """It may hold something of ours: it is to be met."""
         self.role = ROLE.READ
 
     def not_wanted(self) -> None:
-        """Nothing is read of it."""
         self.role, self.tables = ROLE.RELEASE_ONLY, None
 
     # -- reads -------------------------------------------------------------------------------------
@@ -187,7 +179,6 @@ class Source:
         self.has_landed = self.next_read is None
 
     def restart(self, max_bytes: int, max_descriptors: int) -> None:
-        """Read everything again: the first time was before the blocks were lent."""
         assert self.plan is not None
         self.first_posted_at, self.done_at, self.bytes_read = math.inf, NEVER, 0
         self.lent_by = LONG_AGO  # granted by now, so whatever begins from here on is late enough
@@ -228,7 +219,6 @@ class Source:
         return True
 
     def prove(self) -> None:
-        """Note it if the bytes are what was lent."""
         if not self.proven and self.has_landed:
             timely = self.lent_by < self.first_posted_at
             # A promise counts from before its claim was sent, so one that was claimed after the end covers it as well.
@@ -238,7 +228,6 @@ class Source:
     # -- claims ------------------------------------------------------------------------------------
 
     def claimed(self, nonce: int, retry_s: float, now: float) -> None:
-        """A claim or renewal is about to be sent."""
         self.nonces[nonce] = now
         if len(self.nonces) > MAX_NONCES:
             del self.nonces[next(iter(self.nonces))]
@@ -247,7 +236,7 @@ class Source:
         self.claim_at = now + (pause_s if pause_s < MAX_CLAIM_PAUSE_S else MAX_CLAIM_PAUSE_S)
 
     def granted(self, answer: Granted, written: bool, renew_s: float, now: float) -> None:
-        """It promises its blocks; the promise counts from before the claim was sent that is answered."""
+        """Take a promise of the rank. It counts from before the answered claim was sent."""
         sent_at = self.nonces[answer.nonce]
         deadline = sent_at + answer.seconds * (1 - RATE_MARGIN)
         if deadline > self.covered_until:
@@ -292,18 +281,15 @@ class Source:
     # -- the release -------------------------------------------------------------------------------
 
     def ended(self, now: float) -> None:
-        """The attempt has its outcome: nothing more is claimed or posted, and the release is due."""
         self.claim_at, self.next_read = math.inf, None
         if self.release is not RELEASE.SETTLED:
             self.release_at = now
 
     def released(self, retry_s: float, now: float) -> None:
-        """A release is about to be sent."""
         self.release = RELEASE.SENT
         self.releases += 1
         pause_s = retry_s * 2 ** (self.releases - 1 if self.releases < 7 else 6)
         self.release_at = now + (pause_s if pause_s < MAX_RELEASE_PAUSE_S else MAX_RELEASE_PAUSE_S)
 
     def settled(self) -> None:
-        """The rank needs no release any more: acknowledged, refused, or gone."""
         self.release, self.release_at, self.claim_at = RELEASE.SETTLED, math.inf, math.inf

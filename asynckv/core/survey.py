@@ -56,19 +56,16 @@ SLICE_LEASES, SLICE_PULLS, SLICE_TOLD = 2048, 512, 16
 """Looked at in one turn of the loop: half a millisecond each."""
 
 SLICE_FOUND = 2048
-"""Looked at in one turn where one request is wanted of many."""
 
 MAX_TEXT = 128 * 1024
 """Letters in one account's requests: longer ids make shorter pages."""
 
 MAX_PEERS = 256
-"""Peers in one account."""
 
 MAX_RANKS = 256
 """Ranks told of one request: whoever claims says of how many ranks its engine is, and thousands are owed at once."""
 
 MAX_GUESTS = 64
-"""Stores and loads of an offload whose blocks are told, with the first requests."""
 
 MAX_IDS, MAX_IDS_OF_ONE = 32, 4096
 """Block ids of each group of one request, in a list of many and where it is wanted alone."""
@@ -158,7 +155,6 @@ class Survey:
         return True
 
     def tick(self, now: float) -> None:
-        """Carry the question that came first on by one slice."""
         if now < self.next_at:
             return
         if self._working is None and self._waiting:
@@ -261,7 +257,6 @@ class Survey:
     def _tell(
         self, asked: StatusRequest, requests: list[RequestStatus], holds: list[HeldBlocks], now: float
     ) -> Generator[None, float, str]:
-        """Tell of requests, the oldest first; return where the rest begins, or nothing."""
         leases: Iterator[Lease | Pull] = _rest(self._prefill.leases.values(), asked.after, True)
         pulls: Iterator[Lease | Pull] = _rest(self._decode.pulls.values(), asked.after, False)
         letters = work = looked = 0
@@ -312,7 +307,7 @@ def _letters(status: RequestStatus) -> int:
 
 
 def _begun_at(request: Lease | Pull) -> float:
-    """When it came into being, which never changes: `called_at` of what was announced does when it is pulled."""
+    """When it came into being. (`called_at` changes when what was announced is pulled.)"""
     return request.history[0][0]
 
 
@@ -347,7 +342,6 @@ def _is_named(request: Lease | Pull, name: str) -> bool:
 
 
 def _name(request: Lease | Pull) -> str:
-    """What tells it from others that began at the same moment; no secret."""
     return f"l{request.lent.key.sequence}" if isinstance(request, Lease) else f"p{request.pull_id}"
 
 
@@ -356,7 +350,6 @@ def _place_of(request: Lease | Pull) -> str:
 
 
 def _place(text: str) -> tuple[float, str] | None:
-    """Read where a page ended; None if it says nothing of the kind."""
     at, _, name = text.partition(" ")
     try:
         begun_at = float.fromhex(at)
@@ -366,7 +359,7 @@ def _place(text: str) -> tuple[float, str] | None:
 
 
 def _rest(requests: Iterable[Lease | Pull], after: str, is_first: bool) -> Iterator[Lease | Pull]:
-    """Return those of one kind that follow a place; of what began at the same moment the first kind comes first."""
+    """Return those of one kind that follow a cursor; of what began at the same moment the first kind comes first."""
     everything = list(requests)
     if (place := _place(after)) is None:
         return iter(everything)

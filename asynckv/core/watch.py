@@ -16,7 +16,6 @@ MIN_WARN_S = 0.5
 """Nothing is worth a word sooner, whatever a lease says that came with somebody's params."""
 
 GATHER_S = 0.25
-"""How long the first of a kind waits for more."""
 
 PAUSE_S = 10.0
 """Between what is said together and what is said next."""
@@ -25,7 +24,6 @@ MAX_KINDS = 8
 """Said at once; all others are one kind more."""
 
 OLDEST = 3
-"""Named of each kind."""
 
 
 def warn_after(lease_s: float, fraction: float) -> float:
@@ -44,13 +42,11 @@ class Watch:
         """What is held, and its state when this was found last."""
 
     def add(self, held: Lease | Pull, now: float) -> None:
-        """Say soon that something has been held for long."""
         if not self._gathered:
             self.next_at = max(now + GATHER_S, self._said_at + PAUSE_S)
         self._gathered[held] = held.state
 
     def tick(self, now: float) -> None:
-        """Say what has been gathered, of what is still held."""
         if now < self.next_at:
             return
         gathered, self._gathered, self.next_at = self._gathered, {}, math.inf

@@ -48,7 +48,6 @@ SOFT_PACKET = 64 * 1024
 request id is long, of 70 KB at most, or a `Welcome`, whose metadata may have 8 MB."""
 
 MAX_MESSAGES = 512
-"""Most messages per packet."""
 
 Incarnation = Annotated[str, Meta(max_length=64)]
 PullText = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -100,7 +99,6 @@ class Hello(Struct, frozen=True, array_like=True, tag=1, gc=False):
     major: Annotated[int, Meta(ge=0, le=65_535)]
     minor: Annotated[int, Meta(ge=0, le=65_535)]
     engine_id: Name
-    """The engine that is expected to listen."""
     tp_rank: Rank
     reader: Cohort
     pp_stage: Rank = 0
@@ -143,7 +141,6 @@ class Claim(Struct, frozen=True, array_like=True, tag=4, gc=False):
     nonce: Nonce
     """Unique per transmission, so that an old answer is never matched to a newer question."""
     digest: Annotated[bytes, Meta(min_length=16, max_length=16)]
-    """Of the blocks that the params name (`blocks_digest`)."""
     seconds: Seconds
     """How long the reader still needs at most."""
 
@@ -284,7 +281,6 @@ class Packet(Struct, frozen=True, array_like=True, gc=False):
 
     major: Annotated[int, Meta(ge=0, le=65_535)]
     sender: Annotated[str, Meta(min_length=1, max_length=64)]
-    """The start of the process that says it."""
     target: Incarnation
     """The start of the process that is meant; empty if any will do."""
     messages: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)]
@@ -306,7 +302,6 @@ _header: msgspec.msgpack.Decoder[_Header] = msgspec.msgpack.Decoder(_Header)
 
 
 def encode_packet(sender: str, target: str, messages: Sequence[Message]) -> bytes:
-    """Encode up to `MAX_MESSAGES` messages."""
     return _encoder.encode(Packet(MAJOR, sender, target, tuple(messages)))
 
 
@@ -329,7 +324,6 @@ def decode_packet(data: bytes) -> Packet:
 
 
 def _other_major(data: bytes) -> str:
-    """Name the protocol version of a packet whose body this version cannot read."""
     try:
         major = _header.decode(data).major
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -13,28 +13,13 @@ from contextlib import contextmanager, suppress
 
 import anyio
 
+from asynckv import errors
 from asynckv.core.attempts import RETRYABLE, Request, RequestState, blocks_of
 from asynckv.core.lifecycle import LifeState
 from asynckv.core.pull import Pull
 from asynckv.core.types import Reason
 from asynckv.engine.driver import Driver, Waiting
-from asynckv.errors import (
-    AsyncKVError,
-    BlocksRetired,
-    EngineClosed,
-    GeometryRefused,
-    LeaseLost,
-    LeaseRefused,
-    NotLentYet,
-    PeerLost,
-    PeerUnreachable,
-    PlanRefused,
-    PullCancelled,
-    PullError,
-    PullTimeout,
-    ReadFailed,
-    RemoteTooShort,
-)
+from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, PullCancelled, PullError
 from asynckv.geometry.layout import Layout
 from asynckv.observe.log import phases
 from asynckv.observe.observer import Observer
@@ -42,20 +27,20 @@ from asynckv.results import PullResult
 
 ERRORS: Mapping[Reason, type[PullError]] = {
     Reason.CANCELLED: PullCancelled,
-    Reason.ENGINE_CLOSED: PeerUnreachable,
-    Reason.TIMEOUT: PullTimeout,
-    Reason.NOT_LENT_YET: NotLentYet,
-    Reason.STANDSTILL: PullTimeout,
-    Reason.GEOMETRY: GeometryRefused,
-    Reason.UNPLANNABLE: PlanRefused,
-    Reason.REMOTE_TOO_SHORT: RemoteTooShort,
-    Reason.UNREACHABLE: PeerUnreachable,
-    Reason.WRONG_TARGET: PeerUnreachable,
-    Reason.PROTOCOL: PeerUnreachable,
-    Reason.PEER_LOST: PeerLost,
-    Reason.RESTARTED: PeerLost,
-    Reason.READ_FAILED: ReadFailed,
-    Reason.LEASE_LOST: LeaseLost,
+    Reason.ENGINE_CLOSED: errors.PeerUnreachable,
+    Reason.TIMEOUT: errors.PullTimeout,
+    Reason.NOT_LENT_YET: errors.NotLentYet,
+    Reason.STANDSTILL: errors.PullTimeout,
+    Reason.GEOMETRY: errors.GeometryRefused,
+    Reason.UNPLANNABLE: errors.PlanRefused,
+    Reason.REMOTE_TOO_SHORT: errors.RemoteTooShort,
+    Reason.UNREACHABLE: errors.PeerUnreachable,
+    Reason.WRONG_TARGET: errors.PeerUnreachable,
+    Reason.PROTOCOL: errors.PeerUnreachable,
+    Reason.PEER_LOST: errors.PeerLost,
+    Reason.RESTARTED: errors.PeerLost,
+    Reason.READ_FAILED: errors.ReadFailed,
+    Reason.LEASE_LOST: errors.LeaseLost,
 }
 """What a failed pull raises; every other reason is a refusal of its claim."""
 
@@ -95,7 +80,6 @@ async def attempt(driver: Driver, request: Request, seconds: float, now: float) 
 
 
 def result_of(pull: Pull, layout: Layout) -> PullResult:
-    """Return what an attempt that ended well has moved."""
     assert pull.lists is not None
     return PullResult(
         request_id=pull.request_id,
@@ -112,10 +96,9 @@ def result_of(pull: Pull, layout: Layout) -> PullResult:
 
 
 def error_of(waiting: Waiting) -> PullError:
-    """Return what an attempt that failed raises."""
     pull = waiting.pull
     assert pull.reason is not None
-    return ERRORS.get(pull.reason, LeaseRefused)(
+    return ERRORS.get(pull.reason, errors.LeaseRefused)(
         f"request {pull.request_id[:200]!r} failed in {pull.failed_in}: {pull.detail}",
         request_id=pull.request_id,
         pull_id=pull.pull_id,
@@ -147,10 +130,8 @@ class Retries:
         self.request = request
         self._driver = driver
         self._wake = asyncio.Event()
-        """Time is up, or no attempt may follow."""
 
     def end(self, reason: Reason) -> None:
-        """No attempt may follow."""
         self.request.stop(reason)
         self._wake.set()
 

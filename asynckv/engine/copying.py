@@ -93,7 +93,6 @@ class ByTokens:
         return places
 
     def pieces(self, move: Move, blocks: Sequence[BlockList]) -> Iterator[ReadRequest]:
-        """Read by tokens, one run of blocks at a time."""
         for piece in move.pieces:
             index = self._shelf.kept[piece.group]
             size = self._shelf.groups[piece.group].block_size
@@ -142,7 +141,6 @@ def _stretches(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _from(given: BlockList, first: int, size: int) -> BlockList:
-    """The rest of a list of blocks, from the one on that holds a token."""
     listed, ids = given
     if first <= listed:
         return given

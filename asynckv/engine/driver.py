@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVarTuple, assert_never
 
+import anyio
+
 from asynckv.core import told
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.inspect import HeldBlocks
@@ -83,7 +85,6 @@ class Waiting:
     """The blocks are the caller's again, or were given up."""
 
     def until_ended(self) -> asyncio.Future[None]:
-        """Return what to wait on, for a pull that has no outcome yet."""
         self.outcome = asyncio.get_running_loop().create_future()
         return self.outcome
 
@@ -93,6 +94,25 @@ class Waiting:
         await self.returned.wait()
         if self.pull.is_retired and not self.pull.is_returned:
             raise Retired("a transfer that does not end may still write these blocks; never use them again")
+
+
+async def wait_until(clock: Clock, news: asyncio.Event, is_over: Callable[[], bool], until: float) -> None:
+    """Wait, looking at every event, until something is over or the time has come."""
+    handle = clock.call_at(until, news.set)
+    try:
+        while not is_over() and clock.now() < until:
+            news.clear()
+            await news.wait()
+    finally:
+        handle.cancel()
+
+
+async def kept(task: asyncio.Task[tuple[HeldBlocks, ...]]) -> tuple[HeldBlocks, ...]:
+    """Wait for a task to its end, though the caller be cancelled meanwhile."""
+    left: tuple[HeldBlocks, ...] = ()
+    with anyio.CancelScope(shield=True):
+        left = await asyncio.shield(task)
+    return left
 
 
 class Guest(Protocol):
@@ -164,7 +184,6 @@ class Driver:
         self.guests: list[Guest] = []
         self.data_down = self.control_down = ""
         self._held: set[PullId] = set()
-        """Pulls that failed while something could still write their blocks."""
         self._loading: set[asyncio.Task[None]] = set()
         self._is_due = False
         self._has_waited = False
@@ -178,12 +197,10 @@ class Driver:
         """When the timer runs even if the core wants nothing."""
         self._beats_fast = False
         self._sign_at = math.inf
-        """When the next sign of life is logged."""
 
     # -- for the engine ------------------------------------------------------------------------------
 
     def soon(self) -> None:
-        """Do what the core wants, once, in the loop's next turn."""
         if not self._is_due:
             # In this order: a turn that could not be had is asked for again by whatever happens next.
             asyncio.get_running_loop().call_soon(self._turn)
@@ -230,7 +247,6 @@ class Driver:
         return counters
 
     def guest_gauges(self) -> dict[str, int]:
-        """Say how things stand with those who use the memory beside the engine."""
         return {name: value for guest in self.guests for name, value in guest.gauges().items()}
 
     def tell(self, what: Callable[..., None], *args: Any) -> None:
@@ -247,17 +263,9 @@ class Driver:
                     self.recorder.internal_error(exc, self.clock.now())
 
     async def wait(self, is_over: Callable[[], bool], seconds: float) -> None:
-        until = self.clock.now() + seconds
-        handle = self.clock.call_at(until, self.turned.set)
-        try:
-            while not is_over() and self.clock.now() < until:
-                self.turned.clear()
-                await self.turned.wait()
-        finally:
-            handle.cancel()
+        await wait_until(self.clock, self.turned, is_over, self.clock.now() + seconds)
 
     async def end_loading(self, timeout_s: float) -> None:
-        """Wait until no peer is being loaded."""
         # A peer is loaded in a thread, which holds the agent: cancelling its task would not end it.
         if self._loading:
             await asyncio.wait(self._loading, timeout=timeout_s)
@@ -377,7 +385,6 @@ class Driver:
         self._due_at = max(when, self.clock.now())
 
     def _safely(self, take: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Hand one event to the core."""
         try:
             take(*args)
         except Exception as exc:
@@ -440,7 +447,6 @@ class Driver:
                 self.soon()
 
     def _read(self) -> None:
-        """Plan and post as much as fits into a short slice of the loop's time."""
         clock, decode = self.clock, self.core.decode
         started = began = clock.now()
         while True:

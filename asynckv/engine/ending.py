@@ -15,8 +15,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import anyio
-
 from asynckv.config import EngineConfig
 from asynckv.core import told
 from asynckv.core.inspect import HeldBlocks
@@ -25,7 +23,7 @@ from asynckv.core.lifecycle import LifeEvent, LifeState
 from asynckv.core.types import Reason
 from asynckv.edges.local import LocalDoor
 from asynckv.engine.attempts import Retries
-from asynckv.engine.driver import Driver
+from asynckv.engine.driver import Driver, kept
 from asynckv.observe.observer import Observer
 
 GRACE_S = 1.0
@@ -52,17 +50,13 @@ class Ending:
         """Nothing is waited for any longer, not even the end of promises."""
         self._suspending: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
         self._left: tuple[HeldBlocks, ...] = ()
-        """What the last suspension did not wait for."""
         self.is_busy = False
         """A data plane is being started anew, or closed."""
         self._is_stopped = False
-        """Observers were told so."""
         self.door: LocalDoor | None = None
-        """Where processes of this host ask."""
 
     @property
     def is_closing(self) -> bool:
-        """Somebody has closed the engine, whatever came of it."""
         return self._closing is not None
 
     async def drain(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
@@ -83,10 +77,7 @@ class Ending:
         if self._suspending is None or self._suspending.done():
             self._life.receive(LifeEvent.SUSPEND)
             self._suspending = asyncio.get_running_loop().create_task(self._suspend(timeout_s))
-        stragglers: tuple[HeldBlocks, ...] = ()
-        with anyio.CancelScope(shield=True):
-            stragglers = await asyncio.shield(self._suspending)
-        return stragglers
+        return await kept(self._suspending)
 
     async def close(self, timeout_s: float | None) -> tuple[HeldBlocks, ...]:
         """End everything, or wait until all has ended; if that failed before, try again. Return what was cut short."""
@@ -96,10 +87,7 @@ class Ending:
             clock.call_at(until, turned.set)
         if self._closing is None or _has_failed(self._closing):
             self._closing = asyncio.get_running_loop().create_task(self._close())
-        left: tuple[HeldBlocks, ...] = ()
-        with anyio.CancelScope(shield=True):
-            left = await asyncio.shield(self._closing)
-        return left
+        return await kept(self._closing)
 
     async def close_planes(self) -> None:
         """Let go of both planes, whatever has become of the work."""
@@ -125,7 +113,6 @@ class Ending:
             self._driver.tell(Observer.engine_stopped)
 
     async def close_door(self) -> None:
-        """Take the socket for processes of this host away."""
         if (door := self.door) is not None:
             self.door = None
             await door.close()

@@ -34,7 +34,6 @@ class Home:
         """The engine has a core as well: its methods can be called."""
 
     def settle(self) -> None:
-        """The engine belongs to this loop from now on."""
         self.loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
 
     def leave(self) -> None:
@@ -95,7 +94,6 @@ class Home:
             return answer.result()
 
     def _wrong_thread(self, call: Callable[..., Any]) -> WrongThread:
-        """Say where a call has to be made, and how to make it there."""
         owner, _, name = call.__qualname__.rpartition(".")
         what = f"{OWNERS.get(owner, 'engine')}.{name}"
         if self.loop is None:

@@ -80,7 +80,6 @@ class OffloadJob:
         return ("storing" if self.kind is JobKind.STORE else "loading"), self.until
 
     def waits_for(self) -> tuple[str, ...]:
-        """Name what it waits for."""
         return ("a copy in doubt",) if self.ended is not None else ("the host tier",)
 
     # -- its end -------------------------------------------------------------------------------------
@@ -103,7 +102,6 @@ class OffloadJob:
         self.is_returned.set()
 
     def closed(self) -> None:
-        """Nothing is done for it any more."""
         if not self.outcome.done():
             self.outcome.set_exception(EngineClosed("the offload was closed"))
             self.outcome.exception()  # nobody may be waiting

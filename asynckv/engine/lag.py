@@ -26,5 +26,4 @@ class LoopLag:
         return is_away
 
     def counts(self) -> dict[str, int]:
-        """How often it was how late."""
         return dict(zip((*(f"{s:g}" for s in LAGS_S), "inf"), self._counts, strict=True))

@@ -110,6 +110,5 @@ class Lending:
         return groups
 
     async def _keep(self, lent: LentRequest, pin: str) -> None:
-        """Keep what is lent until nobody may read it any more."""
         await lent.wait_released()
         self._mover.unpin(pin)

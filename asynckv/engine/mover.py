@@ -22,7 +22,7 @@ from asynckv.core.events import Ending
 from asynckv.core.inspect import HeldBlocks
 from asynckv.core.types import Reason, TransferId
 from asynckv.engine.copying import Copying
-from asynckv.engine.driver import Driver
+from asynckv.engine.driver import Driver, wait_until
 from asynckv.engine.jobs import OffloadJob, Shorter
 from asynckv.engine.shelf import Shelf
 from asynckv.errors import EngineClosed, Overloaded
@@ -94,7 +94,6 @@ class Mover:
         self.cause = "it has not started yet"
         self.jobs: dict[str, OffloadJob] = {}
         self._running: Counter[JobKind] = Counter()
-        """How many of `jobs` are stores and loads: neither keeps the other out."""
         self._by_request: dict[str, dict[str, OffloadJob]] = {}
         self.posted: dict[TransferId, _Posted] = {}
         self._held: dict[str, OffloadJob] = {}
@@ -110,7 +109,6 @@ class Mover:
         self._failures, self._no_room = Rate(1.0, MAX_FAILURES), Rate(1 / NO_ROOM_S, 1)
 
     def use(self, copies: CopyPlane, copying: Mapping[Shelf, Copying]) -> None:
-        """Use the device's memory, which the copy plane knows now."""
         self.copies, self.copying, self.is_copying = copies, dict(copying), True
 
     def begin(
@@ -210,7 +208,6 @@ class Mover:
     # -- between the catalogue and the planes --------------------------------------------------------
 
     def soon(self) -> None:
-        """Look what is to be done, in the loop's next turn."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._pump_soon)
@@ -315,7 +312,6 @@ class Mover:
         return when
 
     def _retire(self, now: float) -> None:
-        """Give up blocks that something may have been touching for too long."""
         for job in self._held.values():
             if job.retired_at <= now and not job.is_retired:
                 job.retire()
@@ -389,7 +385,6 @@ class Mover:
         self.pump()
 
     def on_records(self, shelf: Shelf) -> None:
-        """A shelf's files have news; none is taken before all are open."""
         assert shelf.records is not None
         if not self.is_open:
             return
@@ -401,7 +396,6 @@ class Mover:
         self.pump()
 
     def _ended(self, transfer_id: TransferId, ending: Ending, cause: str, lost: Sequence[int] = ()) -> None:
-        """Tell the catalogue of a move, and count it."""
         posted = self.posted.get(transfer_id)
         if posted is None:
             return
@@ -431,7 +425,6 @@ class Mover:
         self.on_moved()
 
     def _lose_files(self, shelf: Shelf, news: RecordsLost) -> None:
-        """The file tier takes no more writes, or nothing at all."""
         shelf.files_lost = news.cause
         shelf.catalogue.switch_off(reads=news.reads)
         self._idle.set()
@@ -474,29 +467,19 @@ class Mover:
         self._is_flushing = flush_s > 0 and self.is_open
         self.give_up(self.jobs.values())
         # What still arrives is to be in files as well.
-        await self._wait(
-            lambda: self.to_write_back > 0 or any(self._running_of(MoveKind.STORE)),
-            began + flush_s if self._is_flushing else began,
+        until = began + flush_s if self._is_flushing else began
+        await wait_until(
+            driver.clock, self._idle, lambda: not (self.to_write_back or any(self._running_of(MoveKind.STORE))), until
         )
         self._is_flushing = False
-        await self._wait(lambda: any(not each.is_doubtful for each in self.posted.values()), began + timeout_s)
+        await wait_until(
+            driver.clock, self._idle, lambda: all(x.is_doubtful for x in self.posted.values()), began + timeout_s
+        )
         now = driver.clock.now()
         return tuple(hold for hold in driver.core.inspect.holds(now) if hold.pull_id in self.jobs)
 
-    async def _wait(self, lasts: Callable[[], bool], until: float) -> None:
-        """Wait while something lasts, until then at most."""
-        clock = self._driver.clock
-        handle = clock.call_at(until, self._idle.set)
-        try:
-            while lasts() and clock.now() < until:
-                self._idle.clear()
-                await self._idle.wait()
-        finally:
-            handle.cancel()
-
     @property
     def to_write_back(self) -> int:
-        """Blocks that are in host memory, and are to be in files as well."""
         own = self.shelves[0].catalogue
         return len(own.host.onward) + sum(move.num_blocks for move in self._running_of(MoveKind.WRITE_BACK))
 

@@ -38,14 +38,12 @@ class Observation:
         self.rank = rank_name("", layout.tp_rank, layout.pp_stage).lstrip("/")
 
     def observe(self, observer: Observer) -> None:
-        """Tell an observer what happens from now on, whether or not the engine is started."""
         if not isinstance(observer, Observer):
             raise LocalProtocolError(f"observer is {shown(observer)}; give an asynckv.Observer")
         with _CHANGING:
             self._driver.observers = (*self._driver.observers, observer)
 
     def unobserve(self, observer: Observer) -> None:
-        """Tell it nothing any more; harmless if it was not told."""
         with _CHANGING:
             self._driver.observers = tuple(each for each in self._driver.observers if each is not observer)
 

@@ -98,7 +98,6 @@ class Shelf:
 
     @property
     def layout(self) -> Layout:
-        """Its memory, slot by slot."""
         assert self.memory is not None
         return placed(self.form, self.memory.memory.base, self.memory.memory.length)
 
@@ -136,7 +135,6 @@ class Shelf:
     # -- what moves ----------------------------------------------------------------------------------
 
     def record_list(self, move: Move) -> list[Record]:
-        """What is moved between this shelf's memory and its files."""
         return self._blocks.of(move)
 
     def forget(self) -> None:

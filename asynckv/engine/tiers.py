@@ -23,6 +23,7 @@ from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lifecycle import LifeState
 from asynckv.edges.aside import Aside
 from asynckv.engine.copying import ByTokens, Copying, SlotBySlot, reading
+from asynckv.engine.driver import kept
 from asynckv.engine.engine import Engine
 from asynckv.engine.figures import Figures
 from asynckv.engine.jobs import OffloadJob
@@ -49,7 +50,6 @@ MAX_THROUGH_BYTES = 512 << 20
 """The same at most: how large a record is says another's index."""
 
 MAX_TOLD = 8
-"""Directories that are left out, one line each."""
 
 GRACE_S = 1.0
 """How long closing writes to files, and waits for copies that run, unless it is told otherwise."""
@@ -90,7 +90,6 @@ class Tiers:
     ) -> None:
         self.owner, self.config, self.engine, self.driver = owner, config, engine, engine._driver
         self._left_out: list[str] = []
-        """What ranks of another geometry have left and cannot be used, and why."""
         self._serve, self._leftovers = serve, leftovers or partial(_left_by_others, self._left_out)
         self.own = Shelf(
             HOST,
@@ -115,7 +114,7 @@ class Tiers:
         self._opening: asyncio.Future[int] | None = None
         """Another thread takes memory and opens files: until it has ended, they are its own."""
         self._is_left = False
-        """That thread did not come back in time, and is waited for no longer; when it comes back it lets go of all."""
+        """True once that thread did not come back in time. It is waited for no longer, and lets go of all by itself."""
         self._waiting: set[asyncio.Future[None]] = set()
         self._tidying: asyncio.Task[None] | None = None
 
@@ -148,7 +147,6 @@ class Tiers:
         self.mover.pump()
 
     def _take(self) -> None:
-        """Use the engine's memory, as it is registered now."""
         layout, mover = self.engine.registration.layout, self.mover
         if record_form(layout) != self.own.form:
             raise LocalProtocolError(
@@ -167,7 +165,6 @@ class Tiers:
 
     @property
     def _name(self) -> str:
-        """Of NIXL's agents; unique."""
         layout = self.engine.registration.layout
         return f"{self.engine.config.engine_id}-tp{layout.tp_rank}-pp{layout.pp_stage}-{self.engine.incarnation[:16]}"
 
@@ -217,7 +214,6 @@ class Tiers:
 
     @property
     def _hangs(self) -> str:
-        """Say what does not come to an end."""
         where = f"opening the files in {self.config.directory!r}, or taking" if self.config.directory else "taking"
         return (
             f"{where} {self.config.host_bytes} bytes of host memory, has not come to an end: the disk or the system "
@@ -245,7 +241,6 @@ class Tiers:
             await self._let_go_of_planes(self.driver.clock.now() + CLOSE_S)
 
     def _tell_of_damage(self) -> None:
-        """Say if the rank's own files have not all that they should have."""
         if self.own.records is None:
             return
         said = self.own.records.statistics()
@@ -283,10 +278,7 @@ class Tiers:
         """End everything, or wait until all has ended; if that failed before, try again."""
         if self._closing is None or (self._closing.done() and self._closing.exception() is not None):
             self._closing = asyncio.get_running_loop().create_task(self._close(timeout_s, flush_s))
-        left: tuple[HeldBlocks, ...] = ()
-        with anyio.CancelScope(shield=True):
-            left = await asyncio.shield(self._closing)
-        return left
+        return await kept(self._closing)
 
     async def _close(self, timeout_s: float | None, flush_s: float) -> tuple[HeldBlocks, ...]:
         driver, mover = self.driver, self.mover
@@ -348,7 +340,6 @@ class Tiers:
         return left
 
     def take_again(self) -> None:
-        """The engine was resumed: use its memory as it is registered now."""
         try:
             self._take()
         except (LocalProtocolError, BackendError) as exc:
@@ -434,7 +425,6 @@ class Tiers:
 
     @property
     def _is_hybrid(self) -> bool:
-        """Another prefix needs other blocks."""
         return any(group.is_state or group.window for group in self.own.groups)
 
     def _had(self, job: OffloadJob) -> int:

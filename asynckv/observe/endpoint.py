@@ -57,7 +57,6 @@ class _Server(ThreadingWSGIServer):
             request.shutdown(socket.SHUT_RDWR)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a client on a thread of its own."""
         oldest = next(iter(tuple(self._until)), None)
         if oldest is not None and len(self._until) >= MAX_CLIENTS:
             self._until.pop(oldest, None)
@@ -202,7 +201,6 @@ class MetricsEndpoint:
     # -- answers -----------------------------------------------------------------------------------
 
     def _answer(self, environ: Environ, respond: Respond) -> Iterable[bytes]:
-        """Answer one request, as WSGI has it."""
         if environ.get("REQUEST_METHOD") not in ("GET", "HEAD"):
             return _say(respond, "405 Method Not Allowed", {"error": "only GET is answered"})
         match environ.get("PATH_INFO"):

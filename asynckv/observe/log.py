@@ -47,7 +47,6 @@ AWAY_PER_S, MAX_AWAY = 0.1, 3.0
 LONGER = 1.5
 """An absence that exceeds the last that was told of by this factor is told of in any case."""
 MAX_RANKS = 8
-"""Named of one request."""
 
 MAX_TOLD = 32
 """Requests that end alike and have a line each, at once and then one per second; the others share lines."""
@@ -134,13 +133,11 @@ class Recorder:
         self._away, self._away_s, self._away_said_s = Rate(AWAY_PER_S, MAX_AWAY), 0.0, 0.0
 
     def bind(self, **bound: Any) -> None:
-        """Change what every event says of this engine."""
         self._log = self._log.bind(**bound)
         self._bound = self._bound | bound
 
     @property
     def num_dropped(self) -> int:
-        """Lines that the log file has not got."""
         return self._sink.num_dropped if self._sink is not None else 0
 
     async def aclose(self, timeout_s: float = math.inf) -> None:
@@ -200,7 +197,6 @@ class Recorder:
                 self.num_failed += 1
 
     def pull_ended(self, pull: Pull, now: float) -> None:
-        """Log the end of a decode side's request."""
         took = pull.published_at - pull.called_at
         is_discharge = pull.reason is Reason.DISCHARGED
         good = is_discharge or pull.reason in (Reason.COMPLETE, Reason.CANCELLED)
@@ -299,7 +295,6 @@ class Recorder:
         )
 
     def blocks_retired(self, pull: Pull, now: float) -> None:
-        """Log blocks that are given up: the alarm of a transfer that does not end."""
         self.log(
             told.BlocksRetired(
                 **told.pull_ids(pull),
@@ -382,7 +377,6 @@ class Recorder:
             self.log(told.lease_granted(lease, pull_id))
 
     def held_for_long(self, held: HeldForLong, oldest: Sequence[RequestStatus]) -> None:
-        """Log what has been held for long, with the oldest of it."""
         found = list(zip(held.oldest, oldest, strict=True))
         level: told.Level = "info" if held.is_orderly else "warning"
         if leases := [_held_lease(x, status) for x, status in found if isinstance(x, Lease)]:
@@ -414,7 +408,6 @@ class Recorder:
         self.log(changed, level="warning" if bad else "info")
 
     def traced(self, subject: Pull | Lease, entries: Sequence[tuple[float, str | Note]]) -> None:
-        """Log transitions one by one, at debug level."""
         start = subject.history[0][0]
         for at, what in entries:
             to, at_s = str(what), round(at - start, 6)
@@ -447,22 +440,18 @@ def _num_blocks(lease: Lease) -> int:
 
 
 def _lease_ids(lease: Lease) -> tuple[str, int]:
-    """What joins a prefill side's request with the decode side's."""
     return lease.lent.request_id, lease.lent.key.sequence
 
 
 def _written_blocks(pull: Pull) -> int:
-    """How many of this side's blocks a pull writes."""
     return sum(int((ids >= 0).sum()) for _, ids in pull.lists.local) if pull.lists else 0
 
 
 def _claim(grant: Grant, lent_at: float) -> told.LastClaim:
-    """A reader's last attempt: when it claimed, and was heard of last, since the request was lent."""
     return told.LastClaim(grant.pull_id, round(grant.since - lent_at, 3), round(grant.asked_at - lent_at, 3))
 
 
 def _refused(lease: Lease) -> list[told.RefusedMessage] | None:
-    """What readers said of a lease and was turned down."""
     return [
         told.RefusedMessage(round(x.at - lease.lent_at, 3), x.what, x.reason, short(x.who), short(x.detail))
         for x in lease.refused
@@ -470,14 +459,12 @@ def _refused(lease: Lease) -> list[told.RefusedMessage] | None:
 
 
 def _held_lease(lease: Lease, status: RequestStatus) -> told.HeldLease:
-    """One lease among those that are held for long."""
     claims = [(name, _claim(grant, lease.lent_at)) for name, _, grant in lease.readers() if grant is not None]
     lent_s, left_s = round(status.age_s, 3), _rounded(status.left_s)
     return told.HeldLease(*_lease_ids(lease), lent_s, dict(claims[:MAX_RANKS]), left_s, _refused(lease))
 
 
 def _held_pull(pull: Pull, status: RequestStatus) -> told.HeldPull:
-    """One pull among those that are held for long."""
     ranks = {x.rank: x.state for x in status.ranks[:MAX_RANKS]}
     state_s, left_s = round(status.state_s, 3), _rounded(status.left_s)
     return told.HeldPull(**told.pull_ids(pull), state_s=state_s, ranks=ranks, left_s=left_s)

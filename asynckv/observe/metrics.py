@@ -43,7 +43,6 @@ log = logging.getLogger("asynckv")
 
 WAIT_S = 0.25
 AGES_S = (1, 5, 10, 30, 60, 300)
-"""Leases that are older than so many seconds are counted."""
 
 
 class Family(NamedTuple):
@@ -265,7 +264,6 @@ class Metrics(Collector):
 
     @property
     def engines(self) -> tuple[Observed, ...]:
-        """What is shown, as its observers see it."""
         return tuple(shown.engine for shown in self._shown)
 
     def add(self, engine: Any) -> None:
@@ -287,7 +285,6 @@ class Metrics(Collector):
         return list(_families().values())
 
     def collect(self) -> Iterable[Metric]:
-        """Show how things stand; from any thread."""
         families = _families()
         for shown in self._shown:
             shown.refresh(self._wait_s)
@@ -306,7 +303,7 @@ class _Shown:
         engine.observe(self.tally)
 
     def refresh(self, wait_s: float) -> None:
-        """Take another reading, if its loop comes to it in time."""
+        """Take another reading, if the engine's loop comes to it in time."""
         try:
             self._last = self.engine.ask(self._read, wait_s)
         except (TimeoutError, EngineClosed):
@@ -452,7 +449,6 @@ def place_of(counter: str) -> tuple[str, tuple[str, ...]] | None:
 
 
 NOT_SHOWN = frozenset({"transfers.late_news"})
-"""Counters that begin like others and are something else."""
 
 
 def _tallied(tally: Tally) -> Iterator[tuple[str, tuple[str, ...], Any]]:

@@ -25,13 +25,11 @@ class Rate:
         self._limit, self._skipped = Limiter(per_s, burst), 0
 
     def take(self, now: float) -> bool:
-        """Whether this one is logged."""
         may = self._limit.take("", now)
         self._skipped += not may
         return may
 
     def left_out(self) -> dict[str, int]:
-        """How many were not, since the last one that was; empty if none."""
         skipped, self._skipped = self._skipped, 0
         return {"not_logged": skipped} if skipped else {}
 
@@ -49,7 +47,6 @@ class Sampler:
         self._seen = self._chosen = 0
 
     def take(self, token: str, now: float) -> bool:
-        """Whether the request of this token is logged."""
         if now - self._since >= 1.0:
             self._next_second(now)
         self._seen += 1

@@ -87,7 +87,6 @@ def logger_for(**bound: Any) -> tuple[Any, int]:
 
 
 def file_sink(config: LogConfig, bound: Mapping[str, Any] = MappingProxyType({})) -> FileSink:
-    """Return what writes the file of a configuration."""
     engine_id = str(bound.get("engine_id", ""))
     place = str(bound.get("rank", "")).removeprefix(f"{engine_id}/").partition("@")[0]
     path = file_name(os.fspath(config.file), engine_id, place.replace("/", "-"))

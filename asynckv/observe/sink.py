@@ -40,10 +40,8 @@ MAX_BATCH = 1 << 20
 """Bytes, taken in the same way, that are encoded and written at a time: meanwhile they are there three times more."""
 
 LINE_BYTES = 256
-"""What a line takes beside its fields."""
 
 NESTED = frozenset({dict, list, tuple, set, frozenset})
-"""What has values in it, in the fields of an event."""
 
 GATHER_S = 0.5
 """How long lines wait for more after others were written, unless there is a warning: each write costs 0.1 ms of a busy
@@ -75,7 +73,6 @@ class FileSink:
     _open: ClassVar[dict[str, FileSink]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _writing: ClassVar[set[FileSink]] = set()
-    """Those that have a thread."""
 
     def __init__(self, path: str, max_bytes: int, backups: int) -> None:
         try:
@@ -105,7 +102,6 @@ class FileSink:
 
     @property
     def num_dropped(self) -> int:
-        """Lines that are in no file."""
         return self._not_taken + self._not_written
 
     def put(self, level: str, event: str, bound: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
@@ -178,7 +174,6 @@ class FileSink:
         return True
 
     def _work(self, lines: _Lines, file: _File) -> None:
-        """Write what is put, until told to end."""
         while batch := lines.take():
             self._write(batch, file)
         file.give_up()
@@ -228,7 +223,6 @@ class _Lines:
         self._is_rung, self._is_asleep, self._is_ended = False, True, False
 
     def put(self, line: Line | str, size: int, is_urgent: bool) -> bool:
-        """Append a line, unless that is too much."""
         if self._num_bytes + size > MAX_WAITING:
             return False
         self._waiting.append((line, size))
@@ -238,7 +232,7 @@ class _Lines:
         return True
 
     def take(self) -> list[Line | str]:
-        """Wait for lines; there are none if there will be no more."""
+        """Wait for lines; return none if there will be no more."""
         with self._mutex:
             self._num_bytes -= self._num_taken  # they are written
             self._num_taken = 0
@@ -261,12 +255,10 @@ class _Lines:
         return batch
 
     def end(self) -> None:
-        """Let the thread take what is there, and then nothing."""
         self._is_ended = True
         self._ring()
 
     def clear(self) -> int:
-        """Forget what waits; return how many lines that were."""
         count = len(self._waiting)
         self._waiting.clear()
         return count
@@ -366,7 +358,6 @@ class _File(RotatingFileHandler):
 
 
 def _plain(value: object) -> object:
-    """Values that JSON does not know."""
     return list(value) if isinstance(value, set | frozenset) else repr(value)
 
 

@@ -110,18 +110,13 @@ class Tracing(Observer):
         self._tracer = trace.get_tracer("asynckv", tracer_provider=provider)
         self._extract = TraceContextTextMapPropagator().extract
         self._offset_ns = 0
-        """Of the wall clock to the engine's."""
         self._lent: OrderedDict[Lease, tuple[Context, str]] = OrderedDict()
-        """In which trace they were lent, and by which engine."""
         self._over: OrderedDict[PullId, SpanContext] = OrderedDict()
-        """Attempts whose release goes on."""
         self._failed: OrderedDict[str, SpanContext] = OrderedDict()
-        """The last attempt at requests that may be tried again."""
         for engine in engines:
             self.add(engine)
 
     def add(self, engine: Any) -> None:
-        """Trace another engine."""
         observation_of(engine).observe(self)
 
     # -- what happens ------------------------------------------------------------------------------
@@ -215,7 +210,6 @@ class Tracing(Observer):
         return context if self._api.get_current_span(context).get_span_context().is_valid else None
 
     def _set_clock(self, now: float) -> None:
-        """Learn what the wall clock says at a moment of the engine's."""
         # The moment has passed by the time that this is asked: the shortest such delay is the nearest to the truth.
         offset_ns = time.time_ns() - round(now * 1e9)
         if not 0 <= offset_ns - self._offset_ns < SAME_CLOCK_NS:
@@ -252,7 +246,6 @@ def _keep(kept: OrderedDict[Any, Any], key: object, value: object) -> None:
 
 
 def _num_to_outcome(pull: Pull) -> int:
-    """Count what happened until its outcome."""
     return next((i for i, (_, what) in enumerate(pull.history, 1) if what is PullState.NOTIFYING), len(pull.history))
 
 
