@@ -1041,7 +1041,7 @@ def test_engines_that_answer_are_alive_and_prefill_engines_are_no_readers() -> N
     other = answering(OTHER, {"leases.lent": 1})
     [leak] = find_leaks(join(records_of([prefill, decode, other], 1e9)))
     assert leak.cause is C.NEVER_CLAIMED
-    assert f"{RANK[D]} answers and knows nothing of it" in leak.sentence
+    assert f"{RANK[D]} knows nothing of it" in leak.sentence
     assert "died" not in leak.sentence
     assert RANK[OTHER] not in leak.sentence
     assert not leak.missing

@@ -7,9 +7,9 @@ where the prefill rank's log does not say what became of the lease; and blocks o
 something might still write them. Not late is what was revoked, withdrawn, or released within its promise; nor what is
 announced and waits, before the announcement's time is up.
 
-The table and the catalogue stand in `causes.toml`. `WHY` has a cause for each pair of what the owner knows of a reader (`Owner`) and what the reader and its process know
-(`Reader`). Above each cause stands the one `HEADING` that says what to look at. Some causes are *classes*: they stand
-for several that cannot be told apart without the other side's logs.
+The table and the catalogue stand in `causes.toml`. `WHY` has a cause for each pair of what the owner knows of a reader
+(`Owner`) and what the reader and its process know (`Reader`). Above each cause stands the one `HEADING` that says what
+to look at. Some causes are *classes*: they stand for several that cannot be told apart without the other side's logs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Reader(enum.Enum):
         "the lease's time (`loop_was_away`)"
     )
     RENAMED = "`wrong_request`, or a pull of this key with another prefill request id"
-    EARLY = "its pull was over before the request was lent, and its release was answered or parked for too long"
+    EARLY = "its pull was over before the request was lent, and its release was parked for too long"
     WRONG_TARGET = "its pull failed with `wrong_target`"
     STALE = "`restarted` or `stale_memory`; or its params name another start of the rank"
     KEYS = "its pull failed in the handshake, and `refused` or the pull's detail speaks of keys"

@@ -1,19 +1,15 @@
 """Whose clock says what: offsets between the clocks of processes, out of what they said to each other.
 
-Every log line has the wall clock of its own process, and on two hosts the same moment has two names. What happened
-gives bounds: a hello was sent before it was answered, a grant given before the pull that needed it was complete. So
-from one cause and its effect,
+From a cause in one process and its effect in another,
 
     the effect's clock - the cause's clock  <=  effect (by its clock) - cause (by its clock)
 
 and from exchanges in both directions an interval. Processes of one host have one clock, until their exchanges
-contradict it (containers often have one name). Other clocks are compared with a reference's: directly, or by way of
-clocks between them. Clocks that no exchange connects cannot be compared: each such group has an axis of its own.
+contradict it (containers often have one name). Other clocks are compared with a reference's, directly or by way of
+clocks between them; those that no exchange connects have an axis of their own.
 
-The offset at a moment follows from the exchanges that are nearest in time, because clocks drift and are set. A bound
-that was seen earlier or later holds with `DRIFT` more for every second between, and of many bounds the tightest few
-are not believed, because their lines were written late. Bounds that contradict each other still show a clock that was
-set, or late lines. Then the interval holds both values, and the contradiction is told.
+The nearest exchanges count, because clocks drift and are set. Of many bounds the tightest few are not believed, because
+their lines were written late. If bounds contradict each other, the interval holds both, and the contradiction is told.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter, itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -96,24 +93,18 @@ class Clocks:
         groups: Clocks that can be compared, the reference first.
         conflicts: Where exchanges contradict each other.
         not_shared: Hosts whose processes contradict that they have one clock.
-        pairs: How many exchanges there were between different clocks.
     """
 
     clock: dict[str, str]
     groups: list[list[str]] = field(default_factory=list)
     conflicts: list[Conflict] = field(default_factory=list)
     not_shared: list[str] = field(default_factory=list)
-    pairs: int = 0
     _group: dict[str, int] = field(default_factory=dict)
     _ways: dict[str, _Way] = field(default_factory=dict)
 
     def group(self, process: str) -> int:
         """Return which group a process belongs to; what is in two groups cannot be compared."""
         return self._group[self.clock[process]]
-
-    def reference(self, process: str) -> str:
-        """Return the clock that this process's is compared with."""
-        return self.groups[self.group(process)][0]
 
     def offset(self, process: str, at: float) -> Offset:
         """Return how far a process's clock was ahead of its group's reference when it showed `at`."""
@@ -186,7 +177,6 @@ def align(
     for pair in known:
         cause, effect = clock[pair.cause], clock[pair.effect]
         if cause != effect:
-            found.pairs += 1
             gap = pair.effect_at - pair.cause_at + late_s
             rows[effect][cause][1].append((pair.effect_at, gap))
             rows[cause][effect][0].append((pair.cause_at, -gap))
@@ -252,13 +242,17 @@ def mended(records: Sequence[Record]) -> tuple[Sequence[Record], dict[str, list[
     Args:
         records: By time. How long a process was silent as its clock was put back is not known, and taken for nothing.
     """
+    files: dict[tuple[str, str], list[tuple[int, Record]]] = defaultdict(list)
+    for record in records:
+        path, _, line = record.where.rpartition(":")
+        files[record.incarnation, path].append((int(line) if line.isdecimal() else 0, record))
     found: dict[str, list[PutBack]] = {}
     moved: dict[int, Record] = {}
-    for incarnation, path in _disordered(records):
-        own = [x for x in records if x.incarnation == incarnation and x.where.rpartition(":")[0] == path]
-        own.sort(key=_line)
-        first, before, ahead = own[0].at, own[0].at, 0.0
-        for record in own:
+    for (incarnation, _), lines in files.items():
+        lines.sort(key=itemgetter(0))
+        first = before = lines[0][1].at
+        ahead = 0.0
+        for _, record in lines:
             # Lines that were put together, or exported, in the wrong order lie before all that stand above them.
             if before - record.at > PUT_BACK_S and record.at > first:
                 found.setdefault(incarnation, []).append(PutBack(before + ahead, before - record.at))
@@ -270,24 +264,6 @@ def mended(records: Sequence[Record]) -> tuple[Sequence[Record], dict[str, list[
                 first = math.inf
             if ahead:
                 moved[id(record)] = replace(record, at=record.at + ahead)
-    if not moved:
-        return records, found
-    return sorted((moved.get(id(x), x) for x in records), key=lambda x: x.at), found
-
-
-def _disordered(records: Iterable[Record]) -> dict[tuple[str, str], None]:
-    """Find processes and files whose lines are not in the order of their times."""
-    found: dict[tuple[str, str], None] = {}
-    latest: dict[tuple[str, str], int] = {}
-    for record in records:
-        if record.where:
-            key = record.incarnation, record.where.rpartition(":")[0]
-            if (line := _line(record)) < latest.get(key, 0):
-                found[key] = None
-            latest[key] = line
-    return found
-
-
-def _line(record: Record) -> int:
-    line = record.where.rpartition(":")[2]
-    return int(line) if line.isascii() and line.isdigit() else 0
+    if moved:
+        records = sorted((moved.get(id(x), x) for x in records), key=attrgetter("at"))
+    return records, found

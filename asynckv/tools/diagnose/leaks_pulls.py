@@ -233,8 +233,6 @@ def _unheard(presence: Presence, request: Request, pull: Pull, rank: str) -> Ver
             return Verdict(W.UNKNOWN, R.OWNER_DIED, names | {"why": fate.why, "gone": fate.gone})
         if _is_told(presence, request, pull, rank, next(iter(records), None)):
             return None
-    elif any(_was_away_meanwhile(presence, pull, x) for x in records):
-        return None
     # A rank that was closed in order has revoked it, and one that was restarted holds it no more.
     # Nor did a reader that closed wait for long: the answer may have been on its way.
     causes = {x.text("cause") for x in records} or {pull.cause}
@@ -247,14 +245,6 @@ def _unheard(presence: Presence, request: Request, pull: Pull, rank: str) -> Ver
     elif pull.cause == "wrong_target":
         state, names["why"] = R.WRONG_TARGET, pull.detail
     return Verdict(W.UNKNOWN, state, names, missing=(rank,))
-
-
-def _was_away_meanwhile(presence: Presence, pull: Pull, record: Record) -> bool:
-    """The reader's own loop was away while the answer was due: it may lie in its socket."""
-    waited_s = record.number("seconds", 0.0)
-    away_s = presence.away_s(pull.process, record.at - waited_s, record.at)
-    short = waited_s - away_s < pull.process.durations.get("release_timeout_s", 30.0) / 2
-    return record.text("cause") == "timeout" and away_s > 0.0 and short
 
 
 def _is_gone(reader: Process, rank: str) -> bool:

@@ -249,8 +249,10 @@ class _Debt:
             return self._is(R.DIED, fate.why, gone=fate.gone)
         if begun > self.until or cause in ("expired", "unknown_key", "lease_lost"):
             return self._late(pull)
-        if self._is_early(pull):
-            return self._is(R.EARLY)
+        if pull.ended is not None and not is_unanswered(pull, lease):
+            parked_s = lease.process.durations.get("parked_s", LATE_S)
+            if presence.when(pull.process.incarnation, pull.ended.at)[1] + parked_s < self.since:
+                return self._is(R.EARLY)
         if cause == "wrong_target":
             return self._is(R.WRONG_TARGET)
         if cause in STALE or (
@@ -266,13 +268,6 @@ class _Debt:
             others = turned_away(lease.process, -math.inf, lease.lent_at + lease.seconds)
             return self._away(pull) or self._is(R.UNMET, f"{self._said()}; {others}" if others else None)
         return None
-
-    def _is_early(self, pull: Pull) -> bool:
-        """A pull was done, and said so, before the request was lent here: that this was taken is all that it knows."""
-        if pull.ended is None or pull.retried or is_unanswered(pull, self.lease):
-            return False
-        ended_at = self.presence.when(pull.process.incarnation, pull.ended.at)[1]
-        return ended_at + self.lease.process.durations.get("parked_s", LATE_S) < self.since
 
     def _names_another_start(self, pull: Pull) -> bool:
         """What a reader was given names another start of the rank than the one that lent the request."""
@@ -298,7 +293,7 @@ class _Debt:
             return self._is(R.LATE)
         low, high = presence.when(pull.process.incarnation, pull.ended.at)
         closed = fate.kind == "stopped" and fate.after <= self.until + LATE_S
-        if (last := self._last_lost()) is not None and (last is not pull or not closed):
+        if (last := self.pulls[-1]) is not pull and is_unanswered(last, lease):
             return self._is(R.UNANSWERED, how_unanswered(last))
         said = [x.text("outcome") for x in (*pull.unanswered, *pull.refused)]
         if self.owner is W.RETRYING or (
@@ -322,17 +317,6 @@ class _Debt:
             return self._is(R.NO_LOG, f"{self._said()}; that it is not answered would be told later")
         # Whatever it said was answered, so it came as the lease was over.
         return self._is(R.LATE)
-
-    def _last_lost(self) -> Pull | None:
-        """The attempt that said that it was the last, while it was lent, and was never heard."""
-        for pull in reversed(self.pulls):
-            for record in pull.unanswered:
-                said_at = record.at - record.number("seconds", 0.0)
-                is_in_time = self.presence.when(pull.process.incarnation, said_at)[0] <= self.until
-                is_last = record.text("outcome") not in ("", "retry")
-                if is_last and is_in_time and self.lease.process.rank in record.texts("ranks"):
-                    return pull
-        return None
 
     def _away(self, pull: Pull) -> Verdict | None:
         """Whose loop was away for so long that it explains a lease that ran out, if one was."""
@@ -384,14 +368,20 @@ class _Debt:
         silent = [x for x, fate in fates if fate.kind == "silent" and fate.after < self.until]
         strangers = presence.strangers(lease)
         if lease.state != "lent":
-            died = self._died_meanwhile([x for x, _ in fates], is_nobody)
+            # A rank that lives claims as soon as others of its engine did.
+            claimed = presence.near(lease.process, lease.lent_at) + presence.claims_take_s
+            by = self.until if is_nobody else claimed
+            died = [x for x, fate in fates if fate.kind == "died" and fate.after <= by]
             if came := [x for x in died if presence.has_come_for(lease, x)]:
                 fate = presence.fate(came[0])
                 return self._is(R.DIED, fate.why, reader=listed(x.rank for x in came), gone=fate.gone)
             lost = died or [x for x in readers if engine_of(x.rank) not in bound and presence.died_about(lease, x)]
             if lost and not (is_nobody and strangers):
-                return self._may_have_died(lost, is_nobody)
-        if not is_nobody and not self._may_be_cut(spoke, silent):
+                # Its params never arrived, or arrived at a reader that died: nothing tells which.
+                whose, why = listed(x.rank for x in lost), presence.fate(lost[0]).why
+                also = f"whoever had them died, as {whose} did about then ({why})"
+                return self._is(R.NO_LOG, f"; its params never arrived there, or {also}")
+        if not is_nobody:
             return self._of_left_out(spoke, alive, silent)
         absent = presence.absent(lease, alive)
         if not spoke:
@@ -409,38 +399,6 @@ class _Debt:
         if alive == gone:
             also = f"; {listed(x.rank for x in gone)} had died before it was lent"
         return self._is(R.UNHEARD, listed(x.rank for x in alive), also=also if silent or alive == gone else "")
-
-    def _died_meanwhile(self, readers: list[Process], is_nobody: bool) -> list[Process]:
-        """Find those that died while it was lent; if some of them had met the rank, only these."""
-        presence = self.presence
-        begun = (x for x in readers if presence.when(x.incarnation, x.first_at)[0] <= self.until)
-        died = [x for x in begun if presence.fate(x).kind == "died" and presence.fate(x).after <= self.until]
-        if not is_nobody:  # a rank claims as soon as others did, if it lives
-            lent_at = presence.when(self.lease.process.incarnation, self.lease.lent_at)[1]
-            died = [x for x in died if presence.fate(x).after <= lent_at + presence.claims_take_s]
-        else:  # other ranks of the same engine live: they would have spoken of a request that it had
-            bases = {x.base for x in died}
-            there = {x.engine_id for x in readers if x.base not in bases and presence.fate(x).kind != "silent"}
-            died = [x for x in died if x.engine_id not in there]
-        met = {start_of(x.text("reader")) for x in self.lease.process.of(told.ReaderMet)}
-        return [x for x in died if x.start in met] or died
-
-    def _may_have_died(self, lost: list[Process], is_nobody: bool) -> Verdict:
-        """Its params never arrived, or arrived at a reader that died: nothing tells which."""
-        whose = "the decode side" if is_nobody else listed(x.base for x in lost)
-        why = (
-            f"; no log of {whose} speaks of it: its params never arrived there, or whoever had them died, as "
-            f"{listed(x.rank for x in lost)} did about then ({self.presence.fate(lost[0]).why})"
-        )
-        return self._is(R.NO_LOG, why)
-
-    def _may_be_cut(self, spoke: list[Process], silent: list[Process]) -> bool:
-        """Its engine may have come too late as a whole: the log of the rank that is owed ends before it could tell."""
-        if self.name != "*" or self.claims or self.lease.released or not silent:
-            return False
-        asked = [x for x in self.request.all_pulls if x.process in spoke]
-        over, when = self.presence.over(self.lease), self.presence.when
-        return all(when(x.process.incarnation, x.begun_at)[1] > over for x in asked)
 
     def _of_left_out(self, spoke: list[Process], alive: list[Process], silent: list[Process]) -> Verdict:
         """Say that others of its engine have spoken of a request, and one rank has not."""
@@ -470,10 +428,8 @@ class _Debt:
         out, lease = list[str](), self.lease
         if silent:
             out.append(f"no log of the decode side speaks of it, and {listed(x.rank for x in silent)} may have died")
-        elif alive and all(x.answers for x in alive):
-            out.append(f"{listed(x.rank for x in alive)} answers and knows nothing of it")
         elif alive:
-            out.append("no log of the decode side that is given speaks of it")
+            out.append(f"{listed(x.rank for x in alive)} knows nothing of it")
         if strangers:
             out.append(f"{listed(strangers)} shook hands")
         if refused := turned_away(lease.process, lease.lent_at, lease.lent_at + lease.seconds):
