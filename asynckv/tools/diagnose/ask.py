@@ -63,27 +63,19 @@ class Answer:
     """What one engine said, or why it did not.
 
     Attributes:
-        address: Whom we asked.
-        error: Why there is no answer, and what to do about it; empty if there is one.
-        trouble: What kind of reason that is.
-        pid: Of the process behind a socket that gave no answer; 0 if it is not known.
         engine_id, tp_rank: As it calls itself.
-        gauges: What is owed and held.
-        account: Everything else that it says.
-        is_cut: It holds more requests than were asked for.
-        took_s: How long the answer took.
     """
 
-    address: str
-    error: str = ""
-    trouble: Trouble = Trouble.NONE
-    pid: int = 0
+    address: str  # whom we asked
+    error: str = ""  # why there is no answer, and what to do about it; empty if there is one
+    trouble: Trouble = Trouble.NONE  # what kind of reason that is
+    pid: int = 0  # of the process behind a socket that gave no answer; 0 if it is not known
     engine_id: str = ""
     tp_rank: int = 0
-    gauges: Mapping[str, int] = field(default_factory=dict)
-    account: Account = field(default_factory=Account)
-    is_cut: bool = False
-    took_s: float = 0.0
+    gauges: Mapping[str, int] = field(default_factory=dict)  # what is owed and held
+    account: Account = field(default_factory=Account)  # everything else that it says
+    is_cut: bool = False  # it holds more requests than were asked for
+    took_s: float = 0.0  # how long the answer took
 
     @property
     def rank(self) -> str:

@@ -38,18 +38,13 @@ _OTHER = re.compile(r"not to ('.*'|\".*\")\Z", re.DOTALL)
 
 @dataclass(slots=True)
 class Verdict:
-    """Why one reader is owed: a cell of the table, and the names and numbers of its sentence.
-
-    Attributes:
-        at: Orders those of one request.
-        missing: Whose logs would say more.
-    """
+    """Why one reader is owed: a cell of the table, and the names and numbers of its sentence."""
 
     owner: Owner
     reader: Reader
     names: dict[str, Any]
-    at: float = math.inf
-    missing: tuple[str, ...] = ()
+    at: float = math.inf  # orders those of one request
+    missing: tuple[str, ...] = ()  # whose logs would say more
     cause: CAUSE = field(init=False)
 
     def __post_init__(self) -> None:

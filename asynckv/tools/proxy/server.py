@@ -66,12 +66,11 @@ class Bounds:
             So is one that reads nothing of what it is sent.
         connections: Connections in all. Each request also has one to an engine, so a third of the descriptors that the
             process may have is a bound as well.
-        per_host: Connections of one host.
     """
 
     idle_s: float = 75.0
     connections: int = 2048
-    per_host: int = 1536
+    per_host: int = 1536  # connections of one host
 
 
 READ_BUFFER, MAX_HEADERS = 65_536, 64
