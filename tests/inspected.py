@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from asynckv import InspectConfig, LeaseConfig, NixlConfig, PrefillRanks
+from asynckv import AsyncKVError, InspectConfig, LeaseConfig, LogConfig, NixlConfig, PrefillRanks
 from tests.engines import Bench
 
 
 class Side:
     """One rank, and what its driver may ask for."""
 
-    def __init__(self, *, name: str, directory: str, lease_s: float = 120.0, grant_s: float = 10.0) -> None:
+    def __init__(
+        self, *, name: str, directory: str, lease_s: float = 120.0, grant_s: float = 10.0, has_log: bool = False
+    ) -> None:
         self._lease = LeaseConfig(lease_s=lease_s, grant_s=grant_s)
         side = Bench(True).side(
             name,
             1,
             inspect=InspectConfig(directory=directory),
             lease=self._lease,
+            log=LogConfig(file=f"{directory}/{name}-{{pid}}.jsonl") if has_log else LogConfig(),
             nixl=NixlConfig(posting_threads=0, process="never"),
         )
         self.engine = side.engine
@@ -44,6 +47,14 @@ class Side:
     def announce(self, number: int, params: dict[str, Any]) -> None:
         """Announce a request and never pull it."""
         self.engine.announce(f"req-{number}", params)
+
+    async def pull(self, number: int, params: dict[str, Any], block: int = 0) -> str:
+        """Pull a request, and tell what came of it."""
+        try:
+            await self.engine.pull(f"req-{number}", [(0, [block])], params, timeout_s=2.0)
+        except AsyncKVError as exc:
+            return type(exc).__name__
+        return "complete"
 
     def states(self) -> list[str]:
         """Tell what has become of everything that is read of others, or lent to them."""

@@ -20,6 +20,7 @@ from tests.observed import lived
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 RULES = DEPLOY / "prometheus" / "alerts.yml"
+ON_A_HOST = DEPLOY / "prometheus" / "prometheus.yml"
 IN_CLUSTER = DEPLOY / "prometheus" / "kubernetes.yml"
 RULES_TEXT = RULES.read_text()
 ALERTS = re.findall(r"- alert: (\w+)", RULES_TEXT)
@@ -31,6 +32,7 @@ needs_promtool = pytest.mark.skipif(
 
 HERE = 'engine_id="e",rank="tp0"'
 ROUTER = 'job="pd_proxy",instance="r:80"'
+ENGINE = 'job="asynckv",instance="e:9400"'
 MINUTE = "1m"
 
 CASES: dict[str, tuple[dict[str, str], dict[str, str], int, dict[str, str]]] = {
@@ -241,9 +243,15 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], int, dict[str, str]]] = {
         11,
         {"cause": "unlisted_key"},
     ),
+    "AsynckvNotAnswering": (
+        {f"up{{{ENGINE}}}": "1 0x9", f"scrape_duration_seconds{{{ENGINE}}}": "0.01 3x9"},
+        {f"up{{{ENGINE}}}": "1 0x9", f"scrape_duration_seconds{{{ENGINE}}}": "0.01x9"},  # it ended
+        5,
+        {"job": "asynckv", "instance": "e:9400"},
+    ),
     "AsynckvNotScraped": (
-        {'up{job="asynckv",instance="e:9400"}': "1 0x9"},
-        {'up{job="asynckv",instance="e:9400"}': "1 0 1 0 1x9", 'up{job="other",instance="o:1"}': "0x15"},
+        {f"up{{{ENGINE}}}": "1 0x9"},
+        {f"up{{{ENGINE}}}": "1 0 1 0 1x9", 'up{job="other",instance="o:1"}': "0x15"},
         5,
         {"job": "asynckv", "instance": "e:9400"},
     ),
@@ -270,7 +278,7 @@ def rule(alert: str) -> str:
 @needs_promtool
 def test_rules_and_configurations_are_as_prometheus_wants_them(tmp_path: Path) -> None:
     promtool("check", "rules", str(RULES))
-    promtool("check", "config", str(DEPLOY / "prometheus" / "prometheus.yml"))
+    promtool("check", "config", str(ON_A_HOST))
     # Debian's promtool knows no discovery in Kubernetes (tests/test_deploy.py looks at that): addresses stand for it.
     text = re.sub("kubernetes_sd_configs: .*", "static_configs: [{targets: ['a:1']}]", IN_CLUSTER.read_text())
     (tmp_path / "alerts.yml").write_text(RULES_TEXT)
@@ -323,6 +331,48 @@ def test_each_alert_fires_when_it_should_and_not_when_it_should_not(tmp_path: Pa
     path = tmp_path / "tests.yml"
     path.write_text(json.dumps({"rule_files": ["alerts.yml"], "evaluation_interval": "15s", "tests": tests}))
     promtool("test", "rules", str(path))
+
+
+@needs_promtool
+@pytest.mark.parametrize("path", [ON_A_HOST, IN_CLUSTER], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    ("alert", "labels", "series"),
+    [
+        # A scrape that fails is known when it has timed out.
+        ("AsynckvNotAnswering", ENGINE, {"up": ("1", "0"), "scrape_duration_seconds": ("0.01", "3")}),
+        ("AsynckvLoopSilent", HERE, {"asynckv_reading_age_seconds": ("0", "{interval}+{interval}")}),
+    ],
+)
+def test_a_stopped_engine_is_reported_within_30_s(
+    path: Path, alert: str, labels: str, series: dict[str, tuple[str, str]], tmp_path: Path
+) -> None:
+    """The engine stops just after its last scrape, and the rules are evaluated just before each scrape is known."""
+    text = path.read_text()
+    (evaluated,) = (int(each) for each in re.findall(r"\n  evaluation_interval: (\d+)s", text))
+    job = text.partition("job_name: asynckv\n")[2].partition("job_name")[0]
+    interval, timeout = (int(re.findall(rf"scrape_{name}: (\d+)s", job)[0]) for name in ("interval", "timeout"))
+    assert evaluated == interval  # what promtool is told below
+    known_late_by = (timeout if alert == "AsynckvNotAnswering" else 0) + evaluated
+    plain = re.sub(r"\n        annotations:\n(?:          .*\n?)+", "\n", RULES_TEXT)
+    (tmp_path / "alerts.yml").write_text(plain)
+    expected = dict(each.split("=") for each in labels.replace('"', "").split(","))
+    test = {
+        "interval": f"{interval}s",
+        "input_series": [
+            {"series": f"{name}{{{labels}}}", "values": f"{well}x3 {ill.format(interval=interval)}x9"}
+            for name, (well, ill) in series.items()
+        ],
+        "alert_rule_test": [
+            {
+                "eval_time": f"{3 * interval + 30 - known_late_by}s",
+                "alertname": alert,
+                "exp_alerts": [{"exp_labels": {**expected, "severity": "critical"}, "exp_annotations": {}}],
+            }
+        ],
+    }
+    tests = {"rule_files": ["alerts.yml"], "evaluation_interval": f"{evaluated}s", "tests": [test]}
+    (tmp_path / "tests.yml").write_text(json.dumps(tests))
+    promtool("test", "rules", str(tmp_path / "tests.yml"))
 
 
 # -- the dashboard -----------------------------------------------------------------------------------

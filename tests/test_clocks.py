@@ -62,7 +62,7 @@ def test_the_true_offset_lies_inside(seed: int, given_clocks: list[tuple[float, 
     found = align(talk(clocks, rng, number=number), dict.fromkeys(clocks, ""))
     assert found.conflicts == []
     for process in clocks:
-        reference = found.reference(process)
+        reference = found.groups[found.group(process)][0]
         for at in (-20.0, 0.0, 31.0, 99.0, 150.0):
             offset = found.offset(process, clocks[process](at))
             # Rounding: times of today have 0.2 us, and so have clocks that are a day apart.
@@ -171,7 +171,7 @@ def test_a_way_round_is_as_good_as_its_parts() -> None:
 
 def test_nothing_is_needed() -> None:
     found = align([], {})
-    assert (found.groups, found.pairs) == ([], 0)
+    assert found.groups == []
     alone = align([], {"a": "", "b": "x"})
     assert alone.groups == [["a"], ["b"]]
     assert alone.align("a", 5.0) == 5.0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asynckv.tools.diagnose.axis import make_axis
+from asynckv.tools.diagnose.causes import HEADING
 from asynckv.tools.diagnose.findings import Findings, Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
@@ -109,11 +110,11 @@ def test_what_is_wrong_comes_worst_first_with_what_to_do() -> None:
     assert late.what.startswith("1 request late: ")
     assert late.what.endswith(", 7 blocks, held for 30.0 s at most")
     assert (late.requests, late.blocks, bool(late.remedy)) == (("x",), 7, True)
-    assert timeout.what == (
-        "2 requests of prefill failed: timeout, 2027-01-15 08:01:02.000000Z to 2027-01-15 08:01:03.000000Z"
-    )
-    assert (timeout.code, timeout.evidence) == ("timeout", "still queued behind others")
-    assert lost.what == "1 request of prefill failed: peer_lost, 2027-01-15 08:01:04.000000Z"
+    said = f"pulls of {DECODE} from prefill failed (2 timeout): not known (still queued behind others)"
+    assert (timeout.code, timeout.what) == ("not_known", said)
+    assert timeout.evidence == "2 pulls, 2027-01-15 08:01:02.000000Z to 2027-01-15 08:01:03.000000Z"
+    said = f"pulls of {DECODE} from prefill failed (1 peer_lost): the connection to the prefill rank broke"
+    assert (lost.code, lost.what) == ("connection_lost", said)
     assert away.what == f"the event loop of {DECODE} was away: 2 times, at most 22.0 s"
     assert away.evidence == "until 2027-01-15 08:00:50.000000Z; open: 0 leases, 5 pulls"
     assert error.what == f"1 error internal_error on {PREFILL}"
@@ -156,9 +157,10 @@ def test_a_process_that_died_is_told_before_all_that_came_of_it() -> None:
     died = [x for x in well() if not (x.rank == PREFILL and x.event == "engine_stopped")]
     lost = say(30.0, "peer_changed", DECODE, "warning", peer=PREFILL, peer_incarnation="aaaaaaaa" * 4, state="gone",
                cause="peer_lost", detail="its process has ended")  # fmt: skip
-    gone, failed = screen([*died, lost, ended(31.0, "peer_lost")])[0].wrong
+    gone, failed = screen([*died, lost, ended(31.0, "peer_lost", peer_ranks=[PREFILL])])[0].wrong
     assert (gone.code, gone.what.startswith(f"{PREFILL} died")) == ("died", True)
-    assert failed.what.startswith("1 request of prefill failed: peer_lost")
+    assert (failed.heading, failed.code) == (HEADING.GONE, "prefill_died")
+    assert failed.what.startswith(f"pulls of {DECODE} from {PREFILL} failed (1 peer_lost): ")
 
 
 def test_a_red_request_has_its_cause_on_the_page(tmp_path: Path) -> None:

@@ -138,14 +138,6 @@ def test_a_time_that_is_none_is_told(tmp_path: Path, at: str) -> None:
     assert len(logs.skipped) == (at != "60")
 
 
-def test_docker_cuts_long_lines(tmp_path: Path) -> None:
-    text = json.dumps(row(history=[[0.0, "x" * 50]] * 1000)) + "\n"
-    pieces = [{"log": text[i : i + 16384], "stream": "stderr"} for i in range(0, len(text), 16384)]
-    logs = read_logs([write(tmp_path / "a.log", *pieces, {"log": json.dumps(row(request_id="b")) + "\n"})])
-    assert sorted(x.text("request_id") for x in logs.records) == ["a", "b"]
-    assert not logs.skipped
-
-
 def test_the_standard_logger_with_a_json_formatter(tmp_path: Path) -> None:
     """Fields are attributes of the record there, and formatters call the time and the level what they like."""
     stream = io.StringIO()

@@ -19,7 +19,7 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import InFlight, Line
 from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
 from asynckv.core.peer import Peer, PeerState
-from asynckv.core.pull import Effect, Pull, PullLimits, PullRequest, PullState
+from asynckv.core.pull import Effect, Pull, PullRequest, PullState
 from asynckv.core.routes import Route
 from asynckv.core.source import RemoteRank, Role, Source
 from asynckv.core.types import Address, Cohort, Endpoint, Key, KVTransferParams, PullId, Reason, RequestId, TransferId
@@ -37,7 +37,7 @@ from tests.world import make_layout
 S = PullState
 PLACE = (Address("tcp://127.0.0.1:1"), "i" * 32)
 RANK = RemoteRank(0, 0, PLACE, "p/tp0", True)
-LIMITS = PullLimits(1.0, 0.2, 0.2, 3.0, 30.0, 1 << 30, 1 << 20)
+LIMITS = PullConfig(drain_s=1.0, release_timeout_s=3.0, held_s=30.0)
 PARAMS = KVTransferParams(
     engine_id="p",
     request_id="r",

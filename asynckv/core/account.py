@@ -1,9 +1,8 @@
-"""What a rank says of itself to people and tools: a value with bounds, and the two ends of its way over the wire.
+"""What a rank says of itself to people and tools: bounded plain values.
 
-An *account* travels as bytes inside a `Status` (`core/wire.py`), so that an engine and whoever asks it may be of
-different versions: fields are only ever added, with defaults, and those that are not known are skipped. Whoever asks
-believes nothing of it but its types: `decode_account` looks at the length first, and returns a value or raises
-`RemoteProtocolError`. It says nothing that anybody could act with: no key's token, no metadata, no memory.
+An *account* travels as bytes inside a `Status` (`core/wire.py`), so that engines and tools of different versions
+understand each other: fields are only added, with defaults, and unknown ones are skipped. It holds no secret: no key's
+token, no metadata, no address in memory.
 """
 
 from __future__ import annotations
@@ -46,15 +45,11 @@ class PeerStatus(Struct, frozen=True, kw_only=True):
     """A prefill rank that this one reads from.
 
     Attributes:
-        rank: Its name, as in the logs.
-        state: See `docs/states.md`.
-        heard_s: For how long nothing was heard; None if nothing ever was.
+        heard_s: Seconds since it was last heard; None if it never was.
         pulls: Requests that have something owed or held there.
         transfers: Under way, or in doubt.
-        bytes_in_flight: Asked for and not there yet.
-        is_draining: It has said that it lends nothing new.
         failures: Handshakes that failed in a row.
-        cause: Why the last handshake failed, or why it is gone.
+        cause: Why the last handshake failed, or why the peer is gone.
     """
 
     rank: str
@@ -75,7 +70,7 @@ class Lag(Struct, frozen=True, kw_only=True):
     Attributes:
         last_s, most_s: The last time, and at most since the start.
         was_away: How often the loop was away (`log.away_s`).
-        counts: How often it was how late, at most: seconds as text, or `inf`.
+        counts: How often it was at most so late: seconds as text, or `inf`.
     """
 
     last_s: float = 0.0
@@ -88,16 +83,11 @@ class Facts(Struct, frozen=True, kw_only=True):
     """What only the engine around a rank knows.
 
     Attributes:
-        version: Of asynckv.
-        host, pid: Where it runs.
-        address: Where its control plane is reached over the network, as its endpoint says.
-        life: What the engine is at (`running`, `draining`, `suspended` ...).
-        uptime_s: Since it started.
+        life: The engine's state (`running`, `draining`, `suspended` ...).
         planes: Versions, transports and modes, as `Engine.describe` names them.
         counters: As `Engine.statistics` counts, the planes' and the log's included.
-        lag: How late its event loop came.
-        retrying: Requests that wait for another attempt: a few.
-        num_retrying: How many those are in all.
+        retrying: The first requests that wait for another attempt.
+        num_retrying: The number of all these.
     """
 
     version: str = ""
@@ -119,18 +109,16 @@ class Account(Struct, frozen=True, kw_only=True):
     Attributes:
         refused: Why nothing else is said; empty if something is.
         retry_s: Ask again after so long; 0 if that is of no use.
-        rank: Its name, as in the logs.
-        incarnation: Which start of its process.
         closed_as: How it takes nothing new; empty while it does.
-        counts: All requests by kind and phase, none left out.
-        counted_s: How long ago that was counted.
-        requests: Some of them, the oldest first.
-        holds: The blocks of these, with their ids as far as there is room.
-        after: Ask for what follows with this; empty if nothing does.
-        num_peers: Peers by state, none left out.
-        peers: Some of them: those with something to do, or that are not well, first.
+        counts: All requests by kind and phase.
+        counted_s: Seconds since that was counted.
+        requests: Some of the requests, the oldest first.
+        holds: The blocks of these, with as many ids as there is room for.
+        after: Cursor that continues this answer; empty if nothing follows.
+        num_peers: All peers by state.
+        peers: Some peers: busy or troubled ones first.
         num_readers: Process starts that shook hands, to read from this rank.
-        budgets: What is used of what there is, by name.
+        budgets: Used and available, by name.
     """
 
     refused: str = ""
@@ -161,7 +149,6 @@ _decoder: msgspec.msgpack.Decoder[Account] = msgspec.msgpack.Decoder(Account)
 
 
 def encode_account(account: Account) -> bytes:
-    """Encode an account for a `Status`."""
     return _encoder.encode(account)
 
 

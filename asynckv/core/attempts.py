@@ -3,12 +3,9 @@
     TRYING -> PAUSING -> RECOVERING -> TRYING ...
          \\_______\\___________\\-> OVER
 
-Every attempt is a pull of its own, with an id of its own, and begins when nothing of the one before can write its
-blocks any more. So a late first attempt can neither complete nor overwrite the second. While an attempt may follow, the
-prefill ranks were told so, and keep the request lent to this reader; once none follows, `take_discharge` says that they
-have to be told.
-
-The machine decides; its driver waits for what a state waits for (a moment, the blocks), and says what came.
+Every attempt is a pull with its own id, and begins when nothing of the one before can write its blocks any more. So a
+late first attempt can neither complete nor overwrite the second. While an attempt may follow, the prefill ranks keep
+the request lent to this reader; `take_discharge` says when they have to be told that none does.
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ MAX_PAUSE_S = 2.0
 
 
 class RequestState(enum.StrEnum):
-    """What a request is at, or waits for."""
-
     TRYING = "trying"
     PAUSING = "pausing"
     """Until its next attempt may begin."""
@@ -40,8 +35,6 @@ class RequestState(enum.StrEnum):
 
 
 class RequestEvent(enum.StrEnum):
-    """What happens to a request."""
-
     COMPLETED = "completed"
     """An attempt has filled the blocks, and its bytes are proven."""
     FAILED = "failed"
@@ -77,7 +70,7 @@ WHEN: Mapping[RequestState, Mapping[Callable[[Request], bool], RequestState]] = 
     S.RECOVERING: {holds_nothing: S.TRYING},
     S.OVER: {},
 }
-"""What is acted upon at once: the first condition that holds, until none does."""
+"""Acted upon at once: the first condition that holds, until none does."""
 
 
 def blocks_of(pull: Pull) -> dict[int, tuple[int, ...]]:
@@ -90,22 +83,16 @@ class Request:
     """The attempts at one request.
 
     Args:
-        wanted: What is to be pulled.
-        retries: Attempts after the first, at most.
         pause_s: Before the first retry; then doubling to `MAX_PAUSE_S`.
         deadline: Of the whole request.
-        now: The time.
     """
 
     def __init__(self, wanted: PullRequest, retries: int, pause_s: float, deadline: float, now: float) -> None:
         self.state = S.TRYING
         self.wanted, self.deadline, self.begun_at = wanted, deadline, now
         self.attempts = 1
-        """Begun so far."""
         self.pull: Pull | None = None
-        """The newest attempt."""
         self.next_at = math.inf
-        """When the pause is over."""
         self.stopped: Reason | None = None
         """Why no attempt may follow, if somebody has said so."""
         self._retries, self._pause_s = retries, pause_s
@@ -115,45 +102,41 @@ class Request:
 
     @property
     def retryable(self) -> frozenset[Reason]:
-        """Failures of this attempt after which another follows."""
+        """Return the failures of this attempt after which another follows."""
         return RETRYABLE if self.attempts <= self._retries else frozenset()
 
     @property
     def was_promised(self) -> bool:
-        """The prefill ranks were told that another attempt follows the last."""
         return self.pull is not None and self.pull.reason in self.pull.retryable
 
     @property
     def is_cancelled_between(self) -> bool:
-        """It was cancelled where another attempt would have followed."""
         return self.stopped is Reason.CANCELLED and self.was_promised
 
     def take_discharge(self) -> Reason | None:
-        """Take out why the prefill ranks are to be told that no attempt follows after all; None if they are not."""
+        """Return, once, why the prefill ranks are to be told that no attempt follows after all; else None."""
         found, self._discharge = self._discharge, None
         return found
 
     # -- events ------------------------------------------------------------------------------------
 
     def tried(self, pull: Pull) -> None:
-        """An attempt has begun."""
         self.pull = pull
 
     def refused(self) -> None:
-        """An attempt could not begin: what is said of the one before is said for good."""
+        """An attempt could not begin: the outcome of the one before is final."""
         after = self._allow(E.FAILED)
         self._given_up_for = Reason.UNPLANNABLE
         self._enter(after)
 
     def abandoned(self, now: float) -> None:
-        """The attempt has its outcome, but its caller is gone: none follows."""
+        """The attempt has its outcome, but its caller is gone, so none follows."""
         self._given_up_for = Reason.CANCELLED
         self.ended(now)
         if self.state is not S.OVER:
             self.give_up()
 
     def ended(self, now: float) -> None:
-        """The attempt has its outcome."""
         pull = self.pull
         assert pull is not None
         assert pull.reason is not None
@@ -169,19 +152,15 @@ class Request:
         self._enter(after)
 
     def time(self, now: float) -> None:
-        """The pause is over, or was cut short."""
         self._go_on(E.TIME, now)
 
     def returned(self, now: float) -> None:
-        """Nothing can write the blocks of the last attempt any more."""
         self._go_on(E.RETURNED, now)
 
     def stop(self, reason: Reason) -> None:
-        """No attempt may follow; what waits for one is to give up."""
         self.stopped = self.stopped or reason
 
     def give_up(self) -> None:
-        """No attempt follows."""
         self._enter(self._allow(E.GIVEN_UP))
 
     # -- inside ------------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
-"""The decode side of one rank, put together: its pulls, the peers that they read from, and who reads next.
+"""The decode side of one rank: its pulls, the peers that they read from, and who reads next.
 
-A transition of a pull returns its effects (`core/pull.py`), and when time passes a peer says what is due
-(`core/peer.py`); here both are carried out, in order. Peers fail alone: handshakes, back-offs, lines and room in flight
-are per peer, and what happens to one touches only the pulls that read from it. A rank that is only released is never
-waited for.
+Effects of pulls (`core/pull.py`) and what is due of peers (`core/peer.py`) are carried out here, in order. What happens
+to one peer touches only the pulls that read from it.
 
-A pull meets the ranks that the usual rule predicts as its sources. What they say they hold decides: if that does not
-cover what we hold, all ranks that we answer for are met, and may be missing.
+A pull first meets the ranks that the usual rule predicts. If what they hold does not cover what we hold, it meets all
+ranks that we answer for, any of which may be missing.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from asynckv.config import PullConfig
-from asynckv.core import told
+from asynckv.core import told, wire
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.flow import READING, Admission, InFlight, Posting
 from asynckv.core.ledger import Ledger
@@ -40,21 +38,6 @@ from asynckv.core.timers import Timers
 from asynckv.core.told import short
 from asynckv.core.types import Address, Cohort, Key, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.watch import Watch
-from asynckv.core.wire import (
-    RELEASE_NONCE,
-    Ack,
-    Draining,
-    Goodbye,
-    Granted,
-    Message,
-    NotYet,
-    Ping,
-    Pong,
-    Refused,
-    Status,
-    Unwelcome,
-    Welcome,
-)
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
 from asynckv.geometry.bounds import Int64s
 from asynckv.geometry.layout import Layout
@@ -65,7 +48,7 @@ from asynckv.geometry.tables import PeerTables
 S, P = members(PeerState), members(PullState)
 
 MAX_ABANDONED = 1024
-"""Requests of which it is remembered that they were let go during a standstill; the oldest is forgotten."""
+"""Requests remembered as abandoned during a standstill; the oldest is forgotten."""
 
 
 @dataclass(slots=True)
@@ -86,8 +69,6 @@ def _source_at(pull: Pull | None, address: Address) -> Source | None:
 
 
 class DecodeSide:
-    """All pulls and peers of one rank."""
-
     def __init__(
         self,
         layout: Layout,
@@ -132,7 +113,7 @@ class DecodeSide:
         Args:
             pull: New, or announced.
             lists: What is to be filled, and from where.
-            blocks: What is to be filled, as the ledger has just found it free.
+            blocks: The same blocks, as the ledger has just found them free.
             deadline: When its caller waits no longer.
             now: The time.
         """
@@ -165,7 +146,6 @@ class DecodeSide:
         self._route(pull, now, at_once=True)
 
     def _take(self, pull: Pull, ready: Ready | None, now: float) -> None:
-        """Take a new pull, and meet the ranks that it may read unless all are ready."""
         if pull.request_id in self.by_request:
             raise LocalProtocolError(
                 f"request {pull.request_id!r} is being pulled already; cancel it or wait for its outcome first"
@@ -188,21 +168,17 @@ class DecodeSide:
                 self._meet(pull, source, now)
 
     def cancel(self, pull: Pull, now: float) -> None:
-        """Give up a pull; harmless if it has its outcome."""
         if pull.reason is None:
             self._carry_out(pull, pull.cancel(now), now)
 
     def extend(self, pull: Pull, deadline: float, now: float) -> None:
-        """Let an announced pull wait until another deadline."""
         pull.deadline = deadline
         self._carry_out(pull, [], now)
 
     def discharge(self, pull: Pull, now: float) -> None:
-        """End a pull that has no blocks, and of which nothing is needed."""
         self._carry_out(pull, pull.discharge(now), now)
 
     def fail(self, pull: Pull, reason: Reason, detail: str, now: float) -> None:
-        """End a pull."""
         self._carry_out(pull, pull.fail(reason, detail, now), now)
 
     def _make_way(self, pull: Pull, now: float) -> None:
@@ -221,7 +197,6 @@ class DecodeSide:
     # -- posting -----------------------------------------------------------------------------------
 
     def admit(self, now: float) -> Pull | None:
-        """Let the next pull of the queue read, if one may."""
         while (pull_id := self.admission.next()) is not None:
             pull = self.pulls[pull_id]
             if self.can_read(pull):
@@ -231,7 +206,6 @@ class DecodeSide:
         return None
 
     def next_read(self, now: float) -> PostRead | None:
-        """Return the next read to post, if any may be."""
         source = self.posting.next()
         if source is None:
             return None
@@ -246,12 +220,10 @@ class DecodeSide:
         return PostRead(transfer_id, peer.agent_name, read)
 
     def spent(self, transfer_id: TransferId, post_s: float) -> None:
-        """Note how long the call that posted a transfer took."""
         if (transfer := self.transfers.get(transfer_id)) is not None:
             transfer.pull.posting_took(post_s)
 
     def ended(self, transfer_ended: TransferEnded, detect_s: float, now: float) -> None:
-        """Take the end of a transfer; `now` was read after it was observed."""
         transfer_id, ending, cause, peer_lost = transfer_ended
         transfer = self.transfers.get(transfer_id)
         if transfer is None:
@@ -292,7 +264,6 @@ class DecodeSide:
     # -- what the data plane and the control plane say -------------------------------------------------
 
     def loaded(self, peer: Peer, now: float) -> None:
-        """The data plane knows the peer."""
         if not self.peers.loaded(peer, now):
             return
         for other in self.peers.at(peer.address):
@@ -302,12 +273,12 @@ class DecodeSide:
         self._ready(peer, now)
 
     def load_failed(self, peer: Peer, cause: str, now: float) -> None:
-        """The data plane could not load the peer."""
         if self.peers.load_ended(peer, now):
             self._failed(peer, Reason.UNREACHABLE, cause, now)
 
     def unloaded(self, cause: str, now: float) -> None:
-        """Our own data plane has lost all that it had loaded, after the end of every transfer: all is met anew.
+        """Take it that our own data plane has lost all that it had loaded, after the end of every transfer: all is met
+        anew.
 
         The remote processes live, so what they are owed is still said to them.
         """
@@ -332,59 +303,49 @@ class DecodeSide:
                 self._lose(peer, Reason.PEER_LOST, "forgotten by request", now)
 
     def leave(self, now: float, detail: str = "this side has closed its connections") -> None:
-        """Part from everybody: our memory, our process or our control plane is going."""
+        """Part from everybody, because our memory, process or control plane is going."""
         for peer in [p for p in self.peers.by_place.values() if p.state is not S.GONE]:
             peer.is_orderly = True
             self._lose(peer, Reason.ENGINE_CLOSED, detail, now)
 
     def hint(self, address: Address, text: str) -> None:
-        """Something may keep an address from answering."""
         for peer in self.peers.greeted(address):
             peer.hint = text
 
     def refused(self, address: Address, detail: str, now: float) -> None:
-        """The control plane may not talk to an address at all."""
         for peer in self.peers.greeted(address):
             self._failed(peer, Reason.UNREACHABLE, f"{peer.where} cannot be asked: {detail}", now)
 
     def foreign_version(self, address: Address, detail: str, now: float) -> None:
-        """The listener at an address speaks another protocol version."""
         for peer in self.peers.greeted(address):
             self._lose(peer, Reason.PROTOCOL, detail, now)
 
-    def receive(self, message: Message, address: Address, sender: str, now: float) -> None:
-        """Take a message that came from a remote rank over our own link to it.
-
-        Args:
-            message: Checked by its types only.
-            address: The link's.
-            sender: The incarnation that the packet names as its own.
-            now: Read after it was received.
-        """
+    def receive(self, message: wire.Message, address: Address, sender: str, now: float) -> None:
+        """Take a message from the process start `sender`, over our own link to `address`."""
         peer = self.peers.by_place.get((address, sender))
         if peer is not None and peer.heard(now):
             self.peers.back(peer)
             self._take_back(peer)
             self._ready(peer, now)
         match message:
-            case Ack():
+            case wire.Ack():
                 self._acked(message, address, sender, "acknowledged", now)
-            case Granted() | NotYet() | Refused():
+            case wire.Granted() | wire.NotYet() | wire.Refused():
                 self._claim_answered(message, address, sender, now)
-            case Welcome() | Unwelcome():
+            case wire.Welcome() | wire.Unwelcome():
                 if (refused := self.peers.hello_answered(message, address, sender, now)) is not None:
                     peer, reason, detail = refused
                     serve_no_more = self._lose if reason in FINAL else self._failed
                     serve_no_more(peer, reason, detail, now)
-            case Ping():  # it owes us nothing, and wonders whether we have ended
-                self._outbox.send(address, sender, Pong(message.nonce))
-            case Pong() | Status():
+            case wire.Ping():  # it owes us nothing, and wonders whether we have ended
+                self._outbox.send(address, sender, wire.Pong(message.nonce))
+            case wire.Pong() | wire.Status():
                 pass
-            case Goodbye():
+            case wire.Goodbye():
                 if peer is not None:
                     peer.is_orderly = True
                     self._lose(peer, Reason.PEER_LOST, f"{peer.where} said goodbye", now)
-            case Draining():
+            case wire.Draining():
                 if peer is not None and not peer.is_draining:
                     peer.is_draining = True
                     self._outbox.commands.append(told.PeerDraining(peer.name, peer.address))
@@ -394,7 +355,6 @@ class DecodeSide:
     # -- time ----------------------------------------------------------------------------------------
 
     def tick_pull(self, pull: Pull, now: float) -> None:
-        """Let time pass for a pull."""
         if self.alive_at < now and pull.is_abandoned(now - self.alive_at):
             self._abandon(pull, now)
         was_retired, num_gone = pull.is_retired, len(pull.unanswered)
@@ -411,7 +371,6 @@ class DecodeSide:
         self._carry_out(pull, effects, now)
 
     def tick_peer(self, peer: Peer, now: float) -> None:
-        """Let time pass for a peer."""
         config = self._config
         for due in self.peers.tick(peer, now):
             match due:
@@ -441,7 +400,7 @@ class DecodeSide:
     # -- questions -----------------------------------------------------------------------------------
 
     def can_read(self, pull: Pull) -> bool:
-        """None of the ranks that a pull reads has fallen silent."""
+        """True if none of the ranks that a pull reads has fallen silent."""
         for source in pull.sources:
             if source.role is ROLE.READ and not source.proven:  # what is proven is not read again
                 peer = self.peers.by_place.get(source.rank.place)
@@ -450,12 +409,10 @@ class DecodeSide:
         return True
 
     def peer_of(self, source: Source) -> Peer | None:
-        """The rank that a source is, if it is known still."""
         return self.peers.by_place.get(source.rank.place)
 
     @property
     def in_flight(self) -> InFlight:
-        """What is in flight in all."""
         return self.posting.in_flight
 
     @property
@@ -464,7 +421,6 @@ class DecodeSide:
         return len(self.started) - self.admission.num[READING]
 
     def audit(self) -> list[str]:
-        """List what does not add up; empty is right."""
         wrong = [
             f"transfer {transfer_id} belongs to pull {transfer.pull.pull_id}, which is over"
             for transfer_id, transfer in self.transfers.items()
@@ -485,14 +441,7 @@ class DecodeSide:
     # -- inside: pulls -------------------------------------------------------------------------------
 
     def _carry_out(self, pull: Pull, effects: list[Effect], now: float, *, at_once: bool = False) -> None:
-        """Do what a transition of a pull brings about.
-
-        Args:
-            pull: Whose.
-            effects: In order; what they bring about in turn follows them.
-            now: The time.
-            at_once: Let it read at once if there is room.
-        """
+        """Do what a transition of a pull brings about, in order; with `at_once` it reads at once if there is room."""
         for effect in effects:
             match effect:
                 case DO.SEND:
@@ -528,12 +477,11 @@ class DecodeSide:
             self._timers.wake(pull, when)
 
     def _queue(self, pull: Pull) -> None:
-        """Give a pull its place in the queue. If one of its ranks is silent it gets none; `_ready` queues it later."""
+        """Queue a pull. If one of its ranks is silent it gets no place; `_ready` queues it later."""
         if not self.admission.waits(pull.pull_id) and self.can_read(pull):
             self.admission.ask(pull.route.flow, pull.pull_id, pull.priority, pull.arrival)
 
     def _read(self, pull: Pull, now: float) -> list[Effect]:
-        """Decide which descriptors a pull that was admitted reads of every rank, and let it read."""
         if self._is_aside(pull):
             self.admission.count(pull.pull_id, False)
         assert pull.lists is not None
@@ -555,7 +503,7 @@ class DecodeSide:
         return pull.admitted(plans, now)
 
     def _abandon(self, pull: Pull, now: float) -> None:
-        """Let go of a pull that nothing was read of, because its embedder stands still: others may need the blocks."""
+        """Let go of a pull that has read nothing, because its embedder stands still and others may need the blocks."""
         text = (
             f"the embedder took no results and gave no orders for {now - self.alive_at:.0f} s, so the request was let "
             f"go; compute it or prefill it anew, and call take_finished in every step"
@@ -566,7 +514,6 @@ class DecodeSide:
         self.fail(pull, Reason.STANDSTILL, text, now)
 
     def _tell(self, pull: Pull, now: float) -> list[Effect]:
-        """Hand a pull's outcome over."""
         effects: list[Effect] = []
         self.started.discard(pull.pull_id)
         if self.by_request.get(pull.request_id) is pull:
@@ -590,7 +537,7 @@ class DecodeSide:
         return effects
 
     def _make_room(self, source: Source) -> None:
-        """What still runs for a pull that has its outcome may never end: it must not take room from others."""
+        """Give back the room of transfers whose pull has its outcome, because they may never end."""
         for transfer_id in source.running:
             if (transfer := self.transfers.get(transfer_id)) is not None:  # else it has ended just now
                 self.posting.left(transfer.peer.line, transfer_id)
@@ -598,13 +545,12 @@ class DecodeSide:
             self.posting.take_turn(peer.line)
 
     def _let_go(self, pull: Pull, source: Source, now: float) -> None:
-        """A pull has nothing to do with a rank that was told, once nothing from there can write, or is waited for."""
+        """Detach a pull from a rank that was told, once nothing from there can write or is waited for."""
         # What may still write keeps the peer in the data plane after its pull was retired, but not its heartbeat.
         if source.is_settled and (pull.is_retired or not (source.running or source.doubtful)):
             self.peers.detach(source.rank.place, pull.pull_id, now)
 
     def _finish(self, pull: Pull, now: float) -> None:
-        """Forget a pull that is over."""
         del self.pulls[pull.pull_id]
         self._timers.forget(pull)
         for source in pull.sources:
@@ -612,27 +558,31 @@ class DecodeSide:
         self._outbox.commands.append(PullOver(pull))
 
     def _is_gone(self, source: Source) -> bool:
-        """A rank that was not told yet will not hear anything any more."""
+        """True if a rank that was not told yet will hear nothing any more."""
         peer = self.peers.by_place.get(source.rank.place)
         return source.release is not RELEASE.SETTLED and (peer is None or peer.state is S.GONE)
 
-    def _claim_answered(self, answer: Granted | NotYet | Refused, address: Address, sender: str, now: float) -> None:
+    def _claim_answered(
+        self, answer: wire.Granted | wire.NotYet | wire.Refused, address: Address, sender: str, now: float
+    ) -> None:
         pull = self.pulls.get(PullId(answer.pull_id))
         source = _source_at(pull, address)
         if pull is None or source is None or answer.key != pull.params.key:
             self._outbox.counters["dropped.stale_answer"] += 1
             return
-        restarted = isinstance(answer, Refused) and answer.reason is Reason.RESTARTED
+        restarted = isinstance(answer, wire.Refused) and answer.reason is Reason.RESTARTED
         if source.rank.place[1] != sender and not restarted:
             self._outbox.counters["dropped.foreign_answer"] += 1
             return
         if restarted:
             peer = self.peers.by_place.get(source.rank.place)
-            asked = answer.nonce in source.nonces or (answer.nonce == RELEASE_NONCE and source.release is RELEASE.SENT)
-            if peer is not None and asked and isinstance(answer, Refused):
+            asked = answer.nonce in source.nonces or (
+                answer.nonce == wire.RELEASE_NONCE and source.release is RELEASE.SENT
+            )
+            if peer is not None and asked and isinstance(answer, wire.Refused):
                 self._lose(peer, Reason.RESTARTED, f"{peer.where}: {answer.detail}", now)
             return
-        if isinstance(answer, Refused) and answer.nonce == RELEASE_NONCE:
+        if isinstance(answer, wire.Refused) and answer.nonce == wire.RELEASE_NONCE:
             self._acked(answer, address, sender, f"refused: {answer.reason}", now)
             return
         effects = pull.answered(source, answer, now)
@@ -641,7 +591,7 @@ class DecodeSide:
         else:
             self._carry_out(pull, effects, now)
 
-    def _acked(self, answer: Ack | Refused, address: Address, sender: str, note: str, now: float) -> None:
+    def _acked(self, answer: wire.Ack | wire.Refused, address: Address, sender: str, note: str, now: float) -> None:
         pull = self.pulls.get(PullId(answer.pull_id))
         source = _source_at(pull, address)
         if (
@@ -653,7 +603,7 @@ class DecodeSide:
         ):
             self._outbox.counters["dropped.stale_answer"] += 1
             return
-        if isinstance(answer, Refused) and not source.is_settled:
+        if isinstance(answer, wire.Refused) and not source.is_settled:
             ids, detail = told.pull_ids(pull), short(answer.detail)
             refused = told.ReleaseRefused(
                 **ids, cause=answer.reason, detail=detail, outcome=pull.outcome, ranks=[source.name]
@@ -707,7 +657,7 @@ class DecodeSide:
         self._carry_out(pull, effects, now, at_once=at_once)
 
     def _remember(self, pull: Pull, wanted: tuple[int, ...], tables: list[PeerTables | None]) -> None:
-        """Note what is read of whom for the requests that follow, if all of its ranks are ready."""
+        """Note what is read of each rank for the requests that follow, if all of the route's ranks are ready."""
         if pull.unmet is not None:
             return  # a rank that could not be met is to be tried again
         ready: list[Peer] = []
@@ -738,7 +688,6 @@ class DecodeSide:
     # -- inside: peers -------------------------------------------------------------------------------
 
     def _attach(self, pull: Pull, source: Source, now: float) -> Peer:
-        """Return the peer that a source is, attached to its pull."""
         peer = self.peers.by_place.get(source.rank.place)
         if peer is None or peer.state is S.GONE:
             before, peer = peer, self.peers.find(pull.params.engine_id, source.rank, now)
@@ -754,17 +703,13 @@ class DecodeSide:
         return peer
 
     def _meet(self, pull: Pull, source: Source, now: float) -> None:
-        """Make sure that a rank to read from is, or is becoming, ready."""
         # Since the pull began, the peer may have been lost, and met anew for another.
         peer = self._attach(pull, source, now)
         if (failure := self.peers.meet(peer, pull.params.engine_id, source.rank, now)) is not None:
             self._unmet(pull, source, *failure, now)
 
     def _unmet(self, pull: Pull, source: Source, reason: Reason, detail: str, now: float) -> None:
-        """A rank that was to be read cannot be: the end of the pull, unless others hold the same.
-
-        Another geometry is the end whoever answers first: the engines do not fit.
-        """
+        """Fail a pull because a rank cannot be read, unless others hold the same. Another geometry always fails it."""
         peer = self.peers.by_place.get(source.rank.place)
         pull.could_not_meet(peer.not_before if peer is not None else now)
         if source.tables is None and reason is not Reason.GEOMETRY:
@@ -773,11 +718,11 @@ class DecodeSide:
             self.fail(pull, reason, detail, now)
 
     def _pulls_of(self, peer: Peer) -> list[Pull]:
-        """Return who has something owed or held at a peer, in order of arrival."""
+        """Return the pulls that have something owed or held at a peer, in order of arrival."""
         return sorted((self.pulls[p] for p in peer.pulls), key=lambda pull: pull.arrival)
 
     def _ready(self, peer: Peer, now: float) -> None:
-        """It may be read: whoever waited for it goes on."""
+        """Let all pulls go on that waited for a peer."""
         self.posting.take_turn(peer.line)
         for pull in self._pulls_of(peer):
             for source in () if pull.is_published else pull.sources:
@@ -788,12 +733,10 @@ class DecodeSide:
                 self._queue(pull)
 
     def _failed(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
-        """A handshake failed: everyone who waited for it fails with its cause, then there is a pause."""
         self.peers.failed(peer, reason, detail, now)
         self._fail_readers(peer, reason, detail, now)
 
     def _lose(self, peer: Peer, reason: Reason, detail: str, now: float, *, pause_s: float | None = None) -> None:
-        """A peer serves us no more: everyone who reads from it fails with the cause."""
         pause_s = self._config.backoff_s if pause_s is None else pause_s
         if self.peers.lost(peer, reason, detail, pause_s, now):
             self._fail_readers(peer, reason, detail, now)
@@ -822,7 +765,7 @@ class DecodeSide:
             peer.num_failed += was_well and pull.failure is not None
 
     def _set_aside(self, peer: Peer) -> None:
-        """Nothing comes from a peer: what waits for it takes no room from others."""
+        """Let a peer from which nothing comes take no room from others."""
         if not peer.line.is_set_aside:
             self._outbox.counters["peers.set_aside"] += 1
             self.posting.set_aside(peer.line, peer.transfers)
@@ -831,7 +774,7 @@ class DecodeSide:
                     self.admission.count(pull_id, False)
 
     def _take_back(self, peer: Peer) -> None:
-        """It goes on: what still runs there, for whoever has no outcome yet, takes room again."""
+        """Let a peer that goes on take room again, for pulls without an outcome."""
         running = ((t, self.transfers[t]) for t in peer.transfers)
         self.posting.take_back(
             peer.line,
@@ -846,7 +789,7 @@ class DecodeSide:
                 self.admission.count(pull_id, True)
 
     def _is_aside(self, pull: Pull) -> bool:
-        """It waits for a rank from which nothing comes."""
+        """True if the pull waits for a rank from which nothing comes."""
         for source in pull.sources:
             if source.role is ROLE.READ and not source.proven:
                 peer = self.peers.by_place.get(source.rank.place)

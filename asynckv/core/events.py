@@ -1,12 +1,7 @@
-"""What the data plane tells of transfers: one fact, one name, on both sides of the port.
+"""What the data plane says of transfers.
 
-A transfer is one read that was handed to the data plane under a `TransferId`. What is heard of it afterwards is a
-`TransferEnded`: the plane makes it, the engine passes it on as it is, and the core acts on it. What matters most
-in it is evidence. A block may be used again only once nothing can write it any more, and only `DONE`, `FAILED` and
-`REFUSED` say that; `IN_DOUBT` says that a transfer is in trouble and says nothing of its bytes.
-
-A plane may also lose its whole agent and get another one; those events are the port's (`asynckv/ports.py`), because
-only the engine hears of them.
+A transfer is one read that was handed to the data plane. A block may be used again only once nothing can write it any
+more. `DONE`, `FAILED` and `REFUSED` prove that; `IN_DOUBT` says nothing of its bytes.
 """
 
 from __future__ import annotations
@@ -34,8 +29,6 @@ ENDING = members(Ending)
 
 
 class TransferEnded(NamedTuple):
-    """A transfer has ended, or is in doubt."""
-
     transfer_id: TransferId
     ending: Ending
     cause: str = ""

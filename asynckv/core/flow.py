@@ -1,20 +1,15 @@
-"""Who may read next: which pulls may read at all, and whose read request is posted next. Decided here and nowhere else.
+"""Which pulls may read at all, and whose read request is posted next.
 
-Three budgets, each in all and in part: requests per prefill engine, bytes and descriptors per peer.
+- **Requests** are budgeted where a pull is admitted (`Admission`), in all and per prefill engine. Pulls of one prefill
+  engine wait in one *flow*, in order of priority and arrival. Flows take turns: the best priority goes first, then the
+  flow that has waited longest. A pull counts from its admission until its bytes have landed, it goes back to the queue,
+  or it has its outcome.
+- **Bytes and descriptors** are budgeted where a read request is posted (`Posting`), in all and per peer. Every peer has
+  a *line* of sources with reads to post, first come first served, and lines take turns. A pull that is larger than all
+  budgets streams through them.
 
-- **Requests** are budgeted where a pull is admitted (`Admission`). Pulls of one prefill engine wait in one *flow*, in
-  order of priority and arrival. The flows take turns: the one whose head has the best priority goes first, among equals
-  the one that has waited for its turn longest. A flow that has its share in flight waits for itself alone. A pull
-  counts from its admission until its bytes have landed, it goes back to the queue, or it has its outcome. What still
-  runs after its outcome counts no more.
-- **Bytes and descriptors** are budgeted where a read request is posted (`Posting`). Every peer has a *line* of sources
-  with reads to post, first come first served, and the lines take turns. A pull that is larger than all budgets streams
-  through them, and never waits for more than its next read request.
-
-Pulls at ranks that have fallen silent, or from which nothing arrives any more, count against their own flow only while
-that lasts, and so do their bytes: the dead take no room from the living.
-
-It refuses to know: what a pull or a peer is. Pulls are ids here, peers are their lines.
+Pulls and bytes at ranks from which nothing arrives count against their own flow only. Pulls are ids here, peers are
+their lines.
 """
 
 from __future__ import annotations
@@ -41,18 +36,16 @@ FlowKey = tuple[Place, ...]
 
 
 COMING, WAITING, READING = range(3)
-"""Where a pull is: it was asked for and meets its ranks; it waits for its turn; it was admitted."""
+"""Rooms of a pull: it meets its ranks; it waits for its turn; it was admitted."""
 
 NO_PULLS = (0, 0, 0)
 
 
 class PullPlace(Struct, eq=False):
-    """The place of one pull: all that is known of it here."""
-
     flow: Flow
     room: int
     counts: bool
-    """It is in flight, and takes room from others."""
+    """True if it takes room from others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +54,6 @@ class Flow:
 
     key: FlowKey
     num: list[int] = field(default_factory=partial(list, NO_PULLS))
-    """How many of them are in each room."""
     order: list[tuple[int, int, PullId]] = field(default_factory=list)
     """Heap of `(priority, arrival, pull)`; those that left the queue are skipped."""
     ticket: tuple[int, int] | None = None
@@ -74,9 +66,6 @@ class Admission:
     Args:
         total: Most pulls in flight.
         window: Most pulls in flight per prefill engine.
-
-    Attributes:
-        num: How many pulls are in each room.
     """
 
     def __init__(self, total: int, window: int) -> None:
@@ -89,7 +78,7 @@ class Admission:
         self._numbers = itertools.count()
 
     def _move(self, pull_id: PullId, flow: Flow, room: int | None) -> None:
-        """Put a pull into a room of its flow, or into none: nothing else changes where it is."""
+        """Put a pull into a room of its flow, or into none. Nothing else changes where it is."""
         before = self._places.pop(pull_id, None)
         if before is not None:
             flow.num[before.room] -= 1
@@ -113,7 +102,6 @@ class Admission:
         return flow
 
     def enter(self, key: FlowKey, pull_id: PullId) -> bool:
-        """Admit a pull that comes where there is room and no pull waits; False if it has to `ask`."""
         if self.turns or self._num_counted >= self._total:
             return False
         flow = self._flow(key)
@@ -130,12 +118,10 @@ class Admission:
         self._enlist(flow)
 
     def waits(self, pull_id: PullId) -> bool:
-        """It is in the queue."""
         place = self._places.get(pull_id)
         return place is not None and place.room == WAITING
 
     def next(self) -> PullId | None:
-        """Admit the next pull, if one may go on."""
         while self.turns and self._num_counted < self._total:
             ticket, key = heapq.heappop(self.turns)
             if not self._is_current(ticket, key):
@@ -155,7 +141,6 @@ class Admission:
         return None
 
     def leave(self, pull_id: PullId) -> None:
-        """A pull waits for nothing and counts no more. Harmless if it never asked."""
         if (place := self._places.get(pull_id)) is None:
             return
         flow = place.flow
@@ -169,22 +154,18 @@ class Admission:
         self._enlist(flow)
 
     def count(self, pull_id: PullId, counts: bool) -> None:
-        """Say whether a pull in flight takes room from others; it does not while its rank sends nothing.
-
-        Once it counts again there may be more in flight than there should be; no pull is admitted meanwhile.
-        """
+        """Say whether a pull in flight takes room from others; it does not while its rank sends nothing."""
         place = self._places.get(pull_id)
         if place is not None and place.room == READING:
             self._num_counted += counts - place.counts
             place.counts = counts
 
     def audit(self, queued: set[PullId], reading: set[PullId]) -> list[str]:
-        """List what does not add up, given who should be in the queue and who may be in flight, or on its way."""
+        """List contradictions, given the pulls that should be queued and that may be in flight or on their way."""
         wrong = [f"pull {p} should wait, and does not" for p in sorted(queued) if not self.waits(p)]
         return wrong + [f"pull {p} should not wait or count" for p in sorted(self._places.keys() - queued - reading)]
 
     def _head(self, flow: Flow) -> tuple[int, PullId] | None:
-        """Return the priority and the id of the next pull of a flow."""
         while flow.order and not self.waits(flow.order[0][2]):
             heapq.heappop(flow.order)
         return (flow.order[0][0], flow.order[0][2]) if flow.order else None
@@ -222,7 +203,6 @@ class InFlight:
         return len(self._sizes)
 
     def fits(self, read: ReadRequest) -> bool:
-        """Whether it may be posted now: its bytes *and* its descriptors."""
         return not self._sizes or (
             self.num_bytes + read.num_bytes <= self._max_bytes
             and self.num_descriptors + read.num_descriptors <= self._max_descriptors
@@ -236,14 +216,12 @@ class InFlight:
             self.num_descriptors += num_descriptors
 
     def leave(self, transfer_id: TransferId) -> None:
-        """It has ended, or takes room no more; harmless if that was so before."""
         size = self._sizes.pop(transfer_id, None)
         if size is not None:
             self.num_bytes -= size[0]
             self.num_descriptors -= size[1]
 
     def audit(self, running: Container[TransferId]) -> list[str]:
-        """List what does not add up."""
         wrong = [f"transfer {t} is over and still takes room" for t in self._sizes if t not in running]
         sums = [sum(x) for x in zip(*self._sizes.values(), strict=True)] or [0, 0]
         if sums != [self.num_bytes, self.num_descriptors]:
@@ -256,11 +234,9 @@ class Poster(Protocol):
 
     next_read: ReadRequest | None
     may_post: bool
-    """It has been admitted, and has not failed."""
     not_lent_yet: bool
     """Posting would be in vain."""
     is_waiting: bool
-    """It stands in a line."""
 
 
 @dataclass(slots=True, eq=False)
@@ -270,26 +246,18 @@ class Line:
     in_flight: InFlight
     posters: deque[Poster] = field(default_factory=deque)
     is_open: bool = False
-    """The peer is ready."""
     is_set_aside: bool = False
     """Nothing comes from it: what is in flight takes no room from others."""
     has_turn: bool = False
-    """It stands among the lines that may post."""
 
     def clear(self) -> None:
-        """Send everybody away."""
         for poster in self.posters:
             poster.is_waiting = False
         self.posters.clear()
 
 
 class Posting:
-    """Whose read request is posted next.
-
-    Args:
-        max_bytes: Most in flight in all.
-        max_descriptors: Most in flight in all.
-    """
+    """Whose read request is posted next."""
 
     def __init__(self, max_bytes: float, max_descriptors: float) -> None:
         self.in_flight = InFlight(max_bytes, max_descriptors)
@@ -304,7 +272,7 @@ class Posting:
             self.take_turn(line)
 
     def take_turn(self, line: Line) -> None:
-        """Something has changed for a line: it may post when its turn comes."""
+        """Let a line post when its turn comes, because something has changed for it."""
         if line.posters and not line.has_turn:
             line.has_turn = True
             self.turns.append(line)
@@ -340,18 +308,16 @@ class Posting:
             self.take_turn(line)
 
     def left(self, line: Line, transfer_id: TransferId) -> None:
-        """A transfer takes no room any more."""
         line.in_flight.leave(transfer_id)
         self.in_flight.leave(transfer_id)
 
     def set_aside(self, line: Line, transfers: Iterable[TransferId]) -> None:
-        """Nothing comes from a peer: its transfers take no room from others."""
+        """Let a peer's transfers take no room from others, because nothing comes from it."""
         line.is_set_aside = True
         for transfer_id in transfers:
             self.in_flight.leave(transfer_id)
 
     def take_back(self, line: Line, sizes: Iterable[tuple[TransferId, int, int]]) -> None:
-        """It goes on: what still runs takes room again."""
         line.is_set_aside = False
         for size in sizes:
             self.in_flight.enter(*size)

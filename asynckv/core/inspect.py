@@ -1,8 +1,7 @@
-"""Who holds what, for how long, and waiting for whom: plain values, fit for JSON; and what does not add up.
+"""Who holds what, for how long, and waiting for whom, as plain values; and what does not add up.
 
-Nothing in here changes anything: it reads the sides of a rank, whose own modules say what the states mean. What is held
-has two lists: `holds` is about blocks (each of them has an entry in the ledger), `requests` is about requests (each of
-them is a lease, an announcement or a pull, with blocks or without).
+`holds` is about blocks (entries of the ledger), `requests` is about leases, announcements and pulls, with blocks or
+without. Nothing here changes anything.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from asynckv.core.source import ReleaseState, Source
 from asynckv.core.types import PullId
 
 MAX_DETAIL = 200
-"""Letters of why a message was turned down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +129,6 @@ class Tally:
     blocks_quarantined: int = 0
 
     def add(self, pull: Pull, ledger: Ledger) -> None:
-        """Count one in."""
         for source in pull.sources:
             self.transfers_in_doubt += len(source.doubtful)
         if not pull.is_published:
@@ -170,7 +167,7 @@ class Inspector:
         """Gauges of whoever uses the memory beside this rank; the engine puts its own function here."""
 
     def gauges(self, tally: Tally | None = None) -> dict[str, int]:
-        """What is owed and held right now; `tally` if somebody has looked at every pull already."""
+        """Return what is owed and held right now; `tally` if somebody has looked at every pull already."""
         if tally is None:
             tally = Tally()
             for pull in self._decode.pulls.values():
@@ -194,7 +191,6 @@ class Inspector:
         }
 
     def holds(self, now: float) -> tuple[HeldBlocks, ...]:
-        """Say who holds which blocks, the oldest first."""
         leases = {key.token: lease for key, lease in self._prefill.leases.items()}
         return tuple(
             self._hold(
@@ -206,12 +202,10 @@ class Inspector:
         )
 
     def guest_holds(self, most: int, num_ids: int, now: float) -> tuple[HeldBlocks, ...]:
-        """Say which blocks the first guests hold, with so many ids of each group."""
         some = [(self._ledger.get(holder), guest) for holder, guest in list(self.guests.items())[:most]]
         return tuple(self._hold(hold, guest, now, num_ids) for hold, guest in some if hold is not None)
 
     def hold(self, request: Lease | Pull, most: int, now: float) -> HeldBlocks | None:
-        """Say which blocks one of them holds, with so many ids of each group; None if none."""
         hold = self._ledger.get(_holder(request))
         return self._hold(hold, request, now, most) if hold is not None else None
 
@@ -237,13 +231,11 @@ class Inspector:
         )
 
     def requests(self, now: float) -> tuple[RequestStatus, ...]:
-        """Say how every pull, announcement and lease stands, the oldest first."""
         requests = [self.status(lease, now) for lease in self._prefill.leases.values()]
         requests += [self.status(pull, now) for pull in self._decode.pulls.values()]
         return tuple(sorted(requests, key=lambda request: -request.age_s))
 
     def status(self, request: Lease | Pull, now: float) -> RequestStatus:
-        """Say how one of them stands."""
         hold = self._ledger.get(_holder(request))
         blocks = hold.num_blocks if hold is not None else 0
         if isinstance(request, Lease):
@@ -251,7 +243,6 @@ class Inspector:
         return _pull_status(request, self._decode.peer_of, blocks, now)
 
     def check_integrity(self) -> list[str]:
-        """List what does not add up; empty is right."""
         wrong = self._ledger.audit()
         holders = {hold.holder for hold in self._ledger}
         leases = {key.token: lease.lent.request_id for key, lease in self._prefill.leases.items()}
@@ -265,7 +256,7 @@ class Inspector:
         return wrong
 
     def stragglers(self, now: float) -> tuple[HeldBlocks, ...]:
-        """Say what is still under way: who holds blocks, and which pulls have yet to be begun or released."""
+        """Return what is still under way: holders of blocks, and pulls that have yet to be begun or released."""
         holds = self.holds(now)
         known = {hold.pull_id for hold in holds}
         others = [
@@ -284,7 +275,7 @@ class Inspector:
         return holds + tuple(others)
 
     def between_attempts(self, requests: Iterable[Request], now: float) -> tuple[HeldBlocks, ...]:
-        """Say what those of some requests hold that wait for another attempt."""
+        """Return what requests hold that wait for another attempt."""
         return tuple(
             HeldBlocks(
                 request_id=request.wanted.request_id,
@@ -300,12 +291,10 @@ class Inspector:
 
 
 def _holder(request: Lease | Pull) -> str:
-    """Under what name the ledger knows it."""
     return request.lent.key.token if isinstance(request, Lease) else request.pull_id
 
 
 def retry_status(hold: HeldBlocks) -> RequestStatus:
-    """Say how a request stands that waits for another attempt."""
     return RequestStatus(
         kind="retrying",
         request_id=hold.request_id,
@@ -321,7 +310,6 @@ def retry_status(hold: HeldBlocks) -> RequestStatus:
 
 
 def _lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
-    """Say how a lent request stands."""
     ranks = []
     for name, state, grant in lease.readers():
         if state == "granted" and grant is not None and grant.until <= now:
@@ -347,7 +335,6 @@ def _lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
 
 
 def _pull_status(pull: Pull, peer_of: Callable[[Source], Peer | None], blocks: int, now: float) -> RequestStatus:
-    """Say how a pull or an announcement stands."""
     return RequestStatus(
         kind="announced" if pull.kind is Kind.ANNOUNCEMENT else "pull",
         request_id=pull.request_id,
@@ -379,7 +366,6 @@ def _rank_status(source: Source, peer: Peer | None, now: float) -> RankStatus:
 
 
 def _rank_state(source: Source, peer: Peer | None, now: float) -> str:
-    """The last word that is true."""
     met = peer.state if peer is not None else PeerState.NEW
     words = [
         (source.release is ReleaseState.SETTLED, "released"),

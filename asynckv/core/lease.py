@@ -1,30 +1,17 @@
 """One lent request, as its prefill rank sees it: who may read, who is owed, when the blocks return.
 
-A lease in the sense of file systems (Gray and Cheriton, 1989): a promise that runs out by itself, so that a holder that
-died costs time and never memory. Here the promise is about blocks that others read from afar: a read of freed blocks
-succeeds and returns somebody else's KV, so a reader believes its bytes only if a grant covered the whole read.
+A lease (Gray and Cheriton, 1989) runs out by itself, so that a dead holder costs time and never memory. Three sets
+decide everything:
 
-Three sets decide everything. Only the reader that an entry is about changes it, but for grants, which also lapse by
-time. (What else a lease keeps, such as lapsed grants and how readers released, is for people, or bounds how often a
-reader may try.)
+- **owed**: the readers that have not released. A request is lent to `Lent.readers` cohorts, usually one. A cohort's
+  first message binds the lease to it, and to its exact set of readers. A cohort that has not spoken up is owed as well
+  (`*` in lists). A message that is repeated, late or forged changes nothing.
+- **grants**: what was promised to which pull, until when. Revoking only stops new ones: the blocks return at the
+  holders' releases or after the last granted deadline. No grant is ever shortened.
+- **final**: the pulls that have released. Only an attempt that will not be tried again strikes its reader off.
 
-- **owed**: the readers that have not released. A request is lent to `Lent.readers` cohorts (a decode engine's group of
-  ranks), usually to one. The first message of a cohort binds the lease to it, and with it that cohort's exact set of
-  readers is known. A cohort that has not spoken up is owed as well (`*` in lists), so the blocks return when all
-  `readers` cohorts have released. One that never comes costs the time of the lease. Sets, never counts: a message that
-  is repeated, late or forged changes nothing.
-- **grants**: what was promised to which pull, until when. A grant is kept whatever happens: revoking only stops new
-  ones, and the blocks return at the holders' releases or after the last granted deadline, whichever is first.
-- **final**: the pulls that have released. A release is final for its pull, but only an attempt that will not be tried
-  again strikes its reader off.
-
-The machine is two tables, and there is nothing beside them: `ON_EVENT` says where a message or a call leads, `WHEN`
-what is entered by itself once a condition holds. What a table does not list raises before anything was changed. A
-transition returns its `Effects`; who sends, frees and wakes is `core/prefill.py`.
-
-No grant is ever shortened, and no lease outlives `max_lease_s`. A lease ends before `lease_s` only if all that it waits
-for is readers that are *gone*: their last grant has run out, and their process is known to have ended. It refuses to
-know: sockets, other leases, and what the blocks hold.
+No lease outlives `max_lease_s`. A lease ends before `lease_s` only if all that it waits for is readers that are *gone*:
+their last grant has run out, and their process is known to have ended. `core/prefill.py` sends, frees and wakes.
 """
 
 from __future__ import annotations
@@ -33,6 +20,7 @@ import enum
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from msgspec import Struct
 
@@ -57,15 +45,12 @@ MAX_REFUSALS = 8
 
 MAX_SHOWN_ID = 80
 MAX_NAMED = 4
-"""Readers named in a sentence."""
 
 MAX_ATTEMPTS = 64
 """Grants and releases of one reader that one lease takes. What a message costs grows with them."""
 
 
 class LeaseState(enum.StrEnum):
-    """Where a lease stands."""
-
     LENT = "lent"
     ENDING = "ending"
     RELEASED = "released"
@@ -113,9 +98,8 @@ WHEN: Mapping[LeaseState, Mapping[Callable[[Lease, float], bool], LeaseState]] =
     L.EXPIRED: {},
     L.REVOKED: {},
 }
-"""Entered at once when the condition holds, whatever event or moment made it so; the first that holds counts. They are
-looked at after an event, not before: a claim or a renewal that comes late, but before anybody has looked, is granted,
-for the blocks are still what they were."""
+"""Entered at once when the condition holds; the first that holds counts. They are looked at after an event: a claim
+that comes late, but before anybody has looked, is granted, for the blocks are still what they were."""
 
 
 class Lent(Struct, frozen=True, kw_only=True, gc=False):
@@ -128,14 +112,12 @@ class Lent(Struct, frozen=True, kw_only=True, gc=False):
     written: bool
     lease_s: float
     grant_s: float
-    """Length of one grant."""
     max_lease_s: float
     readers: int
     """Cohorts that may read, and are waited for: 1, or more for siblings and routers that retry elsewhere."""
     tp_rank: int
     tp_size: int
     warn_s: float = math.inf
-    """Held for longer, it is worth a word."""
     hashes: tuple[str, ...] = ()
     hash_tokens: int = 0
 
@@ -151,18 +133,17 @@ class Reader(Struct, frozen=True, order=True, gc=False):
         return rank_name(self.cohort, self.tp_rank, self.pp_stage)
 
     def name(self, sender: str = "") -> str:
-        """Write the reader for people, with the start of its process."""
         return rank_name(self.cohort, self.tp_rank, self.pp_stage, sender)
 
 
 class Grant(Struct):
-    """What was promised to one pull, and when it was last asked for.
+    """What was promised to one pull.
 
     Attributes:
         sender: The start of the reader's process that claimed; nobody else renews or releases.
         name: The reader and its process, for people.
-        ways: The connections over which the reader has spoken of it, the last few.
-        probed_at: When these were last asked for a sign of life, after the grant had run out.
+        ways: The last few connections over which the reader has spoken of it.
+        probed_at: When these were last pinged, after the grant had run out.
     """
 
     pull_id: PullId
@@ -176,26 +157,17 @@ class Grant(Struct):
     probed_at: float = math.inf
 
     def came_by(self, reply_to: ReplyTo) -> None:
-        """Take note of a connection over which the reader has spoken."""
         if reply_to not in self.ways:
             self.ways = (*self.ways, reply_to)[-MAX_WAYS:]
 
 
 class Discharge(Struct, frozen=True, gc=False):
-    """How a reader released for good, and its name with the process that said so."""
-
     outcome: Outcome
     name: str
 
 
 class Refusal(Struct, frozen=True, gc=False):
-    """A message about this very request that was turned down.
-
-    Attributes:
-        at: When the first of its kind came.
-        what: `claim`, `renew` or `release`.
-        who: The reader and its process, for people.
-    """
+    """A message about this request that was turned down: the first of its kind (`claim`, `renew` or `release`)."""
 
     at: float
     what: str
@@ -217,9 +189,7 @@ class Effects(Struct, frozen=True, gc=False):
 
     Attributes:
         wake_at: When to call `tick`, at the latest; infinite once it is over.
-        answer: To the message that was taken.
         first_grant: The pull that was granted the blocks and held no grant before.
-        has_ended: This transition ended it: the blocks are the engine's again.
         is_overdue: It has been lent for so long that it is worth a word.
     """
 
@@ -230,83 +200,56 @@ class Effects(Struct, frozen=True, gc=False):
     is_overdue: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Lease:
     """The state machine of one lent request. Its fields are everybody's to read, and nobody else's to write."""
 
-    __slots__ = (
-        "attempts",
-        "cohorts",
-        "deadlines",
-        "digest",
-        "discharged",
-        "expires_at",
-        "final",
-        "gone",
-        "grants",
-        "history",
-        "is_sampled",
-        "keys",
-        "lent",
-        "lent_at",
-        "look_at",
-        "names",
-        "past",
-        "refused",
-        "revoked_by",
-        "scheduled_at",
-        "since",
-        "state",
-        "warn_at",
-    )
+    lent: Lent
+    lent_at: float
+    state: LeaseState = L.LENT
+    since: float = field(init=False)
+    expires_at: float = field(init=False)
+    """When its time is up. A grant may prolong it; giving that grant back does not shorten it."""
+    look_at: float = field(init=False)
+    """When to see whether a grant has run out, and whether its reader is gone."""
+    warn_at: float = field(init=False)
+    """When it has been lent for long enough to warn; doubles each time."""
+    digest: bytes = field(init=False)
+    history: notes.History = field(init=False)
+    cohorts: dict[str, BoundCohort] = field(default_factory=dict)
+    grants: dict[PullId, Grant] = field(default_factory=dict)
+    deadlines: list[tuple[float, PullId]] = field(default_factory=list)
+    """A heap: when each grant is looked at. Renewed ones get a later entry then, and not before."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Process start -> name for people, of those that were granted the blocks."""
+    past: dict[Reader, Grant] = field(default_factory=dict)
+    """The last grant to readers that let it lapse, or will try again."""
+    final: set[PullId] = field(default_factory=set)
+    attempts: dict[Reader, int] = field(default_factory=dict)
+    """How often a reader was granted the blocks, or released without that; only bounds how often it may try."""
+    keys: dict[Reader, str] = field(default_factory=dict)
+    """The key with which each reader spoke up. Nothing is taken from another one in that reader's name."""
+    discharged: dict[Reader, Discharge] = field(default_factory=dict)
+    gone: set[Reader] = field(default_factory=set)
+    """Readers that are owed, but whose last grant has run out and whose process has ended."""
+    refused: list[Refusal] = field(default_factory=list)
+    revoked_by: str = ""
+    scheduled_at: float = math.inf
+    is_sampled: bool = False
+    """Its end is logged even if all is well."""
 
-    def __init__(self, lent: Lent, now: float) -> None:
-        self.lent, self.lent_at = lent, now
-        self.state = L.LENT
-        self.since = now
-        """Since when it is in this state."""
-        self.expires_at = now + lent.lease_s
-        """When its time is up. A grant may prolong it; giving that grant back does not shorten it."""
-        self.look_at = now + lent.grant_s
-        """When to see whether a grant has run out, and whether its reader is gone."""
-        self.warn_at = now + lent.warn_s
-        """When it will have been lent for so long that it is worth a word, or for twice as long as that."""
-        self.cohorts: dict[str, BoundCohort] = {}
-        self.grants: dict[PullId, Grant] = {}
-        self.deadlines: list[tuple[float, PullId]] = []
-        """A heap: when each grant is looked at. Renewed ones get a later entry then, and not before."""
-        self.names: dict[str, str] = {}
-        """What the process starts that were granted the blocks are called, for people."""
-        self.past: dict[Reader, Grant] = {}
-        """The last grant to readers that let it lapse, or will try again."""
-        self.final: set[PullId] = set()
-        self.attempts: dict[Reader, int] = {}
-        """How often a reader was granted the blocks, or released without that; only bounds how often it may try."""
-        self.keys: dict[Reader, str] = {}
-        """The key with which each reader spoke up. Nothing is taken from another one in that reader's name."""
-        self.discharged: dict[Reader, Discharge] = {}
-        self.gone: set[Reader] = set()
-        """Readers that are owed, but whose last grant has run out and whose process has ended."""
-        self.refused: list[Refusal] = []
-        """What was turned down, the first of each kind."""
-        self.revoked_by = ""
-        """Who wanted it back: `caller`, `withdraw`, or how the engine ended."""
+    def __post_init__(self) -> None:
+        lent, now = self.lent, self.lent_at
+        self.since, self.history = now, [(now, L.LENT)]
+        self.expires_at, self.look_at, self.warn_at = now + lent.lease_s, now + lent.grant_s, now + lent.warn_s
         self.digest = blocks_digest(lent.groups, lent.num_tokens, lent.written, lent.hashes, lent.hash_tokens)
-        self.history: notes.History = [(now, L.LENT)]
-        self.scheduled_at = math.inf
-        """The timers' own note of when they wake it."""
-        self.is_sampled = False
-        """What becomes of it is reported though it be well."""
 
     # -- events ------------------------------------------------------------------------------------
 
     def receive(
         self, message: Claim | Renew | Release, sender: str, now: float, proven: str = "", reply_to: ReplyTo = NOWHERE
     ) -> Effects:
-        """Take a message from the process start `sender`, over the connection `reply_to`, with the key that it proved.
-
-        Raises:
-            LocalProtocolError: It is over; nothing was changed.
-        """
+        """Take a message of the process start `sender`, over the connection `reply_to`, with the key that it proved."""
         after = ON_EVENT[self.state].get(type(message))
         if after is None:
             raise self._impossible(type(message))
@@ -328,11 +271,7 @@ class Lease:
         return Effects(self.wake_at, answer, first)
 
     def revoke(self, now: float, by: str = "caller") -> Effects:
-        """Stop granting; the blocks return when no grant runs any more. `by` is for people.
-
-        Raises:
-            LocalProtocolError: It is over; nothing was changed.
-        """
+        """Stop granting; the blocks return when no grant runs any more. `by` is for people."""
         after = ON_EVENT[self.state].get(Revoke)
         if after is None:
             raise self._impossible(Revoke)
@@ -341,11 +280,7 @@ class Lease:
         return Effects(self.wake_at, has_ended=self.is_over)
 
     def lose(self, readers: Iterable[Reader], now: float) -> Effects:
-        """Take note that the processes of these `strays` have ended.
-
-        Raises:
-            LocalProtocolError: It is over; nothing was changed.
-        """
+        """Take note that the processes of these `strays` have ended."""
         after = ON_EVENT[self.state].get(Gone)
         if after is None:
             raise self._impossible(Gone)
@@ -364,7 +299,6 @@ class Lease:
         return [grant for reader, grant in self.past.items() if reader in owed - holding]
 
     def tick(self, now: float) -> Effects:
-        """Let time pass; harmless when it is over."""
         was_over = self.is_over
         self._go_on(self.state, now)
         if now >= self.look_at:
@@ -378,20 +312,18 @@ class Lease:
         return Effects(self.wake_at, is_overdue=is_overdue)
 
     def turned_down(self, refusal: Refusal) -> None:
-        """Remember a message that was turned down: it may be why a reader stays owed."""
+        """Remember a message that was turned down, because it may be why a reader stays owed."""
         kind = refusal.what, refusal.reason, refusal.who
         if len(self.refused) < MAX_REFUSALS and all((x.what, x.reason, x.who) != kind for x in self.refused):
             self.refused.append(refusal)
 
     def who(self, message: Claim | Renew | Release, sender: str) -> str:
-        """Write the sender of a message for people."""
         if not isinstance(message, Renew):
             cohort = message.cohort
             return rank_name(cohort.id, cohort.tp_rank, cohort.pp_stage, sender)
         return self.names.get(sender, f"?@{sender[:SHOWN_LETTERS]}")
 
     def sample(self) -> None:
-        """Report what becomes of it though it be well."""
         self.is_sampled = True
 
     def _impossible(self, event: type) -> LocalProtocolError:
@@ -442,22 +374,18 @@ class Lease:
 
     @property
     def is_over(self) -> bool:
-        """The blocks are the engine's again."""
         return not ON_EVENT[self.state]
 
     @property
     def ended_at(self) -> float:
-        """Since when it is over; infinite while it is not."""
         return self.since if self.is_over else math.inf
 
     @property
     def outcomes(self) -> dict[Reader, Outcome]:
-        """How the readers that are owed no more have released."""
         return {reader: discharge.outcome for reader, discharge in self.discharged.items()}
 
     @property
     def wake_at(self) -> float:
-        """When `tick` has something to do."""
         if self.state is L.LENT and self.is_owed():
             wake_at = self.expires_at if self.expires_at < self.warn_at else self.warn_at
             return wake_at if wake_at < self.look_at else self.look_at
@@ -471,7 +399,6 @@ class Lease:
         return lapse if self.state is L.ENDING else max(self.expires_at, lapse)
 
     def is_owed(self) -> bool:
-        """A reader has not released, or a cohort has yet to speak up."""
         if len(self.cohorts) < self.lent.readers:
             return True
         for bound in self.cohorts.values():  # not any(): a generator is a call more for every message
@@ -490,7 +417,7 @@ class Lease:
         return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))
 
     def waits_for(self) -> tuple[str, ...]:
-        """Name the same readers with the process that was last granted the blocks, if any was."""
+        """Name the readers that are owed, with the process that was last granted the blocks."""
         known = self._last_grants()
         names = [known[r].name if r in known else str(r) for b in self.cohorts.values() for r in sorted(b.owed)]
         return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))
@@ -501,9 +428,8 @@ class Lease:
         return [known[r] for bound in self.cohorts.values() for r in sorted(bound.owed) if r in known]
 
     def readers(self) -> Iterator[tuple[str, str, Grant | None]]:
-        """Say of every reader, by name, what it is at, and what it was granted last; `*` is a cohort yet to speak up.
-
-        `unclaimed`, `granted`, `lapsed`, `retrying`, `gone`, or how it released.
+        """Yield of every reader its name, its last grant, and `unclaimed`, `granted`, `lapsed`, `retrying`, `gone` or
+        how it released.
         """
         known = self._last_grants()
         owed = {reader for bound in self.cohorts.values() for reader in bound.owed}
@@ -550,7 +476,6 @@ class Lease:
         return "; ".join(f"{words} {_few(said[words])}" for words in sorted(said) if words)
 
     def _last_grants(self) -> dict[Reader, Grant]:
-        """Return the last grant to each reader that is owed, or holds one."""
         return self.past | {grant.reader: grant for grant in self.grants.values()}
 
     # -- answers -----------------------------------------------------------------------------------
@@ -711,7 +636,6 @@ _WAITS = {
 
 
 def _few(names: list[str]) -> str:
-    """Name a few of many."""
     return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
 
 

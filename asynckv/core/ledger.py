@@ -1,15 +1,10 @@
 """Who holds which block, why, and since when.
 
-The truth is a set of *holdings*, one per holder: a lent request (a lease's token) or a pull. Lenders share: one cached
-block may be lent to many requests. A writer is exclusive, and a block that something may still write stays in its
-holding, however long that takes: memory follows the writer, not the request. So nobody is ever given a block that
-somebody else still reads or writes, and an operator can ask of any block who has it.
+Lenders share: one cached block may be lent to many requests. A writer is exclusive, and a block that something may
+still write stays in its holding, however long that takes. Which blocks are free is the engine's business.
 
-The arrays beside the holdings count lenders and mark writers of every block. They only make conflicts cheap to find,
-and `audit` recounts them. Groups that see the same pages share their arrays: an id there is one block, whatever group
-names it.
-
-It refuses to know: which blocks are free (the engine owns the free list), and what a holder is up to.
+Arrays beside the holdings count lenders and mark writers, to find conflicts cheaply. Groups that see the same pages
+share their arrays.
 """
 
 from __future__ import annotations
@@ -37,10 +32,8 @@ class Holding(Struct, frozen=True, eq=False):
 
     Attributes:
         holder: Pull id, or the lease's key token.
-        kind: Lenders share, a writer is exclusive.
-        since: When it began.
         blocks: Group -> block ids.
-        what: What a lender or writer is that is no request of another engine: a "store", or a "load".
+        what: "store" or "load" if the holder is an offload's.
     """
 
     holder: str
@@ -52,7 +45,6 @@ class Holding(Struct, frozen=True, eq=False):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks over all groups."""
         return sum(map(len, self.blocks.values()))
 
 
@@ -80,16 +72,13 @@ class Ledger:
         return iter(self._holdings.values())
 
     def get(self, holder: str) -> Holding | None:
-        """Return what one holder holds."""
         return self._holdings.get(holder)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that there are, held or not."""
         return sum(len(self._lent[p]) for p in set(self._pools))
 
     def num_held(self, kind: Kind) -> int:
-        """Blocks with at least one holder of this kind."""
         arrays = self._lent if kind == "lent" else self._writing
         return sum(int(np.count_nonzero(arrays[p])) for p in set(self._pools))
 
@@ -111,11 +100,7 @@ class Ledger:
     def hold(
         self, holder: str, kind: Kind, request_id: str, blocks: Mapping[int, Int64s], now: float, what: str = ""
     ) -> None:
-        """Record what `check` has just returned.
-
-        Raises:
-            LocalProtocolError: The holder has one already.
-        """
+        """Record what `check` has just returned."""
         if holder in self._holdings:
             raise LocalProtocolError(f"request {request_id[:200]!r} holds blocks already")
         for group, ids in blocks.items():
@@ -148,7 +133,6 @@ class Ledger:
         return blocks
 
     def _check(self, kind: Kind, group: int, ids: Int64s) -> None:
-        """Refuse blocks that are held in a way that excludes it."""
         writing, lent = self._writing[group], self._lent[group]
         if len(ids) <= FEW:
             for block in ids.tolist():
@@ -163,7 +147,6 @@ class Ledger:
             raise self._conflict(kind, group, int(ids[shared.argmax()]), "lent")
 
     def _check_pages(self, blocks: Mapping[int, Int64s]) -> None:
-        """Refuse a page that is named through two groups."""
         for pool in {self._pools[g] for g in blocks}:
             shared = [ids for g, ids in blocks.items() if self._pools[g] == pool]
             ids = np.sort(np.concatenate(shared)) if len(shared) > 1 else shared[0]
@@ -173,7 +156,6 @@ class Ledger:
                 )
 
     def _conflict(self, kind: Kind, group: int, block: int, other: Kind) -> LocalProtocolError:
-        """Name those who exclude it, and what they do with the block."""
         names: dict[str, list[str]] = {}
         for holder in self.holders_of(group, block):
             if holder.kind == other:
@@ -191,12 +173,10 @@ class Ledger:
         )
 
     def holders_of(self, group: int, block: int) -> list[Holding]:
-        """Return everybody who holds a block, through whatever group its page is seen."""
         groups = [g for g, pool in enumerate(self._pools) if pool == self._pools[group]]
         return [h for h in self._holdings.values() if any(block in h.blocks.get(g, ()) for g in groups)]
 
     def drop(self, holder: str) -> None:
-        """Forget a holding; harmless if there is none."""
         holding = self._holdings.pop(holder, None)
         if holding is None:
             return
@@ -211,7 +191,6 @@ class Ledger:
                 np.subtract.at(self._lent[group], ids, ONE)
 
     def audit(self) -> list[str]:
-        """Recount everything from the holdings; a list of what does not add up."""
         lent = {p: np.zeros_like(self._lent[p]) for p in self._pools}
         writers = {p: np.zeros(len(self._writing[p]), np.int32) for p in self._pools}
         for holding in self._holdings.values():

@@ -1,10 +1,7 @@
 """The life of an engine, as one table.
 
-`docs/states.md` draws it.
-
-DRAINING takes nothing new. In SUSPENDING and CLOSING pulls are cancelled and leases revoked, while promises that run
-are kept. In SHUT the planes are being closed: no turn is taken any more. STUCK means that something is still inside the
-data plane and may write: what is held is watched until closing is tried again. CLOSED: nothing can write any more.
+In SUSPENDING and CLOSING pulls are cancelled and leases revoked, while promises that run are kept. In SHUT the planes
+are being closed. STUCK: something is still inside the data plane and may write. CLOSED: nothing can write any more.
 """
 
 from __future__ import annotations
@@ -16,8 +13,6 @@ from asynckv.errors import LocalProtocolError
 
 
 class LifeState(enum.StrEnum):
-    """Where an engine stands."""
-
     NEW = "new"
     RUNNING = "running"
     DRAINING = "draining"
@@ -30,8 +25,6 @@ class LifeState(enum.StrEnum):
 
 
 class LifeEvent(enum.StrEnum):
-    """What happens to an engine."""
-
     STARTED = "started"
     """Both planes are up, and the memory is registered."""
     DRAIN = "drain"
@@ -70,23 +63,16 @@ _SHUT = {S.SHUT, S.STUCK, S.CLOSED}
 
 
 class Lifecycle:
-    """The life of one engine."""
-
     def __init__(self) -> None:
         self.state = S.NEW
         self.is_shut = False
         """No turn is taken any more."""
 
     def takes(self, event: LifeEvent) -> bool:
-        """Whether an event is possible here."""
         return event in ON_EVENT[self.state]
 
     def receive(self, event: LifeEvent) -> None:
-        """Take an event.
-
-        Raises:
-            LocalProtocolError: The event is impossible here; nothing was changed.
-        """
+        """Take an event; one that is impossible here raises, and changes nothing."""
         after = ON_EVENT[self.state].get(event)
         if after is None:
             raise LocalProtocolError(f"{event.name} while the engine is {self.state.name}")

@@ -10,11 +10,7 @@ from asynckv.core.types import Outcome, PullId, Reason
 
 
 class Note(Struct, frozen=True):
-    """Something that happened to a lease or a pull.
-
-    Attributes:
-        words: Its words, with its fields in braces.
-    """
+    """Something that happened to a lease or a pull; `words` are its words, with its fields in braces."""
 
     words: ClassVar[str]
 

@@ -1,12 +1,8 @@
-"""What the core wants done: it leaves packets and commands in an outbox, which whoever drives it empties.
+"""Messages, commands and events that the core leaves for its driver.
 
-The core never sends, posts or logs. It appends commands, events (`told.py`) and messages to an `Outbox`, and the engine
-empties that once per turn of its loop: first the messages, because a claim that travels beside a read has to leave
-before it; then the commands; then it posts. Releases alone may wait until after that, or for the next turn, because
-only the end of a lease waits for one.
-
-Reads to post are not left here. They are asked for one by one (`DecodeSide.next_read` returns a `PostRead`), so that
-none is taken before there is time to post it.
+The engine empties the outbox once per turn of its loop: messages first, because a claim has to leave before its read;
+then commands; then it posts. Releases may wait for the next turn, because only the end of a lease waits for one. Reads
+to post are asked for one by one (`DecodeSide.next_read`).
 """
 
 from __future__ import annotations
@@ -54,8 +50,6 @@ class RemovePeer(Struct, frozen=True):
 
 
 class Disconnect(Struct, frozen=True):
-    """Drop the control link to an address."""
-
     address: Address
 
 
@@ -68,8 +62,6 @@ class PostRead(Struct, frozen=True):
 
 
 class PullEnded(Struct, frozen=True):
-    """A pull has its outcome."""
-
     pull: Pull
 
 
@@ -86,16 +78,13 @@ class BlocksRetired(Struct, frozen=True):
 
 
 class PullOver(Struct, frozen=True):
-    """A pull is over: every rank was told, every block returned."""
-
     pull: Pull
 
 
 class HeldForLong(Struct, frozen=True):
     """Requests have been held for long, all in one state and waiting for the same; some that are held longest.
 
-    Attributes:
-        is_orderly: Nobody is late: their readers renew what they were promised, or they are announced.
+    `is_orderly`: nobody is late, because readers renew what they were promised, or the requests are announced.
     """
 
     state: str
@@ -106,8 +95,6 @@ class HeldForLong(Struct, frozen=True):
 
 
 class LeaseEnded(Struct, frozen=True):
-    """A lease is over; its blocks are the engine's."""
-
     lease: Lease
 
 
@@ -152,11 +139,10 @@ class Outbox:
 
     incarnation: str
     trace: bool = False
-    """Report every transition as it happens."""
     commands: list[Command] = field(default_factory=list)
     counters: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     is_urgent: bool = False
-    """Somebody waits for one of the messages; nobody does for a release."""
+    """Somebody waits for one of the messages, which is no release."""
     messages: dict[tuple[Address | ReplyTo, str], list[Message]] = field(default_factory=dict)
     """What is to be sent: by address, or way back, and the process start that is meant."""
 
@@ -176,7 +162,6 @@ class Outbox:
         self.counters[_SENT[kind]] += 1
 
     def take_packets(self) -> list[tuple[Address | ReplyTo, bytes]]:
-        """Empty the outbox: one packet per destination, or a few if there is much to say."""
         by_target, self.messages, self.is_urgent = self.messages, {}, False
         packets: list[tuple[Address | ReplyTo, bytes]] = []
         for (to, target), messages in by_target.items():
@@ -185,7 +170,6 @@ class Outbox:
         return packets
 
     def _packets(self, target: str, messages: list[Message]) -> list[bytes]:
-        """Encode, halving what is too long for the listener's taste."""
         try:
             packet = encode_packet(self.incarnation, target, messages)
         except (UnicodeEncodeError, OverflowError, msgspec.MsgspecError):

@@ -1,19 +1,15 @@
 """One start of a remote rank, as a reader knows it: `NEW -> CONNECTING -> LOADING -> READY <-> SUSPECT -> GONE`.
 
-A peer is one *start* of a remote process, named by address and incarnation: a restarted engine is a new peer. It owns
-the conversation with that process: the handshake and its repeats, the back-off after one that failed, the heartbeat
-while something is owed or held there, the silence that makes it SUSPECT, and its end.
+A restarted engine is a new peer. A peer owns the conversation with its process: the handshake and its repeats, the
+back-off after a failure, the heartbeat while something is owed or held there, and its end.
 
-- A failed handshake goes back to NEW with a back-off, during which every request fails at once with the same cause; a
-  refusal that cannot change (geometry, wrong engine) leads to GONE, and nothing is tried again while it is remembered.
-- SUSPECT stops new work and fails nothing; GONE needs evidence, or a long silence.
-- Who was lost may live (only its connection broke), but hardly does. So what is said to it next is a *probe*, with a
-  ping that a living process answers at once, whatever its data plane is at. Without a word within `suspect_s` it is
-  GONE again: nobody waits for `handshake_s`, or for the acknowledgement of a release.
-- What is GONE is remembered for `TOMBSTONE_S`, so that late requests fail with the same cause. After that, or sooner if
-  only the connection was lost, the same place is met as a new `Peer`.
-
-It refuses to know: pulls but for their ids, what is read of it, and when it is its turn (`core/flow.py`).
+- A failed handshake goes back to NEW with a back-off, during which every request fails at once with the same cause. A
+  refusal that cannot change (geometry, wrong engine) leads to GONE.
+- SUSPECT stops new work and fails nothing. GONE needs evidence, or a long silence.
+- A lost peer may still be alive (perhaps only its connection broke), but usually is not. So the next message to it is a
+  *probe* with a ping. Without an answer within `suspect_s` it is GONE again, and nobody waits for `handshake_s`.
+- What is GONE is remembered for `TOMBSTONE_S`. After that, or sooner if only the connection was lost, the same place is
+  met as a new `Peer`.
 """
 
 from __future__ import annotations
@@ -41,8 +37,6 @@ FINAL = {Reason.GEOMETRY, Reason.WRONG_TARGET, Reason.PROTOCOL, Reason.RESTARTED
 
 
 class PeerState(enum.StrEnum):
-    """Where a peer stands."""
-
     NEW = "new"
     CONNECTING = "connecting"
     LOADING = "loading"
@@ -52,8 +46,6 @@ class PeerState(enum.StrEnum):
 
 
 class PeerEvent(enum.StrEnum):
-    """What happens to a peer."""
-
     WANTED = "wanted"
     """Something is to be read from it."""
     WELCOMED = "welcomed"
@@ -85,16 +77,11 @@ ON_EVENT: Mapping[PeerState, Mapping[PeerEvent, PeerState]] = {
 
 
 class Due(enum.Enum):
-    """What a peer wants done, now that time has passed."""
-
     UNREACHABLE = enum.auto()
-    """The handshake took too long."""
     NOT_LOADED = enum.auto()
-    """The data plane took too long."""
     HELLO = enum.auto()
     PING = enum.auto()
     SILENT = enum.auto()
-    """It has said nothing for a while."""
     STALLED = enum.auto()
     """It answers, and yet nothing arrives."""
     LOST = enum.auto()
@@ -102,7 +89,6 @@ class Due(enum.Enum):
     IDLE = enum.auto()
     """Nothing was read from it for long: the connection is closed."""
     FORGET = enum.auto()
-    """Nothing is known of it that is worth keeping."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,9 +105,7 @@ class Peer:
     state: PeerState = S.NEW
 
     nonce: int = 0
-    """Of the handshake under way."""
     deadline: float = math.inf
-    """When the handshake under way fails."""
     load_by: float = math.inf
     """When it fails even if others were loaded all the time."""
     is_doubted: bool = False
@@ -129,33 +113,24 @@ class Peer:
     word_by: float = math.inf
     """When a probe fails, if it says nothing."""
     retry_at: float = math.inf
-    """When to repeat the hello."""
     hellos: int = 0
-    """Sent in the handshake under way."""
     hint: str = ""
     """What may keep the handshake under way from being answered."""
     not_before: float = -math.inf
-    """End of the back-off."""
     failures: int = 0
-    """Handshakes that failed in a row."""
     reason: Reason = Reason.UNREACHABLE
     detail: str = ""
-    """Why the last handshake failed, or why the peer is gone."""
 
     agent_name: str = ""
     layout: Layout | None = None
-    """What it holds, once it has said so."""
     tables: dict[tuple[object, ...], PeerTables] = field(default_factory=dict)
     """By what is read of it."""
     is_loading: bool = False
-    """The data plane is at it."""
     is_loaded: bool = False
-    """The data plane knows it."""
 
     pulls: set[PullId] = field(default_factory=set)
     """Who has something owed or held here."""
     transfers: set[TransferId] = field(default_factory=set)
-    """What runs, or is in doubt."""
     watched_at: float = math.inf
     """Since when something is owed or held here; silence counts from then."""
     unused_at: float = math.inf
@@ -175,23 +150,19 @@ class Peer:
     """Pulls that its last failure, or its end, took along."""
     gone_at: float = math.inf
     scheduled_at: float = math.inf
-    """For the timers only."""
 
     # -- questions ---------------------------------------------------------------------------------
 
     @property
     def place(self) -> Place:
-        """Which start of which process this is."""
         return self.address, self.incarnation
 
     @property
     def name(self) -> str:
-        """For people."""
         return rank_name(self.engine_id, self.tp_rank, self.pp_stage, self.incarnation)
 
     @property
     def where(self) -> str:
-        """The rank and its address, for people."""
         return f"{self.name} ({self.address})"
 
     def is_named(self, engine_id: str, rank: RemoteRank | Layout) -> bool:
@@ -206,11 +177,7 @@ class Peer:
     # -- events ------------------------------------------------------------------------------------
 
     def receive(self, event: PeerEvent) -> bool:
-        """Take an event; True if the state changed.
-
-        Raises:
-            LocalProtocolError: The event is impossible here; nothing was changed.
-        """
+        """Take an event; True if the state changed. One that is impossible here raises, and changes nothing."""
         after = ON_EVENT[self.state].get(event)
         if after is None:
             raise LocalProtocolError(f"{event.name} while the peer {self.name} is {self.state.name}")
@@ -219,33 +186,28 @@ class Peer:
         return before is not after
 
     def attach(self, pull_id: PullId, now: float) -> None:
-        """Somebody has something owed or held here, so it is watched."""
         if not self.pulls:
             self.watched_at = now
         self.pulls.add(pull_id)
 
     def detach(self, pull_id: PullId, now: float) -> None:
-        """Somebody has nothing to do with it any more. Harmless if that was so before."""
         if pull_id in self.pulls:
             self.pulls.discard(pull_id)
             if not self.pulls:
                 self.unused_at = now
 
     def greet(self, nonce: int, config: PullConfig, now: float) -> None:
-        """Begin a handshake; `make_hello` makes its message."""
         self.receive(E.WANTED)
         self.nonce, self.hellos, self.deadline = nonce, 0, now + config.handshake_s
         if self.is_doubted:
             self.word_by = min(now + config.suspect_s, self.deadline)
 
     def make_hello(self, cohort: Cohort, retry_s: float, now: float) -> Hello:
-        """Make the hello that is to be sent now."""
         self.retry_at = now + retry_s * 2 ** min(self.hellos, 3)
         self.hellos += 1
         return Hello(self.nonce, MAJOR, MINOR, self.engine_id, self.tp_rank, cohort, self.pp_stage)
 
     def welcomed(self, agent_name: str, layout: Layout, config: PullConfig, now: float) -> None:
-        """It has said what it holds; the data plane is to load it."""
         self.receive(E.WELCOMED)
         self.agent_name, self.layout, self.is_loading = agent_name, layout, True
         self.load_by = now + max(config.timeout_s, config.handshake_s)
@@ -256,11 +218,9 @@ class Peer:
         self.deadline = min(now + config.handshake_s, self.load_by)
 
     def load_ended(self) -> None:
-        """The data plane is through with it, well or not."""
         self.is_loading = False
 
     def loaded(self, now: float) -> None:
-        """The data plane knows it."""
         self.receive(E.LOADED)
         self.is_loaded, self.failures, self.heard_at = True, 0, now
 
@@ -277,18 +237,15 @@ class Peer:
         return pause_s
 
     def lost(self, reason: Reason, detail: str, pause_s: float, now: float) -> None:
-        """This process start serves us no more."""
         self.receive(E.LOST)
         self.reason, self.detail, self.gone_at, self.not_before = reason, detail, now, now + pause_s
 
     def unloaded(self, reason: Reason, detail: str, now: float) -> None:
-        """Our own data plane has lost it; it may be met again at once."""
         self.receive(E.UNLOADED)
         self.reason, self.detail, self.not_before, self.is_loaded = reason, detail, now, False
         self.tables.clear()
 
     def heard(self, now: float) -> bool:
-        """It has said something; True if it was SUSPECT."""
         self.heard_at = now
         self.is_doubted, self.word_by = False, math.inf
         if self.state is not S.SUSPECT:
@@ -301,7 +258,6 @@ class Peer:
         self.receive(E.SILENT)
 
     def posted(self, transfer_id: TransferId, now: float) -> None:
-        """A read is about to be posted; from when nothing ran it is seen whether anything arrives."""
         self.transfers.add(transfer_id)
         if not self.line.in_flight:
             self.moved_at = now
@@ -314,13 +270,11 @@ class Peer:
             self.transfers.discard(transfer_id)
 
     def removed(self) -> None:
-        """The data plane is told to forget it."""
         self.is_loaded = False
 
     # -- time --------------------------------------------------------------------------------------
 
     def due(self, config: PullConfig, now: float) -> list[Due]:
-        """Let time pass; return what is to be done, in order."""
         match self.state:
             case S.CONNECTING:
                 if now >= self.deadline or self._says_nothing(config, now):
@@ -341,7 +295,6 @@ class Peer:
                 return [Due.FORGET] if over else []
 
     def _says_nothing(self, config: PullConfig, now: float) -> bool:
-        """Say whether a probe has failed."""
         if self.word_by + config.heartbeat_s < now < self.deadline:
             # We were away: what it said may wait unread.
             self.word_by = now + config.suspect_s
@@ -367,7 +320,6 @@ class Peer:
         return due
 
     def make_ping(self, nonce: int, now: float) -> Ping:
-        """Make the ping that is to be sent now."""
         self.pinged_at = now
         return Ping(nonce)
 
@@ -387,7 +339,6 @@ class Peer:
         return max(self.not_before, self.unused_at + (0.0 if self.heard_at == -math.inf else config.idle_s))
 
     def wake_at(self, config: PullConfig) -> float:
-        """When `due` has something to say."""
         match self.state:
             case S.CONNECTING:
                 return min(self.deadline, self.word_by, self.retry_at)

@@ -1,18 +1,13 @@
 """All remote ranks that this rank has to do with: met once for everybody, watched while needed, forgotten in the end.
 
-A `Peer` (`core/peer.py`) is one start of one remote process and knows its own conversation. Here is what concerns them
-together: which of them answers at an address, whose handshake an answer belongs to, what is refused of what a stranger
-says it holds, and when the data plane and the control plane may forget it.
-
     meet            Hello ->
     hello_answered  <- Welcome: its layout is checked here, then the data plane loads its metadata
     loaded          READY: it can be read
     tick            the hello again, a ping; silence and idleness are for the caller to see to
     lost, reap      GONE: out of the data plane once nothing of it can write, forgotten after a while
 
-Whoever calls sees to the pulls: a method that ends the service of a peer says so in what it returns.
-
-It refuses to know: pulls but for their ids, and whose turn it is to read.
+A `Peer` (`core/peer.py`) knows its own conversation. The caller sees to the pulls: a method that ends the service of a
+peer says so in what it returns.
 """
 
 from __future__ import annotations
@@ -44,8 +39,6 @@ engine is their params' word as well, so for one rank more the oldest gives way.
 
 
 class Peers:
-    """The peers of one rank, by address and incarnation."""
-
     def __init__(
         self,
         layout: Layout,
@@ -62,16 +55,13 @@ class Peers:
         self._layout, self._cohort, self._config = layout, cohort, config
         self._outbox, self._timers, self._nonces, self._routes = outbox, timers, nonces, routes
         self._hellos: dict[int, Peer] = {}
-        """Handshakes under way, by nonce."""
 
     # -- who is where ------------------------------------------------------------------------------
 
     def at(self, address: Address) -> list[Peer]:
-        """Return who has answered at an address, or is asked there, and is not gone."""
         return [p for p in self.by_place.values() if p.address == address and p.state is not S.GONE]
 
     def greeted(self, address: Address) -> list[Peer]:
-        """Return whom we are shaking hands with at an address."""
         return [p for p in self.by_place.values() if p.address == address and p.state is S.CONNECTING]
 
     def find(self, engine_id: str, rank: RemoteRank, now: float) -> Peer:
@@ -101,10 +91,10 @@ class Peers:
         return peer
 
     def in_the_way(self, engine_id: str, ranks: Sequence[RemoteRank]) -> list[Peer]:
-        """Return which ranks that never answered give way to those of these ranks of an engine that were never met.
+        """Return the ranks that never answered and give way to those of these ranks that were never met.
 
-        Of the engine that has most of them the oldest goes first. A rank that is only told of a release goes before
-        one that is to be read.
+        The oldest of the engine that has most of them goes first. A rank that is only told of a release goes before one
+        that is to be read.
         """
         num_new = len([rank for rank in ranks if rank.place not in self.by_place])
         if not num_new:
@@ -126,13 +116,11 @@ class Peers:
     # -- who needs whom ----------------------------------------------------------------------------
 
     def attach(self, peer: Peer, pull_id: PullId, now: float) -> None:
-        """A pull has something owed or held there: it is watched."""
         peer.attach(pull_id, now)
         if now + self._config.heartbeat_s < peer.scheduled_at:
             self.wake(peer)
 
     def detach(self, place: Place, pull_id: PullId, now: float) -> None:
-        """A pull and a peer have nothing to do with each other any more."""
         peer = self.by_place.get(place)
         if peer is None:
             return
@@ -189,7 +177,7 @@ class Peers:
         return None
 
     def _inspect(self, peer: Peer, welcome: Welcome, sender: str) -> Layout | tuple[Reason, str]:
-        """Return what a remote rank holds, or why it is refused; every reason is final."""
+        """Return what a remote rank holds, or the final reason to refuse it."""
         if sender != peer.incarnation:
             there = rank_name(welcome.engine_id, peer.tp_rank, peer.pp_stage, sender)
             return Reason.RESTARTED, f"{there} answers there now"
@@ -213,7 +201,7 @@ class Peers:
         return layout
 
     def probe(self, peer: Peer, now: float) -> None:
-        """Somebody waits for an acknowledgement of a rank that was lost before: does it say anything?"""
+        """Ping a rank that was lost before, because somebody waits for its acknowledgement."""
         if peer.may_be_met and peer.is_doubted and peer.word_by == math.inf:
             peer.word_by = now + self._config.suspect_s
             self._send(peer, peer.make_ping(next(self._nonces), now))
@@ -222,7 +210,7 @@ class Peers:
     # -- their states ------------------------------------------------------------------------------
 
     def loaded(self, peer: Peer, now: float) -> bool:
-        """The data plane knows it; False if it was lost or given up meanwhile."""
+        """Take a peer as known to the data plane; False if it was lost or given up meanwhile."""
         self._load_over(peer, now)
         if peer.state is not S.LOADING:
             self._outbox.commands.append(RemovePeer(peer))
@@ -234,7 +222,6 @@ class Peers:
         return True
 
     def load_ended(self, peer: Peer, now: float) -> bool:
-        """The data plane could not load it; False if nobody waits for that any more."""
         self._load_over(peer, now)
         if peer.state is S.LOADING:
             return True
@@ -249,7 +236,6 @@ class Peers:
                 other.await_load(self._config, now)
 
     def unloaded(self, detail: str, now: float) -> list[Peer]:
-        """Our own data plane has lost all that it had loaded; return whom, for those who read from them."""
         # What was to be done with what is lost must not be done with what follows.
         self._outbox.commands[:] = [c for c in self._outbox.commands if not isinstance(c, RemovePeer)]
         self._routes.clear()
@@ -263,12 +249,10 @@ class Peers:
         return known
 
     def back(self, peer: Peer) -> None:
-        """It was taken for silent, and can be read again."""
         self._changed(peer, S.SUSPECT)
         self.wake(peer)
 
     def failed(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
-        """A handshake failed; there is a pause before the next."""
         self._hellos.pop(peer.nonce, None)
         before = peer.state
         peer.failed(reason, detail, self._config, now)
@@ -295,7 +279,6 @@ class Peers:
         self.wake(peer)
 
     def drop(self, peer: Peer) -> None:
-        """Forget a peer."""
         self._timers.forget(peer)
         self.num_changes += 1
         if self.by_place.get(peer.place) is peer:  # else it was met anew, and this is what came before
@@ -303,7 +286,6 @@ class Peers:
         self.unlink(peer.address)
 
     def unlink(self, address: Address) -> None:
-        """Close the link to an address if no peer is known there."""
         if not any(p.address == address for p in self.by_place.values()):
             self._outbox.commands.append(Disconnect(address))
 
@@ -332,7 +314,6 @@ class Peers:
         return left
 
     def wake(self, peer: Peer) -> None:
-        """Tick it when something is due."""
         self._timers.wake(peer, peer.wake_at(self._config))
 
     # -- inside ------------------------------------------------------------------------------------

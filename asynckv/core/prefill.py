@@ -1,23 +1,19 @@
 """The prefill side of one rank: its leases, what has ended, and what came too early.
 
-Requests are lent in any order, and a reader's claim may come before, while and after its request is lent. So a message
-is answered by the first of these that holds for its key:
+A reader's claim may come before, while and after its request is lent. The first of these that holds for its key
+answers:
 
-- **lent**: the lease answers (`core/lease.py`);
-- **ended**: it is refused with how that was, as long as that is remembered;
-- **stale**: the memory was registered anew since the key was minted; its claims are refused;
-- **spent**: it was lent or withdrawn once, so it will never be lent again, and its claims are refused at once
-  (`core/spent.py`);
-- **closed**: the engine lends nothing new; claims are refused;
-- **nowhere**: it may be lent yet. A claim is answered `NotYet` and *parked*, a release is acknowledged and parked;
-  lending answers it. Room for what is parked is bounded, in all and per connection, and so is its time.
-
-A lease says what a transition brings about (`Effects`); here that is done: the answer goes to the outbox, a grant to a
-sampled lease and an end become commands, the blocks of what has ended leave the ledger, the timers are set.
+- **lent**: the lease (`core/lease.py`);
+- **ended**: refused with how that was, as long as that is remembered;
+- **stale**: the memory was registered anew since the key was minted; refused;
+- **spent**: lent or withdrawn once (`core/spent.py`); refused;
+- **closed**: the engine lends nothing new; refused;
+- **nowhere**: it may be lent yet. A claim is answered `NotYet` and *parked*, a release is acknowledged and parked.
+  Room for both is bounded, in all and per connection, and so is their time.
 
 A reader that was killed renews no more. Once its last grant has run out it is *gone* if its connections have ended, or
-if a later start of its rank has shaken hands and it does not answer. Nothing tells when a connection ends: the rank
-sends a `Ping` over it, and hears from whoever sends packets that one could not be sent (`unreachable`).
+if a later start of its rank has shaken hands and it does not answer. To find out, the rank sends a `Ping`, and hears
+from the control plane that one could not be sent (`unreachable`).
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ MAX_ENDED = 8192
 """Requests that have ended and are remembered; of older ones a late reader hears that they are unknown."""
 
 PARKED_TEXT = 1024
-"""Letters of a request id that have room in one place for what came early, so that places bound its memory."""
+"""Letters of a request id that fit in one parking place; a longer id takes more places."""
 
 MAX_NAMED = 4
 """Decode engines that are remembered by name of one request that has ended."""
@@ -56,10 +52,8 @@ MAX_UNREACHABLE = 65_536
 """Connections that are remembered as ended. A lease of an older one lasts for its whole time."""
 
 MAX_ENGINES = 1024
-"""Reader engines whose last request is remembered."""
 
 MAX_FORGOTTEN = 1024
-"""Releases that were parked for too long, and are remembered for their lease's sake."""
 
 _ENDED_AS = {
     LeaseState.RELEASED: Reason.CONSUMED,
@@ -74,8 +68,6 @@ the place of its pull's claim."""
 
 
 class ParkedMessage(Struct, frozen=True):
-    """What came before its request was lent."""
-
     message: Claim | Release
     reply_to: ReplyTo
     sender: str
@@ -108,12 +100,7 @@ class Ended(Struct, frozen=True, gc=False):
 
 
 class PrefillSide:
-    """All leases of one rank.
-
-    Args:
-        readers: Process starts that shook hands.
-        memory_epoch: How often the memory was registered anew; params of an older one are refused.
-    """
+    """All leases of one rank."""
 
     def __init__(
         self,
@@ -143,16 +130,13 @@ class PrefillSide:
         """Releases that came so early that they were given up: if the request is lent after all, that is why it
         expires."""
         self._unreachable: OrderedDict[ReplyTo, None] = OrderedDict()
-        """Connections to which a packet could not be sent, and from which none has come since."""
         self._answered: OrderedDict[ReplyTo, float] = OrderedDict()
-        """When a reader last answered a ping over a connection."""
         self._read_at: OrderedDict[str, float] = OrderedDict()
         """When a request of each reader engine ended last; by its key, or without keys by its name."""
         self.spent = SpentKeys()
 
     @property
     def num_parked(self) -> int:
-        """Places taken by claims and releases that wait for their request to be lent."""
         return self._parked_by.total()
 
     # -- calls -------------------------------------------------------------------------------------
@@ -222,7 +206,6 @@ class PrefillSide:
         return tuple(waited)
 
     def revoke(self, lease: Lease, now: float, by: str = "caller") -> None:
-        """Take a lent request back; its blocks return when no grant runs any more. Harmless once it is over."""
         if not lease.is_over:
             noted = len(lease.history)
             self._follow(lease, lease.revoke(now, by), noted)
@@ -262,7 +245,7 @@ class PrefillSide:
         return tuple(revoked)
 
     def shut(self, how: str) -> None:
-        """Lend nothing any more: who waits for a request that was not lent is told so."""
+        """Lend nothing any more, and tell readers that wait for a request that was not lent."""
         self.closed_as = how
         parked = [p for waiting in self._parked.values() for p in waiting.values()]
         self._parked.clear()
@@ -300,7 +283,6 @@ class PrefillSide:
         self._follow(lease, effects, noted)
 
     def tick_lease(self, lease: Lease, now: float) -> bool:
-        """Let time pass for a lease; True if it has been held for so long that it is worth a word."""
         noted = len(lease.history)
         effects = lease.tick(now)
         is_overdue = effects.is_overdue
@@ -316,13 +298,11 @@ class PrefillSide:
         return is_overdue
 
     def unreachable(self, reply_to: ReplyTo) -> None:
-        """Take note that a packet could not be sent, because the connection has ended."""
         self._unreachable[reply_to] = None
         if len(self._unreachable) > MAX_UNREACHABLE:
             self._unreachable.popitem(last=False)
 
     def tick(self, now: float) -> None:
-        """Forget what was parked for too long."""
         while self._parked_order and self._parked_order[0][0] <= now:
             _, key, place = self._parked_order.popleft()
             waiting = self._parked.get(key, {})
@@ -339,7 +319,6 @@ class PrefillSide:
     # -- inside ------------------------------------------------------------------------------------
 
     def _follow(self, lease: Lease, effects: Effects, noted: int) -> None:
-        """Do what a transition brings about; its history had `noted` entries before."""
         outbox = self._outbox
         if effects.first_grant is not None and lease.is_sampled:
             if lease.attempts[lease.grants[effects.first_grant].reader] <= MAX_GRANTS:
@@ -364,7 +343,6 @@ class PrefillSide:
             self._timers.wake(lease, effects.wake_at)
 
     def answered(self, reply_to: ReplyTo, now: float) -> None:
-        """Take note that a reader has answered a ping."""
         self._unreachable.pop(reply_to, None)
         self._answered[reply_to] = now
         self._answered.move_to_end(reply_to)
@@ -372,7 +350,7 @@ class PrefillSide:
             self._answered.popitem(last=False)
 
     def _is_gone(self, lease: Lease, stray: Grant, now: float) -> bool:
-        """All its connections have ended; or its rank has started anew, and it has not answered since it was asked."""
+        """True if all its connections have ended, or its rank has started anew and it does not answer."""
         if all(way in self._unreachable for way in stray.ways):
             return True
         is_silent = all(self._answered.get(way, -math.inf) < stray.probed_at for way in stray.ways)
@@ -407,7 +385,6 @@ class PrefillSide:
                 return f"was lent before ({ended.reason})"
 
     def _remember(self, key: Key, ended: Ended) -> None:
-        """Remember for a while how a request ended."""
         self._ended[key] = ended
         if len(self._ended) > self.max_ended:
             self._ended.popitem(last=False)
@@ -415,7 +392,6 @@ class PrefillSide:
     def _answer_for_nothing_lent(
         self, message: Claim | Renew | Release, reply_to: ReplyTo, sender: str, now: float, proven: str
     ) -> None:
-        """Answer for a request that has ended, or may be lent yet."""
         key = message.key
         ended = self._ended.get(key)
         reason = ended.reason if ended is not None else None
@@ -486,7 +462,6 @@ class PrefillSide:
             self._outbox.send(reply_to, sender, Ack(message.key, message.pull_id))
 
     def _take_parked(self, key: Key) -> list[ParkedMessage]:
-        """Take out what came early for a request."""
         parked = list(self._parked.pop(key, {}).values())
         for each in parked:
             self._unpark(each)

@@ -2,21 +2,17 @@
 
     ANNOUNCED -> CONNECTING -> QUEUED -> READING -> CONFIRMING -> NOTIFYING -> RELEASED
 
-is the usual way. Whatever goes wrong before NOTIFYING leads to DRAINING, and NOTIFYING follows that; QUARANTINED comes
-after NOTIFYING if something may still write. `docs/states.md` has all ways, drawn from the tables.
+is the usual way. A failure before NOTIFYING leads to DRAINING, then NOTIFYING. QUARANTINED comes after NOTIFYING if
+something may still write. `docs/states.md` has all ways, drawn from the tables.
 
-Two promises end at different times. The **outcome** is bounded by the caller's deadline. The **custody** of the blocks
-is not: NIXL cannot cancel a transfer, so blocks go back only when nothing can write them any more. DRAINING waits for
-both, QUARANTINED for custody alone.
+The **outcome** is bounded by the caller's deadline. The **custody** of the blocks is not: NIXL cannot cancel a
+transfer, so blocks go back only when nothing can write them any more. DRAINING waits for both, QUARANTINED for custody.
 
-The machine is two tables, and nothing else changes the state. `ON_EVENT` says which events a state takes, and where
-they lead; any other raises before anything has changed. `WHEN` says what is acted upon at once, whatever event led
-there: each of its conditions is a function of the pull, and its first line is how the documentation reads it. What a
-transition brings about for others it returns, as `Effect`s, in order: whoever holds the pull carries them out, and
-never looks for them.
+`ON_EVENT` and `WHEN` are the machine, and nothing else changes the state. A transition returns what it brings about for
+others, as `Effect`s, in order.
 
-QUEUED is where a pull waits for room (`core/flow.py`). It claims and renews from the moment its ranks are known, so
-that a long queue costs no lease; and it goes back there, out of others' way, while its request is not lent yet.
+A pull claims and renews from the moment its ranks are known, so that a long queue (`core/flow.py`) costs no lease. It
+goes back to QUEUED, out of others' way, while its request is not lent yet.
 """
 
 from __future__ import annotations
@@ -27,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from asynckv.config import PullConfig
 from asynckv.core import notes
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.routes import Route
@@ -46,8 +43,6 @@ MAX_HISTORY = 256
 
 
 class Kind(enum.Enum):
-    """What a pull is for."""
-
     ANNOUNCEMENT = enum.auto()
     """Ranks are met and the lease is renewed; it becomes one of the next two when its caller asks for the blocks."""
     PULL = enum.auto()
@@ -59,8 +54,6 @@ class Kind(enum.Enum):
 
 
 class PullState(enum.StrEnum):
-    """Where a pull stands."""
-
     ANNOUNCED = "announced"
     CONNECTING = "connecting"
     QUEUED = "queued"
@@ -73,8 +66,6 @@ class PullState(enum.StrEnum):
 
 
 class PullEvent(enum.StrEnum):
-    """What happens to a pull."""
-
     STARTED = "started"
     """The caller gave the blocks to fill."""
     ROUTED = "routed"
@@ -102,22 +93,15 @@ class PullEvent(enum.StrEnum):
 
 
 class Effect(enum.Enum):
-    """What a transition of a pull brings about for others."""
-
     EXPECT = enum.auto()
     """It will want to read once its ranks are met."""
     QUEUE = enum.auto()
-    """It could read if there were room."""
     POST = enum.auto()
-    """Some of its sources have reads to post."""
     LEAVE = enum.auto()
     """It needs no room any more, and no place in the queue."""
     SEND = enum.auto()
-    """Claims or releases are due."""
     RETURN = enum.auto()
-    """Nothing can write its blocks any more."""
     TELL = enum.auto()
-    """It has its outcome."""
     FINISH = enum.auto()
     """It is over: every rank was told, every block returned."""
 
@@ -225,7 +209,7 @@ WHEN: Mapping[PullState, Mapping[Condition, PullState]] = {
     S.QUARANTINED: {is_out_of_quarantine: S.RELEASED},
     S.RELEASED: {},
 }
-"""What is acted upon at once, whatever event led there: the first condition that holds, until none does."""
+"""Acted upon at once: the first condition that holds, until none does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,19 +237,6 @@ class PullRequest:
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PullLimits:
-    """What all pulls of a rank have in common, from its configuration."""
-
-    drain_s: float
-    claim_retry_s: float
-    release_retry_s: float
-    release_timeout_s: float
-    held_s: float
-    max_post_bytes: int
-    max_post_descriptors: int
-
-
 @dataclass(slots=True, eq=False)
 class Pull:
     """The state machine of one attempt to read one request."""
@@ -277,18 +248,15 @@ class Pull:
     digest: bytes
     sources: list[Source]
     route: Route
-    """Of its prefill group: whose budget it takes, and in whose queue it waits."""
-    limits: PullLimits
+    """The ranks of its prefill group; also says whose budget it takes."""
+    limits: PullConfig
     called_at: float
     deadline: float
     warn_s: float = math.inf
-    """In one state for longer, and again at each doubling, it is worth a word."""
     priority: int = 0
     """The smaller goes first, as in vLLM."""
     attempt: int = 1
-    """Which attempt at the caller's request this is."""
     retryable: frozenset[Reason] = frozenset()
-    """Failures after which another attempt follows, so that the reader is not discharged."""
     is_last: bool = True
     """If it fails no other attempt follows: the reader is discharged."""
     kind: Kind = KIND.PULL
@@ -306,9 +274,8 @@ class Pull:
     """Another attempt would meet a rank in its back-off until then."""
     drain_by: float = math.inf
     is_returned: bool = False
-    """The blocks are the caller's again."""
     is_retired: bool = False
-    """They were held for so long that nobody waits for them any more."""
+    """True once the blocks were held for `held_s`: they are never reused in this process."""
     arrival: int = 0
     """Its place among all pulls, by when they were asked for."""
 
@@ -320,21 +287,16 @@ class Pull:
     read_at: float = -math.inf
     failed_at: float = math.inf
     failed_in: str = ""
-    """The phase in which it failed."""
     waited_for: str = ""
-    """What it waited for then, in words."""
     unanswered: tuple[str, ...] = ()
     """Ranks that were given up before they acknowledged the release."""
     published_at: float = math.inf
     released_at: float = math.inf
     warn_at: float = math.inf
-    """When to look whether it has been in one state for too long."""
     post_s: float = 0.0
     detect_s: float = 0.0
     num_bytes: int = 0
-    """That the plans cover."""
     num_descriptors: int = 0
-    """Of the plans, before merging."""
     num_posted: int = 0
     num_descriptors_posted: int = 0
     rereads: int = 0
@@ -342,7 +304,6 @@ class Pull:
     num_traced: int = 0
     """History entries that were reported one by one."""
     scheduled_at: float = math.inf
-    """For the timers only."""
     _effects: list[Effect] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -353,17 +314,14 @@ class Pull:
 
     @property
     def is_over(self) -> bool:
-        """Nothing is owed to anybody."""
         return self.state is S.RELEASED
 
     @property
     def is_published(self) -> bool:
-        """It has its outcome."""
         return self.reason is not None
 
     @property
     def is_queued(self) -> bool:
-        """It could read, if there were room."""
         return self.state is S.QUEUED and not self.not_lent_yet
 
     @property
@@ -381,7 +339,6 @@ class Pull:
 
     @property
     def holds_blocks(self) -> bool:
-        """Some transfer may still write our blocks."""
         for source in self.sources:
             if source.running or source.doubtful:
                 return True
@@ -389,7 +346,6 @@ class Pull:
 
     @property
     def wake_at(self) -> float:
-        """When `tick` has something to do."""
         when = self.warn_at
         match self.state:
             case S.RELEASED:
@@ -422,10 +378,8 @@ class Pull:
         return self.published_at + self.limits.held_s if held else math.inf
 
     def is_abandoned(self, silent_s: float) -> bool:
-        """Whoever asked for it has shown no life for about a lease, and nothing of it was read: it is renewed no more.
-
-        Args:
-            silent_s: How long its embedder has shown no life.
+        """True if its embedder has shown no life for about a lease (`silent_s`), and nothing was read: it is renewed no
+        more.
         """
         # One renewal early, because what is noticed at the next would outlast the lease.
         patience_s = max(self.params.lease_s - self.params.renew_s, self.params.lease_s / 2)
@@ -433,7 +387,6 @@ class Pull:
 
     @property
     def since(self) -> float:
-        """Since when it has been in this state."""
         return next(at for at, text in reversed(self.history) if text is self.state)
 
     @property
@@ -454,7 +407,7 @@ class Pull:
         return self.state.value, self.deadline
 
     def is_orderly(self, now: float) -> bool:
-        """It is announced, and has time left until it is to be pulled."""
+        """True if it is only announced, and has time left until it is to be pulled."""
         return self.lists is None and not self.is_published and now < self.deadline
 
     def take_warning(self, now: float) -> bool:
@@ -472,11 +425,10 @@ class Pull:
     # -- events ------------------------------------------------------------------------------------
 
     def wanted(self, is_last: bool, priority: int, retryable: frozenset[Reason]) -> None:
-        """Its caller says what an announcement could not know, or has changed his mind."""
+        """Set options that an announcement lacks, or that the caller changed since."""
         self.is_last, self.priority, self.retryable = is_last, priority, retryable
 
     def start(self, lists: BlockLists, deadline: float, now: float) -> list[Effect]:
-        """Attach the blocks to fill; from here on the caller waits."""
         after = ON_EVENT[self.state].get(E.STARTED) or self._impossible(E.STARTED)
         self.lists, self.deadline, self.called_at, self.begun_at = lists, deadline, now, now
         self.warn_at = now + self.warn_s
@@ -509,7 +461,6 @@ class Pull:
         self.unmet = self.unmet or (reason, detail)
 
     def plan_took(self, now: float) -> None:
-        """Its plan was made by now."""
         self.planned_at = now
 
     def unplannable(self, reason: Reason, detail: str, now: float) -> list[Effect]:
@@ -586,7 +537,6 @@ class Pull:
         return read
 
     def posting_took(self, seconds: float) -> None:
-        """So long the call took that posted one of its transfers."""
         self.post_s += seconds
 
     def ended(
@@ -598,7 +548,7 @@ class Pull:
             source: What it read from.
             transfer: How it ended.
             num_bytes: Of the transfer.
-            detect_s: At most so long after it ended this was found.
+            detect_s: Most seconds between its end and its discovery.
             now: Read after it was observed.
         """
         is_done = transfer.ending is ENDING.DONE
@@ -624,7 +574,6 @@ class Pull:
         return self._settle(after, now)
 
     def cancel(self, now: float) -> list[Effect]:
-        """The caller wants it no more."""
         after = ON_EVENT[self.state].get(E.CANCELLED) or self._impossible(E.CANCELLED)
         self._fail(Reason.CANCELLED, "cancelled", now)
         return self._settle(after, now)
@@ -636,7 +585,6 @@ class Pull:
         return self._settle(after, now)
 
     def settled(self, source: Source, how: str, now: float) -> list[Effect]:
-        """One rank needs no release any more: acknowledged, refused, or gone."""
         after = ON_EVENT[self.state].get(E.SETTLED) or self._impossible(E.SETTLED)
         if source.release is not RELEASE.SETTLED:
             self._note(now, notes.Settled(source.rank.name, how))
@@ -644,7 +592,6 @@ class Pull:
         return self._settle(after, now)
 
     def tick(self, now: float) -> list[Effect]:
-        """Let time pass."""
         if now >= self.retire_at:
             self.is_retired = True
             self._note(now, notes.Retired())
@@ -665,7 +612,6 @@ class Pull:
     # -- messages ----------------------------------------------------------------------------------
 
     def make_messages(self, nonces: Iterator[int], now: float) -> Iterable[tuple[Source, Message]]:
-        """Make every message that is due; `now` was read before they are sent."""
         out: list[tuple[Source, Message]] = []
         for source in self.sources:
             if now >= source.claim_at:
@@ -687,13 +633,11 @@ class Pull:
         return Claim(self.params.key, self.params.request_id, self.cohort, self.pull_id, nonce, self.digest, seconds)
 
     def make_release(self, source: Source, now: float) -> Release:
-        """Make the release to send to a rank now."""
         source.released(self.limits.release_retry_s, now)
         return Release(self.params.key, self.params.request_id, self.cohort, self.pull_id, self.outcome)
 
     @property
     def outcome(self) -> Outcome:
-        """How the attempt ended, as its prefill ranks are told."""
         match self.reason:
             case Reason.COMPLETE | Reason.DISCHARGED:
                 return Outcome.COMPLETE
@@ -712,11 +656,9 @@ class Pull:
     # -- inside ------------------------------------------------------------------------------------
 
     def _impossible(self, event: PullEvent) -> PullState:
-        """Refuse an event that the table does not list, before anything has changed."""
         raise LocalProtocolError(f"{event.name} while pull {self.pull_id} is {self.state.name}")
 
     def _settle(self, after: PullState, now: float) -> list[Effect]:
-        """Go where an event leads, and on from there until nothing more holds; return what that brings about."""
         if after is not self.state:
             self._enter(after, now)
         for _ in WHEN:
@@ -767,7 +709,6 @@ class Pull:
                 assert_never(after)
 
     def _publish(self, now: float) -> None:
-        """Give the outcome, and let go of everybody."""
         self.reason, self.detail = self.failure or (Reason.COMPLETE, "")
         self.published_at = now
         self.warn_at = now + self.warn_s
@@ -796,7 +737,6 @@ class Pull:
         self._note(now, notes.Failed(reason, detail))
 
     def _read_again(self, now: float) -> None:
-        """Read what began before the blocks were lent."""
         for source in self.sources:
             if source.reads and not source.proven and source.is_early:
                 self._note(now, notes.ReadAgain(source.name))
@@ -814,7 +754,6 @@ class Pull:
                 self._effects.append(DO.SEND)
 
     def waits(self, now: float) -> str:
-        """What this waits for, in words."""
         match self.state:
             case S.DRAINING | S.QUARANTINED:
                 return "a transfer may still write the blocks, from " + self._names(

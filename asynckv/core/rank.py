@@ -1,17 +1,13 @@
 """One engine rank put together: calls, packets and time come in, messages and commands go out.
 
-Everything comes with `now`. What is to be done is left in the outbox. The engine drives a rank with real planes, a
-simulation with simulated ones.
-
     calls     lend, withdraw                   -> prefill side
               announce, pull, cancel, discharge, let_go -> decode side
               shut, close, say_goodbye          -> both, and whoever shook hands
-    packets   from who reads from us            -> prefill side, readers
-              from whom we read                 -> decode side
+    packets   of readers                        -> prefill side, readers
+              of ranks that we read             -> decode side
     time      tick                              -> whoever asked to be woken
-    questions inspect                           -> who holds what; survey, for whoever asks from outside
 
-What the planes say of transfers, peers and addresses goes past it, to `RankCore.decode`; `core/__init__.py` lists that.
+Everything comes with `now`. What the planes say of transfers, peers and addresses goes to `RankCore.decode` directly.
 """
 
 from __future__ import annotations
@@ -25,6 +21,7 @@ import msgspec
 
 from asynckv.arguments import MAX_NAME
 from asynckv.config import EngineConfig, check_lease
+from asynckv.core import wire
 from asynckv.core.decode import DecodeSide
 from asynckv.core.inspect import Inspector
 from asynckv.core.lease import Lease, Lent
@@ -33,28 +30,13 @@ from asynckv.core.limits import Limiter
 from asynckv.core.outbox import Outbox
 from asynckv.core.peer import Peer
 from asynckv.core.prefill import PrefillSide
-from asynckv.core.pull import KIND, Kind, Pull, PullLimits, PullRequest
+from asynckv.core.pull import KIND, Kind, Pull, PullRequest
 from asynckv.core.readers import Identity, Readers
 from asynckv.core.source import ROLE, Source
 from asynckv.core.survey import Survey
 from asynckv.core.timers import Timed, Timers
 from asynckv.core.types import Address, Cohort, KVTransferParams, PullId, Reason, ReplyTo, RequestId
 from asynckv.core.watch import Watch, warn_after
-from asynckv.core.wire import (
-    Claim,
-    Hello,
-    Message,
-    OtherVersion,
-    Ping,
-    Pong,
-    Release,
-    Renew,
-    Status,
-    StatusRequest,
-    Unwelcome,
-    blocks_digest,
-    decode_packet,
-)
 from asynckv.errors import (
     EngineClosed,
     LocalProtocolError,
@@ -75,16 +57,10 @@ MALFORMED = 100
 """What a malformed packet costs its sender, in messages."""
 
 
-_RECEIVED = {kind: f"received.{kind.__name__.lower()}" for kind in get_args(Message)}
+_RECEIVED = {kind: f"received.{kind.__name__.lower()}" for kind in get_args(wire.Message)}
 
 
 class RankCore:
-    """All state of one rank.
-
-    Raises:
-        LayoutError: The layout does not hold together.
-    """
-
     def __init__(self, identity: Identity, config: EngineConfig) -> None:
         check_layout(identity.layout)
         layout = identity.layout
@@ -111,16 +87,6 @@ class RankCore:
         """Of a connection: without keys a whole host shares the other budget."""
         self._pull_ids = itertools.count(1)
         self._pull_prefix = f"{identity.incarnation[:16]}-"
-        pull = config.pull
-        self._pull_limits = PullLimits(
-            pull.drain_s,
-            pull.claim_retry_s,
-            pull.release_retry_s,
-            pull.release_timeout_s,
-            pull.held_s,
-            pull.max_post_bytes,
-            pull.max_post_descriptors,
-        )
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -209,7 +175,6 @@ class RankCore:
         attempt: int = 1,
         retryable: frozenset[Reason] = frozenset(),
     ) -> Pull:
-        """Make a pull that answers for every rank that overlaps ours, in every stage."""
         params, cohort_id = request.params, request.cohort_id
         if cohort_id and (len(cohort_id) > MAX_NAME or any(0xD800 <= ord(c) <= 0xDFFF for c in cohort_id)):
             raise LocalProtocolError(
@@ -233,10 +198,12 @@ class RankCore:
             request_id=RequestId(request.request_id),
             params=params,
             cohort=msgspec.structs.replace(self.cohort, id=cohort_id) if cohort_id else self.cohort,
-            digest=blocks_digest(params.groups, params.num_tokens, params.written, params.hashes, params.hash_tokens),
+            digest=wire.blocks_digest(
+                params.groups, params.num_tokens, params.written, params.hashes, params.hash_tokens
+            ),
             sources=[Source(pull_id, rank, predicted if rank.is_predicted else other) for rank in route.ranks],
             route=route,
-            limits=self._pull_limits,
+            limits=self.config.pull,
             called_at=now,
             deadline=now + wait_s,
             warn_s=warn_after(params.lease_s, self.config.log.held_fraction),
@@ -318,12 +285,7 @@ class RankCore:
             )
 
     def _wanted_tokens(self, request: PullRequest) -> int:
-        """Return how many tokens are to be there in the end.
-
-        Raises:
-            PlanRefused: There is nothing to compare the hashes with.
-            RemoteTooShort: More tokens are wanted than are lent.
-        """
+        """Return how many tokens are to be there in the end."""
         params = request.params
         wanted = params.num_tokens if request.num_tokens is None else request.num_tokens
         if not 0 <= wanted <= params.num_tokens:
@@ -344,7 +306,6 @@ class RankCore:
         return common_prefix(request.hashes, params.hashes, params.hash_tokens, wanted)
 
     def cancel(self, request_id: str, now: float) -> bool:
-        """Give up a request by the caller's id; False if there is no pull of it without an outcome."""
         pull = self.decode.by_request.get(RequestId(request_id))
         if pull is None:
             return False
@@ -353,7 +314,6 @@ class RankCore:
         return True
 
     def is_pulled(self, request_id: str) -> bool:
-        """Whether a pull of this id is under way, which has or wants blocks."""
         pull = self.decode.by_request.get(RequestId(request_id))
         return pull is not None and pull.lists is not None
 
@@ -400,46 +360,42 @@ class RankCore:
             self.readers.say_draining()
 
     def say_goodbye(self) -> None:
-        """Tell everyone who shook hands that this process start serves nobody any more."""
         self.readers.say_goodbye()
 
     @property
     def is_closed(self) -> bool:
-        """Nothing new is taken."""
         return bool(self.prefill.closed_as)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is owed or held."""
         return not self.decode.pulls and not self.prefill.leases and not self.inspect.guests
 
     @property
     def is_bound(self) -> bool:
-        """A promise runs, or a pull has no outcome yet."""
+        """True while a promise runs, or a pull has no outcome yet."""
         return bool(self.prefill.leases) or any(not pull.is_published for pull in self.decode.pulls.values())
 
     @property
     def is_serving(self) -> bool:
-        """Remote data planes may need ours to make progress."""
+        """True while remote data planes may need ours to make progress."""
         return bool(self.prefill.leases)
 
     # -- events ------------------------------------------------------------------------------------
 
     def receive(self, origin: Address | ReplyTo, data: bytes, now: float, principal: str = "") -> None:
-        """Take a packet's bytes; `now` was read after they were received.
-
-        `principal` is the key or the host that the packet came from, as the control plane says it.
+        """Take a packet's bytes; `now` was read after they were received, `principal` is the key or host that it came
+        from.
         """
         whose = principal if principal.startswith("key:") else origin  # one key's connections share, one host's do not
         if not self._messages.take(whose, now):
             self.outbox.counters["dropped.too_many"] += 1
             return
         try:
-            packet = decode_packet(data)
+            packet = wire.decode_packet(data)
         except RemoteProtocolError as exc:
             self.outbox.counters["dropped.malformed"] += 1
             self._messages.charge(whose, now, MALFORMED)
-            if isinstance(exc, OtherVersion):
+            if isinstance(exc, wire.OtherVersion):
                 self._foreign_version(origin, str(exc), now)
             return
         if len(packet.messages) > 1:
@@ -461,10 +417,7 @@ class RankCore:
                 self._serve(message, ReplyTo(origin), packet.sender, now, principal)
 
     def agent_lost(self, cause: str, reads: bool, now: float) -> None:
-        """The data plane's agent has ended by itself; what is lent stays lent, and nobody can read it for now.
-
-        `reads` says that our own reads have ended with it.
-        """
+        """Note that the data plane's agent has ended, and with it our own reads if `reads`. What is lent stays lent."""
         self.readers.agent_lost()
         self.outbox.counters["agents_lost"] += 1
         if reads:
@@ -503,7 +456,6 @@ class RankCore:
 
     @property
     def next_at(self) -> float:
-        """When `tick` will have something to do."""
         return min(self.timers.next_at, self.prefill.next_at, self.watch.next_at, self.survey.next_at)
 
     # -- inside ------------------------------------------------------------------------------------
@@ -512,26 +464,26 @@ class RankCore:
         if self.is_closed:
             raise EngineClosed(f"engine {self.identity.engine_id!r} is {self.prefill.closed_as} and takes no new work")
 
-    def _serve(self, message: Message, route: ReplyTo, source: str, now: float, principal: str) -> None:
+    def _serve(self, message: wire.Message, route: ReplyTo, source: str, now: float, principal: str) -> None:
         proven = principal if principal.startswith("key:") else ""
         match message:
-            case Claim() | Release() | Renew():
+            case wire.Claim() | wire.Release() | wire.Renew():
                 self.prefill.receive(message, route, source, now, proven)
-            case Hello():
+            case wire.Hello():
                 if self._may_ask(principal, route, now):
                     self.readers.greet(
                         message, route, source, proven, self.prefill.closed_as, bool(self.prefill.leases)
                     )
                 else:
                     self.outbox.counters["dropped.too_many_hellos"] += 1
-            case Ping():
-                self.outbox.send(route, source, Pong(message.nonce))
-            case Pong():
+            case wire.Ping():
+                self.outbox.send(route, source, wire.Pong(message.nonce))
+            case wire.Pong():
                 self.prefill.answered(route, now)
-            case StatusRequest() if message.most or not self.config.inspect.enabled:
+            case wire.StatusRequest() if message.most or not self.config.inspect.enabled:
                 if not self.survey.ask(route, message, lambda s: self.outbox.send(route, source, s), now, principal):
                     self.outbox.counters["dropped.too_many_hellos"] += 1
-            case StatusRequest():
+            case wire.StatusRequest():
                 # Counting everything takes long where there is much.
                 if self._may_ask(principal, route, now):
                     self.outbox.send(route, source, self._status(message.nonce))
@@ -544,13 +496,13 @@ class RankCore:
         is_shared = principal.startswith("host:")
         return (not is_shared or self._hellos_of_one.take(route, now)) and self._hellos.take(principal or route, now)
 
-    def _status(self, nonce: int) -> Status:
+    def _status(self, nonce: int) -> wire.Status:
         layout = self.identity.layout
-        return Status(nonce, self.identity.engine_id, layout.tp_rank, layout.tp_size, self.inspect.gauges())
+        return wire.Status(nonce, self.identity.engine_id, layout.tp_rank, layout.tp_size, self.inspect.gauges())
 
     def _foreign_version(self, origin: Address | ReplyTo, detail: str, now: float) -> None:
         if isinstance(origin, str):
             self.decode.foreign_version(Address(origin), detail, now)
         else:
             # Whatever it was, the answer's first field tells its sender which version is spoken here.
-            self.readers.refuse("", "hello", ReplyTo(origin), "", Unwelcome(0, Reason.PROTOCOL, detail))
+            self.readers.refuse("", "hello", ReplyTo(origin), "", wire.Unwelcome(0, Reason.PROTOCOL, detail))

@@ -1,11 +1,7 @@
-"""Who reads from this rank: what they are told when they shake hands, and when nobody is served any more.
+"""Ranks that read from this one: how their hellos are answered, and what they are told when service ends.
 
-The other half of a handshake is `core/peers.py`. Here a hello is answered: with who we are, how our memory is reached
-and what lies in it, or with why not. Every refusal names what was meant and what is here. While there is no agent that
-serves our memory, hellos wait.
-
-Whoever shook hands is remembered, for two words of courtesy: that nothing new is lent (`Draining`), and that this start
-of the process is over (`Goodbye`). Nothing depends on them.
+Every refusal names what was meant and what is here. Hellos wait while no agent serves our memory. `Draining` and
+`Goodbye` are courtesy: nothing depends on them.
 """
 
 from __future__ import annotations
@@ -16,24 +12,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from asynckv.core import wire
 from asynckv.core.outbox import Outbox
 from asynckv.core.told import ReaderMet, ReaderRefused, short
 from asynckv.core.types import SHOWN_LETTERS, Cohort, Reason, ReplyTo, rank_name
-from asynckv.core.wire import (
-    MAJOR,
-    MINOR,
-    RELEASE_NONCE,
-    Claim,
-    Draining,
-    Goodbye,
-    Hello,
-    Message,
-    Refused,
-    Release,
-    Renew,
-    Unwelcome,
-    Welcome,
-)
 from asynckv.geometry.layout import Layout
 
 _Rank = tuple[str, int, int]
@@ -44,7 +26,6 @@ DOCTOR = "asynckv-doctor-"
 
 MAX_READERS = 65_536
 MAX_WAITING = 4096
-"""Hellos that are kept while there is no agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +33,6 @@ class Identity:
     """Who this rank is, once its data plane is up.
 
     Attributes:
-        incarnation: Random per process start.
-        agent_name: The data plane's.
         metadata: With which remote data planes reach our memory.
         first_nonce: Where nonces start; random, so that they are not guessed from an older run.
         memory_epoch: How often the memory was registered anew.
@@ -69,7 +48,6 @@ class Identity:
 
     @property
     def name(self) -> str:
-        """This rank, for people on either side."""
         return rank_name(self.engine_id, self.layout.tp_rank, self.layout.pp_stage, self.incarnation)
 
 
@@ -78,8 +56,8 @@ class Readers:
 
     def __init__(self, identity: Identity, outbox: Outbox) -> None:
         self.minor_versions: dict[tuple[str, ReplyTo], int] = {}
-        """Of the protocol, by process start and the way back to it; who was heard of last comes last. (Who shakes hands
-        in the name of another hears what the other hears, and takes nothing from it.)"""
+        """Protocol minor version by process start and way back, the latest last. A process that greets in another's
+        name hears what the other hears, and takes nothing from it."""
         self._identity, self._outbox = identity, outbox
         self._layout = msgspec.Raw(msgspec.msgpack.encode(identity.layout))
         self._set_agent(identity.agent_name, identity.metadata)
@@ -87,17 +65,15 @@ class Readers:
         """Process starts that were welcomed once, with the key that each proved, and which rank each is a start of."""
         self._newest: dict[tuple[_Rank, str], str] = {}
         """By rank and key: the process start that was welcomed last."""
-        self._waiting: dict[tuple[str, ReplyTo], tuple[Hello, str]] = {}
+        self._waiting: dict[tuple[str, ReplyTo], tuple[wire.Hello, str]] = {}
         """Hellos that came while there was no agent, the last of each, with the key that its connection proved."""
 
     # -- our side ----------------------------------------------------------------------------------
 
     def agent_lost(self) -> None:
-        """Nothing serves our memory for now."""
         self._has_agent = False
 
     def agent_replaced(self, agent_name: str, metadata: bytes, closed_as: str, lends: bool) -> None:
-        """Another agent serves the same memory: whoever shakes hands from now on reads through it."""
         self._set_agent(agent_name, metadata)
         waiting, self._waiting = self._waiting, {}
         for (source, route), (hello, proven) in waiting.items():
@@ -108,28 +84,19 @@ class Readers:
         self._agent = agent_name, metadata, hashlib.sha256(metadata).digest()
 
     def say_draining(self) -> None:
-        """Tell everyone who shook hands that nothing new is lent."""
         for (source, route), minor in self.minor_versions.items():
             self._say_draining(route, source, minor)
 
     def say_goodbye(self) -> None:
-        """Tell everyone who shook hands that this process start serves nobody any more."""
         for source, route in self.minor_versions:
-            self._outbox.send(route, source, Goodbye())
+            self._outbox.send(route, source, wire.Goodbye())
         self.minor_versions.clear()
 
     # -- theirs ------------------------------------------------------------------------------------
 
-    def greet(self, hello: Hello, route: ReplyTo, source: str, proven: str, closed_as: str, lends: bool) -> None:
-        """Answer a hello.
-
-        Args:
-            hello: A stranger's words.
-            route: The way back.
-            source: What its process start calls itself.
-            proven: The key that its connection proved; empty without keys.
-            closed_as: How this rank takes nothing new, for people; empty while it does.
-            lends: Something is lent still.
+    def greet(self, hello: wire.Hello, route: ReplyTo, source: str, proven: str, closed_as: str, lends: bool) -> None:
+        """Answer a hello of the process start `source`; `proven` is its connection's key, `closed_as` how this rank
+        takes nothing new.
         """
         if not self._has_agent:
             # It is answered when there is an agent to be told of; one that does not fit in is repeated.
@@ -137,7 +104,7 @@ class Readers:
                 self._waiting[source, route] = hello, proven
             return
         answer = self._answer(hello, closed_as, lends)
-        if isinstance(answer, Unwelcome):
+        if isinstance(answer, wire.Unwelcome):
             self.refuse(_name(hello.reader, source), "hello", route, source, answer)
         else:
             self._outbox.send(route, source, answer)
@@ -150,40 +117,42 @@ class Readers:
             if closed_as:
                 self._say_draining(route, source, hello.minor)
 
-    def _answer(self, hello: Hello, closed_as: str, lends: bool) -> Welcome | Unwelcome:
-        if hello.major != MAJOR:
-            text = f"this side speaks protocol {MAJOR}, the reader {hello.major}; upgrade the older side"
-            return Unwelcome(hello.nonce, Reason.PROTOCOL, text)
+    def _answer(self, hello: wire.Hello, closed_as: str, lends: bool) -> wire.Welcome | wire.Unwelcome:
+        if hello.major != wire.MAJOR:
+            text = f"this side speaks protocol {wire.MAJOR}, the reader {hello.major}; upgrade the older side"
+            return wire.Unwelcome(hello.nonce, Reason.PROTOCOL, text)
         if not self._is_meant(hello):
             return self._wrong_target(hello)
         if closed_as and not lends:
-            return Unwelcome(hello.nonce, Reason.ENGINE_CLOSED, f"the engine is {closed_as}")
-        return Welcome(hello.nonce, MAJOR, MINOR, self._identity.engine_id, *self._agent, self._layout)
+            return wire.Unwelcome(hello.nonce, Reason.ENGINE_CLOSED, f"the engine is {closed_as}")
+        return wire.Welcome(hello.nonce, wire.MAJOR, wire.MINOR, self._identity.engine_id, *self._agent, self._layout)
 
-    def misdirected(self, message: Message, route: ReplyTo, source: str) -> None:
+    def misdirected(self, message: wire.Message, route: ReplyTo, source: str) -> None:
         """Answer what was meant for a process that is no more."""
         detail, who = f"{self._identity.name} listens here now", f"?@{source[:SHOWN_LETTERS]}"
-        answer: Refused | Unwelcome
+        answer: wire.Refused | wire.Unwelcome
         match message:
-            case Claim():
-                answer = Refused(message.key, message.pull_id, message.nonce, Reason.RESTARTED, detail)
+            case wire.Claim():
+                answer = wire.Refused(message.key, message.pull_id, message.nonce, Reason.RESTARTED, detail)
                 what, who = "claim", _name(message.cohort, source)
-            case Renew():
-                answer = Refused(message.key, message.pull_id, message.nonce, Reason.RESTARTED, detail)
+            case wire.Renew():
+                answer = wire.Refused(message.key, message.pull_id, message.nonce, Reason.RESTARTED, detail)
                 what = "renew"
-            case Release():
-                answer = Refused(message.key, message.pull_id, RELEASE_NONCE, Reason.RESTARTED, detail)
+            case wire.Release():
+                answer = wire.Refused(message.key, message.pull_id, wire.RELEASE_NONCE, Reason.RESTARTED, detail)
                 what, who = "release", _name(message.cohort, source)
-            case Hello():
+            case wire.Hello():
                 is_meant = self._is_meant(message)
-                answer = Unwelcome(message.nonce, Reason.RESTARTED, detail) if is_meant else self._wrong_target(message)
+                answer = (
+                    wire.Unwelcome(message.nonce, Reason.RESTARTED, detail) if is_meant else self._wrong_target(message)
+                )
                 what, who = "hello", _name(message.reader, source)
             case _:
                 return
         self.refuse(who, what, route, source, answer)
 
-    def refuse(self, who: str, what: str, route: ReplyTo, source: str, answer: Refused | Unwelcome) -> None:
-        """Turn somebody down who is not served by this start of the process."""
+    def refuse(self, who: str, what: str, route: ReplyTo, source: str, answer: wire.Refused | wire.Unwelcome) -> None:
+        """Turn away a process that this start does not serve."""
         self._outbox.send(route, source, answer)
         self._outbox.commands.append(ReaderRefused(who, what, answer.reason, short(answer.detail)))
 
@@ -199,8 +168,7 @@ class Readers:
         rank = self._met.get((source, ""))
         return source if rank is None else rank[0]
 
-    def _meet(self, hello: Hello, source: str, proven: str) -> None:
-        """Say so if this start of a process is welcomed for the first time."""
+    def _meet(self, hello: wire.Hello, source: str, proven: str) -> None:
         reader = hello.reader
         rank = self._met.get((source, proven)) or (reader.id, reader.tp_rank, reader.pp_stage)
         self._newest[rank, proven] = source
@@ -215,19 +183,19 @@ class Readers:
         if not reader.id.startswith(DOCTOR):
             self._outbox.commands.append(ReaderMet(_name(reader, source), source, hello.minor))
 
-    def _is_meant(self, hello: Hello) -> bool:
+    def _is_meant(self, hello: wire.Hello) -> bool:
         layout = self._identity.layout
         here = self._identity.engine_id, layout.pp_stage, layout.tp_rank
         return here == (hello.engine_id, hello.pp_stage, hello.tp_rank)
 
-    def _wrong_target(self, hello: Hello) -> Unwelcome:
+    def _wrong_target(self, hello: wire.Hello) -> wire.Unwelcome:
         there = rank_name(hello.engine_id, hello.tp_rank, hello.pp_stage)
         text = f"{self._identity.name} listens here, not {there}; correct the endpoint's address"
-        return Unwelcome(hello.nonce, Reason.WRONG_TARGET, text)
+        return wire.Unwelcome(hello.nonce, Reason.WRONG_TARGET, text)
 
     def _say_draining(self, route: ReplyTo, source: str, minor: int) -> None:
         if minor >= 1:
-            self._outbox.send(route, source, Draining())
+            self._outbox.send(route, source, wire.Draining())
 
 
 def _name(reader: Cohort, source: str) -> str:

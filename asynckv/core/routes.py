@@ -1,8 +1,7 @@
 """Which remote ranks a request has to do with, and what is read of each: worked out once per set of ranks.
 
-Params list every rank of a prefill group. This reader answers for those that overlap it (`answered_for`): it releases
-all of them, and reads those that hold something of it. Which these are the usual rule predicts (`is_predicted`); what
-they say they hold decides (`choose_sources`).
+A reader releases all ranks of a prefill group that overlap it (`answered_for`), and reads some. The usual rule predicts
+which (`is_predicted`); what the ranks say they hold decides (`choose_sources`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from asynckv.geometry.match import NotCovered, assign, predicted, remote_ranks
 from asynckv.geometry.tables import PeerTables
 
 MAX_ENDPOINTS = 65_536
-"""Endpoints of prefill groups that are remembered."""
 
 MAX_SOURCES = 128
 """Most remote ranks that one pull answers for: each costs a link and a handshake, and params are made by strangers."""
@@ -33,12 +31,10 @@ Chosen = tuple[PeerTables | None, ...]
 
 
 class Ready(NamedTuple):
-    """The ranks of a route, all of them ready, and what is read of each.
+    """The ranks of a route, all of them ready, and what is read of each (None: it is only released).
 
     Attributes:
         num_changes: What `Peers.num_changes` was when this was worked out: it holds until the next.
-        peers: One per rank.
-        tables: One per rank; None for one that is only released.
     """
 
     num_changes: int
@@ -51,8 +47,8 @@ class Route:
     """The ranks of a prefill group that this reader answers for, by stage and rank.
 
     Attributes:
-        flow: Who reads from the same waits in the same queue.
-        ready: By the groups of which something is wanted; while it holds, a request need not find out again.
+        flow: The queue that its pulls wait in.
+        ready: By wanted groups, what later requests need not find out again.
     """
 
     ranks: tuple[RemoteRank, ...]
@@ -61,12 +57,7 @@ class Route:
 
 
 class Routes:
-    """What is known of prefill groups, and of the ranks that were met.
-
-    Args:
-        layout: This rank's.
-        on_tables: Told of the tables that were made of a peer.
-    """
+    """What is known of prefill groups, and of the ranks that were met."""
 
     def __init__(self, layout: Layout, on_tables: Callable[[Peer, PeerTables], None]) -> None:
         self._layout, self._on_tables = layout, on_tables
@@ -140,7 +131,6 @@ class Routes:
         return Route(mine, tuple([rank.place for rank in mine]))
 
     def choose_sources(self, peers: Sequence[Peer], groups: tuple[int, ...]) -> Chosen | str:
-        """Say what is read of each of these ranks, or why they are not enough."""
         places = tuple([peer.place for peer in peers])
         if (known := self._chosen.get((places, groups))) is not None:
             return known
@@ -166,7 +156,6 @@ class Routes:
         return found
 
     def forget(self, place: Place) -> None:
-        """Forget what is read of a rank that is gone."""
         for known in [known for known in self._chosen if place in known[0]]:
             del self._chosen[known]
         for route in self._groups.values():
@@ -174,7 +163,6 @@ class Routes:
                 route.ready.clear()
 
     def clear(self) -> None:
-        """Forget what is read of anybody."""
         self._chosen.clear()
         for route in self._groups.values():
             route.ready.clear()

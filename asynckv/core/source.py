@@ -1,23 +1,16 @@
 """One remote rank of one attempt: what was asked of it, read from it, proven of it, and what it was told.
 
-A pull has a `Source` for every remote rank that this reader answers for, read or not: each of them is released.
-A source has three conversations, which go on beside each other:
-
-- **claims**: the rank promises its blocks for some seconds, and renews that while it is asked to;
-- **reads**: its bytes are fetched, one read request after the other, as room allows;
-- **the release**: told once everything is over, until it is acknowledged.
+A pull has a `Source` for every remote rank that this reader answers for. It claims (and renews) a promise of the
+blocks, reads them one read request after the other, and releases the rank in the end, read or not.
 
 Its bytes are *proven* if
 
 - every read ended well, and the clock read after observing the last one says less than the end of some promise: the
-  moment before *that* claim was sent, plus the seconds granted, less a rate margin (so a claim that is sent after the
-  last read and granted is always enough); and
-- the first read began after the blocks were lent. Params may travel ahead of the data, so a read can be too early; a
-  grant says how long the blocks have been lent, and a read that cannot be shown to be younger is done again.
+  moment before *that* claim was sent, plus the seconds granted, less a rate margin; and
+- the first read began after the blocks were lent. Params may travel ahead of the data; a grant says how long the blocks
+  have been lent, and a read that cannot be shown to be younger is done again.
 
-What is proven stays so: what becomes of the lease, or of the rank, cannot take the bytes back.
-
-A source refuses to know: other sources, the pull that it belongs to, and how its rank is reached.
+What is proven stays so, whatever becomes of the lease or the rank.
 """
 
 from __future__ import annotations
@@ -69,8 +62,6 @@ class Role(enum.StrEnum):
 
 
 class ReleaseState(enum.StrEnum):
-    """How far one rank's release has come."""
-
     UNSENT = "unsent"
     SENT = "sent"
     SETTLED = "settled"
@@ -80,12 +71,7 @@ ROLE, RELEASE = members(Role), members(ReleaseState)
 
 
 class RemoteRank(NamedTuple):
-    """A rank as params list it, with what is made of that once for all requests.
-
-    Attributes:
-        name: For people.
-        is_predicted: The usual rule says that it is read.
-    """
+    """A rank as params list it; `is_predicted` says that the usual rule reads it."""
 
     tp_rank: int
     pp_stage: int
@@ -103,14 +89,11 @@ class Source:
     role: Role
 
     tables: PeerTables | None = None
-    """What is read of it, once all ranks to read are met."""
     plan: Plan | None = None
     next_read: ReadRequest | None = None
-    """What to post next; None once everything is posted."""
+    """None once everything is posted."""
     following: Iterator[ReadRequest] = _NOTHING
-    """What comes after it."""
     may_post: bool = False
-    """Its pull reads."""
     is_waiting: bool = False
     """It stands in the line of its peer (`core/flow.py`)."""
     running: set[TransferId] = field(default_factory=set)
@@ -122,24 +105,18 @@ class Source:
     """Nothing more will land: everything was posted and has ended, well or not, and nothing is in doubt. So while the
     attempt has neither failed nor been cancelled all bytes are there."""
     bytes_read: int = 0
-    """Landed so far."""
 
     nonces: dict[int, float] = field(default_factory=dict)
-    """Claim or renewal -> the moment before it was sent."""
     granted_nonce: int = 0
-    """The newest that was granted."""
     covered_until: float = NEVER
-    """End of the longest promise."""
     lent_by: float = math.inf
     """The blocks were lent at this moment at the latest, on our clock; infinite while nothing is granted."""
     not_lent_yet: bool = False
     """The rank has said that the request is not lent yet: reading now would be in vain."""
     not_lent_yet_at: float = NEVER
-    """When it said so last."""
     proven: bool = False
     """The bytes are what was lent."""
     claim_at: float = math.inf
-    """When to claim or renew next."""
     claims: int = 0
     """Sent since the last answer."""
 
@@ -156,37 +133,30 @@ class Source:
 
     @property
     def reads(self) -> bool:
-        """It is read, as far as is known."""
         return self.role is ROLE.READ
 
     @property
     def address(self) -> Address:
-        """Where its control plane listens."""
         return self.rank.place[0]
 
     @property
     def incarnation(self) -> str:
-        """Which start of its process is meant."""
         return self.rank.place[1]
 
     @property
     def tp_rank(self) -> int:
-        """Of its stage."""
         return self.rank.tp_rank
 
     @property
     def name(self) -> str:
-        """The rank, for people."""
         return self.rank.name
 
     @property
     def where(self) -> str:
-        """The rank and its address, for people."""
         return f"{self.rank.name} ({self.rank.place[0]})"
 
     @property
     def is_settled(self) -> bool:
-        """The rank was told, or need not be."""
         return self.release is RELEASE.SETTLED
 
     @property
@@ -195,24 +165,20 @@ class Source:
         return self.first_posted_at <= self.lent_by < math.inf
 
     def wanted(self) -> None:
-        """It may hold something of ours: it is to be met."""
         self.role = ROLE.READ
 
     def not_wanted(self) -> None:
-        """Nothing is read of it."""
         self.role, self.tables = ROLE.RELEASE_ONLY, None
 
     # -- reads -------------------------------------------------------------------------------------
 
     def start(self, plan: Plan, max_bytes: int, max_descriptors: int) -> None:
-        """Read what the plan says, from its beginning."""
         self.plan = plan
         self.following = plan.posts(max_bytes, max_descriptors)
         self.next_read = next(self.following, None)
         self.has_landed = self.next_read is None
 
     def restart(self, max_bytes: int, max_descriptors: int) -> None:
-        """Read everything again: the first time was before the blocks were lent."""
         assert self.plan is not None
         self.first_posted_at, self.done_at, self.bytes_read = math.inf, NEVER, 0
         self.lent_by = LONG_AGO  # granted by now, so whatever begins from here on is late enough
@@ -229,7 +195,7 @@ class Source:
         return read
 
     def transfer_ended(self, transfer_id: TransferId, num_bytes: int, in_doubt: bool, now: float) -> bool:
-        """A transfer ended, or fell in doubt; True if with it everything has landed.
+        """Take the end of a transfer; True if with it everything has landed.
 
         Args:
             transfer_id: Which.
@@ -253,7 +219,6 @@ class Source:
         return True
 
     def prove(self) -> None:
-        """Note it if the bytes are what was lent."""
         if not self.proven and self.has_landed:
             timely = self.lent_by < self.first_posted_at
             # A promise counts from before its claim was sent, so one that was claimed after the end covers it as well.
@@ -263,7 +228,6 @@ class Source:
     # -- claims ------------------------------------------------------------------------------------
 
     def claimed(self, nonce: int, retry_s: float, now: float) -> None:
-        """A claim or renewal is about to be sent."""
         self.nonces[nonce] = now
         if len(self.nonces) > MAX_NONCES:
             del self.nonces[next(iter(self.nonces))]
@@ -272,7 +236,7 @@ class Source:
         self.claim_at = now + (pause_s if pause_s < MAX_CLAIM_PAUSE_S else MAX_CLAIM_PAUSE_S)
 
     def granted(self, answer: Granted, written: bool, renew_s: float, now: float) -> None:
-        """It promises its blocks; the promise counts from before the claim was sent that is answered."""
+        """Take a promise of the rank. It counts from before the answered claim was sent."""
         sent_at = self.nonces[answer.nonce]
         deadline = sent_at + answer.seconds * (1 - RATE_MARGIN)
         if deadline > self.covered_until:
@@ -291,12 +255,8 @@ class Source:
             self.claim_at = max(sent_at + min(renew_s, answer.seconds / 2), now + MIN_RENEW_S)
 
     def refused(self, answer: Refused, now: float, *, reads_yet: bool) -> tuple[Reason, str] | None:
-        """It grants nothing any more; return why the attempt fails, if it does.
-
-        Args:
-            answer: To a claim or renewal.
-            now: The time.
-            reads_yet: The attempt has met its ranks, and reads or waits for room.
+        """Take a refusal; return why the attempt fails, if it does. `reads_yet`: it has met its ranks, and reads or
+        waits for room.
         """
         if answer.nonce < self.granted_nonce:
             return None  # late, or repeated: what was asked after it was granted
@@ -321,18 +281,15 @@ class Source:
     # -- the release -------------------------------------------------------------------------------
 
     def ended(self, now: float) -> None:
-        """The attempt has its outcome: nothing more is claimed or posted, and the release is due."""
         self.claim_at, self.next_read = math.inf, None
         if self.release is not RELEASE.SETTLED:
             self.release_at = now
 
     def released(self, retry_s: float, now: float) -> None:
-        """A release is about to be sent."""
         self.release = RELEASE.SENT
         self.releases += 1
         pause_s = retry_s * 2 ** (self.releases - 1 if self.releases < 7 else 6)
         self.release_at = now + (pause_s if pause_s < MAX_RELEASE_PAUSE_S else MAX_RELEASE_PAUSE_S)
 
     def settled(self) -> None:
-        """The rank needs no release any more: acknowledged, refused, or gone."""
         self.release, self.release_at, self.claim_at = RELEASE.SETTLED, math.inf, math.inf

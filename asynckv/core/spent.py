@@ -1,14 +1,10 @@
 """Which keys are spent: lent or withdrawn once, and never to be lent again.
 
-Were a key lent twice, a grant of the first time would vouch for the blocks of the second. So a prefill rank remembers
-every key that it has seen used, in little memory, for as long as it lives.
-
-Requests are lent in any order, or never. What a claim names may therefore still come, unless its key is spent. The
-sequence numbers of one scheduler (an epoch of keys) are kept as runs of spent ones, as a QUIC receiver keeps the packet
-numbers that it has seen (RFC 9000, section 13.2.3). Requests that are still open, and those that will never be lent,
-are the gaps between the runs. So memory grows with the gaps, however many requests lie in one, and those are bounded:
-beyond `MAX_GAPS` the oldest of the scheduler that has the most are closed, as if what lies in them were spent. That is
-the safe side: a request that is open for so long has to be described anew, but no key is lent twice.
+Were a key lent twice, a grant of the first time would vouch for the blocks of the second. Sequence numbers of each
+scheduler (an epoch of keys) are kept as runs of spent ones, as a QUIC receiver keeps packet numbers (RFC 9000, section
+13.2.3). Memory grows with the gaps between runs, which are bounded: beyond `MAX_GAPS` the oldest of the scheduler that
+has most are closed, as if they were spent. So a request that was open for too long has to be described anew, but no key
+is lent twice.
 """
 
 from __future__ import annotations
@@ -49,7 +45,6 @@ class SpentKeys:
         return key.sequence <= lasts[bisect_right(firsts, key.sequence) - 1]
 
     def add(self, key: Key) -> None:
-        """Spend a key."""
         sequence = key.sequence
         firsts, lasts = self._runs[key.epoch] if key.epoch == self._latest else self._turn_to(key.epoch)
         if sequence == lasts[-1] + 1:  # in order, as most are
@@ -78,7 +73,6 @@ class SpentKeys:
 
     @property
     def epochs(self) -> tuple[str, ...]:
-        """Schedulers that are known, who was used last at the end."""
         return tuple(self._runs)
 
     def _turn_to(self, epoch: str) -> tuple[list[int], list[int]]:

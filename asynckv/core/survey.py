@@ -1,16 +1,11 @@
-"""Answers who asks what a rank holds, a slice at a time: with 50,000 leases no turn of the loop gets any longer.
+"""Answers questions about what a rank holds, a slice per turn: with 50,000 leases no turn of the loop gets any longer.
 
-A question waits in a queue of bounded length, and `tick` carries it on by one slice. First everything is counted, which
-serves all questions of the next moment, or of a longer one where there is much. Then the requests that are wanted are
-told, the oldest first.
+Questions wait in a bounded queue, and `tick` carries the first on by one slice. First everything is counted, for all
+questions of the next moment. Then the requests that are wanted are told, the oldest first: leases and pulls are kept in
+the order in which they began. The cursor of a page is its last request, so none is left out or told twice while others
+come and go (but for requests that began at the very same moment as one that has ended since).
 
-Nothing is sorted for that: leases and pulls are kept in the order in which they began. Where a page ended is said by
-the last request on it, so that no page is kept for whoever asks, and none is left out or told twice while others come
-and go (but for requests that began at the very same moment as one that has ended since; those may be told again).
-
-How much may be asked is bounded for each key or host and for all together. An asker that asks too often, or where it is
-turned off, is told so. Answers that an asker does not read are bounded where they are sent: in bytes by the control
-plane, and by one at a time over a socket of this host. Nothing in here changes anything but the counts of questions.
+Questions are rate-limited per key or host and for all together; unread answers are bounded where they are sent.
 """
 
 from __future__ import annotations
@@ -47,7 +42,6 @@ TOTAL_RATE, TOTAL_BURST, TOLD_PER_TOKEN = 16.0, 400, 64
 """The same for all together: a question is one, and one more for every so many requests that are told."""
 
 MAX_WAITING = 64
-"""Questions that wait for their answer."""
 
 LOOKED_PER_TOKEN = 8192
 """To find one request by its name all are looked at: so many cost as much as one question more."""
@@ -62,19 +56,16 @@ SLICE_LEASES, SLICE_PULLS, SLICE_TOLD = 2048, 512, 16
 """Looked at in one turn of the loop: half a millisecond each."""
 
 SLICE_FOUND = 2048
-"""Looked at in one turn where one request is wanted of many."""
 
 MAX_TEXT = 128 * 1024
 """Letters in one account's requests: longer ids make shorter pages."""
 
 MAX_PEERS = 256
-"""Peers in one account."""
 
 MAX_RANKS = 256
 """Ranks told of one request: whoever claims says of how many ranks its engine is, and thousands are owed at once."""
 
 MAX_GUESTS = 64
-"""Stores and loads of an offload whose blocks are told, with the first requests."""
 
 MAX_IDS, MAX_IDS_OF_ONE = 32, 4096
 """Block ids of each group of one request, in a list of many and where it is wanted alone."""
@@ -101,7 +92,6 @@ class _Counts(Struct):
     idle: list[Peer]
 
     def add(self, kind: str, phase: str, begun_at: float) -> None:
-        """Count a request in."""
         known = self.phases.get((kind, phase))
         if known is None:
             self.phases[kind, phase] = [1, begun_at]
@@ -114,7 +104,6 @@ class Survey:
     """One rank's answers.
 
     Attributes:
-        next_at: When `tick` has something to do.
         facts: What only the engine knows; the engine puts its own function here.
     """
 
@@ -139,9 +128,9 @@ class Survey:
         self._counts: _Counts | None = None
 
     def ask(self, whose: Hashable, asked: StatusRequest, answer: Answer, now: float, principal: str = "") -> bool:
-        """Take a question of a connection; it is answered now if it is refused, or in one of the next turns.
+        """Take a question; it is answered now if it is refused, or in one of the next turns.
 
-        False if it is not answered at all: whoever was told so often to wait, and asks on, is not listened to, for a
+        False if it is not answered at all: an asker that was told so often to wait is no longer listened to, because a
         refusal costs more than most questions.
         """
         if not self._config.inspect.enabled:
@@ -166,7 +155,6 @@ class Survey:
         return True
 
     def tick(self, now: float) -> None:
-        """Carry the question that came first on by one slice."""
         if now < self.next_at:
             return
         if self._working is None and self._waiting:
@@ -238,7 +226,6 @@ class Survey:
         return self._status(asked.nonce, self._inspector.gauges(counts.tally), account)
 
     def _count(self, now: float) -> Generator[None, float, float]:
-        """Look at everything once."""
         counts = _Counts(now, now, {}, Tally(), {}, [], [])
         leases = list(self._prefill.leases.values())
         for start in range(0, len(leases), SLICE_LEASES):
@@ -270,7 +257,6 @@ class Survey:
     def _tell(
         self, asked: StatusRequest, requests: list[RequestStatus], holds: list[HeldBlocks], now: float
     ) -> Generator[None, float, str]:
-        """Tell of requests, the oldest first; return where the rest begins, or nothing."""
         leases: Iterator[Lease | Pull] = _rest(self._prefill.leases.values(), asked.after, True)
         pulls: Iterator[Lease | Pull] = _rest(self._decode.pulls.values(), asked.after, False)
         letters = work = looked = 0
@@ -315,22 +301,18 @@ class Survey:
 
 
 def _letters(status: RequestStatus) -> int:
-    """About how long it is: names are as long as others made them."""
     said = sum(len(x.rank) + len(x.address) + 80 for x in status.ranks)
     said += sum(len(who) + len(detail) for _, _, _, who, detail in status.refused)
     return said + len(status.request_id) + 2 * len(status.prefill_request_id) + len(status.waits)
 
 
 def _begun_at(request: Lease | Pull) -> float:
-    """When it came into being, which never changes: `called_at` of what was announced does when it is pulled."""
+    """When it came into being. (`called_at` changes when what was announced is pulled.)"""
     return request.history[0][0]
 
 
 def _count_leases(leases: Iterable[Lease], phases: dict[tuple[str, str], list[float]], now: float) -> None:
-    """Count leases by what most distinguishes them, in the order in which they began.
-
-    Thousands are counted in one turn: so it is one loop that calls nothing.
-    """
+    """Count leases by what most distinguishes them, in order of begin: one loop that calls nothing, for speed."""
     ending, granted, lapsed, unclaimed = (
         phases.setdefault(("lease", phase), [0, math.inf]) for phase in ("ending", "granted", "lapsed", "unclaimed")
     )
@@ -360,7 +342,6 @@ def _is_named(request: Lease | Pull, name: str) -> bool:
 
 
 def _name(request: Lease | Pull) -> str:
-    """What tells it from others that began at the same moment; no secret."""
     return f"l{request.lent.key.sequence}" if isinstance(request, Lease) else f"p{request.pull_id}"
 
 
@@ -369,7 +350,6 @@ def _place_of(request: Lease | Pull) -> str:
 
 
 def _place(text: str) -> tuple[float, str] | None:
-    """Read where a page ended; None if it says nothing of the kind."""
     at, _, name = text.partition(" ")
     try:
         begun_at = float.fromhex(at)
@@ -379,7 +359,7 @@ def _place(text: str) -> tuple[float, str] | None:
 
 
 def _rest(requests: Iterable[Lease | Pull], after: str, is_first: bool) -> Iterator[Lease | Pull]:
-    """Return those of one kind that follow a place; of what began at the same moment the first kind comes first."""
+    """Return those of one kind that follow a cursor; of what began at the same moment the first kind comes first."""
     everything = list(requests)
     if (place := _place(after)) is None:
         return iter(everything)

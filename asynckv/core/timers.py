@@ -9,8 +9,6 @@ from typing import Protocol
 
 
 class Timed(Protocol):
-    """Something that wants to be woken."""
-
     scheduled_at: float
 
 
@@ -23,11 +21,9 @@ class Timers:
         self._heap: list[tuple[float, int, Timed]] = []
         self._order = itertools.count()
         self._stale = 0
-        """Entries of forgotten items, at most."""
 
     @property
     def next_at(self) -> float:
-        """When `pop` will have something."""
         while self._heap and self._heap[0][2].scheduled_at != self._heap[0][0]:
             heapq.heappop(self._heap)
         self.earliest = self._heap[0][0] if self._heap else math.inf
@@ -42,7 +38,6 @@ class Timers:
             heapq.heappush(self._heap, (when, next(self._order), item))
 
     def forget(self, item: Timed) -> None:
-        """Never wake the item again."""
         if item.scheduled_at < math.inf:
             item.scheduled_at = math.inf
             self._stale += 1
@@ -53,7 +48,6 @@ class Timers:
                 self._stale = 0
 
     def pop(self, now: float) -> Timed | None:
-        """Return an item whose time has come."""
         if self.next_at > now:
             return None
         item = heapq.heappop(self._heap)[2]

@@ -1,13 +1,10 @@
 """The small values that the protocol speaks of: names, keys, endpoints, params, outcomes and reasons.
 
-Three names are easily mixed up. A *request id* is what an engine calls a request: arbitrary text, each side has its
-own, and it is never compared to decide anything. A *key* is what one lent request is called for ever; it is minted
-once, cannot be guessed, and is what is compared wherever blocks are believed or freed. A *pull id* is one attempt of
-one decode rank to read it.
+A *request id* is arbitrary text; each side has its own, and it decides nothing. A *key* names one lent request for
+ever, and is compared wherever blocks are believed or freed. A *pull id* is one attempt of one decode rank to read it.
 
 Everything that crosses the wire is a frozen `msgspec.Struct` with constraints, so that decoding is validation.
-Durations are seconds (float) and cross the wire; points in time never do. What bytes mean (blocks, tokens, layouts) is
-said in `asynckv/geometry`.
+Durations (seconds, float) cross the wire; points in time never do.
 """
 
 from __future__ import annotations
@@ -151,11 +148,8 @@ class KVTransferParams(Struct, frozen=True, kw_only=True, gc=False):
 
 
 _described = msgspec.msgpack.Decoder(KVTransferParams)
-"""Made on import, so that no two threads are the first to decode one.
-
-msgspec describes a `Struct` when it is first decoded. Two threads that do so at once end the process with SIGSEGV
-(0.22.0), as two engines did that had a thread each. `tests/test_embed_thread.py` holds that none is left.
-"""
+"""Made on import, because two threads that first decode one `Struct` at once end the process with SIGSEGV (msgspec
+0.22.0)."""
 
 
 class Outcome(enum.StrEnum):
@@ -216,9 +210,9 @@ AnyEnum = TypeVar("AnyEnum", bound=enum.Enum)
 
 
 def members(kind: type[AnyEnum]) -> type[AnyEnum]:
-    """Return what has the members of an enum for its attributes, and nothing else.
+    """Return an object that has the members of an enum for its attributes.
 
-    Until 3.12 Python takes 0.4 us to look a member up on its class, and 0.02 us here. That was a sixth of a small pull.
+    Before 3.12 Python takes 0.4 us to look a member up on its class, and 0.02 us here: a sixth of a small pull.
     """
     return cast("type[AnyEnum]", SimpleNamespace(**kind.__members__))
 
@@ -243,8 +237,7 @@ SHOWN_LETTERS = 8
 def rank_name(engine_id: str, tp_rank: int, pp_stage: int = 0, incarnation: str = "") -> str:
     """Write a rank, for people: `prefill/pp1/tp3@0a1b2c3d`.
 
-    Everything that names a rank does it so, on both sides: engine, stage (but the first), rank, and the first letters
-    of the incarnation that this process logged when it started, if that is known.
+    The incarnation is cut to the letters that its process logged when it started.
     """
     stage = f"/pp{pp_stage}" if pp_stage else ""
     start = f"@{incarnation[:SHOWN_LETTERS]}" if incarnation else ""
@@ -252,7 +245,6 @@ def rank_name(engine_id: str, tp_rank: int, pp_stage: int = 0, incarnation: str 
 
 
 def _num_runs(groups: object) -> int:
-    """Count the runs of what may be groups, without looking at any of them."""
     total = 0
     for pair in groups[:MAX_GROUPS] if isinstance(groups, list | tuple) else ():
         if isinstance(pair, list | tuple) and len(pair) > 1 and isinstance(pair[1], list | tuple):

@@ -1,8 +1,6 @@
-"""What has been held for long: worth a word, but a thousand of a kind are worth no more than one.
+"""Gathers what has been held for long by what it waits for, and tells it together, at intervals.
 
-Leases and pulls say by themselves when they have been held for too long (`Effects.is_overdue` of a lease,
-`Pull.take_warning`). They are gathered here by what they wait for, and said together, at intervals: when a reader dies
-with ten thousand leases, that is a line in ten seconds, not ten thousand.
+When a reader dies with ten thousand leases, that is a line in ten seconds, not ten thousand.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ MIN_WARN_S = 0.5
 """Nothing is worth a word sooner, whatever a lease says that came with somebody's params."""
 
 GATHER_S = 0.25
-"""How long the first of a kind waits for more."""
 
 PAUSE_S = 10.0
 """Between what is said together and what is said next."""
@@ -27,7 +24,6 @@ MAX_KINDS = 8
 """Said at once; all others are one kind more."""
 
 OLDEST = 3
-"""Named of each kind."""
 
 
 def warn_after(lease_s: float, fraction: float) -> float:
@@ -38,24 +34,19 @@ def warn_after(lease_s: float, fraction: float) -> float:
 
 
 class Watch:
-    """Gathers what is held for long."""
-
     def __init__(self, outbox: Outbox) -> None:
         self.next_at = math.inf
-        """When `tick` has something to say."""
         self._outbox = outbox
         self._said_at = -math.inf
         self._gathered: dict[Lease | Pull, LeaseState | PullState] = {}
         """What is held, and its state when this was found last."""
 
     def add(self, held: Lease | Pull, now: float) -> None:
-        """Say soon that something has been held for long."""
         if not self._gathered:
             self.next_at = max(now + GATHER_S, self._said_at + PAUSE_S)
         self._gathered[held] = held.state
 
     def tick(self, now: float) -> None:
-        """Say what has been gathered, of what is still held."""
         if now < self.next_at:
             return
         gathered, self._gathered, self.next_at = self._gathered, {}, math.inf

@@ -7,23 +7,17 @@
     Ping, StatusRequest                    Pong, Status
     Pong                                   Ping, Draining, Goodbye
 
-A session opens and closes as in WAMP (`Hello`, `Welcome`, `Goodbye`), blocks are leased as addresses are in DHCP: who
-wants them claims and renews, who is done releases, and whoever is not heard of loses them when his time is up.
+Everything is idempotent and may be lost, repeated or reordered. A packet names the process start it comes from
+(`sender`) and the one it is meant for (`target`). A claim carries a `nonce` that the answer returns. Durations are
+told, points in time never are.
 
-Everything is idempotent and may be lost, repeated or reordered. A packet names the start of the process it comes from
-(`sender`) and the one it is meant for (`target`), so that nothing written for a process that died is ever taken by its
-successor. A claim and a renewal carry a `nonce`, the answer returns it, so that an old answer never dates from a new
-question. Durations are told, points in time never are: clocks are not compared.
+**The door is `decode_packet`.** Messages are a closed union whose bounds stand with their types, so that decoding is
+validation: what comes out is a value of which the core may believe types and ranges, or a `RemoteProtocolError`. Only
+the layout inside a `Welcome` stays closed, because it is large: `decode_layout` looks at its length first. (Params come
+through a router, and `decode_params` checks them.)
 
-**The door is `decode_packet`.** Whatever a stranger's packet says to an engine comes in by it, and by nothing else. The
-messages are a closed union, their bounds stand with their types, so that decoding is validation: what comes out is a
-value of which all of the core may believe the types and the ranges (not that its sender means well), or a
-`RemoteProtocolError`. Only the layout inside a `Welcome` stays closed, because it is large: `decode_layout` looks at
-its length first. (Params are no message: they come through a router, in the caller's hands, and `decode_params` checks
-them.)
-
-Fields are only ever added at the end with defaults, and kinds of messages only sent to who knows them (a minor
-version); anything else is a new major version.
+Fields are only ever added at the end with defaults, and kinds of messages are only sent to peers that know them (a
+minor version). Anything else is a new major version.
 """
 
 from __future__ import annotations
@@ -54,7 +48,6 @@ SOFT_PACKET = 64 * 1024
 request id is long, of 70 KB at most, or a `Welcome`, whose metadata may have 8 MB."""
 
 MAX_MESSAGES = 512
-"""Most messages per packet."""
 
 Incarnation = Annotated[str, Meta(max_length=64)]
 PullText = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -106,10 +99,8 @@ class Hello(Struct, frozen=True, array_like=True, tag=1, gc=False):
     major: Annotated[int, Meta(ge=0, le=65_535)]
     minor: Annotated[int, Meta(ge=0, le=65_535)]
     engine_id: Name
-    """The engine that is expected to listen."""
     tp_rank: Rank
     reader: Cohort
-    """Who asks."""
     pp_stage: Rank = 0
 
 
@@ -148,9 +139,8 @@ class Claim(Struct, frozen=True, array_like=True, tag=4, gc=False):
     cohort: Cohort
     pull_id: PullText
     nonce: Nonce
-    """Of this transmission: an old answer never dates from a new question."""
+    """Unique per transmission, so that an old answer is never matched to a newer question."""
     digest: Annotated[bytes, Meta(min_length=16, max_length=16)]
-    """Of the blocks that the params name (`blocks_digest`)."""
     seconds: Seconds
     """How long the reader still needs at most."""
 
@@ -291,7 +281,6 @@ class Packet(Struct, frozen=True, array_like=True, gc=False):
 
     major: Annotated[int, Meta(ge=0, le=65_535)]
     sender: Annotated[str, Meta(min_length=1, max_length=64)]
-    """The start of the process that says it."""
     target: Incarnation
     """The start of the process that is meant; empty if any will do."""
     messages: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)]
@@ -313,7 +302,6 @@ _header: msgspec.msgpack.Decoder[_Header] = msgspec.msgpack.Decoder(_Header)
 
 
 def encode_packet(sender: str, target: str, messages: Sequence[Message]) -> bytes:
-    """Encode up to `MAX_MESSAGES` messages."""
     return _encoder.encode(Packet(MAJOR, sender, target, tuple(messages)))
 
 
@@ -336,7 +324,6 @@ def decode_packet(data: bytes) -> Packet:
 
 
 def _other_major(data: bytes) -> str:
-    """Name the protocol version of a packet whose body this version cannot read."""
     try:
         major = _header.decode(data).major
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -349,9 +336,8 @@ def blocks_digest(
 ) -> bytes:
     """Digest of lent blocks and tokens, by which owner and reader know that they speak of the same ones.
 
-    It covers all blocks that the params name, not only those that one pull reads, so that it is known
-    when a pull is announced and is computed once per request. It covers the hashes of the prompt as well, because the
-    params come through a client's hands: hashes that were exchanged for those of another prompt are refused.
+    It covers all blocks that the params name, so that it is computed once per request, and the hashes of the prompt,
+    because params come through a client's hands.
     """
     said: tuple[object, ...] = (tuple(groups), num_tokens, written)
     if hashes:

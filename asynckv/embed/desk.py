@@ -62,13 +62,10 @@ class EngineDesk:
         self.engine = engine
         self._wake, self._on_news = wake, on_news
         self._handed: deque[tuple[Order, ...]] = deque()
-        self._left: deque[Order] = deque()
-        """What the loop has taken over, and not carried out yet."""
+        self._left: deque[Order] = deque()  # what the loop has taken over, and not carried out yet
         self._is_due = False
-        self._tasks: dict[asyncio.Task[None], Order] = {}
-        """What waits for the end of which order."""
-        self._unbegun: set[asyncio.Task[None]] = set()
-        """Pulls, loads and stores whose task has not had its first turn."""
+        self._tasks: dict[asyncio.Task[None], Order] = {}  # what waits for the end of which order
+        self._unbegun: set[asyncio.Task[None]] = set()  # pulls, loads and stores whose task has not had its first turn
         self._failed: set[asyncio.Task[None]] = set()
         """Pulls, loads and stores that were told in `failed`, and whose blocks are not the engine's yet."""
         self._lent: set[str] = set()

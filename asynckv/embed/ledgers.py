@@ -39,18 +39,12 @@ Groups = Sequence[tuple[int, Sequence[int | None]]]
 class State(enum.Enum):
     """Where a request of the decode engine is."""
 
-    QUEUED = "queued"
-    """Announced: its prefill ranks are met, and its claim is renewed."""
-    WAITING = "waiting"
-    """Queued behind a request with the same params, which is pulled for both."""
-    PULLING = "pulling"
-    """Its blocks are being filled."""
-    RECEIVED = "received"
-    """Its blocks are filled on every rank, and the scheduler was not told yet."""
-    ENDING = "ending"
-    """It was cancelled, or has failed on a rank; another rank has not said how its pull ended."""
-    HELD = "held"
-    """Its pull has ended on every rank, and on one of them its blocks may still be written."""
+    QUEUED = "queued"  # announced: its prefill ranks are met, and its claim is renewed
+    WAITING = "waiting"  # queued behind a request with the same params, which is pulled for both
+    PULLING = "pulling"  # its blocks are being filled
+    RECEIVED = "received"  # its blocks are filled on every rank, and the scheduler was not told yet
+    ENDING = "ending"  # it was cancelled, or has failed on a rank; another rank has not said how its pull ended
+    HELD = "held"  # its pull has ended on every rank, and on one of them its blocks may still be written
     OVER = "over"
 
 
@@ -59,14 +53,10 @@ class Event(enum.Enum):
 
     PULL = "pull"
     CANCEL = "cancel"
-    FAIL = "fail"
-    """Its pull has failed on one rank, or the rank has died."""
-    COMPLETE = "complete"
-    """Every rank has said how its pull ended."""
-    RETURN = "return"
-    """No rank holds its blocks."""
-    TELL = "tell"
-    """The scheduler hears that it was received."""
+    FAIL = "fail"  # its pull has failed on one rank, or the rank has died
+    COMPLETE = "complete"  # every rank has said how its pull ended
+    RETURN = "return"  # no rank holds its blocks
+    TELL = "tell"  # the scheduler hears that it was received
 
 
 ON_EVENT: Mapping[State, Mapping[Event, State]] = {
@@ -155,19 +145,13 @@ class DecodeLedger:
     def __init__(self, num_ranks: int) -> None:
         self._ranks = set(range(integer("num_ranks", num_ranks, 1, MAX_RANKS)))
         self._missing: set[int] = set()
-        self._orders: dict[int, Order] = {}
-        """In the sequence in which they were given, by number."""
+        self._orders: dict[int, Order] = {}  # in the sequence in which they were given, by number
         self._num_orders = 0
-        self._fetches: dict[str, Fetch] = {}
-        """All that are not over, by name."""
-        self._current: dict[str, Fetch] = {}
-        """Those that the scheduler still thinks of, by its own id."""
-        self._readers: dict[Key, Fetch] = {}
-        """Who is to read what, and has not yet."""
-        self._waiting: dict[Key, dict[str, Fetch]] = {}
-        """Requests that wait for a reader of the same, by name."""
-        self._spent: dict[Key, None] = {}
-        """Params that were read or given up, oldest first."""
+        self._fetches: dict[str, Fetch] = {}  # all that are not over, by name
+        self._current: dict[str, Fetch] = {}  # those that the scheduler still thinks of, by its own id
+        self._readers: dict[Key, Fetch] = {}  # who is to read what, and has not yet
+        self._waiting: dict[Key, dict[str, Fetch]] = {}  # requests that wait for a reader of the same, by name
+        self._spent: dict[Key, None] = {}  # params that were read or given up, oldest first
         self._outcome = Outcome()
 
     def __len__(self) -> int:
@@ -477,10 +461,8 @@ class PrefillLedger:
         self.ranks = ranks
         self._missing: set[int] = set()
         self._orders: list[Order] = []
-        self._loans: dict[str, Loan] = {}
-        """All that are not over, by name."""
-        self._of: dict[str, list[Loan]] = {}
-        """The same by the scheduler's ids, the newest last."""
+        self._loans: dict[str, Loan] = {}  # all that are not over, by name
+        self._of: dict[str, list[Loan]] = {}  # the same by the scheduler's ids, the newest last
         self._free: list[Loan] = []
 
     def __len__(self) -> int:

@@ -43,18 +43,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 START_S = 60.0
-CLOSE_S = 15.0
-"""What is lent to a reader in the middle of a read is kept for it, for `lease.grant_s` (10 s) at most."""
-
-LAST_S = 1.0
-"""Of the time for closing this much is for what follows when no promise runs any more."""
-
-LEFTOVERS_S = 1.0
-"""How long the coroutines of `call` that are left when the engine has ended may take to be cancelled."""
-
-MAX_CRASHES = 3
-"""How often the loop may be ended by an exception while it ends the engine, before the thread gives up."""
-
+CLOSE_S = 15.0  # what is lent to a reader in the middle of a read is kept for it, for `lease.grant_s` (10 s) at most
+LAST_S = 1.0  # of the time for closing this much is for what follows when no promise runs any more
+LEFTOVERS_S = 1.0  # how long the coroutines of `call` that are left when the engine has ended may take to be cancelled
+MAX_CRASHES = 3  # how often the loop may be ended by an exception while it ends the engine, before the thread gives up
 _THREADS: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
@@ -107,8 +99,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name=f"asynckv-{config.engine_id}", daemon=True)
         self._bell, self._is_rung = Bell(), False
         self._bell_for_news = Bell()
-        self._news_bell: Bell | None = None
-        """Wakes whoever waits for news; and the same if anybody does."""
+        self._news_bell: Bell | None = None  # wakes whoever waits for news; and the same if anybody does
         self._desk = EngineDesk(self.engine, self._wake, self._on_news)
         self._num_wakeups = 0
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()

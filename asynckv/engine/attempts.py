@@ -1,8 +1,7 @@
-"""How a caller waits for a pull: through one attempt or several, and what it is told in the end.
+"""How a caller waits for a pull, through one attempt or several, and what it is told in the end.
 
-An attempt is begun in the core and waited for here. Its caller may be cancelled at any moment, and is kept all the same
-until the pull has its outcome: NIXL may still be writing into its blocks. Whether another attempt follows, when, and
-with which params is the core's to say (`core/attempts.py`); what it waits for is waited for here.
+A cancelled caller is kept until the pull has its outcome, because NIXL may still be writing into its blocks. The core
+decides whether another attempt follows (`core/attempts.py`).
 """
 
 from __future__ import annotations
@@ -14,28 +13,13 @@ from contextlib import contextmanager, suppress
 
 import anyio
 
+from asynckv import errors
 from asynckv.core.attempts import RETRYABLE, Request, RequestState, blocks_of
 from asynckv.core.lifecycle import LifeState
 from asynckv.core.pull import Pull
 from asynckv.core.types import Reason
 from asynckv.engine.driver import Driver, Waiting
-from asynckv.errors import (
-    AsyncKVError,
-    BlocksRetired,
-    EngineClosed,
-    GeometryRefused,
-    LeaseLost,
-    LeaseRefused,
-    NotLentYet,
-    PeerLost,
-    PeerUnreachable,
-    PlanRefused,
-    PullCancelled,
-    PullError,
-    PullTimeout,
-    ReadFailed,
-    RemoteTooShort,
-)
+from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, PullCancelled, PullError
 from asynckv.geometry.layout import Layout
 from asynckv.observe.log import phases
 from asynckv.observe.observer import Observer
@@ -43,20 +27,20 @@ from asynckv.results import PullResult
 
 ERRORS: Mapping[Reason, type[PullError]] = {
     Reason.CANCELLED: PullCancelled,
-    Reason.ENGINE_CLOSED: PeerUnreachable,
-    Reason.TIMEOUT: PullTimeout,
-    Reason.NOT_LENT_YET: NotLentYet,
-    Reason.STANDSTILL: PullTimeout,
-    Reason.GEOMETRY: GeometryRefused,
-    Reason.UNPLANNABLE: PlanRefused,
-    Reason.REMOTE_TOO_SHORT: RemoteTooShort,
-    Reason.UNREACHABLE: PeerUnreachable,
-    Reason.WRONG_TARGET: PeerUnreachable,
-    Reason.PROTOCOL: PeerUnreachable,
-    Reason.PEER_LOST: PeerLost,
-    Reason.RESTARTED: PeerLost,
-    Reason.READ_FAILED: ReadFailed,
-    Reason.LEASE_LOST: LeaseLost,
+    Reason.ENGINE_CLOSED: errors.PeerUnreachable,
+    Reason.TIMEOUT: errors.PullTimeout,
+    Reason.NOT_LENT_YET: errors.NotLentYet,
+    Reason.STANDSTILL: errors.PullTimeout,
+    Reason.GEOMETRY: errors.GeometryRefused,
+    Reason.UNPLANNABLE: errors.PlanRefused,
+    Reason.REMOTE_TOO_SHORT: errors.RemoteTooShort,
+    Reason.UNREACHABLE: errors.PeerUnreachable,
+    Reason.WRONG_TARGET: errors.PeerUnreachable,
+    Reason.PROTOCOL: errors.PeerUnreachable,
+    Reason.PEER_LOST: errors.PeerLost,
+    Reason.RESTARTED: errors.PeerLost,
+    Reason.READ_FAILED: errors.ReadFailed,
+    Reason.LEASE_LOST: errors.LeaseLost,
 }
 """What a failed pull raises; every other reason is a refusal of its claim."""
 
@@ -65,11 +49,7 @@ ERRORS: Mapping[Reason, type[PullError]] = {
 
 
 async def attempt(driver: Driver, request: Request, seconds: float, now: float) -> Waiting:
-    """Pull once, to its outcome.
-
-    Raises:
-        AsyncKVError: Nothing was begun.
-    """
+    """Pull once, to its outcome; if this raises, nothing was begun."""
     core, clock = driver.core, driver.clock
     driver.soon()  # also where it is refused: there may be something to say to somebody
     wanted = request.wanted
@@ -100,7 +80,6 @@ async def attempt(driver: Driver, request: Request, seconds: float, now: float) 
 
 
 def result_of(pull: Pull, layout: Layout) -> PullResult:
-    """Return what an attempt that ended well has moved."""
     assert pull.lists is not None
     return PullResult(
         request_id=pull.request_id,
@@ -117,10 +96,9 @@ def result_of(pull: Pull, layout: Layout) -> PullResult:
 
 
 def error_of(waiting: Waiting) -> PullError:
-    """Return what an attempt that failed raises."""
     pull = waiting.pull
     assert pull.reason is not None
-    return ERRORS.get(pull.reason, LeaseRefused)(
+    return ERRORS.get(pull.reason, errors.LeaseRefused)(
         f"request {pull.request_id[:200]!r} failed in {pull.failed_in}: {pull.detail}",
         request_id=pull.request_id,
         pull_id=pull.pull_id,
@@ -146,30 +124,19 @@ def let_go(driver: Driver, request: Request) -> None:
 
 
 class Retries:
-    """A request whose attempts follow each other, and its caller, who waits.
-
-    Args:
-        driver: Of the engine.
-        request: New.
-    """
+    """A request whose attempts follow each other, and its caller, who waits."""
 
     def __init__(self, driver: Driver, request: Request) -> None:
         self.request = request
         self._driver = driver
         self._wake = asyncio.Event()
-        """Time is up, or no attempt may follow."""
 
     def end(self, reason: Reason) -> None:
-        """No attempt may follow."""
         self.request.stop(reason)
         self._wake.set()
 
     async def result(self, seconds: float, now: float) -> PullResult:
-        """Try until it is over; the first attempt may take so long.
-
-        Raises:
-            AsyncKVError: Of the last attempt.
-        """
+        """Try until it is over, the first attempt for `timeout_s` at most; raise what the last attempt raised."""
         driver, request = self._driver, self.request
         while True:
             try:

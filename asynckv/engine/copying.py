@@ -30,8 +30,6 @@ NOTHING: tuple[list[int], list[int]] = [], []
 
 
 class Copying(Protocol):
-    """Knows both forms."""
-
     def pieces(self, move: Move, blocks: Sequence[BlockList]) -> Iterator[ReadRequest]:
         """What is copied for a load or a store.
 
@@ -42,8 +40,6 @@ class Copying(Protocol):
 
 
 class SlotBySlot:
-    """Both have the same form."""
-
     def __init__(self, shelf: Shelf, device: Layout, max_bytes: int) -> None:
         self._shelf, self._groups, self._max_bytes = shelf, device.groups, max_bytes
         (tables,) = kept_tables(device, [shelf.layout], itertools.count(1))
@@ -51,7 +47,6 @@ class SlotBySlot:
         self._tables = tables
 
     def pieces(self, move: Move, blocks: Sequence[BlockList]) -> Iterator[ReadRequest]:
-        """Copy one for one."""
         copies: dict[int, tuple[Int64s, Int64s]] = {}
         for piece in move.pieces:
             index = self._shelf.kept[piece.group]
@@ -65,8 +60,8 @@ class SlotBySlot:
 class ByTokens:
     """The shelf has another form, of which a part is needed.
 
-    A block of the device that is loaded is loaded whole: it may be stored later. So of a window all is read that lies
-    in the blocks in which it lies, where one form's window may begin inside of the other's block.
+    A block of the device is loaded whole, because it may be stored later. So of a window all is read that lies in the
+    blocks in which it lies.
 
     Attributes:
         groups: By their places on the shelf, those that are read, with the windows that are read of them.
@@ -98,7 +93,6 @@ class ByTokens:
         return places
 
     def pieces(self, move: Move, blocks: Sequence[BlockList]) -> Iterator[ReadRequest]:
-        """Read by tokens, one run of blocks at a time."""
         for piece in move.pieces:
             index = self._shelf.kept[piece.group]
             size = self._shelf.groups[piece.group].block_size
@@ -147,7 +141,6 @@ def _stretches(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _from(given: BlockList, first: int, size: int) -> BlockList:
-    """The rest of a list of blocks, from the one on that holds a token."""
     listed, ids = given
     if first <= listed:
         return given

@@ -1,15 +1,12 @@
-"""Drives the core on an event loop: what happens is handed to it, and what it wants is done.
+"""Drives the core on an event loop.
 
 Everything that happens (a packet, the end of a transfer, a timer) is handed to the core with the time, read after it
-was observed. What the core leaves in its outbox is done once per turn of the loop, however much happened before:
-messages first, so that a claim leaves before its read is posted, then commands, then as many posts as fit into a short
-slice, so that the loop's other users get their turn.
+was observed. What the core leaves in its outbox is done once per turn of the loop: messages first, so that a claim
+leaves before its read is posted, then commands, then as many posts as fit into a short slice. A bug that one event or
+command meets is counted (`internal_errors`) and logged, and does not take the others with it.
 
-A bug that one event or command meets must not take the others with it: each is tried on its own, counted
-(`internal_errors`) and logged.
-
-There is one timer, set to the earliest moment at which the core wants to be woken, or to a beat of the driver's own, by
-which it notices that the loop was away.
+The one timer is set to the earliest moment that the core names, or to the driver's own beat, by which it notices that
+the loop was away.
 """
 
 from __future__ import annotations
@@ -20,6 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVarTuple, assert_never
+
+import anyio
 
 from asynckv.core import told
 from asynckv.core.events import Ending, TransferEnded
@@ -66,7 +65,7 @@ BEAT_S = 0.25
 """While anything is under way the timer runs at least this often, to notice that the loop was away."""
 
 IDLE_BEAT_S = 2.5
-"""And else this often: who comes for the first time gives up after `handshake_s`, and nobody here has a deadline."""
+"""The beat while nothing is under way: nobody here has a deadline then, and a newcomer waits for `handshake_s`."""
 
 MAX_WAITED = 8
 """Ranks that a sign of life names."""
@@ -86,21 +85,34 @@ class Waiting:
     """The blocks are the caller's again, or were given up."""
 
     def until_ended(self) -> asyncio.Future[None]:
-        """Return what to wait on, for a pull that has no outcome yet."""
         self.outcome = asyncio.get_running_loop().create_future()
         return self.outcome
 
     async def until_returned(self) -> None:
-        """Wait for the blocks.
-
-        Raises:
-            BlocksRetired: They were given up.
-            WrongThread: This is not the engine's event loop.
-        """
+        """Wait for the blocks; raise `BlocksRetired` if they were given up."""
         self.home.here(PullError.returned)
         await self.returned.wait()
         if self.pull.is_retired and not self.pull.is_returned:
             raise Retired("a transfer that does not end may still write these blocks; never use them again")
+
+
+async def wait_until(clock: Clock, news: asyncio.Event, is_over: Callable[[], bool], until: float) -> None:
+    """Wait, looking at every event, until something is over or the time has come."""
+    handle = clock.call_at(until, news.set)
+    try:
+        while not is_over() and clock.now() < until:
+            news.clear()
+            await news.wait()
+    finally:
+        handle.cancel()
+
+
+async def kept(task: asyncio.Task[tuple[HeldBlocks, ...]]) -> tuple[HeldBlocks, ...]:
+    """Wait for a task to its end, though the caller be cancelled meanwhile."""
+    left: tuple[HeldBlocks, ...] = ()
+    with anyio.CancelScope(shield=True):
+        left = await asyncio.shield(task)
+    return left
 
 
 class Guest(Protocol):
@@ -134,24 +146,16 @@ class Driver:
     """One rank's core on an event loop.
 
     Args:
-        home: The loop.
-        life: What the engine is at; a driver takes no turn when the engine is shut.
-        data: Data plane.
-        control: Control plane.
-        clock: Clock.
-        recorder: Writes the log.
+        life: The engine's state; a driver takes no turn when the engine is shut.
         away_s: The loop was away if the timer fires so much later than asked.
 
     Attributes:
-        core: What decides; there is one once the engine has started, and another after it was resumed.
-        waiting: Who waits for a pull that is not over.
+        core: There is one once the engine has started, and another after it was resumed.
+        waiting: Callers of pulls that are not over.
         lent: Leases that are not over, and who waits for that.
         turned: Set by every turn, for whoever waits for something to be over.
         began_at: When it was given its first core.
         release_s: How long the last releases took in the background.
-        lag: How late the timer fired.
-        observers: Who else is told what happens.
-        guests: Who uses the memory beside the core.
         data_down: Why the data plane does not serve now; empty while it does.
         control_down: Why the control plane has ended by itself; empty while it serves.
     """
@@ -180,12 +184,10 @@ class Driver:
         self.guests: list[Guest] = []
         self.data_down = self.control_down = ""
         self._held: set[PullId] = set()
-        """Pulls that failed while something could still write their blocks."""
         self._loading: set[asyncio.Task[None]] = set()
         self._is_due = False
-        """A turn has been asked for."""
         self._has_waited = False
-        """What is to be sent has waited a turn for more."""
+        """True if queued messages were already held back one turn, to share a packet."""
         self._is_serving = False
         """The data plane was told that remote ranks may read."""
         self._polled_at = -math.inf
@@ -194,14 +196,11 @@ class Driver:
         self._beat_at = math.inf
         """When the timer runs even if the core wants nothing."""
         self._beats_fast = False
-        """Something is under way."""
         self._sign_at = math.inf
-        """When the next sign of life is logged."""
 
     # -- for the engine ------------------------------------------------------------------------------
 
     def soon(self) -> None:
-        """Do what the core wants, once, in the loop's next turn."""
         if not self._is_due:
             # In this order: a turn that could not be had is asked for again by whatever happens next.
             asyncio.get_running_loop().call_soon(self._turn)
@@ -234,7 +233,6 @@ class Driver:
         self.guests.append(guest)
 
     def counters(self) -> dict[str, int]:
-        """Return what was counted since the start: by the core, the planes, and here."""
         core = self.core
         counters = dict(core.outbox.counters)
         counters |= {f"control.{k}": v for k, v in self.control.statistics().items()}
@@ -249,7 +247,6 @@ class Driver:
         return counters
 
     def guest_gauges(self) -> dict[str, int]:
-        """Say how things stand with those who use the memory beside the engine."""
         return {name: value for guest in self.guests for name, value in guest.gauges().items()}
 
     def tell(self, what: Callable[..., None], *args: Any) -> None:
@@ -266,18 +263,9 @@ class Driver:
                     self.recorder.internal_error(exc, self.clock.now())
 
     async def wait(self, is_over: Callable[[], bool], seconds: float) -> None:
-        """Wait until something is over, for so long at most."""
-        until = self.clock.now() + seconds
-        handle = self.clock.call_at(until, self.turned.set)
-        try:
-            while not is_over() and self.clock.now() < until:
-                self.turned.clear()
-                await self.turned.wait()
-        finally:
-            handle.cancel()
+        await wait_until(self.clock, self.turned, is_over, self.clock.now() + seconds)
 
     async def end_loading(self, timeout_s: float) -> None:
-        """Wait until no peer is being loaded."""
         # A peer is loaded in a thread, which holds the agent: cancelling its task would not end it.
         if self._loading:
             await asyncio.wait(self._loading, timeout=timeout_s)
@@ -306,7 +294,6 @@ class Driver:
         self._held.clear()
 
     def stop(self) -> None:
-        """Wake nobody any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -314,7 +301,6 @@ class Driver:
     # -- events --------------------------------------------------------------------------------------
 
     def on_packet(self, origin: Address | ReplyTo, data: bytes, principal: str) -> None:
-        """Take a packet."""
         try:
             self.core.receive(origin, data, self.clock.now(), principal)
         except Exception as exc:
@@ -339,7 +325,6 @@ class Driver:
             self._safely(self.core.decode.hint, Address(who), TURNED_AWAY)
 
     def on_data(self) -> None:
-        """The data plane may have news."""
         before = self._polled_at
         found = self.data.poll()
         now = self._polled_at = self.clock.now()
@@ -400,7 +385,6 @@ class Driver:
         self._due_at = max(when, self.clock.now())
 
     def _safely(self, take: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Hand one event to the core."""
         try:
             take(*args)
         except Exception as exc:
@@ -463,7 +447,6 @@ class Driver:
                 self.soon()
 
     def _read(self) -> None:
-        """Plan and post as much as fits into a short slice of the loop's time."""
         clock, decode = self.clock, self.core.decode
         started = began = clock.now()
         while True:
@@ -503,7 +486,6 @@ class Driver:
                 self._internal_error(exc)
 
     def _obey(self) -> None:
-        """Execute what the core wants done, and what comes of that."""
         outbox = self.core.outbox
         while outbox.commands:
             commands, outbox.commands, now = outbox.commands, [], self.clock.now()

@@ -1,13 +1,11 @@
 """How an engine ends: drained, suspended until it is resumed, or closed for good.
 
-The order is what keeps memory safe. First the work ends: pulls are cancelled, leases revoked, and the promises that run
-are kept, since somebody may be reading by them. Then everybody is told goodbye, and the data plane is left, which is
-refused while something is still inside it. Only when the agent is gone are blocks given back that something might have
-written.
+The order keeps memory safe. First pulls are cancelled and leases revoked, and the promises that run are kept. Then
+everybody is told goodbye, and the data plane is left, which is refused while something is still inside it. Only when
+the agent is gone are blocks given back that something might have written.
 
-Suspending and closing are tasks of their own, so that a caller who is cancelled does not leave them half done, and
-whoever calls meanwhile waits for the same. Whoever has less time than the promises run says so when closing: then they
-are cut short, which is safe for as long as nobody writes the memory.
+Suspending and closing are tasks of their own, which a cancelled caller does not leave half done, and which later
+callers wait for. Promises that a caller has no time for are cut short: safe as long as nobody writes the memory.
 """
 
 from __future__ import annotations
@@ -17,8 +15,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import anyio
-
 from asynckv.config import EngineConfig
 from asynckv.core import told
 from asynckv.core.inspect import HeldBlocks
@@ -27,7 +23,7 @@ from asynckv.core.lifecycle import LifeEvent, LifeState
 from asynckv.core.types import Reason
 from asynckv.edges.local import LocalDoor
 from asynckv.engine.attempts import Retries
-from asynckv.engine.driver import Driver
+from asynckv.engine.driver import Driver, kept
 from asynckv.observe.observer import Observer
 
 GRACE_S = 1.0
@@ -44,13 +40,7 @@ MAX_NAMED = 64
 
 
 class Ending:
-    """The ways in which an engine ends.
-
-    Args:
-        driver: The engine's.
-        config: The engine's.
-        retrying: Requests whose attempts follow each other.
-    """
+    """The ways in which an engine ends."""
 
     def __init__(self, driver: Driver, config: EngineConfig, retrying: Mapping[str, Retries]) -> None:
         self._driver, self._config, self._retrying = driver, config, retrying
@@ -59,19 +49,14 @@ class Ending:
         self._close_by = math.inf
         """Nothing is waited for any longer, not even the end of promises."""
         self._suspending: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
-        """The last suspension."""
         self._left: tuple[HeldBlocks, ...] = ()
-        """What the last suspension did not wait for."""
         self.is_busy = False
         """A data plane is being started anew, or closed."""
         self._is_stopped = False
-        """Observers were told so."""
         self.door: LocalDoor | None = None
-        """Where processes of this host ask."""
 
     @property
     def is_closing(self) -> bool:
-        """Somebody has closed the engine, whatever came of it."""
         return self._closing is not None
 
     async def drain(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
@@ -92,10 +77,7 @@ class Ending:
         if self._suspending is None or self._suspending.done():
             self._life.receive(LifeEvent.SUSPEND)
             self._suspending = asyncio.get_running_loop().create_task(self._suspend(timeout_s))
-        stragglers: tuple[HeldBlocks, ...] = ()
-        with anyio.CancelScope(shield=True):
-            stragglers = await asyncio.shield(self._suspending)
-        return stragglers
+        return await kept(self._suspending)
 
     async def close(self, timeout_s: float | None) -> tuple[HeldBlocks, ...]:
         """End everything, or wait until all has ended; if that failed before, try again. Return what was cut short."""
@@ -105,10 +87,7 @@ class Ending:
             clock.call_at(until, turned.set)
         if self._closing is None or _has_failed(self._closing):
             self._closing = asyncio.get_running_loop().create_task(self._close())
-        left: tuple[HeldBlocks, ...] = ()
-        with anyio.CancelScope(shield=True):
-            left = await asyncio.shield(self._closing)
-        return left
+        return await kept(self._closing)
 
     async def close_planes(self) -> None:
         """Let go of both planes, whatever has become of the work."""
@@ -134,13 +113,11 @@ class Ending:
             self._driver.tell(Observer.engine_stopped)
 
     async def close_door(self) -> None:
-        """Take the socket for processes of this host away."""
         if (door := self.door) is not None:
             self.door = None
             await door.close()
 
     async def close_data(self) -> None:
-        """Let go of the data plane."""
         data, self.is_busy = self._driver.data, True  # this one, whatever the engine has got when that is over
         try:
             await data.quiesce()
@@ -246,7 +223,6 @@ def _has_failed(task: asyncio.Task[Any]) -> bool:
 
 
 def _names(stragglers: Sequence[HeldBlocks]) -> list[str]:
-    """Name a few of them in a log."""
     return [
         f"{h.request_id[:80]} ({h.reason}, waits for {', '.join(h.waits_for[:8]) or 'nobody'})" for h in stragglers[:8]
     ]

@@ -1,8 +1,7 @@
 """The engine, as its owner sees it: what can be called, and what can be asked.
 
-A call checks what it is given, asks for a turn of the loop, and is handed to the core with the time; the driver does
-what comes of it (`driver.py`). A question is answered as things stand. What an engine may do next is a table in the
-core (`core/lifecycle.py`); how it starts and resumes is said here, and how it ends in `ending.py`.
+A call checks its arguments, asks for a turn of the loop, and is handed to the core with the time; `driver.py` does what
+comes of it, `ending.py` says how an engine ends.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ UNNAMED = "the layout does not name its model, so nothing keeps engines of diffe
 """For people: two models of one shape have equal layouts but for their name."""
 
 MAX_RETRYING = 64
-"""Requests between two attempts that are told one by one to whoever inspects the engine."""
 
 
 class Engine:
@@ -123,7 +121,6 @@ class Engine:
         )
         self._started_at, self._planes = math.inf, dict[str, str]()
         self._retrying: dict[str, Retries] = {}
-        """Requests whose attempts follow each other."""
         self._ending = Ending(self._driver, config, self._retrying)
         self.observation = Observation(self._driver, config, registration.layout, self._retrying)
 
@@ -242,20 +239,19 @@ class Engine:
         """End everything: cancel pulls, revoke leases, keep the promises, then let go. Idempotent.
 
         Promises to readers run for `lease.grant_s` at most. Give `timeout_s` if there is less time, because the process
-        is about to be killed. Readers are told at once, and may end what they read; after `timeout_s` the rest is cut
-        short. Readers then hear goodbye, fail what they have not proven, and use none of its bytes. Ending the NIXL
-        agent takes milliseconds more (a second if a peer is just being loaded, ten if something is stuck inside NIXL).
+        is about to be killed: after it the rest is cut short. Readers then hear goodbye, and use no bytes that they
+        have not proven. Ending the NIXL agent takes milliseconds more (a second if a peer is just being loaded, ten if
+        something is stuck inside NIXL).
 
         **Do not write the memory after promises were cut short**, before this process ends or the promises have run out
-        (`HeldBlocks.left_s`). A reader whose goodbye was lost may read the memory and believe it until then; no
-        transport prevents that, not even a destroyed agent. A later call may shorten the time of an earlier one.
+        (`HeldBlocks.left_s`): a reader whose goodbye was lost may read and believe it until then.
 
         Args:
-            timeout_s: How long to wait for promises and transfers; as long as they need if left out.
+            timeout_s: How long to wait for promises and transfers; as long as they need if left out. A later call may
+                shorten the time of an earlier one.
 
         Returns:
-            Holders that were not waited for (promised blocks, transfers, releases that nobody has acknowledged); empty
-            if everything ended by itself.
+            Holders that were not waited for (promised blocks, transfers, unacknowledged releases).
 
         Raises:
             BackendError: Something is still inside NIXL, so the memory may still be written; no held block is returned
@@ -266,11 +262,11 @@ class Engine:
         return await self._ending.close(timeout)
 
     async def suspend(self, timeout_s: float = 0.0) -> tuple[HeldBlocks, ...]:
-        """Let go of the memory, as for an engine that goes to sleep: nothing reads or writes it afterwards.
+        """Let go of the memory, as for an engine that goes to sleep: nothing reads or writes it afterwards. Idempotent.
 
         Drains for `timeout_s`, then cancels and revokes what is left, and keeps the promises that run (at most
         `lease.grant_s`). Readers hear goodbye, and the NIXL agent is destroyed. The address stays, and answers that
-        nothing is served. Idempotent.
+        nothing is served.
 
         Args:
             timeout_s: How long to drain.
@@ -411,9 +407,8 @@ class Engine:
     def withdraw(self, params: KVTransferParams | Mapping[str, Any]) -> None:
         """Say that a request was aborted and will never be lent. Call it on every prefill rank.
 
-        Readers that wait for it are refused at once (`withdrawn`), and so are those that come later. (If more readers
-        wait than `lease.max_parked`, the others hear of it when they ask again, within 2 s.) A request that is lent
-        already is revoked; one that has ended stays as it is. So the caller need not know how far the request is.
+        Readers that wait for it are refused (`withdrawn`), and so are those that come later. A request that is lent is
+        revoked; one that has ended stays as it is. So the caller need not know how far the request is.
 
         Args:
             params: What `PrefillRanks.make_params` returned.
@@ -432,18 +427,18 @@ class Engine:
             self._recorder.log(told.RequestWithdrawn(*ids, len(waited), list(waited[:8])))
 
     def reclaim(self, num_blocks: int) -> int:
-        """Say that room is wanting: revoke requests that were lent for long, so that about so many blocks return.
+        """Revoke requests that were lent for long, so that about so many blocks return.
 
-        Taken is from the reader engine that holds most, the oldest request first. Every request is kept for
-        `lease.grant_s`, and each reader engine keeps an equal share of all blocks. So nothing is taken from the only
-        one that reads here. A reader that has not begun to read lets go at its next renewal, a third of `grant_s`
-        later; one that reads has until its promise runs out. Both get `LeaseRefused` (`revoked`), and prefill again.
+        The reader engine that holds most loses its oldest request first. Every request is kept for `lease.grant_s`, and
+        each reader engine keeps an equal share of all blocks, so the only one that reads here loses nothing. A reader
+        that has not begun to read lets go within a third of `grant_s`; one that reads has until its promise runs out.
+        Both get `LeaseRefused` (`revoked`), and prefill again.
 
         Args:
-            num_blocks: How many are wanting, of all groups. What was revoked before and has not returned is counted.
+            num_blocks: How many are wanted, of all groups, with those that were revoked before and have not returned.
 
         Returns:
-            How many requests were revoked; each ends as any other (`LentRequest.wait_released`: `revoked`).
+            How many requests were revoked (`LentRequest.wait_released` says `revoked`).
 
         Raises:
             EngineClosed: The engine was not started.
@@ -465,9 +460,9 @@ class Engine:
     ) -> None:
         """Say that a request will be pulled: handshake, claim and renewals start now.
 
-        Call `pull` or `cancel` with the same id within `wait_s`; else the engine gives the request up, and
-        tells the prefill side that this reader failed. Until then it claims and renews the request, up to the prefill
-        side's `lease.max_lease_s`. Announce it again with the same params to have `wait_s` from then on.
+        Call `pull` or `cancel` with the same id within `wait_s`; else the prefill side is told that this reader failed.
+        Until then the engine renews the request, up to the prefill side's `lease.max_lease_s`. Announce it again with
+        the same params to have `wait_s` from then on.
 
         Args:
             request_id: The decode side's id.
@@ -514,12 +509,11 @@ class Engine:
 
         Args:
             request_id: The decode side's id; one pull at a time per id.
-            groups: One `(first_token, block ids)` per cache group: the tokens from `first_token` on are missing here,
-                and go into these blocks. The first block is the one that holds `first_token`; nothing before that token
-                is written. `None` in the list is a place where nothing is wanted (outside a sliding window, a state
-                that is not kept). In a group of states the list has one place per `block_size` tokens, and the state
-                after the last token goes into the place of that token. No blocks at all is a full prefix hit: nothing
-                is read, and the request is released.
+            groups: One `(first_token, block ids)` per cache group: these blocks take the tokens from `first_token` on,
+                and the first block is the one that holds `first_token`. `None` in the list is a place where nothing is
+                wanted (outside a sliding window, a state that is not kept). In a group of states the list has one place
+                per `block_size` tokens, and the state after the last token goes into the place of that token. No blocks
+                at all is a full prefix hit: nothing is read, and the request is released.
             params: What the prefill side gave out for the request.
             timeout_s: Deadline; `pull.timeout_s` if left out.
             cohort_id: Names the ranks that read this request together; the engine's id if left out. Engines that share
@@ -529,7 +523,7 @@ class Engine:
             num_tokens: Tokens that are wanted, from the prompt's start; all that are lent if left out. The lists of
                 blocks have to reach them.
             is_last: Whether no attempt of the caller's follows. False: the request stays lent to this reader if the
-                pull fails or its task is cancelled. True: the reader is discharged whatever the outcome.
+                pull fails or its task is cancelled.
             priority: Of pulls that wait, the one with the smaller number goes first (as in vLLM), then the older one.
             retries: How often to try again within the deadline, into the same blocks once nothing can write them any
                 more; `pull.retries` if left out.
@@ -587,12 +581,11 @@ class Engine:
         The reader is discharged on the prefill side, whatever `is_last` said. Between two attempts of the caller's own
         (`is_last=False`) give the params, or the lease runs out.
 
-        With params the request is released although nothing was read of it: for a full prefix hit, or a request that
-        is aborted before its blocks are allocated. Call it on every decode rank. It needs no handshake, and costs one
-        message per prefill rank that this rank answers for, ranks that it would not have read included. A request that
-        is not lent yet is freed when it is lent (within the prefill side's `lease.parked_s`; later its lease runs out).
-        The message is repeated until it is acknowledged, for `pull.release_timeout_s`; the lease of a rank that cannot
-        be reached runs out. An engine that drains still does all this.
+        With params the request is released although nothing was read of it: for a full prefix hit, or a request that is
+        aborted before its blocks are allocated. Call it on every decode rank. It needs no handshake, and costs one
+        message per prefill rank that this rank answers for, repeated until acknowledged or for
+        `pull.release_timeout_s`. A request that is not lent yet is freed when it is lent (within the prefill side's
+        `lease.parked_s`). An engine that drains still does all this.
 
         Args:
             request_id: The decode side's id.
@@ -664,7 +657,7 @@ class Engine:
         )
 
     def _facts(self) -> Facts:
-        """Say what the core cannot know, for whoever inspects this engine."""
+        """Return what the core cannot know, for whoever inspects this engine."""
         driver, now = self._driver, self._clock.now()
         between = [
             retrying.request

@@ -53,7 +53,6 @@ class Figures:
         self._told = Counter[str]()
 
     def counters(self) -> dict[str, int]:
-        """What happened since the start."""
         said, counters = self._own.catalogue.statistics(), dict(self._mover.counts)
         counters |= {name: said.get(of, 0) for of, name in COUNTED.items()}
         return counters | {name: count for name, count in self._planes().items() if name not in NOW}
@@ -80,7 +79,6 @@ class Figures:
         return gauges | {name: value for name, value in self._planes().items() if name in NOW}
 
     def statistics(self) -> Statistics:
-        """Take a snapshot."""
         return Statistics(self.counters(), self.gauges(), (), 0.0, 0.0, {})
 
     def _planes(self) -> dict[str, int]:
@@ -88,7 +86,6 @@ class Figures:
         return {f"{name}.{k}": v for name, plane in planes if plane is not None for k, v in plane.statistics().items()}
 
     def tell(self, least_s: float = TOLD_S) -> None:
-        """Log what was moved, now and then."""
         now, before = self._driver.clock.now(), self._told
         if now - self._told_at < min(least_s, max(self._told_at - self._began, FIRST_S)):
             return

@@ -1,7 +1,5 @@
-"""The event loop that an engine belongs to, and what is said to whoever calls from elsewhere.
-
-An engine has no locks: it is changed on one event loop only, the one that it was started on. Whoever calls from another
-thread or loop is refused before anything has happened, and is told how to make the call where it belongs.
+"""The event loop that an engine belongs to. An engine has no locks: a call from another thread or loop is refused
+before anything has happened, and is told where to make it.
 """
 
 from __future__ import annotations
@@ -29,8 +27,6 @@ OWNERS = {
 
 
 class Home:
-    """An engine's event loop, once it has one."""
-
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
@@ -38,7 +34,6 @@ class Home:
         """The engine has a core as well: its methods can be called."""
 
     def settle(self) -> None:
-        """The engine belongs to this loop from now on."""
         self.loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
 
     def leave(self) -> None:
@@ -51,10 +46,6 @@ class Home:
         Args:
             call: What is called.
             is_first: It may be called on any loop while the engine has none.
-
-        Raises:
-            WrongThread: This is another thread or event loop, or none runs.
-            EngineClosed: The engine was not started, so it has no loop yet.
         """
         try:
             is_here = asyncio.get_running_loop() is self.loop
@@ -66,11 +57,7 @@ class Home:
             raise EngineClosed(NOT_STARTED)
 
     def asked(self, question: Callable[..., Any]) -> None:
-        """Refuse a question that another thread asks while things change under its eyes.
-
-        Raises:
-            WrongThread: This is another thread than that of the engine's event loop, which goes on.
-        """
+        """Refuse a question of another thread than that of the engine's event loop, which goes on."""
         if threading.get_ident() != self._thread and self.loop is not None and not self.loop.is_closed():
             raise self._wrong_thread(question)
 
@@ -107,7 +94,6 @@ class Home:
             return answer.result()
 
     def _wrong_thread(self, call: Callable[..., Any]) -> WrongThread:
-        """Say where a call has to be made, and how to make it there."""
         owner, _, name = call.__qualname__.rpartition(".")
         what = f"{OWNERS.get(owner, 'engine')}.{name}"
         if self.loop is None:

@@ -1,7 +1,6 @@
 """A store or a load in somebody's hands: who waits for it, and for its blocks.
 
-The outcome of a load is bounded in time and the custody of its blocks is not, so they are waited for apart, as they are
-for a pull. A caller who is cancelled leaves at once; its job is drained behind it.
+The outcome is bounded in time and the custody of the blocks is not, so they are waited for apart, as for a pull.
 """
 
 from __future__ import annotations
@@ -28,11 +27,8 @@ class OffloadJob:
 
     Attributes:
         job_id: In the catalogue, and in the ledger.
-        request_id: The caller's.
-        kind: Store or load.
         blocks: Per group of the layout, the caller's list.
         ids: Per group of the layout, those of its blocks that are read or written.
-        begun_at: When it was asked for.
         chain: The prompt's hashes.
         tokens: Of a load, how long the prefix is that is being loaded.
         shorter: Of a load, says what is left of it where some of it is lost; None once it is given up.
@@ -72,7 +68,6 @@ class OffloadJob:
 
     @property
     def what(self) -> str:
-        """What it is."""
         return self.kind.value
 
     @property
@@ -85,7 +80,6 @@ class OffloadJob:
         return ("storing" if self.kind is JobKind.STORE else "loading"), self.until
 
     def waits_for(self) -> tuple[str, ...]:
-        """Name what it waits for."""
         return ("a copy in doubt",) if self.ended is not None else ("the host tier",)
 
     # -- its end -------------------------------------------------------------------------------------
@@ -104,22 +98,16 @@ class OffloadJob:
         return ended
 
     def retire(self) -> None:
-        """Give its blocks up."""
         self.is_retired = True
         self.is_returned.set()
 
     def closed(self) -> None:
-        """Nothing is done for it any more."""
         if not self.outcome.done():
             self.outcome.set_exception(EngineClosed("the offload was closed"))
             self.outcome.exception()  # nobody may be waiting
 
     async def until_returned(self) -> None:
-        """Wait for the blocks.
-
-        Raises:
-            BlocksRetired: They were given up.
-        """
+        """Wait for the blocks; raise `BlocksRetired` if they were given up."""
         await self.is_returned.wait()
         if self.is_retired and not self.is_free:
             raise BlocksRetired("a copy that does not end may still write these blocks; never use them again")

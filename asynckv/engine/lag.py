@@ -8,12 +8,7 @@ LAGS_S = (0.001, 0.01, 0.1, 1.0, 10.0)
 
 
 class LoopLag:
-    """How much later than asked an engine's timer fired.
-
-    Attributes:
-        last_s, most_s: The last time, and at most.
-        num_away: How often the loop was away.
-    """
+    """How much later than asked an engine's timer fired."""
 
     def __init__(self, away_s: float) -> None:
         self._away_s = away_s
@@ -31,5 +26,4 @@ class LoopLag:
         return is_away
 
     def counts(self) -> dict[str, int]:
-        """How often it was how late."""
         return dict(zip((*(f"{s:g}" for s in LAGS_S), "inf"), self._counts, strict=True))

@@ -24,8 +24,6 @@ from asynckv.scheduler import PrefillRanks
 
 
 class Lending:
-    """What is lent of a rank's own shelf."""
-
     def __init__(self, config: OffloadConfig, mover: Mover, found: Callable[[list[bytes]], Found]) -> None:
         self._config, self._mover, self._found = config, mover, found
         (self._own,) = mover.shelves
@@ -112,6 +110,5 @@ class Lending:
         return groups
 
     async def _keep(self, lent: LentRequest, pin: str) -> None:
-        """Keep what is lent until nobody may read it any more."""
         await lent.wait_released()
         self._mover.unpin(pin)

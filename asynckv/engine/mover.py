@@ -1,8 +1,7 @@
 """What catalogues want is carried out here, and their jobs hear how it ended.
 
-One turn of it (`pump`): what the files must no longer say is forgotten, what is to be moved is handed to a plane, and
-whoever waits for a job is told. It is taken after every call, at every end of a move, and when the time has come.
-Blocks are the engine's again when nothing touches them any more, and on no other ground.
+A turn (`pump`) forgets what files must no longer say, hands moves to planes, and tells who waits. Blocks are the
+engine's again when nothing touches them any more.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from asynckv.core.events import Ending
 from asynckv.core.inspect import HeldBlocks
 from asynckv.core.types import Reason, TransferId
 from asynckv.engine.copying import Copying
-from asynckv.engine.driver import Driver
+from asynckv.engine.driver import Driver, wait_until
 from asynckv.engine.jobs import OffloadJob, Shorter
 from asynckv.engine.shelf import Shelf
 from asynckv.errors import EngineClosed, Overloaded
@@ -36,12 +35,11 @@ from asynckv.offload.job import JobEnded, JobKind, JobOutcome, JobReturned, Move
 from asynckv.ports import CopyOp, CopyPlane, RecordsEnded, RecordsLost, TimerHandle
 
 LATE_S = 1.0
-"""How long a load's copy may take, though the time of its job is over: it takes milliseconds, or hangs. Nobody is in
-such a hurry for a store, whose copies wait for those of loads: they have `timeout_s` from when they are posted."""
+"""How long a load's copy may take beyond its job's time: it takes milliseconds, or hangs. Stores, whose copies wait for
+those of loads, have `timeout_s` from when they are posted."""
 
 IN_ONE_TURN = 256
-"""Blocks that are taken and posted in one turn of the loop: a thousand take two milliseconds for the one, and two for
-the other."""
+"""Blocks that are taken, and posted, in one turn of the loop: a thousand take two milliseconds for each."""
 
 MAX_FAILURES = 10
 """That are logged at once; then one per second."""
@@ -63,8 +61,6 @@ COUNTERS = (
 
 @dataclass(slots=True)
 class _Posted:
-    """A move that has not ended."""
-
     shelf: Shelf
     move: Move
     since: float
@@ -76,19 +72,16 @@ class Mover:
 
     Args:
         driver: The engine's: its clock, its log, and the core whose ledger says which blocks are in use.
-        config: The offload's.
 
     Attributes:
         shelves: Those that blocks are on, the rank's own first.
         copies: What copies; set when the device's memory is taken.
         copying: What is copied between that and each shelf.
-        is_copying: It may be used.
         is_open: Shelves were opened, and are the loop's.
         cause: Why nothing is begun; empty while something is.
         jobs: Those that have not ended, or whose blocks something may still touch.
         posted: Moves that have not ended, those in doubt as well.
         ids: Of jobs, pins and transfers.
-        counts: What was counted.
         on_moved: Called when a move has ended.
     """
 
@@ -101,7 +94,6 @@ class Mover:
         self.cause = "it has not started yet"
         self.jobs: dict[str, OffloadJob] = {}
         self._running: Counter[JobKind] = Counter()
-        """How many of `jobs` are stores and loads: neither keeps the other out."""
         self._by_request: dict[str, dict[str, OffloadJob]] = {}
         self.posted: dict[TransferId, _Posted] = {}
         self._held: dict[str, OffloadJob] = {}
@@ -117,7 +109,6 @@ class Mover:
         self._failures, self._no_room = Rate(1.0, MAX_FAILURES), Rate(1 / NO_ROOM_S, 1)
 
     def use(self, copies: CopyPlane, copying: Mapping[Shelf, Copying]) -> None:
-        """Use the device's memory, which the copy plane knows now."""
         self.copies, self.copying, self.is_copying = copies, dict(copying), True
 
     def begin(
@@ -135,10 +126,9 @@ class Mover:
         """Take a request's blocks, and let catalogues store or load them.
 
         Args:
-            kind: Which of both.
+            kind: Store or load.
             request_id: The caller's.
-            blocks: Per group, the caller's list; empty if nothing is to be copied, but only brought to host memory and
-                pinned there under the job's id.
+            blocks: Per group, the caller's list; empty if blocks are only pinned in host memory under the job's id.
             ids: Per group, the blocks that are read or written.
             timeout_s: When what is not posted is given up.
             chain: The prompt's hashes.
@@ -185,11 +175,9 @@ class Mover:
         return job
 
     def of_request(self, request_id: str) -> list[OffloadJob]:
-        """Return a request's jobs whose blocks may be in use."""
         return list(self._by_request.get(request_id, {}).values())
 
     def unpin(self, name: str) -> None:
-        """Let go of a pin."""
         was_pinned = [shelf.catalogue.unpin(name) for shelf in self.shelves]
         if any(was_pinned) and not self.cause:
             self.soon()
@@ -220,7 +208,6 @@ class Mover:
     # -- between the catalogue and the planes --------------------------------------------------------
 
     def soon(self) -> None:
-        """Look what is to be done, in the loop's next turn."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._pump_soon)
@@ -303,8 +290,7 @@ class Mover:
         return True
 
     def _doubt(self, now: float) -> float:
-        """Wait no longer for copies that have not ended in their job's time: who asked is told, and what they may touch
-        is held. Returns when to look again."""
+        """Fail jobs whose copies have not ended in time, and hold what these may touch. Return when to look again."""
         if now < self._late_at:
             return self._late_at
         when = math.inf
@@ -326,7 +312,6 @@ class Mover:
         return when
 
     def _retire(self, now: float) -> None:
-        """Give up blocks that something may have been touching for too long."""
         for job in self._held.values():
             if job.retired_at <= now and not job.is_retired:
                 job.retire()
@@ -394,14 +379,12 @@ class Mover:
         self.pump()
 
     def on_copies(self) -> None:
-        """The copy plane has news."""
         assert self.copies is not None
         for news in self.copies.poll():
             self._ended(news.transfer_id, news.ending, news.cause)
         self.pump()
 
     def on_records(self, shelf: Shelf) -> None:
-        """A shelf's files have news; none is taken before all are open."""
         assert shelf.records is not None
         if not self.is_open:
             return
@@ -413,7 +396,6 @@ class Mover:
         self.pump()
 
     def _ended(self, transfer_id: TransferId, ending: Ending, cause: str, lost: Sequence[int] = ()) -> None:
-        """Tell the catalogue of a move, and count it."""
         posted = self.posted.get(transfer_id)
         if posted is None:
             return
@@ -443,7 +425,6 @@ class Mover:
         self.on_moved()
 
     def _lose_files(self, shelf: Shelf, news: RecordsLost) -> None:
-        """The file tier takes no more writes, or nothing at all."""
         shelf.files_lost = news.cause
         shelf.catalogue.switch_off(reads=news.reads)
         self._idle.set()
@@ -479,39 +460,26 @@ class Mover:
     # -- its end -------------------------------------------------------------------------------------
 
     async def end_work(self, timeout_s: float, flush_s: float = 0.0) -> tuple[HeldBlocks, ...]:
-        """Cancel what is asked for, and wait for what runs; returns who holds blocks still.
-
-        Args:
-            timeout_s: How long what runs is waited for.
-            flush_s: How long blocks are still written to files.
+        """Cancel what is asked for, wait `timeout_s` for what runs and `flush_s` for writing to files; return who holds
+        blocks still.
         """
         driver, began = self._driver, self._driver.clock.now()
         self._is_flushing = flush_s > 0 and self.is_open
         self.give_up(self.jobs.values())
         # What still arrives is to be in files as well.
-        await self._wait(
-            lambda: self.to_write_back > 0 or any(self._running_of(MoveKind.STORE)),
-            began + flush_s if self._is_flushing else began,
+        until = began + flush_s if self._is_flushing else began
+        await wait_until(
+            driver.clock, self._idle, lambda: not (self.to_write_back or any(self._running_of(MoveKind.STORE))), until
         )
         self._is_flushing = False
-        await self._wait(lambda: any(not each.is_doubtful for each in self.posted.values()), began + timeout_s)
+        await wait_until(
+            driver.clock, self._idle, lambda: all(x.is_doubtful for x in self.posted.values()), began + timeout_s
+        )
         now = driver.clock.now()
         return tuple(hold for hold in driver.core.inspect.holds(now) if hold.pull_id in self.jobs)
 
-    async def _wait(self, lasts: Callable[[], bool], until: float) -> None:
-        """Wait while something lasts, until then at most."""
-        clock = self._driver.clock
-        handle = clock.call_at(until, self._idle.set)
-        try:
-            while lasts() and clock.now() < until:
-                self._idle.clear()
-                await self._idle.wait()
-        finally:
-            handle.cancel()
-
     @property
     def to_write_back(self) -> int:
-        """Blocks that are in host memory, and are to be in files as well."""
         own = self.shelves[0].catalogue
         return len(own.host.onward) + sum(move.num_blocks for move in self._running_of(MoveKind.WRITE_BACK))
 
@@ -519,11 +487,7 @@ class Mover:
         return (each.move for each in self.posted.values() if each.move.kind is kind and not each.is_doubtful)
 
     async def let_go_of_device(self, timeout_s: float) -> None:
-        """End the copy plane, for whose threads so long is waited.
-
-        Raises:
-            BackendError: Something may still write the memory.
-        """
+        """End the copy plane, for whose threads so long is waited; raise `BackendError` if it may still write."""
         if self.is_copying and self.copies is not None:
             await self.copies.quiesce(timeout_s)
             self.copies.close()

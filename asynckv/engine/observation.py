@@ -28,15 +28,8 @@ _CHANGING = threading.Lock()
 class Observation:
     """An engine, as its observers see it.
 
-    Args:
-        driver: The engine's.
-        config: The engine's.
-        layout: The engine's; says which rank it is.
-        retrying: Requests whose attempts follow each other.
-
     Attributes:
-        engine_id: The engine's.
-        rank: Which rank of it this is, such as `tp3` or `pp1/tp3`.
+        rank: Which rank of the engine this is, such as `tp3` or `pp1/tp3`.
     """
 
     def __init__(self, driver: Driver, config: EngineConfig, layout: Layout, retrying: Sized) -> None:
@@ -45,14 +38,12 @@ class Observation:
         self.rank = rank_name("", layout.tp_rank, layout.pp_stage).lstrip("/")
 
     def observe(self, observer: Observer) -> None:
-        """Tell an observer what happens from now on, whether or not the engine is started."""
         if not isinstance(observer, Observer):
             raise LocalProtocolError(f"observer is {shown(observer)}; give an asynckv.Observer")
         with _CHANGING:
             self._driver.observers = (*self._driver.observers, observer)
 
     def unobserve(self, observer: Observer) -> None:
-        """Tell it nothing any more; harmless if it was not told."""
         with _CHANGING:
             self._driver.observers = tuple(each for each in self._driver.observers if each is not observer)
 
@@ -73,7 +64,6 @@ class Observation:
         return driver.life.state.value, driver.control_down or data_down
 
     def reading(self) -> Reading:
-        """Say how things stand."""
         driver, config = self._driver, self._config.pull
         driver.home.asked(self.reading)
         core, now = driver.core, driver.clock.now()

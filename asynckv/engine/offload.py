@@ -1,13 +1,10 @@
 """Offload, as its owner sees it: blocks go to host memory and to files, and come back before they are needed.
 
-Blocks are found by what they hold, not by who stored them: a caller gives the hashes of a prompt, and the longest
-prefix of it that is kept anywhere is loaded. `asynckv/offload/` decides what is where, what is given up and what is
-moved next; the copy plane and the record plane move it, on threads of their own. What is said here is who may call,
-which blocks of the engine are in use meanwhile, and what a caller hears.
+A caller gives the hashes of a prompt, and the longest kept prefix of it is loaded. `asynckv/offload/` decides what is
+where; the copy plane and the record plane move it, on threads of their own.
 
-No call waits for a copy but those that are awaited, and these may be cancelled. What is under way then is drained:
-blocks that are read for a store stay *lent*, and blocks that are loaded into stay *written* in the engine's ledger,
-until nothing can read or write them any more.
+Awaited calls may be cancelled. What is under way then is drained: blocks that are read for a store stay *lent*, and
+blocks that are loaded into stay *written* in the engine's ledger, until nothing can touch them any more.
 """
 
 from __future__ import annotations
@@ -117,8 +114,8 @@ class Offload:
     async def start(self) -> None:
         """Take the memory, open the files, and find out what they hold.
 
-        If the caller is cancelled, it waits for at most a second for what is being opened. A disk that does not answer
-        is left behind with what it holds (`offload_broken`); it lets go of that once it has answered.
+        A cancelled caller waits for at most a second for what is being opened. A disk that does not answer is left
+        behind with what it holds (`offload_broken`), and lets go of that once it has answered.
 
         Raises:
             BackendError: There is not enough memory or disk space, NIXL cannot start, or another process has the
@@ -131,14 +128,13 @@ class Offload:
     async def aclose(self, timeout_s: float | None = None) -> tuple[HeldBlocks, ...]:
         """Take nothing new, cancel loads and stores, wait until nothing is copied any more, and let go. Idempotent.
 
-        Blocks that are in host memory alone are written to files first, as far as there is time. The rest is lost, and
-        the event `offload_stopped` says how much. An engine that closes its offload gives it one second for that: close
-        the offload before the engine, with more time, if a restart should find more.
+        Blocks that are in host memory alone are written to files first, as far as there is time; `offload_stopped` says
+        how many were lost. An engine that closes its offload gives it one second: close the offload before the engine,
+        with more time, if a restart should find more.
 
         Args:
-            timeout_s: How long all of it takes at most: writing to files, waiting for running copies and for promises
-                of what is lent, and ending threads, which have a second in any case. If left out: a second for the
-                first two, and ten for threads.
+            timeout_s: How long all of it takes at most. If left out: a second for writing to files and waiting for
+                copies and promises of what is lent, and ten for ending threads.
 
         Returns:
             Holders that were not waited for.
@@ -223,13 +219,13 @@ class Offload:
         """Copy blocks to the host tier; returns when they are there, and nothing reads the given blocks any more.
 
         Blocks that are there already are not copied again; those that another store is copying are waited for. From the
-        host tier they go on to the files, in the background. Copies that have not begun within `timeout_s` of the
-        configuration are left out.
+        host tier they go on to the files, in the background. Copies that have not begun within the configuration's
+        `timeout_s` are left out.
 
         Args:
             request_id: For people, and for `cancel` and `returned`; several stores may have the same.
             groups: One `(first_token, block ids)` per cache group, as for `Engine.pull`. `None` in the list is a place
-                of which nothing is to be stored. Blocks that end after the last hash are not whole, and are left out.
+                of which nothing is to be stored. Blocks that end after the last hash are left out.
             hashes: Of the whole prompt, from its start; one per `hash_tokens` tokens.
 
         Raises:
@@ -385,7 +381,6 @@ class Offload:
             await job.until_returned()
 
     def _whole(self, num_tokens: int, chain: list[bytes]) -> int:
-        """Refuse tokens that are not hashed, or end inside of a block."""
         tokens = integer("num_tokens", num_tokens, 0, len(chain) * self.config.hash_tokens)
         if tokens % self._tiers.align:
             raise LocalProtocolError(
@@ -438,7 +433,6 @@ class Offload:
         return self.engine.registration.layout.groups[group].block_size
 
     def _ids(self, blocks: Sequence[BlockList], wanted: Sequence[Sequence[int]]) -> dict[int, Int64s]:
-        """Name, per group, the blocks at some places of a request."""
         return {
             index: blocks[index][1][np.asarray(places) - blocks[index][0] // self._size(index)]
             for index, places in zip(self._own.kept, wanted, strict=True)

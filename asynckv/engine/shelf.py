@@ -1,9 +1,8 @@
 """One place where blocks are kept: its catalogue, its range of host memory, and the files behind it.
 
-A rank has a shelf of its own, on which it stores. What ranks of another geometry have left in files is on shelves that
-are only read: each has a small range of host memory through which its records pass, in the form in which they were
-stored, and from there the planner that reads remote ranks puts them into the device's blocks. The catalogue of such a
-shelf decides as any other does: what is promoted, into which slots, and what may be loaded next.
+A rank stores on a shelf of its own. What ranks of another geometry have left in files is on shelves that are only read:
+records pass through a small range of host memory in the form in which they were stored, and the planner puts them into
+the device's blocks.
 """
 
 from __future__ import annotations
@@ -38,17 +37,13 @@ class Shelf:
     Args:
         far: Its name among what the copy plane knows.
         form: What a record is.
-        config: The offload's.
-        host_bytes: Of host memory.
-        file_bytes: Of files; 0 for none.
         records: Where its files are.
         is_own: The form is this rank's, and blocks are stored here; else it is only read.
 
     Attributes:
         kept: Groups of the form that this rank has a part of; what the catalogue calls a group is a place in it.
-        form_id: Short for the form.
         files_lost: Why its files take no more writes, or nothing; empty while they do.
-        unfit: Blocks that its files had, and that were dropped, for they are of another length.
+        unfit: Blocks of its files that were dropped, because they are of another length.
 
     Raises:
         ConfigError: A block size is not a multiple of `hash_tokens`, a group cannot be kept, or the tier is too small.
@@ -95,25 +90,20 @@ class Shelf:
     # -- life ----------------------------------------------------------------------------------------
 
     def take_memory(self, device: Layout) -> None:
-        """Take the memory, pinned where blocks of the device are on a GPU.
-
-        Raises:
-            BackendError: The system has not so much.
+        """Take the memory, pinned where blocks of the device are on a GPU; raise `BackendError` if the system has not
+        so much.
         """
         gpu = next((memory.device for memory in device.memories if memory.kind == "cuda"), None)
         self.memory = HostPool(self._host_bytes, device=gpu)
 
     @property
     def layout(self) -> Layout:
-        """Its memory, slot by slot."""
         assert self.memory is not None
         return placed(self.form, self.memory.memory.base, self.memory.memory.length)
 
     def open_files(self, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop) -> int:
-        """Take in what the files have; returns how many blocks. What has another form is dropped, and what is of
-        another model stays until its room is needed.
-
-        It takes seconds where there is much, so it runs on another thread than the loop's.
+        """Take in what the files have, away from the loop; return how many blocks. What has another form is dropped,
+        and what is of another model stays until its room is needed.
         """
         if self.records is None:
             return 0
@@ -129,13 +119,8 @@ class Shelf:
         return count
 
     async def close(self, timeout_s: float) -> None:
-        """End the files, and give the memory back; nothing touches it afterwards.
-
-        Args:
-            timeout_s: How long what runs is waited for.
-
-        Raises:
-            BackendError: Something may still write it.
+        """End the files, for which `timeout_s` is waited, and give the memory back; raise `BackendError` if something
+        may still write it.
         """
         if self.records is not None:
             await self.records.quiesce(timeout_s)
@@ -150,7 +135,6 @@ class Shelf:
     # -- what moves ----------------------------------------------------------------------------------
 
     def record_list(self, move: Move) -> list[Record]:
-        """What is moved between this shelf's memory and its files."""
         return self._blocks.of(move)
 
     def forget(self) -> None:

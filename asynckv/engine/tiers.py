@@ -1,8 +1,7 @@
 """The tiers of one rank, as its engine's guest: how their memory is taken, their files are opened, and all is let go.
 
-What takes long, taking memory page by page and reading what files hold, is done on another thread. The order in which
-it ends keeps memory safe: first nothing is begun any more, then what is copied is waited for, then planes are left, and
-only then blocks are given back that something might have written.
+Memory is taken and files are read on another thread. The order of ending keeps memory safe: nothing is begun any more,
+what is copied is waited for, planes are left, and only then blocks are given back.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lifecycle import LifeState
 from asynckv.edges.aside import Aside
 from asynckv.engine.copying import ByTokens, Copying, SlotBySlot, reading
+from asynckv.engine.driver import kept
 from asynckv.engine.engine import Engine
 from asynckv.engine.figures import Figures
 from asynckv.engine.jobs import OffloadJob
@@ -50,7 +50,6 @@ MAX_THROUGH_BYTES = 512 << 20
 """The same at most: how large a record is says another's index."""
 
 MAX_TOLD = 8
-"""Directories that are left out, one line each."""
 
 GRACE_S = 1.0
 """How long closing writes to files, and waits for copies that run, unless it is told otherwise."""
@@ -69,18 +68,12 @@ class Tiers:
 
     Args:
         owner: Whose calls it serves.
-        config: The offload's.
-        engine: Whose blocks these are.
-        copies: Copy plane; NIXL if left out.
-        records: Record plane; files of `config.directory` if left out.
         serve: Makes the host tier's own engine.
         leftovers: Finds what ranks of another geometry have left in files.
 
     Attributes:
-        own: The rank's own shelf.
         others: All of them are needed for a prefix; and how each is read.
         align: Prefixes end at multiples of it.
-        mover: Carries out what catalogues want.
         network: The host tier's own engine.
         is_started: Somebody has called `start`.
     """
@@ -97,7 +90,6 @@ class Tiers:
     ) -> None:
         self.owner, self.config, self.engine, self.driver = owner, config, engine, engine._driver
         self._left_out: list[str] = []
-        """What ranks of another geometry have left and cannot be used, and why."""
         self._serve, self._leftovers = serve, leftovers or partial(_left_by_others, self._left_out)
         self.own = Shelf(
             HOST,
@@ -122,15 +114,13 @@ class Tiers:
         self._opening: asyncio.Future[int] | None = None
         """Another thread takes memory and opens files: until it has ended, they are its own."""
         self._is_left = False
-        """That thread did not come back in time, and is waited for no longer; when it comes back it lets go of all."""
+        """True once that thread did not come back in time. It is waited for no longer, and lets go of all by itself."""
         self._waiting: set[asyncio.Future[None]] = set()
-        """Who waits for that thread."""
         self._tidying: asyncio.Task[None] | None = None
 
     # -- beginning -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Take the memory, open the files, and find out what they hold."""
         driver, config = self.driver, self.config
         if self.is_started:
             raise LocalProtocolError("the offload was started before; make a new one")
@@ -157,7 +147,6 @@ class Tiers:
         self.mover.pump()
 
     def _take(self) -> None:
-        """Use the engine's memory, as it is registered now."""
         layout, mover = self.engine.registration.layout, self.mover
         if record_form(layout) != self.own.form:
             raise LocalProtocolError(
@@ -176,7 +165,6 @@ class Tiers:
 
     @property
     def _name(self) -> str:
-        """Of NIXL's agents; unique."""
         layout = self.engine.registration.layout
         return f"{self.engine.config.engine_id}-tp{layout.tp_rank}-pp{layout.pp_stage}-{self.engine.incarnation[:16]}"
 
@@ -208,11 +196,7 @@ class Tiers:
         return found
 
     async def _until_opened(self, timeout_s: float) -> None:
-        """Wait until nothing is being opened any more; nobody may close it before.
-
-        Raises:
-            BackendError: It takes too long, for this or for somebody else who waits, and was left behind.
-        """
+        """Wait until nothing is being opened any more; raise `BackendError` if it took too long."""
         work, clock = self._opening, self.driver.clock
         if work is None or work.done():
             return
@@ -230,7 +214,6 @@ class Tiers:
 
     @property
     def _hangs(self) -> str:
-        """Say what does not come to an end."""
         where = f"opening the files in {self.config.directory!r}, or taking" if self.config.directory else "taking"
         return (
             f"{where} {self.config.host_bytes} bytes of host memory, has not come to an end: the disk or the system "
@@ -258,7 +241,6 @@ class Tiers:
             await self._let_go_of_planes(self.driver.clock.now() + CLOSE_S)
 
     def _tell_of_damage(self) -> None:
-        """Say if the rank's own files have not all that they should have."""
         if self.own.records is None:
             return
         said = self.own.records.statistics()
@@ -296,10 +278,7 @@ class Tiers:
         """End everything, or wait until all has ended; if that failed before, try again."""
         if self._closing is None or (self._closing.done() and self._closing.exception() is not None):
             self._closing = asyncio.get_running_loop().create_task(self._close(timeout_s, flush_s))
-        left: tuple[HeldBlocks, ...] = ()
-        with anyio.CancelScope(shield=True):
-            left = await asyncio.shield(self._closing)
-        return left
+        return await kept(self._closing)
 
     async def _close(self, timeout_s: float | None, flush_s: float) -> tuple[HeldBlocks, ...]:
         driver, mover = self.driver, self.mover
@@ -324,8 +303,7 @@ class Tiers:
         """End all planes; nothing touches any memory afterwards.
 
         Args:
-            by: Until when that may take; each plane `CLOSE_S` if None. What is well ends in milliseconds, and has
-                `GRACE_S` for it in any case.
+            by: Until when that may take; each plane `CLOSE_S` if None, and `GRACE_S` in any case.
 
         Raises:
             BackendError: Something may still write the memory.
@@ -362,7 +340,6 @@ class Tiers:
         return left
 
     def take_again(self) -> None:
-        """The engine was resumed: use its memory as it is registered now."""
         try:
             self._take()
         except (LocalProtocolError, BackendError) as exc:
@@ -373,15 +350,12 @@ class Tiers:
             self.mover.pump()
 
     def counters(self) -> dict[str, int]:
-        """What is told with the engine's own."""
         return {f"offload.{name}": count for name, count in self.figures.counters().items()}
 
     def gauges(self) -> dict[str, int]:
-        """The same, of how things stand."""
         return {f"offload.{name}": value for name, value in self.figures.gauges().items()}
 
     def describe(self) -> dict[str, str]:
-        """Name versions, transports and modes in use, and why what is not used is not."""
         planes = self._copies, self.own.records, self.own.memory
         said = {name: what for plane in planes if plane is not None for name, what in plane.describe().items()}
         off = {"off": self.mover.cause, "files_off": self.own.files_lost}
@@ -451,7 +425,6 @@ class Tiers:
 
     @property
     def _is_hybrid(self) -> bool:
-        """Another prefix needs other blocks."""
         return any(group.is_state or group.window for group in self.own.groups)
 
     def _had(self, job: OffloadJob) -> int:

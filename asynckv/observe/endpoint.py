@@ -1,10 +1,7 @@
 """`/metrics`, `/healthz` and `/readyz` over HTTP, for applications that serve no HTTP of their own.
 
-It runs on threads of its own, with the standard library's WSGI server and prometheus_client's application, so it works
-in whatever form an engine runs, and answers when the engine's loop does not: that is what one asks for. A question to
-an engine is waited for, for a bounded time. When the last engine has been closed it ends by itself.
-
-Nobody has to authenticate: it listens on loopback, unless it is told that everybody may read it.
+It runs on its own threads, so it works in whatever form an engine runs, and answers when the engine's loop does not. It
+ends by itself with the last engine. Nobody authenticates: it listens on loopback unless told otherwise.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ SILENT_S = 10.0
 """A client that says nothing for so long is hung up on."""
 
 MOST_S = 30.0
-"""How long a client may take in all: one that says a letter every few seconds is hung up on as well."""
+"""How long a client may take in all, because one that sends a letter every few seconds is never silent."""
 
 MAX_CLIENTS = 32
 """Connections at a time, each of them a thread; one more ends the oldest, so clients that are silent keep none out."""
@@ -51,7 +48,7 @@ POLL_S = 0.1
 class _Server(ThreadingWSGIServer):
     def __init__(self, address: tuple[str, int], *args: Any) -> None:
         self._until: dict[Any, float] = {}
-        """Clients, and for how long they may stay; entries are the acceptor's to make, and each thread's own to end."""
+        """Clients, and how long they may stay. The acceptor makes entries, and each thread ends its own."""
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, *args)
 
@@ -60,7 +57,6 @@ class _Server(ThreadingWSGIServer):
             request.shutdown(socket.SHUT_RDWR)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a client on a thread of its own."""
         oldest = next(iter(tuple(self._until)), None)
         if oldest is not None and len(self._until) >= MAX_CLIENTS:
             self._until.pop(oldest, None)
@@ -73,7 +69,6 @@ class _Server(ThreadingWSGIServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve a client."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -87,7 +82,6 @@ class _Server(ThreadingWSGIServer):
                 self._hang_up(request)
 
     def server_bind(self) -> None:
-        """Bind, and look no name up, which may take long."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
@@ -207,7 +201,6 @@ class MetricsEndpoint:
     # -- answers -----------------------------------------------------------------------------------
 
     def _answer(self, environ: Environ, respond: Respond) -> Iterable[bytes]:
-        """Answer one request, as WSGI has it."""
         if environ.get("REQUEST_METHOD") not in ("GET", "HEAD"):
             return _say(respond, "405 Method Not Allowed", {"error": "only GET is answered"})
         match environ.get("PATH_INFO"):
@@ -245,8 +238,6 @@ class MetricsEndpoint:
 
 
 class _Watcher(Observer):
-    """Ends an endpoint with its last engine."""
-
     def __init__(self, endpoint: MetricsEndpoint) -> None:
         self._endpoint, self._num_stopped = endpoint, 0
 

@@ -1,13 +1,11 @@
 """Structured logs: one event when a request ends, when a lease ends, when a peer changes.
 
-Where they go is said in `setup.py`, what each of them means in `core/told.py`, and which of those that went well are in
-the log in `sampling.py`. Most events are made where they happen; those about a pull or a lease are made here, since
-only few of them are wanted.
+`setup.py` says where they go, `core/told.py` what they mean, `sampling.py` which successes are logged. Most events are
+made where they happen; those about a pull or a lease are made here, since few of them are wanted.
 
-An event costs some 50 microseconds, ten times what the request cost the core. So levels are checked
-before anything is formatted, and requests that ended well are logged up to a rate, slow ones up to one of their
-own; those that failed always are, with their whole history, or with the name of one that has just failed in the
-same words. Many that fail alike share lines, in which each is named.
+An event costs some 50 microseconds, ten times what the request cost the core. So levels are checked before anything is
+formatted. Failures are always logged, with their history or with the name of one that failed in the same words; many
+that fail alike share lines.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ AWAY_PER_S, MAX_AWAY = 0.1, 3.0
 LONGER = 1.5
 """An absence that exceeds the last that was told of by this factor is told of in any case."""
 MAX_RANKS = 8
-"""Named of one request."""
 
 MAX_TOLD = 32
 """Requests that end alike and have a line each, at once and then one per second; the others share lines."""
@@ -67,14 +64,13 @@ LATE_S = 0.1
 
 
 def phases(pull: Pull) -> dict[str, float]:
-    """How long a pull spent in what, in seconds.
+    """Return the seconds that a pull spent in each phase (`docs/logging.md`).
 
-    `handshake` until the peer was ready, `queue` until it may read (it waits for others, or to be lent) and again until
-    its first post, `plan` between the two, `post` inside posting
-    calls (local transports copy there), `read` from the first post to the last completion, `detect` at
-    most between a completion and its discovery, `confirm` from then to the proof, `release` in the
-    background until every rank acknowledged. One that failed was in the phase in which it failed until then, and in
-    `drain` until its outcome was told; one that was only announced has `announced` for all but these two.
+    `handshake` until the peer was ready; `queue` until it may read, and again until its first post; `plan` between the
+    two; `post` inside posting calls (local transports copy there); `read` from the first post to the last completion;
+    `detect` at most between a completion and its discovery; `confirm` from then to the proof; `release` in the
+    background until every rank acknowledged. A failed pull was in its last phase until it failed, then in `drain`; a
+    pull that was only announced has `announced` for all but these two.
     """
     release_s = max(pull.released_at - pull.published_at, 0.0) if pull.released_at < math.inf else 0.0
     end = pull.published_at if pull.failed_at == math.inf else pull.failed_at
@@ -119,8 +115,6 @@ def process_facts(config: EngineConfig) -> dict[str, Any]:
 
 
 class Recorder:
-    """Turns what ended into events."""
-
     def __init__(self, config: LogConfig, **bound: Any) -> None:
         self._config = config
         self._log, self._log_level = logger_for(**bound)
@@ -139,17 +133,14 @@ class Recorder:
         self._away, self._away_s, self._away_said_s = Rate(AWAY_PER_S, MAX_AWAY), 0.0, 0.0
 
     def bind(self, **bound: Any) -> None:
-        """Change what every event says of this engine."""
         self._log = self._log.bind(**bound)
         self._bound = self._bound | bound
 
     @property
     def num_dropped(self) -> int:
-        """Lines that the log file has not got."""
         return self._sink.num_dropped if self._sink is not None else 0
 
     async def aclose(self, timeout_s: float = math.inf) -> None:
-        """Let what is still to be written be written, for so long at most, and in any case for a bounded time."""
         if self._sink is not None and not self._is_closed:
             self._is_closed = True
             try:
@@ -166,7 +157,6 @@ class Recorder:
 
     @property
     def is_tracing(self) -> bool:
-        """Every transition is wanted."""
         return self._level <= logging.DEBUG
 
     def log(
@@ -207,7 +197,6 @@ class Recorder:
                 self.num_failed += 1
 
     def pull_ended(self, pull: Pull, now: float) -> None:
-        """Log the end of a decode side's request."""
         took = pull.published_at - pull.called_at
         is_discharge = pull.reason is Reason.DISCHARGED
         good = is_discharge or pull.reason in (Reason.COMPLETE, Reason.CANCELLED)
@@ -247,7 +236,6 @@ class Recorder:
         self.log(ended, level="info" if good and not slow else "warning")
 
     def _same_as(self, pull: Pull, now: float) -> str:
-        """Name the pull of which all was said that there is to say of this one: one peer fails hundreds at once."""
         what = (pull.reason, pull.detail)
         at, like = self._failures.get(what, (-math.inf, ""))
         if now - at < SAME_S:
@@ -286,7 +274,6 @@ class Recorder:
             self.log(many(cause, len(rows), alike, each))
 
     def pull_refused(self, request_id: str, params: KVTransferParams | None, exc: Exception, now: float) -> None:
-        """Log that nothing was begun for a request."""
         refused = told.PullRefused(request_id, type(exc).__name__, short(str(exc)))
         if params is not None:
             refused.prefill_request_id, refused.peer = params.request_id, params.engine_id
@@ -294,24 +281,20 @@ class Recorder:
         self.log(refused, now)
 
     def alive(self, gauges: Mapping[str, int], waits_for: Sequence[str]) -> None:
-        """Log that the engine lives, and what it holds."""
         blocks = gauges["blocks_lent"] + gauges["blocks_writing"]
         self.log(told.EngineAlive(gauges["leases"], gauges["pulls"], gauges["parked"], blocks, list(waits_for)))
 
     def pull_retried(self, pull: Pull, attempt: int, after_s: float) -> None:
-        """Log that another attempt follows."""
         cause = str(pull.reason)
         self.log(told.PullRetried(**told.pull_ids(pull), cause=cause, attempt=attempt, after_s=round(after_s, 6)))
 
     def blocks_returned(self, pull: Pull, now: float) -> None:
-        """Log blocks that came back after their pull had failed."""
         seconds = round(now - pull.published_at, 6)
         self.log(
             told.BlocksReturned(**told.pull_ids(pull), blocks=_written_blocks(pull), seconds_after_failure=seconds)
         )
 
     def blocks_retired(self, pull: Pull, now: float) -> None:
-        """Log blocks that are given up: the alarm of a transfer that does not end."""
         self.log(
             told.BlocksRetired(
                 **told.pull_ids(pull),
@@ -324,10 +307,8 @@ class Recorder:
         )
 
     def loop_was_away(self, seconds: float, gauges: Mapping[str, int], now: float) -> None:
-        """Log that the event loop did not come to us for long: a step loop that is always away cannot fill the log.
-
-        It is why promises lapse, and nothing else tells of it: a longer absence is not left out for a shorter one's
-        sake. (Each is longer by a factor, so that between two that the limit lets through there are a few.)
+        """Log that the loop was away. A step loop that is always away cannot fill the log, but a longer absence than
+        the last that was told is never left out.
         """
         if seconds < LONGER * self._away_said_s and not self._away.take(now):
             self._away_s += seconds
@@ -343,7 +324,6 @@ class Recorder:
         self.log(away, more=self._away.left_out())
 
     def internal_error(self, exc: Exception, now: float) -> None:
-        """Log a bug of ours, with its traceback."""
         text = "".join(traceback.format_exception(exc))
         if len(text) > MAX_FIELD:
             text = f"... {text[4 - MAX_FIELD :]}"  # the last call matters most
@@ -397,7 +377,6 @@ class Recorder:
             self.log(told.lease_granted(lease, pull_id))
 
     def held_for_long(self, held: HeldForLong, oldest: Sequence[RequestStatus]) -> None:
-        """Log what has been held for long, with the oldest of it."""
         found = list(zip(held.oldest, oldest, strict=True))
         level: told.Level = "info" if held.is_orderly else "warning"
         if leases := [_held_lease(x, status) for x, status in found if isinstance(x, Lease)]:
@@ -429,7 +408,6 @@ class Recorder:
         self.log(changed, level="warning" if bad else "info")
 
     def traced(self, subject: Pull | Lease, entries: Sequence[tuple[float, str | Note]]) -> None:
-        """Log transitions one by one, at debug level."""
         start = subject.history[0][0]
         for at, what in entries:
             to, at_s = str(what), round(at - start, 6)
@@ -462,22 +440,18 @@ def _num_blocks(lease: Lease) -> int:
 
 
 def _lease_ids(lease: Lease) -> tuple[str, int]:
-    """What joins a prefill side's request with the decode side's."""
     return lease.lent.request_id, lease.lent.key.sequence
 
 
 def _written_blocks(pull: Pull) -> int:
-    """How many of this side's blocks a pull writes."""
     return sum(int((ids >= 0).sum()) for _, ids in pull.lists.local) if pull.lists else 0
 
 
 def _claim(grant: Grant, lent_at: float) -> told.LastClaim:
-    """A reader's last attempt: when it claimed, and was heard of last, since the request was lent."""
     return told.LastClaim(grant.pull_id, round(grant.since - lent_at, 3), round(grant.asked_at - lent_at, 3))
 
 
 def _refused(lease: Lease) -> list[told.RefusedMessage] | None:
-    """What readers said of a lease and was turned down."""
     return [
         told.RefusedMessage(round(x.at - lease.lent_at, 3), x.what, x.reason, short(x.who), short(x.detail))
         for x in lease.refused
@@ -485,14 +459,12 @@ def _refused(lease: Lease) -> list[told.RefusedMessage] | None:
 
 
 def _held_lease(lease: Lease, status: RequestStatus) -> told.HeldLease:
-    """One lease among those that are held for long."""
     claims = [(name, _claim(grant, lease.lent_at)) for name, _, grant in lease.readers() if grant is not None]
     lent_s, left_s = round(status.age_s, 3), _rounded(status.left_s)
     return told.HeldLease(*_lease_ids(lease), lent_s, dict(claims[:MAX_RANKS]), left_s, _refused(lease))
 
 
 def _held_pull(pull: Pull, status: RequestStatus) -> told.HeldPull:
-    """One pull among those that are held for long."""
     ranks = {x.rank: x.state for x in status.ranks[:MAX_RANKS]}
     state_s, left_s = round(status.state_s, 3), _rounded(status.left_s)
     return told.HeldPull(**told.pull_ids(pull), state_s=state_s, ranks=ranks, left_s=left_s)

@@ -1,15 +1,14 @@
 """Metrics for Prometheus: what an engine has counted, how things stand, and how long everything took.
 
-`Metrics` is a collector that an application registers beside its own (`REGISTRY.register(Metrics(engine))`); several
-engines of one process go into one. The table `FAMILIES` says all that there is, and `docs/metrics.md` is made from it.
+`Metrics` is a collector for the application's registry; several engines go into one. `docs/metrics.md` is made from the
+table `FAMILIES`.
 
-Whoever scrapes does so on a thread of its own, while an engine is changed on its loop and nowhere else. So a reading is
-taken *on* the loop, between two turns, and waited for, for a quarter of a second at most; when the loop does not come
-to it, the last reading is shown, and `asynckv_reading_age_seconds` says how old that is. On the loop's own thread
-nothing is waited for.
+A scrape comes on another thread. The reading is taken *on* the loop, between two turns, and waited for, a quarter of a
+second at most. If the loop does not come to it, the last reading is shown, and `asynckv_reading_age_seconds` says how
+old it is.
 
-A label never holds a request's id or an address, and takes few values: causes and states are enumerations, and of
-engines that are read from the first 32 have a name, the others are `other`.
+A label never holds a request's id or an address, and takes few values: of engines that are read from, the first 32 have
+a name, the others are `other`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ log = logging.getLogger("asynckv")
 
 WAIT_S = 0.25
 AGES_S = (1, 5, 10, 30, 60, 300)
-"""Leases that are older than so many seconds are counted."""
 
 
 class Family(NamedTuple):
@@ -266,7 +264,6 @@ class Metrics(Collector):
 
     @property
     def engines(self) -> tuple[Observed, ...]:
-        """What is shown, as its observers see it."""
         return tuple(shown.engine for shown in self._shown)
 
     def add(self, engine: Any) -> None:
@@ -288,7 +285,6 @@ class Metrics(Collector):
         return list(_families().values())
 
     def collect(self) -> Iterable[Metric]:
-        """Show how things stand; from any thread."""
         families = _families()
         for shown in self._shown:
             shown.refresh(self._wait_s)
@@ -298,8 +294,6 @@ class Metrics(Collector):
 
 
 class _Shown:
-    """One engine that is shown."""
-
     def __init__(self, engine: Observed) -> None:
         self.engine, self.tally = engine, Tally()
         self.names = engine.engine_id, engine.rank
@@ -309,7 +303,7 @@ class _Shown:
         engine.observe(self.tally)
 
     def refresh(self, wait_s: float) -> None:
-        """Take another reading, if its loop comes to it in time."""
+        """Take another reading, if the engine's loop comes to it in time."""
         try:
             self._last = self.engine.ask(self._read, wait_s)
         except (TimeoutError, EngineClosed):
@@ -345,11 +339,10 @@ class _Shown:
 
 
 FRESH_S = 0.05
-"""Between reading and showing."""
 
 LONG_S, REST = 0.002, 10
-"""A reading that takes the loop as long as that, where tens of thousands are lent, is not taken again for so many times
-as long, however many scrape: nobody has to authenticate, and no request is to wait for them."""
+"""A reading that takes the loop so long (tens of thousands of leases) is taken again only after so many times as long,
+however many scrape."""
 
 
 def _families() -> dict[str, Metric]:
@@ -444,8 +437,7 @@ def _counters(counters: Mapping[str, int]) -> Iterator[tuple[str, tuple[str, ...
 
 
 def place_of(counter: str) -> tuple[str, tuple[str, ...]] | None:
-    """Say which metric, and which labels of it, a counter of the engine, or a gauge of its offload, is; None if it is
-    not shown."""
+    """Return metric and labels of an engine's counter, or of its offload's gauge; None if it is not shown."""
     if counter in _PLAIN:
         return _PLAIN[counter], ()
     if counter in _OFFLOAD:
@@ -457,7 +449,6 @@ def place_of(counter: str) -> tuple[str, tuple[str, ...]] | None:
 
 
 NOT_SHOWN = frozenset({"transfers.late_news"})
-"""Counters that begin like others and are something else."""
 
 
 def _tallied(tally: Tally) -> Iterator[tuple[str, tuple[str, ...], Any]]:

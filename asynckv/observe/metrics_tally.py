@@ -1,7 +1,6 @@
-"""What has to be counted as it happens, because nobody could find it out later: durations, and shares of peers.
+"""Durations, and shares of peers: what has to be counted as it happens. All else the engine counts itself.
 
-All else is counted by the engine itself, and read when somebody asks. A tally lives on its engine's loop and costs some
-microseconds per pull; a copy of it is taken there for whoever reads it elsewhere.
+A tally lives on its engine's loop and costs some microseconds per pull; readers get a copy.
 """
 
 from __future__ import annotations
@@ -30,11 +29,8 @@ OTHER = "other"
 
 
 class Durations:
-    """How many of some durations were how long.
-
-    Attributes:
-        counts: By bucket; the last is for what is longer than all.
-        total_s: Their sum.
+    """How many of some durations were how long: `counts` by bucket, the last for what is longer than all, and their
+    sum.
     """
 
     __slots__ = ("counts", "total_s")
@@ -44,12 +40,10 @@ class Durations:
         self.total_s = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one."""
         self.counts[bisect_left(BUCKETS_S, seconds)] += 1
         self.total_s += seconds
 
     def copy(self) -> Durations:
-        """Return what was counted until now."""
         other = Durations()
         other.counts, other.total_s = self.counts.copy(), self.total_s
         return other
@@ -62,10 +56,9 @@ class Tally(Observer):
         phases: By `asynckv.observe.log.phases`, of every pull that has ended.
         pulls: Whole pulls, by how they ended: `complete`, `cancelled` or `failed`.
         leases: How long requests were lent, by how that ended.
-        offloads: Stores and loads of what is kept outside of the accelerator, up to their outcome.
+        offloads: Stores and loads, up to their outcome.
         lag: How late the engine's timer fired.
         retried: Attempts after which another followed, by why they had failed.
-        posts, rereads: Of pulls that have ended.
         blocks_given_up: Blocks that were retired.
         peer_states: How often a peer came into which state.
         peer_pulls: How pulls from an engine ended.
@@ -85,7 +78,6 @@ class Tally(Observer):
         self.peer_bytes = Counter[str]()
 
     def copy(self) -> Self:
-        """Return what was counted until now, to be read by another thread."""
         other = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, dict | Durations):
@@ -117,32 +109,25 @@ class Tally(Observer):
         self.peer_bytes[peer] += num_bytes
 
     def pull_retried(self, pull: Pull, now: float) -> None:
-        """Count it by why it had failed."""
         self.retried[str(pull.reason)] += 1
 
     def pull_over(self, pull: Pull, now: float) -> None:
-        """Count how long its release took in the background."""
         self.phases["release"].add(max(pull.released_at - pull.published_at, 0.0))
 
     def blocks_retired(self, pull: Pull, now: float) -> None:
-        """Count the blocks that are given up."""
         self.blocks_given_up += sum(int((ids >= 0).sum()) for _, ids in pull.lists.local) if pull.lists else 0
 
     def lease_ended(self, lease: Lease, now: float) -> None:
-        """Count how long it was lent."""
         self.leases[lease.state if lease.is_over else CLOSED].add(min(lease.ended_at, now) - lease.lent_at)
 
     def peer_changed(self, peer: Peer, before: PeerState, after: PeerState, now: float) -> None:
-        """Count what it has become."""
         is_orderly = after is PeerState.GONE and peer.is_orderly and not peer.num_failed
         self.peer_states[LEFT if is_orderly else after.value] += 1
 
     def offload_ended(self, call: str, seconds: float, now: float) -> None:
-        """Count how long it took."""
         self.offloads.setdefault(call, Durations()).add(seconds)
 
     def loop_came(self, lag_s: float, now: float) -> None:
-        """Count how late."""
         self.lag.add(lag_s if lag_s > 0.0 else 0.0)
 
 

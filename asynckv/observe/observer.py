@@ -1,12 +1,8 @@
-"""Who else is told what happens in an engine: metrics, traces, or something of the application's own.
+"""Observers of an engine beside its log: metrics, traces, or something of the application's own.
 
-The `Recorder` writes the log, and is always there. An `Observer` comes beside it (`engine.observation.observe`), and
-hears of the few things of which a log or a trace is made: a pull, a lease, a peer. It is told on the engine's loop, in
-the middle of a turn: it has to be quick, and may change nothing. What it raises is counted (`observers.failed`) and
-changes nothing either. An engine that nobody observes makes no call for it.
-
-What is counted anyway need not be told: it is read, all at once, from whatever thread asks (`Observed.ask`), as a
-`Reading`, which is plain values of one moment.
+An `Observer` (`engine.observation.observe`) is told on the engine's loop, in the middle of a turn: it has to be quick,
+and may change nothing. What it raises is only counted (`observers.failed`). What is counted anyway is read as a
+`Reading`, from whatever thread asks (`Observed.ask`).
 """
 
 from __future__ import annotations
@@ -64,7 +60,7 @@ class Reading:
     """An engine at one moment.
 
     Attributes:
-        state: What it is at (`docs/states.md`).
+        state: The engine's (`docs/states.md`).
         incarnation: Of its process, or of its memory since it was resumed.
         counters: As in `Statistics`.
         gauges: As in `Statistics`.
@@ -78,8 +74,8 @@ class Reading:
             (since its pull had failed); 0 if there is none.
         blocks_retired: Blocks that were given up and are held still.
         limits: What the configuration allows: `bytes`, `descriptors`, `requests`, `queued`, `parked`.
-        descriptors_in_flight: Of the transfers that are under way.
         data_down: Why the data plane does not serve now; empty while it does.
+        descriptors_in_flight: Of the transfers that are under way.
         planes: What the data plane says of itself.
     """
 

@@ -1,14 +1,10 @@
 """Which of many events are logged: of what others can bring about a few, of what went well a sample.
 
-**Requests that end well** are sampled consistently. A request is logged by several processes: its prefill ranks, which
-lend it, and its decode ranks, which read it. If each of them chose a share of its own, hardly any request would be in
-all of their logs: of one in a hundred here and one in a hundred there it is one in ten thousand. So it is not left to
-chance, but to a hash of the request's token, which all of them know and nobody chose: a request is logged if its hash
-ends in `n` zeros. Who sees twice as many requests asks for one zero more, and what it logs is then a subset of what
-the others do. (Traces are sampled so, as "consistent probability sampling".)
-
-The number of zeros follows the rate: it rises as soon as more than the configured number was logged within a second,
-and falls by one a second. What exceeds the configured rate for all that is left out whatever its hash.
+**Requests that end well** are sampled consistently: prefill and decode ranks log the same ones. A request is logged if
+the hash of its token, which all of them know and nobody chose, ends in `n` zeros. A process that sees more requests
+asks for more zeros, and logs a subset of what the others do. The number of zeros rises as soon as more than the
+configured number was logged within a second, and falls by one a second. What still exceeds the rate is left out
+whatever its hash.
 """
 
 from __future__ import annotations
@@ -23,37 +19,23 @@ ROOM = 0.75
 
 
 class Rate:
-    """How often something may be logged; what is left out is counted for the next line.
-
-    Args:
-        per_s: Events per second.
-        burst: How many may come at once after a silence.
-    """
+    """How often something may be logged; what is left out is counted for the next line."""
 
     def __init__(self, per_s: float, burst: float) -> None:
         self._limit, self._skipped = Limiter(per_s, burst), 0
 
     def take(self, now: float) -> bool:
-        """Whether this one is logged."""
         may = self._limit.take("", now)
         self._skipped += not may
         return may
 
     def left_out(self) -> dict[str, int]:
-        """How many were not, since the last one that was; empty if none."""
         skipped, self._skipped = self._skipped, 0
         return {"not_logged": skipped} if skipped else {}
 
 
 class Sampler:
-    """Chooses, by their tokens, which requests are logged that end well.
-
-    Args:
-        per_s: Most per second.
-
-    Attributes:
-        zeros: How many zeros a token's hash has to end in.
-    """
+    """Chooses by their tokens which good ends are logged: `per_s` at most, with `zeros` at a hash's end."""
 
     zeros: int
 
@@ -65,7 +47,6 @@ class Sampler:
         self._seen = self._chosen = 0
 
     def take(self, token: str, now: float) -> bool:
-        """Whether the request of this token is logged."""
         if now - self._since >= 1.0:
             self._next_second(now)
         self._seen += 1

@@ -1,10 +1,8 @@
 """Where events go: to whatever the application has configured, to a file of the engine's own, or as a program asks.
 
-The library configures nobody's logging. If the application has configured structlog, events go there; otherwise they
-go to the standard logger named `asynckv`, whose rules the application sets. `configure_logging` is for programs that
-are asynckv's own, the command line above all. Beside that an engine may write a file (`sink.py`).
-
-What others have said is shown with its control characters escaped wherever people read it; JSON does that by itself.
+If the application has configured structlog, events go there; otherwise to the standard logger `asynckv`.
+`configure_logging` is for programs that are asynckv's own. Control characters in what others have said are escaped
+wherever people read them.
 """
 
 from __future__ import annotations
@@ -89,7 +87,6 @@ def logger_for(**bound: Any) -> tuple[Any, int]:
 
 
 def file_sink(config: LogConfig, bound: Mapping[str, Any] = MappingProxyType({})) -> FileSink:
-    """Return what writes the file of a configuration."""
     engine_id = str(bound.get("engine_id", ""))
     place = str(bound.get("rank", "")).removeprefix(f"{engine_id}/").partition("@")[0]
     path = file_name(os.fspath(config.file), engine_id, place.replace("/", "-"))

@@ -1,17 +1,14 @@
 """A log file of asynckv's own: JSON lines, for an engine inside an application that configures no logging.
 
-Whoever logs must not wait for a disk. Lines wait in a queue that is bounded in bytes, and a thread takes them from
-there, encodes and writes them, and rotates the files (`logging.handlers.RotatingFileHandler`). What does not fit into
-the queue, or cannot be written because the disk is full or the folder is gone, is left out and counted; the next line
-that can be written says how many there were (`log_dropped`). A file that is full and cannot be renamed goes on for a
-while, and says so once (`log_not_rotated`). No request ends for any of that.
+Logging never waits for a disk. Lines wait in a queue that is bounded in bytes; a thread encodes and writes them, and
+rotates the files (`logging.handlers.RotatingFileHandler`). Lines that do not fit, or cannot be written, are counted;
+the next one says how many (`log_dropped`). A full file that cannot be renamed goes on for a while, and says so once
+(`log_not_rotated`).
 
-Nor must the thread cost much. Beside a busy event loop it is not bytes that do: each time the thread wakes, and each
-time it comes back from the kernel, the two pass Python's lock to each other. So it wakes at most twice a second unless
-there is a warning, and asks the kernel for little.
+Beside a busy event loop a thread costs by each wake-up and each return from the kernel. So it wakes at most twice a
+second unless there is a warning.
 
-Engines of one process that are given the same file share it. Processes must not: each would rotate it under the others,
-so the name carries what tells them apart (`{pid}`, `{rank}`).
+Engines of one process share a file. Processes must not, so the name carries what tells them apart (`{pid}`, `{rank}`).
 """
 
 from __future__ import annotations
@@ -43,16 +40,12 @@ MAX_BATCH = 1 << 20
 """Bytes, taken in the same way, that are encoded and written at a time: meanwhile they are there three times more."""
 
 LINE_BYTES = 256
-"""What a line takes beside its fields."""
 
 NESTED = frozenset({dict, list, tuple, set, frozenset})
-"""What has values in it, in the fields of an event."""
 
 GATHER_S = 0.5
-"""How long lines wait for more after others were written, unless there is a warning; the first ones do not wait.
-
-Beside a busy event loop each time costs some 0.1 ms of it.
-"""
+"""How long lines wait for more after others were written, unless there is a warning: each write costs 0.1 ms of a busy
+loop."""
 
 CLOSE_S = 2.0
 """How long a sink that is closed waits for what is still to be written."""
@@ -75,16 +68,11 @@ def file_name(pattern: str, engine_id: str = "", rank: str = "") -> str:
 
 
 class FileSink:
-    """One file, and the thread that writes it.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """One file, and the thread that writes it; raises `ConfigError` if it cannot be written."""
 
     _open: ClassVar[dict[str, FileSink]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _writing: ClassVar[set[FileSink]] = set()
-    """Those that have a thread."""
 
     def __init__(self, path: str, max_bytes: int, backups: int) -> None:
         try:
@@ -104,11 +92,7 @@ class FileSink:
 
     @classmethod
     def shared(cls, path: str, max_bytes: int, backups: int) -> FileSink:
-        """Return the sink of a file, one for all who write there; each closes it once.
-
-        Raises:
-            ConfigError: The file cannot be written.
-        """
+        """Return the sink of a file, one for all who write there; each closes it once."""
         with cls._lock:
             if path not in cls._open:
                 cls._open[path] = cls(path, max_bytes, backups)
@@ -118,7 +102,6 @@ class FileSink:
 
     @property
     def num_dropped(self) -> int:
-        """Lines that are in no file."""
         return self._not_taken + self._not_written
 
     def put(self, level: str, event: str, bound: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
@@ -158,10 +141,8 @@ class FileSink:
 
     @classmethod
     def end_all(cls) -> None:
-        """Write what is still to be written to any file, when the process ends: daemon threads are not waited for.
-
-        Engines that are still open then are closed before this (`embed/thread.py`), which was registered later; so
-        their last words are in the file as well.
+        """Write what is still to be written to any file when the process ends, because daemon threads are not waited
+        for. Engines that are still open are closed before this (`embed/thread.py`, registered later).
         """
         for sink in tuple(cls._writing):
             sink.end()
@@ -193,7 +174,6 @@ class FileSink:
         return True
 
     def _work(self, lines: _Lines, file: _File) -> None:
-        """Write what is put, until told to end."""
         while batch := lines.take():
             self._write(batch, file)
         file.give_up()
@@ -233,22 +213,16 @@ class FileSink:
 
 
 class _Lines:
-    """Lines that wait for one thread, and its sleep.
-
-    Args:
-        mutex: Held by whoever calls, but for `take`.
-    """
+    """Lines that wait for one thread, and its sleep; `mutex` is held by all callers but `take`."""
 
     def __init__(self, mutex: threading.RLock) -> None:
         self._mutex = mutex
         self._waiting: deque[tuple[Line | str, int]] = deque()
         self._num_bytes = self._num_taken = 0
-        """Of all, and of those that are being written."""
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_rung, self._is_asleep, self._is_ended = False, True, False
 
     def put(self, line: Line | str, size: int, is_urgent: bool) -> bool:
-        """Append a line, unless that is too much."""
         if self._num_bytes + size > MAX_WAITING:
             return False
         self._waiting.append((line, size))
@@ -258,7 +232,7 @@ class _Lines:
         return True
 
     def take(self) -> list[Line | str]:
-        """Wait for lines; there are none if there will be no more."""
+        """Wait for lines; return none if there will be no more."""
         with self._mutex:
             self._num_bytes -= self._num_taken  # they are written
             self._num_taken = 0
@@ -281,12 +255,10 @@ class _Lines:
         return batch
 
     def end(self) -> None:
-        """Let the thread take what is there, and then nothing."""
         self._is_ended = True
         self._ring()
 
     def clear(self) -> int:
-        """Forget what waits; return how many lines that were."""
         count = len(self._waiting)
         self._waiting.clear()
         return count
@@ -303,18 +275,13 @@ class _File(RotatingFileHandler):
     def __init__(self, path: str, max_bytes: int, backups: int) -> None:
         super().__init__(path, maxBytes=max_bytes, backupCount=backups, encoding="utf-8", delay=True)
         self.num_written = 0
-        """Lines of the last batch."""
         self.trouble = ""
         """Why it goes on though it is full."""
         self._size = self._limit = 0
         self._identity: tuple[int, int] | None = None
 
     def check(self) -> None:
-        """Find out whether it can be written.
-
-        Raises:
-            OSError: It cannot.
-        """
+        """Find out whether it can be written, or raise `OSError`."""
         os.makedirs(os.path.dirname(self.baseFilename), exist_ok=True)
         os.close(os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666))
 
@@ -331,11 +298,7 @@ class _File(RotatingFileHandler):
                 self.give_up()
 
     def write_lines(self, lines: list[str]) -> None:
-        """Write lines, by as few calls as there are files; `num_written` says how many of them are written.
-
-        Raises:
-            OSError: Some are not.
-        """
+        """Write lines, by as few calls as there are files; `num_written` counts them. Raises `OSError`."""
         # Not by `emit`, which looks at the file's name, makes a record and flushes for every line: that took a busy
         # loop as much time as all that is logged of a request.
         waiting: list[str] = []
@@ -357,11 +320,7 @@ class _File(RotatingFileHandler):
             waiting.clear()
 
     def _rotate(self, more: int) -> None:
-        """Rename the file and begin another; if that cannot be, go on, until it takes what all files together may.
-
-        Raises:
-            OSError: It takes that.
-        """
+        """Rename the file and begin another; if that cannot be, go on, until it takes what all files together may."""
         failed: OSError | None = None
         try:
             self.doRollover()
@@ -399,7 +358,6 @@ class _File(RotatingFileHandler):
 
 
 def _plain(value: object) -> object:
-    """Values that JSON does not know."""
     return list(value) if isinstance(value, set | frozenset) else repr(value)
 
 

@@ -1,14 +1,11 @@
 """Spans for OpenTelemetry: one trace over router, prefill and decode, if a context came with the params.
 
-The context travels in the params, as W3C's `traceparent` and `tracestate`: whoever makes them gives what the request
-came with (`make_params(..., trace=headers)`, or `trace=trace_context()` inside of a span), and both sides find it
-there. A request that came without one has no spans.
+The context travels in the params as W3C's `traceparent` and `tracestate` (`make_params(..., trace=headers)`). A request
+that came without one has no spans.
 
-A prefill rank makes a span for each lease (`asynckv.lease`), a decode rank one for each attempt (`asynckv.pull`, with a
-link to the attempt before) and one for what follows in the background (`asynckv.release`). Spans are made when what
-they are about is over, with the times at which it began and ended: while it is under way nothing has to be kept, and
-a transition costs nothing. Only the API is used. Without an SDK every span that it makes is of no consequence, and so
-is nothing made at all then.
+A prefill rank makes a span for each lease (`asynckv.lease`), a decode rank one for each attempt (`asynckv.pull`, linked
+to the attempt before) and one for what follows in the background (`asynckv.release`). Spans are made when their subject
+is over, so a transition costs nothing. Without an SDK nothing is made.
 """
 
 from __future__ import annotations
@@ -113,18 +110,13 @@ class Tracing(Observer):
         self._tracer = trace.get_tracer("asynckv", tracer_provider=provider)
         self._extract = TraceContextTextMapPropagator().extract
         self._offset_ns = 0
-        """Of the wall clock to the engine's."""
         self._lent: OrderedDict[Lease, tuple[Context, str]] = OrderedDict()
-        """In which trace they were lent, and by which engine."""
         self._over: OrderedDict[PullId, SpanContext] = OrderedDict()
-        """Attempts whose release goes on."""
         self._failed: OrderedDict[str, SpanContext] = OrderedDict()
-        """The last attempt at requests that may be tried again."""
         for engine in engines:
             self.add(engine)
 
     def add(self, engine: Any) -> None:
-        """Trace another engine."""
         observation_of(engine).observe(self)
 
     # -- what happens ------------------------------------------------------------------------------
@@ -135,7 +127,6 @@ class Tracing(Observer):
             _keep(self._lent, lease, (parent, params.engine_id))
 
     def lease_ended(self, lease: Lease, now: float) -> None:
-        """Make its span."""
         if not self._lent or (lent_in := self._lent.pop(lease, None)) is None:
             return
         parent, engine_id = lent_in
@@ -161,7 +152,6 @@ class Tracing(Observer):
         span.end(self._wall_ns(min(lease.ended_at, now)))
 
     def pull_ended(self, pull: Pull, now: float) -> None:
-        """Make the span of this attempt."""
         params = pull.params
         if not params.traceparent or (parent := self._parent(params)) is None:
             return
@@ -199,7 +189,6 @@ class Tracing(Observer):
             _keep(self._failed, pull.request_id, span.get_span_context())
 
     def pull_over(self, pull: Pull, now: float) -> None:
-        """Make the span of what followed its outcome."""
         if not self._over or (before := self._over.pop(pull.pull_id, None)) is None:
             return
         parent = self._api.set_span_in_context(self._api.NonRecordingSpan(before))
@@ -221,7 +210,6 @@ class Tracing(Observer):
         return context if self._api.get_current_span(context).get_span_context().is_valid else None
 
     def _set_clock(self, now: float) -> None:
-        """Learn what the wall clock says at a moment of the engine's."""
         # The moment has passed by the time that this is asked: the shortest such delay is the nearest to the truth.
         offset_ns = time.time_ns() - round(now * 1e9)
         if not 0 <= offset_ns - self._offset_ns < SAME_CLOCK_NS:
@@ -252,14 +240,12 @@ class Tracing(Observer):
 
 
 def _keep(kept: OrderedDict[Any, Any], key: object, value: object) -> None:
-    """Remember one, and of too many forget the oldest."""
     kept[key] = value
     if len(kept) > MAX_KEPT:
         kept.popitem(last=False)
 
 
 def _num_to_outcome(pull: Pull) -> int:
-    """Count what happened until its outcome."""
     return next((i for i, (_, what) in enumerate(pull.history, 1) if what is PullState.NOTIFYING), len(pull.history))
 
 

@@ -26,7 +26,7 @@ def causes() -> str:
         kind = " *(a class)*" if entry.is_class else ""
         out.append(f"### {entry.title[0].upper()}{entry.title[1:]}\n")
         sentences = " / ".join(f"*{x}.*" for x in (entry.sentence, *entry.of.values()))
-        out.append(_filled(f"`{cause}`{kind}: {sentences}") + "\n")
+        out.append(_filled(f"`{cause}`{kind}, under *{entry.heading}*: {sentences}") + "\n")
         rows: dict[str, list[str]] = {}
         for owner, reader in cells(cause):
             rows.setdefault(reader.value, []).append(owner.value)

@@ -6,7 +6,9 @@ Each seed is played twice over: as a service in which single requests have misha
 `--faults`, as one in which everything goes wrong that may (`tests.lab.script`). What its processes log is given
 to `asynckv.tools.diagnose`, with both sides' logs, and with one side's only. A witness who saw every packet and every
 death (`tests.lab.truth`) knows which requests' blocks were late, and all that is true of why. With `--modes cut` the
-logs of both sides end at a moment in the midst of it all as well. Then must hold:
+logs of both sides end at a moment in the midst of it all as well; with `torn` each ends at a moment of its own, as
+files do that are copied one after the other while they are written. With `set` the clock of one host is put back amid
+it all. Then must hold:
 
 - every request that was late is named (with one side's logs: those of which that side must know);
 - no other is;
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import random
 import sys
@@ -39,12 +42,18 @@ from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_values import Leak
 from asynckv.tools.diagnose.records import read_logs
 from tests.lab.leaky import make_leaky
-from tests.lab.logs import Logs
+from tests.lab.logs import Logs, ProcessLog
 from tests.lab.script import Script, make_script
 from tests.lab.truth import Forgotten, LateLease, LatePull, Owed, Witness, watch
 
-MODES = ("both", "prefill", "decode", "cut")
-"""Whose logs are given; and those of both, cut short at the same moment."""
+MODES = ("both", "prefill", "decode", "cut", "torn", "set")
+"""Whose logs are given; those of both, cut short at the same moment, or each at another, or with a clock put back."""
+
+PUT_BACK_S = 60.0
+"""By how much the clock of one host is put back."""
+
+TORN_S = 1.0
+"""How much earlier or later than others a torn log may end."""
 
 C = CAUSE
 Whys = set[str]
@@ -213,7 +222,14 @@ class Judge:
     def __init__(self, seed: int, kind: str, script: Script, logs: Logs, witness: Witness) -> None:
         self.seed, self.kind, self.logs, self.witness = seed, kind, logs, witness
         self.cut_at = random.Random(repr(("cut", seed))).uniform(2.0, script.seconds + 4.0)
-        self.under_way = witness.under_way(self.cut_at)
+        draw = random.Random(repr(("torn", seed))).uniform
+        self.torn_at = {x.file_name: max(self.cut_at + draw(-TORN_S, TORN_S), 0.1) for x in logs.processes}
+        self.set_on = random.Random(repr(("set", seed))).choice([x.host.name for x in logs.processes])
+        last = max(self.torn_at.values(), default=self.cut_at)
+        self.under_way = {
+            "cut": witness.under_way(self.cut_at, self.cut_at),
+            "torn": witness.under_way(min(self.torn_at.values(), default=last), last),
+        }
         self.mishaps = {mishap.ask: mishap.kind for mishap in script.mishaps}
         self.befell = {(mishap.ask, name) for mishap in script.mishaps for name in mishap.readers}
         self.truths: dict[tuple[str, int, str], Truth] = {}
@@ -227,6 +243,12 @@ class Judge:
 
     def _truth(self, engine_id: str, sequence: int, request_id: str, ask: int) -> Truth:
         return self.truths.setdefault((engine_id, sequence, _own(request_id)), Truth(ask))
+
+    def text_of(self, mode: str, log: ProcessLog) -> str:
+        """What the file of a process holds."""
+        if mode == "set":
+            return log.put_back(self.cut_at, PUT_BACK_S) if log.host.name == self.set_on else log.text
+        return log.until({"cut": self.cut_at, "torn": self.torn_at[log.file_name]}.get(mode, math.inf))
 
     def judge(self, mode: str, leaks: Sequence[Leak], counts: Counter[str]) -> Iterator[Disagreement]:
         """Find what disagrees, given what is concluded from the logs of one side or of both."""
@@ -249,11 +271,10 @@ class Judge:
     def _missed(self, mode: str, truth: Truth, said: Sequence[Leak]) -> Iterator[str]:
         """What one side's logs, or both, must have told, and did not."""
         holders = {name for leak in said for name in leak.holders}
-        if mode == "cut":
+        if mode in self.under_way:
+            end = self.cut_at if mode == "cut" else min(self.torn_at.values())
             yield from (
-                f"lease of {x.owner}"
-                for x in truth.leases
-                if x.is_sure and x.told_at < self.cut_at and x.owner not in holders
+                f"lease of {x.owner}" for x in truth.leases if x.is_sure and x.told_at < end and x.owner not in holders
             )
             return
         if mode != "decode":
@@ -265,7 +286,8 @@ class Judge:
 
     def _is_wrong(self, mode: str, ident: Ident, truth: Truth, leak: Leak) -> str:
         """What is wrong with what is said; empty if it is true."""
-        if mode == "cut" and ident in self.under_way and (leak.state == "held" or CATALOGUE[leak.cause].is_class):
+        under_way = ident in self.under_way.get(mode, ())
+        if under_way and (leak.state == "held" or CATALOGUE[leak.cause].is_class):
             return ""  # that it is held is all that is said, or why it was by then
         if leak.side == "decode":
             pulls = [x for x in truth.pulls if x.reader in leak.holders]
@@ -285,6 +307,8 @@ class Judge:
             return "" if OF_A_MESSAGE.get(leak.cause, _never)(whys) else "false"
         if mode == "decode" and OF_A_MESSAGE.get(leak.cause, _never)(self.witness.said_of(*ident)):
             return ""
+        if mode == "set" and "was set: it went back" in leak.sentence:
+            return ""  # it says itself what it hangs on
         is_true = OF_A_LEASE.get((leak.cell[0], leak.cause)) or OF_A_LEASE.get(leak.cause, _never)
         if not any(is_true(whys | x.gone) for x in leases for whys in [set[str](), *(owed.whys for owed in x.owed)]):
             return "wrong"
@@ -376,12 +400,9 @@ def one(
     counts["late requests"] += len(judge.truths)
     counts["requests"] += len(witness.requests())
     with tempfile.TemporaryDirectory() as name:
-        for path in logs.write(Path(name)):
-            path.write_text(edit(path.read_text()))
         for mode in modes:
-            if mode == "cut":
-                for log in logs.processes:
-                    (Path(name) / log.file_name).write_text(edit(log.until(judge.cut_at)))
+            for log in logs.processes:
+                (Path(name) / log.file_name).write_text(edit(judge.text_of(mode, log)))
             found += judge.judge(mode, conclude(logs, mode, Path(name)), counts)
     return found, counts
 

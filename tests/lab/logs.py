@@ -16,7 +16,7 @@ import json
 from bisect import bisect_right
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,14 @@ class ProcessLog:
     def until(self, at: float) -> str:
         """What it had written by a time of the simulation's."""
         return "".join(self.text.splitlines(keepends=True)[: bisect_right(self.times, at)])
+
+    def put_back(self, at: float, seconds: float) -> str:
+        """All of its lines, if its host's clock had been put back at a time of the simulation's."""
+        lines = [json.loads(x) for x in self.text.splitlines()]
+        for line in lines[bisect_right(self.times, at) :]:
+            then = datetime.fromisoformat(line["timestamp"]) - timedelta(seconds=seconds)
+            line["timestamp"] = then.isoformat()
+        return "".join(f"{json.dumps(x)}\n" for x in lines)
 
 
 class Logs:

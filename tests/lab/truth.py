@@ -426,8 +426,8 @@ class Witness:
     def _rank_of(self, incarnation: str) -> str:
         return next((p.partition("#")[0] for p, known in self._starts.items() if incarnation in known), "")
 
-    def under_way(self, at: float) -> set[tuple[str, int, str]]:
-        """Requests that were lent, announced, pulled or not released by everybody yet at a time."""
+    def under_way(self, since: float, until: float) -> set[tuple[str, int, str]]:
+        """Requests that were lent, announced, pulled or not released by everybody yet at some time between two."""
         found = set()
         for lent in self.service.lent_ever:
             key = msgspec.convert(lent.params["key"], Key)
@@ -444,7 +444,7 @@ class Witness:
                 for x in (p.ended_at, p.returned_at, p.retired_at)
                 if x < math.inf
             ]
-            if times and min(times) <= at <= max(times):
+            if times and min(times) <= until and since <= max(times):
                 found.add((lent.params["engine_id"], key.sequence, lent.params["request_id"]))
         return found
 

@@ -41,17 +41,10 @@ from asynckv.tools.diagnose.process import Seen, is_same, look, verdict
 from asynckv.tools.greeting import Greeted, look_at_port
 
 TIMEOUT_S = 5.0
-REPEAT_S = 1.0
-"""An unanswered question is asked again."""
-
-PROBE_S = 1.0
-"""How long whoever listens may take to greet."""
-
-MAX_AT_ONCE = 64
-"""Engines that are asked at the same time."""
-
-MAX_SOCKETS = 4096
-"""Sockets of one directory."""
+REPEAT_S = 1.0  # an unanswered question is asked again
+PROBE_S = 1.0  # how long whoever listens may take to greet
+MAX_AT_ONCE = 64  # engines that are asked at the same time
+MAX_SOCKETS = 4096  # sockets of one directory
 
 
 class Trouble(enum.Enum):
@@ -190,8 +183,7 @@ class Asker:
         self._plane = ZmqPlane(None, keys=keys)
         self._name = secrets.token_hex(16)
         self._asked: dict[int, tuple[str, asyncio.Future[Status]]] = {}
-        self._behind: dict[str, Seen] = {}
-        """The process behind each socket, when it was last connected to."""
+        self._behind: dict[str, Seen] = {}  # the process behind each socket, when it was last connected to
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def __aenter__(self) -> Self:

@@ -1,14 +1,8 @@
 """One time axis for all processes: which exchanges the logs tell of, and what time it was by the reference's clock.
 
-A cause and its effect are two moments of two processes of which the protocol says that one came first:
-
-- a hello leaves (`peer_changed`, connecting), it is answered (`reader_met`), and the welcome comes (`peer_changed`,
-  loading);
-- a request is lent, and granted to a pull, before that pull is complete (`pull_ended`);
-- an outcome is told (`pull_ended`) before its release is taken, or ends the lease (`lease_ended`).
-
-When a request began is worked out from when it ended and how long it took, for what counts seconds within a process is
-no wall clock. Of several lines that say when something began the earliest is right: the others were written late.
+An exchange is a cause and its effect, of which the protocol says that one came first: a hello and its answer, a grant
+and the end of the pull that needed it, an outcome and the end of the lease. When something began is worked out from
+when it ended and how long it took, because what counts seconds within a process is no wall clock.
 """
 
 from __future__ import annotations
@@ -20,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from asynckv.core import told
-from asynckv.core.notes import Granted, Note, Released
+from asynckv.core.notes import Granted, Note
 from asynckv.tools.diagnose.clocks import DRIFT, Clocks, Offset, Pair, align
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, history, note_of, start_of
 from asynckv.tools.diagnose.records import Record, number
@@ -170,29 +164,19 @@ def _handshakes(service: Service, decode: Process) -> Iterator[Pair]:
 
 
 def _of_lease(lease: Lease, pulls: Iterable[Pull]) -> Iterator[Pair]:
-    """A request was lent before a pull of it was complete, and its outcome was told before its release was taken."""
-    prefill, lent = lease.process.incarnation, _worked_out(_lines(lease))
-    notes: dict[tuple[type[Note], str], Step] = {}
-    for step in lease_steps(lease):
-        if isinstance(step.what, Granted | Released):
-            notes.setdefault((type(step.what), step.what.pull_id), step)
-    told_at = {x.text("pull_id"): _worked_out([(x.at, 0.0)]) for x in reversed(lease.granted)}
+    """A request was granted to a pull before that was complete, and the outcome was told before the lease was over."""
+    prefill, granted = lease.process.incarnation, {x.text("pull_id"): x.at for x in reversed(lease.granted)}
+    claimed = {x.pull_id: lease.lent_at + x.claimed_s for x in lease.claims.values() if not math.isnan(x.claimed_s)}
     released_by = set(map(start_of, lease.released))
     for pull in pulls:
         decode, ended = pull.process.incarnation, pull.ended
         if ended is None:
             continue
-        cause = told_at.get(pull.pull_id) or notes.get((Granted, pull.pull_id)) or lent
-        if lease.process.rank in ended.texts("read_ranks") and is_time(at := cause.at - cause.within_s):
+        at = granted.get(pull.pull_id, claimed.get(pull.pull_id, lease.lent_at))
+        if lease.process.rank in ended.texts("read_ranks") and is_time(at):
             yield Pair(prefill, at, decode, ended.at)
-        outcome = next((x.at - x.within_s for x in pull_steps(pull) if x.what == "notifying"), ended.at)
-        came = math.nan
-        if (released := notes.get((Released, pull.pull_id))) is not None:
-            came = released.at + released.within_s
-        elif lease.ended is not None and pull.process.start in released_by:
-            came = lease.ended.at
-        if is_time(outcome) and is_time(came):
-            yield Pair(decode, outcome, prefill, came)
+        if lease.ended is not None and pull.process.start in released_by:
+            yield Pair(decode, ended.at, prefill, lease.ended.at)
 
 
 class Axis:
@@ -249,6 +233,12 @@ class Axis:
         out += [
             f"processes of {host!r} say that they share a host, and what they exchanged says that they do not"
             for host in self.clocks.not_shared
+        ]
+        out += [
+            f"the clock of {name[process]} was set: it went back by {shown_seconds(x.seconds)} at {clock_time(x.at)}; "
+            f"its times go on from there as if it had not been"
+            for process, found in self.service.put_back.items()
+            for x in found
         ]
         if (groups := len(self.clocks.groups)) > 1:
             out.append(

@@ -1,29 +1,37 @@
-"""Why blocks came back late: the table of verdicts, and the catalogue of causes.
+"""Why blocks came back late, or pulls failed: the table of verdicts, and the catalogue of causes.
 
-**Late** are blocks that came back, or will, because time ran out and not because a reader said that it was done:
+**Late** are blocks that came back, or will, because time ran out and not because a reader said that it was done: a
+lease that expired, or was not over when its engine was closed or died; one that was held beyond its warning age when
+the log ends; an announcement that nobody pulled until its time was up; a release that was refused or never answered,
+where the prefill rank's log does not say what became of the lease; and blocks of a pull that had its outcome while
+something might still write them. Not late is what was revoked, withdrawn, or released within its promise; nor what is
+announced and waits, before the announcement's time is up.
 
-- a lease that expired;
-- a lease that was not over when its engine was closed, or when its process died;
-- a lease that was held for longer than its warning age when the log ends, and of which no log says that it has ended;
-- a lease that was renewed for an announcement that was never pulled, until the announcement's time was up;
-- a lease whose release was refused or never answered, where the prefill rank's log is not there to say that it expired;
-- the blocks of a pull that had its outcome while something might still write them, whether they came back later
-  (`blocks_returned`), were given up (`blocks_retired`), or neither yet.
-
-Not late is what was revoked or withdrawn by the prefill engine, and what was released by its readers within its
-promise, however long that took: a slow read, a pull that failed, a retry. A release whose acknowledgement was lost was
-heard: if the prefill rank's log is there and tells of no expiry, nothing was late.
-
-`WHY` has a cause for each pair of what the owner knows of a reader (`Owner`) and what the reader and its process know
-(`Reader`). Some causes are *classes*: what one side's logs alone can say. They stand for several causes that cannot be
-told apart without the other side's logs.
+The table and the catalogue stand in `causes.toml`. `WHY` has a cause for each pair of what the owner knows of a reader
+(`Owner`) and what the reader and its process know (`Reader`). Above each cause stands the one `HEADING` that says what
+to look at. Some causes are *classes*: they stand for several that cannot be told apart without the other side's logs.
 """
 
 from __future__ import annotations
 
 import enum
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
+
+
+class HEADING(enum.StrEnum):
+    """What to look at: every cause has one of these above it."""
+
+    GONE = "process gone"
+    STOPPED = "stopped or blocked"
+    NETWORK = "the network between two ranks"
+    NEVER_CAME = "params never came"
+    DROPPED = "the decode scheduler dropped or refused it"
+    WRONG = "wrong address, key or id"
+    LEASE = "the lease against the queue"
+    UNKNOWN = "not known"
 
 
 class Owner(enum.Enum):
@@ -37,6 +45,7 @@ class Owner(enum.Enum):
     DIED = "lent, no end is logged, and the process ended without a goodbye"
     UNKNOWN = "its log is missing, ends before the lease could have expired, or tells of no end yet"
     READ = "a pull that reads from it has failed, and its blocks might still be written"
+    FAILED = "a pull that reads from it, or was to, has failed"
 
 
 class Reader(enum.Enum):
@@ -50,16 +59,18 @@ class Reader(enum.Enum):
     UNHEARD = "logs of the decode side are there, and none of them speaks of the request"
     LEFT_OUT = "others of its engine spoke of the request; its log does not, and goes on"
     ABSENT = (
-        "no log speaks of the request, and every reader that may be meant does not answer, was away for most of "
-        "the lease's time (`loop_was_away`), or ends without a goodbye for longer than it was ever silent"
+        "no log speaks of the request, and every reader that may be meant does not answer, or was away for most of "
+        "the lease's time (`loop_was_away`)"
     )
     RENAMED = "`wrong_request`, or a pull of this key with another prefill request id"
-    EARLY = "its pull was over before the request was lent, and its release was answered or parked for too long"
+    EARLY = "its pull was over before the request was lent, and its release was parked for too long"
     WRONG_TARGET = "its pull failed with `wrong_target`"
     STALE = "`restarted` or `stale_memory`; or its params name another start of the rank"
     KEYS = "its pull failed in the handshake, and `refused` or the pull's detail speaks of keys"
     UNMET = "its pull failed in the handshake, or hangs there"
     REFUSED = "`release_refused`, or a claim that was refused"
+    BROKEN = "its pull failed with `peer_lost` or `read_failed`, and nobody is known to have died"
+    REFUSED_HERE = "its engine refused the pull: it cannot be planned, its blocks are in use, or a queue is full"
     OVERSTAYED = "it was lent for `max_lease_s` (`engine_started` names it), or a renewal was refused because of it"
     ANNOUNCED = "the announcement's time was up, or it is overdue when the log ends"
     DIED = (
@@ -77,19 +88,6 @@ class Reader(enum.Enum):
     LATE = "its first word came, or its pull ended, when the lease was over; nothing kept it from being heard"
     WAITING = "its pull has no outcome yet, or the lease was renewed just before the log ends: nothing is over"
     BUG = "nothing else explains it, and `internal_error` is logged meanwhile, on either side"
-
-
-class HEADING(enum.StrEnum):
-    """What kind of thing is wrong: it decides what to do."""
-
-    GONE = "process gone"
-    STOPPED = "stopped or blocked"
-    NETWORK = "the network between two ranks"
-    NEVER_CAME = "params never came"
-    DROPPED = "dropped or refused by the decode engine"
-    WRONG_NAME = "wrong address, key or id"
-    LEASE = "the lease against the queue"
-    UNKNOWN = "not known"
 
 
 class CAUSE(enum.StrEnum):
@@ -127,86 +125,11 @@ class CAUSE(enum.StrEnum):
     STUCK_TRANSFER = "stuck_transfer"
     DATA_PLANE_DIED = "data_plane_died"
     # neither
+    CONNECTION_LOST = "connection_lost"
+    REFUSED_LOCALLY = "refused_locally"
+    NOT_KNOWN = "not_known"
     STILL_HELD = "still_held"
     INTERNAL_ERROR = "internal_error"
-
-
-C, W, R = CAUSE, Owner, Reader
-
-_ALWAYS: Mapping[Reader, CAUSE] = {
-    R.ANNOUNCED: C.ANNOUNCED_AND_FORGOTTEN,
-    R.DIED: C.READER_DIED,
-    R.AWAY: C.DECODE_LOOP_AWAY,
-    R.OWNER_AWAY: C.PREFILL_LOOP_AWAY,
-    R.UNANSWERED: C.RELEASE_LOST,
-}
-"""What is the cause whether or not the reader had claimed."""
-
-WHY: Mapping[Owner, Mapping[Reader, CAUSE]] = {
-    W.UNCLAIMED: {
-        **_ALWAYS,
-        R.NO_LOG: C.NEVER_CLAIMED,
-        R.UNHEARD: C.NEVER_HEARD_OF,
-        R.LEFT_OUT: C.RANK_NEVER_SPOKE,
-        R.ABSENT: C.DECODE_UNRESPONSIVE,
-        R.RENAMED: C.OTHER_REQUEST_ID,
-        R.EARLY: C.RELEASE_TOO_EARLY,
-        R.WRONG_TARGET: C.WRONG_TARGET,
-        R.STALE: C.STALE_PARAMS,
-        R.KEYS: C.KEYS_REFUSED,
-        R.UNMET: C.NEVER_SHOOK_HANDS,
-        R.CLOSED: C.READER_CLOSED,
-        R.LATE: C.LEASE_TOO_SHORT,
-        R.BUG: C.INTERNAL_ERROR,
-    },
-    W.CLAIMED: {
-        **_ALWAYS,
-        R.NO_LOG: C.READER_SILENT,
-        R.OVERSTAYED: C.MAX_LEASE,
-        R.CLOSED: C.READER_CLOSED,
-        R.RETRIES: C.NO_ATTEMPT_FOLLOWED,
-        R.READING: C.STUCK_TRANSFER,
-        R.LATE: C.LEASE_TOO_SHORT,
-        R.BUG: C.INTERNAL_ERROR,
-        R.WAITING: C.STILL_HELD,
-    },
-    W.RETRYING: {
-        **_ALWAYS,
-        R.NO_LOG: C.NO_ATTEMPT_FOLLOWED,
-        R.OVERSTAYED: C.MAX_LEASE,
-        R.CLOSED: C.NO_ATTEMPT_FOLLOWED,
-        R.RETRIES: C.NO_ATTEMPT_FOLLOWED,
-    },
-    W.REFUSED: {
-        R.RENAMED: C.OTHER_REQUEST_ID,
-        R.EARLY: C.RELEASE_TOO_EARLY,
-        R.STALE: C.STALE_PARAMS,
-        R.OVERSTAYED: C.MAX_LEASE,
-        R.REFUSED: C.RELEASE_REFUSED,
-    },
-    W.CLOSED: {R.ANY: C.PREFILL_CLOSED},
-    W.DIED: {R.ANY: C.PREFILL_DIED},
-    W.UNKNOWN: {
-        R.ANNOUNCED: C.ANNOUNCED_AND_FORGOTTEN,
-        R.RENAMED: C.OTHER_REQUEST_ID,
-        R.EARLY: C.RELEASE_TOO_EARLY,
-        R.STALE: C.STALE_PARAMS,
-        R.OVERSTAYED: C.MAX_LEASE,
-        R.REFUSED: C.RELEASE_REFUSED,
-        R.KEYS: C.KEYS_REFUSED,
-        R.UNMET: C.NEVER_SHOOK_HANDS,
-        R.WRONG_TARGET: C.WRONG_TARGET,
-        R.OWNER_DIED: C.PREFILL_DIED,
-        R.UNANSWERED: C.RELEASE_UNANSWERED,
-    },
-    W.READ: {
-        R.READING: C.STUCK_TRANSFER,
-        R.OWNER_DIED: C.PREFILL_DIED,
-        R.OWNER_AWAY: C.PREFILL_LOOP_AWAY,
-        R.PLANE_DIED: C.DATA_PLANE_DIED,
-    },
-}
-"""Why a lease, or the blocks of a pull, were late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +137,7 @@ class Entry:
     """One cause, for people.
 
     Attributes:
+        heading: What to look at.
         title: In some words, for tables.
         sentence: What is said of a request, with names and numbers in place of the braces.
         remedy: What to do.
@@ -221,12 +145,17 @@ class Entry:
         of: Other sentences, by what the owner knows.
     """
 
+    heading: HEADING
     title: str
     sentence: str
     remedy: str
     is_class: bool = False
-    heading: HEADING = HEADING.UNKNOWN
     of: Mapping[Owner, str] = field(default_factory=dict)
+
+
+CATALOGUE: dict[CAUSE, Entry] = {}
+WHY: dict[Owner, dict[Reader, CAUSE]] = {owner: {} for owner in Owner}
+"""Why a lease or the blocks of a pull were late, and why a pull failed."""
 
 
 def cells(cause: CAUSE) -> Iterator[tuple[Owner, Reader]]:
@@ -234,166 +163,14 @@ def cells(cause: CAUSE) -> Iterator[tuple[Owner, Reader]]:
     return ((owner, reader) for owner, row in WHY.items() for reader, found in row.items() if found is cause)
 
 
-_SILENT = "{reader} claimed it, was heard of last {heard_s} s after it was lent (at {heard_at}), and "
+def _read() -> None:
+    rows = tomllib.loads(files(__package__).joinpath("causes.toml").read_text(encoding="utf-8"))
+    for name, row in rows.items():
+        cause, heading = CAUSE(name), HEADING[row.pop("heading")]
+        for owner, readers in row.pop("cells").items():
+            WHY[Owner[owner]].update(dict.fromkeys((Reader[x] for x in readers), cause))
+        of = {Owner[owner]: sentence for owner, sentence in row.pop("of", {}).items()}
+        CATALOGUE[cause] = Entry(heading, of=of, **row)
 
-CATALOGUE: Mapping[CAUSE, Entry] = {
-    C.NEVER_SHOOK_HANDS: Entry(
-        "the reader never shook hands",
-        "{reader} could not shake hands with {holder}: {why}",
-        "Look at the address in the params and the route to it: `asynckv doctor --to ADDRESS` on the reader's host.",
-    ),
-    C.KEYS_REFUSED: Entry(
-        "keys were refused",
-        "{reader} was turned away by {holder}: {why}",
-        "Put the reader's public key into the prefill engine's authorized keys, or correct the key in its address.",
-    ),
-    C.WRONG_TARGET: Entry(
-        "the params name a wrong address",
-        "{reader} asked at an address where another engine answers: {why}",
-        "The endpoints in the params belong to another engine or rank: correct the PrefillRanks, or `advertise`.",
-    ),
-    C.STALE_PARAMS: Entry(
-        "the params name a process that has ended",
-        "{reader} asked for a process, or for memory, that has been replaced since: {why}",
-        "After a restart or resume make a new PrefillRanks of the new endpoints before you send new params.",
-    ),
-    C.NEVER_HEARD_OF: Entry(
-        "no decode engine ever heard of it",
-        "no reader claimed it, and no log of the decode side ({why}) speaks of it: its params never arrived, or were "
-        "dropped before they were announced or pulled{also}",
-        "Look for the request in the router and in the decode engine's scheduler. Whatever drops a request has to call "
-        "`cancel` with its params, or `withdraw` on the prefill side.",
-    ),
-    C.RANK_NEVER_SPOKE: Entry(
-        "one rank of the reader never spoke up",
-        "{reader} neither claimed nor released it, though other ranks of its engine did ({why})",
-        "Every rank of a decode engine has to pull, announce or discharge each request, even if it needs none of it.",
-    ),
-    C.DECODE_UNRESPONSIVE: Entry(
-        "a decode engine was not there",
-        "it was not claimed: {reader} {given}, but {why}",
-        "See whether the process lives (`asynckv why`; `ps -o stat`: T is stopped) and what blocks its loop: "
-        "`docs/stuck.md`. If it had only nothing to say, look for the request in the router.",
-        is_class=True,
-    ),
-    C.NEVER_CLAIMED: Entry(
-        "it was never claimed",
-        "no reader ever claimed it{why}",
-        "Look into the decode side's logs: a reader never shook hands or died, the params never arrived or came too "
-        "late, or the request was dropped there.",
-        is_class=True,
-    ),
-    C.READER_DIED: Entry(
-        "the reader died",
-        _SILENT + "{gone} ({why})",
-        "Find out why the process died or hangs (a process that hangs for good looks the same). Its logs do not say "
-        "whether it died before, during or after its read. Its blocks came back when the lease ran out.",
-        of={W.UNCLAIMED: "no reader claimed it; {reader} {gone} meanwhile ({why})"},
-    ),
-    C.READER_CLOSED: Entry(
-        "the reader's engine was closed before it released",
-        "{reader} was closed or suspended before its release was acknowledged: {why}",
-        "Give `drain` and `aclose` more time: they wait for `pull.release_timeout_s` at most.",
-    ),
-    C.NO_ATTEMPT_FOLLOWED: Entry(
-        "another attempt was promised and never made",
-        "{reader} released it in order to try again, and did not try again: {why}",
-        "A caller that passes `is_last=False` has to pull again or call `cancel` with the params.",
-    ),
-    C.ANNOUNCED_AND_FORGOTTEN: Entry(
-        "announced and never pulled",
-        "{reader} announced it, and its engine neither pulled nor discharged it within {seconds} s",
-        "A scheduler that announces a request has to pull it or call `cancel`, also if it is aborted before it is "
-        "scheduled.",
-    ),
-    C.LEASE_TOO_SHORT: Entry(
-        "its lease was over before the reader was done",
-        "{reader} had claimed it and lost its grant before it was done: {why}",
-        "See where the time went: under way, in the decode engine's scheduler (announce requests as they arrive), in "
-        "the queue, or until the caller's `timeout_s`, which bounds every grant. Else lend for longer: `lease_s`, "
-        "`lease.grant_s`.",
-        of={W.UNCLAIMED: "{reader} did not claim it from {holder} within its lease of {lease_s} s: {why}{waited}"},
-    ),
-    C.MAX_LEASE: Entry(
-        "max_lease_s was reached",
-        "{reader} renewed it until max_lease_s was reached: {why}",
-        "Find out why the reader needs so long (announced and never pulled?), or raise `lease.max_lease_s`.",
-    ),
-    C.DECODE_LOOP_AWAY: Entry(
-        "the reader's loop was away",
-        "the event loop of {reader} was away for {away_s} s, so that it did not claim, renew or release in time",
-        "Something blocks the decode engine's loop, or its process was stopped (SIGSTOP, a debugger, a paused "
-        "container). Run asynckv on a thread of its own (`docs/embedding.md`).",
-    ),
-    C.READER_SILENT: Entry(
-        "the reader fell silent after its claim",
-        _SILENT + "has not released it ({why})",
-        "Look for the process of this name in the decode side's logs, and in later ones: it died, its loop was away, "
-        "or its release was lost. If its log is there and goes on, log all at level debug.",
-        is_class=True,
-    ),
-    C.OTHER_REQUEST_ID: Entry(
-        "released or claimed under another request id",
-        "{reader} spoke of it as {other}, so that its {message} was refused",
-        "The router, or the decode engine, changed `request_id` in the params: pass them on unchanged.",
-    ),
-    C.RELEASE_REFUSED: Entry(
-        "its claim or release was refused",
-        "a message of {reader} about it was refused: {why}",
-        "The reason names it: another cohort id or size, a rank that is not owed, other blocks, too many attempts.",
-    ),
-    C.RELEASE_TOO_EARLY: Entry(
-        "its release came too long before it was lent",
-        "{reader} released it before it was lent, and the release was forgotten until then: {why}",
-        "Withdraw requests that are lent long after their params left, or raise `lease.parked_s`.",
-    ),
-    C.RELEASE_LOST: Entry(
-        "the release never arrived",
-        "{reader} released it, and {holder} never heard of that ({why})",
-        "The connection between both was broken for longer than `pull.release_timeout_s`: look at the network.",
-    ),
-    C.RELEASE_UNANSWERED: Entry(
-        "the release was never acknowledged",
-        "{reader} released it, and {holder} never acknowledged that ({why}): its blocks came back when the lease ran "
-        "out, unless only the answer was lost",
-        "Look into the prefill side's log: it has every lease that expired.",
-        is_class=True,
-    ),
-    C.PREFILL_LOOP_AWAY: Entry(
-        "the prefill engine's loop was away",
-        "the event loop of {holder} was away for {away_s} s, and heard nothing meanwhile",
-        "Something blocks the prefill engine's loop: run asynckv on a thread of its own (`docs/embedding.md`).",
-    ),
-    C.PREFILL_DIED: Entry(
-        "the prefill process died",
-        "{holder} {gone} while it lent it ({why}): its blocks are gone with the process",
-        "Find out why the process died, or was silent. Decode engines recompute what they had not read.",
-        of={W.READ: "{reader} kept its blocks {held}: {holder} died or was lost while they were read ({why})"},
-    ),
-    C.PREFILL_CLOSED: Entry(
-        "the prefill engine was closed while it lent the blocks",
-        "{holder} was closed before {owed} had released it ({why})",
-        "Drain before you close, and give `aclose` at least `grant_s` and a second.",
-    ),
-    C.STUCK_TRANSFER: Entry(
-        "a transfer did not end",
-        "{reader} kept its blocks {held}, because a transfer from {holder} might still write them ({why})",
-        "Look at the network and the prefill rank. A failed pull waits for `pull.drain_s` at most.",
-    ),
-    C.DATA_PLANE_DIED: Entry(
-        "a data plane died",
-        "{reader} kept its blocks {held}: the data plane of {holder} died while they were read ({why})",
-        "See its exit status. `docs/reliability.md` has what is known of deaths inside UCX.",
-    ),
-    C.STILL_HELD: Entry(
-        "held when the log ends",
-        "{holder} has held it for {seconds} s; {why}",
-        "Wait for its end, or look into the other side's logs.",
-        is_class=True,
-    ),
-    C.INTERNAL_ERROR: Entry(
-        "a bug of asynckv",
-        "{reader} logged an internal error meanwhile, and nothing else explains it: {why}",
-        "Report it, with the traceback.",
-    ),
-}
+
+_read()

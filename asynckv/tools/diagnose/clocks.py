@@ -1,29 +1,30 @@
 """Whose clock says what: offsets between the clocks of processes, out of what they said to each other.
 
-Every log line has the wall clock of its own process, and on two hosts the same moment has two names. What happened
-gives bounds: a hello was sent before it was answered, a grant given before the pull that needed it was complete. So
-from one cause and its effect,
+From a cause in one process and its effect in another,
 
     the effect's clock - the cause's clock  <=  effect (by its clock) - cause (by its clock)
 
 and from exchanges in both directions an interval. Processes of one host have one clock, until their exchanges
-contradict it (containers often have one name). Other clocks are compared with a reference's: directly, or by way of
-clocks between them. Clocks that no exchange connects cannot be compared: each such group has an axis of its own.
+contradict it (containers often have one name). Other clocks are compared with a reference's, directly or by way of
+clocks between them; those that no exchange connects have an axis of their own.
 
-The offset at a moment follows from the exchanges that are nearest in time, because clocks drift and are set. A bound
-that was seen earlier or later holds with `DRIFT` more for every second between, and of many bounds the tightest few
-are not believed, because their lines were written late. Bounds that contradict each other still show a clock that was
-set, or late lines. Then the interval holds both values, and the contradiction is told.
+The nearest exchanges count, because clocks drift and are set. Of many bounds the tightest few are not believed, because
+their lines were written late. If bounds contradict each other, the interval holds both, and the contradiction is told.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter, itemgetter
 
 import numpy as np
 import numpy.typing as npt
+
+from asynckv.core import told
+from asynckv.tools.diagnose.records import Record
 
 DRIFT = 200e-6
 """How much faster one clock may run than another; crystals keep 100 ppm together, and NTP turns them by as much."""
@@ -35,6 +36,8 @@ DOUBTED = 20
 """One of so many bounds is not believed: the tightest, whose line was late."""
 LOOKED_AT = 400
 """Moments at which contradictions between two clocks are looked for, at most."""
+PUT_BACK_S = 2.0
+"""Lines of one process are written in order but for less than this; a clock that goes back by more was set."""
 SET_S = 0.02
 """A lesser contradiction is not told: late lines look the same."""
 
@@ -90,24 +93,18 @@ class Clocks:
         groups: Clocks that can be compared, the reference first.
         conflicts: Where exchanges contradict each other.
         not_shared: Hosts whose processes contradict that they have one clock.
-        pairs: How many exchanges there were between different clocks.
     """
 
     clock: dict[str, str]
     groups: list[list[str]] = field(default_factory=list)
     conflicts: list[Conflict] = field(default_factory=list)
     not_shared: list[str] = field(default_factory=list)
-    pairs: int = 0
     _group: dict[str, int] = field(default_factory=dict)
     _ways: dict[str, _Way] = field(default_factory=dict)
 
     def group(self, process: str) -> int:
         """Return which group a process belongs to; what is in two groups cannot be compared."""
         return self._group[self.clock[process]]
-
-    def reference(self, process: str) -> str:
-        """Return the clock that this process's is compared with."""
-        return self.groups[self.group(process)][0]
 
     def offset(self, process: str, at: float) -> Offset:
         """Return how far a process's clock was ahead of its group's reference when it showed `at`."""
@@ -180,7 +177,6 @@ def align(
     for pair in known:
         cause, effect = clock[pair.cause], clock[pair.effect]
         if cause != effect:
-            found.pairs += 1
             gap = pair.effect_at - pair.cause_at + late_s
             rows[effect][cause][1].append((pair.effect_at, gap))
             rows[cause][effect][0].append((pair.cause_at, -gap))
@@ -227,3 +223,47 @@ def _conflict(found: Clocks, name: str) -> list[Conflict]:
     gaps = [(found.align(name, at), gap) for at in some if (gap := way.bounds(at)[2]) >= SET_S]
     moments = [at for at, _ in gaps]
     return [Conflict((name, way.to), min(moments), max(moments), max(x for _, x in gaps))] if gaps else []
+
+
+# -- a clock that was put back -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PutBack:
+    """A process's clock was put back: when, as it went before, and by how much at least."""
+
+    at: float
+    seconds: float
+
+
+def mended(records: Sequence[Record]) -> tuple[Sequence[Record], dict[str, list[PutBack]]]:
+    """Let a clock that was put back go on as it went before; the lines of each file tell in which order they came.
+
+    Args:
+        records: By time. How long a process was silent as its clock was put back is not known, and taken for nothing.
+    """
+    files: dict[tuple[str, str], list[tuple[int, Record]]] = defaultdict(list)
+    for record in records:
+        path, _, line = record.where.rpartition(":")
+        files[record.incarnation, path].append((int(line) if line.isdecimal() else 0, record))
+    found: dict[str, list[PutBack]] = {}
+    moved: dict[int, Record] = {}
+    for (incarnation, _), lines in files.items():
+        lines.sort(key=itemgetter(0))
+        first = before = lines[0][1].at
+        ahead = 0.0
+        for _, record in lines:
+            # Lines that were put together, or exported, in the wrong order lie before all that stand above them.
+            if before - record.at > PUT_BACK_S and record.at > first:
+                found.setdefault(incarnation, []).append(PutBack(before + ahead, before - record.at))
+                ahead += before - record.at
+            first, before = min(first, record.at), record.at
+            if record.event == told.EngineStarted.event:  # nothing is written before that
+                first = -math.inf
+            elif record.event in (told.EngineStopped.event, told.EngineSuspended.event):  # nor after
+                first = math.inf
+            if ahead:
+                moved[id(record)] = replace(record, at=record.at + ahead)
+    if moved:
+        records = sorted((moved.get(id(x), x) for x in records), key=attrgetter("at"))
+    return records, found

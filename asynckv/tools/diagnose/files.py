@@ -16,22 +16,17 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
 from asynckv.errors import ConfigError
 
 CHUNK = 1 << 20
-MAX_LINE = 1 << 20
-"""Bytes of one line; asynckv's longest, a request's whole history, has some 100 KB."""
-
-MAX_DOCUMENT = 256 << 20
-"""Bytes of one JSON document, which is decoded as a whole."""
-
-MAX_FILES = 10_000
-"""In all directories that were named."""
-
+MAX_LINE = 1 << 20  # bytes of one line; asynckv's longest, a request's whole history, has some 100 KB
+PIECE = 1 << 14  # bytes of all pieces but the last into which Docker's runtime cuts a longer line
+MAX_DOCUMENT = 256 << 20  # bytes of one JSON document, which is decoded as a whole
+MAX_FILES = 10_000  # in all directories that were named
 ZSTD = b"\x28\xb5\x2f\xfd"
 _DOCUMENT = re.compile(rb'\s*(\[\s*\{|\{\s*"(status"\s*:\s*"success"\s*,\s*"data|data"\s*:\s*\{\s*"result\w*)")')
 _CRI = re.compile(rb"(\d{4}-\d\d-\d\dT\S+) (stdout|stderr) ([PF])(?::\S*)? ")
@@ -122,17 +117,13 @@ def _unpacked(raw: io.BufferedReader[io.FileIO]) -> Any:
     return _zstd(raw) if begin.startswith(ZSTD) else raw
 
 
-def _zstd(raw: IO[bytes]) -> Any:
+def _zstd(raw: io.BufferedReader[io.FileIO]) -> Any:
     for name in ("compression.zstd", "backports.zstd"):
         try:
             return importlib.import_module(name).ZstdFile(raw)
         except ImportError:
             continue
-    try:
-        unpacker = importlib.import_module("zstandard").ZstdDecompressor()
-    except ImportError:
-        return None
-    return io.BufferedReader(unpacker.stream_reader(raw, read_across_frames=True))
+    return None
 
 
 def _rows(text: bytes) -> list[Any] | None:

@@ -15,15 +15,15 @@ from asynckv.core import told
 from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING
-from asynckv.tools.diagnose.join import Process, base_name
+from asynckv.tools.diagnose.join import Process, Pull, base_name
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
+from asynckv.tools.diagnose.leaks_pulls import Failure, failures
 from asynckv.tools.diagnose.leaks_values import Leak
+from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, Record
-from asynckv.tools.diagnose.timeline_model import GOOD, Ground, families, last_attempt
+from asynckv.tools.diagnose.timeline_model import Ground, families, last_attempt
 
-MOST = 12
-"""Findings of a kind."""
-
+MOST = 12  # findings of a kind
 MAX_TEXT = 400
 DIED = "Look at its stderr, its supervisor and the kernel's log (out of memory?); start it again."
 AWAY = "While it is away its engine answers nothing. Find what blocks it: py-spy dump, or asyncio's debug mode."
@@ -32,7 +32,7 @@ HEADINGS = {
     Trouble.GONE: HEADING.GONE,
     Trouble.AWAY: HEADING.STOPPED,
     Trouble.NETWORK: HEADING.NETWORK,
-    Trouble.KEYS: HEADING.WRONG_NAME,
+    Trouble.KEYS: HEADING.WRONG,
 }
 REMEDIES = {
     Trouble.GONE: DIED,
@@ -41,6 +41,9 @@ REMEDIES = {
     Trouble.KEYS: "Give --keys and --authorized, and the address with its key: docs/why.md.",
 }
 LOOPS_AWAY = {CAUSE.DECODE_LOOP_AWAY, CAUSE.PREFILL_LOOP_AWAY}
+OF_PROCESSES = {HEADING.GONE, HEADING.STOPPED, HEADING.UNKNOWN}
+"""What is late for such a cause is told with the process that it is about."""
+
 NEVER_ASKED = {CAUSE.NEVER_HEARD_OF, CAUSE.NEVER_CLAIMED}
 SAID_ELSEWHERE = {
     x.event
@@ -115,19 +118,15 @@ class Seen:
 
 def find(seen: Seen) -> Findings:
     """Say what is wrong, the worst first; of what is wrong twice over, the finding that decides what to do."""
-    gone = list(_gone(seen))
-    told = {name for x in gone for name in x.requests}
+    there = [*_gone(seen), *_silent(seen), *_stopped(seen)]
+    told = {name for x in there for name in x.requests}
     refused = {x.text("prefill_request_id") for x in _refusals(seen)}
-    rest = [x for x in seen.late if not (x.request_id in told and _is_of_process(x))]
+    rest = [x for x in seen.late if not (x.request_id in told and CATALOGUE[x.cause].heading in OF_PROCESSES)]
     late = list(_late([x for x in rest if not (x.cause in NEVER_ASKED and x.request_id in refused)]))
     told |= {x.request_id for x in seen.late}
     failed = [*_refused(seen), *_failed(seen, told)]
-    wrong = [*gone, *_silent(seen), *late, *_copies(seen.copies), *failed, *_away(seen), *_errors(seen)]
+    wrong = [*there, *late, *_copies(seen.copies), *failed, *_away(seen), *_errors(seen)]
     return Findings(wrong, list(_limits(seen)), seen.late, seen.copies)
-
-
-def _is_of_process(leak: Leak) -> bool:
-    return CATALOGUE[leak.cause].heading is HEADING.GONE
 
 
 def _gone(seen: Seen) -> Iterator[Finding]:
@@ -136,7 +135,7 @@ def _gone(seen: Seen) -> Iterator[Finding]:
     found = [x for x in found if not x.at < seen.since]
     for end in found[:MOST]:
         rank = end.process.rank
-        mine = [x for x in seen.late if rank in (x.reader, *x.holders) and _is_of_process(x)]
+        mine = [x for x in seen.late if rank in (x.reader, *x.holders) and CATALOGUE[x.cause].heading in OF_PROCESSES]
         noticed = [f"{x.process.rank} {x.text}" for x in end.noticed[:1]]
         evidence = "; ".join([*noticed, *(x.sentence for x in mine[:1])])
         yield Finding(HEADING.GONE, end.how, f"{rank} {end.text}", evidence, DIED, *_of(mine))
@@ -152,6 +151,17 @@ def _silent(seen: Seen) -> Iterator[Finding]:
             mine = [x for x in seen.late if answer.rank in (x.reader, *x.holders, *x.owed) or answer.rank in x.sentence]
             heading, remedy = HEADINGS.get(answer.trouble, HEADING.UNKNOWN), REMEDIES.get(answer.trouble, "")
             yield Finding(heading, "no_answer", f"{answer.rank} does not answer", answer.error, remedy, *_of(mine))
+
+
+def _stopped(seen: Seen) -> Iterator[Finding]:
+    """Processes of this host that are stopped or paused, and were not asked."""
+    asked = {x.rank for x in seen.answers if x.error}
+    for start, why in seen.axis.service.stopped.items():
+        process = next(x for x in seen.axis.service.processes.values() if x.start == start)
+        if process.rank not in asked:
+            mine = [x for x in seen.late if process.rank in (x.reader, *x.holders, *x.owed)]
+            what = f"{process.rank} is stopped or paused"
+            yield Finding(HEADING.STOPPED, "stopped", what, why, REMEDIES[Trouble.AWAY], *_of(mine))
 
 
 def _late(late: Sequence[Leak]) -> Iterator[Finding]:
@@ -206,21 +216,23 @@ def _refused(seen: Seen) -> Iterator[Finding]:
 
 
 def _failed(seen: Seen, told: Container[str]) -> Iterator[Finding]:
-    """Why requests failed, the most frequent cause first; not an attempt that another followed, nor what is told."""
-    failed: dict[tuple[str, str], list[tuple[float, str, str]]] = defaultdict(list)
-    for family in families(seen.axis.service.requests):
-        bad = [x for x in last_attempt([p for r in family for p in r.all_pulls]) if x.cause not in GOOD]
-        if not bad or (ended := bad[0].ended) is None or family[0].name in told:
-            continue
-        at = seen.axis.at(bad[0].process, ended.at)
-        if not at < seen.since:
-            failed[bad[0].cause, bad[0].peer].append((at, ended.text("detail"), family[0].name))
-    for (cause, peer), found in sorted(failed.items(), key=lambda x: -len(x[1]))[:MOST]:
-        found.sort()
-        when = clock_time(found[0][0]) + (f" to {clock_time(found[-1][0])}" if len(found) > 1 else "")
-        detail = next((text for _, text, _ in found if text), "")[:MAX_TEXT]
-        what = f"{counted(len(found), 'request')} of {peer or 'a prefill engine'} failed: {cause[:MAX_TEXT]}, {when}"
-        yield Finding(HEADING.DROPPED, cause, what, detail, "", tuple(name for _, _, name in found))
+    """Why pulls failed, and whom that was about; not an attempt that another one followed, nor what is told already."""
+    axis = seen.axis
+    last: set[Pull] = set()
+    for family in families(axis.service.requests):
+        if family[0].name not in told:
+            last |= set(last_attempt([p for r in family for p in r.all_pulls]))
+
+    def counts(pull: Pull) -> bool:
+        return pull in last and pull.ended is not None and not axis.at(pull.process, pull.ended.at) < seen.since
+
+    for each in failures(axis.service, Presence(axis.service, axis.when), counts)[:MOST]:
+        yield Finding(each.heading, each.cause.value, each.sentence[:MAX_TEXT], _span(each), each.remedy, each.requests)
+
+
+def _span(each: Failure) -> str:
+    first, last = clock_time(each.since), clock_time(each.until)
+    return f"{counted(each.pulls, 'pull')}, {first}" + (f" to {last}" if each.pulls > 1 else "")
 
 
 def _away(seen: Seen) -> Iterator[Finding]:

@@ -29,6 +29,7 @@ from asynckv.core import told
 from asynckv.core.notes import Granted, Lapsed, Note, Promised, Released, Revoked, Settled
 from asynckv.core.told import RefusedMessage
 from asynckv.core.types import SHOWN_LETTERS
+from asynckv.tools.diagnose.clocks import PutBack, mended
 from asynckv.tools.diagnose.records import Logs, Record, integer, number
 
 Refusal = RefusedMessage
@@ -213,35 +214,30 @@ class Lease:
     def claims(self) -> dict[str, Claim]:
         """The last claim of every reader that made one, by its name."""
         out: dict[str, Claim] = {}
+
+        def claim(name: str, pull_id: object, claimed_s: float, heard_s: float = math.nan) -> None:
+            known = out.get(name)
+            if known is not None and known.pull_id == pull_id:
+                claimed_s = known.claimed_s if math.isnan(claimed_s) else claimed_s
+                heard_s = known.heard_s if math.isnan(heard_s) else heard_s
+            out[name] = Claim(name, str(pull_id or ""), claimed_s, heard_s)
+
         for record in self.granted:
-            out[record.text("reader")] = Claim(
-                record.text("reader"), record.text("pull_id"), max(record.number("after_s"), 0.0)
-            )
+            claim(record.text("reader"), record.text("pull_id"), max(record.number("after_s"), 0.0))
         for _, entry in self.held:
-            lent_s = number(entry.get("lent_s"))
-            for name, claim in _objects(entry.get("claims")):
+            for name, said in _objects(entry.get("claims")):
+                claimed_s, heard_s = number(said.get("claimed_s")), number(said.get("heard_s"))
                 # Beside `claimed_s` it counts from when it was lent, as where a lease ends; alone it is an age.
-                heard, claimed = number(claim.get("heard_s")), number(claim.get("claimed_s"))
-                if math.isnan(claimed):
-                    heard = lent_s - heard
-                known = out.get(name)
-                pull_id = str(claim.get("pull_id") or "")
-                if math.isnan(claimed) and known is not None and known.pull_id == pull_id:
-                    claimed = known.claimed_s
-                out[name] = Claim(name, pull_id, claimed, heard)
+                if math.isnan(claimed_s):
+                    heard_s = number(entry.get("lent_s")) - heard_s
+                claim(name, said.get("pull_id") or "", claimed_s, heard_s)
         if self.ended is not None:
             for at_s, note in history(self.ended):
                 if isinstance(note, Granted):
-                    known = out.get(note.reader)
-                    heard = known.heard_s if known is not None and known.pull_id == note.pull_id else at_s
-                    out[note.reader] = Claim(note.reader, note.pull_id, at_s, heard)
-            for name, claim in _objects(self.ended.fields.get("claims")):
-                out[name] = Claim(
-                    name,
-                    str(claim.get("pull_id") or ""),
-                    number(claim.get("claimed_s")),
-                    number(claim.get("heard_s")),
-                )
+                    is_known = note.reader in out and out[note.reader].pull_id == note.pull_id
+                    claim(note.reader, note.pull_id, at_s, math.nan if is_known else at_s)
+            for name, said in _objects(self.ended.fields.get("claims")):
+                claim(name, said.get("pull_id") or "", number(said.get("claimed_s")), number(said.get("heard_s")))
         return out
 
     @property
@@ -463,13 +459,17 @@ class Service:
 
     Attributes:
         unanswered: Ranks that were asked, live, and do not answer, by name: their processes are there.
+        stopped: Processes that are stopped or paused, by the start of each, and how that is known.
         gone: Ranks whose processes are not there any more, by the start of each, and how that is known.
+        put_back: When clocks were put back, by the incarnation of the process; its times go on as before.
     """
 
     processes: dict[str, Process] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
+    stopped: dict[str, str] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)
+    put_back: dict[str, list[PutBack]] = field(default_factory=dict)
     _by_start: dict[str, Process] = field(default_factory=dict)
 
     def add(self, process: Process) -> None:
@@ -530,13 +530,15 @@ SIDES = {x.event: x.side for x in told.EVENTS.values()}
 
 def join(logs: Logs | Iterable[Record]) -> Service:
     """Make one service out of what many processes said."""
-    records = logs.records if isinstance(logs, Logs) else sorted(logs, key=lambda x: x.at)
+    records, put_back = mended(logs.records if isinstance(logs, Logs) else sorted(logs, key=lambda x: x.at))
     builder = _Builder()
     for record in records:
         builder.take(record)
     for record, lines in logs.counted if isinstance(logs, Logs) else ():
         builder.speaks(record, lines)
-    return builder.finish()
+    service = builder.finish()
+    service.put_back = put_back
+    return service
 
 
 class _Builder:

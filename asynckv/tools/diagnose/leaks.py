@@ -1,24 +1,25 @@
-"""Which blocks came back late, and why: one finding per request, with its evidence.
+"""Which blocks came back late, and why: one finding per request, with its evidence. (What late means: `causes.py`.)
 
-What is late is said in `causes.py`, and so is the table of verdicts. Here the parts are put together: what became of
-each process (`presence.py`), what is late (`leaks_late.py`), why a lease is (`leaks_why.py`), and what pulls alone tell
-(`leaks_pulls.py`). Every reader that is owed has a verdict; of a request with several the most certain one counts, and
-among these the first.
+Every reader that is owed has a verdict; of a request with several the most certain one counts, and among these the
+first. What follows from a log that *lacks* a line rests on what logs always have: expiries, failures, releases that
+nobody answered and orderly ends are never left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from asynckv.tools.diagnose.axis import When, make_axis
-from asynckv.tools.diagnose.join import Lease, Request, Service
-from asynckv.tools.diagnose.leaks_finding import make_leak, words_of
-from asynckv.tools.diagnose.leaks_late import how_late, is_forgotten, is_kept, is_overdue, was_read_since
-from asynckv.tools.diagnose.leaks_pulls import of_announcement, of_blocks, of_releases
-from asynckv.tools.diagnose.leaks_values import Leak
-from asynckv.tools.diagnose.leaks_why import verdicts
-from asynckv.tools.diagnose.presence import Presence
+from asynckv.tools.diagnose.causes import Owner, Reader
+from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, Service, base_name, start_of
+from asynckv.tools.diagnose.leaks_between import GATHERED_S, has_read, is_forgotten, is_last_word, is_overdue, pulls_of
+from asynckv.tools.diagnose.leaks_pulls import kept_s, unheard_releases, why_kept
+from asynckv.tools.diagnose.leaks_values import Leak, Word, in_seconds, listed, moment
+from asynckv.tools.diagnose.leaks_why import Verdict, verdicts
+from asynckv.tools.diagnose.presence import DEFAULT_LEASE_S, Presence
+from asynckv.tools.diagnose.records import Record, number
 
 
 def find_leaks(service: Service, when: When | None = None, of: Iterable[Request] | None = None) -> list[Leak]:
@@ -36,38 +37,271 @@ def find_leaks(service: Service, when: When | None = None, of: Iterable[Request]
 
 def _of_request(presence: Presence, request: Request) -> Iterator[Leak]:
     """Find what was late of one request."""
-    late = {
-        lease: state
-        for lease in request.leases.values()
-        if (state := how_late(presence, lease)) and not (state == "held" and was_read_since(request, lease))
-    }
-    forgotten = [x for x in request.all_pulls if is_forgotten(presence, x)]
+    states = {lease: _how_late(presence, request, lease) for lease in request.leases.values()}
+    late = {lease: state for lease, state in states.items() if state}
     if late:
         yield _of_leases(presence, request, late)
-    elif any(map(is_overdue, forgotten)):
-        yield of_announcement(presence, request, forgotten)
-    elif (unheard := of_releases(presence, request)) is not None:
-        yield unheard
-    kept = [x for x in request.all_pulls if is_kept(x)]
-    if kept:
-        yield of_blocks(presence, request, kept)
+    elif forgotten := [x for x in request.all_pulls if is_forgotten(presence, x)]:
+        yield _of_announcement(presence, request, forgotten)
+    elif unheard := unheard_releases(presence, request):
+        yield _of_releases(presence, request, unheard)
+    if kept := [x for x in request.all_pulls if _is_kept(x)]:
+        yield _of_blocks(presence, request, kept)
+
+
+# -- what is late ------------------------------------------------------------------------------------------------------
+
+
+def _how_late(presence: Presence, request: Request, lease: Lease) -> str:
+    """How a lease's blocks came back late, or did not; empty if they are not."""
+    if lease.ended is not None:
+        return lease.state if lease.state in ("expired", "closed") else ""
+    fate = presence.fate(lease.process)
+    if fate.kind == "stopped" or not _is_open(lease):
+        return ""  # closing ends all leases, and says so of those that do not end well
+    if fate.kind == "died" or presence.last_end > _due(presence, lease):
+        return "died"
+    is_overdue = lease.seconds > (lease.lease_s if not math.isnan(lease.lease_s) else DEFAULT_LEASE_S)
+    return "held" if (lease.held or is_overdue) and not _is_well(presence, request, lease) else ""
+
+
+def _is_well(presence: Presence, request: Request, lease: Lease) -> bool:
+    """All that it waits for have read it by now, as their own logs tell, or have announced it and may yet wait."""
+
+    def is_well(pull: Pull) -> bool:
+        waits = pull.state == "announced" and not is_overdue(pull) and is_last_word(pull)
+        return has_read(pull, lease) or (waits and presence.fate(pull.process).kind in ("silent", "alive"))
+
+    def pulls(name: str) -> list[Pull]:
+        if start_of(name):
+            return pulls_of(request, lease, name)
+        ranks = [(x, {base_name(y) for y in x.peer_ranks}) for x in request.all_pulls]
+        return [pull for pull, theirs in ranks if not theirs or lease.process.base in theirs]
+
+    return all(any(map(is_well, pulls(name))) for name in lease.owed or ("*",))
+
+
+def _due(presence: Presence, lease: Lease) -> float:
+    """Until when, in everybody's time, an owner that lives has spoken of an open lease again."""
+    if lease.held:
+        record, entry = lease.held[-1]
+        due = record.at + number(entry.get("lent_s"), 0.0)
+    else:
+        due = lease.lent_at + (lease.lease_s if not math.isnan(lease.lease_s) else DEFAULT_LEASE_S)
+    return presence.when(lease.process.incarnation, max(due, lease.process.last_at) + GATHERED_S)[1]
+
+
+def _is_open(lease: Lease) -> bool:
+    """It is held when the log ends. What ended well without a word was not sampled."""
+    if lease.lent is not None or not lease.held:
+        return lease.lent is not None
+    record, entry = lease.held[-1]
+    lent_s = number(entry.get("lent_s"), 0.0)
+    if not lease.process.says_info:
+        # A release is no warning: only a warning past its lease says that it was not released.
+        promised = (number(x.get("lent_s")) + number(x.get("left_s")) for _, x in lease.held[:-1])
+        if not any(until <= lent_s for until in promised):
+            return False
+    due = lent_s + GATHERED_S
+    if not lease.claims:
+        due = min(due, number(entry.get("left_s"), math.inf) + 1.0)  # then it would have expired, and been told
+    return lease.process.last_at <= record.at + due
+
+
+def _is_kept(pull: Pull) -> bool:
+    """Its blocks were not free when it had its outcome."""
+    if pull.ended is None and pull.state == "quarantined":
+        return is_last_word(pull)
+    return pull.held_transfers > 0 or pull.returned is not None or pull.retired is not None
+
+
+# -- findings ----------------------------------------------------------------------------------------------------------
 
 
 def _of_leases(presence: Presence, request: Request, late: Mapping[Lease, str]) -> Leak:
     found = [verdict for lease, state in late.items() for verdict in verdicts(presence, request, lease, state)]
     oldest = min(late, key=lambda x: x.lent_at if not math.isnan(x.lent_at) else math.inf)
-    blocks = [x.blocks for x in late]
-    return make_leak(
+    return _make_leak(
         presence,
         request,
         sorted(found, key=lambda x: x.order),
         side="prefill",
         state=late[oldest],
         holders=tuple(x.process.rank for x in late),
-        blocks=sum(blocks) if all(x >= 0 for x in blocks) else -1,
+        blocks=_sum(x.blocks for x in late),
         seconds=max(x.seconds for x in late),
         since=oldest.lent_at,
         owed=tuple(dict.fromkeys(name for x in late for name in x.owed)),
         released={k: v for x in late for k, v in x.released.items()},
-        words=tuple(words_of(presence, request, late)),
+        words=tuple(_words(presence, request, late)),
     )
+
+
+def _of_announcement(presence: Presence, request: Request, pulls: Sequence[Pull]) -> Leak:
+    """A lease that was renewed for an announcement until its time was up, whoever released it then."""
+    leases = request.leases.values()
+    seconds = max(x.ended.number("seconds") if x.ended is not None else x.process.last_at - x.begun_at for x in pulls)
+    names = {"reader": listed(x.process.rank for x in pulls), "seconds": in_seconds(seconds)}
+    return _make_leak(
+        presence,
+        request,
+        [Verdict(Owner.UNKNOWN, Reader.ANNOUNCED, names)],
+        side="prefill",
+        state="announced",
+        holders=tuple(x.process.rank for x in leases) or pulls[0].peer_ranks,
+        blocks=_sum(x.blocks for x in leases) if leases else -1,
+        seconds=max([x.seconds for x in leases], default=seconds),
+        since=min([x.lent_at for x in leases], default=pulls[0].begun_at),
+        owed=tuple(x.process.rank for x in pulls if x.ended is None),
+        released={x.process.rank: "failed" for x in pulls if x.ended is not None},
+        words=tuple(_words(presence, request, leases)),
+        missing=() if request.leases else tuple(pulls[0].peer_ranks),
+    )
+
+
+def _of_releases(presence: Presence, request: Request, found: Sequence[tuple[Verdict, str, Pull]]) -> Leak:
+    """Releases that were refused, or never answered, by ranks whose logs do not say what became of the lease."""
+    verdict, _, pull = found[0]
+    holders = tuple(dict.fromkeys(rank for _, rank, _ in found))
+    known = [x for x in map(presence.service.process_named, holders) if x is not None]
+    leases = [x for x in request.leases.values() if x.process in known]
+    is_dead = verdict.reader is Reader.OWNER_DIED
+    ends = (f"the log of {x.rank} ends at {moment(x.last_at)}, before its lease could have expired" for x in known)
+    return _make_leak(
+        presence,
+        request,
+        [verdict],
+        side="prefill",
+        state="died" if is_dead else "unknown",
+        holders=holders,
+        blocks=_sum(x.blocks for x in leases) if len(leases) == len(holders) else -1,
+        since=min([x.lent_at for x in leases], default=pull.begun_at),
+        also=() if is_dead else tuple(ends),
+        owed=tuple(dict.fromkeys(x.process.rank for _, _, x in found)),
+        words=tuple(
+            Word(rank, x.process.rank, "is not in this side's log", _what_became_of_release(x, rank))
+            for _, rank, x in found
+        ),
+        missing=() if is_dead else holders,
+    )
+
+
+def _of_blocks(presence: Presence, request: Request, pulls: Sequence[Pull]) -> Leak:
+    """Blocks of pulls that might still be written when they had their outcome."""
+    kept = {"retired" if x.retired else "returned" if x.returned else "quarantined" for x in pulls}
+    named = (name for x in pulls for name in x.peer_ranks)
+    return _make_leak(
+        presence,
+        request,
+        sorted((why_kept(presence, x) for x in pulls), key=lambda x: x.order),
+        side="decode",
+        state=next(x for x in ("retired", "quarantined", "returned") if x in kept),
+        holders=tuple(dict.fromkeys(x.process.rank for x in pulls)),
+        blocks=_sum(x.held_blocks for x in pulls),
+        seconds=max(map(kept_s, pulls)),
+        since=min((x.ended.at if x.ended is not None else x.begun_at) for x in pulls),
+        missing=tuple(dict.fromkeys(x for x in named if presence.service.process_named(x) is None)),
+    )
+
+
+def _sum(blocks: Iterable[int]) -> int:
+    known = list(blocks)
+    return sum(known) if all(x >= 0 for x in known) else -1
+
+
+def _make_leak(presence: Presence, request: Request, found: Sequence[Verdict], **fields: Any) -> Leak:
+    """Make a finding of a request's verdicts, the first of which counts, with what both sides have said last."""
+    verdict = found[0]
+    also = tuple(dict.fromkeys(x.sentence for x in found[1:] if x.cause is not verdict.cause))
+    owners = {x.process.incarnation for x in request.leases.values()}
+    records = request.records()
+    here = next((x for x in reversed(records) if x.incarnation in owners), None)
+    there = next((x for x in reversed(records) if x.incarnation not in owners), None)
+    last_decode = _told(there)
+    if there is None:  # what its reader said last, of whatever
+        named = map(presence.service.process_named, fields.get("owed", ()))
+        if (process := next((x for x in named if x is not None), None)) is not None:
+            ends = presence.fate(process).why.partition(";")[0]
+            last_decode = f"nothing of this request; {process.rank}: {ends}"
+    reader = str(verdict.names.get("reader", ""))
+    return Leak(
+        cause=verdict.cause,
+        sentence=verdict.sentence + _clocks_that_were_set(presence, request, verdict),
+        cell=(verdict.owner, verdict.reader),
+        engine_id=request.engine_id,
+        request_id=request.request_id,
+        sequence=request.sequence,
+        decode_request_ids=tuple(dict.fromkeys(x.request_id for x in request.all_pulls if x.request_id)),
+        last_prefill=_told(here),
+        last_decode=last_decode,
+        missing=tuple(dict.fromkeys((*fields.pop("missing", ()), *verdict.missing))),
+        # Of a reader that may have been meant, nothing is known.
+        reader=reader if "/tp" in reader and verdict.reader is not Reader.ABSENT else "",
+        told_at=records[-1].at if records else math.nan,
+        other_request_id=verdict.names.get("other_id", "") if verdict.reader is Reader.RENAMED else "",
+        also=fields.pop("also", also),
+        **fields,
+    )
+
+
+def _clocks_that_were_set(presence: Presence, request: Request, verdict: Verdict) -> str:
+    """Say which clocks were put back of processes that have to do with a request."""
+    service, pulls = presence.service, request.all_pulls
+    named: list[Process | None] = [service.process_named(str(verdict.names.get(x, ""))) for x in ("reader", "holder")]
+    named += [x.process for x in request.leases.values()]
+    named += [x.process for x in pulls]
+    named += presence.decoders(request.engine_id) if not pulls else []
+    said = {x.rank: service.put_back.get(x.incarnation, ()) for x in named if x is not None}
+    return "".join(
+        f"; the clock of {rank} was set: it went back by {in_seconds(x.seconds)} s at {moment(x.at)}, and times after "
+        f"that are less sure"
+        for rank, found in said.items()
+        for x in found
+    )
+
+
+def _told(record: Record | None) -> str:
+    if record is None:
+        return ""
+    said = record.text("cause") or record.text("state") or record.text("to")
+    return f"{moment(record.at)} {record.rank}: {record.event}{f' ({said})' if said else ''}"
+
+
+def _words(presence: Presence, request: Request, leases: Iterable[Lease]) -> Iterator[Word]:
+    """Say what became of each claim and release."""
+    for lease in leases:
+        claims, retrying = lease.claims, lease.retrying
+        for name in dict.fromkeys((*lease.owed, *lease.released, *claims)):
+            refused = {x.message: x for x in lease.refused if name == "*" or base_name(x.who) == base_name(name)}
+            said = "is not told" if name in lease.released else "never came"
+            if (claim := claims.get(name)) is not None:
+                said = f"came after {in_seconds(claim.claimed_s)} s, heard of last after {in_seconds(claim.heard_s)} s"
+            elif (down := refused.get("claim") or refused.get("renew")) is not None:
+                said = f"was refused after {in_seconds(down.after_s)} s: {down.reason}"
+            if name in lease.released:
+                release = f"came: {lease.released[name]}"
+            elif "release" in refused:
+                release = f"was refused: {refused['release'].reason}"
+            elif name in retrying:
+                release = "came: retry, and no other followed"
+            elif pulls := pulls_of(request, lease, name):
+                release = _what_became_of_release(pulls[-1], lease.process.rank)
+            else:
+                known = name != "*" and presence.service.process_named(name) is not None
+                release = "was never sent, as far as its log goes" if known else "never came"
+            yield Word(lease.process.rank, name, said, release)
+
+
+def _what_became_of_release(pull: Pull, rank: str) -> str:
+    """Say what became of a pull's release to a rank, by the decode side's log."""
+    for record in pull.refused:
+        if rank in record.texts("ranks"):
+            return f"was refused: {record.text('cause')}"
+    for record in pull.unanswered:
+        if rank in record.texts("ranks"):
+            return f"was never answered, given up after {in_seconds(record.number('seconds'))} s"
+    if pull.ended is None:
+        return "was never sent: the pull has no outcome"
+    if rank in pull.ended.texts("unanswered"):
+        return "was sent once, to a rank that was gone"
+    return f"was sent as the pull ended ({pull.cause})"

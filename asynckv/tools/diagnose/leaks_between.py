@@ -14,7 +14,7 @@ from asynckv.tools.diagnose.causes import Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_values import in_seconds, listed
 from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
-from asynckv.tools.diagnose.records import Record
+from asynckv.tools.diagnose.records import Record, number
 
 STALE = frozenset({"restarted", "stale_memory"})
 """Reasons for which a reader that asks for an earlier start is turned down."""
@@ -23,6 +23,10 @@ HARMLESS = frozenset(
     {"expired", "revoked", "released_already", "consumed", "withdrawn", "unknown_key", "engine_closed"}
 )
 """Reasons for which a message is turned down that say nothing new of why the lease is not released."""
+
+
+GATHERED_S = 11.0
+"""A warning may come so much later than it is due."""
 
 
 def refused_as(reason: str, detail: str) -> Reader | None:
@@ -104,7 +108,7 @@ def would_be_given_up(presence: Presence, pull: Pull) -> bool:
     """Its reader lived for long enough that a release which was never answered would have been told of."""
     if pull.ended is None:
         return False
-    given_up_at = pull.ended.at + pull.process.durations.get("release_timeout_s", 0.0)
+    given_up_at = pull.ended.at + pull.process.durations.get("release_timeout_s", 30.0)
     match presence.fate(pull.process).kind:
         case "stopped":  # which gives up all releases, and says so
             return True
@@ -147,3 +151,26 @@ def how_unanswered(pull: Pull) -> str:
         after = f"given up {in_seconds(record.number('seconds'))} s after its pull had ended: {cause or 'no answer'}"
         return f"{after}, {detail}" if detail else after
     return f"the pull ended as {pull.cause}{f', {pull.detail}' if pull.detail else ''}"
+
+
+# -- announcements -----------------------------------------------------------------------------------------------------
+
+
+def is_forgotten(presence: Presence, pull: Pull) -> bool:
+    """An announcement that nobody pulled for as long as it may last."""
+    if pull.ended is not None:
+        return pull.cause == "timeout" and pull.failed_in == "announced"
+    is_open = pull.state == "announced" and presence.fate(pull.process).kind in ("silent", "alive")
+    return is_open and is_last_word(pull) and is_overdue(pull)
+
+
+def is_overdue(pull: Pull) -> bool:
+    """An announcement's time was up before its process's log ends."""
+    record, entry = pull.held[-1]
+    return number(entry.get("left_s"), 0.0) <= pull.process.last_at - record.at
+
+
+def is_last_word(pull: Pull) -> bool:
+    """Nothing more of a pull was due before its process's log ends."""
+    record, entry = pull.held[-1]
+    return pull.process.last_at <= record.at + number(entry.get("state_s"), 0.0) + GATHERED_S

@@ -18,17 +18,14 @@ from asynckv.edges.local import SUFFIX
 from asynckv.tools.diagnose.ask import Trouble
 from asynckv.tools.diagnose.join import Process, Service, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of
-from asynckv.tools.diagnose.process import began_at, look
+from asynckv.tools.diagnose.process import began_at, look, verdict
 from asynckv.tools.diagnose.records import Record
 
 if TYPE_CHECKING:
     from asynckv.tools.diagnose.ask import Answer
 
-SLACK_S = 2.0
-"""The kernel counts from the boot, whose time is of whole seconds."""
-
-FRACTION = 1 / 3
-"""As `log.held_fraction` has it."""
+SLACK_S = 2.0  # the kernel counts from the boot, whose time is of whole seconds
+FRACTION = 1 / 3  # as `log.held_fraction` has it
 
 LEAST_S, MOST_S = 0.5, 10.0
 """Warned of no sooner, and at this age at the latest, as with leases of 30 s."""
@@ -50,7 +47,7 @@ def has_logs(text: str) -> bool:
 
 
 def records_of(answers: Iterable[Answer], now: float, *, every: bool = False) -> Iterator[Record]:
-    """Say what engines hold as if they had just warned of it; `every` request, not only those held for long."""
+    """Say what engines hold as if they had just warned of it; `every` lease, not only those held for long."""
     for answer in answers:
         account = answer.account
         if answer.error or not account.incarnation:
@@ -77,9 +74,9 @@ def records_of(answers: Iterable[Answer], now: float, *, every: bool = False) ->
             if is_retired:
                 yield say(told.OffloadRetired, **copy)
         for status in answer.requests:
-            if not (every or _is_long(status)):
-                continue
             if status.kind == "lease":
+                if not (every or _is_long(status)):
+                    continue
                 entry = _lease(status)
                 yield say(told.LeaseHeld, state=status.state, waits=status.waits, requests=1, oldest=[entry])
             else:
@@ -109,7 +106,7 @@ def tell(service: Service, answers: Iterable[Answer], now: float) -> None:
 
 
 def look_here(service: Service, proc: Path = Path("/proc")) -> None:
-    """Tell a service which of its processes that ran on this host are not there any more, by the kernel.
+    """Tell a service what the kernel says of its processes on this host: they are not there any more, or stopped.
 
     Logs may have come from another host of this name: so some other process of the same host has to be there, and a
     pid that another process has by now is told by when that began.
@@ -122,6 +119,8 @@ def look_here(service: Service, proc: Path = Path("/proc")) -> None:
         seen = look(process.started.integer("pid"), proc)
         is_it = bool(seen.state) and seen.state not in "ZX" and not began_at(seen, proc) > process.started.at + SLACK_S
         (alive if is_it else ended).append(process)
+        if is_it and (seen.frozen or seen.state in "Tt"):
+            service.stopped[process.start] = verdict(seen, seen)
     for process in ended if alive else ():
         if process.stopped is None and process.successor is None and process.started is not None:
             service.gone.setdefault(process.start, f"pid {process.started.integer('pid')} is not there any more")
@@ -139,8 +138,7 @@ def _copies(answer: Answer, now: float) -> Iterator[tuple[float, bool, dict[str,
 
 def _is_long(status: RequestStatus) -> bool:
     """Held for as long as a log would warn of."""
-    held = status.age_s if status.kind == "lease" else status.state_s
-    return held >= min(max(LEAST_S, FRACTION * (held + (status.left_s or 0.0))), MOST_S)
+    return status.age_s >= min(max(LEAST_S, FRACTION * (status.age_s + (status.left_s or 0.0))), MOST_S)
 
 
 def _lease(status: RequestStatus) -> dict[str, Any]:

@@ -1,92 +1,195 @@
-"""What pulls tell of late blocks: those of their own that might still be written, and leases that only they speak of.
+"""What pulls tell: why they failed, why their blocks might still be written, and leases that only they speak of.
 
 A prefill rank whose log is missing, or ends before a lease could have expired, does not say what became of the lease.
-Then a release that was refused or never answered, and an announcement that was never pulled, are known from the decode
-side alone.
+Then a release that was refused or never answered is known from the decode side alone.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from asynckv.core import told
-from asynckv.tools.diagnose.causes import Owner, Reader
-from asynckv.tools.diagnose.join import Process, Pull, Request, start_of
+from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, Owner, Reader
+from asynckv.tools.diagnose.join import Process, Pull, Request, Service, start_of
 from asynckv.tools.diagnose.leaks_between import how_unanswered, refused_as, turned_away_at, unanswered_ranks
-from asynckv.tools.diagnose.leaks_finding import make_leak, what_became_of_release, words_of
-from asynckv.tools.diagnose.leaks_values import Leak, Word, in_seconds, listed, moment, other_id
+from asynckv.tools.diagnose.leaks_values import in_seconds, listed, other_id
 from asynckv.tools.diagnose.leaks_why import Verdict
 from asynckv.tools.diagnose.presence import AT_ONCE_S, Presence
 from asynckv.tools.diagnose.records import Record
 
 W, R = Owner, Reader
 
+# -- why pulls fail ----------------------------------------------------------------------------------------------------
+
+WELL = frozenset({"", "complete", "discharged", "cancelled", "withdrawn", "revoked"})
+"""Ends of a pull that somebody wanted."""
+
+FAILED_AS = {
+    **dict.fromkeys(("geometry_refused", "unplannable", "remote_too_short", "queue_full"), R.REFUSED_HERE),
+    **dict.fromkeys(("standstill", "blocks_differ"), R.REFUSED_HERE),
+    **dict.fromkeys(("lease_lost", "expired"), R.LATE),
+    **dict.fromkeys(("restarted", "stale_memory"), R.STALE),
+    **dict.fromkeys(("peer_lost", "read_failed"), R.BROKEN),
+    "wrong_target": R.WRONG_TARGET,
+    "wrong_request": R.RENAMED,
+    "peer_unreachable": R.UNMET,
+    "engine_closed": R.CLOSED,
+}
+"""What a pull's cause tells, where nothing else is known to have befallen it; what is not here is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Pulls that failed for one reason.
+
+    Attributes:
+        by: The rank that was away, died, or was to be read from; the reader itself if that was the one.
+        pulls: How many.
+        since: When the first of them failed, by its reader's clock.
+        until: When the last did.
+        requests: Ids on the decode side.
+    """
+
+    cause: CAUSE
+    sentence: str
+    cell: tuple[Owner, Reader]
+    by: str
+    readers: tuple[str, ...]
+    pulls: int
+    since: float
+    until: float
+    requests: tuple[str, ...]
+
+    @property
+    def heading(self) -> HEADING:
+        """What to look at."""
+        return CATALOGUE[self.cause].heading
+
+    @property
+    def remedy(self) -> str:
+        """What to do."""
+        return CATALOGUE[self.cause].remedy
+
+
+def failures(service: Service, presence: Presence, counts: Callable[[Pull], bool] = lambda pull: True) -> list[Failure]:
+    """Group the pulls that failed by why they did, and by whom that was; the most frequent first.
+
+    A pull counts whether or not its lease was late, also if its own engine refused it.
+    """
+    groups: dict[tuple[Reader, str], list[tuple[Pull, Verdict]]] = defaultdict(list)
+    for request in service.requests:
+        for pull in request.all_pulls:
+            if pull.cause not in WELL and counts(pull):
+                verdict = _why_failed(presence, pull)
+                groups[verdict.reader, str(verdict.names["by"])].append((pull, verdict))
+    out = [_failure(by, found) for (_, by), found in groups.items()]
+    return sorted(out, key=lambda x: (-x.pulls, x.since))
+
+
+def _failure(by: str, found: Sequence[tuple[Pull, Verdict]]) -> Failure:
+    pulls = [pull for pull, _ in found]
+    verdict = max((x for _, x in found), key=lambda x: float(x.names.get("away", 0.0)))
+    ends = Counter(x.cause for x in pulls)
+    told_as = ", ".join(f"{number:,} {cause}" for cause, number in ends.most_common(4))
+    readers = tuple(dict.fromkeys(x.process.rank for x in pulls))
+    times = [x.ended.at for x in pulls if x.ended is not None]
+    title, names = CATALOGUE[verdict.cause].title, verdict.names
+    why = f" for {names['away_s']} s" if "away_s" in names else f" ({names['why']})" if names["why"] else ""
+    return Failure(
+        cause=verdict.cause,
+        sentence=f"pulls of {listed(readers)} from {names['holder']} failed ({told_as}): {title}{why}",
+        cell=(verdict.owner, verdict.reader),
+        by=by,
+        readers=readers,
+        pulls=len(pulls),
+        since=min(times),
+        until=max(times),
+        requests=tuple(dict.fromkeys(x.request_id for x in pulls)),
+    )
+
+
+def _why_failed(presence: Presence, pull: Pull) -> Verdict:
+    """Say why a pull failed: by what befell it, else by what it says itself."""
+    holder = listed(_read_ranks(pull)) or pull.peer
+    names = {"reader": pull.process.rank, "holder": holder, "by": holder, "why": pull.detail}
+    state, more = _befell(presence, pull, pull.ended)
+    if state is None:
+        state = FAILED_AS.get(pull.cause, R.LATE if pull.failed_in == "queue" else R.NO_LOG)
+        if pull.cause == "engine_closed" and pull.process.stopped is None:
+            state = R.STALE
+        if state is R.UNMET and any(turned_away_at(pull, x) for x in _read_ranks(pull) or ("",)):
+            state = R.KEYS
+        if state in (R.REFUSED_HERE, R.CLOSED):
+            more = {"by": pull.process.rank}
+    return Verdict(W.FAILED, state, names | more)
+
+
+def _read_ranks(pull: Pull) -> tuple[str, ...]:
+    """The ranks that a pull read from, or was to; the ones that its blocks were retired for, if it says so."""
+    held_by = pull.retired.texts("held_by") if pull.retired is not None else ()
+    return held_by or (pull.said.texts("read_ranks") if pull.said is not None else ()) or pull.peer_ranks
+
+
+def _befell(presence: Presence, pull: Pull, until: Record | None) -> tuple[Reader | None, dict[str, Any]]:
+    """What befell a pull while it ran: a data plane or a process that died, or a loop that was away."""
+    reader = pull.process
+    owners = [x for x in map(presence.service.process_named, _read_ranks(pull)) if x is not None]
+    low = presence.when(reader.incarnation, pull.begun_at)[0]
+    high = presence.when(reader.incarnation, until.at if until is not None else pull.last_at)[1]
+    failed = presence.near(reader, pull.ended.at) if pull.ended is not None else high
+    for process in (reader, *owners):
+        for record in process.of(told.DataPlaneRestarted, told.DataPlaneBroken):
+            # It is told of when another runs. What died when the pull had failed is not why it did.
+            at = presence.when(process.incarnation, record.at - record.number("seconds", 0.0))
+            if at[1] >= low and sum(at) / 2 <= failed + AT_ONCE_S:
+                return R.PLANE_DIED, {"by": process.rank, "holder": process.rank, "why": record.text("cause")}
+    for owner in owners:
+        fate = presence.fate(owner)
+        if fate.kind == "died" and fate.after <= high:
+            return R.OWNER_DIED, {"by": owner.rank, "holder": owner.rank, "why": fate.why}
+    for process, state in (*((x, R.OWNER_AWAY) for x in owners), (reader, R.AWAY)):
+        away_s = _away_s(presence, process, low, high)
+        if away_s > 0.0:
+            holder = {"holder": process.rank} if state is R.OWNER_AWAY else {}
+            return state, {"by": process.rank, "away": away_s, "away_s": in_seconds(away_s), **holder}
+    return None, {}
+
+
+def _away_s(presence: Presence, process: Process, since: float, until: float) -> float:
+    """For how long a process's loop was away, at most at once, between two moments of everybody's time."""
+    spans = [(x.number("seconds", 0.0), presence.when(process.incarnation, x.at)) for x in process.of(told.LoopWasAway)]
+    return max((s for s, at in spans if at[1] >= since and at[0] - s <= until), default=0.0)
+
 
 # -- blocks of failed pulls --------------------------------------------------------------------------------------------
 
 
-def of_blocks(presence: Presence, request: Request, pulls: Sequence[Pull]) -> Leak:
-    """Blocks of pulls that might still be written when they had their outcome."""
-    found = sorted((_why_kept(presence, x) for x in pulls), key=lambda x: x.order)
-    kept = {"retired" if x.retired else "returned" if x.returned else "quarantined" for x in pulls}
-    blocks = [x.held_blocks for x in pulls]
-    named = (name for x in pulls for name in x.peer_ranks)
-    return make_leak(
-        presence,
-        request,
-        found,
-        side="decode",
-        state=next(x for x in ("retired", "quarantined", "returned") if x in kept),
-        holders=tuple(dict.fromkeys(x.process.rank for x in pulls)),
-        blocks=sum(blocks) if all(x >= 0 for x in blocks) else -1,
-        seconds=max(map(_kept_s, pulls)),
-        since=min((x.ended.at if x.ended is not None else x.begun_at) for x in pulls),
-        missing=tuple(dict.fromkeys(x for x in named if presence.service.process_named(x) is None)),
-    )
-
-
-def _why_kept(presence: Presence, pull: Pull) -> Verdict:
-    reader = pull.process
-    ranks = pull.retired.texts("held_by") if pull.retired is not None else ()
-    ranks = ranks or (pull.said.texts("read_ranks") if pull.said is not None else ()) or pull.peer_ranks
-    owners = [x for x in map(presence.service.process_named, ranks) if x is not None]
+def why_kept(presence: Presence, pull: Pull) -> Verdict:
+    """Say why a pull's blocks might still be written when it had its outcome."""
+    ranks = _read_ranks(pull)
     after = ", and has given them up" if pull.retired else "" if pull.returned else " so far"
     names = {
-        "reader": reader.rank,
+        "reader": pull.process.rank,
         "holder": listed(ranks) or pull.peer,
-        "held": f"for {in_seconds(_kept_s(pull))} s after its pull had failed{after}",
+        "held": f"for {in_seconds(kept_s(pull))} s after its pull had failed{after}",
         "why": f"{pull.cause}{f', {pull.detail}' if pull.detail else ''}" or pull.state,
     }
-    until = (pull.returned or pull.retired or pull.ended or pull.held[-1][0]).at
-    low, high = presence.when(reader.incarnation, pull.begun_at)[0], presence.when(reader.incarnation, until)[1]
-
-    def kept(state: Reader, **more: Any) -> Verdict:
-        return Verdict(W.READ, state, names | more)
-
-    failed = presence.near(reader, pull.ended.at) if pull.ended is not None else high
-    for owner in (reader, *owners):
-        for record in owner.of(told.DataPlaneRestarted, told.DataPlaneBroken):
-            # It is told of when another runs. What died when the pull had failed is not why it did.
-            at = presence.when(owner.incarnation, record.at - record.number("seconds", 0.0))
-            if at[1] >= low and sum(at) / 2 <= failed + AT_ONCE_S:
-                return kept(R.PLANE_DIED, holder=owner.rank, why=record.text("cause"))
-    for owner in owners:
-        fate = presence.fate(owner)
-        if fate.kind == "died" and fate.after <= high and fate.before >= low:
-            return kept(R.OWNER_DIED, holder=owner.rank, why=fate.why)
-    for owner in owners:
-        spans = [(x.number("seconds", 0.0), presence.when(owner.incarnation, x.at)) for x in owner.of(told.LoopWasAway)]
-        away_s = max((s for s, at in spans if at[1] >= low and at[0] - s <= high), default=0.0)
-        if away_s > 0.0:
-            return kept(R.OWNER_AWAY, holder=owner.rank, away_s=in_seconds(away_s))
-    fates = [presence.fate(x) for x in owners]
-    may_be_dead = not owners or any(x.kind != "stopped" and x.after < high for x in fates)
-    return kept(R.OWNER_DIED if pull.cause in ("peer_lost", "restarted") and may_be_dead else R.READING)
+    until = pull.returned or pull.retired or pull.ended or pull.held[-1][0]
+    state, more = _befell(presence, pull, until)
+    if state in (None, R.AWAY):
+        high = presence.when(pull.process.incarnation, until.at)[1]
+        fates = [presence.fate(x) for x in map(presence.service.process_named, ranks) if x is not None]
+        may_be_dead = not fates or any(x.kind != "stopped" and x.after < high for x in fates)
+        is_lost = pull.cause in ("peer_lost", "restarted") and may_be_dead
+        state, more = R.OWNER_DIED if is_lost else R.READING, {}
+    return Verdict(W.READ, state, names | more)
 
 
-def _kept_s(pull: Pull) -> float:
+def kept_s(pull: Pull) -> float:
+    """Return for how long a pull's blocks were not free after its outcome."""
     if (record := pull.returned or pull.retired) is not None:
         return record.number("seconds_after_failure", 0.0)
     return max(pull.process.last_at - (pull.ended.at if pull.ended is not None else pull.last_at), 0.0)
@@ -95,32 +198,8 @@ def _kept_s(pull: Pull) -> float:
 # -- leases of which only the decode side speaks -----------------------------------------------------------------------
 
 
-def of_announcement(presence: Presence, request: Request, pulls: Sequence[Pull]) -> Leak:
-    """A lease that was renewed for an announcement until its time was up, whoever released it then."""
-    pull = max(pulls, key=lambda x: x.ended.number("seconds", 0.0) if x.ended is not None else 0.0)
-    leases = request.leases.values()
-    seconds = pull.ended.number("seconds") if pull.ended is not None else pull.process.last_at - pull.begun_at
-    names = {"reader": listed(x.process.rank for x in pulls), "seconds": in_seconds(seconds)}
-    blocks = [x.blocks for x in leases if x.blocks >= 0]
-    return make_leak(
-        presence,
-        request,
-        [Verdict(W.UNKNOWN, R.ANNOUNCED, names)],
-        side="prefill",
-        state="announced",
-        holders=tuple(x.process.rank for x in leases) or pull.peer_ranks,
-        blocks=sum(blocks) if blocks else -1,
-        seconds=max([x.seconds for x in leases], default=seconds),
-        since=min([x.lent_at for x in leases], default=pull.begun_at),
-        owed=tuple(x.process.rank for x in pulls if x.ended is None),
-        released={x.process.rank: "failed" for x in pulls if x.ended is not None},
-        words=tuple(words_of(presence, request, leases)),
-        missing=() if request.leases else tuple(pull.peer_ranks),
-    )
-
-
-def of_releases(presence: Presence, request: Request) -> Leak | None:
-    """Releases that were refused, or never answered, by ranks whose logs do not say what became of the lease."""
+def unheard_releases(presence: Presence, request: Request) -> list[tuple[Verdict, str, Pull]]:
+    """Find releases that were refused, or never answered, by ranks whose logs do not say what became of the lease."""
     found: list[tuple[Verdict, str, Pull]] = []
     for pull in request.all_pulls:
         unheard = ((_unheard(presence, request, pull, rank), rank) for rank in unanswered_ranks(pull))
@@ -133,34 +212,7 @@ def of_releases(presence: Presence, request: Request) -> Leak | None:
                 is_known = _is_told(presence, request, pull, rank, record) or _is_gone(pull.process, rank)
                 if state is not None and not is_known:
                     found.append((Verdict(W.UNKNOWN, state, names), rank, pull))
-    if not found:
-        return None
-    found.sort(key=lambda x: x[0].order)
-    verdict, _, pull = found[0]
-    holders = tuple(dict.fromkeys(rank for _, rank, _ in found))
-    known = [x for x in map(presence.service.process_named, holders) if x is not None]
-    leases = [x for x in request.leases.values() if x.process in known]
-    blocks = [x.blocks for x in leases]
-    is_dead = verdict.reader is R.OWNER_DIED
-    ends = (f"the log of {x.rank} ends at {moment(x.last_at)}, before its lease could have expired" for x in known)
-    return make_leak(
-        presence,
-        request,
-        [verdict],
-        side="prefill",
-        state="died" if is_dead else "unknown",
-        holders=holders,
-        blocks=sum(blocks) if len(blocks) == len(holders) and all(x >= 0 for x in blocks) else -1,
-        seconds=math.nan,
-        since=min([x.lent_at for x in leases], default=pull.begun_at),
-        also=() if is_dead else tuple(ends),
-        owed=tuple(dict.fromkeys(x.process.rank for _, _, x in found)),
-        words=tuple(
-            Word(rank, x.process.rank, "is not in this side's log", what_became_of_release(x, rank))
-            for _, rank, x in found
-        ),
-        missing=() if is_dead else holders,
-    )
+    return sorted(found, key=lambda x: x[0].order)
 
 
 def _is_told(presence: Presence, request: Request, pull: Pull, rank: str, record: Record | None) -> bool:
@@ -181,8 +233,6 @@ def _unheard(presence: Presence, request: Request, pull: Pull, rank: str) -> Ver
             return Verdict(W.UNKNOWN, R.OWNER_DIED, names | {"why": fate.why, "gone": fate.gone})
         if _is_told(presence, request, pull, rank, next(iter(records), None)):
             return None
-    elif any(_was_away_meanwhile(presence, pull, x) for x in records):
-        return None
     # A rank that was closed in order has revoked it, and one that was restarted holds it no more.
     # Nor did a reader that closed wait for long: the answer may have been on its way.
     causes = {x.text("cause") for x in records} or {pull.cause}
@@ -195,14 +245,6 @@ def _unheard(presence: Presence, request: Request, pull: Pull, rank: str) -> Ver
     elif pull.cause == "wrong_target":
         state, names["why"] = R.WRONG_TARGET, pull.detail
     return Verdict(W.UNKNOWN, state, names, missing=(rank,))
-
-
-def _was_away_meanwhile(presence: Presence, pull: Pull, record: Record) -> bool:
-    """The reader's own loop was away while the answer was due: it may lie in its socket."""
-    waited_s = record.number("seconds", 0.0)
-    away_s = presence.away_s(pull.process, record.at - waited_s, record.at)
-    short = waited_s - away_s < pull.process.durations.get("release_timeout_s", 30.0) / 2
-    return record.text("cause") == "timeout" and away_s > 0.0 and short
 
 
 def _is_gone(reader: Process, rank: str) -> bool:

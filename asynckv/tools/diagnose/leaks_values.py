@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any
 
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, Owner, Reader
 from asynckv.tools.diagnose.join import base_name
@@ -125,7 +126,7 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
 
 
-def other_id(request_id: str) -> dict[str, str]:
+def other_id(request_id: str) -> dict[str, Any]:
     """Another request id in words, and as it is, if it is known."""
     return {"other": repr(request_id), "other_id": request_id} if request_id else {}
 

@@ -1,7 +1,7 @@
 """The verdict on one late lease: for each reader that it waits for, the cell of the table that both logs put it into.
 
-The evidence is weighed in the order in which one thing would have been enough by itself: what was refused, then what
-became of the reader, then what kept it from being heard; and if it was heard too late, that.
+Evidence is weighed in the order in which one thing would have been enough by itself: what was refused, then what became
+of the reader, then what kept it from being heard; and if it was heard too late, that.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asynckv.core import told
-from asynckv.tools.diagnose.axis import CLOCKS_S
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, WHY, Owner, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Refusal, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import (
     STALE,
     how_unanswered,
+    is_forgotten,
     is_unanswered,
     pulls_of,
     refused_as,
@@ -28,17 +28,10 @@ from asynckv.tools.diagnose.leaks_between import (
     turned_away,
     would_be_given_up,
 )
-from asynckv.tools.diagnose.leaks_late import is_forgotten, is_overdue
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, moment, other_id
-from asynckv.tools.diagnose.presence import AT_ONCE_S, LATE_S, SILENCE_S, UNDER_WAY_S, Presence
+from asynckv.tools.diagnose.presence import AT_ONCE_S, DEFAULT_LEASE_S, LATE_S, SILENCE_S, UNDER_WAY_S, Presence
 
 W, R = Owner, Reader
-
-CLOSING_S = 1.0
-"""An engine that ends so long after a lease had most likely not begun to when the lease ended."""
-
-SOON = 0.5
-"""A reader that comes back and asks within such a part of a lease asks late because it was away."""
 
 _OTHER = re.compile(r"not to ('.*'|\".*\")\Z", re.DOTALL)
 
@@ -109,40 +102,44 @@ class _Debt:
         self.process = presence.service.process_named(name) or presence.service.process_of(
             claim.pull_id if claim else ""
         )
-        if claim is None and not start_of(name):
-            self.owner = W.UNCLAIMED
-        else:
-            self.owner = W.RETRYING if name in lease.retrying and not self._is_followed() else W.CLAIMED
+        self.is_claimed = claim is not None or start_of(name) != ""
+        self.owner = W.CLAIMED if self.is_claimed else W.UNCLAIMED
+        if name in lease.retrying and not self._is_followed():
+            self.owner = W.RETRYING
 
     def verdict(self) -> Verdict:
-        if (refused := self._refused()) is not None:
-            return refused
-        if self.owner is not W.UNCLAIMED:
-            found = self._of_claimed()
-        else:
-            found = self._of_nobody() if self.pull is None else self._of_unclaimed(self.pull)
-        if CATALOGUE[found.cause].is_class and (bug := self._bug()) is not None:
-            return bug
-        return found
+        found = self._refused() or self._weighed(self.pull)
+        return (CATALOGUE[found.cause].is_class and self._bug()) or found
+
+    def _weighed(self, pull: Pull | None) -> Verdict:
+        if pull is not None and is_forgotten(self.presence, pull):
+            return self._is(R.ANNOUNCED)
+        if self._is_overstayed():
+            most = in_seconds(self.lease.process.durations["max_lease_s"])
+            return self._is(R.OVERSTAYED, f"lent for {in_seconds(self.lease.seconds)} s, of {most} s")
+        if self.is_claimed and (pull is None or pull.ended is None):
+            return self._of_silence()
+        if pull is None:
+            return self._of_nobody()
+        return (not self.is_claimed and self._of_unmet(pull)) or self._of_done(pull)
 
     def _is(self, state: Reader, why: str | None = None, *, missing: tuple[str, ...] = (), **names: Any) -> Verdict:
         """Put it into a cell."""
-        pull, claimed = self.pull, self.owner is not W.UNCLAIMED
-        who = pull.process.rank if pull is not None and not claimed else self.name
-        waited_s = pull.ended.number("seconds") if pull is not None and pull.ended is not None else math.nan
+        pull, waited_s = self.pull, math.nan
+        if pull is not None and pull.ended is not None:
+            waited_s = pull.ended.number("seconds")
         known: dict[str, Any] = {
-            "reader": who,
+            "reader": pull.process.rank if pull is not None and not self.is_claimed else self.name,
             "holder": self.lease.process.rank,
             "why": self._said() if why is None else why,
             "lease_s": in_seconds(self.lease.lease_s),
             "heard_s": in_seconds(self.heard_s),
             "heard_at": moment(self.lease.lent_at + self.heard_s),
-            "seconds": in_seconds(waited_s if not math.isnan(waited_s) else self.lease.seconds),
-            "message": "claim",
+            "seconds": in_seconds(self.lease.seconds if math.isnan(waited_s) else waited_s),
         }
         if not math.isnan(waited_s):
             known["waited"] = f"; its pull ended {in_seconds(waited_s)} s after it was asked for"
-        at = self.heard_s if claimed else self.lease.seconds if state is R.DIED and pull is None else math.inf
+        at = self.heard_s if self.is_claimed else self.lease.seconds if pull is None else math.inf
         return Verdict(self.owner, state, known | names, at, missing)
 
     def _said(self) -> str:
@@ -164,15 +161,12 @@ class _Debt:
     def _refused(self) -> Verdict | None:
         """What was turned down is why a reader is owed, whatever became of it."""
         name, lease = self.name, self.lease
-        reader = name
-        if not start_of(name):
-            reader = listed(x.process.rank for x in self.pulls) or name
+        reader = name if start_of(name) else listed(x.process.rank for x in self.pulls) or name
         found = [x for x in lease.refused if name == "*" or base_name(x.who) in (base_name(name), "")]
-        found = [x for x in found if not self._is_stranger(x.who)]
+        found = [x for x in found if self._is_known(x.who)]
         for pull in self.pulls:  # what the prefill side has not said, or could not
             for record in pull.refused:
-                ranks = record.texts("ranks")
-                if not ranks or any(start_of(x) in ("", lease.process.start) for x in ranks):
+                if any(start_of(x) in ("", lease.process.start) for x in record.texts("ranks") or ("",)):
                     said = record.text("cause"), pull.process.rank, record.text("detail")
                     found.append(Refusal(math.inf, "release", *said))
         for refusal in found:
@@ -186,16 +180,15 @@ class _Debt:
                 others = [x.prefill_request_id for x in (*self.request.others.values(), *self.pulls)]
                 other = next((x for x in others if x not in ("", lease.request_id)), "")
                 names |= other_id(other or _named_in(refusal.detail))
-            return Verdict(W.REFUSED, state, names, 0.0 if state is R.EARLY else refusal.after_s)
+            return Verdict(W.REFUSED, state, names, refusal.after_s)
         return None
 
-    def _is_stranger(self, who: str) -> bool:
-        """It bears a reader's name, and neither side has ever heard of its start."""
+    def _is_known(self, who: str) -> bool:
+        """A message is from a reader of which one side has heard; others bear its name, and are strangers."""
         start, met = start_of(who), self.presence.met
-        is_known = start in ("", start_of(self.name)) or start in met
-        if is_known or self.presence.service.process_named(who) is not None:
-            return False
-        return bool(start_of(self.name) or met)
+        if start in ("", start_of(self.name)) or start in met or not (start_of(self.name) or met):
+            return True
+        return self.presence.service.process_named(who) is not None
 
     def _bug(self) -> Verdict | None:
         readers = (self.process, *(x.process for x in self.pulls))
@@ -206,66 +199,7 @@ class _Debt:
                     return self._is(R.BUG, record.text("error"), reader=process.rank)
         return None
 
-    # -- what both know of a reader that had claimed -------------------------------------------------------------------
-
-    def _of_claimed(self) -> Verdict:
-        """Say why a reader that had claimed is owed."""
-        presence, lease, pull, process = self.presence, self.lease, self.pull, self.process
-        forgotten = pull is not None and is_forgotten(presence, pull)
-        unheard_s = lease.seconds - self.heard_s
-        if process is None and lease.ended is None and unheard_s < lease.process.durations.get("grant_s", 10.0) / 2:
-            return self._is(R.WAITING, f"claimed and renewed by {self.name}", missing=(self.name,))
-        if not forgotten and self._is_overstayed():
-            most = in_seconds(lease.process.durations["max_lease_s"])
-            return self._is(R.OVERSTAYED, f"lent for {in_seconds(lease.seconds)} s, of {most} s")
-        if process is None:
-            return self._is(R.NO_LOG, "its last word; it may have died", missing=(self.name,))
-        fate = presence.fate(process)
-        has_outcome = pull is not None and pull.ended is not None
-        if not process.says_info and not fate.is_proved and not has_outcome:
-            # Neither a good outcome nor a goodbye is a warning.
-            return self._is(R.NO_LOG, "its log has warnings only", missing=(self.name,))
-        if pull is not None and forgotten:
-            seconds = pull.ended.number("seconds") if pull.ended is not None else lease.seconds
-            if lease.seconds < seconds - 1.0 and (away := self._away(pull)) is not None:
-                return away  # the promise was lost before the announcement's time was up
-            found = self._is(R.ANNOUNCED, seconds=in_seconds(seconds))
-            found.at = 0.0
-            return found
-        if pull is None or pull.ended is None:
-            return self._of_no_outcome(process)
-        if (away := self._away(pull)) is not None:
-            return away
-        low, high = presence.when(process.incarnation, pull.ended.at)
-        closed_later = process.stopped is not None and (
-            presence.when(process.incarnation, process.stopped.at)[0] > self.until + CLOSING_S
-        )
-        if process.stopped is not None and any(x.text("cause") == "engine_closed" for x in pull.unanswered):
-            return self._unanswered(pull) if closed_later else self._is(R.CLOSED, f"{self._said()}; {fate.why}")
-        if (last := self._last_lost()) is not None and last is not pull:
-            return self._unanswered(last)
-        said = [x.text("outcome") for x in (*pull.unanswered, *pull.refused)]
-        if self.owner is W.RETRYING or (self.pulls[-1] is pull and ("retry" in said or pull.retried)):
-            return self._is(R.DIED, fate.why, gone=fate.gone) if fate.kind == "died" else self._is(R.RETRIES)
-        if pull.held_transfers and high < presence.over(lease):
-            # What may still be read is not released.
-            if pull.returned is None or presence.when(process.incarnation, pull.returned.at)[0] > self.until:
-                return self._is(R.READING, held=f"for {in_seconds(lease.seconds)} s at least")
-        if pull.cause in ("lease_lost", "expired") or low > self.until:
-            return self._is(R.LATE)
-        if is_unanswered(pull, lease):
-            return self._unanswered(pull)
-        if pull.cause in ("timeout", "not_lent_yet"):
-            # No promise is asked for beyond the caller's deadline, so the lease was over as the release was said.
-            return self._is(R.LATE)
-        if fate.kind == "died":  # it had its outcome, and died before its release was heard
-            return self._is(R.DIED, fate.why, gone=fate.gone)
-        if fate.kind == "stopped" and not closed_later:
-            return self._is(R.CLOSED, f"{self._said()}; {fate.why}")
-        if presence.last < high + process.durations.get("release_timeout_s", 30.0):
-            return self._is(R.NO_LOG, f"{self._said()}; that it is not answered would be told later")
-        # Whatever it said was answered, so it came as the lease was over.
-        return self._is(R.LATE)
+    # -- a reader that had claimed, and of which no outcome is known ---------------------------------------------------
 
     def _is_overstayed(self) -> bool:
         """It expired at `max_lease_s`, and this reader had asked for as much as was left: its last promise was cut."""
@@ -273,65 +207,129 @@ class _Debt:
         is_longest = lease.state == "expired" and lease.seconds >= said.get("max_lease_s", math.inf) - AT_ONCE_S
         return is_longest and self.heard_s + said.get("grant_s", 0.0) >= lease.seconds
 
-    def _of_no_outcome(self, process: Process) -> Verdict:
-        """Say why a reader that had claimed has no outcome in its log."""
-        presence, lease, fate = self.presence, self.lease, self.presence.fate(process)
-        heard_at = lease.lent_at + (0.0 if math.isnan(self.heard_s) else self.heard_s)
-        heard = presence.when(lease.process.incarnation, heard_at)[0]
-        if fate.kind == "stopped" and fate.after >= heard:
+    def _of_silence(self) -> Verdict:
+        presence, lease, process = self.presence, self.lease, self.process
+        state = (self.pull.state if self.pull is not None else "") or "claimed"
+        if process is None:
+            is_renewed = lease.seconds - self.heard_s < lease.process.durations.get("grant_s", 10.0) / 2
+            if lease.ended is None and is_renewed:
+                return self._is(R.WAITING, f"claimed and renewed by {self.name}", missing=(self.name,))
+            return self._is(R.NO_LOG, "its last word; it may have died", missing=(self.name,))
+        fate = presence.fate(process)
+        if not process.says_info and not fate.is_proved:  # a goodbye is no warning
+            return self._is(R.NO_LOG, "its log has warnings only", missing=(self.name,))
+        if fate.kind == "stopped":
             return self._is(R.CLOSED, fate.why)
-        is_dead, is_over = fate.kind == "died", lease.state != "lent"
-        if fate.kind != "stopped" and (is_dead or is_over) and fate.after <= self.until:
-            # A process that lives renews, and says how it ended: silence is its end, whatever else is known of it.
-            if not is_dead and (self.owner is W.RETRYING or presence.last < self.until + SILENCE_S / 2):
-                return self._is(R.NO_LOG, "its last word; it may have died")  # or the logs were cut
-            why = fate.why if is_dead else fate.why.partition(";")[0]
-            if fate.after < heard:
-                why += f"; what it did after {moment(process.last_at)} is not in its log"
-            return self._is(R.DIED, why, gone=fate.gone)
-        if not is_over:
-            state = self.pull.state if self.pull is not None else ""
-            return self._is(R.WAITING, f"{state or 'claimed'} by {self.name}", seconds=in_seconds(lease.seconds))
+        if lease.state == "lent" and fate.kind != "died":
+            return self._is(R.WAITING, f"{state} by {self.name}", seconds=in_seconds(lease.seconds))
+        if fate.after <= self.until:
+            # A process that lives renews, says how a pull ended, and writes at least once in half a lease.
+            quiet_s = process.durations.get("lease_s", DEFAULT_LEASE_S) / 2 + LATE_S
+            if fate.kind == "died" or (self.owner is not W.RETRYING and presence.last > self.until + quiet_s):
+                why = fate.why if fate.kind == "died" else fate.why.partition(";")[0]
+                if fate.after < presence.when(lease.process.incarnation, lease.lent_at + self.heard_s)[0]:
+                    why += f"; what it did after {moment(process.last_at)} is not in its log"
+                return self._is(R.DIED, why, gone=fate.gone)
+            return self._is(R.NO_LOG, "its last word; it may have died")  # or the logs were cut
         begun_at = self.pull.begun_at if self.pull is not None else math.nan
-        since = begun_at if not math.isnan(begun_at) else lease.lent_at - CLOCKS_S
+        since = begun_at if not math.isnan(begun_at) else process.first_at
         if (away_s := presence.away_s(process, since, process.last_at)) > 0.0:
             return self._is(R.AWAY, away_s=in_seconds(away_s))
         return self._is(R.NO_LOG, "its log goes on, and does not speak of it")
 
-    def _last_lost(self) -> Pull | None:
-        """The attempt that said that it was the last, while it was lent, and was never heard."""
-        for pull in reversed(self.pulls):
-            for record in pull.unanswered:
-                said_at = record.at - record.number("seconds", 0.0)
-                is_last = record.text("outcome") not in ("", "retry")
-                is_in_time = self.presence.when(pull.process.incarnation, said_at)[0] <= self.until
-                if is_last and is_in_time and self.lease.process.rank in record.texts("ranks"):
-                    return pull
+    # -- a reader that knew of the request, and never claimed ----------------------------------------------------------
+
+    def _of_unmet(self, pull: Pull) -> Verdict | None:
+        """What keeps a reader from meeting the rank, or from asking it for this request."""
+        presence, lease, cause, fate = self.presence, self.lease, pull.cause, self.presence.fate(pull.process)
+        begun = presence.when(pull.process.incarnation, pull.begun_at)[0]
+        if cause != "peer_unreachable" and lease.request_id and pull.prefill_request_id not in ("", lease.request_id):
+            return self._is(R.RENAMED, message="claim", **other_id(pull.prefill_request_id))
+        if pull.ended is None and fate.kind == "died":
+            return self._is(R.DIED, fate.why, gone=fate.gone)
+        if begun > self.until or cause in ("expired", "unknown_key", "lease_lost"):
+            return self._late(pull)
+        if pull.ended is not None and not is_unanswered(pull, lease):
+            parked_s = lease.process.durations.get("parked_s", LATE_S)
+            if presence.when(pull.process.incarnation, pull.ended.at)[1] + parked_s < self.since:
+                return self._is(R.EARLY)
+        if cause == "wrong_target":
+            return self._is(R.WRONG_TARGET)
+        if cause in STALE or (
+            (cause == "engine_closed" or pull.failed_in == "handshake") and self._names_another_start(pull)
+        ):
+            return self._is(R.STALE)
+        if keys := refused_keys(presence, pull, lease):
+            return self._is(R.KEYS, keys)
+        if cause == "peer_unreachable" or not (
+            self._is_only_released(pull) or shook_hands(presence, pull.process, lease)
+        ):
+            # A reader that is away hears no answer.
+            others = turned_away(lease.process, -math.inf, lease.lent_at + lease.seconds)
+            return self._away(pull) or self._is(R.UNMET, f"{self._said()}; {others}" if others else None)
         return None
 
-    # -- what kept it from being heard ---------------------------------------------------------------------------------
+    def _names_another_start(self, pull: Pull) -> bool:
+        """What a reader was given names another start of the rank than the one that lent the request."""
+        starts = {start_of(x) for x in pull.peer_ranks if base_name(x) == self.lease.process.base} - {""}
+        return bool(starts) and self.lease.process.start not in starts
 
-    def _unanswered(self, pull: Pull) -> Verdict:
-        return self._is(R.UNANSWERED, how_unanswered(pull))
+    def _is_only_released(self, pull: Pull) -> bool:
+        """Nothing is to be read from this rank, so that nothing is said to it before the pull is done."""
+        if pull.ended is not None and (pull.ended.texts("read_ranks") or pull.cause in ("complete", "discharged")):
+            return all(base_name(x) != self.lease.process.base for x in pull.ended.texts("read_ranks"))
+        ranks = (entry["ranks"].items() for _, entry in pull.held if isinstance(entry.get("ranks"), dict))
+        states = {base_name(x): state for found in ranks for x, state in found}
+        return states.get(self.lease.process.base) == "only_released"
+
+    # -- a reader whose pull is known ----------------------------------------------------------------------------------
+
+    def _of_done(self, pull: Pull) -> Verdict:
+        """What kept a reader from being heard in time."""
+        presence, lease, fate = self.presence, self.lease, self.presence.fate(pull.process)
+        if (away := self._away(pull)) is not None:
+            return away
+        if pull.ended is None:
+            return self._is(R.LATE)
+        low, high = presence.when(pull.process.incarnation, pull.ended.at)
+        closed = fate.kind == "stopped" and fate.after <= self.until + LATE_S
+        if (last := self.pulls[-1]) is not pull and is_unanswered(last, lease):
+            return self._is(R.UNANSWERED, how_unanswered(last))
+        said = [x.text("outcome") for x in (*pull.unanswered, *pull.refused)]
+        if self.owner is W.RETRYING or (
+            self.is_claimed and self.pulls[-1] is pull and ("retry" in said or pull.retried)
+        ):
+            return self._is(R.DIED, fate.why, gone=fate.gone) if fate.kind == "died" else self._is(R.RETRIES)
+        if (
+            pull.held_transfers and self.is_claimed and high < presence.over(lease)
+        ):  # it is not released before they end
+            if pull.returned is None or presence.when(pull.process.incarnation, pull.returned.at)[0] > self.until:
+                return self._is(R.READING, held=f"for {in_seconds(lease.seconds)} s at least")
+        if pull.cause in ("lease_lost", "expired", "timeout", "not_lent_yet") or low > self.until:
+            return self._is(R.LATE)
+        if is_unanswered(pull, lease) and not closed:
+            return self._is(R.UNANSWERED, how_unanswered(pull))
+        if fate.kind == "died":  # it had its outcome, and died before its release was heard
+            return self._is(R.DIED, fate.why, gone=fate.gone)
+        if closed:
+            return self._is(R.CLOSED, f"{self._said()}; {fate.why}")
+        if not would_be_given_up(presence, pull):
+            return self._is(R.NO_LOG, f"{self._said()}; that it is not answered would be told later")
+        # Whatever it said was answered, so it came as the lease was over.
+        return self._is(R.LATE)
 
     def _away(self, pull: Pull) -> Verdict | None:
         """Whose loop was away for so long that it explains a lease that ran out, if one was."""
         presence, lease, owner = self.presence, self.lease, self.lease.process
-        long = 0.5 * min(
-            x for x in (owner.durations.get("grant_s", math.nan), lease.lease_s, 10.0) if not math.isnan(x)
-        )
+        long = 0.5 * min(x for x in (owner.durations.get("grant_s", 10.0), lease.lease_s, 10.0) if not math.isnan(x))
         until = max((x.at for x in (pull.ended, *pull.unanswered) if x is not None), default=pull.last_at)
         # What it went away for when the lease was over came after.
         until += min(self.until - presence.when(pull.process.incarnation, until)[0], 0.0)
-        claims = [
-            x.claimed_s for x in self.claims.values() if x.pull_id == pull.pull_id and not math.isnan(x.claimed_s)
-        ]
-        if pull.cause == "complete" and pull.ended is not None:  # what it had claimed before, whatever its clock shows
-            until = min([until, *(pull.ended.at + lease.seconds - x + AT_ONCE_S for x in claims)])
         since = pull.begun_at
-        if claims:  # a short line leaves its announcement out
-            claimed = presence.when(owner.incarnation, lease.lent_at + claims[0])[1]
-            since -= max(presence.when(pull.process.incarnation, since)[0] - claimed, 0.0)
+        for claim in self.claims.values():
+            if claim.pull_id == pull.pull_id and not math.isnan(claim.claimed_s):  # a short line omits the announcement
+                claimed = presence.when(owner.incarnation, lease.lent_at + claim.claimed_s)[1]
+                since -= max(presence.when(pull.process.incarnation, since)[0] - claimed, 0.0)
         here = presence.away_s(pull.process, since, until)
         # What it came back from as it lent this was before.
         there = presence.away_s(owner, lease.lent_at + AT_ONCE_S, lease.lent_at + lease.seconds)
@@ -346,114 +344,11 @@ class _Debt:
         if (away := self._away(pull)) is not None:
             return away
         away_s, back_at = self.presence.long_away(self.lease, pull.process)
-        if away_s and back_at - away_s <= pull.begun_at <= back_at + SOON * self.lease.seconds:
+        if away_s and back_at - away_s <= pull.begun_at <= back_at + self.lease.seconds / 2:
             return self._is(R.AWAY, away_s=in_seconds(away_s))
         return self._is(R.LATE)
 
-    # -- what both know of a reader that never claimed -----------------------------------------------------------------
-
-    def _of_unclaimed(self, pull: Pull) -> Verdict:
-        """Say why a reader that knew of the request never claimed it."""
-        presence, lease, fate, cause = self.presence, self.lease, self.presence.fate(pull.process), pull.cause
-        begun = presence.when(pull.process.incarnation, pull.begun_at)[0]
-        is_met = shook_hands(presence, pull.process, lease)
-        is_unheard = is_unanswered(pull, lease)
-        if cause != "peer_unreachable" and lease.request_id and pull.prefill_request_id not in ("", lease.request_id):
-            return self._is(R.RENAMED, missing=(), **other_id(pull.prefill_request_id))
-        if is_forgotten(presence, pull) and is_overdue(pull) and (is_met or not self._has_greeted(pull)):
-            return self._is(R.ANNOUNCED)
-        if pull.ended is None and fate.kind == "died":
-            return self._is(R.DIED, fate.why, gone=fate.gone)
-        if begun > self.until:
-            return self._late(pull)
-        if self._is_early(pull):
-            return self._is(R.EARLY)
-        if cause == "wrong_target":
-            return self._is(R.WRONG_TARGET)
-        if cause in STALE or (cause == "engine_closed" and self._names_another_start(pull)):
-            return self._is(R.STALE)
-        if cause in ("expired", "unknown_key", "lease_lost"):
-            return self._late(pull)
-        if keys := refused_keys(presence, pull, lease):
-            return self._is(R.KEYS, keys)
-        if self._is_only_released(pull):
-            # Nothing is said to a rank that nothing is read of, before the pull is done: they need not meet.
-            if (away := self._away(pull)) is not None or is_unheard:
-                return away or self._unanswered(pull)
-            if fate.kind == "silent" and pull.ended is not None and not would_be_given_up(presence, pull):
-                if presence.when(pull.process.incarnation, pull.ended.at)[1] > presence.over(lease):
-                    # Too late, or lost: its log ends before that could be told.
-                    return self._is(R.NO_LOG, f"; {pull.process.rank} was done with it then, or later ({self._said()})")
-            return self._late(pull)
-        if pull.failed_in == "handshake" and (stale := self._stale_at(pull)):
-            return self._is(R.STALE, stale)
-        if cause in ("cancelled", "engine_closed") and any(x.text("cause") == "engine_closed" for x in pull.unanswered):
-            return self._is(R.CLOSED, how_unanswered(pull))
-        waited_s = pull.ended.number("seconds") if pull.ended is not None else math.nan
-        if cause == "peer_unreachable" or not (is_met or self._is_released_later(pull)):
-            away_s = presence.away_s(pull.process, pull.begun_at, pull.last_at) if pull.ended is not None else 0.0
-            if away_s > 0.5 * waited_s and (away := self._away(pull)) is not None:
-                return away  # a reader that is away hears no answer
-            others = turned_away(lease.process, -math.inf, lease.lent_at + lease.seconds)
-            return self._is(R.UNMET, f"{self._said()}; {others}" if others else None)
-        if (away := self._away(pull)) is not None:
-            return away
-        is_begun = pull.ended is not None and pull.failed_in not in ("queue", "handshake", "plan", "announced")
-        if is_begun and is_unheard:
-            return self._unanswered(pull)
-        if is_begun and waited_s >= UNDER_WAY_S and pull.process.stopped is not None:
-            if cause in ("cancelled", "engine_closed"):
-                return self._is(R.CLOSED)
-        # Whatever it said at last was answered, so it came as the lease was over.
-        return self._late(pull)
-
-    def _has_greeted(self, pull: Pull) -> bool:
-        """A reader has greeted the rank."""
-        said = (x for x in pull.process.of(told.PeerChanged) if start_of(x.text("peer")) == self.lease.process.start)
-        return any(x.text("state") == "connecting" for x in said)
-
-    def _is_early(self, pull: Pull) -> bool:
-        """A pull was done, and said so, before the request was lent here: that this was taken is all that it knows."""
-        if pull.ended is None or pull.retried or is_unanswered(pull, self.lease):
-            return False
-        ended_at = self.presence.when(pull.process.incarnation, pull.ended.at)[1]
-        parked_s = self.lease.process.durations.get("parked_s", LATE_S)
-        return ended_at + parked_s < self.since and would_be_given_up(self.presence, pull)
-
-    def _names_another_start(self, pull: Pull) -> bool:
-        """What a reader was given names another start of the rank than the one that lent the request."""
-        starts = {start_of(x) for x in pull.peer_ranks if base_name(x) == self.lease.process.base} - {""}
-        stopped, ended = pull.process.stopped, pull.ended
-        if stopped is not None and ended is not None:
-            if stopped.at <= ended.at + pull.process.durations.get("release_timeout_s", 30.0):
-                return False  # it was its reader's own engine that was closed
-        return bool(starts) and self.lease.process.start not in starts
-
-    def _stale_at(self, pull: Pull) -> str:
-        """How the rank that lends turned its reader away, for it asked for an earlier start."""
-        if self.lease.process.start in map(start_of, pull.peer_ranks):
-            return ""  # then it was for another request
-        for record in self.lease.process.of(told.ReaderRefused):
-            if record.text("reader") == pull.process.rank and record.text("cause") in STALE:
-                return f"{record.text('cause')}, {record.text('detail')}"
-        return ""
-
-    def _is_only_released(self, pull: Pull) -> bool:
-        """A pull had its outcome, and nothing of it was to be read from this rank."""
-        if pull.ended is None or pull.cause == "peer_unreachable" or not pull.peer_ranks:
-            return False
-        read = pull.ended.texts("read_ranks")
-        is_planned = bool(read) or pull.cause in ("complete", "discharged")
-        return is_planned and all(base_name(x) != self.lease.process.base for x in read)
-
-    def _is_released_later(self, pull: Pull) -> bool:
-        """Nothing is to be read from this rank, so that nothing is said to it before the pull is done."""
-        ranks = (entry["ranks"].items() for _, entry in pull.held if isinstance(entry.get("ranks"), dict))
-        states = {base_name(x): state for found in ranks for x, state in found}
-        is_open = pull.ended is None or pull.like is not None
-        return is_open and states.get(self.lease.process.base) == "only_released"
-
-    # -- what is known of readers that never spoke of it ---------------------------------------------------------------
+    # -- readers that never spoke of it --------------------------------------------------------------------------------
 
     def _of_nobody(self) -> Verdict:
         """Say why no log of a reader speaks of it."""
@@ -469,53 +364,41 @@ class _Debt:
         gone = [x for x in readers if presence.gone_by(x) < self.since]
         alive = [x for x in readers if x not in gone] or gone
         is_nobody = name == "*" and not spoke
-        died, silent = self._ended_meanwhile([x for x in alive if x not in gone], is_nobody)
+        fates = [(x, presence.fate(x)) for x in alive if x not in gone]
+        silent = [x for x, fate in fates if fate.kind == "silent" and fate.after < self.until]
+        strangers = presence.strangers(lease)
         if lease.state != "lent":
+            # A rank that lives claims as soon as others of its engine did.
+            claimed = presence.near(lease.process, lease.lent_at) + presence.claims_take_s
+            by = self.until if is_nobody else claimed
+            died = [x for x, fate in fates if fate.kind == "died" and fate.after <= by]
             if came := [x for x in died if presence.has_come_for(lease, x)]:
                 fate = presence.fate(came[0])
                 return self._is(R.DIED, fate.why, reader=listed(x.rank for x in came), gone=fate.gone)
-            strange = is_nobody and presence.strangers(lease)
             lost = died or [x for x in readers if engine_of(x.rank) not in bound and presence.died_about(lease, x)]
-            if lost and not strange:
-                return self._may_have_died(lost, alive, is_nobody)
-        if not is_nobody and not self._may_be_cut(spoke, silent):
+            if lost and not (is_nobody and strangers):
+                # Its params never arrived, or arrived at a reader that died: nothing tells which.
+                whose, why = listed(x.rank for x in lost), presence.fate(lost[0]).why
+                also = f"whoever had them died, as {whose} did about then ({why})"
+                return self._is(R.NO_LOG, f"; its params never arrived there, or {also}")
+        if not is_nobody:
             return self._of_left_out(spoke, alive, silent)
-        return self._of_unheard(spoke, alive, gone, silent)
-
-    def _ended_meanwhile(self, readers: list[Process], is_nobody: bool) -> tuple[list[Process], list[Process]]:
-        """Find those that died while it was lent, and those whose logs end before its lease does."""
-        fates = [(x, self.presence.fate(x)) for x in readers]
-        fates = [(x, y) for x, y in fates if self.presence.when(x.incarnation, x.first_at)[0] <= self.until]
-        died = [x for x, fate in fates if fate.kind == "died" and fate.after <= self.until]
-        silent = [x for x, fate in fates if fate.kind == "silent" and fate.after < self.until]
-        if not is_nobody:  # a rank claims as soon as others did, if it lives
-            lent_at = self.presence.when(self.lease.process.incarnation, self.lease.lent_at)[1]
-            died = [x for x in died if self.presence.fate(x).after <= lent_at + self.presence.claims_take_s]
-        else:
-            # Other ranks of the same engine live: they would have spoken of a request that it had.
-            ranks = {x.base for x in (*died, *silent)}
-            there = {x.engine_id for x in readers if x.base not in ranks}
-            died = [x for x in died if x.engine_id not in there]
-        met = {start_of(x.text("reader")) for x in self.lease.process.of(told.ReaderMet)}
-        return [x for x in died if x.start in met] or died, silent
-
-    def _may_have_died(self, lost: list[Process], alive: list[Process], is_nobody: bool) -> Verdict:
-        """Its params never arrived, or arrived at a reader that died: nothing tells which."""
-        whose = "the decode side" if is_nobody else listed(x.base for x in lost)
-        why = (
-            f"; no log of {whose} speaks of it: its params never arrived there, or whoever had them died, as "
-            f"{listed(x.rank for x in lost)} did about then ({self.presence.fate(lost[0]).why})"
-        )
-        others = self.presence.absent(self.lease, [x for x in alive if x not in lost])
-        return self._is(R.NO_LOG, why + "".join(f"; or {x} had them, but {how}" for x, how in [*others.items()][:4]))
-
-    def _may_be_cut(self, spoke: list[Process], silent: list[Process]) -> bool:
-        """Its engine may have come too late as a whole: the log of the rank that is owed ends before it could tell."""
-        if self.name != "*" or self.claims or self.lease.released or not silent:
-            return False
-        asked = [x for x in self.request.all_pulls if x.process in spoke]
-        over, when = self.presence.over(self.lease), self.presence.when
-        return all(when(x.process.incarnation, x.begun_at)[1] > over for x in asked)
+        absent = presence.absent(lease, alive)
+        if not spoke:
+            absent |= dict.fromkeys(presence.unanswered_decoders(), "it does not answer")
+        there = {engine_of(x.rank) for x in alive if x.rank not in absent}  # they would have spoken of a request
+        if absent := {rank: why for rank, why in absent.items() if engine_of(rank) not in there}:
+            return self._absent(absent, missing=strangers)
+        # Where logs end before readers do, and soon after the lease, it may be asked for yet.
+        is_open = any(presence.fate(x).kind == "silent" for x in alive)
+        is_cut = is_open and presence.last < self.until + SILENCE_S
+        if not alive or strangers or lease.state == "lent" or is_cut:
+            missing = strangers or (tuple(x.rank for x in silent) if alive else ("the decode side",))
+            return self._is(R.NO_LOG, self._circumstances(alive, silent, strangers), missing=missing)
+        also = f"; or they were with {listed(x.rank for x in silent)}, whose log ends before the lease did"
+        if alive == gone:
+            also = f"; {listed(x.rank for x in gone)} had died before it was lent"
+        return self._is(R.UNHEARD, listed(x.rank for x in alive), also=also if silent or alive == gone else "")
 
     def _of_left_out(self, spoke: list[Process], alive: list[Process], silent: list[Process]) -> Verdict:
         """Say that others of its engine have spoken of a request, and one rank has not."""
@@ -531,31 +414,6 @@ class _Debt:
         named = self.name if self.name != "*" else listed(x.rank for x in alive) or "a rank"
         return self._is(R.LEFT_OUT, why, reader=named, missing=() if alive else (named,))
 
-    def _of_unheard(
-        self, spoke: list[Process], alive: list[Process], gone: list[Process], silent: list[Process]
-    ) -> Verdict:
-        """Say that no log speaks of a request, and why that may be."""
-        presence, lease = self.presence, self.lease
-        strangers = presence.strangers(lease)
-        hanging = dict.fromkeys(presence.unanswered_decoders(), "it does not answer") if not spoke else {}
-        if found := _whole(presence.absent(lease, alive) | hanging, alive):
-            return self._absent(found, missing=strangers)
-        # Where logs end before readers do, and soon after the lease, it may be asked for yet.
-        open_ = [x for x in alive if presence.fate(x).kind == "silent"]
-        waits_s = SILENCE_S
-        if len(open_) == len(alive):  # of no log is known that it was not cut off long before
-            waits_s = max((x.durations.get("timeout_s", SILENCE_S) for x in open_), default=SILENCE_S)
-        is_cut = bool(open_) and presence.last < self.until + waits_s
-        if not alive or strangers or lease.state == "lent" or is_cut:
-            missing = strangers or (tuple(x.rank for x in silent) if alive else ("the decode side",))
-            return self._is(R.NO_LOG, self._circumstances(alive, silent, strangers), missing=missing)
-        if found := _whole(presence.quiet(silent), alive):
-            return self._absent(found)
-        also = f"; or they were with {listed(x.rank for x in silent)}, whose log ends before the lease did"
-        if alive == gone:
-            also = f"; {listed(x.rank for x in gone)} had died before it was lent"
-        return self._is(R.UNHEARD, listed(x.rank for x in alive), also=also if silent or alive == gone else "")
-
     def _absent(
         self, found: dict[str, str], given: str = "may have been given it", missing: tuple[str, ...] = ()
     ) -> Verdict:
@@ -565,27 +423,18 @@ class _Debt:
         why = "; or ".join([why, *(f"{more}, but {other}" for other, more in rest)])
         return self._is(R.ABSENT, why, reader=first, given=given, missing=missing)
 
-    def _circumstances(self, alive: list[Process], silent: list[Process], strangers: tuple[str, ...]) -> str:
+    def _circumstances(self, alive: list[Process], silent: list[Process], strangers: Iterable[str]) -> str:
         """What else one side's logs say of a request that was never claimed."""
         out, lease = list[str](), self.lease
         if silent:
             out.append(f"no log of the decode side speaks of it, and {listed(x.rank for x in silent)} may have died")
-        elif alive and all(x.answers for x in alive):
-            verbs = "answers and knows" if len(alive) == 1 else "answer and know"
-            out.append(f"{listed(x.rank for x in alive)} {verbs} nothing of it")
         elif alive:
-            out.append("no log of the decode side that is given speaks of it")
+            out.append(f"{listed(x.rank for x in alive)} knows nothing of it")
         if strangers:
             out.append(f"{listed(strangers)} shook hands")
         if refused := turned_away(lease.process, lease.lent_at, lease.lent_at + lease.seconds):
             out.append(f"meanwhile {refused}")
         return "".join(f"; {x}" for x in out)
-
-
-def _whole(found: dict[str, str], readers: Iterable[Process]) -> dict[str, str]:
-    """Leave out ranks of an engine of which others were there: they would have spoken of a request that it had."""
-    there = {engine_of(x.rank) for x in readers if x.rank not in found}
-    return {rank: why for rank, why in found.items() if engine_of(rank) not in there}
 
 
 def _named_in(detail: str) -> str:

@@ -19,15 +19,9 @@ from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, start_of
 from asynckv.tools.diagnose.leaks_values import Early, engine_of, in_seconds, moment
 from asynckv.tools.diagnose.records import Record
 
-DEFAULT_LEASE_S = 30.0
-"""As in `LeaseConfig`, where a log does not say."""
-
-AT_ONCE_S = 0.01
-"""Lines of one moment are written within this time; promises are of whole milliseconds."""
-
-LATE_S = 1.0
-"""That a lease has expired is logged so much later than it is due, at most, where no loop is away."""
-
+DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, where a log does not say
+AT_ONCE_S = 0.01  # lines of one moment are written within this time; promises are of whole milliseconds
+LATE_S = 1.0  # that a lease has expired is logged so much later than it is due, at most, where no loop is away
 SILENCE_S = 5.0
 """A living process writes a line again, where others go on for so long: one that is lost is dead or hangs for good."""
 
@@ -39,12 +33,8 @@ Or for as long as it lends, and `LAPSE_S`: what it had lent has run out by then,
 
 LAPSE_S = 3.0
 
-UNDER_WAY_S = 0.25
-"""No message is on its way for longer."""
-
-HABIT = 10
-"""Lines of a process that tell how long it usually pauses."""
-
+UNDER_WAY_S = 0.25  # no message is on its way for longer
+HABIT = 10  # lines of a process that tell how long it usually pauses
 QUIET = 10.0
 """A process that only seems to have died wrote its last line so many times its usual pause before that, at most."""
 
@@ -104,8 +94,7 @@ class Presence:
     ) -> None:
         self.service, self.when, self._shown = service, when, shown
         processes = service.processes.values()
-        self.fate = cache(self._fate)
-        """Says what became of a process."""
+        self.fate = cache(self._fate)  # says what became of a process
         ends = [when(x.incarnation, x.stopped.at)[0] for x in processes if x.stopped]
         self.last_end = max(ends, default=-math.inf)
         self.last = max((when(x.incarnation, x.last_at)[0] for x in processes), default=0.0)
@@ -155,8 +144,9 @@ class Presence:
         if process.stopped is not None:
             how = "closed" if process.stopped.event == told.EngineStopped.event else "suspended"
             return Fate("stopped", f"{how} at {shown(process, process.stopped.at)}", low, high)
-        if process.start in self._hanging:
-            why = f"it does not answer ({ends.removesuffix(' without a goodbye')})"
+        if process.start in self._hanging or process.start in self.service.stopped:
+            why = self.service.stopped.get(process.start, "it does not answer")
+            why = f"{why} ({ends.removesuffix(' without a goodbye')})"
             return Fate("silent", why, low, math.inf, False, hangs=True)
         for other, record in lost:
             if record.text("detail").endswith("said goodbye"):  # and its own log's level leaves that out

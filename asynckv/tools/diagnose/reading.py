@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def read_with_progress(paths: Sequence[str], errors: Console, *, request: str = "", since: str | None = None) -> Logs:
-    """Read logs, and show on a terminal how far that is; transitions are left out, which the ends of requests repeat.
+    """Read logs, and show on a terminal how far that is.
+
+    What is logged of every transition at level debug is read only for a request: the ends of others say it again.
 
     Args:
         paths: As for `read_logs`.
@@ -35,7 +37,7 @@ def read_with_progress(paths: Sequence[str], errors: Console, *, request: str = 
         return read_logs(
             paths,
             lambda done, total: bar.update(task, completed=done, total=total or None),
-            keep=lambda event: not event.endswith("_transition"),
+            keep=lambda event: bool(request) or not event.endswith("_transition"),
             request=request,
             since=(lambda last: moment("--since", since, last)) if since is not None else None,
         )

@@ -35,22 +35,16 @@ from asynckv.core import told
 from asynckv.core.types import rank_name
 from asynckv.edges.file_io import no_collection
 from asynckv.errors import ConfigError
-from asynckv.tools.diagnose.files import CHUNK, MAX_LINE, Pieces, found, lines_of
+from asynckv.tools.diagnose.files import CHUNK, MAX_LINE, PIECE, Pieces, found, lines_of
 from asynckv.tools.diagnose.well import Head, Packed, Well
 
 MAX_RECORDS = 20_000_000
-MAX_WRAPPED = 3
-"""A container's log may itself be wrapped by whoever collects it."""
-
-SHOWN = 160
-"""Letters of a line that is shown for its kind."""
-
+MAX_WRAPPED = 3  # A container's log may itself be wrapped by whoever collects it
+SHOWN = 160  # letters of a line that is shown for its kind
 MARGIN_S = 7200.0
 """What was said so long before the time that is asked about may belong to what is late then: twice a longest lease."""
 
-MAX_NAMED = 10_000
-"""Lines that are kept because they name the request that is asked about: what begins so may be many."""
-
+MAX_NAMED = 10_000  # lines that are kept because they name the request that is asked about: what begins so may be many
 TIMES = ("timestamp", "time", "ts", "@timestamp", "asctime", "__REALTIME_TIMESTAMP")
 EVENTS = ("event", "message", "msg")
 LEVELS = ("level", "levelname", "severity", "log_level")
@@ -323,7 +317,7 @@ class _Reader:
         self._sequence = int(x) if (x := request.removeprefix("#")[:18]).isdecimal() else -1
         self._num_named = 0 if request else MAX_NAMED
         self._records: list[tuple[Record, bytes, Source]] = []
-        self._well, self._wrong = Well(), set[tuple[str, int]]()
+        self._well, self._wrong, self._over = Well(), set[tuple[str, int]](), set[tuple[str, int]]()
         self._sources: list[Source] = []
         self._skipped: dict[str, list[Any]] = {}
         self._events: dict[str, bool] = {}
@@ -363,9 +357,12 @@ class _Reader:
         """Leave out what is there twice, or was only to be counted, and sort the rest."""
         self._raise_floor()
         for record, _, _ in self._records:
-            if record.event in MANY:
-                self._wrong |= {_key(x, record.engine_id) for x in _rows(record.fields)}
-        chosen = self._well.chosen(self._wrong, self._floor)
+            if record.event in MANY or record.at < self._floor:
+                keys = {_key(x, record.engine_id) for x in _rows(record.fields)}
+                self._wrong |= keys
+                self._over |= keys if record.at < self._floor else set()
+        self._records = [x for x in self._records if x[0].at >= self._floor or x[0].event not in OF_REQUESTS]
+        chosen = self._well.chosen(self._wrong, self._over, self._floor)
         self._records += [(y, x[0], self._sources[x[1]]) for x in chosen.lines for y in self._again(x)]
         for source, repeated in zip(self._sources, chosen.repeated, strict=False):
             source.num_repeated += repeated
@@ -388,7 +385,7 @@ class _Reader:
                 seen.clear()
             if (record.incarnation, text) in seen:
                 source.num_repeated += 1
-            elif at >= self._floor or record.event not in OF_REQUESTS:
+            else:
                 seen.add((record.incarnation, text))
                 yield from _each(record) if record.event in ALIKE else (record,)
 
@@ -405,6 +402,8 @@ class _Reader:
 
     def _line(self, line: bytes) -> None:
         """Take one line, out of all that is wrapped around it."""
+        if line.startswith(b'{"') and b"incarnation" in line and self._is_taken(line):
+            return
         self._is_end = not line.endswith(b"\n")  # perhaps it is being written just now
         line, time = self._pieces.of_cri(line)
         if b"incarnation" not in line and not (self._pieces and b'"log"' in line):
@@ -412,9 +411,7 @@ class _Reader:
             return
         text, outer = _object(line), dict[str, Any](time=time) if time else {}
         for _ in range(MAX_WRAPPED + 1 if text else 0):
-            head = _head_of(text)
-            if head is not None and self._is_event(head) and (at := _time(head.timestamp)) is not None:
-                self._take(head, at, text)
+            if self._is_taken(text):
                 return
             try:
                 fields = _decoded(text)
@@ -428,9 +425,10 @@ class _Reader:
             outer |= fields
             texts = (x for key in WRAPS if isinstance(x := fields.get(key), str) and ("{" in x or self._pieces))
             if (inner := next(texts, None)) is not None:
+                piece = inner.encode(errors="replace")
                 # Docker's runtime ends only the last piece with a newline; others take it off.
-                is_last = "log" not in fields or inner.endswith("\n") or inner.rstrip().endswith("}")
-                whole = self._pieces.whole(fields.get("stream"), inner.encode(errors="replace"), is_last)
+                is_last = "log" not in fields or inner.endswith("\n") or (inner[-1:] == "}" and len(piece) != PIECE)
+                whole = self._pieces.whole(fields.get("stream"), piece, is_last)
                 if whole is None:
                     return
                 text = _object(whole)
@@ -439,6 +437,14 @@ class _Reader:
             else:
                 break
         self._other(line)
+
+    def _is_taken(self, text: bytes) -> bool:
+        """Take an object, if it is an event that says in the usual way what it is and when."""
+        head = _head_of(text)
+        if head is None or not self._is_event(head) or (at := _time(head.timestamp)) is None:
+            return False
+        self._take(head, at, text)
+        return True
 
     def _take_unusual(self, fields: dict[str, Any], outer: Mapping[str, Any], line: bytes) -> None:
         """Take a line that calls its time, its level or its event otherwise, as the usual line that says the same."""
@@ -469,10 +475,12 @@ class _Reader:
         if self._keep is not None and not self._keep(head.event):
             return
         self._last = max(self._last, at)
-        if at < self._floor and head.event in OF_REQUESTS:
-            return
+        text = text.rstrip()
         if (kind := head.kind) and b"\n" not in text and not self._names(head, text):
             self._well.add(head, kind, at, len(self._sources) - 1, self._number, text)
+            return
+        if at < self._floor and head.event in OF_REQUESTS:
+            self._over.add(head.key)
             return
         if len(self._records) >= MAX_RECORDS:
             self._skip(f"beyond the first {MAX_RECORDS:,} events; give fewer logs at once", text)
@@ -540,7 +548,7 @@ def _key(row: Mapping[str, Any], engine_id: str) -> tuple[str, int]:
 def _object(line: bytes) -> bytes:
     """Return a line from where its object begins; labels of Loki's may stand before it."""
     start = line.find(b'{"')
-    return line[start if start >= 0 else line.find(b"{") :].rstrip() if b"{" in line else b""
+    return line[start if start >= 0 else line.find(b"{") :] if b"{" in line else b""
 
 
 def _head_of(text: bytes) -> Head | None:
@@ -562,7 +570,7 @@ def _decoded(text: bytes) -> dict[str, Any]:
         except RecursionError:
             raise ValueError("nested too deeply") from None
         except ValueError:
-            raise ValueError("no JSON" if text.endswith(b"}") else "cut short") from None
+            raise ValueError("no JSON" if text.rstrip().endswith(b"}") else "cut short") from None
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     return value

@@ -19,11 +19,8 @@ from asynckv.tools.diagnose.join import Process
 from asynckv.tools.diagnose.leaks_values import moment
 from asynckv.tools.diagnose.presence import Fate, Presence, early_ends
 
-MAX_NOTICED = 8
-"""Of one process; of a prefill rank with a thousand readers the first will do."""
-
-MAX_TEXT = 400
-"""Letters of what others say; it comes from logs."""
+MAX_NOTICED = 8  # of one process; of a prefill rank with a thousand readers the first will do
+MAX_TEXT = 400  # letters of what others say; it comes from logs
 
 
 @dataclass(frozen=True, slots=True)

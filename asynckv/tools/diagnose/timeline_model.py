@@ -64,16 +64,11 @@ NO_LOG, LOG_ENDS = "no log of", "log end"
 
 ORDER = ("announced", "handshake", "queue", "plan", "read", "confirm", "drain")
 SUMS = "sums: how long is exact, and the order is the protocol's"
-MAX_MARKS = 400
-"""Of one request."""
-GOOD = frozenset({"complete", "cancelled", "discharged"})
-"""Ends of a pull that need no look."""
-
-MAX_GRANTS = 64
-"""Lanes of one lease."""
+MAX_MARKS = 400  # of one request
+GOOD = frozenset({"complete", "cancelled", "discharged"})  # ends of a pull that need no look
+MAX_GRANTS = 64  # lanes of one lease
 MAX_AWAY_S = 86_400.0
-WHOLE_S = 120.0
-"""What is no longer is not stretched by a drift."""
+WHOLE_S = 120.0  # what is no longer is not stretched by a drift
 _STATES = {"connecting": "handshake", "queued": "queue", "reading": "read", "confirming": "confirm"} | {
     "draining": "drain",
     "notifying": "release",

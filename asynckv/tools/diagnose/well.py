@@ -17,12 +17,10 @@ import numpy.typing as npt
 
 from asynckv.core import told
 
-MAX_WELL = 100_000
+MAX_WELL = 50_000
 """Lines of requests that went well which are kept beside those that went wrong: a sample, whole requests."""
 
-PACKED = 512
-"""Lines in one packed block."""
-
+PACKED = 512  # lines in one packed block
 _SEQUENCES = 1 << 40
 _NUMBERS = np.dtype(
     [("at", "f8"), *((x, "i8") for x in ("text", "sequence", "process", "engine", "kind", "source", "line"))]
@@ -99,12 +97,13 @@ class Well:
         self._blocks.append(zlib.compress(b"\n".join(self._open), 1))
         self._open = []
 
-    def chosen(self, wrong: Iterable[tuple[str, int]], floor: float) -> Chosen:
+    def chosen(self, wrong: Iterable[tuple[str, int]], over: Iterable[tuple[str, int]], floor: float) -> Chosen:
         """Choose the lines that are to be read.
 
         Args:
             wrong: Keys of requests of which something else is said, too.
-            floor: The time from which on lines are wanted.
+            over: Keys of requests that failed before `floor`.
+            floor: The time from which on lines are wanted, and those of leases that are still open.
         """
         self._pack()
         columns = np.frombuffer(self._columns, _NUMBERS)
@@ -114,12 +113,12 @@ class Well:
         ordered = [columns[x][order] for x in ("at", "text", "process")]
         is_first[order[1:]] = np.any([x[1:] != x[:-1] for x in ordered], axis=0)
         repeated = np.bincount(columns["source"][~is_first])
-        wanted = is_first & (at >= floor)
         group = columns["engine"] * _SEQUENCES + sequence
         lease = process * _SEQUENCES + sequence
         is_open = (kind == _OPENS) & ~np.isin(lease, lease[kind == _ENDS])
-        known = (self._numbers[x] * _SEQUENCES + y for x, y in wrong if x in self._numbers and 0 <= y < _SEQUENCES)
-        is_wrong = np.isin(group, [*known]) | np.isin(group, group[is_open])
+        is_open = np.isin(group, group[is_open])
+        is_wrong = self._are(wrong, group) | is_open
+        wanted = is_first & ((at >= floor) | (is_open & ~self._are(over, group)))
         keep = is_wrong | _sampled(sequence, wanted & ~is_wrong)
         counted = np.flatnonzero(wanted & ~keep)
         counted = counted[np.lexsort((at[counted], process[counted]))]
@@ -132,6 +131,10 @@ class Well:
             len(np.unique(group[counted])),
             repeated.tolist(),
         )
+
+    def _are(self, keys: Iterable[tuple[str, int]], group: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        numbers = self._numbers
+        return np.isin(group, [numbers[x] * _SEQUENCES + y for x, y in keys if x in numbers and 0 <= y < _SEQUENCES])
 
     def _lines(self, chosen: npt.NDArray[np.intp], columns: npt.NDArray[np.void]) -> Iterator[Packed]:
         block, texts = -1, list[bytes]()

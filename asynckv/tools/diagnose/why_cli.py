@@ -45,13 +45,10 @@ EPILOG = """
 """
 
 ASK, SHOW = "Asking", "Showing"
-MOST_SHOWN = 10_000
-"""Requests in one page."""
-
+MOST_SHOWN = 10_000  # requests in one page
 MAX_TOP = 4096
 WATCH_S = 2.0
-AGAIN_S = 0.5
-"""What two engines say is of two moments; what is wrong between them is wrong again after so long."""
+AGAIN_S = 0.5  # what two engines say is of two moments; what is wrong between them is wrong again after so long
 
 
 def why(

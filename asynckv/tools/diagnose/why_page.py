@@ -21,8 +21,7 @@ from asynckv.tools.diagnose.leaks_values import Leak
 from asynckv.tools.diagnose.timeline_ends import End
 from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, SUMS, Ground, Lane, Mark, Story
 
-MAX_MARKS = 100_000
-"""In one page; of more, those of requests that went well are left out."""
+MAX_MARKS = 100_000  # in one page; of more, those of requests that went well are left out
 IN_TABLE = 20
 NAMES = list(PHASES)
 

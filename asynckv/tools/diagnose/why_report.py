@@ -17,8 +17,7 @@ from asynckv.tools.diagnose.leaks_values import Leak, moment
 from asynckv.tools.diagnose.timeline_model import Bar, Ground, Lane, Mark, Story
 
 SCHEMA = "asynckv.why/1"
-MAX_FILES = 100
-"""Files that are told one by one."""
+MAX_FILES = 100  # files that are told one by one
 
 
 def report(found: Findings, seen: Seen, story: Story | None = None) -> dict[str, Any]:

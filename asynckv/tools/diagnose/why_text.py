@@ -48,7 +48,6 @@ LETTERS: Mapping[str, str] = {
 MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES, MAX_NAMES, MAX_WORDS = 64, 60, 8, 32, 8, 8
 MAX_LIMITS = 12
 AWAY = "event loop away"
-UNUSUAL = {"retired", "quarantined", "lapsed", "ending", "draining", "unclaimed", "suspect", "gone", "notifying"}
 
 
 def _line(console: Console, text: str, style: str = "", indent: int = 0, *, is_whole: bool = False) -> None:

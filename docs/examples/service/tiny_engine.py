@@ -350,9 +350,7 @@ def engine(
     blocks: Annotated[int, typer.Option(help="Of KV cache.")] = 1024,
     step_ms: Annotated[float, typer.Option(help="Wait before every step, as a larger model would.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the weights; the same for all engines.")] = 0,
-    dir: Annotated[
-        str, typer.Option(help="For its log and a socket: asynckv why DIR.", metavar="DIR")
-    ] = "",
+    dir: Annotated[str, typer.Option(help="For its log and a socket: asynckv why DIR.", metavar="DIR")] = "",
     advertise: Annotated[
         str, typer.Option(help="Let other hosts read, from this address, such as tcp://NAME:0; needs --keys.")
     ] = "",
