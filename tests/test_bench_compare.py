@@ -303,9 +303,9 @@ def test_a_directory_is_several_runs(tmp_path: Path) -> None:
             "is of schema asynckv.bench/9, and this asynckv compares asynckv.bench/1",
         ),
         ('{"schema": "asynckv.sweep/9"}\n', "is of schema asynckv.sweep/9"),
-        ('{"schema": "asynckv.bench/1"}', "is damaged: Object missing required field `config`"),
+        ('{"schema": "asynckv.bench/1"}', "is damaged: config, environment, blocks, interrupted, requests.completed"),
         (json.dumps(made() | {"interrupted": True}), "was interrupted"),
-        (json.dumps(made() | {"requests": {}}), "is damaged: Object missing required field `completed`"),
+        (json.dumps(made() | {"requests": {}}), "is damaged: requests.completed, requests.failed cannot be read"),
         ("\x00\xff", "is neither"),
         ('{"kind":"sweep","schema":"asynckv.sweep/1"', "holds no sweep yet"),
         ('{"kind":"sweep","schema":"asynckv.sweep/1"}\n', "line 1: is damaged"),
@@ -339,17 +339,10 @@ def damaged(part: str, name: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("found", "says"),
     [
-        (
-            damaged("throughput", "gbytes_per_s", "fast"),
-            "is damaged: Expected `float`, got `str` - at `$.throughput.gbytes_per_s`",
-        ),
-        (damaged("latency_s", "p99", None), "is damaged: Expected `float`, got `null` - at `$.latency_s.p99`"),
-        (
-            damaged("phases_s", "read", {"p50": True}),
-            "is damaged: Expected `float`, got `bool` - at `$.phases_s[...][...]`",
-        ),
-        (made() | {"cpu_s": {"decode": 1.0}}, "is damaged: Object missing required field `prefill`"),
-        (made() | {"throughput": {}}, "is damaged: Object missing required field `gbytes_per_s`"),
+        (damaged("throughput", "gbytes_per_s", "fast"), "is damaged: throughput.gbytes_per_s cannot be read"),
+        (damaged("latency_s", "p99", None), "is damaged: latency_s.p99 cannot be read"),
+        (made() | {"cpu_s": {"prefill": 1.0}}, "is damaged: cpu_s.decode cannot be read"),
+        (made() | {"throughput": {}}, "is damaged: throughput.gbytes_per_s, throughput.requests_per_s cannot be read"),
     ],
 )
 def test_a_figure_that_is_no_number_cannot_pass_for_unchanged(

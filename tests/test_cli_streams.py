@@ -52,7 +52,7 @@ def test_a_terminal_with_ascii_alone_shows_something_for_every_letter() -> None:
     )
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=50, check=True)
-    assert done.stdout == b"3 us x 2 ... \\xe9\n" + '"µ"'.encode()
+    assert done.stdout == b"3 \\xb5s \\xd7 2 \\u2026 \\xe9\n" + '"µ"'.encode()
 
 
 @pytest.mark.parametrize("name", [[], ["bench"], ["bench", "sweep"], ["offload"], ["offload", "prune"], ["plan"]])

@@ -13,10 +13,6 @@ import os
 import sys
 from typing import Any
 
-PLAIN = str.maketrans({"µ": "u", "×": "x", "–": "-", "—": "-", "…": "...", "●": "*", "○": "o", "━": "-", "→": "->"})
-"""What stands for a letter where a terminal has only ASCII; all others are escaped."""
-HANDLER = "asynckv-plain"
-
 
 class Unwritten(OSError):
     """stdout takes no more. Without an `errno`, by which click and rich would end the process in ways of their own."""
@@ -77,14 +73,6 @@ def prepare() -> None:
             )
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    codecs.register_error(HANDLER, _plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding or "ascii").name != "utf-8":
-            stream.reconfigure(errors=HANDLER)
-
-
-def _plain(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    text = error.object[error.start : error.end].translate(PLAIN)
-    return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
+            stream.reconfigure(errors="backslashreplace")

@@ -279,10 +279,7 @@ class Driver:
             found.lags += pulled.lags
             found.blocks["decode_leaked"] += pulled.held
             for outcome in pulled.outcomes:
-                if outcome.number in found.outcomes:
-                    found.outcomes[outcome.number].append(outcome)
-                else:
-                    self._lost(f"{worker.name} answers for request {outcome.number}, which nobody gave it")
+                found.outcomes[outcome.number].append(outcome)
         found.windows_s.append(max(windows, default=0.0))
 
     async def _verify(self, patience_s: float) -> None:

@@ -24,7 +24,7 @@ class Figure:
 
     def of(self, report: Report) -> float | None:
         """Return it in the figure's unit; None where a report does not have it."""
-        value = _number(_find(report, self.path))
+        value = number_at(report, self.path)
         if value is None or not self.is_per_request:
             return None if value is None else value * self.scale
         # Those that read nothing, being cached whole, are no requests of a transfer.
@@ -46,8 +46,9 @@ def _find(report: Report, path: str) -> Any:
     return value
 
 
-def _number(value: Any) -> float | None:
+def number_at(report: Report, path: str) -> float | None:
     """Read a number, or the median of one that was measured in rounds."""
+    value = _find(report, path)
     if isinstance(value, Mapping):
         value = value.get("median")
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

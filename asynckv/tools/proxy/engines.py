@@ -101,8 +101,6 @@ class Engine:
     Attributes:
         trouble: Why it is down; empty while it is up.
         unheard: Looks at its health in a row, since it has sent anything; a part of an answer will do.
-        is_late: It did not answer the last look in time.
-        is_named: Some source names it. One that is named no longer is known until it has finished its work.
         working: When to give up what it works on for us: never, unless it falls silent.
         lends_once: Its params are not asynckv's: of several answers to one request, only the first may read by them.
     """

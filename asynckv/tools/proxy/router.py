@@ -73,14 +73,10 @@ class Job:
         headers: What engines are told: the client's credentials, and the id that all logs have in common.
         body: Its fields as they came, and `asked`: those that are `LOOKED_AT`.
         params: Where the KV cache lies, and `lender`, the prefill engine that has said so.
-        is_alone: A decode engine computes the prompt itself.
-        engine: The one that works for it, and `heard`: when it was asked, or something came of it last.
+        heard: When the engine was asked, or something came of it last.
         failure: The error that the engine's stream has ended with.
-        trace: What it belongs to.
         avoid: URLs of engines that have failed it, and `lost`: of those that were lost while they worked on it.
-        task: What handles it, until its answer is written.
         limit: When the router ends it; never, as long as the router runs.
-        stream: What the client is reading, once that has begun.
         notes: For the log.
     """
 

@@ -59,18 +59,15 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the clients of a server may hold.
+    """What the clients of a server may hold: connections, of one host and in all.
 
-    Attributes:
-        idle_s: A connection without a whole request is closed after so long, whether half a header has come or nothing.
-            So is one that reads nothing of what it is sent.
-        connections: Connections in all. Each request also has one to an engine, so a third of the descriptors that the
-            process may have is a bound as well.
+    Each request also has a connection to an engine, so a third of the process's descriptors is a bound as well. A
+    connection without a whole request is closed after `idle_s`, and so is one that reads nothing of what it is sent.
     """
 
     idle_s: float = 75.0
     connections: int = 2048
-    per_host: int = 1536  # connections of one host
+    per_host: int = 1536
 
 
 READ_BUFFER, MAX_HEADERS = 65_536, 64
