@@ -16,10 +16,12 @@ from __future__ import annotations
 import asyncio
 import enum
 import errno
+import math
 import os
 import secrets
 import socket
 import stat
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -76,6 +78,7 @@ class Answer:
     account: Account = field(default_factory=Account)  # everything else that it says
     is_cut: bool = False  # it holds more requests than were asked for
     took_s: float = 0.0  # how long the answer took
+    at: float = math.nan  # when it came, by this host's clock
 
     @property
     def rank(self) -> str:
@@ -219,7 +222,7 @@ class Asker:
             if answer.error and not is_network:
                 pid = 0 if answer.trouble is T.GONE or address not in self._behind else self._behind[address].pid
                 answer = replace(answer, account=Account(rank=rank_of(Path(address))), pid=pid)
-            return replace(answer, took_s=loop.time() - began)
+            return replace(answer, took_s=loop.time() - began, at=time.time())
 
     # -- inside ------------------------------------------------------------------------------------
 
