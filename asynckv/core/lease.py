@@ -41,7 +41,6 @@ PROBE_S = 1.0
 """A reader whose grant has run out is looked at again after this, then after twice as long."""
 
 MAX_REFUSALS = 8
-"""Messages that were turned down and are remembered, of a kind one."""
 
 MAX_SHOWN_ID = 80
 MAX_NAMED = 4
@@ -185,13 +184,7 @@ class BoundCohort(Struct):
 
 
 class Effects(Struct, frozen=True, gc=False):
-    """What a transition brings about outside the lease.
-
-    Attributes:
-        wake_at: When to call `tick`, at the latest; infinite once it is over.
-        first_grant: The pull that was granted the blocks and held no grant before.
-        is_overdue: It has been lent for so long that it is worth a word.
-    """
+    """What a transition brings about outside the lease; `first_grant` is a pull that held no grant before."""
 
     wake_at: float
     answer: Granted | Refused | Ack | None = None
@@ -223,7 +216,6 @@ class Lease:
     names: dict[str, str] = field(default_factory=dict)
     """Process start -> name for people, of those that were granted the blocks."""
     past: dict[Reader, Grant] = field(default_factory=dict)
-    """The last grant to readers that let it lapse, or will try again."""
     final: set[PullId] = field(default_factory=set)
     attempts: dict[Reader, int] = field(default_factory=dict)
     """How often a reader was granted the blocks, or released without that; only bounds how often it may try."""
@@ -412,7 +404,6 @@ class Lease:
         return not self.grants and len(self.cohorts) == self.lent.readers and owed <= self.gone
 
     def owed(self) -> tuple[str, ...]:
-        """Names of the readers that have not released; `*` for cohorts that never spoke up."""
         names = [str(r) for bound in self.cohorts.values() for r in sorted(bound.owed)]
         return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))
 

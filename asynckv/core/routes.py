@@ -66,17 +66,11 @@ class Routes:
         self._groups: dict[tuple[str, tuple[Endpoint, ...], int, int], Route] = {}
         self._num_endpoints = 0
         self._predicted: dict[int, Sequence[int]] = {}
-        """Group size -> ranks; at most as many as there are sizes."""
         self._chosen: dict[tuple[FlowKey, tuple[int, ...]], Chosen | str] = {}
-        """Ranks that were met together, and groups of which something is wanted -> what is read of each, or why these
-        ranks are not enough."""
+        """Ranks that were met together, and wanted groups -> what is read of each, or why they are not enough."""
 
     def answered_for(self, request_id: str, params: KVTransferParams) -> Route:
-        """Return the remote ranks that this one answers for.
-
-        Raises:
-            PlanRefused: The endpoints are not a whole group, or much too large a one.
-        """
+        """Return the remote ranks that this one answers for; raise `PlanRefused` if they are no whole group."""
         group = (params.engine_id, tuple(params.endpoints), params.tp_size, params.pp_size)
         found = self._groups.get(group)
         if found is None:
