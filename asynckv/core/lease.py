@@ -242,9 +242,7 @@ class Lease:
         self, message: Claim | Renew | Release, sender: str, now: float, proven: str = "", reply_to: ReplyTo = NOWHERE
     ) -> Effects:
         """Take a message of the process start `sender`, over the connection `reply_to`, with the key that it proved."""
-        after = ON_EVENT[self.state].get(type(message))
-        if after is None:
-            raise self._impossible(type(message))
+        after = ON_EVENT[self.state].get(type(message)) or self._impossible(type(message))
         num_grants = len(self.grants)
         answer: Granted | Refused | Ack
         match message:
@@ -264,18 +262,14 @@ class Lease:
 
     def revoke(self, now: float, by: str = "caller") -> Effects:
         """Stop granting; the blocks return when no grant runs any more. `by` is for people."""
-        after = ON_EVENT[self.state].get(Revoke)
-        if after is None:
-            raise self._impossible(Revoke)
+        after = ON_EVENT[self.state].get(Revoke) or self._impossible(Revoke)
         self.revoked_by = self.revoked_by or by
         self._go_on(after, now)
         return Effects(self.wake_at, has_ended=self.is_over)
 
     def lose(self, readers: Iterable[Reader], now: float) -> Effects:
         """Take note that the processes of these `strays` have ended."""
-        after = ON_EVENT[self.state].get(Gone)
-        if after is None:
-            raise self._impossible(Gone)
+        after = ON_EVENT[self.state].get(Gone) or self._impossible(Gone)
         for reader in readers:
             self.gone.add(reader)
             self._note(now, notes.Gone(self.past[reader].name))
@@ -318,8 +312,8 @@ class Lease:
     def sample(self) -> None:
         self.is_sampled = True
 
-    def _impossible(self, event: type) -> LocalProtocolError:
-        return LocalProtocolError(
+    def _impossible(self, event: type) -> LeaseState:
+        raise LocalProtocolError(
             f"{event.__name__} while the lease of request {self.lent.request_id!r} is {self.state.name}"
         )
 

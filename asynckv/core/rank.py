@@ -32,6 +32,7 @@ from asynckv.core.peer import Peer
 from asynckv.core.prefill import PrefillSide
 from asynckv.core.pull import KIND, Kind, Pull, PullRequest
 from asynckv.core.readers import Identity, Readers
+from asynckv.core.routes import refusal
 from asynckv.core.source import ROLE, Source
 from asynckv.core.survey import Survey
 from asynckv.core.timers import Timed, Timers
@@ -41,7 +42,6 @@ from asynckv.errors import (
     EngineClosed,
     LocalProtocolError,
     Overloaded,
-    PlanRefused,
     RemoteProtocolError,
     RemoteTooShort,
 )
@@ -164,11 +164,10 @@ class RankCore:
         route = self.decode.routes.answered_for(request.request_id, params)
         ours, reads = self.identity, kind in (KIND.PULL, KIND.ANNOUNCEMENT)
         if reads and params.engine_id == ours.engine_id and ours.incarnation in [r.place[1] for r in route.ranks]:
-            raise PlanRefused(
+            raise refusal(
+                request.request_id,
                 f"request {request.request_id[:200]!r} is lent by this very rank, and no transfer leads from a NIXL "
                 f"agent to itself; use the blocks where they are, or discharge it",
-                request_id=request.request_id,
-                reason=Reason.UNPLANNABLE,
             )
         pull_id = PullId(f"{self._pull_prefix}{next(self._pull_ids)}")
         # Which stage has which layers only the stages know: any may turn out to hold nothing of ours.
@@ -267,11 +266,10 @@ class RankCore:
         if request.hashes is None:
             return wanted
         if not params.hash_tokens:
-            raise PlanRefused(
+            raise refusal(
+                request.request_id,
                 f"hashes were given to compare, but the params of request {params.request_id[:80]!r} carry none; "
                 f"give hashes and hash_tokens to make_params",
-                request_id=request.request_id,
-                reason=Reason.UNPLANNABLE,
             )
         return common_prefix(request.hashes, params.hashes, params.hash_tokens, wanted)
 

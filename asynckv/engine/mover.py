@@ -149,8 +149,8 @@ class Mover:
         use: Literal["lent", "writing"] = "lent" if kind is JobKind.STORE else "writing"
         held = core.ledger.check(use, ids)
         until = now + timeout_s
-        job = OffloadJob(f"{kind.value}-{next(self.ids)}", request_id, kind, blocks, held, now, until)
-        job.chain, job.tokens, job.shorter = chain, tokens, shorter
+        job_id = f"{kind.value}-{next(self.ids)}"
+        job = OffloadJob(job_id, request_id, kind, blocks, held, now, until, chain, tokens, shorter)
         for shelf, positions in where.items():
             if kind is JobKind.STORE:
                 shelf.catalogue.store(job.job_id, chain, tokens, positions=positions, until=until, is_prefix=True)
