@@ -60,16 +60,16 @@ def _how_late(presence: Presence, request: Request, lease: Lease) -> str:
     if fate.kind == "stopped" or not _is_open(lease):
         return ""  # closing ends all leases, and says so of those that do not end well
     if fate.kind == "died" or presence.last_end > _due(presence, lease):
-        return "" if _is_well(presence, request, lease, read_only=True) else "died"
+        return "died"
     is_overdue = lease.seconds > (lease.lease_s if not math.isnan(lease.lease_s) else DEFAULT_LEASE_S)
     return "held" if (lease.held or is_overdue) and not _is_well(presence, request, lease) else ""
 
 
-def _is_well(presence: Presence, request: Request, lease: Lease, *, read_only: bool = False) -> bool:
+def _is_well(presence: Presence, request: Request, lease: Lease) -> bool:
     """All that it waits for have read it by now, as their own logs tell, or have announced it and may yet wait."""
 
     def is_well(pull: Pull) -> bool:
-        waits = not read_only and pull.state == "announced" and not is_overdue(pull) and is_last_word(pull)
+        waits = pull.state == "announced" and not is_overdue(pull) and is_last_word(pull)
         return has_read(pull, lease) or (waits and presence.fate(pull.process).kind in ("silent", "alive"))
 
     def pulls(name: str) -> list[Pull]:
