@@ -118,7 +118,7 @@ class Driver:
         if self._starting is not None:
             self._starting.cancel()
         for worker in self._readers:
-            worker.tell(p.Cancel())
+            worker.tell(p.Do("cancel"))
 
     def _enter(self, stage: Literal["warm-up", "run"], total: int | None) -> None:
         if not self.found.interrupted:
@@ -217,7 +217,7 @@ class Driver:
             await reader.hear(p.Done, patience)
         # Only now: a floor keeps the readers' loops from answering, and leases would run out meanwhile.
         for worker in self._lenders:
-            worker.tell(p.Lend())
+            worker.tell(p.Do("lend"))
         for worker in self._lenders:
             self._cpu_at[worker.name] = (await worker.hear(p.Done, patience)).cpu_s
         found.submitted += len(wave)
@@ -251,11 +251,11 @@ class Driver:
     async def _measure_floor(self, patience_s: float) -> p.Sample:
         (lender,), (reader,) = self._lenders, self._readers
         assert self._floor_at is not None
-        lender.tell(p.Serve(True))
+        lender.tell(p.Do("serve"))
         await lender.hear(p.Done, GRACE_S)
         reader.tell(p.Measure(self._floor_at, self._options.concurrency))
         sample = await reader.hear(p.Sample, 4 * patience_s)
-        lender.tell(p.Serve(False))
+        lender.tell(p.Do("rest"))
         await lender.hear(p.Done, GRACE_S)
         return sample
 
@@ -283,7 +283,7 @@ class Driver:
         found.windows_s.append(max(windows, default=0.0))
 
     async def _verify(self, patience_s: float) -> None:
-        async for _, verified in self._ask(self._readers, p.Verify(), p.Verified, patience_s):
+        async for _, verified in self._ask(self._readers, p.Do("verify"), p.Verified, patience_s):
             self.found.bytes.update(asdict(verified))
 
     async def _finish(self) -> None:
@@ -299,7 +299,7 @@ class Driver:
     async def _reports(self) -> None:
         found = self.found
         patience, transports = self._options.timeout_s + 2 * GRACE_S, Counter[str]()
-        async for worker, report in self._ask([*self._roles], p.Stop(), p.Report, patience, AsyncKVError):
+        async for worker, report in self._ask([*self._roles], p.Do("stop"), p.Report, patience, AsyncKVError):
             found.peak_rss[worker.name] = report.peak_rss_bytes
             found.pool_bytes[worker.name] = report.pool_bytes
             transports.update(report.transports)

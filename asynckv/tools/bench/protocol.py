@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -71,8 +71,14 @@ class Prepare(Struct, tag=True):
     pulled: list[Work]
 
 
-class Lend(Struct, tag=True):
-    """Lend what was filled: leases run from here on."""
+class Do(Struct, tag=True):
+    """Do what needs no more words.
+
+    `lend` what was filled: leases run from here on. `cancel` what is being pulled, and pull no more. `verify` what was
+    pulled. `serve` the floor's reader, or `rest` again. `stop`: drain, audit, report and end.
+    """
+
+    what: Literal["lend", "cancel", "verify", "serve", "rest", "stop"]
 
 
 class Done(Struct, tag=True):
@@ -108,10 +114,6 @@ class Pulled(Struct, tag=True):
     """Blocks of failed or cancelled pulls that something may still write."""
 
 
-class Verify(Struct, tag=True):
-    """Compare what was pulled."""
-
-
 class Verified(Struct, tag=True):
     """What the comparison found, in bytes; `wanted` are those of the completed requests in all."""
 
@@ -133,14 +135,6 @@ class Ended(Struct, tag=True):
     cpu_s: float
 
 
-class Cancel(Struct, tag=True):
-    """Give up what is being pulled, and pull no more."""
-
-
-class Stop(Struct, tag=True):
-    """Drain, audit, report and end."""
-
-
 class Report(Struct, tag=True):
     gauges: dict[str, int]
     release_s: list[float]
@@ -156,12 +150,6 @@ class Opened(Struct):
     agent_name: str
     metadata: bytes
     layout: Layout
-
-
-class Serve(Struct, tag=True):
-    """Make progress for the floor's reader, or stop."""
-
-    on: bool
 
 
 class Measure(Struct, tag=True):
@@ -189,7 +177,7 @@ class Failed(Struct, tag=True):
     config: bool
 
 
-Command = Setup | Prepare | Lend | Go | Verify | Finish | Cancel | Stop | Serve | Measure
+Command = Setup | Prepare | Do | Go | Finish | Measure
 Answer = Ready | Done | Pulled | Verified | Ended | Report | Failed | Sample
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

@@ -311,27 +311,27 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
         match command:
             case p.Prepare(lent, pulled):
                 await worker.prepare(lent, pulled)
-            case p.Lend():
+            case p.Do("lend"):
                 worker.lend()
             case p.Go(concurrency):
                 # A task of its own: a cancel must be heard while the window is open.
                 worker.window = asyncio.create_task(_guard(worker.pull_all(concurrency, pipe), pipe))
                 continue
-            case p.Cancel():
+            case p.Do("cancel"):
                 worker.cancel()
                 continue
-            case p.Verify():
+            case p.Do("verify"):
                 answer = await anyio.to_thread.run_sync(worker.verify)
             case p.Finish(patience_s):
                 answer = await worker.finish(patience_s)
-            case p.Serve(on):
-                worker.floor.serve(on)
+            case p.Do("serve" | "rest" as what):
+                worker.floor.serve(what == "serve")
             case p.Measure(opened, concurrency):
                 await worker.floor.connect(opened)
                 answer = await worker.floor.measure(worker.works, concurrency)
-            case p.Stop():
+            case p.Do("stop"):
                 return await worker.stop()
-            case p.Setup():
+            case p.Setup() | p.Do():
                 break
             case _:
                 assert_never(command)
