@@ -35,7 +35,6 @@ Or for as long as it lends, and `LAPSE_S`: what it had lent has run out by then,
 LAPSE_S = 3.0
 
 UNDER_WAY_S = 0.25  # no message is on its way for longer
-HABIT = 10  # lines of a process that tell how long it usually pauses
 QUIET = 10.0
 """A process that only seems to have died wrote its last line so many times its usual pause before that, at most."""
 
@@ -312,15 +311,6 @@ class Presence:
             elif away_s and fate.kind != "died":
                 out[reader.rank] = f"its event loop was away for {in_seconds(away_s)} s then"
         return out
-
-    def quiet(self, readers: Iterable[Process]) -> dict[str, str]:
-        """Say of each reader whose log ends, though it used to write more often than that, when it did."""
-        return {
-            x.rank: f"its log ends at {moment(x.last_at)} without a goodbye, and others go on"
-            for x in readers
-            if self.fate(x).kind == "silent" and x.says_info and x.num_records >= HABIT
-            if self.last - self.when(x.incarnation, x.last_at)[1] > _quiet_s(x)
-        }
 
 
 def _quiet_s(process: Process) -> float:
