@@ -118,7 +118,7 @@ def test_what_is_wrong_comes_worst_first_with_what_to_do() -> None:
     assert away.what == f"the event loop of {DECODE} was away: 2 times, at most 22.0 s"
     assert away.evidence == "until 2027-01-15 08:00:50.000000Z; open: 0 leases, 5 pulls"
     assert error.what == f"1 error internal_error on {PREFILL}"
-    assert found.limits == []
+    assert [(x.code, x.evidence) for x in found.limits] == [("setup_doubtful", "a name that two have")]
     assert "5 things went wrong, the worst first." in page
 
 
@@ -131,6 +131,17 @@ def test_what_a_decode_engine_refused_by_itself_did_arrive() -> None:
     (finding,) = screen([*well(), refused, lent, over])[0].wrong
     assert finding.what == f"{DECODE} refused 1 pull by itself, and began nothing: PlanRefused"
     assert (finding.evidence, finding.requests, finding.blocks) == ("block 999 is not in 0 ... 31", ("x",), 7)
+
+
+def test_a_refusal_that_a_success_followed_is_over_and_two_requests_of_one_id_are_two() -> None:
+    refused = say(31.0, "pull_refused", DECODE, "warning", request_id="d-x", prefill_request_id="x", peer="prefill",
+                  sequence=900, cause="Overloaded", detail="ask again later")  # fmt: skip
+    done = ended(40.0, request_id="d-x", prefill_request_id="x", sequence=900)
+    assert screen([*well(), refused, done])[0].wrong == []
+    over = say(60.0, "lease_ended", PREFILL, "warning", request_id="y", sequence=1, blocks=7, seconds=30.0,
+               cause="expired", owed=["*"])  # fmt: skip
+    failed = ended(70.0, "read_failed", prefill_request_id="y", sequence=2)
+    assert [x.code for x in screen([*well(), over, failed])[0].wrong] == ["never_heard_of", "connection_lost"]
 
 
 def test_an_attempt_that_another_one_followed_is_no_failure() -> None:

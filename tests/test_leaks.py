@@ -1117,7 +1117,7 @@ def test_a_reader_that_was_asked_and_is_gone_has_died_though_no_log_of_it_is_the
 
 def test_a_pid_that_is_not_there_any_more_is_a_death_if_the_logs_are_of_this_host(tmp_path: Path) -> None:
     start = {"host": socket.gethostname(), "version": "1"}
-    (tmp_path / "stat").write_text("btime 1000\n")
+    (tmp_path / "stat").write_text(f"btime {2_000_000_000 - 60}\n")
     (tmp_path / "7").mkdir()
     fields = ["S", *["0"] * 18, "500", *["0"] * 5]
     (tmp_path / "7" / "stat").write_text(f"7 (python) {' '.join(fields)}\n")
@@ -1127,14 +1127,20 @@ def test_a_pid_that_is_not_there_any_more_is_a_death_if_the_logs_are_of_this_hos
         look_here(service, tmp_path)
         return service.gone
 
-    there, ended = say(1e9, told.EngineStarted, P, pid=7, **start), say(1e9, told.EngineStarted, D, pid=8, **start)
+    def begins(process: str, pid: int, at: float = 1e9, **more: Any) -> Record:
+        return say(at, told.EngineStarted, process, pid=pid, **start | more)
+
+    there, ended = begins(P, 7), begins(D, 8)
     assert gone(there, ended) == {"bbbbbbbb": "pid 8 is not there any more"}
     assert gone(ended) == {}, "nothing shows that these logs are of this host"
-    assert gone(there, say(1e9, told.EngineStarted, D, pid=8, **start | {"host": "elsewhere"})) == {}
+    # A process of this number began long before the engine, as the first of a host or of a container does.
+    assert gone(begins(P, 7, 1e9 + 1e6), ended) == {}
+    assert gone(there, begins(D, 8, host="elsewhere")) == {}
+    assert gone(there, say(1e9, told.EngineStarted, D, **start)) == {}, "it does not say its pid"
     assert gone(there, ended, say(2e9, told.EngineStopped, D)) == {}
+    assert gone(there, begins(D, 8, answers=True)) == {}, "it answers"
     # Another process has its pid: it began later than the engine.
-    early = say(-1e9 + 900.0, told.EngineStarted, E, pid=7, **start)
-    assert gone(there, early) == {"cccccccc": "pid 7 is not there any more"}
+    assert gone(there, begins(E, 7, 1e9 - 100)) == {"cccccccc": "pid 7 is not there any more"}
 
 
 def test_only_what_was_late_since_a_repair(tmp_path: Path) -> None:

@@ -437,10 +437,9 @@ class Lease:
 
     def is_orderly(self, now: float) -> bool:
         """Every reader that is owed renews what it was promised."""
-        grants = self.grants.values()
-        owed = sum(len(bound.owed) for bound in self.cohorts.values()) + self.lent.readers - len(self.cohorts)
-        renewed = sum(now - grant.asked_at <= self.lent.grant_s / 2 for grant in grants)
-        return self.state is L.LENT and renewed >= owed
+        renewed = {x.reader for x in self.grants.values() if now - x.asked_at <= self.lent.grant_s / 2}
+        is_known = self.state is L.LENT and len(self.cohorts) == self.lent.readers
+        return is_known and all(bound.owed <= renewed for bound in self.cohorts.values())
 
     def waits(self, now: float) -> str:
         """What this waits for, in words."""

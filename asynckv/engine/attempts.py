@@ -56,7 +56,8 @@ async def attempt(driver: Driver, request: Request, seconds: float, now: float) 
     try:
         pull = core.pull(wanted, seconds, now, attempt=request.attempts, retryable=request.retryable)
     except AsyncKVError as exc:
-        driver.recorder.pull_refused(wanted.request_id, wanted.params, exc, now)
+        if request.attempts == 1:
+            driver.recorder.pull_refused(wanted.request_id, wanted.params, exc, now)
         raise
     if pull.planned_at == pull.admitted_at < math.inf:
         pull.plan_took(clock.now())  # the core cannot tell how long it took

@@ -36,6 +36,7 @@ DOUBTED = 20
 """One of so many bounds is not believed: the tightest, whose line was late."""
 LOOKED_AT = 400
 """Moments at which contradictions between two clocks are looked for, at most."""
+MAX_SET = 2  # times that the clock of one process is set
 PUT_BACK_S = 2.0
 """Lines of one process are written in order but for less than this; a clock that goes back by more was set."""
 SET_S = 0.02
@@ -249,6 +250,8 @@ def mended(records: Sequence[Record]) -> tuple[Sequence[Record], dict[str, list[
                 first = math.inf
             if ahead:
                 moved[id(record)] = replace(record, at=record.at + ahead)
+    if any(len(x) > MAX_SET for x in found.values()):
+        return records, {}  # files that were put together in another order than they were written
     if moved:
         records = sorted((moved.get(id(x), x) for x in records), key=attrgetter("at"))
     return records, found

@@ -26,6 +26,7 @@ from asynckv.tools.diagnose.timeline_model import Ground, families, last_attempt
 MOST = 12  # findings of a kind
 MAX_TEXT = 400
 DIED = "Look at its stderr, its supervisor and the kernel's log (out of memory?); start it again."
+UNSURE = "See whether it lives (`asynckv why` of its socket or address, `ps -o pid,stat`): its log may be cut off."
 AWAY = "While it is away its engine answers nothing. Find what blocks it: py-spy dump, or asyncio's debug mode."
 UNSEEN = "Give the logs of all processes, from level info on, and of the whole time."
 HEADINGS = {
@@ -47,7 +48,11 @@ OF_PROCESSES = {HEADING.GONE, HEADING.STOPPED, HEADING.UNKNOWN}
 NEVER_ASKED = {CAUSE.NEVER_HEARD_OF, CAUSE.NEVER_CLAIMED}
 SAID_ELSEWHERE = {
     x.event
-    for x in (told.PullEnded, told.LeaseEnded, told.LeaseHeld, told.PullHeld, told.LoopWasAway, told.OffloadFailed)
+    for x in (
+        *(told.PullEnded, told.PullsEndedAlike, told.LeaseEnded, told.LeasesEndedAlike, told.LeaseHeld, told.PullHeld),
+        *(told.LoopWasAway, told.PullRefused, told.OffloadRetired, told.BlocksRetired, told.PeerChanged),
+        *(told.ReleaseRefused, told.ReleaseUnanswered),
+    )
 }
 """Warnings that other findings tell of."""
 
@@ -94,24 +99,26 @@ def find(seen: Seen) -> Findings:
     there = [*_gone(seen), *_silent(seen), *_stopped(seen)]
     told = {name for x in there for name in x.requests}
     refused = {x.text("prefill_request_id") for x in _refusals(seen)}
-    rest = [x for x in seen.late if not (x.request_id in told and CATALOGUE[x.cause].heading in OF_PROCESSES)]
-    late = list(_late([x for x in rest if not (x.cause in NEVER_ASKED and x.request_id in refused)]))
-    told |= {x.request_id for x in seen.late}
-    failed = [*_refused(seen), *_failed(seen, told)]
+    asked = [x for x in seen.late if not (x.cause in NEVER_ASKED and x.request_id in refused)]
+    late = _late([x for x in asked if not (x.request_id in told and CATALOGUE[x.cause].heading in OF_PROCESSES)])
+    failed = [*_refused(seen), *_failed(seen, {(x.engine_id, x.request_id, x.sequence) for x in seen.late})]
     wrong = [*there, *late, *_copies(seen.copies), *failed, *_away(seen), *_errors(seen)]
-    return Findings(wrong, list(_limits(seen)), seen.late, seen.copies)
+    return Findings(wrong, [*_limits(seen), *_warnings(seen)], asked, seen.copies)
 
 
 def _gone(seen: Seen) -> Iterator[Finding]:
     """Processes whose logs end without a goodbye, the earliest first, with what is late since."""
+    presence = Presence(seen.axis.service, seen.axis.when)
     found = sorted((x.gone for x in seen.grounds if x.gone is not None and x.gone.is_death), key=lambda end: end.at)
-    found = [x for x in found if not x.at < seen.since]
+    found = [x for x in found if x.process.successor is None or not x.at < seen.since]
     for end in found[:MOST]:
         rank = end.process.rank
         mine = [x for x in seen.late if rank in (x.reader, *x.holders) and CATALOGUE[x.cause].heading in OF_PROCESSES]
         noticed = [f"{x.process.rank} {x.text}" for x in end.noticed[:1]]
         evidence = "; ".join([*noticed, *(x.sentence for x in mine[:1])])
-        yield Finding(HEADING.GONE, end.how, f"{rank} {end.text}", evidence, DIED, *_of(mine))
+        is_sure = presence.fate(end.process).is_proved
+        heading, remedy = (HEADING.GONE, DIED) if is_sure else (HEADING.UNKNOWN, UNSURE)
+        yield Finding(heading, end.how, f"{rank} {end.text}", evidence, remedy, *_of(mine))
     if (more := len(found) - MOST) > 0:
         yield Finding(HEADING.GONE, "died", f"{counted(more, 'more process')} died or fell silent")
 
@@ -169,8 +176,10 @@ def _copies(copies: Sequence[LateCopy]) -> Iterator[Finding]:
 
 def _refusals(seen: Seen) -> list[Record]:
     """What decode engines refused by themselves: a pull that was never begun."""
-    refused = (x for process in seen.axis.service.processes.values() for x in process.of(told.PullRefused))
-    return [x for x in refused if not x.at < seen.since]
+    service = seen.axis.service
+    refused = (x for process in service.processes.values() for x in process.of(told.PullRefused))
+    done = {(r.engine_id, r.name) for r in service.requests if any(p.cause == "complete" for p in r.all_pulls)}
+    return [x for x in refused if not x.at < seen.since and (x.text("peer"), x.text("prefill_request_id")) not in done]
 
 
 def _refused(seen: Seen) -> Iterator[Finding]:
@@ -178,7 +187,7 @@ def _refused(seen: Seen) -> Iterator[Finding]:
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in _refusals(seen):
         groups[record.rank, record.text("cause")].append(record)
-    for (rank, cause), found in sorted(groups.items(), key=lambda x: -len(x[1]))[:MOST]:
+    for (rank, cause), found in sorted(groups.items(), key=lambda x: -len(x[1])):
         names = dict.fromkeys(x.text("prefill_request_id") or x.text("request_id") for x in found)
         what = f"{rank} refused {counted(len(found), 'pull')} by itself, and began nothing: {cause}"
         late = [x.blocks for x in seen.late if x.request_id in names and x.cause in NEVER_ASKED and x.blocks >= 0]
@@ -188,12 +197,12 @@ def _refused(seen: Seen) -> Iterator[Finding]:
         )
 
 
-def _failed(seen: Seen, told: Container[str]) -> Iterator[Finding]:
+def _failed(seen: Seen, told: Container[tuple[str, str, int]]) -> Iterator[Finding]:
     """Why pulls failed, and whom that was about; not an attempt that another one followed, nor what is told already."""
     axis = seen.axis
     last: set[Pull] = set()
     for family in families(axis.service.requests):
-        if family[0].name not in told:
+        if not any((r.engine_id, r.request_id, r.sequence) in told for r in family):
             last |= set(last_attempt([p for r in family for p in r.all_pulls]))
 
     def counts(pull: Pull) -> bool:
@@ -242,6 +251,20 @@ def _errors(seen: Seen) -> Iterator[Finding]:
         yield Finding(HEADING.UNKNOWN, event, what, ", ".join(texts)[:MAX_TEXT], "See docs/events.md.")
 
 
+def _warnings(seen: Seen) -> Iterator[Finding]:
+    """Other warnings, by event and process: the service goes on with less than it should have, or may have."""
+    found: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for process in seen.axis.service.processes.values():
+        for record in process.records:
+            is_told = record.event in SAID_ELSEWHERE or record.integer("held", 0) == 1
+            if record.level == "warning" and not is_told and not seen.axis.at(process, record.at) < seen.since:
+                found[record.event, process.rank].append(record)
+    for (event, rank), same in sorted(found.items(), key=lambda x: -len(x[1]))[:MOST]:
+        texts = [x for name in ("cause", "detail", "error", "who", "peer", "reader") if (x := same[0].text(name))]
+        what = f"{counted(len(same), 'warning')} {event} of {rank}"
+        yield Finding(HEADING.UNKNOWN, event, what, ", ".join(texts)[:MAX_TEXT], "See docs/events.md.")
+
+
 def _limits(seen: Seen) -> Iterator[Finding]:
     """What could not be judged: logs that are not there, end early or cannot be read, and clocks."""
     service = seen.axis.service
@@ -254,7 +277,7 @@ def _limits(seen: Seen) -> Iterator[Finding]:
     for ground in seen.grounds:
         if ground.gone is not None and not ground.gone.is_death:
             yield limit("ends_early", f"the log of {ground.process.rank} ends early", ground.gone.text)
-    if quiet := [x.rank for x in service.processes.values() if not x.says_info]:
+    if quiet := [x.rank for x in service.processes.values() if x.num_records and not x.says_info]:
         what = f"{counted(len(quiet), 'process')} logged warnings and errors alone: of what went well nothing is known"
         yield limit("warnings_only", what, named(quiet), UNSEEN)
     for skipped in seen.logs.skipped[:MOST]:

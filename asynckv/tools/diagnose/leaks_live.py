@@ -25,6 +25,7 @@ from asynckv.tools.diagnose.records import Record
 if TYPE_CHECKING:
     from asynckv.tools.diagnose.ask import Answer
 
+START_S = 1800.0  # a process loads a model before its engine starts
 SLACK_S = 2.0  # the kernel counts from the boot, whose time is of whole seconds
 FRACTION = 1 / 3  # as `log.held_fraction` has it
 
@@ -111,22 +112,25 @@ def tell(service: Service, answers: Iterable[Answer], now: float) -> None:
 def look_here(service: Service, proc: Path = Path("/proc")) -> None:
     """Tell a service what the kernel says of its processes on this host: they are not there any more, or stopped.
 
-    Logs may have come from another host of this name: so some other process of the same host has to be there, and a
-    pid that another process has by now is told by when that began.
+    Logs may have come from another host of this name, and a container may count its processes by itself. So a process
+    is taken for one of the logs only if it began shortly before that engine did, and another one has to be there.
     """
     here = [x for x in service.processes.values() if x.host == socket.gethostname() and x.started is not None]
     alive: list[Process] = []
-    ended: list[Process] = []
+    ended: list[tuple[Process, int]] = []
     for process in here:
         assert process.started is not None
-        seen = look(process.started.integer("pid"), proc)
-        is_it = bool(seen.state) and seen.state not in "ZX" and not began_at(seen, proc) > process.started.at + SLACK_S
-        (alive if is_it else ended).append(process)
-        if is_it and (seen.frozen or seen.state in "Tt"):
-            service.stopped[process.start] = verdict(seen, seen)
-    for process in ended if alive else ():
-        if process.stopped is None and process.successor is None and process.started is not None:
-            service.gone.setdefault(process.start, f"pid {process.started.integer('pid')} is not there any more")
+        if (pid := process.started.integer("pid")) <= 0 or process.answers or process.stopped is not None:
+            continue
+        seen = look(pid, proc)
+        if seen.state and seen.state not in "ZX" and -SLACK_S < process.started.at - began_at(seen, proc) < START_S:
+            alive.append(process)
+            if seen.frozen or seen.state in "Tt":
+                service.stopped[process.start] = verdict(seen, seen)
+        elif process.successor is None:
+            ended.append((process, pid))
+    for process, pid in ended if alive else ():
+        service.gone.setdefault(process.start, f"pid {pid} is not there any more")
 
 
 def _copies(answer: Answer, now: float) -> Iterator[tuple[float, bool, dict[str, Any]]]:

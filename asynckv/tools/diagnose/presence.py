@@ -51,16 +51,21 @@ def early_ends(service: Service, when: When) -> list[Early]:
     """
     ends = {x.incarnation: when(x.incarnation, x.last_at) for x in service.processes.values()}
     last = max((low for low, _ in ends.values()), default=0.0)
-    out = []
+    out, gives_signs = [], _gives_signs(service)
     for process in service.processes.values():
         before_s = last - ends[process.incarnation][1]
         bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S)
-        if next(process.of(told.EngineAlive), None) is not None:
+        if gives_signs:
             bound += SIGN_S
         is_known = process.stopped is not None or process.successor is not None or process.answers
         if process.num_records and not is_known and before_s > bound:
             out.append(Early(process.rank, process.last_at, before_s))
     return sorted(out, key=lambda x: -x.before_s)
+
+
+def _gives_signs(service: Service) -> bool:
+    """The engines are of a version that gives signs of life."""
+    return any(next(x.of(told.EngineAlive), None) is not None for x in service.processes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,7 @@ class Presence:
         self.last = max((when(x.incarnation, x.last_at)[0] for x in processes), default=0.0)
         """Until when logs go on, at least."""
         self.met = {start_of(x.text("reader")) for process in processes for x in process.of(told.ReaderMet)}
+        self._gives_signs = _gives_signs(service)
         self._hanging = {start_of(x) for x in service.unanswered}
         self._lenders = {x.engine_id for x in service.requests}
         self._lost: dict[str, list[tuple[Process, Record]]] = defaultdict(list)
@@ -139,7 +145,8 @@ class Presence:
         if not process.num_records:
             low, ends = -math.inf, "there is no log of it"
         lost = self._lost.get(process.incarnation, ())
-        if (how := self.service.gone.get(process.start)) is not None and process.stopped is None:
+        how = self.service.gone.get(process.start)
+        if how is not None and process.stopped is None and not process.answers:
             return Fate("died", f"{how} ({ends})", low, math.inf)
         if process.answers:
             return Fate("alive", "it answers", math.inf, math.inf)
@@ -174,7 +181,7 @@ class Presence:
         if gone_by >= low and self.last >= gone_by + SILENCE_S / 2:
             return Fate("died", f"{ends}, and it let its grants run out", low, gone_by, False)
         lease_s = process.durations.get("lease_s", DEFAULT_LEASE_S)
-        if next(process.of(told.EngineAlive), None) is not None and self.last >= high + lease_s + LATE_S:
+        if self._gives_signs and self.last >= high + lease_s + LATE_S:
             why = f"{ends}, though it wrote a line every {in_seconds(lease_s / 2)} s at least"
             return Fate("died", why, low, high + lease_s, False)
         others = list(self._would_be_told_of(process))

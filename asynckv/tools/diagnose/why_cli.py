@@ -148,12 +148,13 @@ def why(
         write_json(json, report(found, seen, story))
     if html is not None:
         write("--html", html, _page(seen, found, sources, story))
-    if request is not None:
-        _show_request(seen, found, story, console)
-    else:
+    if request is None:
         _show(seen, found, console, top)
-    is_bad = bool(found.late or found.copies) if request is not None else bool(found.wrong)
-    raise typer.Exit(1 if is_bad else 0)
+        raise typer.Exit(1 if found.wrong else 0)
+    mine = [x for x in found.wrong if set(x.requests) & looking.called]
+    _show_request(seen, found, story, console)
+    why_text.show_each(mine, console)
+    raise typer.Exit(1 if mine or found.late or found.copies else 0)
 
 
 def _request(given: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -186,6 +187,7 @@ class Looking:
         from asynckv.tools.diagnose.records import Logs
 
         self._request, self._since, self._keys, self._timeout_s = request, since, keys, timeout_s
+        self.called: set[str] = set()  # what the request that is asked about is called, on either side
         self._addresses = [x for x in sources if is_address(x)]
         paths = [x for x in sources if has_logs(x)]
         errors = Console(stderr=True)
@@ -202,6 +204,7 @@ class Looking:
         return seen
 
     def _once(self) -> Seen:
+        from asynckv.core import told
         from asynckv.tools.diagnose import leaks_copies, leaks_live
         from asynckv.tools.diagnose.axis import make_axis
         from asynckv.tools.diagnose.findings import Seen
@@ -217,7 +220,11 @@ class Looking:
 
         def joined(*, every: bool) -> tuple[Logs, Service]:
             said = leaks_live.records_of(answers, now, every=every)
-            logs = replace(self._logs, records=[*self._logs.records, *said])
+            # An engine that has told all that it holds is the last word on that.
+            whole = {x.account.incarnation for x in answers if not x.error and not x.is_cut}
+            held = (told.LeaseHeld.event, told.PullHeld.event)
+            kept = [x for x in self._logs.records if x.event not in held or x.incarnation not in whole]
+            logs = replace(self._logs, records=[*kept, *said])
             if logs.nothing:
                 raise ConfigError("; ".join(f"{x.address}: {x.error}" for x in answers) or logs.nothing)
             service = join(logs)
@@ -231,7 +238,7 @@ class Looking:
         called, wanted = None, None
         if self._request is not None:
             wanted = find_requests(service, self._request, leaks_copies.called(service))
-            called = {self._request, *names(wanted)}
+            self.called = called = {self._request, *names(wanted)}
         last = max(x.at for x in logs.records)
         begin = moment("--since", self._since, last) if self._since is not None else -math.inf
         if begin > last:
@@ -261,9 +268,11 @@ class Looking:
                 most = MAX_TOP if self._request is not None else 256
                 answers = await asker.ask_all(targets(self._addresses), most=most)
                 known = {x.address for x in answers} | {x.account.facts.address for x in answers}
-                others = (peer.address for x in answers for peer in x.account.peers if peer.state != "gone")
-                more = [x for x in dict.fromkeys(others) if x not in known and x.startswith("tcp://")]
-                return answers + await asker.ask_all(more, most=most)
+                peers = {peer.address: peer for x in answers for peer in x.account.peers if peer.state != "gone"}
+                more = [x for x in peers if x not in known and x.startswith("tcp://")]
+                found = await asker.ask_all(more, most=most)
+                # Nobody asked for these: that they do not answer here says nothing if their readers hear from them.
+                return answers + [x for x in found if not x.error or peers[x.address].state != "ready"]
 
         return asyncio.run(ask())
 

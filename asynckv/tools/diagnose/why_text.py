@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -22,7 +23,7 @@ from asynckv.core.inspect import RequestStatus
 from asynckv.tools.console import size
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
-from asynckv.tools.diagnose.findings import named
+from asynckv.tools.diagnose.findings import Finding, named
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_values import Leak, moment
 from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, Bar, Ground, Mark, Story
@@ -78,18 +79,10 @@ def show_findings(report: Mapping[str, Any], console: Console) -> None:
         is_one = len(findings) == 1
         _line(console, f"{'One thing is' if is_one else f'{len(findings):,} things are'} wrong{after}.", "bold red")
     for i, each in enumerate(findings, 1):
-        console.print()
-        _line(console, f"{i}. {each['heading']}: {each['what']}", "bold")
-        if each["requests"]:
-            held = "" if each["blocks"] is None else f", {counted(each['blocks'], 'block')}"
-            _line(console, f"requests: {named(each['requests'], MAX_NAMES)}{held}", "", 3, is_whole=True)
-        if each["evidence"]:
-            _line(console, f"evidence: {each['evidence']}", "", 3)
-        if each["remedy"]:
-            _line(console, f"what to do: {each['remedy']}", "", 3)
+        _show_finding(f"{i}. ", each, console)
     if limits:
         console.print()
-        _line(console, "What could not be judged:", "yellow")
+        _line(console, "What could not be judged, and other warnings:", "yellow")
         for each in limits[:MAX_LIMITS]:
             _line(console, each["what"] + (f" ({each['evidence']})" if each["evidence"] else ""), "yellow", 3)
         if (more := len(limits) - MAX_LIMITS) > 0:
@@ -103,6 +96,24 @@ def show_findings(report: Mapping[str, Any], console: Console) -> None:
         _line(console, f"read {counted(read['events'], 'event')} in {source}{others}{repeated}: {span}", "dim")
     if any(x["requests"] for x in findings):
         _line(console, "asynckv why REQUEST with the same logs or engines shows one request's story.", "dim")
+
+
+def _show_finding(number: str, each: Mapping[str, Any], console: Console) -> None:
+    console.print()
+    _line(console, f"{number}{each['heading']}: {each['what']}", "bold")
+    if each["requests"]:
+        held = "" if each["blocks"] is None else f", {counted(each['blocks'], 'block')}"
+        _line(console, f"requests: {named(each['requests'], MAX_NAMES)}{held}", "", 3, is_whole=True)
+    if each["evidence"]:
+        _line(console, f"evidence: {each['evidence']}", "", 3)
+    if each["remedy"]:
+        _line(console, f"what to do: {each['remedy']}", "", 3)
+
+
+def show_each(findings: Sequence[Finding], console: Console) -> None:
+    """Show what is wrong of one request, beside its story."""
+    for each in findings:
+        _show_finding("", asdict(each) | {"blocks": each.blocks if each.blocks >= 0 else None}, console)
 
 
 def _ranks(read: Mapping[str, Any]) -> str:
