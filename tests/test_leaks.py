@@ -506,7 +506,7 @@ def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
     """A process whose loop is away says nothing either, and the logs end before it can say so."""
     [leak] = found([*RUNNING, expired(), say(42, "of_later")])
     assert leak.cause is C.READER_SILENT
-    [leak] = found([*RUNNING, expired(), say(60, "of_later")])
+    [leak] = found([*RUNNING, expired(), say(75, "of_later")])
     assert (leak.cause, leak.cell[0]) == (C.READER_DIED, Owner.CLAIMED)
     [leak] = found([*RUNNING, expired(False), say(42, "of_later")])
     assert leak.cause is C.NEVER_CLAIMED

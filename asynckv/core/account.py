@@ -65,11 +65,9 @@ class PeerStatus(Struct, frozen=True, kw_only=True):
 
 
 class Lag(Struct, frozen=True, kw_only=True):
-    """How late the engine's event loop came.
+    """How late the engine's event loop came; `was_away` counts `log.away_s`.
 
     Attributes:
-        last_s, most_s: The last time, and at most since the start.
-        was_away: How often the loop was away (`log.away_s`).
         counts: How often it was at most so late: seconds as text, or `inf`.
     """
 
@@ -153,11 +151,7 @@ def encode_account(account: Account) -> bytes:
 
 
 def decode_account(data: bytes) -> Account:
-    """Decode what an engine said of itself.
-
-    Raises:
-        RemoteProtocolError: It is no account, or too long.
-    """
+    """Decode what an engine said of itself, or raise `RemoteProtocolError`."""
     if len(data) > MAX_ACCOUNT:
         raise RemoteProtocolError(f"an account of {len(data)} bytes; at most {MAX_ACCOUNT} are taken")
     try:

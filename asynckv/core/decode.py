@@ -84,7 +84,6 @@ class DecodeSide:
         self.by_request: dict[RequestId, Pull] = {}
         """Pulls without an outcome, by the caller's id."""
         self.started: set[PullId] = set()
-        """Those of them whose blocks are to be filled."""
         self.transfers: dict[TransferId, _Transfer] = {}
         self.admission = Admission(config.total_requests, config.window_requests)
         self.alive_at = math.inf
@@ -108,15 +107,7 @@ class DecodeSide:
         self._route(pull, now)
 
     def start(self, pull: Pull, lists: BlockLists, blocks: Mapping[int, Int64s], deadline: float, now: float) -> None:
-        """Give a pull its blocks.
-
-        Args:
-            pull: New, or announced.
-            lists: What is to be filled, and from where.
-            blocks: The same blocks, as the ledger has just found them free.
-            deadline: When its caller waits no longer.
-            now: The time.
-        """
+        """Give a new or announced pull its blocks, which the ledger has just found free."""
         # A full prefix hit reads nothing, so nothing is remembered of those.
         ready = pull.route.ready.get(lists.wanted)
         if ready is not None and (ready.num_changes != self.peers.num_changes or pull.params.key in self.abandoned):
@@ -277,10 +268,8 @@ class DecodeSide:
             self._failed(peer, Reason.UNREACHABLE, cause, now)
 
     def unloaded(self, cause: str, now: float) -> None:
-        """Take it that our own data plane has lost all that it had loaded, after the end of every transfer: all is met
-        anew.
-
-        The remote processes live, so what they are owed is still said to them.
+        """Meet all peers anew, because our own data plane has lost them after the end of every transfer. The remote
+        processes live, so what they are owed is still said to them.
         """
         for peer in self.peers.by_place.values():
             if peer.line.is_set_aside and peer.state is not S.GONE:
@@ -290,7 +279,6 @@ class DecodeSide:
             self._fail_readers(peer, Reason.READ_FAILED, detail, now)
 
     def destroyed(self, now: float) -> None:
-        """The data plane is gone: whatever was posted can write nothing any more."""
         for transfer_id in list(self.transfers):
             self.ended(TransferEnded(transfer_id, ENDING.FAILED, "its agent was destroyed"), 0.0, now)
 
@@ -672,7 +660,6 @@ class DecodeSide:
         pull.route.ready[wanted] = Ready(self.peers.num_changes, ready, tables)
 
     def _widen(self, pull: Pull, now: float) -> bool:
-        """Meet all ranks that were not met yet; False if there are none."""
         others = [source for source in pull.sources if source.role is ROLE.UNKNOWN]
         for source in others:
             source.wanted()

@@ -50,8 +50,6 @@ class PullPlace(Struct, eq=False):
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """The pulls that read from one prefill engine."""
-
     key: FlowKey
     num: list[int] = field(default_factory=partial(list, NO_PULLS))
     order: list[tuple[int, int, PullId]] = field(default_factory=list)
@@ -61,12 +59,7 @@ class Flow:
 
 
 class Admission:
-    """The queue in front of a rank's reads.
-
-    Args:
-        total: Most pulls in flight.
-        window: Most pulls in flight per prefill engine.
-    """
+    """The queue in front of a rank's reads: `total` in flight at most, `window` per prefill engine."""
 
     def __init__(self, total: int, window: int) -> None:
         self._total, self._window = total, window
@@ -91,7 +84,7 @@ class Admission:
             self._places[pull_id] = PullPlace(flow, room, room == READING)
 
     def expect(self, key: FlowKey, pull_id: PullId) -> None:
-        """A pull was asked for and will `ask` once its ranks are met; harmless if it was expected before."""
+        """Note a pull that will `ask` once its ranks are met."""
         if pull_id not in self._places:
             self._move(pull_id, self._flow(key), COMING)
 
@@ -209,7 +202,7 @@ class InFlight:
         )
 
     def enter(self, transfer_id: TransferId, num_bytes: int, num_descriptors: int) -> None:
-        """It is posted, or takes room again; harmless if it does already."""
+        """Count a transfer that is posted, or takes room again; harmless if it does already."""
         if transfer_id not in self._sizes:
             self._sizes[transfer_id] = num_bytes, num_descriptors
             self.num_bytes += num_bytes
@@ -257,8 +250,6 @@ class Line:
 
 
 class Posting:
-    """Whose read request is posted next."""
-
     def __init__(self, max_bytes: float, max_descriptors: float) -> None:
         self.in_flight = InFlight(max_bytes, max_descriptors)
         self.turns: deque[Line] = deque()
@@ -298,7 +289,6 @@ class Posting:
         return None
 
     def posted(self, line: Line, transfer_id: TransferId, num_bytes: int, num_descriptors: int) -> None:
-        """The first of a line has posted a read request; the line goes to the end of the lines."""
         line.in_flight.enter(transfer_id, num_bytes, num_descriptors)
         if not line.is_set_aside:
             self.in_flight.enter(transfer_id, num_bytes, num_descriptors)

@@ -41,7 +41,6 @@ PROBE_S = 1.0
 """A reader whose grant has run out is looked at again after this, then after twice as long."""
 
 MAX_REFUSALS = 8
-"""Messages that were turned down and are remembered, of a kind one."""
 
 MAX_SHOWN_ID = 80
 MAX_NAMED = 4
@@ -185,13 +184,7 @@ class BoundCohort(Struct):
 
 
 class Effects(Struct, frozen=True, gc=False):
-    """What a transition brings about outside the lease.
-
-    Attributes:
-        wake_at: When to call `tick`, at the latest; infinite once it is over.
-        first_grant: The pull that was granted the blocks and held no grant before.
-        is_overdue: It has been lent for so long that it is worth a word.
-    """
+    """What a transition brings about outside the lease; `first_grant` is a pull that held no grant before."""
 
     wake_at: float
     answer: Granted | Refused | Ack | None = None
@@ -223,7 +216,6 @@ class Lease:
     names: dict[str, str] = field(default_factory=dict)
     """Process start -> name for people, of those that were granted the blocks."""
     past: dict[Reader, Grant] = field(default_factory=dict)
-    """The last grant to readers that let it lapse, or will try again."""
     final: set[PullId] = field(default_factory=set)
     attempts: dict[Reader, int] = field(default_factory=dict)
     """How often a reader was granted the blocks, or released without that; only bounds how often it may try."""
@@ -250,9 +242,7 @@ class Lease:
         self, message: Claim | Renew | Release, sender: str, now: float, proven: str = "", reply_to: ReplyTo = NOWHERE
     ) -> Effects:
         """Take a message of the process start `sender`, over the connection `reply_to`, with the key that it proved."""
-        after = ON_EVENT[self.state].get(type(message))
-        if after is None:
-            raise self._impossible(type(message))
+        after = ON_EVENT[self.state].get(type(message)) or self._impossible(type(message))
         num_grants = len(self.grants)
         answer: Granted | Refused | Ack
         match message:
@@ -272,18 +262,14 @@ class Lease:
 
     def revoke(self, now: float, by: str = "caller") -> Effects:
         """Stop granting; the blocks return when no grant runs any more. `by` is for people."""
-        after = ON_EVENT[self.state].get(Revoke)
-        if after is None:
-            raise self._impossible(Revoke)
+        after = ON_EVENT[self.state].get(Revoke) or self._impossible(Revoke)
         self.revoked_by = self.revoked_by or by
         self._go_on(after, now)
         return Effects(self.wake_at, has_ended=self.is_over)
 
     def lose(self, readers: Iterable[Reader], now: float) -> Effects:
         """Take note that the processes of these `strays` have ended."""
-        after = ON_EVENT[self.state].get(Gone)
-        if after is None:
-            raise self._impossible(Gone)
+        after = ON_EVENT[self.state].get(Gone) or self._impossible(Gone)
         for reader in readers:
             self.gone.add(reader)
             self._note(now, notes.Gone(self.past[reader].name))
@@ -326,8 +312,8 @@ class Lease:
     def sample(self) -> None:
         self.is_sampled = True
 
-    def _impossible(self, event: type) -> LocalProtocolError:
-        return LocalProtocolError(
+    def _impossible(self, event: type) -> LeaseState:
+        raise LocalProtocolError(
             f"{event.__name__} while the lease of request {self.lent.request_id!r} is {self.state.name}"
         )
 
@@ -412,7 +398,6 @@ class Lease:
         return not self.grants and len(self.cohorts) == self.lent.readers and owed <= self.gone
 
     def owed(self) -> tuple[str, ...]:
-        """Names of the readers that have not released; `*` for cohorts that never spoke up."""
         names = [str(r) for bound in self.cohorts.values() for r in sorted(bound.owed)]
         return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))
 

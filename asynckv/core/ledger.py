@@ -52,7 +52,7 @@ class Ledger:
     """Every block's holders.
 
     Args:
-        num_blocks: Each group's number of blocks, as declared.
+        num_blocks: Each group's number of blocks.
         pools: Each group's pool: groups that see the same pages share one, and an id there is one block.
     """
 
@@ -90,11 +90,7 @@ class Ledger:
         groups: Mapping[int, Sequence[int] | Int64s],
         now: float,
     ) -> None:
-        """Record a holding.
-
-        Raises:
-            LocalProtocolError: The holder has one already, or a block is held in a way that excludes it.
-        """
+        """Record a holding, or raise `LocalProtocolError`."""
         self.hold(holder, kind, request_id, self.check(kind, groups), now)
 
     def hold(
@@ -115,11 +111,7 @@ class Ledger:
         self._holdings[holder] = Holding(holder, kind, request_id, now, blocks, what)
 
     def check(self, kind: Kind, groups: Mapping[int, Sequence[int] | Int64s]) -> dict[int, Int64s]:
-        """Return the blocks as arrays, if they could be taken now.
-
-        Raises:
-            LocalProtocolError: A block is held in a way that excludes it.
-        """
+        """Return the blocks as arrays, or raise `LocalProtocolError` if a block is held in a way that excludes this."""
         blocks: dict[int, Int64s] = {}
         for group, given in groups.items():
             ids = np.asarray(given, np.int64)

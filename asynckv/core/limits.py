@@ -14,12 +14,7 @@ MAX_BUCKETS = 16_384
 
 
 class Limiter:
-    """Token buckets.
-
-    Args:
-        rate: Tokens per second and bucket.
-        burst: Most that a bucket can hold, and what it begins with.
-    """
+    """Token buckets of `burst` tokens, which gain `rate` a second."""
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate, self._burst = rate, burst

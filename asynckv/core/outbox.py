@@ -99,8 +99,6 @@ class LeaseEnded(Struct, frozen=True):
 
 
 class PeerChanged(Struct, frozen=True):
-    """A peer changed its state. It may have changed again before this is told."""
-
     peer: Peer
     before: PeerState
     after: PeerState

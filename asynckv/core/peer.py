@@ -124,12 +124,10 @@ class Peer:
     agent_name: str = ""
     layout: Layout | None = None
     tables: dict[tuple[object, ...], PeerTables] = field(default_factory=dict)
-    """By what is read of it."""
     is_loading: bool = False
     is_loaded: bool = False
 
     pulls: set[PullId] = field(default_factory=set)
-    """Who has something owed or held here."""
     transfers: set[TransferId] = field(default_factory=set)
     watched_at: float = math.inf
     """Since when something is owed or held here; silence counts from then."""
@@ -141,7 +139,6 @@ class Peer:
     """When something was last posted while nothing ran, or arrived."""
 
     is_draining: bool = False
-    """It has said that it lends nothing new."""
     is_orderly: bool = False
     """It said goodbye, or we did: nobody need look into its end."""
     keep_connected: bool = False
@@ -171,7 +168,6 @@ class Peer:
 
     @property
     def may_be_met(self) -> bool:
-        """Nothing of an earlier handshake is under way."""
         return self.state is S.NEW and not self.is_loading
 
     # -- events ------------------------------------------------------------------------------------
@@ -225,13 +221,12 @@ class Peer:
         self.is_loaded, self.failures, self.heard_at = True, 0, now
 
     def failed(self, reason: Reason, detail: str, config: PullConfig, now: float) -> None:
-        """The handshake failed; the next one has to wait, longer each time."""
         self.receive(E.FAILED)
         self.reason, self.detail = reason, detail
         self.not_before = now + self.take_pause(config)
 
     def take_pause(self, config: PullConfig) -> float:
-        """Return how long to wait after a handshake that failed; the next pause is longer."""
+        """Return the pause after a handshake that failed; the next one is longer."""
         pause_s: float = min(config.backoff_s * 2**self.failures, config.max_backoff_s)
         self.failures = min(self.failures + 1, 16)
         return pause_s
@@ -254,7 +249,6 @@ class Peer:
         return self.receive(E.HEARD)
 
     def fell_silent(self) -> None:
-        """It has said nothing for a while: no new work for it."""
         self.receive(E.SILENT)
 
     def posted(self, transfer_id: TransferId, now: float) -> None:

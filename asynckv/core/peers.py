@@ -229,7 +229,7 @@ class Peers:
         return False
 
     def _load_over(self, peer: Peer, now: float) -> None:
-        """The data plane is through with one, for which others may have waited."""
+        """Note that the data plane is through with a peer, for which others may have waited."""
         peer.load_ended()
         for other in self.by_place.values():
             if other.state is S.LOADING:

@@ -40,16 +40,13 @@ from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
 from asynckv.geometry.layout import Group, Layout
 
 MAX_ENDED = 8192
-"""Requests that have ended and are remembered; of older ones a late reader hears that they are unknown."""
 
 PARKED_TEXT = 1024
 """Letters of a request id that fit in one parking place; a longer id takes more places."""
 
 MAX_NAMED = 4
-"""Decode engines that are remembered by name of one request that has ended."""
 
 MAX_UNREACHABLE = 65_536
-"""Connections that are remembered as ended. A lease of an older one lasts for its whole time."""
 
 MAX_ENGINES = 1024
 
@@ -63,8 +60,7 @@ _ENDED_AS = {
 
 
 ParkingPlace = tuple[str, str, ReplyTo]
-"""Pull, process start and connection: nobody's message takes the place, or the answer, of another's. A release takes
-the place of its pull's claim."""
+"""Pull, process start and connection. A release takes the place of its pull's claim."""
 
 
 class ParkedMessage(Struct, frozen=True):
@@ -86,7 +82,7 @@ class ParkedMessage(Struct, frozen=True):
 
 
 class Ended(Struct, frozen=True, gc=False):
-    """How a request ended, and of one that was read, how many decode engines read it and what the first are called."""
+    """How a request ended; of one that was read, how many decode engines read it, and the names of the first."""
 
     reason: Reason
     readers: int = 0
@@ -100,8 +96,6 @@ class Ended(Struct, frozen=True, gc=False):
 
 
 class PrefillSide:
-    """All leases of one rank."""
-
     def __init__(
         self,
         layout: Layout,
@@ -127,8 +121,7 @@ class PrefillSide:
         """Keys, or connections without keys, and the room of their parked messages: a name is the peer's own word."""
         self._ended: OrderedDict[Key, Ended] = OrderedDict()
         self._forgotten: OrderedDict[Key, Refusal] = OrderedDict()
-        """Releases that came so early that they were given up: if the request is lent after all, that is why it
-        expires."""
+        """Releases that were parked for too long: the reason why a request expires that is lent later."""
         self._unreachable: OrderedDict[ReplyTo, None] = OrderedDict()
         self._answered: OrderedDict[ReplyTo, float] = OrderedDict()
         self._read_at: OrderedDict[str, float] = OrderedDict()
@@ -142,12 +135,7 @@ class PrefillSide:
     # -- calls -------------------------------------------------------------------------------------
 
     def lend(self, lent: Lent, now: float) -> Lease:
-        """Lend a request's blocks, and answer whoever came before.
-
-        Raises:
-            PlanRefused: The blocks do not fit the layout.
-            LocalProtocolError: The key is spent, or a block is being written.
-        """
+        """Lend a request's blocks, and answer whoever came before."""
         key = lent.key
         if self._is_spent(key):
             raise LocalProtocolError(
@@ -185,11 +173,7 @@ class PrefillSide:
         return lease
 
     def withdraw(self, key: Key, now: float) -> tuple[str, ...] | None:
-        """Never lend a request whose params left, and say so to whoever waits for it; if it is lent, revoke it.
-
-        Returns:
-            The pulls that waited for it; None if it is, or was, lent or withdrawn already.
-        """
+        """Never lend a request; see `RankCore.withdraw`."""
         if (lease := self.leases.get(key)) is not None:
             self.revoke(lease, now, "withdraw")
             return None
@@ -483,12 +467,7 @@ class PrefillSide:
 
 
 def _blocks_of(index: int, group: Group, offer: BlockRuns, lent: Lent) -> Int64s:
-    """Return the blocks that one group's list names, without its placeholders.
-
-    Raises:
-        PlanRefused: They do not fit the group, or end before the tokens that they are said to hold.
-        LocalProtocolError: They are more than there are.
-    """
+    """Return the blocks that one group's list names, without its placeholders, if they fit the group."""
     end = offer.first_token // group.block_size * group.block_size
     few: list[int] = []
     for first, count in offer.runs:

@@ -254,7 +254,6 @@ class Pull:
     deadline: float
     warn_s: float = math.inf
     priority: int = 0
-    """The smaller goes first, as in vLLM."""
     attempt: int = 1
     retryable: frozenset[Reason] = frozenset()
     is_last: bool = True
@@ -277,7 +276,6 @@ class Pull:
     is_retired: bool = False
     """True once the blocks were held for `held_s`: they are never reused in this process."""
     arrival: int = 0
-    """Its place among all pulls, by when they were asked for."""
 
     begun_at: float = math.inf
     ready_at: float = math.inf
@@ -373,14 +371,11 @@ class Pull:
 
     @property
     def retire_at(self) -> float:
-        """When blocks that something may still write are given up."""
         held = not self.is_retired and self.begun_at < math.inf and self.holds_blocks
         return self.published_at + self.limits.held_s if held else math.inf
 
     def is_abandoned(self, silent_s: float) -> bool:
-        """True if its embedder has shown no life for about a lease (`silent_s`), and nothing was read: it is renewed no
-        more.
-        """
+        """True if nothing was read and its embedder was silent for about a lease: it is renewed no more."""
         # One renewal early, because what is noticed at the next would outlast the lease.
         patience_s = max(self.params.lease_s - self.params.renew_s, self.params.lease_s / 2)
         return silent_s >= patience_s and self.state in _UNREAD and not self.num_posted and self.failure is None
@@ -542,15 +537,7 @@ class Pull:
     def ended(
         self, source: Source, transfer: TransferEnded, num_bytes: int, detect_s: float, now: float
     ) -> list[Effect]:
-        """Take the end of a transfer.
-
-        Args:
-            source: What it read from.
-            transfer: How it ended.
-            num_bytes: Of the transfer.
-            detect_s: Most seconds between its end and its discovery.
-            now: Read after it was observed.
-        """
+        """Take the end of a transfer, observed before `now`; it was found at most `detect_s` after it ended."""
         is_done = transfer.ending is ENDING.DONE
         event = E.ENDED if is_done else E.TRANSFER_FAILED
         after = ON_EVENT[self.state].get(event) or self._impossible(event)
@@ -568,7 +555,6 @@ class Pull:
         return self._settle(after, now)
 
     def fail(self, reason: Reason, detail: str, now: float) -> list[Effect]:
-        """Something else went wrong; the first cause is the one that counts."""
         after = ON_EVENT[self.state].get(E.FAILED) or self._impossible(E.FAILED)
         self._fail(reason, detail, now)
         return self._settle(after, now)
@@ -579,7 +565,6 @@ class Pull:
         return self._settle(after, now)
 
     def discharge(self, now: float) -> list[Effect]:
-        """The caller needs nothing of it, and has given no blocks."""
         after = ON_EVENT[self.state].get(E.CANCELLED) or self._impossible(E.CANCELLED)
         self._fail(Reason.DISCHARGED, "discharged", now)
         return self._settle(after, now)

@@ -32,6 +32,7 @@ from asynckv.core.peer import Peer
 from asynckv.core.prefill import PrefillSide
 from asynckv.core.pull import KIND, Kind, Pull, PullRequest
 from asynckv.core.readers import Identity, Readers
+from asynckv.core.routes import refusal
 from asynckv.core.source import ROLE, Source
 from asynckv.core.survey import Survey
 from asynckv.core.timers import Timed, Timers
@@ -41,7 +42,6 @@ from asynckv.errors import (
     EngineClosed,
     LocalProtocolError,
     Overloaded,
-    PlanRefused,
     RemoteProtocolError,
     RemoteTooShort,
 )
@@ -91,14 +91,7 @@ class RankCore:
     # -- calls -------------------------------------------------------------------------------------
 
     def lend(self, params: KVTransferParams, readers: int, now: float) -> Lease:
-        """Lend what the params describe.
-
-        Raises:
-            EngineClosed: Nothing new is lent.
-            ConfigError: The lease time is out of range.
-            LocalProtocolError: The params are another engine's, or were lent or withdrawn before.
-            PlanRefused: The blocks do not fit the layout.
-        """
+        """Lend what the params describe."""
         if self.prefill.closed_as:
             self._check_open()
         check_lease(params.lease_s, self.config.lease.max_lease_s)
@@ -125,13 +118,8 @@ class RankCore:
         return self.prefill.lend(lent, now)
 
     def withdraw(self, params: KVTransferParams, now: float) -> tuple[str, ...] | None:
-        """Never lend a request whose params left; revoke it if it is lent.
-
-        Returns:
-            The pulls that waited for it; None if it is, or was, lent or withdrawn already.
-
-        Raises:
-            LocalProtocolError: The params are another engine's.
+        """Never lend a request; revoke it if it is lent. Return the pulls that waited; None if it was lent or withdrawn
+        before.
         """
         self._check_ours(params)
         return self.prefill.withdraw(params.key, now)
@@ -146,15 +134,7 @@ class RankCore:
             )
 
     def announce(self, request_id: str, params: KVTransferParams, cohort_id: str, wait_s: float, now: float) -> Pull:
-        """Start a pull without blocks: handshake, claim and renewals happen from here on.
-
-        What is announced already has until `wait_s` from now.
-
-        Raises:
-            EngineClosed: Nothing new is pulled.
-            PlanRefused: The params do not list a whole group.
-            LocalProtocolError: The request is being pulled already, or was announced otherwise.
-        """
+        """Start a pull without blocks: handshake, claim and renewals happen from here on, for `wait_s` at most."""
         pull = self.decode.by_request.get(RequestId(request_id))
         if pull is not None and pull.lists is None:
             self._check_announced(pull, PullRequest(request_id, (), params, cohort_id))
@@ -184,11 +164,10 @@ class RankCore:
         route = self.decode.routes.answered_for(request.request_id, params)
         ours, reads = self.identity, kind in (KIND.PULL, KIND.ANNOUNCEMENT)
         if reads and params.engine_id == ours.engine_id and ours.incarnation in [r.place[1] for r in route.ranks]:
-            raise PlanRefused(
+            raise refusal(
+                request.request_id,
                 f"request {request.request_id[:200]!r} is lent by this very rank, and no transfer leads from a NIXL "
                 f"agent to itself; use the blocks where they are, or discharge it",
-                request_id=request.request_id,
-                reason=Reason.UNPLANNABLE,
             )
         pull_id = PullId(f"{self._pull_prefix}{next(self._pull_ids)}")
         # Which stage has which layers only the stages know: any may turn out to hold nothing of ours.
@@ -226,18 +205,9 @@ class RankCore:
         """Fill blocks: continue what was announced under this id, or start anew.
 
         Args:
-            request: What is wanted.
             timeout_s: Of this attempt.
-            now: The time.
             attempt: Which attempt at the request this is.
             retryable: Failures after which another attempt follows.
-
-        Raises:
-            EngineClosed: Nothing new is pulled.
-            Overloaded: Too many wait already.
-            PlanRefused: The blocks do not fit the layout or the tokens, or the endpoints are not a whole group.
-            RemoteTooShort: More tokens are wanted than are lent.
-            LocalProtocolError: The request is being pulled already, or a block is in use.
         """
         request_id, params = request.request_id, request.params
         pull = self.decode.by_request.get(RequestId(request_id))
@@ -285,7 +255,6 @@ class RankCore:
             )
 
     def _wanted_tokens(self, request: PullRequest) -> int:
-        """Return how many tokens are to be there in the end."""
         params = request.params
         wanted = params.num_tokens if request.num_tokens is None else request.num_tokens
         if not 0 <= wanted <= params.num_tokens:
@@ -297,11 +266,10 @@ class RankCore:
         if request.hashes is None:
             return wanted
         if not params.hash_tokens:
-            raise PlanRefused(
+            raise refusal(
+                request.request_id,
                 f"hashes were given to compare, but the params of request {params.request_id[:80]!r} carry none; "
                 f"give hashes and hash_tokens to make_params",
-                request_id=request.request_id,
-                reason=Reason.UNPLANNABLE,
             )
         return common_prefix(request.hashes, params.hashes, params.hash_tokens, wanted)
 
@@ -321,10 +289,6 @@ class RankCore:
         """Tell all ranks of a request that this reader needs nothing of it, announced or not.
 
         Nobody is met for it, and nothing new begins: so it may come while the engine drains.
-
-        Raises:
-            PlanRefused: The params do not list a whole group.
-            LocalProtocolError: The request is being pulled, or was announced otherwise.
         """
         request = PullRequest(request_id, (), params, cohort_id)
         pull = self.decode.by_request.get(RequestId(request_id))
@@ -383,9 +347,7 @@ class RankCore:
     # -- events ------------------------------------------------------------------------------------
 
     def receive(self, origin: Address | ReplyTo, data: bytes, now: float, principal: str = "") -> None:
-        """Take a packet's bytes; `now` was read after they were received, `principal` is the key or host that it came
-        from.
-        """
+        """Take a packet's bytes, received before `now`; `principal` is the key or host that it came from."""
         whose = principal if principal.startswith("key:") else origin  # one key's connections share, one host's do not
         if not self._messages.take(whose, now):
             self.outbox.counters["dropped.too_many"] += 1
@@ -424,7 +386,7 @@ class RankCore:
             self.decode.unloaded(cause, now)
 
     def agent_replaced(self, agent_name: str, metadata: bytes) -> None:
-        """Another agent serves the same memory: whoever shakes hands from now on reads through it."""
+        """Let whoever shakes hands from now on read through another agent."""
         self.readers.agent_replaced(agent_name, metadata, self.prefill.closed_as, bool(self.prefill.leases))
 
     def tick(self, now: float, most: int = 256) -> None:

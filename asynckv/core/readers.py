@@ -52,8 +52,6 @@ class Identity:
 
 
 class Readers:
-    """Process starts that shook hands with this rank."""
-
     def __init__(self, identity: Identity, outbox: Outbox) -> None:
         self.minor_versions: dict[tuple[str, ReplyTo], int] = {}
         """Protocol minor version by process start and way back, the latest last. A process that greets in another's
@@ -62,7 +60,7 @@ class Readers:
         self._layout = msgspec.Raw(msgspec.msgpack.encode(identity.layout))
         self._set_agent(identity.agent_name, identity.metadata)
         self._met: OrderedDict[tuple[str, str], _Rank] = OrderedDict()
-        """Process starts that were welcomed once, with the key that each proved, and which rank each is a start of."""
+        """Process starts that were welcomed, with the key that each proved -> which rank each is a start of."""
         self._newest: dict[tuple[_Rank, str], str] = {}
         """By rank and key: the process start that was welcomed last."""
         self._waiting: dict[tuple[str, ReplyTo], tuple[wire.Hello, str]] = {}
@@ -95,9 +93,7 @@ class Readers:
     # -- theirs ------------------------------------------------------------------------------------
 
     def greet(self, hello: wire.Hello, route: ReplyTo, source: str, proven: str, closed_as: str, lends: bool) -> None:
-        """Answer a hello of the process start `source`; `proven` is its connection's key, `closed_as` how this rank
-        takes nothing new.
-        """
+        """Answer a hello. `proven` is its connection's key, `closed_as` how this rank takes nothing new."""
         if not self._has_agent:
             # It is answered when there is an agent to be told of; one that does not fit in is repeated.
             if (source, route) in self._waiting or len(self._waiting) < MAX_WAITING:
@@ -152,7 +148,6 @@ class Readers:
         self.refuse(who, what, route, source, answer)
 
     def refuse(self, who: str, what: str, route: ReplyTo, source: str, answer: wire.Refused | wire.Unwelcome) -> None:
-        """Turn away a process that this start does not serve."""
         self._outbox.send(route, source, answer)
         self._outbox.commands.append(ReaderRefused(who, what, answer.reason, short(answer.detail)))
 

@@ -42,6 +42,10 @@ class Ready(NamedTuple):
     tables: list[PeerTables | None]
 
 
+def refusal(request_id: str, text: str) -> PlanRefused:
+    return PlanRefused(text, request_id=request_id, reason=Reason.UNPLANNABLE)
+
+
 @dataclass(slots=True, eq=False)
 class Route:
     """The ranks of a prefill group that this reader answers for, by stage and rank.
@@ -66,17 +70,11 @@ class Routes:
         self._groups: dict[tuple[str, tuple[Endpoint, ...], int, int], Route] = {}
         self._num_endpoints = 0
         self._predicted: dict[int, Sequence[int]] = {}
-        """Group size -> ranks; at most as many as there are sizes."""
         self._chosen: dict[tuple[FlowKey, tuple[int, ...]], Chosen | str] = {}
-        """Ranks that were met together, and groups of which something is wanted -> what is read of each, or why these
-        ranks are not enough."""
+        """Ranks that were met together, and wanted groups -> what is read of each, or why they are not enough."""
 
     def answered_for(self, request_id: str, params: KVTransferParams) -> Route:
-        """Return the remote ranks that this one answers for.
-
-        Raises:
-            PlanRefused: The endpoints are not a whole group, or much too large a one.
-        """
+        """Return the remote ranks that this one answers for; raise `PlanRefused` if they are no whole group."""
         group = (params.engine_id, tuple(params.endpoints), params.tp_size, params.pp_size)
         found = self._groups.get(group)
         if found is None:
@@ -92,27 +90,24 @@ class Routes:
         listed = {(e.pp_stage, e.tp_rank) for e in params.endpoints}
         whole = len(listed) == len(params.endpoints) == params.tp_size * params.pp_size
         if not (whole and all(s < params.pp_size and r < params.tp_size for s, r in listed)):
-            raise PlanRefused(
+            raise refusal(
+                request_id,
                 f"the params of request {params.request_id[:80]!r} list prefill ranks (pp_stage, tp_rank) "
                 f"{list(listed)[:16]}; every one of tp_size {params.tp_size} x pp_size {params.pp_size} must be "
                 f"listed once",
-                request_id=request_id,
-                reason=Reason.UNPLANNABLE,
             )
         if len({(e.address, e.incarnation) for e in params.endpoints}) < len(params.endpoints):
-            raise PlanRefused(
+            raise refusal(
+                request_id,
                 f"the params of request {params.request_id[:80]!r} name one process for several of their "
                 f"{len(params.endpoints)} ranks; give the endpoint of each rank",
-                request_id=request_id,
-                reason=Reason.UNPLANNABLE,
             )
         ranks = remote_ranks(self._layout.tp_rank, self._layout.tp_size, params.tp_size)
         if len(ranks) * params.pp_size > MAX_SOURCES:
-            raise PlanRefused(
+            raise refusal(
+                request_id,
                 f"request {params.request_id[:80]!r} would be read from up to {len(ranks)} x {params.pp_size} prefill "
                 f"ranks, more than {MAX_SOURCES}",
-                request_id=request_id,
-                reason=Reason.UNPLANNABLE,
             )
         if params.tp_size not in self._predicted:
             self._predicted[params.tp_size] = predicted(self._layout, ranks, params.tp_size)

@@ -39,10 +39,8 @@ MAX_RELEASE_PAUSE_S = 5.0
 """Between two releases that are not acknowledged."""
 
 MAX_NONCES = 8
-"""Claims per source whose answers still count."""
 
 NEVER = -math.inf
-"""It has not happened."""
 
 LONG_AGO = -math.inf
 """It happened before anything that this rank did: no clock is needed to say so."""
@@ -102,8 +100,8 @@ class Source:
     done_at: float = NEVER
     nonce_when_done: int = 0
     has_landed: bool = False
-    """Nothing more will land: everything was posted and has ended, well or not, and nothing is in doubt. So while the
-    attempt has neither failed nor been cancelled all bytes are there."""
+    """Everything was posted and has ended, well or not, and nothing is in doubt. So if the attempt has neither failed
+    nor been cancelled, all bytes are there."""
     bytes_read: int = 0
 
     nonces: dict[int, float] = field(default_factory=dict)
@@ -118,7 +116,6 @@ class Source:
     """The bytes are what was lent."""
     claim_at: float = math.inf
     claims: int = 0
-    """Sent since the last answer."""
 
     release: ReleaseState = RELEASE.UNSENT
     release_at: float = math.inf
@@ -128,7 +125,6 @@ class Source:
 
     @property
     def is_waited_for(self) -> bool:
-        """Something of it may still be written, or is not proven yet."""
         return bool(self.running or self.doubtful) or (self.reads and not self.proven)
 
     @property
@@ -195,14 +191,7 @@ class Source:
         return read
 
     def transfer_ended(self, transfer_id: TransferId, num_bytes: int, in_doubt: bool, now: float) -> bool:
-        """Take the end of a transfer; True if with it everything has landed.
-
-        Args:
-            transfer_id: Which.
-            num_bytes: That it has landed; -1 if it failed.
-            in_doubt: It failed, and may still write.
-            now: Read after that was observed.
-        """
+        """Take the end of a transfer of so many bytes (-1: it failed); True if with it everything has landed."""
         if in_doubt:
             self.doubtful.add(transfer_id)
         else:
@@ -255,9 +244,7 @@ class Source:
             self.claim_at = max(sent_at + min(renew_s, answer.seconds / 2), now + MIN_RENEW_S)
 
     def refused(self, answer: Refused, now: float, *, reads_yet: bool) -> tuple[Reason, str] | None:
-        """Take a refusal; return why the attempt fails, if it does. `reads_yet`: it has met its ranks, and reads or
-        waits for room.
-        """
+        """Take a refusal; return why the attempt fails, if it does. `reads_yet`: it reads, or waits for room."""
         if answer.nonce < self.granted_nonce:
             return None  # late, or repeated: what was asked after it was granted
         # Who wants its blocks back gets them at once from whoever has begun nothing.

@@ -17,13 +17,10 @@ MAX_GAPS = 65_536
 """Gaps that are kept, over all schedulers: some 5 MB at most. Each is a request, or more, that later ones passed."""
 
 MAX_EPOCHS = 4096
-"""Schedulers that are told apart (a `PrefillRanks` is one; not one per request). Beyond that the one is forgotten of
-which nothing was lent for longest, and with it which of its keys are spent. Only the engine's own calls bring more."""
+"""Schedulers (`PrefillRanks`) that are told apart. Of more, the least recently used one is forgotten with its keys."""
 
 
 class SpentKeys:
-    """Sequence numbers that were used, per epoch; see the module."""
-
     def __init__(self, max_gaps: int = MAX_GAPS, max_epochs: int = MAX_EPOCHS) -> None:
         self.max_gaps, self._max_epochs = max_gaps, max_epochs
         self._runs: dict[str, tuple[list[int], list[int]]] = {}
@@ -34,7 +31,6 @@ class SpentKeys:
         self.num_given_up = 0
         """Open keys that are taken for spent, for lack of room."""
         self.num_forgotten = 0
-        """Epochs of which nothing is known any more."""
 
     def __contains__(self, key: Key) -> bool:
         """The number was used, whatever the token: no two keys of a scheduler share one."""
@@ -76,7 +72,6 @@ class SpentKeys:
         return tuple(self._runs)
 
     def _turn_to(self, epoch: str) -> tuple[list[int], list[int]]:
-        """Return the runs of another scheduler than the last one."""
         runs = self._runs.pop(epoch, None) or ([-1], [-1])
         if len(self._runs) >= self._max_epochs:
             firsts, _ = self._runs.pop(next(iter(self._runs)))

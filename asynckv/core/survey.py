@@ -50,7 +50,7 @@ FRESH_S = 0.2
 """For how long what was counted serves other questions."""
 
 FRESH_S_EACH = 50e-6
-"""The same for each request that was counted: to count one takes a hundredth of it."""
+"""The same per counted request, which takes a hundredth of that."""
 
 SLICE_LEASES, SLICE_PULLS, SLICE_TOLD = 2048, 512, 16
 """Looked at in one turn of the loop: half a millisecond each."""
@@ -80,8 +80,6 @@ Answer = Callable[[Status], None]
 
 
 class _Counts(Struct):
-    """Everything, counted at some moment."""
-
     at: float
     fresh_until: float
     phases: dict[tuple[str, str], list[float]]
@@ -101,11 +99,7 @@ class _Counts(Struct):
 
 
 class Survey:
-    """One rank's answers.
-
-    Attributes:
-        facts: What only the engine knows; the engine puts its own function here.
-    """
+    """One rank's answers; the engine puts its own function into `facts`."""
 
     def __init__(
         self,

@@ -44,13 +44,10 @@ ReleaseOutcome = Annotated[str, "What the release says: `complete`, `failed`, `c
 
 
 def short(text: str) -> str:
-    """Cut what others have said."""
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 4]} ..."
 
 
 class RefusedMessage(Struct, frozen=True, array_like=True):
-    """A message for a request that was refused."""
-
     after_s: float
     message: str
     reason: str
@@ -109,15 +106,11 @@ class Told(Struct, omit_defaults=True):
 
 
 class OfLease(Told):
-    """An event of one lease."""
-
     request_id: Annotated[str, "The prefill side's id of the request."]
     sequence: Annotated[int, "The number of its key: the same on all ranks of both sides."]
 
 
 class OfPull(Told):
-    """An event of one pull."""
-
     request_id: Annotated[str, "The decode side's id of the request."]
     prefill_request_id: Annotated[str, "The prefill side's id of the request."]
     pull_id: Annotated[str, "This attempt: the first half of the reader's incarnation, and a number."]
@@ -126,8 +119,6 @@ class OfPull(Told):
 
 
 class EndedAlike(Told):
-    """Requests that ended alike."""
-
     cause: Annotated[str, "Why they ended."]
     requests: Annotated[int, "How many requests."]
     alike: Annotated[dict[str, Any], "Fields that are the same for all of them."]
@@ -138,8 +129,6 @@ class EndedAlike(Told):
 
 
 class Incomplete(Told):
-    """What was to end, and had requests left."""
-
     stragglers: Annotated[int, "How many requests had not ended."]
     oldest: Annotated[list[str], "A few of them, in words: request id, why its blocks are held, whom it waits for."]
 
@@ -310,8 +299,6 @@ class LeaseGranted(OfLease):
 
 
 class HeldLease(Struct, frozen=True, omit_defaults=True):
-    """One entry of `oldest`."""
-
     request_id: Annotated[str, "The prefill side's id of the request."]
     sequence: Annotated[int, "The number of its key: the same on all ranks of both sides."]
     lent_s: Annotated[float, "For how long the request has been lent."]
@@ -387,8 +374,6 @@ class RequestWithdrawn(OfLease):
 
 
 class HeldPull(Struct, frozen=True, omit_defaults=True):
-    """One entry of `oldest`."""
-
     request_id: Annotated[str, "The decode side's id of the request."]
     prefill_request_id: Annotated[str, "The prefill side's id of the request."]
     pull_id: Annotated[str, "This attempt: the first half of the reader's incarnation, and a number."]
@@ -585,8 +570,6 @@ class OffloadFailed(Told):
 
 
 class OffloadLate(Told):
-    """A copy that failed, and its end."""
-
     what: Annotated[str, "`store` or `load`."]
     request_id: Annotated[str, "The request's id."]
     job: Annotated[str, "The rank's id of the store or load."]
@@ -746,8 +729,6 @@ EVENTS: Final[Mapping[str, type[Told]]] = {
 
 
 class PullIds(TypedDict):
-    """What joins a decode side's request with the prefill side's."""
-
     request_id: str
     prefill_request_id: str
     pull_id: str
@@ -756,7 +737,6 @@ class PullIds(TypedDict):
 
 
 def pull_ids(pull: Pull) -> PullIds:
-    """Return the ids of a pull's events."""
     params = pull.params
     return {
         "request_id": pull.request_id,
@@ -768,7 +748,6 @@ def pull_ids(pull: Pull) -> PullIds:
 
 
 def release_unanswered(pull: Pull, ranks: Sequence[str], cause: str, now: float, detail: str = "") -> ReleaseUnanswered:
-    """Say that ranks never acknowledged the release of a pull."""
     seconds = round(now - pull.published_at, 6)
     return ReleaseUnanswered(
         **pull_ids(pull),
@@ -781,7 +760,6 @@ def release_unanswered(pull: Pull, ranks: Sequence[str], cause: str, now: float,
 
 
 def lease_granted(lease: Lease, pull_id: PullId) -> LeaseGranted:
-    """Say that a reader was promised the blocks of a lease."""
     grant, sequence = lease.grants[pull_id], lease.lent.key.sequence
     seconds, after_s = round(grant.until - grant.since, 6), round(grant.since - lease.lent_at, 6)
     return LeaseGranted(lease.lent.request_id, sequence, grant.name, pull_id, seconds, after_s)

@@ -218,11 +218,7 @@ def members(kind: type[AnyEnum]) -> type[AnyEnum]:
 
 
 def sendable(value: object, kind: type[T]) -> T:
-    """Return a value as whoever it is sent to would see it: what a caller built himself had none of its fields checked.
-
-    Raises:
-        msgspec.ValidationError: Naming the field that is wrong.
-    """
+    """Return a value as its receiver would see it, or raise `msgspec.ValidationError` that names the wrong field."""
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind)
     except (msgspec.ValidationError, UnicodeEncodeError, TypeError, OverflowError, RecursionError) as exc:
@@ -253,10 +249,8 @@ def _num_runs(groups: object) -> int:
 
 
 def decode_params(value: object) -> KVTransferParams:
-    """Validate params that came through a router (a `KVTransferParams` or what `json.loads` made of one).
-
-    Raises:
-        RemoteProtocolError: Naming the field that is wrong.
+    """Validate params that came through a router (a `KVTransferParams`, or a dict of JSON), or raise
+    `RemoteProtocolError`.
     """
     try:
         if isinstance(value, KVTransferParams):

@@ -121,8 +121,6 @@ class Welcome(Struct, frozen=True, array_like=True, tag=2, gc=False):
 
 
 class Unwelcome(Struct, frozen=True, array_like=True, tag=3, gc=False):
-    """Answer to a `Hello` that this rank will not serve."""
-
     nonce: Nonce
     reason: Reason
     detail: Detail
@@ -234,8 +232,6 @@ class StatusRequest(Struct, frozen=True, array_like=True, tag=13, gc=False):
 
 
 class Status(Struct, frozen=True, array_like=True, tag=14, gc=False):
-    """Answer to `StatusRequest`."""
-
     nonce: Nonce
     engine_id: Name
     tp_rank: Rank
@@ -306,12 +302,7 @@ def encode_packet(sender: str, target: str, messages: Sequence[Message]) -> byte
 
 
 def decode_packet(data: bytes) -> Packet:
-    """Decode bytes from outside: the only door.
-
-    Raises:
-        OtherVersion: They are of another major version.
-        RemoteProtocolError: Whatever else is wrong with them; nothing else is ever raised.
-    """
+    """Decode bytes from outside: the only door. Raises `RemoteProtocolError` (or `OtherVersion`), and nothing else."""
     try:
         packet = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:

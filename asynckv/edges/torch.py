@@ -143,27 +143,20 @@ class TensorPart:
     """One part of one layer, as a tensor: the whole of it, or a slice or view of a larger one.
 
     Attributes:
-        layer: The layer's name, by which both engines know it.
-        name: The part's name, by which both engines know it.
         tensor: The whole tensor, or a slice, permutation or `as_strided` view of one: its storage is registered.
         order: Names of the tensor's dims. One is `block` (kernel blocks, or states); `token` counts entries along the
             tokens; the others must be the same on both sides, whatever their order.
-        group: Index of the group.
-        axis: The dim that tensor parallelism cuts; empty if every rank holds the same.
-        held: `[lo, hi)` of the whole model's axis: what this rank holds.
-        extent: Size of the whole model's axis.
-        tokens_per_entry: Tokens that one entry along `token` covers.
     """
 
-    layer: str
-    name: str
+    layer: str  # the layer's name, by which both engines know it
+    name: str  # the part's name, by which both engines know it
     tensor: torch.Tensor
     order: Sequence[str]
-    group: int = 0
-    axis: str = ""
-    held: tuple[int, int] = (0, 0)
-    extent: int = 0
-    tokens_per_entry: int = 1
+    group: int = 0  # index of the group
+    axis: str = ""  # the dim that tensor parallelism cuts; empty if every rank holds the same
+    held: tuple[int, int] = (0, 0)  # `[lo, hi)` of the whole model's axis: what this rank holds
+    extent: int = 0  # size of the whole model's axis
+    tokens_per_entry: int = 1  # tokens that one entry along `token` covers
 
 
 def register_parts(

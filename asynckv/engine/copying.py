@@ -80,12 +80,7 @@ class ByTokens:
                 self.partners[place] = mine
 
     def wanted(self, blocks: Sequence[BlockList], tokens: int) -> list[list[int]]:
-        """Say which blocks of the shelf's groups hold what is to be loaded of a prefix.
-
-        Args:
-            blocks: Per group of the device, the first token and the blocks of its request.
-            tokens: Where the prefix ends, a multiple of all block sizes.
-        """
+        """Say which blocks of the shelf's groups hold a prefix of `tokens`, a multiple of all block sizes."""
         places: list[list[int]] = [[] for _ in self._shelf.groups]
         for place, group in self.groups.items():
             first = min(blocks[mine][0] for mine in self.partners[place])
@@ -108,10 +103,8 @@ class ByTokens:
 
 
 def reading(device: Layout, shelves: Sequence[Shelf], max_bytes: int) -> dict[Shelf, ByTokens]:
-    """Say how shelves of all ranks of another engine are read into a device's memory; of those that are needed.
-
-    Raises:
-        LayoutError: What they hold cannot be compared, or is not all that the device has.
+    """Say how shelves of all ranks of another engine are read into a device's memory; raise `LayoutError` if they do
+    not fit, or lack something.
     """
     plain = _without_windows(device)
     tables = kept_tables(plain, [_without_windows(shelf.layout) for shelf in shelves], itertools.count(1))

@@ -68,7 +68,6 @@ IDLE_BEAT_S = 2.5
 """The beat while nothing is under way: nobody here has a deadline then, and a newcomer waits for `handshake_s`."""
 
 MAX_WAITED = 8
-"""Ranks that a sign of life names."""
 
 Ts = TypeVarTuple("Ts")
 
@@ -220,12 +219,7 @@ class Driver:
         core.outbox.trace = self.recorder.is_tracing
 
     def attach(self, guest: Guest) -> None:
-        """Let somebody use the memory beside the core until the engine ends.
-
-        Raises:
-            EngineClosed: The engine does not run.
-            LocalProtocolError: It has a guest already.
-        """
+        """Let somebody use the memory beside the core until the engine ends; one guest at a time."""
         if self.life.state is not LifeState.RUNNING:
             raise EngineClosed(f"the engine is {self.life.state.value}, and takes no offload")
         if self.guests:

@@ -40,8 +40,6 @@ MAX_NAMED = 64
 
 
 class Ending:
-    """The ways in which an engine ends."""
-
     def __init__(self, driver: Driver, config: EngineConfig, retrying: Mapping[str, Retries]) -> None:
         self._driver, self._config, self._retrying = driver, config, retrying
         self._life, self._recorder = driver.life, driver.recorder
@@ -51,7 +49,6 @@ class Ending:
         self._suspending: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
         self._left: tuple[HeldBlocks, ...] = ()
         self.is_busy = False
-        """A data plane is being started anew, or closed."""
         self._is_stopped = False
         self.door: LocalDoor | None = None
 

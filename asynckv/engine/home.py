@@ -41,11 +41,8 @@ class Home:
         self.loop, self._thread, self.is_settled = None, 0, False
 
     def here(self, call: Callable[..., Any], *, is_first: bool = False) -> None:
-        """Refuse a call from elsewhere than the engine's event loop, before anything is changed.
-
-        Args:
-            call: What is called.
-            is_first: It may be called on any loop while the engine has none.
+        """Refuse a call from elsewhere than the engine's event loop; with `is_first` any loop will do while there is
+        none.
         """
         try:
             is_here = asyncio.get_running_loop() is self.loop
@@ -62,12 +59,7 @@ class Home:
             raise self._wrong_thread(question)
 
     def ask(self, question: Callable[[], T], timeout_s: float) -> T:
-        """Ask on the loop's thread, and wait for the answer there, for so long at most.
-
-        Raises:
-            TimeoutError: No answer by then.
-            EngineClosed: There is no loop yet.
-        """
+        """Ask on the loop's thread, and wait for the answer for `timeout_s`, then raise `TimeoutError`."""
         loop = self.loop
         if loop is None or not self.is_settled:
             raise EngineClosed(NOT_STARTED)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from msgspec import structs
 
@@ -22,6 +23,7 @@ Shorter = Callable[["OffloadJob"], tuple[int, Mapping[Shelf, Positions]] | None]
 """Says which prefix can still be loaded, and which blocks of which shelves make it up."""
 
 
+@dataclass(eq=False)
 class OffloadJob:
     """One job of the catalogue, and its caller's blocks.
 
@@ -29,40 +31,36 @@ class OffloadJob:
         job_id: In the catalogue, and in the ledger.
         blocks: Per group of the layout, the caller's list.
         ids: Per group of the layout, those of its blocks that are read or written.
-        chain: The prompt's hashes.
-        tokens: Of a load, how long the prefix is that is being loaded.
         shorter: Of a load, says what is left of it where some of it is lost; None once it is given up.
+        tokens: Of a load, how long the prefix is that is being loaded.
         num_bytes: Bytes copied for it.
         file_bytes: Bytes that came from files for it.
         retired_at: When its blocks are given up, once it has ended and something may still touch them.
+        parts: Shelf -> what became of the job there; a prefix of another geometry is on several.
+        held_by: Shelves that may still touch the blocks, though the job has ended there.
     """
 
-    def __init__(
-        self,
-        job_id: str,
-        request_id: str,
-        kind: JobKind,
-        blocks: Sequence[BlockList],
-        ids: Mapping[int, Int64s],
-        now: float,
-        until: float,
-    ) -> None:
-        self.job_id, self.request_id, self.kind = job_id, request_id, kind
-        self.blocks, self.ids = blocks, ids
-        self.begun_at, self.until = now, until
-        self.chain, self.tokens = list[bytes](), 0
-        self.shorter: Shorter | None = None
-        self.num_bytes = self.file_bytes = 0
-        self.retired_at = math.inf
-        self.is_retired = self.is_free = False
-        self.parts: dict[str, JobEnded | None] = {}
-        """Shelf -> what became of the job there; a prefix of another geometry is on several."""
-        self.held_by: set[str] = set()
-        """Shelves that may still touch the blocks, though the job has ended there."""
-        self.ended: JobEnded | None = None
-        self.ended_at = math.inf
-        self.outcome: asyncio.Future[JobEnded] = asyncio.get_running_loop().create_future()
-        self.is_returned = asyncio.Event()
+    job_id: str
+    request_id: str
+    kind: JobKind
+    blocks: Sequence[BlockList]
+    ids: Mapping[int, Int64s]
+    begun_at: float
+    until: float
+    chain: list[bytes]
+    tokens: int
+    shorter: Shorter | None
+    num_bytes: int = 0
+    file_bytes: int = 0
+    retired_at: float = math.inf
+    is_retired: bool = False
+    is_free: bool = False
+    parts: dict[str, JobEnded | None] = field(default_factory=dict)
+    held_by: set[str] = field(default_factory=set)
+    ended: JobEnded | None = None
+    ended_at: float = math.inf
+    outcome: asyncio.Future[JobEnded] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    is_returned: asyncio.Event = field(default_factory=asyncio.Event)
 
     # -- as the engine's inspector sees it -----------------------------------------------------------
 

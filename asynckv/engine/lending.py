@@ -39,7 +39,6 @@ class Lending:
         lease_s: float | None,
         num_readers: int,
     ) -> dict[str, Any]:
-        """Bring a prefix to host memory, pin it there, and lend it by the host tier's engine; see `Offload.lend`."""
         request_id, num_readers = (
             text("request_id", request_id, MAX_ID, 1),
             integer("num_readers", num_readers, 1, MAX_RANKS),

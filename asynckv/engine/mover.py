@@ -126,8 +126,6 @@ class Mover:
         """Take a request's blocks, and let catalogues store or load them.
 
         Args:
-            kind: Store or load.
-            request_id: The caller's.
             blocks: Per group, the caller's list; empty if blocks are only pinned in host memory under the job's id.
             ids: Per group, the blocks that are read or written.
             timeout_s: When what is not posted is given up.
@@ -135,11 +133,6 @@ class Mover:
             tokens: Where the prefix ends.
             where: Which blocks of each shelf's groups; None for all that are needed.
             shorter: Says what is loaded where some of it is lost; nothing if left out.
-
-        Raises:
-            EngineClosed: Nothing is begun any more.
-            LocalProtocolError: A block is in use; nothing was changed.
-            Overloaded: `max_jobs` of that kind wait or run already.
         """
         if self.cause:
             raise EngineClosed(f"the offload takes nothing: {self.cause}")
@@ -156,8 +149,8 @@ class Mover:
         use: Literal["lent", "writing"] = "lent" if kind is JobKind.STORE else "writing"
         held = core.ledger.check(use, ids)
         until = now + timeout_s
-        job = OffloadJob(f"{kind.value}-{next(self.ids)}", request_id, kind, blocks, held, now, until)
-        job.chain, job.tokens, job.shorter = chain, tokens, shorter
+        job_id = f"{kind.value}-{next(self.ids)}"
+        job = OffloadJob(job_id, request_id, kind, blocks, held, now, until, chain, tokens, shorter)
         for shelf, positions in where.items():
             if kind is JobKind.STORE:
                 shelf.catalogue.store(job.job_id, chain, tokens, positions=positions, until=until, is_prefix=True)

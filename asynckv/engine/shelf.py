@@ -32,7 +32,7 @@ MOVE_BYTES = 64 << 20
 
 
 class Shelf:
-    """Where blocks of one form are kept.
+    """Where blocks of one form are kept; raises `ConfigError` if a group or a size does not allow it.
 
     Args:
         far: Its name among what the copy plane knows.
@@ -44,9 +44,6 @@ class Shelf:
         kept: Groups of the form that this rank has a part of; what the catalogue calls a group is a place in it.
         files_lost: Why its files take no more writes, or nothing; empty while they do.
         unfit: Blocks of its files that were dropped, because they are of another length.
-
-    Raises:
-        ConfigError: A block size is not a multiple of `hash_tokens`, a group cannot be kept, or the tier is too small.
     """
 
     def __init__(

@@ -108,7 +108,6 @@ class Tiers:
         self.network: Engine | None = None
         self.is_started = self._is_to_be_told = False
         self._written_before: int | None = None
-        """Blocks that had been written to files when closing began."""
         self._copies = copies
         self._closing: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
         self._opening: asyncio.Future[int] | None = None
@@ -300,13 +299,8 @@ class Tiers:
         return left
 
     async def _let_go_of_planes(self, by: float | None) -> None:
-        """End all planes; nothing touches any memory afterwards.
-
-        Args:
-            by: Until when that may take; each plane `CLOSE_S` if None, and `GRACE_S` in any case.
-
-        Raises:
-            BackendError: Something may still write the memory.
+        """End all planes within `by` (None: `CLOSE_S` each); nothing touches any memory afterwards, or `BackendError`
+        is raised.
         """
 
         def left(least: float) -> float:

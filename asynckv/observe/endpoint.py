@@ -42,7 +42,6 @@ MAX_CLIENTS = 32
 """Connections at a time, each of them a thread; one more ends the oldest, so clients that are silent keep none out."""
 
 POLL_S = 0.1
-"""How long closing may take at most for want of a request."""
 
 
 class _Server(ThreadingWSGIServer):

@@ -56,18 +56,14 @@ class Family(NamedTuple):
 FAMILIES: Mapping[str, Family] = {
     # -- the engine
     "engine_info": Family(
-        "info",
-        "This start of the engine: incarnation as in the logs, versions, transports.",
-        ("incarnation", "version", "nixl", "backend", "ucx_tls"),
+        "info", "This start of the engine.", ("incarnation", "version", "nixl", "backend", "ucx_tls")
     ),
     "engine_state": Family("gauge", "1 for the engine's state, 0 for all others.", ("state",)),
-    "reading_age_seconds": Family(
-        "gauge", "Age of the figures of this scrape: above 0 if the event loop did not answer."
-    ),
+    "reading_age_seconds": Family("gauge", "Age of this scrape's figures; above 0 if the event loop did not answer."),
     "data_plane_up": Family("gauge", "1 while the data plane serves, 0 while its process is being replaced."),
     # -- pulls: the decode side
     "pulls": Family(
-        "gauge", "Pulls and announcements by state; notifying: only the release is not acknowledged yet.", ("state",)
+        "gauge", "Pulls and announcements, by state (notifying: only the release is not acknowledged yet).", ("state",)
     ),
     "pulls_waiting": Family("gauge", "Pulls that have begun and do not read yet."),
     "pulls_waiting_limit": Family("gauge", "Limit of waiting pulls (max_queued); more are refused at once."),
@@ -82,9 +78,7 @@ FAMILIES: Mapping[str, Family] = {
     "pulls_retried": Family("counter", "Failed attempts that were followed by another, by reason.", ("reason",)),
     "pull_duration_seconds": Family("histogram", "From the call of pull to its outcome.", ("outcome",)),
     "pull_phase_seconds": Family("histogram", "Time that pulls spent in each phase.", ("phase",)),
-    "pull_rereads": Family(
-        "counter", "Ranks that were read again, because the first read began before the request was lent."
-    ),
+    "pull_rereads": Family("counter", "Ranks that were read again, because the first read came before the lease."),
     "read_bytes": Family("counter", "Bytes that transfers read, whether or not their pulls ended well."),
     "transfers": Family("gauge", "Transfers under way, and those in doubt: failed, and may still write.", ("state",)),
     "transfers_posted": Family("counter", "Transfers posted by pulls that have ended."),
@@ -98,25 +92,16 @@ FAMILIES: Mapping[str, Family] = {
     # -- peers
     "peers": Family("gauge", "Prefill ranks that this engine knows, by state.", ("state",)),
     "peer_changes": Family(
-        "counter",
-        "How often a prefill rank entered a state; left: it said goodbye and no pull failed with it, else gone.",
-        ("state",),
+        "counter", "Prefill ranks that entered a state (left: said goodbye; else gone).", ("state",)
     ),
     "peer_pulls_ended": Family("counter", "Pulls that ended, by the engine that was read from.", ("peer", "outcome")),
-    "peer_read_bytes": Family(
-        "counter", "Bytes of pulls that ended well, by the engine that was read from.", ("peer",)
-    ),
+    "peer_read_bytes": Family("counter", "Bytes of completed pulls, by the engine that was read from.", ("peer",)),
     # -- blocks, on both sides
     "blocks": Family(
-        "gauge",
-        "Blocks that are not the engine's to use: lent to readers, being written by a pull, quarantined (their pull "
-        "failed, a transfer may still write), retired (the same, and given up).",
-        ("state",),
+        "gauge", "Blocks in use: lent, being written, quarantined (may still be written), retired.", ("state",)
     ),
     "blocks_given_up": Family("counter", "Blocks that were retired (lost to the process) since the start."),
-    "quarantined_oldest_seconds": Family(
-        "gauge", "For how long the oldest blocks of a failed pull have been held; 0 if there are none."
-    ),
+    "quarantined_oldest_seconds": Family("gauge", "Age of the oldest quarantined blocks; 0 if there are none."),
     # -- leases: the prefill side
     "leases": Family("gauge", "Requests that are lent, by state.", ("state",)),
     "leases_older_than": Family("gauge", "Requests that have been lent for longer than so many seconds.", ("seconds",)),
@@ -130,10 +115,10 @@ FAMILIES: Mapping[str, Family] = {
     "parked_messages": Family("gauge", "Claims and releases that came before their request was lent, and are kept."),
     "parked_messages_limit": Family("gauge", "Limit of kept claims and releases (max_parked)."),
     "parked_messages_dropped": Family(
-        "counter", "Early claims and releases that were dropped: no room, or not lent in time.", ("reason",)
+        "counter", "Early claims and releases that were dropped, by reason.", ("reason",)
     ),
     "keys_overtaken": Family(
-        "counter", "Keys that were given up or forgotten, because too many were made and not lent.", ("how",)
+        "counter", "Keys given up or forgotten, because too many were made and not lent.", ("how",)
     ),
     # -- messages
     "messages": Family("counter", "Messages by direction and type.", ("direction", "type")),
@@ -143,16 +128,12 @@ FAMILIES: Mapping[str, Family] = {
     "connections_refused": Family("counter", "Addresses that this engine refused to connect to.", ("cause",)),
     # -- what is kept outside of the accelerator, where there is an offload
     "offload_blocks": Family(
-        "gauge",
-        "Blocks by tier: kept; or leaving, which lookups find no more and something still uses.",
-        ("state", "tier"),
+        "gauge", "Blocks by tier: kept, or leaving (not found any more, still in use).", ("state", "tier")
     ),
     "offload_bytes": Family("gauge", "Bytes of the kept blocks, by tier.", ("tier",)),
     "offload_limit_bytes": Family("gauge", "Size of a tier (host_bytes, file_bytes).", ("tier",)),
     "offload_up": Family(
-        "gauge",
-        "1 while a tier is read from, or written to; 0 if its disk has failed, or the offload is off.",
-        ("what", "tier"),
+        "gauge", "1 while a tier is used; 0 if its disk failed, or the offload is off.", ("what", "tier")
     ),
     "offload_waiting_blocks": Family("gauge", "Blocks in host memory that wait to be written back to files."),
     "offload_duration_seconds": Family("histogram", "From the call of store or load to its outcome.", ("call",)),
@@ -164,11 +145,11 @@ FAMILIES: Mapping[str, Family] = {
     "offload_evicted": Family("counter", "Blocks that were evicted to make room, by tier.", ("tier",)),
     "offload_not_stored": Family("counter", "Blocks that stores left out, by reason (no_room, ...).", ("reason",)),
     "offload_not_written_back": Family(
-        "counter", "Blocks that were not written from host memory to files, by reason.", ("reason",)
+        "counter", "Blocks not written from host memory to files, by reason.", ("reason",)
     ),
     "offload_records_lost": Family("counter", "File records that were not what was stored, or could not be read."),
     "offload_disk_failures": Family(
-        "counter", "How often a disk failed, so that files take no more writes, or are not used at all.", ("what",)
+        "counter", "Disk failures: files take no more writes, or are not used at all.", ("what",)
     ),
     "offload_moves_failed": Family("counter", "Moves between tiers that failed."),
     # -- how it fares

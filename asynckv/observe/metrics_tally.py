@@ -54,15 +54,8 @@ class Tally(Observer):
 
     Attributes:
         phases: By `asynckv.observe.log.phases`, of every pull that has ended.
-        pulls: Whole pulls, by how they ended: `complete`, `cancelled` or `failed`.
-        leases: How long requests were lent, by how that ended.
-        offloads: Stores and loads, up to their outcome.
-        lag: How late the engine's timer fired.
+        pulls: Whole pulls, by how they ended.
         retried: Attempts after which another followed, by why they had failed.
-        blocks_given_up: Blocks that were retired.
-        peer_states: How often a peer came into which state.
-        peer_pulls: How pulls from an engine ended.
-        peer_bytes: What was read of an engine.
     """
 
     def __init__(self) -> None:

@@ -26,33 +26,20 @@ Codes = npt.NDArray[np.uint8]
 
 
 class GroupFound(Struct, frozen=True, gc=False):
-    """What one group has.
+    """What one group has."""
 
-    Attributes:
-        tokens: The longest prefix that this group alone could use.
-        ready: Blocks of the common prefix that are needed and in host memory.
-        in_file: Blocks of it that must be brought from the file tier first.
-        storing: Blocks of it that are being written into host memory.
-    """
-
-    tokens: int
-    ready: int
-    in_file: int
-    storing: int
+    tokens: int  # the longest prefix that this group alone could use
+    ready: int  # blocks of the common prefix that are needed and in host memory
+    in_file: int  # blocks of it that must be brought from the file tier first
+    storing: int  # blocks of it that are being written into host memory
 
 
 class Found(Struct, frozen=True, gc=False):
-    """What is stored of a prompt.
+    """What is stored of a prompt."""
 
-    Attributes:
-        tokens: Length of the longest prefix that all groups can use.
-        ready_tokens: Length of the longest prefix that can be loaded without waiting for files or for a store.
-        groups: The same for each group.
-    """
-
-    tokens: int
-    ready_tokens: int
-    groups: tuple[GroupFound, ...]
+    tokens: int  # length of the longest prefix that all groups can use
+    ready_tokens: int  # length of the longest prefix that can be loaded without waiting for files or for a store
+    groups: tuple[GroupFound, ...]  # the same for each group
 
     @property
     def would_wait(self) -> bool:

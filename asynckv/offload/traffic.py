@@ -20,17 +20,15 @@ class Budgets(Struct, frozen=True, kw_only=True):
     """How much may be under way at once, and how fast.
 
     Attributes:
-        move_bytes: The most that one move carries; one block at least.
         load_bytes, store_bytes, promotion_bytes, write_back_bytes: The most that moves of a kind carry together.
-        write_back_bytes_per_s: How fast the file tier is written.
     """
 
-    move_bytes: int = 64 << 20
+    move_bytes: int = 64 << 20  # the most that one move carries; one block at least
     load_bytes: int = 1 << 30
     store_bytes: int = 1 << 30
     promotion_bytes: int = 256 << 20
     write_back_bytes: int = 256 << 20
-    write_back_bytes_per_s: float = math.inf
+    write_back_bytes_per_s: float = math.inf  # how fast the file tier is written
 
 
 class Running:

@@ -40,23 +40,20 @@ class Option:
     """What an option is beside its name, type and default.
 
     Attributes:
-        shown: What the help gives as its default, if that is not the field's.
         read: Makes the value of the command line's text, by the option's name; its default is then `shown`.
-        is_file: Names a file that the run reads: a sweep takes other content for another sweep.
         in_record: It stands in the JSON record as it is. Otherwise the record has what became of it, or nothing.
-        is_single: Means nothing for a sweep, whose points are many runs.
     """
 
     panel: str
     help: str
     metavar: str | None = None
-    shown: str | None = None
+    shown: str | None = None  # what the help gives as its default, if that is not the field's
     least: float | None = None
     most: float | None = None
     read: Callable[[str, str], Any] | None = None
-    is_file: bool = False
+    is_file: bool = False  # names a file that the run reads: a sweep takes other content for another sweep
     in_record: bool = True
-    is_single: bool = False
+    is_single: bool = False  # means nothing for a sweep, whose points are many runs
 
     def check(self, name: str, value: Any) -> None:
         if self.least is None or value is None:

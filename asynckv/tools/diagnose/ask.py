@@ -16,10 +16,12 @@ from __future__ import annotations
 import asyncio
 import enum
 import errno
+import math
 import os
 import secrets
 import socket
 import stat
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -63,27 +65,20 @@ class Answer:
     """What one engine said, or why it did not.
 
     Attributes:
-        address: Whom we asked.
-        error: Why there is no answer, and what to do about it; empty if there is one.
-        trouble: What kind of reason that is.
-        pid: Of the process behind a socket that gave no answer; 0 if it is not known.
         engine_id, tp_rank: As it calls itself.
-        gauges: What is owed and held.
-        account: Everything else that it says.
-        is_cut: It holds more requests than were asked for.
-        took_s: How long the answer took.
     """
 
-    address: str
-    error: str = ""
-    trouble: Trouble = Trouble.NONE
-    pid: int = 0
+    address: str  # whom we asked
+    error: str = ""  # why there is no answer, and what to do about it; empty if there is one
+    trouble: Trouble = Trouble.NONE  # what kind of reason that is
+    pid: int = 0  # of the process behind a socket that gave no answer; 0 if it is not known
     engine_id: str = ""
     tp_rank: int = 0
-    gauges: Mapping[str, int] = field(default_factory=dict)
-    account: Account = field(default_factory=Account)
-    is_cut: bool = False
-    took_s: float = 0.0
+    gauges: Mapping[str, int] = field(default_factory=dict)  # what is owed and held
+    account: Account = field(default_factory=Account)  # everything else that it says
+    is_cut: bool = False  # it holds more requests than were asked for
+    took_s: float = 0.0  # how long the answer took
+    at: float = math.nan  # when it came, by this host's clock
 
     @property
     def rank(self) -> str:
@@ -227,7 +222,7 @@ class Asker:
             if answer.error and not is_network:
                 pid = 0 if answer.trouble is T.GONE or address not in self._behind else self._behind[address].pid
                 answer = replace(answer, account=Account(rank=rank_of(Path(address))), pid=pid)
-            return replace(answer, took_s=loop.time() - began)
+            return replace(answer, took_s=loop.time() - began, at=time.time())
 
     # -- inside ------------------------------------------------------------------------------------
 

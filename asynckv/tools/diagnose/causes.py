@@ -134,23 +134,14 @@ class CAUSE(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One cause, for people.
+    """One cause, for people."""
 
-    Attributes:
-        heading: What to look at.
-        title: In some words, for tables.
-        sentence: What is said of a request, with names and numbers in place of the braces.
-        remedy: What to do.
-        is_class: It stands for several causes that cannot be told apart with the logs at hand.
-        of: Other sentences, by what the owner knows.
-    """
-
-    heading: HEADING
-    title: str
-    sentence: str
-    remedy: str
-    is_class: bool = False
-    of: Mapping[Owner, str] = field(default_factory=dict)
+    heading: HEADING  # what to look at
+    title: str  # in some words, for tables
+    sentence: str  # what is said of a request, with names and numbers in place of the braces
+    remedy: str  # what to do
+    is_class: bool = False  # it stands for several causes that cannot be told apart with the logs at hand
+    of: Mapping[Owner, str] = field(default_factory=dict)  # other sentences, by what the owner knows
 
 
 CATALOGUE: dict[CAUSE, Entry] = {}

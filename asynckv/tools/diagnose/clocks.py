@@ -56,32 +56,20 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """How far a process's clock is ahead of its group's reference, at some moment.
+    """How far a process's clock is ahead of its group's reference, at some moment."""
 
-    Attributes:
-        seconds: Subtract it to come to the reference's time.
-        within_s: How much more or less it may be.
-    """
-
-    seconds: float
-    within_s: float
+    seconds: float  # subtract it to come to the reference's time
+    within_s: float  # how much more or less it may be
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Exchanges of two clocks contradict each other: one of them was set, or lines were written late.
+    """Exchanges of two clocks contradict each other: one of them was set, or lines were written late."""
 
-    Attributes:
-        names: Of the two clocks.
-        since: From when on they do, by the reference's clock.
-        until: And until when.
-        seconds: By how much, at most.
-    """
-
-    names: tuple[str, str]
-    since: float
-    until: float
-    seconds: float
+    names: tuple[str, str]  # of the two clocks
+    since: float  # from when on they do, by the reference's clock
+    until: float  # and until when
+    seconds: float  # by how much, at most
 
 
 @dataclass
@@ -90,15 +78,12 @@ class Clocks:
 
     Attributes:
         clock: Which clock a process has; those of one host share one. Its name is a process that has it.
-        groups: Clocks that can be compared, the reference first.
-        conflicts: Where exchanges contradict each other.
-        not_shared: Hosts whose processes contradict that they have one clock.
     """
 
     clock: dict[str, str]
-    groups: list[list[str]] = field(default_factory=list)
-    conflicts: list[Conflict] = field(default_factory=list)
-    not_shared: list[str] = field(default_factory=list)
+    groups: list[list[str]] = field(default_factory=list)  # clocks that can be compared, the reference first
+    conflicts: list[Conflict] = field(default_factory=list)  # where exchanges contradict each other
+    not_shared: list[str] = field(default_factory=list)  # hosts whose processes contradict that they have one clock
     _group: dict[str, int] = field(default_factory=dict)
     _ways: dict[str, _Way] = field(default_factory=dict)
 

@@ -54,66 +54,39 @@ SAID_ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that an operator should know.
+    """One thing that an operator should know."""
 
-    Attributes:
-        heading: What kind of thing it is; it decides what to do.
-        code: A stable name of what it is: a cause of late blocks, how a process is, why requests failed, an event.
-        what: What is wrong, with names and numbers.
-        evidence: How that is known.
-        remedy: What to do.
-        requests: Requests that are late or failed for it, by their names on the prefill side.
-        blocks: How many blocks these hold; -1 if that is not known.
-    """
-
-    heading: HEADING
-    code: str
-    what: str
-    evidence: str = ""
-    remedy: str = ""
-    requests: tuple[str, ...] = ()
-    blocks: int = -1
+    heading: HEADING  # what kind of thing it is; it decides what to do
+    code: str  # a stable name of what it is: a cause of late blocks, how a process is, why requests failed, an event
+    what: str  # what is wrong, with names and numbers
+    evidence: str = ""  # how that is known
+    remedy: str = ""  # what to do
+    requests: tuple[str, ...] = ()  # requests that are late or failed for it, by their names on the prefill side
+    blocks: int = -1  # how many blocks these hold; -1 if that is not known
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """All that was found.
+    """All that was found."""
 
-    Attributes:
-        wrong: What is wrong, the worst first.
-        limits: What could therefore not be judged.
-        late: Every request that was late; the findings tell of them in groups.
-        copies: Every store and load that did not end.
-    """
-
-    wrong: Sequence[Finding] = ()
-    limits: Sequence[Finding] = ()
-    late: Sequence[Leak] = ()
-    copies: Sequence[LateCopy] = ()
+    wrong: Sequence[Finding] = ()  # what is wrong, the worst first
+    limits: Sequence[Finding] = ()  # what could therefore not be judged
+    late: Sequence[Leak] = ()  # every request that was late; the findings tell of them in groups
+    copies: Sequence[LateCopy] = ()  # every store and load that did not end
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was read and asked, joined.
-
-    Attributes:
-        axis: Has the service, and gives its times.
-        grounds: All processes.
-        late: Of `find_leaks`.
-        copies: Of `late_copies`.
-        answers: Of engines that were asked.
-        since: Nothing counts that was over before.
-        failed: Stores and loads of the request that was asked for, each in a line.
-    """
+    """What was read and asked, joined."""
 
     logs: Logs
-    axis: Axis
-    grounds: Sequence[Ground]
-    late: Sequence[Leak]
-    copies: Sequence[LateCopy] = ()
-    answers: Sequence[Answer] = ()
-    since: float = -math.inf
-    failed: Sequence[str] = ()
+    axis: Axis  # has the service, and gives its times
+    grounds: Sequence[Ground]  # all processes
+    late: Sequence[Leak]  # of `find_leaks`
+    copies: Sequence[LateCopy] = ()  # of `late_copies`
+    answers: Sequence[Answer] = ()  # of engines that were asked
+    since: float = -math.inf  # nothing counts that was over before
+    failed: Sequence[str] = ()  # stores and loads of the request that was asked for, each in a line
 
 
 def find(seen: Seen) -> Findings:

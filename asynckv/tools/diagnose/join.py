@@ -54,36 +54,26 @@ class Process:
     """One start of one rank's process (or, after `suspend`, of its engine: its incarnation is a new one).
 
     Attributes:
-        rank: Its name, with the start.
         host: Where it runs; empty in old logs. Processes of one host have one clock.
-        started: What it said as it started; None if that is not in the logs.
-        stopped: What it said as it stopped in order.
-        first_at: Of its records, by its own clock.
-        last_at: The same of the last.
-        successor: The next start of the same rank, if the logs have one.
-        lends: It spoke as a prefill side.
-        pulls: It spoke as a decode side.
-        answers: It was asked, and answered: it lives.
         says_info: Its log has lines below the level of a warning: only then does the lack of one say anything.
-        durations: Of its configuration, as far as it said them.
         records: What it said of itself and of its peers, by time; what it said of requests is with the requests.
     """
 
     incarnation: str
     engine_id: str
-    rank: str
+    rank: str  # its name, with the start
     host: str = ""
-    started: Record | None = None
-    stopped: Record | None = None
-    first_at: float = math.inf
-    last_at: float = -math.inf
-    successor: Process | None = None
-    lends: bool = False
-    pulls: bool = False
-    answers: bool = False
+    started: Record | None = None  # what it said as it started; None if that is not in the logs
+    stopped: Record | None = None  # what it said as it stopped in order
+    first_at: float = math.inf  # of its records, by its own clock
+    last_at: float = -math.inf  # the same of the last
+    successor: Process | None = None  # the next start of the same rank, if the logs have one
+    lends: bool = False  # it spoke as a prefill side
+    pulls: bool = False  # it spoke as a decode side
+    answers: bool = False  # it was asked, and answered: it lives
     says_info: bool = False
     num_records: int = 0
-    durations: dict[str, float] = field(default_factory=dict)
+    durations: dict[str, float] = field(default_factory=dict)  # of its configuration, as far as it said them
     records: list[Record] = field(default_factory=list)
     _by_event: dict[str, list[Record]] = field(default_factory=dict)
 
@@ -310,7 +300,6 @@ class Pull:
 
     Attributes:
         held: Warnings that named it, with its entry in each.
-        like: The pull that failed in the same words just before, where the log says no more than that.
     """
 
     process: Process
@@ -327,7 +316,7 @@ class Pull:
     returned: Record | None = None
     retired: Record | None = None
     transitions: list[Record] = field(default_factory=list)
-    like: Pull | None = None
+    like: Pull | None = None  # the pull that failed in the same words just before, where the log says no more than that
 
     @property
     def cause(self) -> str:
@@ -420,20 +409,15 @@ class Request:
     """One lent request on all ranks of both sides.
 
     Attributes:
-        engine_id: The prefill engine.
-        request_id: The prefill side's id.
-        leases: By the prefill rank's name.
-        pulls: By pull id.
-        others: Pulls of this key that speak of another request id.
         withdrawn: What the prefill side said as it gave the request up, before it was lent.
     """
 
-    engine_id: str
+    engine_id: str  # the prefill engine
     sequence: int
-    request_id: str
-    leases: dict[str, Lease] = field(default_factory=dict)
-    pulls: dict[str, Pull] = field(default_factory=dict)
-    others: dict[str, Pull] = field(default_factory=dict)
+    request_id: str  # the prefill side's id
+    leases: dict[str, Lease] = field(default_factory=dict)  # by the prefill rank's name
+    pulls: dict[str, Pull] = field(default_factory=dict)  # by pull id
+    others: dict[str, Pull] = field(default_factory=dict)  # pulls of this key that speak of another request id
     withdrawn: list[Record] = field(default_factory=list)
 
     @property

@@ -29,26 +29,19 @@ class LateCopy:
     """Blocks of one store or load.
 
     Attributes:
-        rank: Whose blocks.
-        what: `store` or `load`.
-        job: As the rank calls it.
         state: `returned`, `retired` (retired: lost to this process), `closed` (with its engine), or `held` when the log
             ends.
-        blocks: How many; -1 if no log says so.
-        seconds: For how long they were held after the failure, as far as is known.
-        since: When it failed, in seconds since 1970 by the rank's clock; nan if unknown.
-        detail: Why it failed.
     """
 
-    rank: str
-    what: str
-    job: str
+    rank: str  # whose blocks
+    what: str  # `store` or `load`
+    job: str  # as the rank calls it
     request_id: str
     state: str
-    blocks: int
-    seconds: float
-    since: float
-    detail: str
+    blocks: int  # how many; -1 if no log says so
+    seconds: float  # for how long they were held after the failure, as far as is known
+    since: float  # when it failed, in seconds since 1970 by the rank's clock; nan if unknown
+    detail: str  # why it failed
 
 
 def has_offload(process: Process) -> bool:

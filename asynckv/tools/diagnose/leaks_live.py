@@ -6,6 +6,7 @@ moment, by one clock. What has not been held for as long as a log would warn of 
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 from collections.abc import Iterable, Iterator
@@ -53,7 +54,9 @@ def records_of(answers: Iterable[Answer], now: float, *, every: bool = False) ->
         if answer.error or not account.incarnation:
             continue
 
-        def say(event: type[told.Told], at: float = now, *, answer: Answer = answer, **fields: Any) -> Record:
+        came = now if math.isnan(answer.at) else answer.at
+
+        def say(event: type[told.Told], at: float = came, *, answer: Answer = answer, **fields: Any) -> Record:
             name = answer.account
             process = answer.engine_id, name.rank, name.incarnation
             return Record(at, event.event, "info", *process, fields, answer.address)
@@ -63,13 +66,13 @@ def records_of(answers: Iterable[Answer], now: float, *, every: bool = False) ->
             "lends": counted.get("leases.lent", 0) > 0,
             "pulls": counted.get("pulls.started", 0) > 0,
         }
-        began = now - account.facts.uptime_s
+        began = came - account.facts.uptime_s
         yield say(told.EngineStarted, began, host="asked", address=answer.address, answers=True, **said)
         for peer in account.peers:
             yield say(told.PeerChanged, peer=peer.rank, address=peer.address, state=peer.state, detail=peer.cause)
         if "offload.jobs" in answer.gauges:
             yield say(told.OffloadStarted, began)
-        for since, is_retired, copy in _copies(answer, now):
+        for since, is_retired, copy in _copies(answer, came):
             yield say(told.OffloadFailed, since, **copy, held=1)
             if is_retired:
                 yield say(told.OffloadRetired, **copy)

@@ -43,25 +43,17 @@ FAILED_AS = {
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Pulls that failed for one reason.
-
-    Attributes:
-        by: The rank that was away, died, or was to be read from; the reader itself if that was the one.
-        pulls: How many.
-        since: When the first of them failed, by its reader's clock.
-        until: When the last did.
-        requests: Ids on the decode side.
-    """
+    """Pulls that failed for one reason."""
 
     cause: CAUSE
     sentence: str
     cell: tuple[Owner, Reader]
-    by: str
+    by: str  # the rank that was away, died, or was to be read from; the reader itself if that was the one
     readers: tuple[str, ...]
-    pulls: int
-    since: float
-    until: float
-    requests: tuple[str, ...]
+    pulls: int  # how many
+    since: float  # when the first of them failed, by its reader's clock
+    until: float  # when the last did
+    requests: tuple[str, ...]  # ids on the decode side
 
     @property
     def heading(self) -> HEADING:

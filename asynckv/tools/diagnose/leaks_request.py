@@ -32,7 +32,7 @@ def find_requests(service: Service, wanted: str, others: Iterable[str] = ()) -> 
         ConfigError: Nothing was asked for, there is no such request, or several begin so.
     """
     if not wanted.strip():
-        raise ConfigError("--request '' names nothing; give an id of either side, a pull id or a sequence")
+        raise ConfigError("'' names nothing; give an id of either side, a pull id or a sequence")
     every = [[x] for x in service.requests]
     if found := [x for (x,) in named(every, wanted, exactly=True)]:
         return found
@@ -42,11 +42,11 @@ def find_requests(service: Service, wanted: str, others: Iterable[str] = ()) -> 
     shown = without_control(wanted)[:MAX_LETTERS]
     if len({x.name for x in found}) > 1:  # a request that is tried again elsewhere may have its id there too
         begun = _some(x.name for x in found)
-        raise ConfigError(f"--request {shown}: {len(found):,} requests begin so: {begun}; give more of its id")
+        raise ConfigError(f"{shown}: {len(found):,} requests begin so: {begun}; give more of its id")
     if not found:
         near = _nearest(wanted, others.union(*map(names, every)))
         raise ConfigError(
-            f"--request {shown}: no such request among {len(every):,}"
+            f"{shown}: no such request among {len(every):,}"
             + (f"; the nearest ids are {_some(near)}" if near else "")
             + "; successes are sampled, of stores and loads only failures are logged, and it may be in other logs"
         )

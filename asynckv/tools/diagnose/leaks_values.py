@@ -14,17 +14,12 @@ from asynckv.tools.diagnose.join import base_name
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What became of what one reader had to say to one prefill rank.
-
-    Attributes:
-        claim: `came after 0.1 s`, `never came`, `was refused: ...`.
-        release: `came: complete`, `was refused: ...`, `was lost`, `was never sent`, `never came`.
-    """
+    """What became of what one reader had to say to one prefill rank."""
 
     holder: str
     reader: str
-    claim: str
-    release: str
+    claim: str  # `came after 0.1 s`, `never came`, `was refused: ...`
+    release: str  # `came: complete`, `was refused: ...`, `was lost`, `was never sent`, `never came`
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,54 +27,33 @@ class Leak:
     """Blocks of one request that came back late, on one side.
 
     Attributes:
-        cause: Out of the catalogue.
-        sentence: The cause, with names and numbers.
-        cell: Where in the table of verdicts it stands.
-        side: Whose blocks: `prefill` or `decode`.
         state: What became of them: `expired`, `closed`, `died`, `held`, `announced`, `unknown` (no log says so);
             `returned`, `retired` or `quarantined` on the decode side.
-        engine_id: The prefill engine.
-        request_id: The prefill side's id.
-        decode_request_ids: What the decode side calls it, as far as that is known.
-        holders: Ranks whose blocks they are.
-        blocks: How many, on all of these; -1 if no log says so.
-        seconds: For how long they were held, as far as is known.
-        since: Since when, in seconds since 1970 by the holder's clock; nan if unknown.
-        told_at: When the logs speak of it last.
-        owed: Readers that were waited for; `*` is a decode engine that never spoke up.
-        reader: The one that the sentence speaks of, as far as one is known.
-        other_request_id: Under which id it was spoken of, if not under its own.
-        released: Readers that did release, and how.
-        words: What was said and heard, per reader and rank.
-        last_prefill: The last that the prefill side's logs say of it.
-        last_decode: The last that the decode side's logs say of it.
-        also: Other stories that are true of other readers.
-        missing: Whose logs would say more.
     """
 
-    cause: CAUSE
-    sentence: str
-    cell: tuple[Owner, Reader]
-    side: str
+    cause: CAUSE  # out of the catalogue
+    sentence: str  # the cause, with names and numbers
+    cell: tuple[Owner, Reader]  # where in the table of verdicts it stands
+    side: str  # whose blocks: `prefill` or `decode`
     state: str
-    engine_id: str
-    request_id: str
+    engine_id: str  # the prefill engine
+    request_id: str  # the prefill side's id
     sequence: int
-    decode_request_ids: tuple[str, ...] = ()
-    holders: tuple[str, ...] = ()
-    blocks: int = -1
-    seconds: float = math.nan
-    since: float = math.nan
-    told_at: float = math.nan
-    owed: tuple[str, ...] = ()
-    reader: str = ""
-    other_request_id: str = ""
-    released: Mapping[str, str] = field(default_factory=dict)
-    words: tuple[Word, ...] = ()
-    last_prefill: str = ""
-    last_decode: str = ""
-    also: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
+    decode_request_ids: tuple[str, ...] = ()  # what the decode side calls it, as far as that is known
+    holders: tuple[str, ...] = ()  # ranks whose blocks they are
+    blocks: int = -1  # how many, on all of these; -1 if no log says so
+    seconds: float = math.nan  # for how long they were held, as far as is known
+    since: float = math.nan  # since when, in seconds since 1970 by the holder's clock; nan if unknown
+    told_at: float = math.nan  # when the logs speak of it last
+    owed: tuple[str, ...] = ()  # readers that were waited for; `*` is a decode engine that never spoke up
+    reader: str = ""  # the one that the sentence speaks of, as far as one is known
+    other_request_id: str = ""  # under which id it was spoken of, if not under its own
+    released: Mapping[str, str] = field(default_factory=dict)  # readers that did release, and how
+    words: tuple[Word, ...] = ()  # what was said and heard, per reader and rank
+    last_prefill: str = ""  # the last that the prefill side's logs say of it
+    last_decode: str = ""  # the last that the decode side's logs say of it
+    also: tuple[str, ...] = ()  # other stories that are true of other readers
+    missing: tuple[str, ...] = ()  # whose logs would say more
 
     @property
     def until(self) -> float:
@@ -100,15 +74,11 @@ class Leak:
 
 @dataclass(frozen=True, slots=True)
 class Early:
-    """A process whose log ends, without a goodbye, long before the logs of others do.
-
-    Attributes:
-        before_s: By how much, at least.
-    """
+    """A process whose log ends, without a goodbye, long before the logs of others do."""
 
     rank: str
     last_at: float
-    before_s: float
+    before_s: float  # by how much, at least
 
 
 def moment(at: float) -> str:

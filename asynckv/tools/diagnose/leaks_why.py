@@ -38,18 +38,13 @@ _OTHER = re.compile(r"not to ('.*'|\".*\")\Z", re.DOTALL)
 
 @dataclass(slots=True)
 class Verdict:
-    """Why one reader is owed: a cell of the table, and the names and numbers of its sentence.
-
-    Attributes:
-        at: Orders those of one request.
-        missing: Whose logs would say more.
-    """
+    """Why one reader is owed: a cell of the table, and the names and numbers of its sentence."""
 
     owner: Owner
     reader: Reader
     names: dict[str, Any]
-    at: float = math.inf
-    missing: tuple[str, ...] = ()
+    at: float = math.inf  # orders those of one request
+    missing: tuple[str, ...] = ()  # whose logs would say more
     cause: CAUSE = field(init=False)
 
     def __post_init__(self) -> None:
@@ -223,9 +218,10 @@ class _Debt:
         if lease.state == "lent" and fate.kind != "died":
             return self._is(R.WAITING, f"{state} by {self.name}", seconds=in_seconds(lease.seconds))
         if fate.after <= self.until:
-            # A process that lives renews, says how a pull ended, and writes at least once in half a lease.
-            quiet_s = process.durations.get("lease_s", DEFAULT_LEASE_S) / 2 + LATE_S
-            if fate.kind == "died" or (self.owner is not W.RETRYING and presence.last > self.until + quiet_s):
+            # A process that lives renews, and says how a pull ended; but one whose loop is away writes nothing.
+            quiet_s = process.durations.get("lease_s", DEFAULT_LEASE_S) + LATE_S
+            is_dead = fate.kind == "died" and (fate.is_proved or presence.last_end > self.until)
+            if is_dead or (self.owner is not W.RETRYING and presence.last > self.until + quiet_s):
                 why = fate.why if fate.kind == "died" else fate.why.partition(";")[0]
                 if fate.after < presence.when(lease.process.incarnation, lease.lent_at + self.heard_s)[0]:
                     why += f"; what it did after {moment(process.last_at)} is not in its log"

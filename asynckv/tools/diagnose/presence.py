@@ -22,6 +22,7 @@ from asynckv.tools.diagnose.records import Record
 DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, where a log does not say
 AT_ONCE_S = 0.01  # lines of one moment are written within this time; promises are of whole milliseconds
 LATE_S = 1.0  # that a lease has expired is logged so much later than it is due, at most, where no loop is away
+SIGN_S = 4.0  # a sign of life is written so much later than every half lease, at most
 SILENCE_S = 5.0
 """A living process writes a line again, where others go on for so long: one that is lost is dead or hangs for good."""
 
@@ -55,6 +56,8 @@ def early_ends(service: Service, when: When) -> list[Early]:
     for process in service.processes.values():
         before_s = last - ends[process.incarnation][1]
         bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S)
+        if next(process.of(told.EngineAlive), None) is not None:
+            bound += SIGN_S
         is_known = process.stopped is not None or process.successor is not None or process.answers
         if process.num_records and not is_known and before_s > bound:
             out.append(Early(process.rank, process.last_at, before_s))
@@ -172,7 +175,7 @@ class Presence:
         if gone_by >= low and self.last >= gone_by + SILENCE_S / 2:
             return Fate("died", f"{ends}, and it let its grants run out", low, gone_by, False)
         lease_s = process.durations.get("lease_s", DEFAULT_LEASE_S)
-        if any(True for _ in process.of(told.EngineAlive)) and self.last >= high + lease_s + LATE_S:
+        if next(process.of(told.EngineAlive), None) is not None and self.last >= high + lease_s + LATE_S:
             why = f"{ends}, though it wrote a line every {in_seconds(lease_s / 2)} s at least"
             return Fate("died", why, low, high + lease_s, False)
         others = list(self._would_be_told_of(process))

@@ -24,23 +24,14 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A process at one moment.
+    """A process at one moment."""
 
-    Attributes:
-        pid: As this host numbers it.
-        state: One letter, as in `ps`; empty if it cannot be read.
-        began: Ticks from the boot to its start: another process with the same pid has another.
-        cpu_s: The processor time of all its threads until now.
-        at: When that was.
-        frozen: The cgroup that keeps it from running, as `docker pause` does; empty if none does.
-    """
-
-    pid: int
-    state: str = ""
-    began: int = 0
-    cpu_s: float = 0.0
-    at: float = 0.0
-    frozen: str = ""
+    pid: int  # as this host numbers it
+    state: str = ""  # one letter, as in `ps`; empty if it cannot be read
+    began: int = 0  # ticks from the boot to its start: another process with the same pid has another
+    cpu_s: float = 0.0  # the processor time of all its threads until now
+    at: float = 0.0  # when that was
+    frozen: str = ""  # the cgroup that keeps it from running, as `docker pause` does; empty if none does
 
 
 def look(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Seen:

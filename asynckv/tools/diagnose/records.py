@@ -100,27 +100,16 @@ def _fields(text: bytes) -> dict[str, Any]:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One event of one process.
+    """One event of one process."""
 
-    Attributes:
-        at: When it was logged, in seconds since 1970 by that process's own clock.
-        event: Its name, of `asynckv.core.told.EVENTS`, or one that is not known here.
-        level: `debug`, `info`, `warning`, `error`.
-        engine_id: Which engine said it.
-        rank: Which rank and which start of its process, as in all logs: `prefill/pp1/tp3@0a1b2c3d`.
-        incarnation: Which start of the process, in full.
-        fields: Everything else that the line says.
-        where: File and line, for people.
-    """
-
-    at: float
-    event: str
-    level: str
-    engine_id: str
-    rank: str
-    incarnation: str
-    fields: Mapping[str, Any]
-    where: str = ""
+    at: float  # when it was logged, in seconds since 1970 by that process's own clock
+    event: str  # its name, of `asynckv.core.told.EVENTS`, or one that is not known here
+    level: str  # `debug`, `info`, `warning`, `error`
+    engine_id: str  # which engine said it
+    rank: str  # which rank and which start of its process, as in all logs: `prefill/pp1/tp3@0a1b2c3d`
+    incarnation: str  # which start of the process, in full
+    fields: Mapping[str, Any]  # everything else that the line says
+    where: str = ""  # file and line, for people
 
     def text(self, name: str) -> str:
         """Return a field that is text; empty if it is missing or something else."""
@@ -177,21 +166,13 @@ class Skipped:
 
 @dataclass(slots=True)
 class Source:
-    """One file that was read.
+    """One file that was read."""
 
-    Attributes:
-        path: As it was given or found.
-        num_bytes: Read of it, uncompressed.
-        num_lines: Lines of any program.
-        num_others: Lines of other programs.
-        num_repeated: Lines that were there before, in this file or another.
-    """
-
-    path: str
-    num_bytes: int = 0
-    num_lines: int = 0
-    num_others: int = 0
-    num_repeated: int = 0
+    path: str  # as it was given or found
+    num_bytes: int = 0  # read of it, uncompressed
+    num_lines: int = 0  # lines of any program
+    num_others: int = 0  # lines of other programs
+    num_repeated: int = 0  # lines that were there before, in this file or another
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,21 +180,16 @@ class Logs:
     """All that some logs say.
 
     Attributes:
-        records: By the time that they give, by whichever clock.
-        sources: The files.
-        skipped: What was left out, and why.
-        num_text: Lines of other programs that look like asynckv's in another form than JSON.
         counted: The first and the last of the lines of each process that were only counted, and for how many lines
             each of them stands.
-        num_well: Requests that went well and were only counted.
     """
 
-    records: Sequence[Record] = ()
-    sources: Sequence[Source] = ()
-    skipped: Sequence[Skipped] = ()
-    num_text: int = 0
+    records: Sequence[Record] = ()  # by the time that they give, by whichever clock
+    sources: Sequence[Source] = ()  # the files
+    skipped: Sequence[Skipped] = ()  # what was left out, and why
+    num_text: int = 0  # lines of other programs that look like asynckv's in another form than JSON
     counted: Sequence[tuple[Record, int]] = ()
-    num_well: int = 0
+    num_well: int = 0  # requests that went well and were only counted
 
     @property
     def num_bytes(self) -> int:

@@ -34,23 +34,14 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A log that ends without a goodbye.
+    """A log that ends without a goodbye."""
 
-    Attributes:
-        process: Whose.
-        at: Its last line, on the axis.
-        by: When it was surely gone, clocks included; nan if nobody can say.
-        how: `died`; `died or was cut off`, if nothing but its silence says so; `silent`, if it may live.
-        text: The same in words, with the evidence.
-        noticed: By whom, and when; the first of them.
-    """
-
-    process: Process
-    at: float
-    by: float
-    how: str
-    text: str
-    noticed: tuple[Notice, ...]
+    process: Process  # whose
+    at: float  # its last line, on the axis
+    by: float  # when it was surely gone, clocks included; nan if nobody can say
+    how: str  # `died`; `died or was cut off`, if nothing but its silence says so; `silent`, if it may live
+    text: str  # the same in words, with the evidence
+    noticed: tuple[Notice, ...]  # by whom, and when; the first of them
 
     @property
     def is_death(self) -> bool:

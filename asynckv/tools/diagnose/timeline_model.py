@@ -84,19 +84,15 @@ class Bar:
     """One phase, on the axis.
 
     Attributes:
-        phase: One of `PHASES`.
-        derived: How its place was worked out, where it was not told.
-        note: More about it.
-        is_open: It had not ended when the log did.
         parts: What went on inside, without a place of its own: seconds by name.
     """
 
-    phase: str
+    phase: str  # one of `PHASES`
     start: float
     end: float
-    derived: str = ""
-    note: str = ""
-    is_open: bool = False
+    derived: str = ""  # how its place was worked out, where it was not told
+    note: str = ""  # more about it
+    is_open: bool = False  # it had not ended when the log did
     parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -107,21 +103,14 @@ class Bar:
 
 @dataclass(slots=True)
 class Lane:
-    """One rank's part in one attempt.
-
-    Attributes:
-        side: `prefill` or `decode`.
-        what: Which of its parts, if it has several.
-        fields: What else is known of it.
-        within_s: How unsure its place is.
-    """
+    """One rank's part in one attempt."""
 
     process: Process
-    side: str
-    what: str
+    side: str  # `prefill` or `decode`
+    what: str  # which of its parts, if it has several
     bars: list[Bar]
-    fields: dict[str, str] = field(default_factory=dict)
-    within_s: float = 0.0
+    fields: dict[str, str] = field(default_factory=dict)  # what else is known of it
+    within_s: float = 0.0  # how unsure its place is
 
     @property
     def start(self) -> float:
@@ -163,34 +152,21 @@ class Arrow(NamedTuple):
 
 @dataclass(slots=True)
 class Story:
-    """One request over all ranks and attempts.
+    """One request over all ranks and attempts."""
 
-    Attributes:
-        number: In the order of time.
-        name: The prefill side's id, if that is known.
-        others: The decode side's ids.
-        outcome: How it ended: of its last attempt, or of its lease if no attempt is known.
-        lease: How it ended on the prefill side; empty if no log says so.
-        pull: On the decode side.
-        level: `info`, or `warning` if something went wrong.
-        group: Which axis it is on.
-        seconds: How long it took on the side where that was longest; it is ranked by this.
-        took: What took so long: the `lease`, the `pull` (all attempts), its `announcement`, its `quarantine`.
-    """
-
-    number: int
-    name: str
-    others: tuple[str, ...]
+    number: int  # in the order of time
+    name: str  # the prefill side's id, if that is known
+    others: tuple[str, ...]  # the decode side's ids
     engine_id: str
     sequence: int
     pull_ids: tuple[str, ...]
-    outcome: str
-    lease: str
-    pull: str
-    level: str
-    group: int
-    seconds: float
-    took: str
+    outcome: str  # how it ended: of its last attempt, or of its lease if no attempt is known
+    lease: str  # how it ended on the prefill side; empty if no log says so
+    pull: str  # on the decode side
+    level: str  # `info`, or `warning` if something went wrong
+    group: int  # which axis it is on
+    seconds: float  # how long it took on the side where that was longest; it is ranked by this
+    took: str  # what took so long: the `lease`, the `pull` (all attempts), its `announcement`, its `quarantine`
     lanes: list[Lane]
     marks: list[Mark]
 

@@ -149,16 +149,13 @@ class Chosen(msgspec.Struct):
     """What becomes of the lines of requests that went well; each has its source and its number there.
 
     Attributes:
-        lines: Those that are to be read.
         edges: Of each process the first and the last line of those that are only counted, and for how many each stands.
-        num_requests: Requests that are only counted.
-        repeated: How many lines of each source were there before.
     """
 
-    lines: Iterator[Packed]
+    lines: Iterator[Packed]  # those that are to be read
     edges: Iterator[tuple[Packed, int]]
-    num_requests: int
-    repeated: list[int]
+    num_requests: int  # requests that are only counted
+    repeated: list[int]  # how many lines of each source were there before
 
 
 def _sampled(sequence: npt.NDArray[np.int64], among: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

@@ -133,27 +133,22 @@ class Ucx(Struct, frozen=True, kw_only=True):
     """What two processes of ours saw of NIXL and UCX, or one of ours and an engine's.
 
     Attributes:
-        stage: How far it came: `start`, `agent`, `connect`, `read`, `done`.
-        failure: How it ended before that: `refused`, `died`, `hung`; empty if it did not.
         lanes: What the connection is made of, such as `tcp/lo`, `cma/memory`, `rc_mlx5/mlx5_0:1`.
         uses: What remote memory was read by.
-        unknown: Variables that UCX does not know, with what it takes them for.
-        unavailable: What UCX said of transports and devices that were asked for and are not there.
-        facts: What the data plane says of itself (`NixlPlane.describe`).
     """
 
-    stage: str = "done"
-    failure: str = ""
+    stage: str = "done"  # how far it came: `start`, `agent`, `connect`, `read`, `done`
+    failure: str = ""  # how it ended before that: `refused`, `died`, `hung`; empty if it did not
     detail: str = ""
     version: str = "1.23.0"
     library: str = ""
     plugins: tuple[str, ...] = ("UCX", "POSIX")
     lanes: tuple[str, ...] = ("tcp/lo", "cma/memory")
     uses: tuple[Use, ...] = (Use(count=1, sizes="0..inf", how="zero-copy", transport="cma/memory"),)
-    unknown: tuple[tuple[str, str], ...] = ()
-    unavailable: tuple[str, ...] = ()
+    unknown: tuple[tuple[str, str], ...] = ()  # variables that UCX does not know, with what it takes them for
+    unavailable: tuple[str, ...] = ()  # what UCX said of transports and devices that were asked for and are not there
     errors: tuple[str, ...] = ()
-    facts: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)  # what the data plane says of itself (`NixlPlane.describe`)
     wrong: int = 0
     seconds: float = 0.0
 
@@ -162,16 +157,11 @@ class PeerFacts(Struct, frozen=True, kw_only=True):
     """What came of talking to `--to`; what the other side does not tell is empty.
 
     Attributes:
-        stage: How far it came: `resolve`, `connect`, `speak`, `hello`, `done`.
         mechanism: What the listener's greeting offers (`CURVE`, `NULL`); empty if it was not asked or spoke no ZMTP.
-        turned_away: The listener refused our key.
-        hung_up: It ended the connection before, or while, hands were shaken.
-        planes: What its data plane says of itself (`Engine.describe`).
-        away_s: For how long its event loop was away at most.
     """
 
     address: str
-    stage: str = "done"
+    stage: str = "done"  # how far it came: `resolve`, `connect`, `speak`, `hello`, `done`
     error: str = ""
     errno: int = 0
     has_key: bool = False
@@ -181,8 +171,8 @@ class PeerFacts(Struct, frozen=True, kw_only=True):
     local: str = "10.0.0.1"
     path_mtu: int = 1500
     mechanism: str = ""
-    turned_away: bool = False
-    hung_up: bool = False
+    turned_away: bool = False  # the listener refused our key
+    hung_up: bool = False  # it ended the connection before, or while, hands were shaken
     major: int = 1
     minor: int = 0
     our_minor: int = 0
@@ -199,9 +189,9 @@ class PeerFacts(Struct, frozen=True, kw_only=True):
     digest_ok: bool = True
     gauges: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    planes: dict[str, str] = field(default_factory=dict)
+    planes: dict[str, str] = field(default_factory=dict)  # what its data plane says of itself (`Engine.describe`)
     life: str = ""
-    away_s: float = 0.0
+    away_s: float = 0.0  # for how long its event loop was away at most
     ucx: Ucx | None = None
 
 

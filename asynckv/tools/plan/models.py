@@ -60,19 +60,12 @@ class Projection(Struct, frozen=True):
 
 
 class State(Struct, frozen=True, tag="state"):
-    """A recurrent layer: one convolution state and one recurrent state per request, whatever its length.
+    """A recurrent layer: one convolution state and one recurrent state per request, whatever its length."""
 
-    Attributes:
-        conv: Sub-projections, in the order in which they lie in memory; empty ones are left out.
-        columns: Columns that the convolution keeps per channel: its kernel size - 1.
-        units: Entries of the recurrent state's sharded axis (channels, or heads).
-        shape: Its other dims, such as (head_dim, state size).
-    """
-
-    conv: tuple[Projection, ...]
-    columns: int
-    units: int
-    shape: tuple[int, ...]
+    conv: tuple[Projection, ...]  # sub-projections, in the order in which they lie in memory; empty ones are left out
+    columns: int  # columns that the convolution keeps per channel: its kernel size - 1
+    units: int  # entries of the recurrent state's sharded axis (channels, or heads)
+    shape: tuple[int, ...]  # its other dims, such as (head_dim, state size)
     dtype: str = ""
 
 
