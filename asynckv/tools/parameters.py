@@ -50,11 +50,6 @@ def _typed(name: str, kind: Any, option: Option) -> Any:
     return Annotated[Path | None if option.is_file else str if option.read is not None else kind, extra]
 
 
-def is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
 def options_given(given: Mapping[str, Any]) -> Options:
     """Make the options of what was given; the others have their defaults."""
     values = dict(given)

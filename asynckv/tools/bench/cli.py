@@ -16,7 +16,7 @@ from asynckv.errors import ConfigError
 from asynckv.tools.bench import offload_cli
 from asynckv.tools.bench.options import share_of
 from asynckv.tools.output import check_writable, help_of, write, write_json
-from asynckv.tools.parameters import is_given, options_given, taking_options
+from asynckv.tools.parameters import options_given, taking_options
 
 bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 bench_app.command(epilog=offload_cli.EPILOG, help=help_of(offload_cli.offload))(offload_cli.offload)
@@ -136,7 +136,8 @@ bench_app.callback(invoke_without_command=True, epilog=BENCH_EPILOG, help=help_o
 def _refuse_options(context: typer.Context) -> None:
     """Refuse a single run's options before a subcommand, where they would do nothing."""
     for param in context.command.params:
-        if is_given(context, str(param.name)):
+        source = context.get_parameter_source(str(param.name))
+        if source is not None and source.name == "COMMANDLINE":
             name = context.invoked_subcommand
             raise ConfigError(f"{param.opts[0]} stands before {name}; put options after it: asynckv bench {name} ...")
 

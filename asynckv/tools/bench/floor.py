@@ -100,7 +100,8 @@ class Floor:
         plans = [plan for work in works if (plan := self._plan(work)).num_bytes]
         num_bytes = sum(plan.num_bytes for plan in plans)
         if self._verify:
-            await anyio.to_thread.run_sync(self._poison, works)
+            for work in works:
+                await anyio.to_thread.run_sync(self._pool.poison, work.lists)
         try:
             move = self._prepared(plans, concurrency)
             garbage.settle()
@@ -116,10 +117,6 @@ class Floor:
         params = decode_params(work.params)
         mine = check_block_ids(self._here, work.lists, params.num_tokens)
         return plan_read(self._map, BlockLists(mine, params.groups, params.num_tokens))
-
-    def _poison(self, works: Sequence[p.Work]) -> None:
-        for work in works:
-            self._pool.poison(work.lists)
 
     def _wrong(self, works: Sequence[p.Work]) -> int:
         return sum(

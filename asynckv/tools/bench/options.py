@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from asynckv.config import MIN_LEASE_S, LeaseConfig
 from asynckv.errors import ConfigError
@@ -118,18 +119,9 @@ class Shape(Struct, frozen=True, kw_only=True):
     def layout(self, model: Model, tp_rank: int, pp_stage: int, num_blocks: int | Sequence[int] = 1) -> Layout:
         from asynckv.tools.plan.layouts import model_layout
 
-        return model_layout(
-            model,
-            tp_rank=tp_rank,
-            tp_size=self.tp,
-            pp_stage=pp_stage,
-            pp_size=self.pp,
-            block_size=self.block_size,
-            ratio=self.ratio,
-            num_blocks=num_blocks,
-            order=self.order,
-            conv_order=self.conv_order,
-        )
+        how = asdict(self)
+        sizes = {"tp_size": how.pop("tp"), "pp_size": how.pop("pp")}
+        return model_layout(model, tp_rank=tp_rank, pp_stage=pp_stage, num_blocks=num_blocks, **sizes, **how)
 
 
 def _in(panel: str, **usual: Any) -> Callable[..., Any]:
