@@ -81,7 +81,6 @@ COMMANDS = {
     "plan": "plan LAYOUTS LAYOUTS --json OUT",
 }
 """Commands that need no engine; what is in capitals is a path."""
-WHY = "why late LOG --json OUT"  # and what engines say
 
 
 def _parameters(value: Any) -> dict[str, str]:
@@ -170,7 +169,7 @@ def reports(account: Account) -> dict[str, list[str]]:
     """The keys of JSON reports, by their schema. `account`: what an engine says of itself, all of it."""
     answers = [Answer(address="tcp://h:1", engine_id="e", account=account), Answer(address="tcp://h:2", error="x")]
     with tempfile.NamedTemporaryFile() as out:
-        why = _run(WHY, {"LOG": str(DATA / "leaks.jsonl"), "OUT": out.name})
+        why = _run("why late LOG --json OUT", {"LOG": str(DATA / "leaks.jsonl"), "OUT": out.name})
     why["engines"] = [why_report.engine(x) for x in answers]
     keys = {each["schema"]: set(_keys(each)) for each in (_bench(), why)}
     doctor = show.as_json(Facts(), (), 1.0)

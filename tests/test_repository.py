@@ -106,7 +106,7 @@ def test_the_first_test_of_a_contributor_passes() -> None:
     test()
 
 
-MOST_LINES = {"asynckv": 60_307, "asynckv/tools": 20_566, "tests": 74_011, "scripts": 7_892, "docs/examples": 1_414}
+MOST_LINES = {"asynckv": 53_827, "asynckv/tools": 18_322, "tests": 74_561, "scripts": 7_892, "docs/examples": 1_412}
 """Lines of Python at most. A change that removes some lowers the number; one that adds some removes others."""
 
 
