@@ -144,6 +144,22 @@ def test_a_refusal_that_a_success_followed_is_over_and_two_requests_of_one_id_ar
     assert [x.code for x in screen([*well(), over, failed])[0].wrong] == ["never_heard_of", "connection_lost"]
 
 
+def test_a_death_takes_over_only_what_hangs_on_it() -> None:
+    """A prefill rank died long after a lease had expired there, for a reader whose loop was away."""
+    died = [x for x in well() if not (x.rank == PREFILL and x.event == "engine_stopped")]
+    claims = {DECODE: {"pull_id": "dddddddddddddddd-900", "claimed_s": 0.1, "heard_s": 0.2}}
+    early = say(35.0, "lease_ended", PREFILL, "warning", request_id="x", sequence=900, blocks=7, seconds=30.0,
+                cause="expired", owed=[DECODE], claims=claims)  # fmt: skip
+    pull = ended(36.0, "lease_lost", prefill_request_id="x", pull_id="dddddddddddddddd-900", sequence=900,
+                 seconds=30.9, peer_ranks=[PREFILL])  # fmt: skip
+    away = say(36.0, "loop_was_away", DECODE, "warning", seconds=30.5, leases=0, pulls=1)
+    lost = say(60.0, "peer_changed", DECODE, "warning", peer=PREFILL, peer_incarnation="aaaaaaaa" * 4, state="gone",
+               cause="peer_lost", detail="its process has ended")  # fmt: skip
+    gone, late = screen([*died, early, pull, away, lost])[0].wrong
+    assert (gone.code, gone.requests) == ("died", ())
+    assert (late.code, late.requests) == ("decode_loop_away", ("x",))
+
+
 def test_an_attempt_that_another_one_followed_is_no_failure() -> None:
     retried = [
         ended(2.0, "peer_lost", request_id="d", attempt=1, prefill_request_id="p", sequence=7),

@@ -106,6 +106,15 @@ def find(seen: Seen) -> Findings:
     return Findings(wrong, [*_limits(seen), *_warnings(seen)], asked, seen.copies)
 
 
+def _is_about(leak: Leak, rank: str) -> bool:
+    """What is late hangs on how this process is: it is the reader that is gone or does not answer, or it lent it."""
+    if leak.cause is CAUSE.DECODE_UNRESPONSIVE:
+        return rank in leak.sentence
+    if leak.cause is CAUSE.PREFILL_DIED:
+        return rank in leak.holders
+    return rank in (leak.reader, *leak.owed) and CATALOGUE[leak.cause].heading in OF_PROCESSES
+
+
 def _gone(seen: Seen) -> Iterator[Finding]:
     """Processes whose logs end without a goodbye, the earliest first, with what is late since."""
     presence = Presence(seen.axis.service, seen.axis.when)
@@ -113,7 +122,7 @@ def _gone(seen: Seen) -> Iterator[Finding]:
     found = [x for x in found if x.process.successor is None or not x.at < seen.since]
     for end in found[:MOST]:
         rank = end.process.rank
-        mine = [x for x in seen.late if rank in (x.reader, *x.holders) and CATALOGUE[x.cause].heading in OF_PROCESSES]
+        mine = [x for x in seen.late if _is_about(x, rank)]
         noticed = [f"{x.process.rank} {x.text}" for x in end.noticed[:1]]
         evidence = "; ".join([*noticed, *(x.sentence for x in mine[:1])])
         is_sure = presence.fate(end.process).is_proved
@@ -124,13 +133,20 @@ def _gone(seen: Seen) -> Iterator[Finding]:
 
 
 def _silent(seen: Seen) -> Iterator[Finding]:
-    """Engines that were asked and gave no answer; a socket that is left of an earlier start is none."""
+    """Engines that were asked in vain; not a socket that is left of an earlier start, nor who is told dead."""
     there = {base_name(x.rank) for x in seen.answers if not x.error}
+    processes = seen.axis.service.processes.values()
+    named = {x.started.text("address"): x.rank for x in processes if x.started is not None}
+    told = {x.gone.process.rank for x in seen.grounds if x.gone is not None and x.gone.is_death}
     for answer in seen.answers:
-        if answer.error and not (answer.trouble is Trouble.GONE and base_name(answer.rank) in there):
-            mine = [x for x in seen.late if answer.rank in (x.reader, *x.holders, *x.owed) or answer.rank in x.sentence]
+        rank = answer.account.rank or named.get(answer.address, "")
+        is_left = answer.trouble is Trouble.GONE and base_name(answer.rank) in there
+        if answer.error and not is_left and not (rank and rank in told):
+            told.add(rank)
+            mine = [x for x in seen.late if rank and _is_about(x, rank)]
             heading, remedy = HEADINGS.get(answer.trouble, HEADING.UNKNOWN), REMEDIES.get(answer.trouble, "")
-            yield Finding(heading, "no_answer", f"{answer.rank} does not answer", answer.error, remedy, *_of(mine))
+            what = f"{rank or answer.rank} does not answer"
+            yield Finding(heading, "no_answer", what, answer.error, remedy, *_of(mine))
 
 
 def _stopped(seen: Seen) -> Iterator[Finding]:
@@ -139,7 +155,7 @@ def _stopped(seen: Seen) -> Iterator[Finding]:
     for start, why in seen.axis.service.stopped.items():
         process = next(x for x in seen.axis.service.processes.values() if x.start == start)
         if process.rank not in asked:
-            mine = [x for x in seen.late if process.rank in (x.reader, *x.holders, *x.owed)]
+            mine = [x for x in seen.late if _is_about(x, process.rank)]
             what = f"{process.rank} is stopped or paused"
             yield Finding(HEADING.STOPPED, "stopped", what, why, REMEDIES[Trouble.AWAY], *_of(mine))
 

@@ -114,5 +114,5 @@ def _lapsed(axis: Axis) -> Iterator[tuple[str, Notice]]:
             for name in lease.owed:
                 reader = axis.service.process_named(name)
                 if reader is not None:
-                    said = f"the lease of {(request.name or '?')[:MAX_TEXT]} expired, owed by it"
+                    said = f"saw the lease of {(request.name or '?')[:MAX_TEXT]} expire without its release"
                     yield reader.incarnation, Notice(axis.at(lease.process, lease.ended.at), lease.process, said)

@@ -225,8 +225,8 @@ class Looking:
             held = (told.LeaseHeld.event, told.PullHeld.event)
             kept = [x for x in self._logs.records if x.event not in held or x.incarnation not in whole]
             logs = replace(self._logs, records=[*kept, *said])
-            if logs.nothing:
-                raise ConfigError("; ".join(f"{x.address}: {x.error}" for x in answers) or logs.nothing)
+            if logs.nothing and (self._logs.sources or not answers):
+                raise ConfigError(logs.nothing)
             service = join(logs)
             leaks_live.tell(service, answers, now)
             leaks_live.look_here(service)
@@ -239,7 +239,7 @@ class Looking:
         if self._request is not None:
             wanted = find_requests(service, self._request, leaks_copies.called(service))
             self.called = called = {self._request, *names(wanted)}
-        last = max(x.at for x in logs.records)
+        last = max((x.at for x in logs.records), default=now)
         begin = moment("--since", self._since, last) if self._since is not None else -math.inf
         if begin > last:
             raise ConfigError(f"no event is later than --since {self._since}; the last is of {clock(last)} UTC")

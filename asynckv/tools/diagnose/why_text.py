@@ -70,7 +70,8 @@ def show_findings(report: Mapping[str, Any], console: Console) -> None:
     requests = counted(read["requests"], "request")
     if not read["files"]:
         requests = f"{read['lent_now']:,} lent and {read['pulled_now']:,} announced or pulled now"
-    span = f"{requests}, {_ranks(read)}, {read['first']} to {read['last']} UTC"
+    when = f", {read['first']} to {read['last']} UTC" if read["first"] else ""
+    span = f"{requests}, {_ranks(read)}{when}"
     after = f" since {read['since']} UTC" if read["since"] else ""
     if not findings:
         text = "All is well, as far as these logs tell" if limits else "All is well"
