@@ -907,7 +907,9 @@ def test_a_request_is_found_by_whatever_it_is_called(tmp_path: Path) -> None:
         code, text = ask(name)
         assert (code, text.startswith("chat\\nx (decode: D-2) lease released, pull complete")) == (0, True), name
     code, text = ask("chat")
-    assert (code, "2 requests begin so: chat\\nx, chatcmpl-ff6a" in text) == (2, True)
+    assert (code, text.startswith("2 requests match chat; ")) == (2, True)
+    assert "chat\\nx #7 lease released, pull complete" in text
+    assert "chatcmpl-ff6a #0 lease expired" in text
     code, text = ask("cmpl-ff6b")
     assert (code, "no such request among 2" in text, "cmpl-ff6a" in text) == (2, True, True)
     # Tried again on another prefill engine, under the same id and sequence.

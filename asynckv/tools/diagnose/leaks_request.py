@@ -1,7 +1,7 @@
 """The request that a person means: by whatever it is called somewhere.
 
 Ids reach people as either side logs them, as a terminal shows them (with escapes), and cut off; a sequence or a pull id
-is as good. What begins several ids names none of them, and what is in no log is a mistake, not a request that is well.
+is as good. What is in no log is a mistake, not a request that is well.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MAX_LETTERS = 200
 
 
 def find_requests(service: Service, wanted: str, others: Iterable[str] = ()) -> list[Request]:
-    """Find what is called so: exactly, else by sequence, else the one whose name begins so.
+    """Find what is called so: exactly, else by sequence, else all whose names begin so.
 
     Nothing else is meant by a name of `others`, which are no requests between engines: stores and loads.
 
     Raises:
-        ConfigError: Nothing was asked for, there is no such request, or several begin so.
+        ConfigError: Nothing was asked for, or there is no such request.
     """
     if not wanted.strip():
         raise ConfigError("'' names nothing; give an id of either side, a pull id or a sequence")
@@ -40,9 +40,6 @@ def find_requests(service: Service, wanted: str, others: Iterable[str] = ()) -> 
         return []
     found = [x for (x,) in named(every, wanted)]
     shown = without_control(wanted)[:MAX_LETTERS]
-    if len({x.name for x in found}) > 1:  # a request that is tried again elsewhere may have its id there too
-        begun = _some(x.name for x in found)
-        raise ConfigError(f"{shown}: {len(found):,} requests begin so: {begun}; give more of its id")
     if not found:
         near = _nearest(wanted, others.union(*map(names, every)))
         raise ConfigError(
