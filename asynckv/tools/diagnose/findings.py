@@ -18,7 +18,7 @@ from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING
 from asynckv.tools.diagnose.join import Process, Pull, base_name
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_pulls import Failure, failures
-from asynckv.tools.diagnose.leaks_values import Leak
+from asynckv.tools.diagnose.leaks_values import Leak, some
 from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, Record
 from asynckv.tools.diagnose.timeline_model import Ground, families, last_attempt
@@ -117,7 +117,6 @@ def _is_about(leak: Leak, rank: str) -> bool:
 
 def _gone(seen: Seen) -> Iterator[Finding]:
     """Processes whose logs end without a goodbye, the earliest first, with what is late since."""
-    presence = Presence(seen.axis.service, seen.axis.when)
     found = sorted((x.gone for x in seen.grounds if x.gone is not None and x.gone.is_death), key=lambda end: end.at)
     found = [x for x in found if x.process.successor is None or not x.at < seen.since]
     for end in found[:MOST]:
@@ -125,8 +124,7 @@ def _gone(seen: Seen) -> Iterator[Finding]:
         mine = [x for x in seen.late if _is_about(x, rank)]
         noticed = [f"{x.process.rank} {x.text}" for x in end.noticed[:1]]
         evidence = "; ".join([*noticed, *(x.sentence for x in mine[:1])])
-        is_sure = presence.fate(end.process).is_proved
-        heading, remedy = (HEADING.GONE, DIED) if is_sure else (HEADING.UNKNOWN, UNSURE)
+        heading, remedy = (HEADING.GONE, DIED) if end.is_proved else (HEADING.UNKNOWN, UNSURE)
         yield Finding(heading, end.how, f"{rank} {end.text}", evidence, remedy, *_of(mine))
     if (more := len(found) - MOST) > 0:
         yield Finding(HEADING.GONE, "died", f"{counted(more, 'more process')} died or fell silent")
@@ -135,8 +133,7 @@ def _gone(seen: Seen) -> Iterator[Finding]:
 def _silent(seen: Seen) -> Iterator[Finding]:
     """Engines that were asked in vain; not a socket that is left of an earlier start, nor who is told dead."""
     there = {base_name(x.rank) for x in seen.answers if not x.error}
-    processes = seen.axis.service.processes.values()
-    named = {x.started.text("address"): x.rank for x in processes if x.started is not None}
+    named = seen.axis.service.ranks_by_address()
     told = {x.gone.process.rank for x in seen.grounds if x.gone is not None and x.gone.is_death}
     for answer in seen.answers:
         rank = answer.account.rank or named.get(answer.address, "")
@@ -253,32 +250,38 @@ def _away(seen: Seen) -> Iterator[Finding]:
         )
 
 
+def _logged(seen: Seen, level: str) -> Iterator[Record]:
+    """What was logged at a level, and no other finding tells of."""
+    for process in seen.axis.service.processes.values():
+        for record in process.records:
+            is_copy = record.event == told.OffloadFailed.event and record.integer("held", 0) == 1
+            is_told = is_copy or record.event in SAID_ELSEWHERE or seen.axis.at(process, record.at) < seen.since
+            if record.level == level and not is_told:
+                yield record
+
+
 def _errors(seen: Seen) -> Iterator[Finding]:
     """Other errors, by event."""
     found: dict[str, list[Record]] = defaultdict(list)
-    for process in seen.axis.service.processes.values():
-        for record in process.records:
-            is_new = not seen.axis.at(process, record.at) < seen.since
-            if record.level == "error" and is_new and record.event not in SAID_ELSEWHERE:
-                found[record.event].append(record)
-    for event, same in sorted(found.items(), key=lambda x: -len(x[1]))[:MOST]:
-        texts = [x for name in ("cause", "detail", "error", "who", "peer", "reader") if (x := same[0].text(name))]
-        what = f"{counted(len(same), 'error')} {event} on {same[0].rank}"
-        yield Finding(HEADING.UNKNOWN, event, what, ", ".join(texts)[:MAX_TEXT], "See docs/events.md.")
+    for record in _logged(seen, "error"):
+        found[record.event].append(record)
+    return _grouped(found.values(), "error", "on")
 
 
 def _warnings(seen: Seen) -> Iterator[Finding]:
     """Other warnings, by event and process: the service goes on with less than it should have, or may have."""
     found: dict[tuple[str, str], list[Record]] = defaultdict(list)
-    for process in seen.axis.service.processes.values():
-        for record in process.records:
-            is_told = record.event in SAID_ELSEWHERE or record.integer("held", 0) == 1
-            if record.level == "warning" and not is_told and not seen.axis.at(process, record.at) < seen.since:
-                found[record.event, process.rank].append(record)
-    for (event, rank), same in sorted(found.items(), key=lambda x: -len(x[1]))[:MOST]:
-        texts = [x for name in ("cause", "detail", "error", "who", "peer", "reader") if (x := same[0].text(name))]
-        what = f"{counted(len(same), 'warning')} {event} of {rank}"
-        yield Finding(HEADING.UNKNOWN, event, what, ", ".join(texts)[:MAX_TEXT], "See docs/events.md.")
+    for record in _logged(seen, "warning"):
+        found[record.event, record.rank].append(record)
+    return _grouped(found.values(), "warning", "of")
+
+
+def _grouped(groups: Iterable[Sequence[Record]], level: str, where: str) -> Iterator[Finding]:
+    for same in sorted(groups, key=lambda x: -len(x))[:MOST]:
+        first = same[0]
+        texts = [x for name in ("cause", "detail", "error", "who", "peer", "reader") if (x := first.text(name))]
+        what = f"{counted(len(same), level)} {first.event} {where} {first.rank}"
+        yield Finding(HEADING.UNKNOWN, first.event, what, ", ".join(texts)[:MAX_TEXT], "See docs/events.md.")
 
 
 def _limits(seen: Seen) -> Iterator[Finding]:
@@ -289,21 +292,15 @@ def _limits(seen: Seen) -> Iterator[Finding]:
         return Finding(HEADING.UNKNOWN, code, what, evidence[:MAX_TEXT], remedy)
 
     if missing := service.missing():
-        yield limit("no_log", f"there is no log of {named(missing)}, which others name", "", UNSEEN)
+        yield limit("no_log", f"there is no log of {some(missing)}, which others name", "", UNSEEN)
     for ground in seen.grounds:
         if ground.gone is not None and not ground.gone.is_death:
             yield limit("ends_early", f"the log of {ground.process.rank} ends early", ground.gone.text)
     if quiet := [x.rank for x in service.processes.values() if x.num_records and not x.says_info]:
         what = f"{counted(len(quiet), 'process')} logged warnings and errors alone: of what went well nothing is known"
-        yield limit("warnings_only", what, named(quiet), UNSEEN)
+        yield limit("warnings_only", what, some(quiet), UNSEEN)
     for skipped in seen.logs.skipped[:MOST]:
         what = f"{counted(skipped.lines, 'line')} could not be read: {skipped.reason}"
         yield limit("not_read", what, f"{skipped.where}: {skipped.first}")
     for note in seen.axis.notes():
         yield limit("clocks", f"clocks: {note}")
-
-
-def named(names: Iterable[str], most: int = 8) -> str:
-    """Write some names."""
-    every = list(names)
-    return ", ".join(every[:most]) + (f" and {len(every) - most:,} more" if len(every) > most else "")

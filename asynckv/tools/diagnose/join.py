@@ -461,6 +461,10 @@ class Service:
         self.processes[process.incarnation] = process
         self._by_start.clear()
 
+    def ranks_by_address(self) -> dict[str, str]:
+        """Say which rank listens where, as far as logs tell."""
+        return {x.started.text("address"): x.rank for x in self.processes.values() if x.started is not None}
+
     def process_named(self, rank: str) -> Process | None:
         """Find the process that a rank's name means, by the start that is in it."""
         if not self._by_start and self.processes:

@@ -54,7 +54,6 @@ def records_of(answers: Iterable[Answer], now: float, *, every: bool = False) ->
         account = answer.account
         if answer.error or not account.incarnation:
             continue
-
         came = now if math.isnan(answer.at) else answer.at
 
         def say(event: type[told.Told], at: float = came, *, answer: Answer = answer, **fields: Any) -> Record:
@@ -95,8 +94,7 @@ def tell(service: Service, answers: Iterable[Answer], now: float) -> None:
     A process of which there is no log is known from then on, but for what it said.
     """
     answers = list(answers)
-    named = {x.started.text("address"): x.rank for x in service.processes.values() if x.started is not None}
-    named |= {peer.address: peer.rank for x in answers for peer in x.account.peers}
+    named = service.ranks_by_address() | {peer.address: peer.rank for x in answers for peer in x.account.peers}
     for answer in answers:
         rank = answer.account.rank or named.get(answer.address, "")
         if not answer.error or not start_of(rank):

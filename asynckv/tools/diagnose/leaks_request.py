@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from asynckv.arguments import without_control
 from asynckv.errors import ConfigError
 from asynckv.tools.diagnose.join import Request, Service
+from asynckv.tools.diagnose.leaks_values import some
 from asynckv.tools.diagnose.timeline_model import named, names
 
 SHOWN = 5
@@ -41,18 +42,14 @@ def find_requests(service: Service, wanted: str, others: Iterable[str] = ()) -> 
     found = [x for (x,) in named(every, wanted)]
     shown = without_control(wanted)[:MAX_LETTERS]
     if not found:
-        near = _nearest(wanted, others.union(*map(names, every)))
+        ids = _nearest(wanted, others.union(*map(names, every)))
+        near = dict.fromkeys(without_control(x)[:MAX_LETTERS] for x in ids)
         raise ConfigError(
             f"{shown}: no such request among {len(every):,}"
-            + (f"; the nearest ids are {_some(near)}" if near else "")
+            + (f"; the nearest ids are {some(near, SHOWN)}" if near else "")
             + "; successes are sampled, of stores and loads only failures are logged, and it may be in other logs"
         )
     return found
-
-
-def _some(ids: Iterable[str]) -> str:
-    listed = list(dict.fromkeys(without_control(x)[:MAX_LETTERS] for x in ids))
-    return ", ".join(listed[:SHOWN]) + (f" and {len(listed) - SHOWN:,} more" if len(listed) > SHOWN else "")
 
 
 def _nearest(wanted: str, known: Iterable[str]) -> list[str]:

@@ -91,9 +91,15 @@ def in_seconds(seconds: float) -> str:
     return "?" if math.isnan(seconds) else f"{seconds:.3g}" if abs(seconds) < 100 else f"{seconds:.0f}"
 
 
+def some(names: Iterable[str], most: int = 8) -> str:
+    """Write the first of some names, and how many more there are."""
+    every = list(names)
+    return ", ".join(every[:most]) + (f" and {len(every) - most:,} more" if len(every) > most else "")
+
+
 def listed(names: Iterable[str]) -> str:
-    listed = list(dict.fromkeys(names))
-    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
+    """Write the first four of some names, each once."""
+    return some(dict.fromkeys(names), 4)
 
 
 def other_id(request_id: str) -> dict[str, Any]:

@@ -48,6 +48,11 @@ class End:
         """It is more than a log that ends early."""
         return self.how != "silent"
 
+    @property
+    def is_proved(self) -> bool:
+        """It is a death, and more than silence says so."""
+        return self.how == "died"
+
 
 def ends(axis: Axis) -> dict[str, End]:
     """Find them, by incarnation."""

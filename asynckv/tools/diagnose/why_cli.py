@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -116,7 +116,7 @@ def why(
     from asynckv.tools.diagnose import why_text
     from asynckv.tools.diagnose.findings import find
     from asynckv.tools.diagnose.leaks_live import is_address
-    from asynckv.tools.diagnose.why_report import report
+    from asynckv.tools.diagnose.why_report import finding, report
     from asynckv.tools.output import check_writable, write, write_json
 
     if (keys is None) is not (authorized is None):
@@ -144,16 +144,17 @@ def why(
             why_text.show_matches(stories, request, console)
             raise typer.Exit(2)
         story = stories[0] if stories else None
-    if json is not None:
-        write_json(json, report(found, seen, story))
+    document = report(found, seen, story) if request is None or json is not None else {}
+    write_json(json, document)
     if html is not None:
         write("--html", html, _page(seen, found, sources, story))
     if request is None:
-        _show(seen, found, console, top)
+        _show(document, seen, console, top)
         raise typer.Exit(1 if found.wrong else 0)
     mine = [x for x in found.wrong if set(x.requests) & looking.called]
     _show_request(seen, found, story, console)
-    why_text.show_each(mine, console)
+    for each in mine:
+        why_text.show_finding(finding(each), console)
     raise typer.Exit(1 if mine or found.late or found.copies else 0)
 
 
@@ -284,12 +285,11 @@ class Looking:
         return stories(seen.axis, named(list(families(seen.axis.service.requests)), self._request))
 
 
-def _show(seen: Seen, found: Findings, console: Console, top: int | None) -> None:
+def _show(document: dict[str, Any], seen: Seen, console: Console, top: int | None) -> None:
     from asynckv.tools.diagnose import why_text
-    from asynckv.tools.diagnose.why_report import report
 
-    why_text.show_findings(report(found, seen), console)
-    if seen.answers and (found.wrong or top is not None):
+    why_text.show_findings(document, console)
+    if seen.answers and (document["findings"] or top is not None):
         why_text.show_engines(seen.answers, 5 if top is None else top, console)
 
 
@@ -302,7 +302,7 @@ def _show_request(seen: Seen, found: Findings, story: Story | None, console: Con
     why_text.show_copies(found.copies, seen.failed, console)
 
 
-def _watch(looking: Looking, console: Console, top: int, *, is_json: bool) -> None:
+def _watch(looking: Looking, console: Console, top: int, *, is_json: bool) -> NoReturn:
     """Look again and again; Ctrl-C ends it."""
     import msgspec
 
@@ -313,13 +313,13 @@ def _watch(looking: Looking, console: Console, top: int, *, is_json: bool) -> No
     while True:
         began = time.monotonic()
         seen = looking.look()
-        found = find(seen)
+        document = report(find(seen), seen)
         if is_json:
-            write("--json", "-", msgspec.json.encode(report(found, seen)).decode() + "\n")
+            write("--json", "-", msgspec.json.encode(document).decode() + "\n")
         else:
             if console.is_terminal:
                 console.clear()
-            _show(seen, found, console, top)
+            _show(document, seen, console, top)
             sys.stdout.flush()
         time.sleep(max(began + WATCH_S - time.monotonic(), 0.0))
 

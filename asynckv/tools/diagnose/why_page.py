@@ -16,8 +16,8 @@ import msgspec
 
 from asynckv.arguments import without_control
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
-from asynckv.tools.diagnose.findings import Finding, Findings, named
-from asynckv.tools.diagnose.leaks_values import Leak
+from asynckv.tools.diagnose.findings import Finding, Findings
+from asynckv.tools.diagnose.leaks_values import Leak, some
 from asynckv.tools.diagnose.timeline_ends import End
 from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, SUMS, Ground, Lane, Mark, Story
 
@@ -46,7 +46,7 @@ def make(
     """
     data = msgspec.json.encode(_Writer(axis, stories, grounds, found.late).data()).decode()
     parts = {
-        "title": escape(without_control(f"Why: {named(sources, 3)}")),
+        "title": escape(without_control(f"Why: {some(sources, 3)}")),
         "about": escape(_about(axis, stories, left_out)),
         "overview": _overview(found),
         "table": _table(stories),
@@ -88,7 +88,7 @@ def _overview(found: Findings) -> str:
 
 
 def _row(finding: Finding, kind: str) -> str:
-    requests = f" ({named(finding.requests, 3)})" if finding.requests else ""
+    requests = f" ({some(finding.requests, 3)})" if finding.requests else ""
     return f"<tr{kind}>{_cells(f'{finding.heading}: {finding.what}{requests}', finding.evidence, finding.remedy)}</tr>"
 
 

@@ -25,8 +25,8 @@ def report(found: Findings, seen: Seen, story: Story | None = None) -> dict[str,
     return {
         "schema": SCHEMA,
         "is_well": not found.wrong,
-        "findings": [_finding(x) for x in found.wrong],
-        "limits": [_finding(x) for x in found.limits],
+        "findings": [finding(x) for x in found.wrong],
+        "limits": [finding(x) for x in found.limits],
         "late": [_leak(x) for x in found.late],
         "copies": [_plain(x) for x in found.copies],
         "request": None if story is None else _story(story),
@@ -36,7 +36,8 @@ def report(found: Findings, seen: Seen, story: Story | None = None) -> dict[str,
     }
 
 
-def _finding(each: Finding) -> dict[str, Any]:
+def finding(each: Finding) -> dict[str, Any]:
+    """Make plain data of one thing that is wrong."""
     return asdict(each) | {"requests": list(each.requests), "blocks": each.blocks if each.blocks >= 0 else None}
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -23,9 +22,8 @@ from asynckv.core.inspect import RequestStatus
 from asynckv.tools.console import size
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
-from asynckv.tools.diagnose.findings import Finding, named
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
-from asynckv.tools.diagnose.leaks_values import Leak, moment
+from asynckv.tools.diagnose.leaks_values import Leak, moment, some
 from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, Bar, Ground, Mark, Story
 from asynckv.tools.output import print_unpadded
 
@@ -80,7 +78,7 @@ def show_findings(report: Mapping[str, Any], console: Console) -> None:
         is_one = len(findings) == 1
         _line(console, f"{'One thing is' if is_one else f'{len(findings):,} things are'} wrong{after}.", "bold red")
     for i, each in enumerate(findings, 1):
-        _show_finding(f"{i}. ", each, console)
+        show_finding(each, console, f"{i}. ")
     if limits:
         console.print()
         _line(console, "What could not be judged, and other warnings:", "yellow")
@@ -99,22 +97,17 @@ def show_findings(report: Mapping[str, Any], console: Console) -> None:
         _line(console, "asynckv why REQUEST with the same logs or engines shows one request's story.", "dim")
 
 
-def _show_finding(number: str, each: Mapping[str, Any], console: Console) -> None:
+def show_finding(each: Mapping[str, Any], console: Console, number: str = "") -> None:
+    """Show one thing that is wrong."""
     console.print()
     _line(console, f"{number}{each['heading']}: {each['what']}", "bold")
     if each["requests"]:
         held = "" if each["blocks"] is None else f", {counted(each['blocks'], 'block')}"
-        _line(console, f"requests: {named(each['requests'], MAX_NAMES)}{held}", "", 3, is_whole=True)
+        _line(console, f"requests: {some(each['requests'], MAX_NAMES)}{held}", "", 3, is_whole=True)
     if each["evidence"]:
         _line(console, f"evidence: {each['evidence']}", "", 3)
     if each["remedy"]:
         _line(console, f"what to do: {each['remedy']}", "", 3)
-
-
-def show_each(findings: Sequence[Finding], console: Console) -> None:
-    """Show what is wrong of one request, beside its story."""
-    for each in findings:
-        _show_finding("", asdict(each) | {"blocks": each.blocks if each.blocks >= 0 else None}, console)
 
 
 def _ranks(read: Mapping[str, Any]) -> str:
@@ -139,13 +132,13 @@ def show_late(late: Sequence[Leak], console: Console) -> None:
             for x in leak.words[:MAX_WORDS]
         )
         rows = [
-            ("held", f"{blocks} of {named(leak.holders)}{took}{since}; {leak.state}"),
-            ("owed by", named("a decode engine that never spoke up" if x == "*" else x for x in leak.owed)),
+            ("held", f"{blocks} of {some(leak.holders)}{took}{since}; {leak.state}"),
+            ("owed by", some("a decode engine that never spoke up" if x == "*" else x for x in leak.owed)),
             *(("said", x) for x in words),
             ("prefill side", leak.last_prefill),
             ("decode side", leak.last_decode),
             *(("also", x) for x in leak.also),
-            ("missing", f"logs of {named(leak.missing)} would say more" if leak.missing else ""),
+            ("missing", f"logs of {some(leak.missing)} would say more" if leak.missing else ""),
             ("what to do", leak.remedy),
         ]
         for title, text in rows:
