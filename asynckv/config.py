@@ -299,7 +299,7 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectConfig:
-    """What a running engine says of itself to whoever asks (`asynckv why`, `docs/why.md`).
+    """What a running engine answers when it is asked (`asynckv why`, `docs/why.md`).
 
     Attributes:
         enabled: Answer questions. If not, whoever asks is told so.

@@ -1,4 +1,4 @@
-"""The decode side of one rank: its pulls, the peers that they read from, and who reads next.
+"""The decode side of one rank: its pulls, the peers that they read from, and which pull reads next.
 
 Effects of pulls (`core/pull.py`) and what is due of peers (`core/peer.py`) are carried out here, in order. What happens
 to one peer touches only the pulls that read from it.

@@ -1,4 +1,4 @@
-"""Who holds what, for how long, and waiting for whom, as plain values; and what does not add up.
+"""Which requests hold which blocks, for how long, and what they wait for, as plain values; and what does not add up.
 
 `holds` is about blocks (entries of the ledger), `requests` is about leases, announcements and pulls, with blocks or
 without. Nothing here changes anything.
@@ -167,7 +167,7 @@ class Inspector:
         """Gauges of whoever uses the memory beside this rank; the engine puts its own function here."""
 
     def gauges(self, tally: Tally | None = None) -> dict[str, int]:
-        """Return what is owed and held right now; `tally` if somebody has looked at every pull already."""
+        """Return what is owed and held right now; `tally` if every pull was counted already."""
         if tally is None:
             tally = Tally()
             for pull in self._decode.pulls.values():

@@ -84,7 +84,7 @@ class PullOver(Struct, frozen=True):
 class HeldForLong(Struct, frozen=True):
     """Requests have been held for long, all in one state and waiting for the same; some that are held longest.
 
-    `is_orderly`: nobody is late, because readers renew what they were promised, or the requests are announced.
+    `is_orderly`: no request is late, because readers renew what they were promised, or the requests are announced.
     """
 
     state: str
