@@ -287,8 +287,8 @@ class Survey:
         return {
             "pulls_reading": (decode.admission.num[READING], pull.total_requests),
             "pulls_queued": (max(decode.num_waiting, 0), pull.max_queued),
-            "bytes_in_flight": (decode.in_flight.num_bytes, pull.total_bytes),
-            "descriptors_in_flight": (decode.in_flight.num_descriptors, pull.total_descriptors),
+            "bytes_in_flight": (decode.posting.in_flight.num_bytes, pull.total_bytes),
+            "descriptors_in_flight": (decode.posting.in_flight.num_descriptors, pull.total_descriptors),
             "parked": (self._prefill.num_parked, self._config.lease.max_parked),
             "blocks_held": (held, self._ledger.num_blocks),
         }

@@ -205,7 +205,7 @@ class Recorder:
             return
         like = "" if good else self._same_as(pull, now)
         ended = told.PullEnded(
-            **told.pull_ids(pull),
+            *told.pull_ids(pull),
             cause=str(pull.reason),
             seconds=round(took, 6),
             same_as=like,
@@ -286,18 +286,16 @@ class Recorder:
 
     def pull_retried(self, pull: Pull, attempt: int, after_s: float) -> None:
         cause = str(pull.reason)
-        self.log(told.PullRetried(**told.pull_ids(pull), cause=cause, attempt=attempt, after_s=round(after_s, 6)))
+        self.log(told.PullRetried(*told.pull_ids(pull), cause=cause, attempt=attempt, after_s=round(after_s, 6)))
 
     def blocks_returned(self, pull: Pull, now: float) -> None:
         seconds = round(now - pull.published_at, 6)
-        self.log(
-            told.BlocksReturned(**told.pull_ids(pull), blocks=_written_blocks(pull), seconds_after_failure=seconds)
-        )
+        self.log(told.BlocksReturned(*told.pull_ids(pull), blocks=_written_blocks(pull), seconds_after_failure=seconds))
 
     def blocks_retired(self, pull: Pull, now: float) -> None:
         self.log(
             told.BlocksRetired(
-                **told.pull_ids(pull),
+                *told.pull_ids(pull),
                 blocks=_written_blocks(pull),
                 held_by=[x.where for x in pull.sources if x.running or x.doubtful],
                 transfers=sum(len(x.running | x.doubtful) for x in pull.sources),
@@ -412,7 +410,7 @@ class Recorder:
         for at, what in entries:
             to, at_s = str(what), round(at - start, 6)
             if isinstance(subject, Pull):
-                self.log(told.PullTransition(**told.pull_ids(subject), to=to, at_s=at_s))
+                self.log(told.PullTransition(*told.pull_ids(subject), to=to, at_s=at_s))
             else:
                 self.log(told.LeaseTransition(*_lease_ids(subject), to=to, at_s=at_s))
 
@@ -467,7 +465,7 @@ def _held_lease(lease: Lease, status: RequestStatus) -> told.HeldLease:
 def _held_pull(pull: Pull, status: RequestStatus) -> told.HeldPull:
     ranks = {x.rank: x.state for x in status.ranks[:MAX_RANKS]}
     state_s, left_s = round(status.state_s, 3), _rounded(status.left_s)
-    return told.HeldPull(**told.pull_ids(pull), state_s=state_s, ranks=ranks, left_s=left_s)
+    return told.HeldPull(*told.pull_ids(pull), state_s=state_s, ranks=ranks, left_s=left_s)
 
 
 def _rounded(seconds: float | None) -> float | None:
