@@ -77,6 +77,7 @@ class DecodeSide:
         outbox: Outbox,
         timers: Timers,
         nonces: Iterator[int],
+        arrivals: Iterator[int],
         watch: Watch,
     ) -> None:
         self.pulls: dict[PullId, Pull] = {}
@@ -94,8 +95,7 @@ class DecodeSide:
         self.peers = Peers(layout, cohort, config, outbox, timers, nonces, self.routes)
         self._layout, self._config = layout, config
         self._ledger, self._outbox, self._timers, self._nonces = ledger, outbox, timers, nonces
-        self._watch = watch
-        self._arrivals = itertools.count()
+        self._arrivals, self._watch = arrivals, watch
         self._transfer_ids = itertools.count(1)
 
     # -- calls -------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class DecodeSide:
                 f"request {pull.request_id!r} is being pulled already; cancel it or wait for its outcome first"
             )
         self.pulls[pull.pull_id] = self.by_request[pull.request_id] = pull
-        pull.arrival = next(self._arrivals)
+        pull.arrival = pull.number = next(self._arrivals)
         if pull.kind is not KIND.DISCHARGE:
             self._outbox.counters["pulls.started"] += 1
         if ready is not None:

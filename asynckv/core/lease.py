@@ -199,6 +199,8 @@ class Lease:
 
     lent: Lent
     lent_at: float
+    number: int = 0
+    """Of all leases and pulls of the rank, in the order in which they began."""
     state: LeaseState = L.LENT
     since: float = field(init=False)
     expires_at: float = field(init=False)
