@@ -26,7 +26,7 @@ import msgspec
 from asynckv.config import EngineConfig, LogConfig
 from asynckv.core import told
 from asynckv.core.inspect import RequestStatus
-from asynckv.core.lease import Grant, Lease, LeaseState
+from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.limits import Limiter
 from asynckv.core.notes import Gone, History, Lapsed, Note
 from asynckv.core.outbox import HeldForLong
@@ -348,7 +348,7 @@ class Recorder:
         ended = msgspec.structs.replace(
             ended,
             owed=owed,
-            claims={x.name: _claim(x, lease.lent_at) for x in lease.claims()[:MAX_RANKS]},
+            claims=_claims(lease),
             refused=_refused(lease),
             revoked_by=lease.revoked_by,
             late_s=round(late_s, 3) if late_s > LATE_S else None,
@@ -360,7 +360,7 @@ class Recorder:
         """Log that a request was lent, and decide whether its grants and its good end are logged as well."""
         if not self._may_log(lease.lent.key, now):
             return
-        lease.sample()
+        lease.is_sampled = True
         readers = lease.lent.readers
         self.log(
             told.LeaseLent(
@@ -445,8 +445,11 @@ def _written_blocks(pull: Pull) -> int:
     return sum(int((ids >= 0).sum()) for _, ids in pull.lists.local) if pull.lists else 0
 
 
-def _claim(grant: Grant, lent_at: float) -> told.LastClaim:
-    return told.LastClaim(grant.pull_id, round(grant.since - lent_at, 3), round(grant.asked_at - lent_at, 3))
+def _claims(lease: Lease) -> dict[str, told.LastClaim]:
+    """Return the last attempts of the first readers that are owed or hold a grant."""
+    grants = itertools.islice((grant for _, _, grant in lease.readers() if grant is not None), MAX_RANKS)
+    at = lease.lent_at
+    return {x.name: told.LastClaim(x.pull_id, round(x.since - at, 3), round(x.asked_at - at, 3)) for x in grants}
 
 
 def _refused(lease: Lease) -> list[told.RefusedMessage] | None:
@@ -457,9 +460,8 @@ def _refused(lease: Lease) -> list[told.RefusedMessage] | None:
 
 
 def _held_lease(lease: Lease, status: RequestStatus) -> told.HeldLease:
-    claims = [(name, _claim(grant, lease.lent_at)) for name, _, grant in lease.readers() if grant is not None]
     lent_s, left_s = round(status.age_s, 3), _rounded(status.left_s)
-    return told.HeldLease(*_lease_ids(lease), lent_s, dict(claims[:MAX_RANKS]), left_s, _refused(lease))
+    return told.HeldLease(*_lease_ids(lease), lent_s, _claims(lease), left_s, _refused(lease))
 
 
 def _held_pull(pull: Pull, status: RequestStatus) -> told.HeldPull:
