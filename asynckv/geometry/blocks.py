@@ -147,12 +147,8 @@ def check_block_ids(
     """Refuse block lists that do not fit our own layout; return them as arrays, with `NULL` for placeholders.
 
     Args:
-        layout: Ours.
         groups: Per group the first token, and the blocks from the one on that holds it.
         num_tokens: Tokens that a list has to reach, if it has any block.
-
-    Raises:
-        PlanRefused: A group is missing, an id is negative, too large or given twice, or a list ends too soon.
     """
     pairs: list[tuple[Any, Any]] = []
     try:
