@@ -82,10 +82,7 @@ class PullOver(Struct, frozen=True):
 
 
 class HeldForLong(Struct, frozen=True):
-    """Requests have been held for long, all in one state and waiting for the same; some that are held longest.
-
-    `is_orderly`: no request is late, because readers renew what they were promised, or the requests are announced.
-    """
+    """Requests have been held for long, all in one state and waiting for the same; some that are held longest."""
 
     state: str
     waits: str
