@@ -35,7 +35,7 @@ from asynckv.geometry.plan import ReadRequest
 
 
 class LoadPeer(Struct, frozen=True):
-    """Load the peer's metadata, then say `loaded` or `load_failed`."""
+    """Load the peer's metadata, then say `load_ended`."""
 
     peer: Peer
     metadata: bytes

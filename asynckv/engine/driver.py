@@ -527,13 +527,12 @@ class Driver:
     async def _load(self, peer: Peer, metadata: bytes) -> None:
         core = self.core
         assert peer.layout is not None
+        failure = ""
         try:
             is_trusted = "#" in peer.address or is_loopback(peer.address)  # an address with a key has proved it
             agent = AgentInfo(peer.agent_name, metadata, is_trusted, self.control.host(peer.address))
             await self.data.add_remote_agent(agent, peer.layout.memories)
         except Exception as exc:  # whatever it is, who waits for this peer must hear of it
-            cause = str(exc) if isinstance(exc, BackendError) else repr(exc)
-            self._safely(core.decode.load_failed, peer, cause, self.clock.now())
-        else:
-            self._safely(core.decode.loaded, peer, self.clock.now())
+            failure = (str(exc) if isinstance(exc, BackendError) else "") or repr(exc)
+        self._safely(core.decode.load_ended, peer, failure, self.clock.now())
         self.soon()
