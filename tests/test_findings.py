@@ -197,8 +197,8 @@ def test_a_red_request_has_its_cause_on_the_page(tmp_path: Path) -> None:
     texts = requests["texts"]
     [late] = [x for x in requests["requests"] if x[0] == "chat-20"]
     assert late[3] == 1
-    assert leaks[0].remedy in texts[late[10]]
-    assert all(texts[x[10]] == "" for x in requests["requests"] if x[0] not in {leak.request_id for leak in leaks})
+    assert leaks[0].remedy in texts[late[9]]
+    assert all(texts[x[9]] == "" for x in requests["requests"] if x[0] not in {leak.request_id for leak in leaks})
 
 
 def test_texts_of_logs_never_become_markup() -> None:

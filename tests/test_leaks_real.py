@@ -293,7 +293,7 @@ def judge(folder: Path) -> None:
     owners = {x.request_id: x.cell[0] for x in leaks}
     assert (owners["reading"], owners["late"]) == (Owner.CLAIMED, Owner.UNCLAIMED)
     # A timeline marks those that were killed, and nobody else.
-    gone = [(x.process.engine_id, x.gone.is_death) for x in ground(make_axis(join(read_logs(logs)))) if x.gone]
+    gone = [(x.process.engine_id, x.gone.kind == "died") for x in ground(make_axis(join(read_logs(logs)))) if x.gone]
     assert sorted(gone) == [("doomed", True), ("other", True), ("reading", True)]
     alone = named(find_leaks(join(read_logs(mine))))
     assert alone.pop("announced", "reader_silent") == "reader_silent"

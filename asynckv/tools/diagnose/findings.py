@@ -117,15 +117,13 @@ def _is_about(leak: Leak, rank: str) -> bool:
 
 def _gone(seen: Seen) -> Iterator[Finding]:
     """Processes whose logs end without a goodbye, the earliest first, with what is late since."""
-    found = sorted((x.gone for x in seen.grounds if x.gone is not None and x.gone.is_death), key=lambda end: end.at)
-    found = [x for x in found if x.process.successor is None or not x.at < seen.since]
-    for end in found[:MOST]:
-        rank = end.process.rank
+    found = sorted((x for x in seen.grounds if x.gone is not None and x.gone.kind == "died"), key=lambda x: x.end)
+    found = [x for x in found if x.process.successor is None or not x.end < seen.since]
+    for fate, rank in ((x.gone, x.process.rank) for x in found[:MOST] if x.gone is not None):
         mine = [x for x in seen.late if _is_about(x, rank)]
-        noticed = [f"{x.process.rank} {x.text}" for x in end.noticed[:1]]
-        evidence = "; ".join([*noticed, *(x.sentence for x in mine[:1])])
-        heading, remedy = (HEADING.GONE, DIED) if end.is_proved else (HEADING.UNKNOWN, UNSURE)
-        yield Finding(heading, end.how, f"{rank} {end.text}", evidence, remedy, *_of(mine))
+        evidence = mine[0].sentence if mine else ""
+        heading, remedy = (HEADING.GONE, DIED) if fate.is_proved else (HEADING.UNKNOWN, UNSURE)
+        yield Finding(heading, fate.gone, f"{rank} {fate.text[:MAX_TEXT]}", evidence, remedy, *_of(mine))
     if (more := len(found) - MOST) > 0:
         yield Finding(HEADING.GONE, "died", f"{counted(more, 'more process')} died or fell silent")
 
@@ -134,7 +132,7 @@ def _silent(seen: Seen) -> Iterator[Finding]:
     """Engines that were asked in vain; not a socket that is left of an earlier start, nor who is told dead."""
     there = {base_name(x.rank) for x in seen.answers if not x.error}
     named = seen.axis.service.ranks_by_address()
-    told = {x.gone.process.rank for x in seen.grounds if x.gone is not None and x.gone.is_death}
+    told = {x.process.rank for x in seen.grounds if x.gone is not None and x.gone.kind == "died"}
     for answer in seen.answers:
         rank = answer.account.rank or named.get(answer.address, "")
         is_left = answer.trouble is Trouble.GONE and base_name(answer.rank) in there
@@ -294,7 +292,7 @@ def _limits(seen: Seen) -> Iterator[Finding]:
     if missing := service.missing():
         yield limit("no_log", f"there is no log of {some(missing)}, which others name", "", UNSEEN)
     for ground in seen.grounds:
-        if ground.gone is not None and not ground.gone.is_death:
+        if ground.gone is not None and ground.gone.kind != "died":
             yield limit("ends_early", f"the log of {ground.process.rank} ends early", ground.gone.text)
     if quiet := [x.rank for x in service.processes.values() if x.num_records and not x.says_info]:
         what = f"{counted(len(quiet), 'process')} logged warnings and errors alone: of what went well nothing is known"

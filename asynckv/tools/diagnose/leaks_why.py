@@ -6,9 +6,7 @@ of the reader, then what kept it from being heard; and if it was heard too late,
 
 from __future__ import annotations
 
-import ast
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,8 +30,6 @@ from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, listed, m
 from asynckv.tools.diagnose.presence import AT_ONCE_S, DEFAULT_LEASE_S, LATE_S, SILENCE_S, UNDER_WAY_S, Presence
 
 W, R = Owner, Reader
-
-_OTHER = re.compile(r"not to ('.*'|\".*\")\Z", re.DOTALL)
 
 
 @dataclass(slots=True)
@@ -63,8 +59,7 @@ class Verdict:
 
 class _Names(dict[str, Any]):
     def __missing__(self, key: str) -> str:
-        unknown = {"gone": "died", "other": "another id than it was lent under", "also": "", "waited": ""}
-        return unknown.get(key, "?")
+        return {"gone": "died", "also": "", "waited": ""}.get(key, "?")
 
 
 def verdicts(presence: Presence, request: Request, lease: Lease, state: str) -> list[Verdict]:
@@ -174,7 +169,7 @@ class _Debt:
             if state is R.RENAMED:
                 others = [x.prefill_request_id for x in (*self.request.others.values(), *self.pulls)]
                 other = next((x for x in others if x not in ("", lease.request_id)), "")
-                names |= other_id(other or _named_in(refusal.detail))
+                names |= other_id(other) or {"other": f"another id than it was lent under ({why})"}
             return Verdict(W.REFUSED, state, names, refusal.after_s)
         return None
 
@@ -212,7 +207,7 @@ class _Debt:
             return self._is(R.NO_LOG, "its last word; it may have died", missing=(self.name,))
         fate = presence.fate(process)
         if not process.says_info and not fate.is_proved:  # a goodbye is no warning
-            return self._is(R.NO_LOG, "its log has warnings only", missing=(self.name,))
+            return self._is(R.NO_LOG, fate.why, missing=(self.name,))
         if fate.kind == "stopped":
             return self._is(R.CLOSED, fate.why)
         if lease.state == "lent" and fate.kind != "died":
@@ -431,13 +426,3 @@ class _Debt:
         if refused := turned_away(lease.process, lease.lent_at, lease.lent_at + lease.seconds):
             out.append(f"meanwhile {refused}")
         return "".join(f"; {x}" for x in out)
-
-
-def _named_in(detail: str) -> str:
-    """The request id that a refusal's words quote; empty in old logs."""
-    found = _OTHER.search(detail)
-    try:
-        value = ast.literal_eval(found[1]) if found is not None else ""
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return ""
-    return value if isinstance(value, str) else ""

@@ -16,7 +16,7 @@ from functools import cache
 from asynckv.core import told
 from asynckv.tools.diagnose.axis import CLOCKS_S, When
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, start_of
-from asynckv.tools.diagnose.leaks_values import Early, engine_of, in_seconds, moment
+from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, moment
 from asynckv.tools.diagnose.records import Record
 
 DEFAULT_LEASE_S = 30.0  # as in `LeaseConfig`, where a log does not say
@@ -43,26 +43,6 @@ MOST = 0.9
 have: a decode engine claims as soon as it hears of a request. When an absence began is known to some seconds."""
 
 
-def early_ends(service: Service, when: When) -> list[Early]:
-    """Find logs that end early, and what is known of their processes does not say why; the earliest first.
-
-    What such a process did later is not judged: it died, its log was cut off or collected early, or it had nothing to
-    say. Early is half a lease: what was lent meanwhile could have expired in the logs of others.
-    """
-    ends = {x.incarnation: when(x.incarnation, x.last_at) for x in service.processes.values()}
-    last = max((low for low, _ in ends.values()), default=0.0)
-    out, gives_signs = [], _gives_signs(service)
-    for process in service.processes.values():
-        before_s = last - ends[process.incarnation][1]
-        bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S)
-        if gives_signs:
-            bound += SIGN_S
-        is_known = process.stopped is not None or process.successor is not None or process.answers
-        if process.num_records and not is_known and before_s > bound:
-            out.append(Early(process.rank, process.last_at, before_s))
-    return sorted(out, key=lambda x: -x.before_s)
-
-
 def _gives_signs(service: Service) -> bool:
     """The engines are of a version that gives signs of life."""
     return any(next(x.of(told.EngineAlive), None) is not None for x in service.processes.values())
@@ -85,6 +65,11 @@ class Fate:
     def gone(self) -> str:
         """A death in words; without a next start of the rank, or a process that lost it, only its log has ended."""
         return "hangs" if self.hangs else "died" if self.is_proved else "died or was cut off"
+
+    @property
+    def text(self) -> str:
+        """All of it in words."""
+        return f"{self.gone}: {self.why}" if self.kind == "died" else self.why
 
 
 class Presence:
@@ -193,6 +178,16 @@ class Presence:
         if ended and self.last >= waits_for + SILENCE_S:
             return Fate("died", f"{ends}, and {min(ended)[1]} went on to its end", low, math.inf, False)
         return Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
+
+    def ends_early(self, process: Process) -> bool:
+        """A log ends half a lease before others do, and nothing tells why: what was lent meanwhile may have expired.
+
+        The process died, its log was cut off or collected early, or it had nothing to say.
+        """
+        bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S)
+        bound += SIGN_S if self._gives_signs else 0.0
+        is_silent = bool(process.num_records) and self.fate(process).kind == "silent"
+        return is_silent and self.last - self.when(process.incarnation, process.last_at)[1] > bound
 
     def _would_be_told_of(self, process: Process) -> Iterator[Process]:
         """Those whose orderly end a process that lives would speak of: ranks that it read from, and of its own engine.

@@ -18,8 +18,7 @@ from asynckv.arguments import without_control
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.findings import Finding, Findings
 from asynckv.tools.diagnose.leaks_values import Leak, some
-from asynckv.tools.diagnose.timeline_ends import End
-from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, SUMS, Ground, Lane, Mark, Story
+from asynckv.tools.diagnose.timeline_model import PHASES, Ground, Lane, Mark, Story
 
 MAX_MARKS = 100_000  # in one page; of more, those of requests that went well are left out
 IN_TABLE = 20
@@ -94,12 +93,9 @@ def _row(finding: Finding, kind: str) -> str:
 
 def _table(stories: Sequence[Story]) -> str:
     """List the slowest, for print and for those who do not see the picture."""
-    rows = []
-    for x in sorted(stories, key=lambda x: -x.seconds)[:IN_TABLE]:
-        phases = ", ".join(f"{name} {shown_seconds(s)}" for name, s in x.phases().items())
-        cells = _cells(x.name or "?", x.ended, shown_seconds(x.seconds), clock_time(x.start), phases)
-        rows.append(f"<tr>{cells}</tr>")
-    return "".join(rows)
+    slowest = sorted(stories, key=lambda x: -x.seconds)[:IN_TABLE]
+    rows = (_cells(x.name or "?", x.ended, shown_seconds(x.seconds), clock_time(x.start)) for x in slowest)
+    return "".join(f"<tr>{row}</tr>" for row in rows)
 
 
 def _cells(*texts: str) -> str:
@@ -123,7 +119,7 @@ class _Writer:
         processes = [self._process(x) for x in self._grounds]
         return {
             "zero": self._zero,
-            "phases": [[name, PHASES[name], *COLORS[name]] for name in NAMES],
+            "phases": [[name, x.about, x.light, x.dark] for name, x in PHASES.items()],
             "processes": processes,
             "requests": requests,
             "texts": list(self._texts),
@@ -152,13 +148,8 @@ class _Writer:
             [[self._us(x.start), self._us(x.end)] for x in each.away],
             [self._mark(x) for x in each.marks],
             each.group,
-            self._end(each.gone) if each.gone is not None else None,
+            None if each.gone is None else [int(each.gone.kind == "died"), self._text(each.gone.text)],
         ]
-
-    def _end(self, end: End) -> list[Any]:
-        by = self._us(end.by) if math.isfinite(end.by) else None
-        noticed = [[self._us(x.at), self._processes[x.process.incarnation], self._text(x.text)] for x in end.noticed]
-        return [self._us(end.at), by, int(end.is_death), self._text(end.text), noticed]
 
     def _request(self, story: Story) -> list[Any]:
         marks = story.marks if self._can_mark or story.level != "info" else []
@@ -173,18 +164,15 @@ class _Writer:
             [self._mark(x, story.lane_of(x)) for x in marks],
             story.group,
             story.sequence,
-            [[x.sender, self._us(x.left), x.receiver, self._us(x.came)] for x in story.arrows()],
             self._text(cause),
         ]
 
     def _lane(self, lane: Lane) -> list[Any]:
         within = round(lane.within_s * 1e6) if math.isfinite(lane.within_s) else -1
         fields = [[self._text(k), self._text(v)] for k, v in lane.fields.items() if v]
-        if any(bar.derived == SUMS for bar in lane.bars):
-            fields.append([self._text("order of phases"), self._text(SUMS)])
         bars = []
         for bar in lane.bars:
-            notes = [x for x in (bar.note, bar.derived if bar.derived != SUMS else "") if x]
+            notes = [bar.note] if bar.note else []
             notes += [f"{name} {shown_seconds(x)}" for name, x in bar.parts.items()]
             start = self._us(bar.start)
             shown = [NAMES.index(bar.phase), start, self._us(bar.end) - start]

@@ -118,7 +118,7 @@ def _process(seen: Seen, each: Ground) -> dict[str, Any]:
         "start": _finite(each.start),
         "end": _finite(each.end),
         "away": [_bar(x) for x in each.away],
-        "gone": None if each.gone is None else {"how": each.gone.how, "text": each.gone.text},
+        "gone": None if each.gone is None else {"how": each.gone.kind, "text": each.gone.text},
     }
 
 
@@ -154,7 +154,6 @@ def _bar(bar: Bar) -> dict[str, Any]:
         "phase": bar.phase,
         "start": _finite(bar.start),
         "end": _finite(bar.end),
-        "derived": bar.derived,
         "note": bar.note,
         "is_open": bar.is_open,
         "inside": {k: round(v, 6) for k, v in bar.parts.items()},

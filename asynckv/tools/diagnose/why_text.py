@@ -24,27 +24,10 @@ from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_values import Leak, moment, some
-from asynckv.tools.diagnose.timeline_model import COLORS, PHASES, Bar, Ground, Mark, Story
+from asynckv.tools.diagnose.timeline_model import PHASES, Bar, Ground, Mark, Story
 from asynckv.tools.output import print_unpadded
 
-LETTERS: Mapping[str, str] = {
-    "lent": "-",
-    "granted": "=",
-    "ending": "e",
-    "announced": "a",
-    "handshake": "h",
-    "queue": "q",
-    "plan": "p",
-    "read": "R",
-    "confirm": "c",
-    "drain": "d",
-    "release": "r",
-    "quarantine": "X",
-    "pause": ".",
-    "pull": "#",
-    "unlogged": "?",
-}
-MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES, MAX_NAMES, MAX_WORDS = 64, 60, 8, 32, 8, 8
+MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES, MAX_NAMES = 64, 60, 8, 32, 8
 MAX_LIMITS = 12
 AWAY = "event loop away"
 
@@ -126,17 +109,9 @@ def show_late(late: Sequence[Leak], console: Console) -> None:
         blocks = "blocks" if leak.blocks < 0 else counted(leak.blocks, "block")
         took = "" if math.isnan(leak.seconds) else f" for {shown_seconds(leak.seconds)}"
         since = "" if math.isnan(leak.since) else f" since {moment(leak.since)}"
-        words = (
-            f"{x.reader if x.reader != '*' else leak.reader or 'nobody'} to {x.holder}: claim {x.claim}; release "
-            f"{x.release}"
-            for x in leak.words[:MAX_WORDS]
-        )
         rows = [
             ("held", f"{blocks} of {some(leak.holders)}{took}{since}; {leak.state}"),
             ("owed by", some("a decode engine that never spoke up" if x == "*" else x for x in leak.owed)),
-            *(("said", x) for x in words),
-            ("prefill side", leak.last_prefill),
-            ("decode side", leak.last_decode),
             *(("also", x) for x in leak.also),
             ("missing", f"logs of {some(leak.missing)} would say more" if leak.missing else ""),
             ("what to do", leak.remedy),
@@ -213,7 +188,7 @@ def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, away: Se
     dark = {i for bar in away for i in cells(bar, 0)}
     out = Text(no_wrap=True, overflow="crop")
     for i, phase in enumerate(phases):
-        out.append(LETTERS[phase] if phase else "~" if i in dark else " ", _style(phase) if phase else "red")
+        out.append(PHASES[phase].letter if phase else "~" if i in dark else " ", _style(phase) if phase else "red")
     return out
 
 
@@ -226,7 +201,7 @@ def _longest(bars: Iterable[Bar]) -> str:
 
 def _style(phase: str) -> Style:
     """Terminals are dark, mostly."""
-    return Style(color=COLORS[phase].dark, reverse=True)
+    return Style(color=PHASES[phase].dark, reverse=True)
 
 
 def _legend(bars: Iterable[Bar], width: int, is_away: bool = False) -> Text:
@@ -236,7 +211,7 @@ def _legend(bars: Iterable[Bar], width: int, is_away: bool = False) -> Text:
         if len(phase) + 2 > left:
             out.append("\n")
             left = width
-        out.append(LETTERS[phase], _style(phase))
+        out.append(PHASES[phase].letter, _style(phase))
         out.append(f" {phase}   "[: left - 1])
         left -= len(phase) + 5
     if is_away:
@@ -306,8 +281,8 @@ def _meanwhile(story: Story, grounds: Sequence[Ground]) -> list[Mark]:
             if bar.start <= story.end and bar.end >= story.start:
                 text = f"its event loop was away for {shown_seconds(bar.seconds)} from then on"
                 out.append(Mark(bar.start, each.process, text, "warning"))
-        if each.gone is not None and story.start <= each.gone.at <= story.end:
-            out.append(Mark(each.gone.at, each.process, each.gone.text, "warning"))
+        if each.gone is not None and story.start <= each.end <= story.end:
+            out.append(Mark(each.end, each.process, each.gone.text, "warning"))
     return out
 
 
