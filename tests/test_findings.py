@@ -13,6 +13,7 @@ from asynckv.tools.diagnose.causes import HEADING
 from asynckv.tools.diagnose.findings import Findings, Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
+from asynckv.tools.diagnose.leaks_request import find_requests
 from asynckv.tools.diagnose.records import Logs, Record, read_logs
 from asynckv.tools.diagnose.timeline_model import ground, stories
 from asynckv.tools.diagnose.why_page import make
@@ -131,6 +132,13 @@ def test_what_a_decode_engine_refused_by_itself_did_arrive() -> None:
     (finding,) = screen([*well(), refused, lent, over])[0].wrong
     assert finding.what == f"{DECODE} refused 1 pull by itself, and began nothing: PlanRefused"
     assert (finding.evidence, finding.requests, finding.blocks) == ("block 999 is not in 0 ... 31", ("x",), 7)
+    for records in ([*well(), refused, lent, over], [*well(), refused]):  # its id on either side finds it
+        service = join(records)
+        [request] = find_requests(service, "d-x")
+        assert find_requests(service, "x") == [request]
+        [story] = stories(make_axis(service), [[request]])
+        assert (story.pull, story.others) == ("refused", ("d-x",))
+        assert "refused at once: PlanRefused: block 999 is not in 0 ... 31" in [x.text for x in story.marks]
 
 
 def test_a_refusal_that_a_success_followed_is_over_and_two_requests_of_one_id_are_two() -> None:

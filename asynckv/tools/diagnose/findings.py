@@ -186,11 +186,10 @@ def _copies(copies: Sequence[LateCopy]) -> Iterator[Finding]:
 
 
 def _refusals(seen: Seen) -> list[Record]:
-    """What decode engines refused by themselves: a pull that was never begun."""
-    service = seen.axis.service
-    refused = (x for process in service.processes.values() for x in process.of(told.PullRefused))
-    done = {(r.engine_id, r.name) for r in service.requests if any(p.cause == "complete" for p in r.all_pulls)}
-    return [x for x in refused if not x.at < seen.since and (x.text("peer"), x.text("prefill_request_id")) not in done]
+    """What decode engines refused by themselves, of requests that no pull was complete of."""
+    requests = (r for r in seen.axis.service.requests if not any(p.cause == "complete" for p in r.all_pulls))
+    refused = (x for r in requests for x in r.before if x.event == told.PullRefused.event)
+    return [x for x in refused if not x.at < seen.since]
 
 
 def _refused(seen: Seen) -> Iterator[Finding]:

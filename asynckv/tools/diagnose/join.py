@@ -409,7 +409,7 @@ class Request:
     """One lent request on all ranks of both sides.
 
     Attributes:
-        withdrawn: What the prefill side said as it gave the request up, before it was lent.
+        before: What a side said that gave it up before it lent or pulled it: it was withdrawn, or refused at once.
     """
 
     engine_id: str  # the prefill engine
@@ -418,22 +418,28 @@ class Request:
     leases: dict[str, Lease] = field(default_factory=dict)  # by the prefill rank's name
     pulls: dict[str, Pull] = field(default_factory=dict)  # by pull id
     others: dict[str, Pull] = field(default_factory=dict)  # pulls of this key that speak of another request id
-    withdrawn: list[Record] = field(default_factory=list)
+    before: list[Record] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         """Its id where it was lent; the decode side's if nobody says that."""
-        return self.request_id or next((x.request_id for x in self.all_pulls), "")
+        return self.request_id or next(iter(self.decode_ids), "")
 
     @property
     def all_pulls(self) -> tuple[Pull, ...]:
         """All attempts, whatever request id they speak of."""
         return (*self.pulls.values(), *self.others.values())
 
+    @property
+    def decode_ids(self) -> list[str]:
+        """What the decode side calls it."""
+        refused = (x.text("request_id") for x in self.before if x.event == told.PullRefused.event)
+        return list(dict.fromkeys(x for x in (*(p.request_id for p in self.all_pulls), *refused) if x))
+
     def records(self) -> list[Record]:
         """Return all that was said of it, by time."""
         spoken_of: tuple[Lease | Pull, ...] = (*self.leases.values(), *self.all_pulls)
-        out = {id(x): x for x in (*self.withdrawn, *(y for x in spoken_of for y in x.records))}
+        out = {id(x): x for x in (*self.before, *(y for x in spoken_of for y in x.records))}
         return sorted(out.values(), key=lambda x: x.at)
 
 
@@ -537,7 +543,7 @@ class _Builder:
         self._leases: dict[tuple[str, int, str], Lease] = {}
         self._unnamed: dict[tuple[str, str], Lease] = {}
         self._pulls: dict[str, Pull] = {}
-        self._withdrawn: list[Record] = []
+        self._before: list[Record] = []
 
     def take(self, record: Record) -> None:
         process, event = self.speaks(record), record.event
@@ -547,8 +553,8 @@ class _Builder:
             _place(self._pull(process, record.fields), record)
         else:
             process.records.append(record)
-        if event == told.RequestWithdrawn.event:
-            self._withdrawn.append(record)
+        if event in (told.RequestWithdrawn.event, told.PullRefused.event):
+            self._before.append(record)
         elif event in (told.LeaseHeld.event, told.PullHeld.event):
             subject = self._lease if event == told.LeaseHeld.event else self._pull
             for entry in record.entries("oldest"):
@@ -566,7 +572,7 @@ class _Builder:
         for pull in self._pulls.values():
             if pull.ended is not None and (like := self._pulls.get(pull.ended.text("same_as"))) is not None:
                 pull.like, pull.peer = like, pull.peer or like.peer
-        return Service(self._processes, list(_Joiner(self._leases.values()).joined(self._pulls, self._withdrawn)))
+        return Service(self._processes, list(_Joiner(self._leases.values()).joined(self._pulls, self._before)))
 
     def speaks(self, record: Record, lines: int = 1) -> Process:
         """A process is there, and has said something."""
@@ -647,7 +653,7 @@ class _Joiner:
         for lease in leases:
             self._add(lease)
 
-    def joined(self, pulls: Mapping[str, Pull], withdrawn: Iterable[Record]) -> list[Request]:
+    def joined(self, pulls: Mapping[str, Pull], before: Iterable[Record]) -> list[Request]:
         for request in self._requests:
             for lease in request.leases.values():
                 self._by_pull |= dict.fromkeys(lease.pull_ids, request)
@@ -660,10 +666,13 @@ class _Joiner:
             else:
                 request.others[pull.pull_id] = pull
             self._by_pull[pull.pull_id] = request
-        for record in withdrawn:
-            name, sequence = record.text("request_id"), record.integer("sequence")
-            found = self._exact.get((record.engine_id, sequence, name))
-            (found[-1] if found else self._new(record.engine_id, sequence, name)).withdrawn.append(record)
+        for record in before:
+            is_ours = record.event == told.RequestWithdrawn.event
+            engine_id = record.engine_id if is_ours else record.text("peer")
+            name = record.text("request_id" if is_ours else "prefill_request_id")
+            key = engine_id, record.integer("sequence"), name
+            found = self._exact.get(key) if name else None
+            (found[-1] if found else self._new(*key)).before.append(record)
         return self._requests
 
     def _add(self, lease: Lease) -> None:

@@ -214,7 +214,7 @@ def _make_leak(presence: Presence, request: Request, found: Sequence[Verdict], *
         engine_id=request.engine_id,
         request_id=request.request_id,
         sequence=request.sequence,
-        decode_request_ids=tuple(dict.fromkeys(x.request_id for x in request.all_pulls if x.request_id)),
+        decode_request_ids=tuple(request.decode_ids),
         missing=tuple(dict.fromkeys((*fields.pop("missing", ()), *verdict.missing))),
         # Of a reader that may have been meant, nothing is known.
         reader=reader if "/tp" in reader and verdict.reader is not Reader.ABSENT else "",

@@ -94,7 +94,7 @@ class Presence:
         self.met = {start_of(x.text("reader")) for process in processes for x in process.of(told.ReaderMet)}
         self._gives_signs = _gives_signs(service)
         self._hanging = {start_of(x) for x in service.unanswered}
-        self._lenders = {x.engine_id for x in service.requests}
+        self._lenders = {x.engine_id for x in service.requests if x.leases or x.all_pulls}
         self._lost: dict[str, list[tuple[Process, Record]]] = defaultdict(list)
         self._ranks: dict[str, list[Process]] = defaultdict(list)
         for process in processes:

@@ -211,7 +211,7 @@ def names(family: Sequence[Request]) -> set[str]:
     pulls = [p for r in family for p in r.all_pulls]
     leases = [lease for r in family for lease in r.leases.values()]
     out = {x for r in family for x in (r.request_id, r.name)}
-    out |= {x for p in pulls for x in (p.request_id, p.prefill_request_id, p.pull_id)}
+    out |= {x for p in pulls for x in (p.prefill_request_id, p.pull_id)} | {x for r in family for x in r.decode_ids}
     # Of a reader whose log is missing the prefill side knows the pulls.
     out |= {x for lease in leases for x in lease.pull_ids} | {x.text("pull_id") for y in leases for x in y.granted}
     out |= {pull_id for x in leases for pull_id, _, _ in granted_in(lease_steps(x))}
@@ -278,9 +278,11 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
             at, said = axis.at(pull.process, pull.begun_at), pull.prefill_request_id
             marks.append(Mark(at, pull.process, f"speaks of it under another prefill request id: {said}", "warning"))
     for request in requests:
-        for record in request.withdrawn:
+        for record in request.before:
             if (process := axis.service.processes.get(record.incarnation)) is not None:
-                marks.append(Mark(axis.at(process, record.at), process, "withdrawn: it will never be lent"))
+                why = f"refused at once: {record.text('cause')}: {record.text('detail')}"
+                text = why if record.event == told.PullRefused.event else "withdrawn: it will never be lent"
+                marks.append(Mark(axis.at(process, record.at), process, text, record.level))
     marks = sorted((x for x in marks if math.isfinite(x.at)), key=lambda x: x.at)
     lanes = [x for x in lanes if x.bars]
     processes = [x.process for x in lanes] + [x.process for x in marks]
@@ -291,19 +293,19 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
     late = [x for x in states if x in ("expired", "revoked")]
     pull_ = (bad or causes or [x for x in (p.state for p in pulls) if x] or [""])[0]
     lease_ = (late or [x for x in states if x != "released"] or states or [""])[0]
-    withdrawn = "withdrawn" if any(r.withdrawn for r in requests) else ""
+    before = {"refused" if x.event == told.PullRefused.event else "withdrawn" for r in requests for x in r.before}
     sides = ([x for x in lanes if x.side == side] for side in ("prefill", "decode"))
     claimed = (pull_id for x in leases for pull_id in sorted(x.pull_ids))
     return Story(
         number=0,
         name=first.name,
-        others=tuple(dict.fromkeys(p.request_id for p in pulls if p.request_id)),
+        others=tuple(dict.fromkeys(x for r in requests for x in r.decode_ids)),
         engine_id=first.engine_id,
         sequence=first.sequence if first.sequence < 1 << 53 else -1,
         pull_ids=tuple(dict.fromkeys((*(p.pull_id for p in pulls), *claimed))),
-        lease=lease_ or withdrawn,
-        pull=pull_,
-        level="warning" if bad or late or any(_is_bad(p) for p in pulls) else "info",
+        lease=lease_ or ("withdrawn" if "withdrawn" in before else ""),
+        pull=pull_ or ("refused" if "refused" in before else ""),
+        level="warning" if bad or late or "refused" in before or any(_is_bad(p) for p in pulls) else "info",
         group=axis.group(processes[0]) if processes else 0,
         seconds=max((max(x.end for x in side) - min(x.start for x in side) for side in sides if side), default=0.0),
         lanes=lanes,
