@@ -99,6 +99,10 @@ def pull_ended(at: float, cause: str, **fields: Any) -> Record:
     return say(at, told.PullEnded, D, **{**said, **fields})
 
 
+def alive(start: str, at: float) -> Record:
+    return say(at, told.EngineAlive, start)
+
+
 def unanswered(at: float = 60.0, cause: str = "timeout") -> Record:
     return say(at, told.ReleaseUnanswered, D, **NAMES, cause=cause, ranks=[RANK[P]], seconds=30.0, outcome="complete")
 
@@ -199,8 +203,11 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     ),
     "away, and never spoke of it": (C.DECODE_UNRESPONSIVE, [*BOTH, expired(False), away(D, 55, 50)]),
     "away before": (C.NEVER_HEARD_OF, [*BOTH, expired(False), away(D, 10.2, 50)]),
-    "fell silent, with nothing to say": (C.NEVER_HEARD_OF, [*SILENT, expired(False, at=80.0), say(200, "of_later")]),
-    "fell silent, as it often is": (C.NEVER_HEARD_OF, [*SILENT, expired(False, at=80.0), say(88, "of_later")]),
+    "fell silent": (C.READER_DIED, [*SILENT, expired(False, at=80.0), say(200, "of_later")]),
+    "silent, with nothing to say": (
+        C.NEVER_HEARD_OF,
+        [*SILENT, alive(D, 70.0), alive(D, 85.0), expired(False, at=80.0), say(88, "of_later")],
+    ),
     "one rank away": (
         C.DECODE_LOOP_AWAY,
         [
@@ -439,7 +446,7 @@ CELLS: list[list[Record]] = [
     retrying(CASES["renewed for as long as may be"][1]),
     [*BOTH, pull_ended(15, "timeout", **KEPT), away(P, 16, 5)],
     *([*BOTH, expired(refused=[[3.0, "claim", x, RANK[D], ""]])] for x in ("wrong_request", "restarted")),
-    [*RUNNING, BUG, expired(False), say(42, "of_later")],
+    [*RUNNING, BUG, alive(D, 40.0), expired(False), say(42, "of_later")],
     [*CLOSED, expired(False), pull_ended(39, "cancelled", seconds=28), unanswered(41, "engine_closed")],
     *(of_decode([*BOTH, refused(x)]) for x in ("parked_too_long", "wrong_request", "restarted", "wrong_cohort")),
     of_decode([*BOTH, refused("expired", "lent for longer than max_lease_s 30.0")]),
@@ -473,7 +480,7 @@ def lent(at: float, start: str = P, **fields: Any) -> Record:
 
 def test_who_lives_is_not_told_to_have_died() -> None:
     """Logs of a service that runs: their ends say nothing, whatever else has ended meanwhile."""
-    quiet = [begun(P), begun(D), *met(), begun(F), stopped(F, 50.5)]
+    quiet = [begun(P), begun(D), *met(), alive(D, 45.0), begun(F), stopped(F, 50.5)]
     assert not found([*quiet, lent(50.0)])
     # Nobody would have told this one of the other's end.
     [leak] = found([*quiet, expired(False, at=49.0), say(56.0, "of_later")])
@@ -482,7 +489,7 @@ def test_who_lives_is_not_told_to_have_died() -> None:
     [leak] = found([*quiet, expired(False, at=49.0)])
     assert leak.cause is C.NEVER_CLAIMED
     # Two services have one name, and run side by side.
-    assert not found([begun(P), begun(P2, 5.0), lent(6.0, P2, sequence=1), lent(100.0)])
+    assert not found([begun(P), begun(P2, 5.0), lent(6.0, P2, sequence=1), alive(P2, 90.0), lent(100.0)])
     # Its level leaves goodbyes out, and those who heard it do not.
     assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, f"{RANK[P]} said goodbye")])
     assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, "forgotten by request")])
@@ -508,7 +515,7 @@ def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
     assert leak.cause is C.READER_SILENT
     [leak] = found([*RUNNING, expired(), say(75, "of_later")])
     assert (leak.cause, leak.cell[0]) == (C.READER_DIED, Owner.CLAIMED)
-    [leak] = found([*RUNNING, expired(False), say(42, "of_later")])
+    [leak] = found([*RUNNING, alive(D, 40.0), expired(False), say(42, "of_later")])
     assert leak.cause is C.NEVER_CLAIMED
     # Its release may still be answered, or given up.
     [leak] = found([*RUNNING, expired(), pull_ended(15, "complete"), say(42, "of_later", D)])
@@ -739,7 +746,7 @@ def test_a_prefill_log_that_ends_early_says_no_more_than_one_that_is_missing() -
         records = [*RUNNING, failed, refused, say(end, "of_later", P), later]
         leaks = found(records)
         assert [(x.cause, x.state, x.missing) for x in leaks] == [(C.OTHER_REQUEST_ID, "unknown", (RANK[P],))] * is_late
-        assert f"the log of {RANK[P]} ends early" in [x["what"] for x in plain(records)["limits"]]
+        assert f"{RANK[P]} died or was cut off: its log ends at " in plain(records)["findings"][0]["what"]
     assert not found([*BOTH, failed, refused])
     [leak] = found([*RUNNING, pull_ended(15, "complete"), unanswered(46, "timeout"), later, say(40, "of_later", P)])
     assert (leak.cause, leak.state) == (C.RELEASE_UNANSWERED, "unknown")
@@ -1059,7 +1066,7 @@ def test_an_engine_that_does_not_answer_may_have_been_given_it() -> None:
     assert "it was not claimed: decode/tp0@01234567 may have been given it, but it does not answer" in leak.sentence
     # Another one was away: either.
     asked = [say(7, told.PullEnded, OTHER, **{**NAMES, "prefill_request_id": "w", "sequence": 7}, cause="complete")]
-    leak = judged([*RUNNING, late, *asked, away(OTHER, 60, 55), now], RANK[D])
+    leak = judged([*RUNNING, late, *asked, away(OTHER, 60, 55), alive(OTHER, 480), now], RANK[D])
     assert f"; or {RANK[OTHER]}, but its event loop was away for 55 s then" in leak.sentence
     # One that went on for longer than it was lent was there.
     assert judged([*RUNNING, late, say(90, "of_later", D), now], RANK[D]).cause is not C.DECODE_UNRESPONSIVE

@@ -207,7 +207,7 @@ def test_a_log_that_only_ends_early_is_no_death(tmp_path: Path) -> None:
     written = Written()
     written.begin()
     written.complete(1, 2.0, D[1])
-    written.complete(2, 60.0)
+    written.complete(2, 25.0)
     axis = axis_of(written, tmp_path)
     gone = {x.process.rank: x.gone for x in ground(axis)}
     assert gone[P] is gone[D[0]] is None, "all logs end at some time"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -41,11 +41,6 @@ QUIET = 10.0
 MOST = 0.9
 """A loop that was away for such a part of the lease's time could not claim it. One that was there for longer would
 have: a decode engine claims as soon as it hears of a request. When an absence began is known to some seconds."""
-
-
-def _gives_signs(service: Service) -> bool:
-    """The engines are of a version that gives signs of life."""
-    return any(next(x.of(told.EngineAlive), None) is not None for x in service.processes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +87,6 @@ class Presence:
         self.last = max((when(x.incarnation, x.last_at)[0] for x in processes), default=0.0)
         """Until when logs go on, at least."""
         self.met = {start_of(x.text("reader")) for process in processes for x in process.of(told.ReaderMet)}
-        self._gives_signs = _gives_signs(service)
         self._hanging = {start_of(x) for x in service.unanswered}
         self._lenders = {x.engine_id for x in service.requests if x.leases or x.all_pulls}
         self._lost: dict[str, list[tuple[Process, Record]]] = defaultdict(list)
@@ -106,22 +100,9 @@ class Presence:
         self._unclaimed = [x for x in leases if any(name not in x.claims for name in x.owed or ("*",))]
         self._asked = {(start_of(name), x.process.engine_id) for x in leases for name in (*x.claims, *x.released)}
         self._asked |= {(x.process.start, r.engine_id) for r in service.requests for x in r.all_pulls}
-        self._lapsed = self._find_lapsed()
         claims = (claim.claimed_s for x in leases for claim in x.claims.values())
         self.claims_take_s = max((x for x in claims if x > UNDER_WAY_S), default=UNDER_WAY_S)
         """For how long after it was lent a request was claimed, at most."""
-
-    def _find_lapsed(self) -> dict[str, float]:
-        """By when readers were gone that let their promises run out and said no more."""
-        out: dict[str, float] = {}
-        for request in self.service.requests:
-            for lease in request.leases.values():
-                for name in lease.owed if lease.state == "expired" else ():
-                    process = self.service.process_named(name)
-                    pulls = [x for x in request.all_pulls if x.process is process]
-                    if process is not None and name not in lease.retrying and all(x.ended is None for x in pulls):
-                        out[process.incarnation] = min(self.span(lease)[1], out.get(process.incarnation, math.inf))
-        return out
 
     def _fate(self, process: Process) -> Fate:
         shown = self._shown
@@ -162,21 +143,10 @@ class Presence:
         if not process.says_info:
             why = f"its log has warnings only, the last of {shown(process, process.last_at)}"
             return Fate("silent", why, low, math.inf, False)
-        gone_by = self._lapsed.get(process.incarnation, -math.inf)
-        if gone_by >= low and self.last >= gone_by + SILENCE_S / 2:
-            return Fate("died", f"{ends}, and it let its grants run out", low, gone_by, False)
         lease_s = process.durations.get("lease_s", DEFAULT_LEASE_S)
-        if self._gives_signs and self.last >= high + lease_s + LATE_S:
+        if self.last >= high + lease_s + LATE_S:
             why = f"{ends}, though it wrote a line every {in_seconds(lease_s / 2)} s at least"
             return Fate("died", why, low, high + lease_s, False)
-        others = list(self._would_be_told_of(process))
-        ended = [(self.when(x.incarnation, x.stopped.at)[0], x.rank) for x in others if x.stopped is not None]
-        ended = [x for x in ended if x[0] > high]
-        # Where others of them are without a goodbye as well, the logs may be of a service that is being closed.
-        open_ = [x for x in others if x.stopped is None and self.when(x.incarnation, x.last_at)[0] > high]
-        waits_for = min(ended)[0] if ended and open_ else high  # it may be closing, too
-        if ended and self.last >= waits_for + SILENCE_S:
-            return Fate("died", f"{ends}, and {min(ended)[1]} went on to its end", low, math.inf, False)
         return Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
 
     def ends_early(self, process: Process) -> bool:
@@ -184,21 +154,9 @@ class Presence:
 
         The process died, its log was cut off or collected early, or it had nothing to say.
         """
-        bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S)
-        bound += SIGN_S if self._gives_signs else 0.0
+        bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S) + SIGN_S
         is_silent = bool(process.num_records) and self.fate(process).kind == "silent"
         return is_silent and self.last - self.when(process.incarnation, process.last_at)[1] > bound
-
-    def _would_be_told_of(self, process: Process) -> Iterator[Process]:
-        """Those whose orderly end a process that lives would speak of: ranks that it read from, and of its own engine.
-
-        Of others it hears nothing, and it may have nothing to say when they end.
-        """
-        states = {x.text("peer_incarnation"): x.text("state") for x in process.of(told.PeerChanged)}
-        for incarnation, state in states.items():
-            if state != "gone" and (peer := self.service.processes.get(incarnation)) is not None:
-                yield peer
-        yield from (x for x in self._ranks[process.engine_id] if x.base != process.base)
 
     def tells(self, process: Process, pull: Pull, record: Record | None = None) -> bool:
         """A prefill rank's log goes on for as long as what a pull had of it may have been lent, or its death is known.
