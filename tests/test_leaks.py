@@ -489,7 +489,7 @@ def test_who_lives_is_not_told_to_have_died() -> None:
     [leak] = found([*quiet, expired(False, at=49.0)])
     assert leak.cause is C.NEVER_CLAIMED
     # Two services have one name, and run side by side.
-    assert not found([begun(P), begun(P2, 5.0), lent(6.0, P2, sequence=1), alive(P2, 90.0), lent(100.0)])
+    assert not found([begun(P), begun(P2, 5.0), lent(76.0, P2, sequence=1), alive(P2, 90.0), lent(100.0)])
     # Its level leaves goodbyes out, and those who heard it do not.
     assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, f"{RANK[P]} said goodbye")])
     assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, "forgotten by request")])
