@@ -59,7 +59,7 @@ def _how_late(presence: Presence, request: Request, lease: Lease) -> str:
     fate = presence.fate(lease.process)
     if fate.kind == "stopped" or not _is_open(lease):
         return ""  # closing ends all leases, and says so of those that do not end well
-    if fate.kind == "died" or presence.last_end > _due(presence, lease):
+    if fate.kind == "died":
         return "died"
     is_overdue = lease.seconds > (lease.lease_s if not math.isnan(lease.lease_s) else DEFAULT_LEASE_S)
     return "held" if (lease.held or is_overdue) and not _is_well(presence, request, lease) else ""
@@ -79,16 +79,6 @@ def _is_well(presence: Presence, request: Request, lease: Lease) -> bool:
         return [pull for pull, theirs in ranks if not theirs or lease.process.base in theirs]
 
     return all(any(map(is_well, pulls(name))) for name in lease.owed or ("*",))
-
-
-def _due(presence: Presence, lease: Lease) -> float:
-    """Until when, in everybody's time, an owner that lives has spoken of an open lease again."""
-    if lease.held:
-        record, entry = lease.held[-1]
-        due = record.at + number(entry.get("lent_s"), 0.0)
-    else:
-        due = lease.lent_at + (lease.lease_s if not math.isnan(lease.lease_s) else DEFAULT_LEASE_S)
-    return presence.when(lease.process.incarnation, max(due, lease.process.last_at) + GATHERED_S)[1]
 
 
 def _is_open(lease: Lease) -> bool:

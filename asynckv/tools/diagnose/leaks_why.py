@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from asynckv.core import told
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, WHY, Owner, Reader
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Refusal, Request, base_name, start_of
 from asynckv.tools.diagnose.leaks_between import (
@@ -98,8 +97,7 @@ class _Debt:
             self.owner = W.RETRYING
 
     def verdict(self) -> Verdict:
-        found = self._refused() or self._weighed(self.pull)
-        return (CATALOGUE[found.cause].is_class and self._bug()) or found
+        return self._refused() or self._weighed(self.pull)
 
     def _weighed(self, pull: Pull | None) -> Verdict:
         if pull is not None and is_forgotten(self.presence, pull):
@@ -179,15 +177,6 @@ class _Debt:
         if start in ("", start_of(self.name)) or start in met or not (start_of(self.name) or met):
             return True
         return self.presence.service.process_named(who) is not None
-
-    def _bug(self) -> Verdict | None:
-        readers = (self.process, *(x.process for x in self.pulls))
-        for process in (self.lease.process, *(x for x in readers if x is not None)):
-            for record in process.of(told.InternalError):
-                low, high = self.presence.when(process.incarnation, record.at)
-                if high >= self.since and low <= self.until:
-                    return self._is(R.BUG, record.text("error"), reader=process.rank)
-        return None
 
     # -- a reader that had claimed, and of which no outcome is known ---------------------------------------------------
 
@@ -347,12 +336,13 @@ class _Debt:
         bound = {engine_of(x) for x in (*lease.owed, *self.claims, *lease.released)}
         spoke = [x for x in dict.fromkeys(x.process for x in self.request.all_pulls) if engine_of(x.rank) not in bound]
         readers = presence.decoders(lease.process.engine_id)
+        readers = [x for x in readers if not presence.when(x.incarnation, x.first_at)[0] > self.until]
         if name != "*":
             readers = [x for x in readers if x.base == base_name(name)]
         elif spoke:  # others of its engine, to this rank or another
             engines = {x.engine_id for x in spoke}
             readers = [x for x in readers if x.engine_id in engines and x not in spoke]
-        gone = [x for x in readers if presence.gone_by(x) < self.since]
+        gone = [x for x in readers if presence.fate(x).before < self.since]
         alive = [x for x in readers if x not in gone] or gone
         is_nobody = name == "*" and not spoke
         fates = [(x, presence.fate(x)) for x in alive if x not in gone]
@@ -363,15 +353,12 @@ class _Debt:
             claimed = presence.near(lease.process, lease.lent_at) + presence.claims_take_s
             by = self.until if is_nobody else claimed
             died = [x for x, fate in fates if fate.kind == "died" and fate.after <= by]
-            if came := [x for x in died if presence.has_come_for(lease, x)]:
-                fate = presence.fate(came[0])
-                return self._is(R.DIED, fate.why, reader=listed(x.rank for x in came), gone=fate.gone)
-            lost = died or [x for x in readers if engine_of(x.rank) not in bound and presence.died_about(lease, x)]
-            if lost and not (is_nobody and strangers):
-                # Its params never arrived, or arrived at a reader that died: nothing tells which.
-                whose, why = listed(x.rank for x in lost), presence.fate(lost[0]).why
-                also = f"whoever had them died, as {whose} did about then ({why})"
-                return self._is(R.NO_LOG, f"; its params never arrived there, or {also}")
+            if died:
+                whose, fate = listed(x.rank for x in died), presence.fate(died[0])
+                if fate.is_proved and len(died) == len(alive) and not strangers:  # nobody else was there to be given it
+                    return self._is(R.DIED, fate.why, reader=whose, gone=fate.gone)
+                why = f"; its params never arrived, or arrived at {whose}, which {fate.gone} meanwhile ({fate.why})"
+                return self._is(R.NO_LOG, why)
         if not is_nobody:
             return self._of_left_out(spoke, alive, silent)
         absent = presence.absent(lease, alive)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from asynckv.core import told
-from asynckv.tools.diagnose.axis import CLOCKS_S, When
+from asynckv.tools.diagnose.axis import When
 from asynckv.tools.diagnose.join import Lease, Process, Pull, Service, start_of
 from asynckv.tools.diagnose.leaks_values import engine_of, in_seconds, moment
 from asynckv.tools.diagnose.records import Record
@@ -96,10 +96,7 @@ class Presence:
             for record in process.of(told.PeerChanged):
                 if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
                     self._lost[record.text("peer_incarnation")].append((process, record))
-        leases = [x for request in service.requests for x in request.leases.values()]
-        self._unclaimed = [x for x in leases if any(name not in x.claims for name in x.owed or ("*",))]
-        self._asked = {(start_of(name), x.process.engine_id) for x in leases for name in (*x.claims, *x.released)}
-        self._asked |= {(x.process.start, r.engine_id) for r in service.requests for x in r.all_pulls}
+        leases = (x for request in service.requests for x in request.leases.values())
         claims = (claim.claimed_s for x in leases for claim in x.claims.values())
         self.claims_take_s = max((x for x in claims if x > UNDER_WAY_S), default=UNDER_WAY_S)
         """For how long after it was lent a request was claimed, at most."""
@@ -186,17 +183,6 @@ class Presence:
         """When a lease was over, in everybody's time, at the earliest."""
         return self.when(lease.process.incarnation, lease.lent_at + lease.seconds)[0]
 
-    def gone_by(self, process: Process) -> float:
-        """By when, in everybody's time, a process no longer lived, as far as can be told.
-
-        Of a death that only its silence tells, its last line does: it was not long before, by what it used to write.
-        """
-        fate = self.fate(process)
-        if fate.kind != "died" or fate.is_proved:
-            return fate.before
-        quiet_s = max(DEFAULT_LEASE_S, _quiet_s(process), process.durations.get("timeout_s", 0.0))
-        return min(fate.before, self.when(process.incarnation, process.last_at)[1] + quiet_s)
-
     def decoders(self, engine_id: str) -> list[Process]:
         """List the processes that may have read from a prefill engine."""
         others = [x for x in self.service.processes.values() if x.engine_id != engine_id]
@@ -216,29 +202,6 @@ class Presence:
         """Ranks that were asked and do not answer, of which there is no log, and that may be of the decode side."""
         named = (x for x in self.service.unanswered if self.service.process_named(x) is None)
         return [x for x in named if engine_of(x) not in self._lenders]
-
-    def has_come_for(self, lease: Lease, reader: Process) -> bool:
-        """A log shows that a reader which died had heard of the request.
-
-        That it died meanwhile does not: others die while params are lost. But a reader that has met the rank that lends
-        (or has begun to), and never came to speak of anything, did so for the only request there that was not claimed.
-        """
-        if (reader.start, lease.process.engine_id) in self._asked:
-            return False
-        low, high = self.when(reader.incarnation, reader.first_at)[0], self.gone_by(reader)
-        spans = (self.span(x) for x in self._unclaimed if x.process is lease.process)
-        if sum(since <= high and until >= low for since, until in spans) != 1:
-            return False
-        met = any(start_of(x.text("reader")) == reader.start for x in lease.process.of(told.ReaderMet))
-        return met or any(start_of(x.text("peer")) == lease.process.start for x in reader.of(told.PeerChanged))
-
-    def died_about(self, lease: Lease, reader: Process) -> bool:
-        """A reader died when a request was lent, or soon after, and may have known of it: params arrive late."""
-        (since, until), fate = self.span(lease), self.fate(reader)
-        waits_s = reader.durations.get("timeout_s", CLOCKS_S)
-        began = self.when(reader.incarnation, reader.first_at)[0]
-        is_near = self.gone_by(reader) >= since and max(fate.after, began) <= until + waits_s
-        return fate.kind == "died" and is_near
 
     # -- who was there -------------------------------------------------------------------------------------------------
 
@@ -271,9 +234,3 @@ class Presence:
             elif away_s and fate.kind != "died":
                 out[reader.rank] = f"its event loop was away for {in_seconds(away_s)} s then"
         return out
-
-
-def _quiet_s(process: Process) -> float:
-    """Return for how long a process that lives may be silent: a lease, or many of its usual pauses."""
-    pause_s = (process.last_at - process.first_at) / max(process.num_records - 1, 1)
-    return max(process.durations.get("lease_s", DEFAULT_LEASE_S), QUIET * pause_s)
