@@ -81,9 +81,7 @@ def _end(axis: Axis, process: Process, fate: Fate, said: str, noticed: list[Noti
         if math.isfinite(by):
             said += f"; it was gone within {shown_seconds(by - at)} of its last line"
     # Who lost it before its last line has made up with it since.
-    after = sorted(
-        (x for x in noticed if x.at >= at - axis.offset(process, process.last_at).within_s), key=lambda x: x.at
-    )
+    after = sorted((x for x in noticed if x.at >= at - axis.offset(process).within_s), key=lambda x: x.at)
     if len(after) > MAX_NOTICED:
         said += f"; {counted(len(after), 'line')} of others tell of it"
     how = fate.gone if fate.kind == "died" else "silent"

@@ -68,7 +68,6 @@ MAX_MARKS = 400  # of one request
 GOOD = frozenset({"complete", "cancelled", "discharged"})  # ends of a pull that need no look
 MAX_GRANTS = 64  # lanes of one lease
 MAX_AWAY_S = 86_400.0
-WHOLE_S = 120.0  # what is no longer is not stretched by a drift
 _STATES = {"connecting": "handshake", "queued": "queue", "reading": "read", "confirming": "confirm"} | {
     "draining": "drain",
     "notifying": "release",
@@ -392,7 +391,7 @@ def _unlogged(axis: Axis, leases: Sequence[Lease], known: set[str]) -> Iterator[
     for lease in leases:
         start = lent_at(lease)
         end = start + lease.seconds
-        place = _placing(axis, lease.process, start, end)
+        place = _placing(axis, lease.process)
         steps = lease_steps(lease)
         for pull_id, (name, at) in _grants(lease, start, steps).items():
             if pull_id in seen or not is_time(end):
@@ -405,7 +404,7 @@ def _unlogged(axis: Axis, leases: Sequence[Lease], known: set[str]) -> Iterator[
             over = next((s.at for s in steps if s.at > at and _ends(s, pull_id)), max(end, at))
             bar = Bar("unlogged", place(at), place(over), "by the prefill side's clock", is_open=lease.ended is None)
             fields = {"pull_id": pull_id, "log": f"its last line is of {clock_time(axis.at(process, process.last_at))}"}
-            within = axis.offset(lease.process, at).within_s
+            within = axis.offset(lease.process).within_s
             mark = _log_ends(axis, process, bar)
             if axis.group(process) != axis.group(lease.process):
                 mark = Mark(bar.start, process, "its log, whose clock is not comparable, does not have this pull")
@@ -492,7 +491,7 @@ def _lease_marks(axis: Axis, lease: Lease) -> Iterator[Mark]:
     process, start = lease.process, lent_at(lease)
     steps = lease_steps(lease)
 
-    place = _placing(axis, process, start, lease.last_at)
+    place = _placing(axis, process)
 
     def mark(at: float, text: str, level: str = "info") -> Mark:
         return Mark(place(at), process, text, level)
@@ -620,7 +619,7 @@ def _open_bars(pull: Pull) -> Iterator[Bar]:
 
 def _pull_marks(axis: Axis, pull: Pull) -> Iterator[Mark]:
     process, steps = pull.process, pull_steps(pull)
-    place = _placing(axis, process, steps[0].at if steps else pull.begun_at, pull.last_at)
+    place = _placing(axis, process)
 
     def mark(at: float, text: str, level: str = "info") -> Mark:
         return Mark(place(at), process, text, level)
@@ -664,24 +663,16 @@ def _lane(axis: Axis, process: Process, side: str, what: str, bars: list[Bar], f
     bars = [x for x in bars if is_time(x.start) and is_time(x.end)]
     if not bars:
         return Lane(process, side, what, [], fields)
-    start, end = bars[0].start, max(x.end for x in bars)
-    place = _placing(axis, process, start, end)
-    within = axis.offset(process, (start + end) / 2).within_s
+    place = _placing(axis, process)
+    within = axis.offset(process).within_s
     for bar in bars:
         bar.start, bar.end = place(bar.start), place(bar.end)
     return Lane(process, side, what, bars, fields, within)
 
 
-def _placing(axis: Axis, process: Process, start: float, end: float) -> Callable[[float], float]:
-    """Return what puts moments of a process's clock on the axis.
-
-    What belongs together is moved as a whole, so that its lengths stay exact, unless it lasts so long that clocks drift
-    apart meanwhile.
-    """
-    if not abs(end - start) <= WHOLE_S:
-        return lambda at: axis.at(process, at) if is_time(at) else math.nan
-    ahead = axis.offset(process, (start + end) / 2).seconds
-    return lambda at: at - ahead if is_time(at) else math.nan
+def _placing(axis: Axis, process: Process) -> Callable[[float], float]:
+    """Return what puts moments of a process's clock on the axis."""
+    return lambda at: axis.at(process, at) if is_time(at) else math.nan
 
 
 # -- what was there besides --------------------------------------------------------------------------
@@ -703,8 +694,8 @@ def ground(axis: Axis) -> list[Ground]:
             elif (text := _about(record)) and len(marks) < MAX_MARKS:
                 marks.append(Mark(at, process, text, record.level))
         start, end = axis.at(process, process.first_at), axis.at(process, process.last_at)
-        within = axis.offset(process, (process.first_at + process.last_at) / 2).within_s
-        compared = axis.compared(process, (process.first_at + process.last_at) / 2)
+        within = axis.offset(process).within_s
+        compared = axis.compared(process)
         group, ended = axis.group(process), gone.get(process.incarnation)
         out.append(Ground(process, start, end, away, marks, compared, within, group, ended))
     return out
